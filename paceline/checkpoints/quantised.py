@@ -39,7 +39,7 @@ from paceline.core.errors import CheckpointError
 __all__ = ["FP8", "MXFP4", "Q4", "Quantisation", "QuantisedMatrix", "quantisation_of"]
 
 # what matrices are said to be stored as: bytes that are no integers; integers of 8 bits; of 4 bits
-# in blocks that GGUF has too; and of 4 bits whose groups are no runs of inputs
+# in blocks that GGUF has too; and of 4 bits that lie otherwise, or have other scales than halves
 FP8: Final = "FP8"
 # of 4 bits that are no integers, experts alone; see ``stacked``
 MXFP4: Final = "MXFP4"
@@ -86,8 +86,8 @@ class QuantisedMatrix(Protocol):
         ...
 
     def values(self) -> NDArray[np.float32]:
-        """Exactly what they stand for, but that FP8 with its scale is rounded to float32. Raises
-        CheckpointError for groups that are not there."""
+        """What they stand for, in float32: of FP8 and of scales that are no halves the products
+        are rounded to it, else nothing is."""
         ...
 
     def blocks(self) -> NDArray[np.uint8]:
@@ -219,9 +219,10 @@ class Quantisation:
                 raise CheckpointError(f"{base}.g_idx names groups that are not among its {groups}")
             if np.array_equal(order, np.arange(inputs) // size):
                 order = None
-        dtype = _INT8
-        if self.bits == 4:
-            dtype = Q4 if order is None and size % _BLOCK == 0 and inputs % _BLOCK == 0 else _INT4
+        dtype = _INT8 if self.bits == 8 else _INT4
+        in_blocks = order is None and not size % _BLOCK and not inputs % _BLOCK
+        if self.bits == 4 and in_blocks and _are_halves(scales):
+            dtype = Q4
         return _Packed(
             qweight, parts["qzeros"], scales, dtype, self.bits, size, self.zero_offset, is_awq,
             order, slice(0, outputs),
@@ -437,6 +438,15 @@ def _group_size(raw: Mapping[str, Any]) -> int:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 1 <= value < 1 << 31
+
+
+def _are_halves(scales: SafetensorsEntry) -> bool:
+    """Whether halves, which scales of blocks are, hold all of them exactly."""
+    if scales.dtype == "F16":
+        return True
+    values = values_of(scales)
+    with np.errstate(over="ignore"):
+        return bool(np.array_equal(values.astype(np.float16).astype(np.float32), values))
 
 
 def _within(outer: slice, inner: slice) -> slice:

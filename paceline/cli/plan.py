@@ -200,9 +200,10 @@ def _run_memory(args: argparse.Namespace) -> int:
         block_size=args.block_size,
     )
     of_weights = of_values = ""
-    if served is not None:
-        of_weights = "" if args.weight_dtype else f" in {served.dtype}, as serve takes it here"
-        of_values = "" if args.kv_dtype else f" in {served.kv_dtype}, likewise"
+    if served is not None and not (args.weights or args.weight_dtype):
+        of_weights = f" in {served.dtype}, as serve takes it here"
+    if served is not None and not (args.kv_per_token or args.kv_dtype):
+        of_values = f" in {served.kv_dtype}, as serve takes it here"
     rows = [
         ("memory", f"{plan.memory_bytes / 1e9:.1f} GB, of which {known['utilization']:.0%} used"),
         (

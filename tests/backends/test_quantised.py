@@ -57,6 +57,7 @@ def columns_packed(
 def integers(
     shape: tuple[int, int], seed: int, *, bits: int = 4, group: int = 32, version: int = 1,
     shuffled: bool = False, symmetric: bool = False, awq: bool = False,
+    scale: torch.dtype = torch.float16,
 ) -> Written:  # fmt: skip
     outputs, inputs = shape
     rng = np.random.default_rng(seed)
@@ -68,12 +69,19 @@ def integers(
     zeros = rng.integers(lowest, (1 << bits) + lowest, (groups, outputs))
     if symmetric:
         zeros[:] = 1 << bits - 1
-    scales = (rng.uniform(1, 3, (groups, outputs)) / (12 << bits)).astype(np.float16)
+    # numbers that bfloat16 holds too
+    scales = (rng.integers(64, 192, (groups, outputs)) / (1024 << bits)).astype(np.float16)
     of_input = np.arange(inputs) // size
     if shuffled:
         of_input = rng.permutation(of_input)
     meaning = (numbers - zeros[of_input]) * scales[of_input].astype(np.float64)
-    tensors = {"scales": torch.from_numpy(scales)}
+    stored = torch.from_numpy(scales).to(scale)
+    assert np.array_equal(stored.float().numpy(), scales.astype(np.float32))
+    if scale == torch.float32:
+        # one that is no half
+        stored[0, 0] *= 1.0 + 2.0**-20
+        meaning = (numbers - zeros[of_input]) * stored.double().numpy()[of_input]
+    tensors = {"scales": stored}
     if awq:
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         tensors["qweight"] = columns_packed(numbers, bits, order)
@@ -133,6 +141,14 @@ LAYOUTS: Final[dict[str, tuple[dict[str, Any], Callable[[tuple[int, int], int], 
     "gptq-symmetric": (
         GPTQ | {"sym": True},
         lambda shape, seed: integers(shape, seed, symmetric=True),
+    ),
+    "gptq-bfloat16-scales": (
+        GPTQ,
+        lambda shape, seed: integers(shape, seed, scale=torch.bfloat16),
+    ),
+    "gptq-float32-scales": (
+        GPTQ,
+        lambda shape, seed: integers(shape, seed, scale=torch.float32),
     ),
     "awq": (
         {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
@@ -224,7 +240,13 @@ def test_fused_matrices_are_cut_into_theirs(layout: str, tmp_path: Path) -> None
 @pytest.mark.skipif(not NATIVE, reason=str(unavailable_reason()))
 @pytest.mark.parametrize(
     ("layout", "exact"),
-    [("gptq-symmetric", True), ("gptq", False), ("gptq-one-group", False), ("awq", False)],
+    [
+        ("gptq-symmetric", True),
+        ("gptq", False),
+        ("gptq-one-group", False),
+        ("awq", False),
+        ("gptq-bfloat16-scales", False),
+    ],
 )
 def test_four_bits_are_kept(layout: str, exact: bool, tmp_path: Path) -> None:
     write(tmp_path, layout)
@@ -263,6 +285,19 @@ def test_the_ready_line_says_what_became_of_it(layout: str, said: str, tmp_path:
     write(tmp_path, layout)
     backend = load(tmp_path)
     assert said in backend.info.choice
+    backend.close()
+
+
+@pytest.mark.skipif(not NATIVE, reason=str(unavailable_reason()))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_auto_takes_no_more_bits_than_the_file_has(layout: str, tmp_path: Path) -> None:
+    write(tmp_path, layout)
+    backend = load(tmp_path, dtype="auto", compute="auto", block_size=16)
+    assert backend.info.name == "native" and backend.info.dtype in ("int8", "q4")
+    stored = open_checkpoint(tmp_path).config.stored_dtype
+    kept = layout not in ("gptq-act-order", "gptq-8", "gptq-groups-of-16", "gptq-float32-scales")
+    wanted = "FP8" if "fp8" in layout or "compressed" in layout else "Q4_1" if kept else "INT"
+    assert stored.startswith(wanted) and (stored == "Q4_1" or backend.info.dtype == "int8")
     backend.close()
 
 

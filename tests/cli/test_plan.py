@@ -309,7 +309,9 @@ def test_a_checkpoint_takes_here_what_serve_takes_for_it(
     said = capsys.readouterr().out
     assert f" GB in {served.dtype}, as serve takes it here" in said
     assert f"{served.process_bytes / 1e9:.2f} GB for the rest of the processes" in said
-    assert f" KiB in {served.kv_dtype}, likewise" in said
+    assert f" KiB in {served.kv_dtype}, as serve takes it here" in said
+    assert main(["plan", *flags, "--weights", "1MB", "--kv-per-token", "1KB"]) == 0
+    assert "as serve takes it" not in capsys.readouterr().out
     # flags name other formats, or another machine
     for flag, name in (("--weight-dtype", "weight_bytes"), ("--kv-dtype", "kv_bytes_per_token")):
         other = plan(capsys, *flags, flag, "float32")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import cast
 
 import pytest
@@ -160,3 +162,51 @@ async def test_several_come_as_they_come_and_end_together() -> None:
             seen.append((index, each.choices[0].token_ids))
     assert {(0, (1,)), (1, (3,))} <= set(seen)
     assert all(len(observer.ends) == 1 for observer in observers)
+
+
+async def test_many_sources_begin_in_several_turns() -> None:
+    begun = 0
+    most = 0
+
+    async def source(number: int) -> AsyncGenerator[int, None]:
+        nonlocal begun
+        begun += 1
+        yield number
+
+    async def others() -> None:
+        nonlocal most
+        before = 0
+        while True:
+            most, before = max(most, begun - before), begun
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(others())
+    found = [item async for item in merged([source(number) for number in range(1000)])]
+    beside.cancel()
+    assert sorted(found) == [(number, number) for number in range(1000)]
+    assert most <= 128
+
+
+async def test_sources_that_have_not_begun_do_not_when_it_is_closed() -> None:
+    begun: set[int] = set()
+    ended: set[int] = set()
+
+    async def source(number: int) -> AsyncGenerator[int, None]:
+        begun.add(number)
+        try:
+            yield number
+        finally:
+            ended.add(number)
+
+    async def read() -> None:
+        async with aclosing(merged([source(number) for number in range(1000)])) as found:
+            async for _ in found:
+                raise AssertionError("it was cancelled before that")
+
+    task = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert 0 < len(begun) < 1000 and begun == ended
