@@ -16,7 +16,8 @@
 #   make test-wheel     that wheel in an empty environment: size, seconds, an answer without PyTorch
 #   make test-clients   SDKs and tools that people use, each in an environment of its own under the
 #                       cache folder, against a live server (CLIENTS="openai llm" chooses), and
-#                       everything that the OpenAPI document allows and forbids
+#                       everything that the OpenAPI document allows and forbids; and the types of
+#                       clients/typescript
 #   make docs           the docs site, searchable, into build/site; fails where a page has a broken link
 #   make docs-serve     the same while you write, on DOCS_PORT (8001)
 #   make test-docs      that site in a browser, and every example of the pages that is marked `run`
@@ -149,6 +150,7 @@ test-clients: $(READY) model
 	@$(BIN)/python -m tests.server.schemathesis_run
 	@$(BIN)/python -m tests.clients $(CLIENTS)
 	@$(BIN)/python -m tests.clients.vectors
+	@$(BIN)/python -m tests.clients.typescript
 
 # the page at /ui: all of its tests, none skipped, and its bundle made anew; wants node and npm
 test-ui: $(READY) test-services

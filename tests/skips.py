@@ -47,6 +47,7 @@ EXPECTED: Final = (
     (r"there is no (chromium on the path|playwright|axe-core).*", "a browser"),
     (r"this machine has no (node|curl|make)|node is older than 20|needs make", "such a program"),
     (r"this machine lacks one of .*", "such a program"),
+    (r"TypeScript's compiler is not here: .*", "npm's package, which make test-clients installs"),
     (r"no (openssl|systemd) here", "such a program"),
     (
         r"could not import '(matplotlib|sentencepiece|setuptools\.command\.bdist_wheel)': .*",

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from paceline.gateway.money import Used
 from paceline.gateway.routes import Site
-from paceline.http.otlp import SpanSource, carrier_of, to_epoch
+from paceline.http.otlp import SpanSource, carrier_of, clock_origin
 from paceline.http.upstream import Headers
 
 if TYPE_CHECKING:
@@ -137,8 +137,7 @@ class _Request:
 
         self._tracer = spans.tracer
         self._arrived = now
-        # both clocks are read once: what one request's spans say of each other stays true
-        self._epoch = to_epoch(0.0)
+        self._origin = clock_origin()
         self._num_attempts = 0
         # as the last engine answered; 0: it did not
         self.status = 0
@@ -183,7 +182,7 @@ class _Request:
         return _Attempt(self, span, now)
 
     def at(self, seconds: float) -> int:
-        return self._epoch + int(seconds * 1e9)
+        return self._origin + int(seconds * 1e9)
 
     def first_token(self, now: float) -> None:
         if self._first_at is None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace.export import SpanExporter
 
-__all__ = ["SpanSource", "carrier_of", "check_endpoint", "to_epoch"]
+__all__ = ["SpanSource", "carrier_of", "check_endpoint", "clock_origin"]
 
 # seconds an export may take, and what has not been sent at the end
 _EXPORT_TIMEOUT: Final = 5.0
@@ -68,9 +68,10 @@ def carrier_of(headers: Iterable[tuple[bytes, bytes]]) -> Mapping[str, str]:
     }
 
 
-def to_epoch(seconds: float) -> int:
-    """An instant of ``time.monotonic()`` as spans have it."""
-    return time.time_ns() - time.monotonic_ns() + int(seconds * 1e9)
+def clock_origin() -> int:
+    """Where ``time.monotonic()`` begins, as spans have it: in nanoseconds of the wall clock. Read
+    once for spans that are compared, as the wall clock may be set meanwhile."""
+    return time.time_ns() - time.monotonic_ns()
 
 
 class SpanSource:

@@ -30,7 +30,7 @@ from paceline.engine.types import (
     RequestTimes,
     Timeline,
 )
-from paceline.http.otlp import SpanSource, carrier_of, to_epoch
+from paceline.http.otlp import SpanSource, carrier_of, clock_origin
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -116,11 +116,10 @@ class RequestTrace:
 
         request, spans = self._request, self._tracing.spans
         tracer = spans.tracer
-        # one reading of both clocks, or the phases would not meet
-        epoch = to_epoch(0.0)
+        origin = clock_origin()
 
         def at(seconds: float) -> int:
-            return epoch + int(seconds * 1e9)
+            return origin + int(seconds * 1e9)
 
         root = tracer.start_span(
             f"{self._caller.operation} {self._tracing.model_name}",

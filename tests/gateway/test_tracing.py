@@ -225,8 +225,9 @@ class _Stuck(SpanExporter):
         return SpanExportResult.SUCCESS
 
 
-def test_a_collector_that_hangs_holds_nobody_up() -> None:
+def test_a_collector_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """More spans than are kept: making them waits for nothing, and the rest is dropped."""
+    monkeypatch.setattr("paceline.http.otlp._CLOSE_TIMEOUT", 0.2)
     stuck = _Stuck()
     tracing = Tracing("http://127.0.0.1:9", exporter=stuck)
     longest = 0.0

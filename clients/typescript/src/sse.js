@@ -7,19 +7,26 @@ export class SseError extends Error {}
 
 export class SseParser {
   #max;
+  /** @type {Uint8Array[]} */
   #pending = [];
+  /** @type {string[]} */
   #data = [];
   #bytes = 0;
   #skipLf = false;
   #begun = false;
   #decoder = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
 
+  /** @param {number} maxEventBytes */
   constructor(maxEventBytes) {
     this.#max = maxEventBytes;
   }
 
-  /** The data of the events that end in `bytes`, a Uint8Array. */
+  /**
+   * The data of the events that end in `bytes`.
+   * @param {Uint8Array} bytes
+   */
   feed(bytes) {
+    /** @type {string[]} */
     const out = [];
     let start = 0;
     if (this.#skipLf && bytes.length) {
@@ -41,12 +48,17 @@ export class SseParser {
     return out;
   }
 
+  /**
+   * @param {Uint8Array} piece
+   * @param {number} more
+   */
   #keep(piece, more) {
     this.#bytes += piece.length + more;
     if (this.#bytes > this.#max) throw new SseError(`an event has more than ${this.#max} bytes`);
     this.#pending.push(piece);
   }
 
+  /** @param {string[]} out */
   #line(out) {
     let length = 0;
     for (const piece of this.#pending) length += piece.length;

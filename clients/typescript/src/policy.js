@@ -1,5 +1,6 @@
 /** How often and how long a client tries; names are those of paceline/client/policy.py. */
 
+/** @type {Readonly<import("../types/types.js").Policy>} */
 export const DEFAULT_POLICY = Object.freeze({
   attempts: 3,
   connect_timeout: 5,
@@ -20,16 +21,22 @@ export class RetryBudget {
   #level;
   #at = -Infinity;
 
+  /** @param {{ratio?: number, minimum?: number}} [settings] */
   constructor({ ratio = 0.1, minimum = 10 } = {}) {
     this.ratio = ratio;
     this.minimum = minimum;
     this.#level = minimum;
   }
 
+  /** A call begins. */
   deposit() {
     this.#level = Math.min(CAPACITY, this.#level + this.ratio);
   }
 
+  /**
+   * Whether one more attempt is paid for.
+   * @param {number} now seconds
+   */
   take(now) {
     if (now > this.#at) {
       if (this.#level < this.minimum && this.#at > -Infinity) {

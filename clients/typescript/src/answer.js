@@ -2,23 +2,39 @@
 
 export class ChunkError extends Error {}
 
+/**
+ * @param {unknown} value
+ * @returns {string}
+ */
 function text(value) {
   if (value === null || value === undefined || value === "") return "";
   if (typeof value !== "string") throw new ChunkError("a chunk is malformed");
   return value;
 }
 
+/**
+ * @param {unknown} value
+ * @returns {any[]}
+ */
 function list(value) {
   if (value === null || value === undefined) return [];
   if (!Array.isArray(value)) throw new ChunkError("a chunk is malformed");
   return value;
 }
 
+/**
+ * @param {unknown} value
+ * @returns {number}
+ */
 function integer(value) {
-  if (!Number.isInteger(value)) throw new ChunkError("a chunk is malformed");
+  if (typeof value !== "number" || !Number.isInteger(value)) throw new ChunkError("a chunk is malformed");
   return value;
 }
 
+/**
+ * @param {unknown} value
+ * @returns {import("../types/types.js").Json}
+ */
 function object(value) {
   if (typeof value !== "object" || value === null || Array.isArray(value)) {
     throw new ChunkError("a chunk is malformed");
@@ -27,14 +43,21 @@ function object(value) {
 }
 
 export class Answer {
+  /** @type {string | null} */
   reason = null;
+  /** @type {number[]} */
   ids = [];
+  /** @type {number[] | null} */
   promptIds = null;
   idsWhole = true;
   told = false;
+  /** @type {string[]} */
   #text = [];
+  /** @type {string[]} */
   #reasoning = [];
+  /** @type {Map<number, {id: string, name: string, parts: string[]}>} */
   #calls = new Map();
+  /** @type {import("../types/types.js").Usage | null} */
   #usage = null;
 
   get text() {
@@ -45,7 +68,11 @@ export class Answer {
     return this.ids.length > 0 && this.idsWhole;
   }
 
-  /** Takes in one chunk; what it makes is appended to `events`, also before an error. */
+  /**
+   * Takes in one chunk; what it makes is appended to `events`, also before an error.
+   * @param {import("../types/types.js").Json} chunk
+   * @param {import("../types/types.js").ClientEvent[]} events
+   */
   read(chunk, events) {
     try {
       this.#read(chunk, events);
@@ -54,6 +81,10 @@ export class Answer {
     }
   }
 
+  /**
+   * @param {number} target
+   * @returns {import("../types/types.js").Finished}
+   */
   finished(target) {
     const calls = [...this.#calls].sort(([a], [b]) => a - b).map(([, call]) => call);
     let usage = this.#usage;
@@ -72,6 +103,10 @@ export class Answer {
     };
   }
 
+  /**
+   * @param {import("../types/types.js").Json} chunk
+   * @param {import("../types/types.js").ClientEvent[]} events
+   */
   #read(chunk, events) {
     if (chunk.usage) {
       const { prompt_tokens, completion_tokens } = object(chunk.usage);
@@ -94,6 +129,10 @@ export class Answer {
     }
   }
 
+  /**
+   * @param {import("../types/types.js").Json} choice
+   * @param {import("../types/types.js").ClientEvent[]} events
+   */
   #content(choice, events) {
     const delta = object(choice.delta ?? {});
     const content = text(choice.text) || text(delta.content);

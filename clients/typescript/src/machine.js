@@ -15,17 +15,45 @@ const MAX_ERROR_BYTES = 64 * 1024;
 const ERROR_SECONDS = 2;
 const OWN_FIELDS = ["return_token_ids", "seed", "stream_options", "resume_output_ids"];
 
+/**
+ * @typedef {import("../types/types.js").Action} Action
+ * @typedef {import("../types/types.js").ClientEvent} ClientEvent
+ * @typedef {import("../types/types.js").Head} Head
+ * @typedef {import("../types/types.js").Input} Input
+ * @typedef {import("../types/types.js").Json} Json
+ * @typedef {import("../types/types.js").Policy} Policy
+ * @typedef {import("../types/types.js").Request} Request
+ * @typedef {import("../types/types.js").Target} Target
+ */
+
+/**
+ * @param {unknown} value
+ * @returns {value is Json}
+ */
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
-const isClientError = (status) => Number.isInteger(status) && status >= 400 && status < 500;
+/**
+ * @param {unknown} status
+ * @returns {status is number}
+ */
+const isClientError = (status) =>
+  typeof status === "number" && Number.isInteger(status) && status >= 400 && status < 500;
 
 export class Machine {
+  /** @type {Request} */
   #request;
+  /** @type {Target[]} */
   #targets;
+  /** @type {Policy} */
   #policy;
+  /** @type {import("./policy.js").RetryBudget} */
   #budget;
+  /** @type {() => number} */
   #draw;
+  /** @type {Set<string>[]} */
   #leftOut;
+  /** @type {"waiting" | "connecting" | "asked" | "streaming" | "refused" | "over"} */
   #state = "waiting";
+  /** @type {Action[]} */
   #out = [];
   #answer = new Answer();
   #started = false;
@@ -33,20 +61,27 @@ export class Machine {
   #until = Infinity;
   #target = 0;
   #attempt = 0;
+  /** @type {number[]} */
   #ready;
+  /** @type {Set<number>} */
   #cannotResume = new Set();
+  /** @type {Set<string>} */
   #trial = new Set();
   #opened = 0;
+  /** @type {SseParser} */
   #parser;
+  /** @type {number | null} */
   #seam = null;
+  /** @type {Head | null} */
   #refusal = null;
+  /** @type {Uint8Array[]} */
   #refusalBody = [];
   #refusalBytes = 0;
 
   /**
-   * @param {{path: string, body: object, seed: number}} request
-   * @param {{base_url: string, model: string, api_key?: string}[]} targets in order of preference
-   * @param {object} policy as DEFAULT_POLICY
+   * @param {Request} request
+   * @param {Target[]} targets in order of preference
+   * @param {Policy} policy
    * @param {import("./policy.js").RetryBudget} budget shared by all calls of a client
    * @param {() => number} draw from 0 up to 1, for jitter
    * @param {Set<string>[]} leftOut for each target the fields that its server refuses; added to
@@ -59,6 +94,7 @@ export class Machine {
     this.#draw = draw;
     this.#leftOut = leftOut;
     this.#ready = targets.map(() => -Infinity);
+    this.#parser = new SseParser(policy.max_event_bytes);
   }
 
   get over() {
@@ -70,7 +106,12 @@ export class Machine {
     return Math.min(this.#until, this.#end);
   }
 
-  /** What to do, in order. */
+  /**
+   * What to do, in order.
+   * @param {Input} event
+   * @param {number} now
+   * @returns {Action[]}
+   */
   handle(event, now) {
     this.#out = [];
     if (this.over) return this.#out;
@@ -94,11 +135,13 @@ export class Machine {
     return this.#out;
   }
 
+  /** @param {number} now */
   #open(now) {
     this.#attempt += 1;
     this.#send(now);
   }
 
+  /** @param {number} now */
   #send(now) {
     this.#state = "connecting";
     this.#opened = now;
@@ -116,9 +159,11 @@ export class Machine {
     this.#out.push({ type: "Open", target: this.#target, path, body: this.#body() });
   }
 
+  /** @returns {Json} */
   #body() {
     const given = this.#request.body;
     const options = { include_usage: true, ...given.stream_options };
+    /** @type {Json} */
     const own = { return_token_ids: true, seed: this.#request.seed, stream_options: options };
     if (this.#seam !== null) {
       own.resume_output_ids = [...this.#answer.ids];
@@ -129,6 +174,7 @@ export class Machine {
     return { ...given, ...own, model: this.#targets[this.#target].model, stream: true };
   }
 
+  /** @param {number} target */
   #canResume(target) {
     // ids mean the same to the same model only
     const same = this.#targets[target].model === this.#targets[this.#target].model;
@@ -144,6 +190,11 @@ export class Machine {
     return this.#opened + this.#policy.first_token_timeout;
   }
 
+  /**
+   * @param {string} reason
+   * @param {number} now
+   * @param {number | null} [after] seconds that the server asked to wait
+   */
   #failed(reason, now, status = 0, after = null) {
     const { body } = this.#request;
     const most = body.max_completion_tokens || body.max_tokens || Infinity;
@@ -194,6 +245,10 @@ export class Machine {
     return null;
   }
 
+  /**
+   * @param {string} reason
+   * @param {import("./errors.js").ClientError} error where nothing was told
+   */
   #giveUp(reason, error) {
     this.#drop();
     this.#state = "over";
@@ -202,6 +257,7 @@ export class Machine {
     this.#out.push({ type: "Fail", error: raised });
   }
 
+  /** @param {ClientEvent} event */
   #emit(event) {
     this.#out.push({ type: "Emit", event });
   }
@@ -212,6 +268,7 @@ export class Machine {
     this.#state = "waiting";
   }
 
+  /** @param {number} now */
   #tick(now) {
     if (now < this.#until) return;
     if (this.#state === "waiting") this.#open(now);
@@ -222,6 +279,10 @@ export class Machine {
     } else this.#failed("no further token in time", now);
   }
 
+  /**
+   * @param {Head} head
+   * @param {number} now
+   */
   #head(head, now) {
     if (head.status !== 200) {
       this.#state = "refused";
@@ -239,6 +300,10 @@ export class Machine {
     }
   }
 
+  /**
+   * @param {Uint8Array} data
+   * @param {number} now
+   */
   #data(data, now) {
     if (this.#state === "refused") {
       this.#refusalBody.push(data);
@@ -260,6 +325,10 @@ export class Machine {
     }
   }
 
+  /**
+   * @param {string} text
+   * @param {number} now
+   */
   #event(text, now) {
     if (text === "[DONE]") {
       this.#failed("the stream ended early", now);
@@ -285,6 +354,7 @@ export class Machine {
       const [id, model] = [String(chunk.id ?? ""), String(chunk.model ?? "")];
       this.#emit({ type: "Started", target: this.#target, id, model });
     }
+    /** @type {ClientEvent[]} */
     const events = [];
     const before = this.#answer.ids.length;
     let fault = "";
@@ -301,8 +371,13 @@ export class Machine {
     }
   }
 
-  /** Whether the attempt has gone on behind the seam, or said nothing yet. */
+  /**
+   * Whether the attempt has gone on behind the seam, or said nothing yet.
+   * @param {Json} chunk
+   * @param {number} now
+   */
   #prove(chunk, now) {
+    const seam = this.#seam ?? 0;
     const choices = Array.isArray(chunk.choices) ? chunk.choices.filter(isObject) : [];
     const asked = this.#answer.promptIds;
     for (const { prompt_token_ids: ids } of [chunk, ...choices]) {
@@ -315,22 +390,26 @@ export class Machine {
     let added = 0;
     for (const { token_ids: ids } of choices) added += Array.isArray(ids) ? ids.length : 0;
     const counted = isObject(chunk.usage) ? chunk.usage.completion_tokens : null;
-    if (!Number.isInteger(counted) || counted < this.#seam + added) {
+    if (!Number.isInteger(counted) || counted < seam + added) {
       this.#notResumed(now);
       return false;
     }
-    this.#emit({ type: "Resumed", target: this.#target, position: this.#seam });
+    this.#emit({ type: "Resumed", target: this.#target, position: seam });
     this.#seam = null;
     return true;
   }
 
+  /** @param {number} now */
   #notResumed(now) {
     this.#cannotResume.add(this.#target);
     this.#failed("the server does not go on behind tokens it is given", now);
   }
 
+  /** @param {number} now */
   #refused(now) {
-    const { status, headers } = this.#refusal;
+    const refusal = this.#refusal;
+    if (refusal === null) return;
+    const { status, headers } = refusal;
     const decoder = new TextDecoder();
     const parts = this.#refusalBody.map((part) => decoder.decode(part, { stream: true }));
     const text = parts.join("") + decoder.decode();
@@ -349,7 +428,7 @@ export class Machine {
     }
     const should = (headers["x-should-retry"] ?? "").toLowerCase();
     if (should === "true" || (RETRYABLE.has(status) && should !== "false")) {
-      this.#failed(`status ${status}`, now, status, retryAfter(this.#refusal));
+      this.#failed(`status ${status}`, now, status, retryAfter(refusal));
     } else this.#giveUp(`status ${status}`, new RefusedError(status, messageOf(text)));
   }
 
@@ -363,6 +442,10 @@ export class Machine {
     );
   }
 
+  /**
+   * @param {unknown} error
+   * @param {number} now
+   */
   #errorEvent(error, now) {
     const words = String(isObject(error) ? error.message : error).slice(0, 2000);
     if (isObject(error) && isClientError(error.code) && !RETRYABLE.has(error.code)) {
@@ -377,13 +460,17 @@ export class Machine {
   }
 }
 
+/** @param {Json} choice */
 function saysSomething(choice) {
   const delta = isObject(choice.delta) ? choice.delta : {};
   const told = Object.entries(delta).some(([name, value]) => name !== "role" && value);
   return Boolean(choice.token_ids?.length || choice.finish_reason || choice.text || told);
 }
 
-/** Seconds that the server asks to wait; null: it names none that can be read. */
+/**
+ * Seconds that the server asks to wait; null: it names none that can be read.
+ * @param {Head} head
+ */
 function retryAfter({ headers, wall }) {
   const ms = headers["retry-after-ms"] ?? "";
   const text = headers["retry-after"] ?? "";
@@ -395,6 +482,7 @@ function retryAfter({ headers, wall }) {
   return Number.isFinite(seconds) ? Math.max(0, seconds) : null;
 }
 
+/** @param {string} body */
 function messageOf(body) {
   let words = body;
   try {
