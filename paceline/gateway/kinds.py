@@ -79,6 +79,7 @@ KINDS: Final[Mapping[EngineKind, KindFacts]] = {
             "waiting": ("llamacpp:requests_deferred",),
             "running": ("llamacpp:requests_processing",),
         },
+        continues=True,
         context_path="/props",
     ),
     # neither says how pressed it is: what was sent and has not ended is all there is to see
