@@ -18,6 +18,8 @@
 #                       cache folder, against a live server (CLIENTS="openai llm" chooses), and
 #                       everything that the OpenAPI document allows and forbids; and the types of
 #                       clients/typescript
+#   make test-upstreams the gateway before llama.cpp's server and vLLM's CPU build (KINDS=vllm chooses), whose
+#                       servers are stopped and killed under its streams
 #   make docs           the docs site, searchable, into build/site; fails where a page has a broken link
 #   make docs-serve     the same while you write, on DOCS_PORT (8001)
 #   make test-docs      that site in a browser, and every example of the pages that is marked `run`
@@ -80,6 +82,7 @@ PEERS ?=
 ROWS ?=
 ROUNDS ?=
 CLIENTS ?=
+KINDS ?=
 RATES ?=
 BASE ?=
 SEEDS ?=
@@ -102,7 +105,7 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 
 export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX LITELLM PARTS POOLS SIZES
 
-.PHONY: serve test test-all test-thorough test-seconds wheel wheel-aarch64 test-wheel test-clients test-ui test-services test-docs \
+.PHONY: serve test test-all test-thorough test-seconds wheel wheel-aarch64 test-wheel test-clients test-upstreams test-ui test-services test-docs \
 	docs docs-serve pictures five-minutes ten-minutes quick check rooms api-tables replay format model venv clean clean-venv \
 	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
 	bench-kernels bench-peers bench-grammars \
@@ -151,6 +154,10 @@ test-clients: $(READY) model
 	@$(BIN)/python -m tests.clients $(CLIENTS)
 	@$(BIN)/python -m tests.clients.vectors
 	@$(BIN)/python -m tests.clients.typescript
+
+# the gateway before llama.cpp's server and vLLM's CPU build, which bench-peers sets up as well
+test-upstreams: $(READY) model
+	@$(BIN)/python -m tests.upstreams $(KINDS)
 
 # the page at /ui: all of its tests, none skipped, and its bundle made anew; wants node and npm
 test-ui: $(READY) test-services

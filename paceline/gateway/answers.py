@@ -120,8 +120,8 @@ class Answer:
         if leg is not None and leg.connection is not None and leg.verdict is None:
             leg.connection.resume()
 
-    async def _start(self, status: int, headers: Headers, *more: tuple[bytes, bytes]) -> None:
-        await self.out.start(status, headers, [*more, *self._notes()])
+    async def _start(self, status: int, headers: Headers) -> None:
+        await self.out.start(status, headers, self._notes())
 
     # ---------------------------------------------------------------- ends
 
@@ -149,8 +149,7 @@ class Answer:
             # comments went out while this was waited for
             await self.out.end(b"data: " + body.replace(b"\n", b" ") + b"\n\n" + DONE)
             return
-        await self._start(status, headers, (b"content-length", b"%d" % len(body)))
-        await self.out.end(body)
+        await self.out.whole(status, headers, self._notes(), body)
 
     async def refuse(self, leg: Leg) -> None:
         """The engine's refusal is the answer. Raises HttpError where it was the gateway's fault."""

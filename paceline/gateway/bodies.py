@@ -163,6 +163,8 @@ def _loose_bool(fields: Mapping[str, bytes], name: str) -> bool:
 def _slo(fields: Mapping[str, bytes]) -> Slo:
     """The targets in ``slo`` that the gateway goes by; what is wrong there the engine says."""
     value = fields.get("slo", b"")
+    if not value:
+        return NO_SLO
     told = {"class": msgspec.json.decode(value)} if value[:1] == b'"' else _loose(fields, "slo")
     name = told.get("class")
     try:

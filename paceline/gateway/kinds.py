@@ -100,6 +100,7 @@ KINDS: Final[Mapping[EngineKind, KindFacts]] = {
             "waiting": ("llamacpp:requests_deferred",),
             "running": ("llamacpp:requests_processing",),
         },
+        continues=True,
         context_path="/props",
         vectors=frozenset({"/rerank", "/v1/rerank"}),
     ),

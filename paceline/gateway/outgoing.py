@@ -152,6 +152,17 @@ class Outgoing:
         found = [*self._kept(status, headers), *told]
         await self._call.send({"type": "http.response.start", "status": status, "headers": found})
 
+    async def whole(self, status: int, headers: Headers, told: Headers, body: bytes) -> None:
+        """An answer that is no stream; arguments as of ``start``."""
+        writer = self._writer
+        if writer is not None and not self._stream:
+            found = [*self._kept(status, headers), *told, *self._call.begin()]
+            if writer.whole(status, found, body):
+                self.started = True
+                return
+        await self.start(status, headers, [*told, (b"content-length", b"%d" % len(body))])
+        await self.end(body)
+
     async def flush(self) -> None:
         """What waits; returns once a caller who reads slowly has read enough, or hung up."""
         data, self._backlog = bytes(self._backlog), bytearray()

@@ -128,10 +128,12 @@ class Picker:
     def places(self, route: Route, demand: Demand, now: float) -> float:
         """Requests that the engines of a route would take now, each for its part; infinite where
         none of them takes any at all."""
+        sites = [site for tier in route.sites(fallback=route.fallback) for site in tier]
+        if not any(site.engine.config.max_concurrent for site in sites):
+            return math.inf
         usable = [
             site.engine
-            for tier in route.sites(fallback=route.fallback)
-            for site in tier
+            for site in sites
             if not site.lacks_model and not _too_long(site, demand) and not site.engine.usable(now)
         ]
         return sum(engine.places for engine in usable) if usable else math.inf
@@ -165,6 +167,9 @@ class Picker:
         return fit
 
     def _choose(self, sites: Sequence[Site], demand: Demand, now: float) -> Pick:
+        if len(sites) == 1:
+            load = sites[0].engine.load
+            return Pick(sites[0], load.view(demand, now))
         slow = slow_ones(
             {site.engine.name: site.engine.load.pace for site in sites}, self.slow_factor, now
         )

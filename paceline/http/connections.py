@@ -227,14 +227,47 @@ class _BodyWriter:
         return True
 
     def start(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+        if not self._can_start:
+            return False
         cycle = self._cycle
-        if (
+        head = self._head(status, headers)
+        cycle.response_started = cycle.chunked_encoding = True
+        cycle.waiting_for_100_continue = False
+        self.num_bytes += len(body)
+        cycle.transport.write(
+            b"%btransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (head, len(body), body)
+        )
+        return True
+
+    def whole(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+        if not self._can_start:
+            return False
+        cycle = self._cycle
+        head = self._head(status, headers)
+        cycle.response_started, cycle.chunked_encoding = True, False
+        cycle.waiting_for_100_continue = False
+        self.num_bytes += len(body)
+        cycle.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+        cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            cycle.transport.close()
+        cycle.on_response()
+        return True
+
+    @property
+    def _can_start(self) -> bool:
+        cycle = self._cycle
+        return not (
             cycle.flow.write_paused
             or cycle.disconnected
             or cycle.response_started
             or cycle.scope["method"] == "HEAD"
-        ):
-            return False
+        )
+
+    def _head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+        """But for what frames the body."""
+        cycle = self._cycle
         lines = [STATUS_LINE[status]]
         closes = False
         for name, value in headers:
@@ -246,12 +279,7 @@ class _BodyWriter:
             cycle.keep_alive = False
         elif not cycle.keep_alive:
             lines.append(b"connection: close\r\n")
-        lines.append(b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(body), body))
-        cycle.response_started = cycle.chunked_encoding = True
-        cycle.waiting_for_100_continue = False
-        self.num_bytes += len(body)
-        cycle.transport.write(b"".join(lines))
-        return True
+        return b"".join(lines)
 
 
 class _RefusedError(Exception):

@@ -75,6 +75,10 @@ class AnswerWriter(BodyWriter, Protocol):
         """
         ...
 
+    def whole(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+        """All of an answer that is not in parts; otherwise as ``start``."""
+        ...
+
 
 class Shortcut(Generic[_Output]):
     """Of one answer, which is made of outputs of any one type. The endpoint says what an output

@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -259,14 +260,16 @@ async def test_the_file_is_read_again() -> None:
         assert sorted(status["engines"]) == ["e1", "e2"]
 
 
-async def test_behind_text_where_that_is_wanted() -> None:
-    vllm = "vllm:num_requests_running 0.0\n"
+@pytest.mark.parametrize("metric", ["vllm:num_requests_running", "llamacpp:requests_processing"])
+async def test_behind_text_where_that_is_wanted(metric: str) -> None:
+    told_by = f"{metric} 0.0\n"
+    pages: dict[str, Any] = {"/props": {}}
     rest = Step(parts=chat_chunks(WORDS[2:], ids=False, created=2))
     asked = chat(stream=True, max_tokens=50, stream_options={"include_usage": True}, seed=3)
     for by_text in (False, True):
         async with (
-            scripted(pieces(2, ids=False), metrics=vllm) as dies,
-            scripted(rest, metrics=vllm) as lives,
+            scripted(pieces(2, ids=False), metrics=told_by, pages=pages) as dies,
+            scripted(rest, metrics=told_by, pages=pages) as lives,
             gateway_over(configured(dies, lives, resume_by_text=by_text)) as (gateway, client),
         ):
             _prefer_others(gateway, "e2")
