@@ -70,6 +70,7 @@ def test_it_wants_a_key_of_scope_admin(tmp_path: Path, open_page: OpenPage) -> N
         assert cells(page, "Tenants", KEYS[0].name)[1] == "1"
 
 
+@LONG
 @pytest.mark.parametrize("width", [360, 1280])
 def test_it_fits(server: LiveServer, open_page: OpenPage, width: int) -> None:
     ask(server)
