@@ -199,8 +199,10 @@ def _arrivals(
     block, most = MOONCAKE_BLOCK, int(job["most_requests"])
     stream: Iterator[Arrival]
     if job["workload"]["kind"] == "minutes":
+        from paceline.sim.minutes import workload_of
+
         assert recording is not None, "the server gives frames with its minutes"
-        stream = recording.workload()
+        stream, block = workload_of(recording), recording.config.cache.block_size
     else:
         trace = open_trace(Path(job["workload"]["path"]))
         if trace.timeless:
