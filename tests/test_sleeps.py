@@ -42,6 +42,7 @@ ALLOWED: dict[str, tuple[int, float, str]] = {
     "server/test_metrics.py": (1, 0.1, "time that costs something"),
     "server/test_metrics_exporter.py": (1, 1.5, "a caller later than the system waits for"),
     "server/test_timeline.py": (1, 0.15, "a frame is made of what ran within a time"),
+    "ui/pictures.py": (1, 0.1, "requests that come one after another"),
 }
 
 

@@ -44,8 +44,10 @@ _MOST_FRAMES: Final = 3 * 2**20
 _ENOUGH: Final = 65536
 # seconds between lines that say how far it is
 _PROGRESS: Final = 0.2
-# tenants of a result, those with the most requests
-_TENANTS: Final = 20
+# classes and tenants of a result, those with the most requests
+_GROUPS: Final = 20
+# bytes of a file: frames of a run, and what it says at last
+_MOST_FILE: Final = 64 * 2**20
 
 
 def choices() -> dict[str, Any]:
@@ -99,6 +101,7 @@ def _bound(memory: int, seconds: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (memory, hard))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_MOST_FILE, _MOST_FILE))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
@@ -196,8 +199,10 @@ def _arrivals(
     block, most = MOONCAKE_BLOCK, int(job["most_requests"])
     stream: Iterator[Arrival]
     if job["workload"]["kind"] == "minutes":
+        from paceline.sim.minutes import workload_of
+
         assert recording is not None, "the server gives frames with its minutes"
-        stream = recording.workload()
+        stream, block = workload_of(recording), recording.config.cache.block_size
     else:
         trace = open_trace(Path(job["workload"]["path"]))
         if trace.timeless:
@@ -292,8 +297,9 @@ def _simulate(
     (Path(job["folder"]) / f"{number}.frames").write_bytes(frames.data)
     summary = metrics.summary(run.policy)
     told = summary.as_json()
-    tenants = sorted(told["by_tenant"].items(), key=lambda item: -item[1]["requests"])
-    told["by_tenant"] = dict(tenants[:_TENANTS])
+    for groups in ("by_class", "by_tenant"):
+        largest = sorted(told[groups].items(), key=lambda item: -item[1]["requests"])
+        told[groups] = dict(largest[:_GROUPS])
     yield {
         "result": told
         | {

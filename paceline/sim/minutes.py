@@ -4,7 +4,8 @@ What ``paceline serve --record`` writes to a file is here put together from what
 the workload with its targets, and the steps that step times are fitted to. Frames say who computed
 what as changes, so rows are those of the model that they rebuild.
 
-Left out are steps that frames do not tell whole: those that stand for several, those told without
+Results that were read late are taken to have been there when the backend began the next step. Left
+out are steps that frames do not tell whole: those that stand for several, those told without
 their chunks, and those before the first keyframe. A request that was under way at the end has as
 many output tokens as it had come to.
 
@@ -14,16 +15,17 @@ This module does not know who kept the frames.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from paceline.engine.timeline.codec import Decoder
 from paceline.engine.timeline.events import FrameType, Kind, Plan, State, Told
 from paceline.engine.timeline.model import Model, Seen, Step
+from paceline.sim.arrival import Arrival
 from paceline.sim.config import ReplicaConfig
 from paceline.sim.recording import RecordedRequest, RecordedStep, Recording
 
-__all__ = ["recording_of"]
+__all__ = ["recording_of", "workload_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,8 @@ class _Reader:
             return
         # at a pipeline depth of 2 it was planned while the one before ran
         planned = step.start if self._after_gap else plan.planned
+        if not self._after_gap:
+            self._was_ready(done.done - done.backend)
         self._after_gap = False
         self.steps.append(
             RecordedStep(
@@ -116,6 +120,15 @@ class _Reader:
                 samples=rows.samples,
             )
         )
+
+    def _was_ready(self, begun: float) -> None:
+        """The backend began the next step then, so the result of the last one was there by then,
+        however late it was read. Where the engine's thread gets no processor for a while it finds
+        two results at once; taken by when they were read, the second step would seem to have taken
+        no time at all, and fits of relative errors would be of such steps alone."""
+        last = self.steps[-1]
+        if last.planned < begun < last.done:
+            self.steps[-1] = replace(last, done=begun)
 
     def _ended(self, seen: Seen) -> None:
         told, end = seen.told, seen.ended
@@ -158,6 +171,21 @@ def recording_of(frames: bytes, config: ReplicaConfig) -> Recording:
     reader.read(frames)
     requests = sorted(_once(reader.requests), key=lambda request: request.arrival)
     return Recording(config, tuple(reader.steps), tuple(requests), 0)
+
+
+def workload_of(recording: Recording) -> Iterator[Arrival]:
+    """As ``Recording.workload``, and with as much in the prefix cache as there was.
+
+    Frames hold no texts, so who shared which tokens with whom is not known, but how many each found
+    is: so many of its blocks are those of one prefix that all share. The first who has them
+    computes them; who found nothing shares nothing. Pieces of ``Arrival.prefix`` are blocks.
+    """
+    size = recording.config.cache.block_size
+    answered = [request for request in recording.requests if request.output_tokens >= 1]
+    for request, arrival in zip(answered, recording.workload(), strict=True):
+        # the last token of a prompt is always computed
+        found = min(request.cached_tokens, request.prompt_tokens - 1) // size
+        yield replace(arrival, prefix=tuple(range(found))) if found else arrival
 
 
 def _once(requests: Iterable[RecordedRequest]) -> Iterable[RecordedRequest]:

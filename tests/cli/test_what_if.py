@@ -85,6 +85,22 @@ def test_settings_decide(tmp_path: Path) -> None:
     assert one_at_a_time["left_out"] == 4980
 
 
+def test_a_result_is_of_bounded_size(tmp_path: Path) -> None:
+    """However many there are whom it could tell apart."""
+    small = job(tmp_path, targets={"ttft": 0.5, "tpot": None})
+    clients = ["often", *(f"once{i}" for i in range(60))]
+    (tmp_path / "trace").write_text(
+        "arrived_at_s,client,prompt_tokens,output_tokens\n"
+        + "".join(f"{i},{client},20,2\n" for i, client in enumerate([*clients, "often"]))
+    )
+    with start(small) as child:
+        assert child.stdout is not None
+        result = json.loads(child.stdout.readlines()[-1])["result"]
+    assert len(result["by_tenant"]) == 20 and result["by_tenant"]["often"]["requests"] == 2
+    # targets are given to requests that have none
+    assert result["attainment"] == 1.0 and result["requests"] == 62
+
+
 @pytest.mark.parametrize("name", ["budget", "policy"])
 def test_numbers_that_do_not_go_together(tmp_path: Path, name: str) -> None:
     wrong = {"budget": {"budgets": [16]}, "policy": {"policies": ["nobody's"]}}[name]

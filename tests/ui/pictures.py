@@ -6,10 +6,15 @@ reader sees at home. A further picture is a function here and a line of ``PICTUR
 
 from __future__ import annotations
 
+import random
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
+
+import httpx
 
 from tests.cli.servers import start_server
 from tests.ui.conftest import ARGS, CHROMIUM
@@ -38,7 +43,40 @@ def playground(page: Any, address: str) -> None:
     page.mouse.move(0, 0)
 
 
-PICTURES: Final[dict[str, Callable[[Any, str], None]]] = {"playground": playground}
+def what_if(page: Any, address: str) -> None:
+    """Two policies on requests that came just now: chats, and long prompts with time."""
+    rng = random.Random(5)
+
+    def one(words: int, tokens: int, slo: dict[str, Any]) -> None:
+        prompt = " ".join(str(rng.randrange(1000)) for _ in range(words))
+        body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "slo": slo}
+        httpx.post(f"{address}/v1/completions", json=body, timeout=120).raise_for_status()
+
+    chat, batch = {"class": "interactive", "ttft_ms": 400, "tpot_ms": 60}, {"class": "batch"}
+    jobs = [(400, 24, batch) if i % 6 == 0 else (20, 16 + i, chat) for i in range(36)]
+    threads = [threading.Thread(target=one, args=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join()
+    page.goto(f"{address}/ui/what-if")
+    page.get_by_label("Loads, several").fill("1, 2")
+    page.get_by_role("button", name="Simulate 4 runs").click()
+    page.get_by_text("Done in").wait_for(timeout=120_000)
+    page.get_by_role("radio", name="Second timeline: fcfs, 2048 tokens, load 1", exact=True).check()
+    page.get_by_role("button", name="First difference").click()
+    page.get_by_role("button", name="All").click()
+    page.get_by_role("heading", name="Compared").evaluate("(heading) => heading.scrollIntoView()")
+    page.mouse.move(0, 0)
+    # steps are drawn with the next frame
+    page.wait_for_timeout(500)
+
+
+PICTURES: Final[dict[str, Callable[[Any, str], None]]] = {
+    "playground": playground,
+    "what-if": what_if,
+}
 
 
 def main(names: list[str]) -> int:

@@ -61,6 +61,10 @@ def test_it_wants_a_key_of_scope_admin(tmp_path: Path, open_page: OpenPage) -> N
         dialog.get_by_role("button", name="Use this key").click()
         page.get_by_text("wants a key of scope admin; this one has user").wait_for()
         assert page.get_by_role("region", name="Classes", exact=True).count() == 0
+        page.get_by_role("link", name="What if").click()
+        page.get_by_text("what-if wants a key of scope admin; this one has user").wait_for()
+        assert page.get_by_role("button", name=re.compile("^Simulate")).count() == 0
+        page.get_by_role("link", name="Promises").click()
         page.get_by_role("button", name="API key").click()
         dialog.get_by_label("Key").fill(ADMIN)
         dialog.get_by_role("button", name="Use this key").click()
@@ -70,6 +74,7 @@ def test_it_wants_a_key_of_scope_admin(tmp_path: Path, open_page: OpenPage) -> N
         assert cells(page, "Tenants", KEYS[0].name)[1] == "1"
 
 
+@LONG
 @pytest.mark.parametrize("width", [360, 1280])
 def test_it_fits(server: LiveServer, open_page: OpenPage, width: int) -> None:
     ask(server)
