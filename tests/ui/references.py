@@ -19,7 +19,17 @@ from paceline.engine.timeline.events import FrameType, Told, vocabulary
 from tests.server.live_process import eventually, live_server
 from tests.ui.conftest import ARGS, CHROMIUM
 
-__all__ = ["CASES", "CONTEXT", "FOLDER", "PICTURES", "chart", "differing", "letters", "replayed"]
+__all__ = [
+    "CASES",
+    "CONTEXT",
+    "FOLDER",
+    "PICTURES",
+    "chart",
+    "differing",
+    "letters",
+    "recording",
+    "replayed",
+]
 
 FOLDER: Final = Path(__file__).parent / "references"
 _VECTORS: Final = Path(__file__).parent / "vectors" / "timeline.json"
@@ -65,8 +75,9 @@ _CHART: Final = """(() => {
 })()"""
 
 
-def _recording() -> bytes:
-    hello = {**vocabulary(), "server": 1, "engine": 1, "first": 0, "now": 100.0, "unix": 0.0}
+def recording(server: int = 1) -> bytes:
+    """What a server answers a page that asks for its timeline."""
+    hello = {**vocabulary(), "server": server, "engine": 1, "first": 0, "now": 100.0, "unix": 0.0}
     frames = base64.b64decode(json.loads(_VECTORS.read_text())["told"]["frames"])
     return encode(Told(FrameType.HELLO, hello)) + frames
 
@@ -79,7 +90,7 @@ def replayed(page: Any, address: str, case: str) -> None:
         # once; whoever asks again waits for an answer
         if not told:
             told.append(True)
-            route.fulfill(body=_recording(), content_type="application/octet-stream")
+            route.fulfill(body=recording(), content_type="application/octet-stream")
 
     page.route("**/ui/api/timeline*", answer)
     page.goto(f"{address}/ui/timeline?{CASES[case]}")
