@@ -11,7 +11,6 @@ import re
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from paceline.core.slo import Slo
 
@@ -22,6 +21,8 @@ __all__ = ["given_flags"]
 
 # where help says what holds without the flag
 _DEFAULT = re.compile(r"\(default:? ([^()]*(?:\([^()]*\)[^()]*)*)\)|; default:? (.*)$", re.DOTALL)
+# scheme and host; what stands before @ may be a password
+_URL = re.compile(r"([A-Za-z][\w+.-]*)://(?:[^/?#]*@)?([^/?#]*)")
 
 
 def given_flags(
@@ -70,11 +71,8 @@ def _shown(value: Any) -> str:
     if isinstance(value, dict):
         return json.dumps(value)
     text = str(value)
-    if not isinstance(value, Path) and "://" in text:
-        parts = urlsplit(text)
-        host = parts.netloc.rpartition("@")[2]
-        return f"{parts.scheme}://{host}"
-    return text
+    url = None if isinstance(value, Path) else _URL.match(text)
+    return text if url is None else f"{url[1]}://{url[2]}"
 
 
 def _targets(slo: Slo) -> str:

@@ -52,6 +52,8 @@ def test_no_url_is_shown_whole() -> None:
     )  # fmt: skip
     assert found["--rate-limit-storage"][0] == "redis://cache:6379"
     assert found["--otlp-endpoint"][0] == "https://collector:4318"
+    # nor is one that is none
+    assert given("--otlp-endpoint", "http://a@b:hush@[::1/x")["--otlp-endpoint"][0] == "http://[::1"
     assert "hush" not in str(found)
 
 

@@ -18,6 +18,7 @@ import pytest
 from tests.security.keys import ADMIN, USER
 from tests.server.live_process import LiveServer, eventually, live_server
 from tests.ui.conftest import LONG, OpenPage, lacking
+from tests.ui.references import recording
 from tests.ui.test_accessibility import AXE, violations
 
 BACKEND = {"step_time": 0.01, "num_blocks": 256}
@@ -286,6 +287,29 @@ def test_an_engine_that_is_lost_leaves_a_mark(tmp_path: Path, open_page: OpenPag
         eventually(lambda: steps(page) > before)
         assert asked(page, "t.model.doubts") == 0
         page.close()
+
+
+def test_another_server_at_the_same_address_is_shown_from_its_beginning(
+    told: LiveServer, open_page: OpenPage
+) -> None:
+    """It counts engines and steps as the one before it did, and none of them is a repetition."""
+    page = open_page(f"{told.url}/ui/server")
+    numbers = iter((1, 1, 2))
+
+    def answer(route: Any) -> None:
+        # whoever asks again after these waits for an answer
+        if number := next(numbers, 0):
+            route.fulfill(body=recording(number), content_type="application/octet-stream")
+
+    page.route("**/ui/api/timeline*", answer)
+    page.get_by_role("link", name="Timeline").click()
+    eventually(lambda: asked(page, "[...t.history.notes.values()]") == ["another server began"])
+    shown = asked(
+        page,
+        "[...Array(t.history.count).keys()].map((c) => t.history.kind[c] ? -1 : t.history.step[c])",
+    )
+    before, after = shown[: shown.index(-1)], shown[shown.index(-1) + 1 :]
+    assert before == after and len(before) > 20
 
 
 def test_on_a_phone_it_is_steps_and_tables(told: LiveServer, open_page: OpenPage) -> None:
