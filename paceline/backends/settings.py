@@ -35,6 +35,10 @@ class BackendSettings:
     # find the likeliest token of one or two greedy requests without reading the whole head: right
     # but for errors of more than 6 standard deviations. Native compute, int8 or q4 weights alone
     screen_head: bool = False
+    # a model that guesses tokens for this one to verify, a folder or a .gguf file, and its weights'
+    # format; the same file is the same model, in fewer bits. None: there is none
+    draft_path: str | None = None
+    draft_dtype: str = "auto"
     # prompt + output tokens of one request; None: as long as the model and the KV cache allow
     max_model_len: int | None = None
     # what the model is for: "auto" by its files, "generate", or "pooling" and then what it becomes
