@@ -8,7 +8,8 @@ median of the turns, with the lowest and the highest:
     t07_extraction     the same at temperature 0.7, of the group "extraction"
     eight_code_edit    8 streams at once of the group "code_edit"
     sixtyfour          64 streams at once, of all groups
-    draft_bf16         null: a model does not draft with its own weights in fewer bits yet
+    draft_bf16         one stream at a time of all groups, weights in bfloat16, with guesses by the
+                       same weights in 4 bits and without; null where native kernels do not serve it
     tpot_attainment    streams of "code_edit", one at a time, with a target of 0.7 of a plain step:
                        the share that met it
     goodput_min_ratio  requests of all groups that come by chance, at several rates: those that met
@@ -38,6 +39,7 @@ from msgspec import structs
 from paceline.backends.load import load_backend
 from paceline.backends.settings import BackendSettings
 from paceline.checkpoints.resolve import find_local
+from paceline.cli.draft_model import draft_of
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import NO_SLO, Slo
@@ -93,9 +95,11 @@ GROUPS: dict[str, list[str]] = {
 class Pair:
     """The two engines, and what became of all answers so far."""
 
-    def __init__(self, path: Path, policy: str = "fcfs") -> None:
+    def __init__(
+        self, path: Path, config: dict[str, Any] = SPECULATION, dtype: str = DTYPE
+    ) -> None:
         self.tokenizer = load_tokenizer(path)
-        self.off, self.on = _open(path, {"method": "off"}, policy), _open(path, SPECULATION, policy)
+        self.off, self.on = _open(path, {"method": "off"}, dtype), _open(path, config, dtype)
         self.same = self.total = 0
 
     def close(self) -> None:
@@ -139,12 +143,16 @@ class Engine(NamedTuple):
         self.llm.close()
 
 
-def _open(path: Path, speculative_config: dict[str, Any] | None, policy: str) -> Engine:
-    backend = load_backend(path, BackendSettings(device="cpu", dtype=DTYPE, max_model_len=1024))
+def _open(path: Path, speculative_config: dict[str, Any], dtype: str) -> Engine:
+    draft = draft_of(speculative_config, str(path)) or (None, "auto")
+    settings = BackendSettings(
+        device="cpu", dtype=dtype, max_model_len=1024, draft_path=draft[0], draft_dtype=draft[1]
+    )
+    backend = load_backend(path, settings)
     info = backend.info
     core = EngineCore(
         backend,
-        SchedulerConfig(max_model_len=1024, speculative_config=speculative_config, policy=policy),
+        SchedulerConfig(max_model_len=1024, speculative_config=speculative_config, policy="fcfs"),
         CacheConfig(block_size=info.block_size, num_blocks=info.num_blocks),
     )
     return Engine(LLM(core, load_tokenizer(path)), core)
@@ -280,8 +288,17 @@ def main() -> int:
         show(f"goodput at {rate:.2f}/s", {"off": counts[0], "on": counts[1]})
     results["goodput_min_ratio"] = min(ratios)
     results["identical"] = round(pair.same / pair.total, 4)
-    dtype = pair.on.core.info.dtype
+    info = pair.on.core.info
+    dtype = info.dtype
     pair.close()
+    if info.name == "native":
+        drafted = Pair(path, {"method": "self"}, "bfloat16")
+        for engine in (drafted.off, drafted.on):
+            _play(engine, everything, 1, -1, 0.0)
+        entry = drafted.ratio(everything, 1)
+        entry["identical"] = round(drafted.same / drafted.total, 4)
+        results["draft_bf16"] = show("draft_bf16", entry)
+        drafted.close()
     load = [round(value, 1) for value in os.getloadavg()]
     settings = {"dtype": dtype, "turns": TURNS, "tokens": TOKENS, "load": load}
     print(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -81,6 +81,7 @@ class Driver:
         backend: ModelBackend | None = None,
         seconds: Callable[[StepShape], float] | None = None,
         drafter: DrafterMaker | None = None,
+        draft_wrong: Collection[int] | None = None,
         **config: Any,
     ) -> None:
         defaults: dict[str, Any] = {
@@ -109,6 +110,7 @@ class Driver:
             max_model_len=self.config.max_model_len,
             poison_token=poison_token,
             num_host_blocks=num_host_blocks,
+            draft_wrong=draft_wrong,
         )
         self.depth = depth
         self.seconds = seconds

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
 
+from paceline.backends.drafting import DraftModel
 from paceline.backends.formats import Formats, choose_formats
 from paceline.backends.machine import (
     NO_TORCH,
@@ -29,7 +30,7 @@ from paceline.backends.pooling.runner import HiddenModel, PoolingRunner
 from paceline.backends.rope import longest_sequence
 from paceline.backends.runner import ModelRunner
 from paceline.backends.settings import BackendSettings
-from paceline.backends.steps import ModelLoader
+from paceline.backends.steps import LoadedModel, ModelLoader
 from paceline.backends.topology import bind, format_list
 from paceline.backends.worker import Runner, WorkerBackend
 from paceline.checkpoints.base import Checkpoint, open_checkpoint
@@ -85,6 +86,8 @@ def _load(
     parts = read_gguf_parts(checkpoint_path) if checkpoint_path.is_file() else None
     metadata = None if parts is None else parts[0].metadata
     pooling = find_pooling(checkpoint_path, settings.runner, settings.convert, metadata)
+    if pooling is not None and settings.draft_path is not None:
+        raise ConfigError("speculative_config: a model that is pooled makes no tokens to guess")
     if pooling is not None and pooling.encoder in ENCODERS:
         encoder = EncoderCheckpoint(checkpoint_path) if parts is None else GGUFEncoder(*parts)
         return _load_encoder(encoder, pooling, settings, max_num_seqs, own_process)
@@ -135,7 +138,13 @@ def _load(
         pooling=pooling,
         copies=_copies(checkpoint_path, formats, settings.packed_cache_bytes),
     )
-    blocks, host_blocks = _choose_sizes(loader, settings, max_num_seqs, length)
+    draft = None
+    if settings.draft_path is not None:
+        draft = _choose_draft(
+            settings, checkpoint_path, config, formats, device, length, placement.threads
+        )
+    beside = 0 if draft is None else draft.loader.block_bytes
+    blocks, host_blocks = _choose_sizes(loader, settings, max_num_seqs, length, beside)
     chosen = time.monotonic()
     loaded = loader.load(blocks, host_blocks)
     _log.info(
@@ -151,6 +160,7 @@ def _load(
             block_size=settings.block_size,
             max_num_seqs=max_num_seqs,
             max_model_len=length,
+            draft=None if draft is None else _load_draft(draft, loaded, blocks, settings),
         )
     else:
         assert isinstance(loaded.model, HiddenModel)
@@ -165,7 +175,7 @@ def _load(
         max_model_len=length,
         block_size=settings.block_size,
         num_blocks=blocks,
-        block_bytes=loader.block_bytes,
+        block_bytes=loader.block_bytes + beside,
         dtype=formats.dtype,
         device=device,
         kv_dtype=formats.kv_dtype,
@@ -177,6 +187,7 @@ def _load(
                     formats.why,
                     _decoded(checkpoint, formats, kinds),
                     kinds,
+                    "" if draft is None else draft.described,
                     placement.describe(settings.threads),
                 ),
             )
@@ -184,6 +195,7 @@ def _load(
         numa_nodes=placement.nodes,
         num_host_blocks=host_blocks,
         swap_block_seconds=loaded.swap_block_seconds,
+        drafter="" if draft is None else draft.described,
         pooling=pooled,
     )
     return runner, info
@@ -391,10 +403,108 @@ def _choose_loader(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A model that will guess tokens, about to be loaded."""
+
+    loader: ModelLoader
+    # its KV cache may be a copy of the served model's
+    mirrors: bool
+    # for people
+    described: str
+
+
+def _choose_draft(
+    settings: BackendSettings,
+    checkpoint_path: Path,
+    config: ModelConfig,
+    formats: Formats,
+    device: str,
+    length: int,
+    threads: int,
+) -> _Draft:
+    """Raises ConfigError for one that cannot guess for the model of ``config``."""
+    assert settings.draft_path is not None
+    path = Path(settings.draft_path)
+    itself = path.resolve() == checkpoint_path.resolve()
+    checkpoint = open_checkpoint(path)
+    own = checkpoint.config
+    if own.vocab_size != config.vocab_size:
+        raise ConfigError(
+            f"speculative_config: the draft model {path} has {own.vocab_size} tokens and the "
+            f"served one {config.vocab_size}: both must have the same vocabulary"
+        )
+    mirrors = itself and formats.compute == "native"
+    try:
+        found = choose_formats(
+            own,
+            compute="native" if mirrors else settings.compute,
+            dtype=settings.draft_dtype,
+            # a copy of the other's has its format
+            kv_dtype=formats.kv_dtype if mirrors else "auto",
+            block_size=settings.block_size,
+            device=device,
+            torch_dtype=partial(_torch_dtype, device=device),
+            isa=formats.isa if mirrors else settings.isa,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"speculative_config: the draft model {path}: {error}") from error
+    if itself and (found.compute, found.dtype) == (formats.compute, formats.dtype):
+        raise ConfigError(
+            f"speculative_config: the model is served in {formats.dtype}, and its guesses would be "
+            f"made in {found.dtype}: each would cost what a token does. Serve it in more bits "
+            "(--dtype bfloat16) or leave its guesses out"
+        )
+    if longest_sequence(own) < length:
+        raise ConfigError(
+            f"speculative_config: the draft model {path} has {longest_sequence(own)} positions and "
+            f"a request may have {length}: give --max-model-len {longest_sequence(own)} or less"
+        )
+    loader = _choose_loader(
+        checkpoint,
+        found,
+        device=device,
+        block_size=settings.block_size,
+        max_model_len=length,
+        threads=threads,
+        # a guess may be wrong
+        screen_head=found.compute == "native" and found.dtype in ("int8", "q4"),
+        pooling=None,
+    )
+    return _Draft(
+        loader,
+        mirrors,
+        f"guesses by {'itself' if itself else path.name} in {found.dtype}, {found.compute}",
+    )
+
+
+def _load_draft(
+    draft: _Draft, served: LoadedModel, num_blocks: int, settings: BackendSettings
+) -> DraftModel:
+    loaded = draft.loader.load(num_blocks, 0)
+    mirror = None
+    if draft.mirrors:
+        from paceline.backends.native.step import NativeStep
+
+        assert isinstance(loaded.model, NativeStep) and isinstance(served.model, NativeStep)
+        mirror = partial(loaded.model.mirror, served.model)
+    return DraftModel(
+        loaded,
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        mirror=mirror,
+    )
+
+
 def _choose_sizes(
-    loader: ModelLoader, settings: BackendSettings, max_num_seqs: int, max_model_len: int
+    loader: ModelLoader,
+    settings: BackendSettings,
+    max_num_seqs: int,
+    max_model_len: int,
+    beside: int,
 ) -> tuple[int, int]:
-    """Blocks of the KV pool and of the memory to swap to."""
+    """Blocks of the KV pool and of the memory to swap to; for each of the pool's, ``beside`` bytes
+    are taken by the draft model."""
     block_bytes, num_blocks = loader.block_bytes, settings.num_blocks
     if not block_bytes:
         # without a cache blocks are numbers, so many that no prompt waits for one
@@ -403,7 +513,7 @@ def _choose_sizes(
         free_bytes, share = loader.pool_memory()
         num_blocks = choose_num_blocks(
             settings.kv_cache_bytes,
-            block_bytes=block_bytes,
+            block_bytes=block_bytes + beside,
             block_size=settings.block_size,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,

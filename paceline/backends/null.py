@@ -17,7 +17,7 @@ one that may, counting up and around.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from paceline.backends.constraint import OutputConstraint, allows
@@ -32,6 +32,7 @@ from paceline.core.outputs import (
     StepResult,
     TokenLogprobs,
 )
+from paceline.core.speculation.guess import MODEL
 from paceline.core.speculation.settings import MOST_TOKENS
 
 __all__ = ["NullBackend", "expected_tokens"]
@@ -83,6 +84,8 @@ class NullBackend:
     driver's waiting and pipelining can be watched.
 
     ``poison_token``: a request whose input holds this token fails alone, with an error.
+    ``draft_wrong``: guesses by a draft model are what comes, those in these places spoilt, and no
+    more than ``draft_most``; None: there is no such model.
     """
 
     def __init__(
@@ -95,6 +98,8 @@ class NullBackend:
         step_time: float = 0.0,
         poison_token: int | None = None,
         num_host_blocks: int = 0,
+        draft_wrong: Collection[int] | None = None,
+        draft_most: int = MOST_TOKENS,
     ) -> None:
         self._info = BackendInfo(
             name="null",
@@ -106,7 +111,10 @@ class NullBackend:
             dtype="int64",
             device="cpu",
             num_host_blocks=num_host_blocks,
+            drafter="" if draft_wrong is None else "null",
         )
+        self._draft_wrong = draft_wrong
+        self._draft_most = draft_most
         self._step_time = step_time
         self._poison_token = poison_token
         self._cache = [[0] * block_size for _ in range(num_blocks)]
@@ -148,7 +156,19 @@ class NullBackend:
             self._cache[copy.dst] = list(self._cache[copy.src])
             self._states[copy.request_id].block_ids[copy.index] = copy.dst
         guessed = {draft.row: draft.token_ids for draft in plan.drafts}
-        for index, row in enumerate(plan.rows):
+        made = {
+            draft.row: self._guess(plan.rows[draft.row], len(draft.token_ids))
+            for draft in plan.drafts
+            if draft.source == MODEL
+        }
+        rows = [
+            row._replace(num_tokens=row.num_tokens - len(guessed[index]) + len(made[index]))
+            if index in made
+            else row
+            for index, row in enumerate(plan.rows)
+        ]
+        guessed |= made
+        for index, row in enumerate(rows):
             state = self._states[row.request_id]
             if not state.failed:
                 known = len(state.tokens)
@@ -158,7 +178,7 @@ class NullBackend:
         sampled: list[tuple[int, ...]] = []
         logprobs: list[tuple[TokenLogprobs, ...] | None] = []
         errors: list[tuple[str, str]] = []
-        for index, row in enumerate(plan.rows):
+        for index, row in enumerate(rows):
             state = self._states[row.request_id]
             if self._poison_token in state.tokens[row.start : row.start + row.num_tokens]:
                 state.failed = True
@@ -185,13 +205,13 @@ class NullBackend:
             )
         prompts = tuple(
             (row.request_id, tuple(TokenLogprobs(token, 0.0, 1, ()) for token in prompt[1:]))
-            for row in plan.rows
+            for row in rows
             if row.samples and (prompt := self._states[row.request_id].take_prompt()) is not None
         )
         forced = [
             (index, state.forced())
             for index in plan.forces
-            if sampled[index] and (state := self._states[plan.rows[index].request_id])
+            if sampled[index] and (state := self._states[rows[index].request_id])
         ]
         asked = any(entry is not None for entry in logprobs)
         return StepResult(
@@ -201,8 +221,17 @@ class NullBackend:
             errors=tuple(errors),
             prompt_logprobs=prompts,
             forced=tuple(entry for entry in forced if entry[1]),
+            made=tuple(made.items()),
             elapsed=time.monotonic() - started,
         )
+
+    def _guess(self, row: ScheduledRow, count: int) -> tuple[int, ...]:
+        """What the draft model says."""
+        state, vocab = self._states[row.request_id], self._info.vocab_size
+        if self._draft_wrong is None or state.failed:
+            return ()
+        tokens = expected_tokens(state.tokens, min(count, self._draft_most), vocab)
+        return tuple((t + (i in self._draft_wrong)) % vocab for i, t in enumerate(tokens))
 
     def _swap(self, swaps: Sequence[BlockSwap]) -> None:
         for src, dst, to_host in swaps:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.backends.constraint import OutputConstraint
+from paceline.backends.drafting import DraftModel, DraftRow
 from paceline.backends.prompt_logprobs import PromptLogprobs
 from paceline.backends.sampling import PreparedSampling, SampleRow
 from paceline.backends.steps import AttentionBatch, Likeliest, LoadedModel, Logits
@@ -32,6 +33,7 @@ from paceline.core.outputs import (
     TokenLogprobs,
 )
 from paceline.core.sampling_params import SamplingParams
+from paceline.core.speculation.guess import MODEL
 from paceline.core.speculation.settings import MOST_TOKENS
 
 __all__ = ["ModelRunner"]
@@ -91,6 +93,7 @@ class ModelRunner:
     Args:
         max_num_seqs: requests expected to hold state at once; more make the arrays grow.
         max_model_len: tokens of one request at most.
+        draft: guesses tokens where a plan leaves it to the backend; None: it never does.
     """
 
     def __init__(
@@ -101,11 +104,13 @@ class ModelRunner:
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
+        draft: DraftModel | None = None,
     ) -> None:
         # others look at it, to see what computes
         self.model = loaded.model
         self._sampler = loaded.sampler
         self._score = loaded.score
+        self._draft = draft
         self._vocab_size = vocab_size
         self._block_size = block_size
         # the last token a request can get is stored here, but never computed
@@ -127,12 +132,30 @@ class ModelRunner:
         if plan.swaps:
             # not part of the step's time: that is to say how long its rows take
             self.model.swap_blocks(plan.swaps)
+            if self._draft is not None:
+                self._draft.forget([swap.dst for swap in plan.swaps if not swap.to_host])
         started = time.monotonic()
         self._apply(plan)
-        drafts = {draft.row: draft.token_ids for draft in plan.drafts}
-        sampled, logprobs, errors = self._execute(plan.rows, drafts)
-        prompt_logprobs = self._take_prompt_logprobs(plan.rows)
-        forced = self._forced(plan, sampled) if plan.forces else ()
+        rows, slots = plan.rows, [self._slots[row.request_id] for row in plan.rows]
+        self._extend_tables(rows, slots)
+        drafts: dict[int, Sequence[int]] = {draft.row: draft.token_ids for draft in plan.drafts}
+        made: dict[int, tuple[int, ...]] = {}
+        drafting = 0.0
+        if self._draft is not None and any(draft.source == MODEL for draft in plan.drafts):
+            began = time.monotonic()
+            made = self._make(self._draft, plan, slots)
+            # as if the plan had asked for so many
+            rows = tuple(
+                row._replace(num_tokens=row.num_tokens - len(drafts[r]) + len(made[r]))
+                if r in made
+                else row
+                for r, row in enumerate(rows)
+            )
+            drafts |= made
+            drafting = time.monotonic() - began
+        sampled, logprobs, errors = self._execute(rows, slots, drafts)
+        prompt_logprobs = self._take_prompt_logprobs(rows)
+        forced = self._forced(plan.forces, rows, drafts, sampled) if plan.forces else ()
         return StepResult(
             step_id=plan.step_id,
             sampled=tuple(sampled),
@@ -140,7 +163,9 @@ class ModelRunner:
             errors=tuple(errors),
             prompt_logprobs=prompt_logprobs,
             forced=forced,
-            elapsed=time.monotonic() - started,
+            made=tuple(made.items()),
+            elapsed=time.monotonic() - started - drafting,
+            drafting=drafting,
         )
 
     def _apply(self, plan: SchedulerOutput) -> None:
@@ -153,6 +178,8 @@ class ModelRunner:
                 slot = self._slots[copy.request_id]
                 self._tables[slot.index, copy.index] = copy.dst
             self.model.copy_blocks([(copy.src, copy.dst) for copy in plan.block_copies])
+            if self._draft is not None:
+                self._draft.forget([copy.dst for copy in plan.block_copies])
 
     def _release(self, request_id: str) -> None:
         slot = self._slots.pop(request_id, None)
@@ -185,13 +212,39 @@ class ModelRunner:
         self._tokens = np.concatenate((self._tokens, np.zeros_like(self._tokens)))
         self._tables = np.concatenate((self._tables, np.zeros_like(self._tables)))
 
+    def _make(
+        self, draft: DraftModel, plan: SchedulerOutput, slots: Sequence[_Slot]
+    ) -> dict[int, tuple[int, ...]]:
+        """By row, the guesses that the draft model makes where the plan leaves it to it."""
+        wanted: list[tuple[int, DraftRow]] = []
+        made: dict[int, tuple[int, ...]] = {}
+        for r, planned, source in plan.drafts:
+            slot = slots[r]
+            if source == MODEL:
+                made[r] = ()
+                if slot.error is None:
+                    row = DraftRow(
+                        self._tokens[slot.index],
+                        self._tables[slot.index],
+                        plan.rows[r].start,
+                        len(planned),
+                        slot.sampling,
+                        slot.num_prompt_tokens,
+                    )
+                    wanted.append((r, row))
+        counts = draft.guess([row for _, row in wanted])
+        for (r, row), count in zip(wanted, counts, strict=True):
+            made[r] = tuple(row.tokens[row.last + 1 : row.last + 1 + count].tolist())
+        return made
+
     def _execute(
-        self, rows: Sequence[ScheduledRow], drafts: Mapping[int, Sequence[int]]
+        self,
+        rows: Sequence[ScheduledRow],
+        slots: Sequence[_Slot],
+        drafts: Mapping[int, Sequence[int]],
     ) -> tuple[list[tuple[int, ...]], list[RowLogprobs], list[tuple[str, str]]]:
         if not rows:
             return [], [], []
-        slots = [self._slots[row.request_id] for row in rows]
-        self._extend_tables(rows, slots)
         index = np.array([slot.index for slot in slots])
         starts = np.array([row.start for row in rows])
         counts = np.array([row.num_tokens for row in rows])
@@ -294,17 +347,20 @@ class ModelRunner:
         return forbidden
 
     def _forced(
-        self, plan: SchedulerOutput, sampled: Sequence[tuple[int, ...]]
+        self,
+        forces: Sequence[int],
+        rows: Sequence[ScheduledRow],
+        drafts: Mapping[int, Sequence[int]],
+        sampled: Sequence[tuple[int, ...]],
     ) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """See ``StepResult.forced``. On the thread of the masks, to which matchers are used."""
         if self._mask_thread is None:
             return ()
         jobs: list[tuple[int, OutputConstraint, list[int]]] = []
-        guesses = {draft.row: len(draft.token_ids) for draft in plan.drafts}
-        for r in plan.forces:
-            slot, row = self._slots[plan.rows[r].request_id], plan.rows[r]
+        for r in forces:
+            slot, row = self._slots[rows[r].request_id], rows[r]
             if slot.constraint is not None and slot.error is None and sampled[r]:
-                end = row.start + row.num_tokens - guesses.get(r, 0) + len(sampled[r])
+                end = row.start + row.num_tokens - len(drafts.get(r, ())) + len(sampled[r])
                 jobs.append((r, slot.constraint, self._unread(slot, end)))
 
         def find() -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -343,6 +399,8 @@ class ModelRunner:
                 fresh.extend(row.new_block_ids)
         if fresh:
             self.model.clear_blocks(fresh)
+            if self._draft is not None:
+                self._draft.forget(fresh, clear=True)
 
     def _sample(
         self,

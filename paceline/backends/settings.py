@@ -38,6 +38,10 @@ class BackendSettings:
     # bytes on disk that copies of packed weights may take, so that the next start need not pack
     # them; None: none are kept. Native compute alone
     packed_cache_bytes: int | None = None
+    # a model that guesses tokens for this one to verify, a folder or a .gguf file, and its weights'
+    # format; the same file is the same model, in fewer bits. None: there is none
+    draft_path: str | None = None
+    draft_dtype: str = "auto"
     # prompt + output tokens of one request; None: as long as the model and the KV cache allow
     max_model_len: int | None = None
     # what the model is for: "auto" by its files, "generate", or "pooling" and then what it becomes

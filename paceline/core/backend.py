@@ -43,6 +43,8 @@ class BackendInfo:
     num_host_blocks: int = 0
     # seconds to move one block to or from host memory
     swap_block_seconds: float = 0.0
+    # the model that guesses tokens of ``Draft`` rows, for people; "": there is none
+    drafter: str = ""
     # None: the model generates tokens; else it pools, and serves no other requests
     pooling: PoolingInfo | None = None
 

@@ -83,8 +83,9 @@ class Draft(NamedTuple):
 
     # index in ``SchedulerOutput.rows``; the row samples
     row: int
+    # all below 0: the backend's draft model makes so many, or fewer
     token_ids: tuple[int, ...]
-    # who guessed: "ngram", "prediction", "grammar"; for accounts alone
+    # who guessed: "ngram", "prediction", "grammar", "draft_model"
     source: str
 
 
@@ -177,8 +178,11 @@ class StepResult:
     # (row, token ids) of ``plan.forces``: what the grammar leaves no choice about behind the tokens
     # that were sampled, where there is such a thing
     forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    # seconds the backend spent on this step
+    # (row, token ids) of guesses that the backend made, as many as were verified
+    made: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    # seconds the backend spent on this step, and before that on making guesses
     elapsed: float = 0.0
+    drafting: float = 0.0
 
 
 class Timeline(NamedTuple):

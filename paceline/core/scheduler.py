@@ -204,8 +204,10 @@ class Scheduler:
         self._steps.push(plan.step_id, step.requests, shape, starts, seconds, alone)
         self._last.version += 1
         waiting = len(self._waiting) + (len(self._forks) if self._forks.by_parent else 0)
-        level, free = self.valve.level, self.kv.pool.num_free
-        self.note = StepNote(limits.tokens, limits.seconds, seconds, held_by, level, free, waiting)
+        self.note = StepNote(
+            budget=limits.tokens, limit_s=limits.seconds, predicted_s=seconds, held_by=held_by,
+            pressure=self.valve.level, num_free_blocks=self.kv.pool.num_free, num_waiting=waiting,
+        )  # fmt: skip
         return plan
 
     # ------------------------------------------------------------------ results in

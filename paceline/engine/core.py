@@ -24,6 +24,7 @@ from paceline.core.outputs import (
 from paceline.core.pacing.door import Expired
 from paceline.core.request import FinishReason, Request
 from paceline.core.scheduler import Scheduler
+from paceline.core.speculation.settings import SpeculationSettings
 from paceline.core.stats import SchedulerStats
 from paceline.core.step.drafts import DrafterMaker
 from paceline.engine.recorder import Recorder, Recorders
@@ -70,6 +71,11 @@ class EngineCore:
             raise ConfigError(
                 f"the scheduler wants {cache.num_host_blocks} host blocks to swap to, the backend "
                 f"has {info.num_host_blocks}"
+            )
+        speculation = SpeculationSettings.of(scheduler.speculative_config)
+        if speculation.models and not info.drafter and drafter is None:
+            raise ConfigError(
+                f"speculative_config names a draft model, and the backend {info.name} has none"
             )
         if pipeline_depth < 1:
             raise ConfigError(f"pipeline_depth must be at least 1, got {pipeline_depth}")

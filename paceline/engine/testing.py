@@ -5,6 +5,14 @@ With the null backend under it every answer can be computed by hand::
 
     client = null_client(NullBackend(vocab_size=256))
     # "hi" is [104, 105]: the null backend continues with (104*1 + 105*2) % 256 = 58, ":"
+
+Drafters do what a test wants; whatever they say, an answer must be what it would be without. With
+the null backend, whose answer after ``prompt`` is known::
+
+    ScriptedDrafter([*prompt, *expected_tokens(prompt, 200, vocab)], vocab)            always right
+    ScriptedDrafter(..., wrong=(0,))                                                   always wrong
+    ScriptedDrafter(..., wrong=(2,), extra=9)         right twice, then wrong; more than it may say
+    ForeignDrafter()                                                         ids that are no tokens
 """
 
 from __future__ import annotations
@@ -18,6 +26,7 @@ from paceline.core.backend import ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar import ConstrainedBackend, MatcherSource
+from paceline.core.speculation.guess import Guess
 from paceline.engine.core import EngineCore
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.process.loop import engine_info
@@ -25,8 +34,10 @@ from paceline.engine.protocol import Tokenizer
 from paceline.engine.text.grammar import GrammarCompiler
 from paceline.engine.timeline.tap import TimelineTap
 
-__all__ = ["ByteTokenizer", "null_client", "null_core"]
+__all__ = ["ByteTokenizer", "ForeignDrafter", "ScriptedDrafter", "null_client", "null_core"]
 
+# above every vocabulary, and below what an id may be
+_NO_TOKEN: Final = 1_000_000_000
 _ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
@@ -198,3 +209,35 @@ def null_client(
         tokenizer or ByteTokenizer(),
         stall_timeout=stall_timeout,
     )
+
+
+class ScriptedDrafter:
+    """Knows what will come, and spoils some of it.
+
+    Args:
+        text: prompt and output.
+        wrong: places of a guess that are spoilt.
+        extra: so many more tokens than it was asked for.
+    """
+
+    def __init__(
+        self, text: Sequence[int], vocab_size: int, wrong: Sequence[int] = (), extra: int = 0
+    ) -> None:
+        self._text = text
+        self._vocab_size = vocab_size
+        self.wrong = wrong
+        self._extra = extra
+
+    def propose(self, tokens: Sequence[int], count: int) -> Guess:
+        guesses = list(self._text[len(tokens) : len(tokens) + count + self._extra])
+        for place in self.wrong:
+            if place < len(guesses):
+                guesses[place] = (guesses[place] + 1) % self._vocab_size
+        return Guess(guesses, 1)
+
+
+class ForeignDrafter:
+    """Guesses that are no tokens."""
+
+    def propose(self, tokens: Sequence[int], count: int) -> Guess:
+        return Guess([_NO_TOKEN] * count, 1)

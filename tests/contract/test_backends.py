@@ -55,7 +55,7 @@ def make_native(folder: Path) -> ModelBackend:
     return load_tiny(folder, block_size=16, compute="native")
 
 
-def load_tiny(folder: Path, *, block_size: int, compute: str) -> ModelBackend:
+def load_tiny(folder: Path, *, block_size: int, compute: str, **settings: Any) -> ModelBackend:
     """A tiny random Llama in float32."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -85,6 +85,7 @@ def load_tiny(folder: Path, *, block_size: int, compute: str) -> ModelBackend:
         max_num_seqs=8,
         threads=1,
         compute=compute,
+        **settings,
     )
     assert backend.info.num_blocks * block_size >= NUM_TOKENS
     return backend

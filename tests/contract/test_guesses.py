@@ -15,9 +15,9 @@ import pytest
 from paceline.core.backend import ModelBackend
 from paceline.core.grammar import Grammar
 from paceline.core.speculation.guess import GRAMMAR, Drafter, Guess
-from paceline.core.speculation.testing import ForeignDrafter, ScriptedDrafter
 from paceline.core.step import draft_choice
 from paceline.core.step.drafts import DrafterMaker
+from paceline.engine.testing import ForeignDrafter, ScriptedDrafter
 from tests.contract.ascii import END
 from tests.contract.test_backends import GREEDY, SAMPLED, drive
 from tests.contract.test_grammar import GRAMMARS, backend

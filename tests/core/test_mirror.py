@@ -28,13 +28,8 @@ ELSEWHERE = {
     "request.py": "counters that the tests of all other parts move; its moves: test_tier.py",
     "speculation/guess.py": "a value and a protocol: tests/contract/test_guesses.py",
     "step/draft_choice.py": "step/test_drafts.py",
-    "speculation/guesser.py": "step/test_drafts.py",
-    "speculation/ngram.py": "step/test_drafts.py",
-    "speculation/prediction.py": "step/test_drafts.py",
     "speculation/row_price.py": "step/test_row_price.py",
-    "speculation/settings.py": "step/test_drafts.py; its flags: tests/cli",
     "speculation/tally.py": "step/test_drafts.py",
-    "speculation/testing.py": "drafters for tests: tests/contract/test_guesses.py",
     "step/state.py": "makes the parts of all tests in parts.py; its checks run in tests/driving.py",
 }
 

@@ -56,6 +56,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model with the same vocabulary."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    save_model(folder, "qwen3", num_hidden_layers=2, max_position_embeddings=512)
+    return folder
+
+
 def _requests() -> list[GenerationRequest]:
     random = np.random.default_rng(3)
     requests = []
@@ -77,10 +85,18 @@ def _requests() -> list[GenerationRequest]:
 
 
 def _answers(
-    folder: Path, compute: str, formats: tuple[str, str], size: int, blocks: int, **config: Any
+    folder: Path,
+    compute: str,
+    formats: tuple[str, str],
+    size: int,
+    blocks: int,
+    draft: tuple[Path, str] | None = None,
+    **config: Any,
 ) -> _Answers:
     """Of all requests, so many at a time."""
     settings = BackendSettings(
+        draft_path=None if draft is None else str(draft[0]),
+        draft_dtype="auto" if draft is None else draft[1],
         device="cpu",
         dtype=formats[0],
         kv_dtype=formats[1],
@@ -139,3 +155,44 @@ def test_answers_are_the_same(
     assert off.drafted == 0
     assert on.drafted > on.accepted > 0
     assert (on.preemptions > 0) == (blocks == 16)
+
+
+@pytest.mark.parametrize(
+    ("compute", "formats", "draft", "mirrors"),
+    [
+        ("torch", ("float32", "float32"), "float32", False),
+        ("native", ("float32", "float32"), "auto", False),
+        # the model itself, in other weights: its KV cache is a copy
+        ("native", ("float32", "float32"), "bfloat16", True),
+        ("native", ("bfloat16", "bfloat16"), "q4", True),
+        ("native", ("int8", "int8"), "bfloat16", True),
+    ],
+)
+@pytest.mark.parametrize(("size", "blocks"), [(1, 64), (4, 16)])
+def test_answers_are_those_without_a_draft_model(
+    folder: Path,
+    other: Path,
+    compute: str,
+    formats: tuple[str, str],
+    draft: str,
+    mirrors: bool,
+    size: int,
+    blocks: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if compute == "native" and unavailable_reason() is not None:
+        pytest.skip(str(unavailable_reason()))
+    monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
+    monkeypatch.setattr(draft_choice, "_UNLIKELY", 0.0)
+    model = folder if mirrors else other
+    off = _answers(folder, compute, formats, size, blocks)
+    config = {"model": str(model), "num_speculative_tokens": 4}
+    on = _answers(folder, compute, formats, size, blocks, (model, draft), speculative_config=config)
+    assert on.tokens == off.tokens
+    assert on.drafted > 50
+    assert (on.preemptions > 0) == (blocks == 16)
+    if mirrors and draft != "q4":
+        # its weights are nearly the same, and so is what it draws, at any temperature
+        assert on.accepted > (0.6 if formats[0] == "float32" else 0.4) * on.drafted
+    else:
+        assert on.accepted > 0

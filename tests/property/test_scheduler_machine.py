@@ -47,6 +47,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         background_share=st.sampled_from([None, 0.1, 1.0]),
         best_effort_delay_s=st.sampled_from([0.0, 10.0]),
         num_speculative_tokens=st.sampled_from([0, 1, 5]),
+        # places where a draft model is wrong; None: there is none
+        draft_wrong=st.sampled_from([None, (), (1,)]),
     )
     def start(
         self,
@@ -70,6 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         background_share: float | None,
         best_effort_delay_s: float,
         num_speculative_tokens: int,
+        draft_wrong: tuple[int, ...] | None,
     ) -> None:
         self.driver = Driver(
             num_blocks=num_blocks,
@@ -88,13 +91,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             coalesce_size=3,
             best_effort_delay_s=best_effort_delay_s,
             speculative_config={
-                "method": "ngram",
+                "method": "auto",
                 "num_speculative_tokens": num_speculative_tokens,
                 "prompt_lookup_min": 1,
                 "prompt_lookup_max": 4,
+                **({} if draft_wrong is None else {"model": "another"}),
             }
             if num_speculative_tokens
             else None,
+            draft_wrong=draft_wrong,
             future_memory_check=future_memory_check,
             num_host_blocks=num_host_blocks,
             preemption=preemption,

@@ -15,6 +15,7 @@ from paceline.backends.machine import CPU_SHARE, available_memory, swap_seconds
 from paceline.backends.native.kinds import choose_kinds
 from paceline.backends.native.model import NativeModel
 from paceline.backends.native.packed import PackedCopies
+from paceline.backends.native.pieces import cache_bytes
 from paceline.backends.native.sampling import NativeSampler, token_logprobs
 from paceline.backends.native.tensors import checkpoint_tensors
 from paceline.backends.rope import rotary_tables
@@ -103,6 +104,15 @@ class NativeStep:
         self._model.copy_blocks(
             [(s.src, first + s.dst) if s.to_host else (first + s.src, s.dst) for s in swaps]
         )
+
+    def mirror(self, other: NativeStep, block_ids: NDArray[np.int64]) -> None:
+        """Copy blocks of the KV cache of ``other``, which has the same layout, under the same
+        numbers."""
+        own, theirs = cache_bytes(self._model), cache_bytes(other._model)
+        size = self._model.kv_bytes_per_block
+        for block in block_ids.tolist():
+            place = slice(block * size, (block + 1) * size)
+            own[place] = theirs[place]
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         """Nothing to do: the kernels read no slot that was not written."""

@@ -89,8 +89,11 @@ class RunningView:
             elif aims.itl is not None and aims.itl < gap:
                 gap = aims.itl
         awaited = not all(map(_AGED, ordinary))
-        kinds = ordinary, best_effort, wide
-        return cls(*kinds, rows, keys, paced, paces, targets, gap, urgent, awaited, shared)
+        return cls(
+            ordinary=ordinary, best_effort=best_effort, wide=wide,
+            narrow_rows=rows, narrow_keys=keys, paced=paced, paces=paces, targets=targets,
+            gap=gap, urgent=urgent, awaited=awaited, shared=shared,
+        )  # fmt: skip
 
     @property
     def num_running(self) -> int:

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
-__all__ = ["GRAMMAR", "NGRAM", "NO_GUESS", "PREDICTION", "Drafter", "Guess"]
+__all__ = [
+    "GRAMMAR", "MODEL", "NGRAM", "NO_GUESS", "PREDICTION", "UNMADE", "Drafter", "Guess",
+    "ModelDrafter",
+]  # fmt: skip
 
 # sources, as they are called in accounts
 NGRAM: Final = "ngram"
 PREDICTION: Final = "prediction"
 GRAMMAR: Final = "grammar"
+MODEL: Final = "draft_model"
+# in the place of each guess that the backend's draft model makes when it is verified
+UNMADE: Final = -1
 
 
 class Guess(NamedTuple):
@@ -35,3 +41,10 @@ class Drafter(Protocol):
             tokens: all that is known, prompt and output; each call's begin with the last call's.
         """
         ...
+
+
+class ModelDrafter:
+    """Leaves it to the backend's draft model."""
+
+    def propose(self, tokens: Sequence[int], count: int) -> Guess:
+        return Guess([UNMADE] * count, 0, MODEL)

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from itertools import compress
 from typing import Final
 
-from paceline.core.speculation.guess import GRAMMAR, NO_GUESS, Drafter, Guess
+from paceline.core.speculation.guess import GRAMMAR, MODEL, NO_GUESS, UNMADE, Drafter, Guess
 
 __all__ = ["Acceptance", "Guesser"]
 
@@ -32,6 +33,8 @@ _MOST_MATCH: Final = 8
 # weight of the newest token in the share that was guessed, of one request and of all
 _NEWEST: Final = 1 / 16
 _NEWEST_OF_ALL: Final = 1 / 128
+# tokens that other guesses must bring for the draft model not to be asked
+_MADE: Final = 1.0
 # so much of a text is taken to be guessed until any is known
 _FIRST_SHARE: Final = 0.5
 
@@ -92,8 +95,8 @@ class Guesser:
     """
 
     __slots__ = (
-        "_acceptance", "_chosen", "_drafters", "_forced", "_forced_from", "_from", "_guesses",
-        "_tokens",
+        "_chosen", "_drafters", "_forced", "_forced_from", "_from", "_guesses", "_tokens",
+        "acceptance",
     )  # fmt: skip
 
     def __init__(
@@ -108,16 +111,16 @@ class Guesser:
         # what the grammar leaves no choice about, from which position on
         self._forced: Sequence[int] = ()
         self._forced_from = 0
-        self._acceptance = Acceptance(others)
-
-    @property
-    def share(self) -> float:
-        """See ``Acceptance.share``."""
-        return self._acceptance.share
+        self.acceptance = Acceptance(others)
 
     def force(self, start: int, token_ids: Sequence[int]) -> None:
         """The grammar allows nothing but these from position ``start`` on."""
         self._forced_from, self._forced = start, token_ids
+
+    def learn(self, token_ids: Sequence[int]) -> None:
+        """What the backend's draft model has guessed where it was chosen."""
+        self._chosen = Guess(token_ids, 0, MODEL)
+        self._guesses = [g for g in self._guesses if g.source != MODEL] + [self._chosen]
 
     def guess(self, num_prompt: int, output: Sequence[int], count: int) -> Guess:
         """Learn from what has become known, and guess up to ``count`` tokens that follow it.
@@ -135,10 +138,6 @@ class Guesser:
         chosen = self._chosen
         return chosen._replace(token_ids=chosen.token_ids[:count])
 
-    def survivals(self, guess: Guess) -> list[float]:
-        """See ``Acceptance.survivals``."""
-        return self._acceptance.survivals(guess)
-
     def _propose(self, count: int) -> None:
         tokens = self._tokens
         self._from = len(tokens)
@@ -147,26 +146,25 @@ class Guesser:
         if 0 <= passed < len(self._forced):
             forced = self._forced[passed : passed + count]
             # what the grammar forbids is no guess, however long it is
-            self._guesses = [guess for guess in self._guesses if _agree(guess.token_ids, forced)]
+            agree = (all(map(operator.eq, g.token_ids, forced)) for g in self._guesses)
+            self._guesses = list(compress(self._guesses, agree))
             self._guesses.append(Guess(forced, 0, GRAMMAR))
-        self._chosen = max(
-            self._guesses,
-            key=lambda guess: sum(self._acceptance.survivals(guess)),
-            default=NO_GUESS,
-        )
+        self._chosen = max(self._guesses, key=self._worth, default=NO_GUESS)
+
+    def _worth(self, guess: Guess) -> float:
+        """Tokens that it is expected to bring; the draft model's count for less: they cost time."""
+        worth = sum(self.acceptance.survivals(guess))
+        return min(worth, _MADE) if guess.source == MODEL else worth
 
     def _judge(self) -> None:
         known = self._tokens[self._from :]
         for token_ids, match, source in self._guesses:
             for place, (guess, token) in enumerate(zip(token_ids, known, strict=False)):
+                if guess == UNMADE:
+                    break
                 right = guess == token
-                self._acceptance.note(source, match, not place, right)
+                self.acceptance.note(source, match, not place, right)
                 if not right:
                     break
         chosen = self._chosen.token_ids
-        self._acceptance.note_place(bool(chosen) and chosen[0] == known[0])
-
-
-def _agree(guess: Sequence[int], forced: Sequence[int]) -> bool:
-    """Whether they are the same as far as both go."""
-    return all(map(operator.eq, guess, forced))
+        self.acceptance.note_place(bool(chosen) and chosen[0] == known[0])

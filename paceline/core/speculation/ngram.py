@@ -6,35 +6,50 @@ This module does not know requests, steps or how many guesses are worth their ti
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from paceline.core.speculation.guess import NO_GUESS, Guess
 
 __all__ = ["NgramDrafter"]
 
+# tokens that one call indexes at most: it is made while a step waits for its plan
+_INDEXED: Final = 1024
+# places of the last two tokens that are looked at, the latest first
+_LOOKED: Final = 64
+
 
 class NgramDrafter:
     """Prompt lookup: the longest of the last ``most`` to ``least`` tokens that occurred before,
-    and what followed the latest occurrence. A token is indexed once, so a call takes time in
-    proportion to the tokens that are new."""
+    and what followed the latest occurrence. A token is indexed once, from the first on and a
+    bounded number in a call, so what a long prompt ends with is found some calls later."""
 
     def __init__(self, least: int, most: int) -> None:
-        self._lengths = range(most, least - 1, -1)
-        # where the latest occurrence of these tokens ends, those that end the sequence left out
-        self._ends: dict[tuple[int, ...], int] = {}
-        self._num_indexed = 0
+        self._least, self._most = least, most
+        # the latest place where a token ends, and where a pair of them does
+        self._latest: dict[int | tuple[int, ...], int] = {}
+        # by place, the place before it where the same pair ends; 0: there is none
+        self._earlier = [0]
 
     def propose(self, tokens: Sequence[int], count: int) -> Guess:
-        total, ends = len(tokens), self._ends
-        for end in range(self._num_indexed, total):
-            for length in self._lengths:
-                if length <= end:
-                    ends[tuple(tokens[end - length : end])] = end
-        self._num_indexed = total
-        for length in self._lengths:
-            if length > total:
-                continue
-            found = ends.get(tuple(tokens[total - length :]))
-            if found is not None:
-                # a text that repeats itself is taken to go on doing so
-                return Guess([tokens[found + i % (total - found)] for i in range(count)], length)
-        return NO_GUESS
+        total, latest, earlier = len(tokens), self._latest, self._earlier
+        for end in range(len(earlier), min(total, len(earlier) + _INDEXED)):
+            pair = tuple(tokens[end - 2 : end])
+            earlier.append(latest.get(pair, 0))
+            latest[pair] = latest[tokens[end - 1]] = end
+        match = found = 0
+        place = latest.get(tuple(tokens[-2:]), 0) if self._most > 1 else 0
+        for _ in range(_LOOKED):
+            if not place or match == self._most:
+                break
+            most, length = min(self._most, place), 2
+            while length < most and tokens[place - length - 1] == tokens[-length - 1]:
+                length += 1
+            if length > match:
+                match, found = length, place
+            place = earlier[place]
+        if not found and total:
+            match, found = 1, latest.get(tokens[-1], 0)
+        if not found or match < self._least:
+            return NO_GUESS
+        # a text that repeats itself is taken to go on doing so
+        return Guess([tokens[found + i % (total - found)] for i in range(count)], match)

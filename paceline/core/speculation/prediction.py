@@ -29,6 +29,9 @@ _AHEAD: Final = 12
 _BACK: Final = 4
 # tokens that speak for a place are counted up to this number
 _MOST_MATCH: Final = 8
+# tokens of the prediction indexed, and of the output read, in one call at most: a step waits
+_INDEXED: Final = 512
+_READ: Final = 128
 
 
 class PredictionDrafter:
@@ -41,19 +44,23 @@ class PredictionDrafter:
     def __init__(self, prediction: Sequence[int], num_prompt: int) -> None:
         self._prediction = prediction
         self._num_prompt = num_prompt
-        # where each token ends, in order
+        # where each token ends, in order, of so many
         self._ends: dict[int, list[int]] = {}
-        for end, token in enumerate(prediction, 1):
-            self._ends.setdefault(token, []).append(end)
+        self._num_indexed = 0
         # the finger, and so many tokens before it that were those of the output
         self._at = 0
         self._match = 0
         self._num_read = num_prompt
 
     def propose(self, tokens: Sequence[int], count: int) -> Guess:
-        for end in range(self._num_read + 1, len(tokens) + 1):
+        first, self._num_indexed = self._num_indexed, self._num_indexed + _INDEXED
+        for end, token in enumerate(self._prediction[first : self._num_indexed], first + 1):
+            self._ends.setdefault(token, []).append(end)
+        first, self._num_read = self._num_read, min(len(tokens), self._num_read + _READ)
+        for end in range(first + 1, self._num_read + 1):
             self._read(tokens, end)
-        self._num_read = len(tokens)
+        if self._num_read < len(tokens):
+            return NO_GUESS
         following = self._prediction[self._at : self._at + count]
         return Guess(following, self._match, PREDICTION) if following else NO_GUESS
 

@@ -68,22 +68,14 @@ class RowPrice:
         total = sum(w for _, _, w in points)
         middle = sum(w * y for _, y, w in points) / total
         for knee in _KNEES:
-            xs = [max(0, rows - knee) for rows, _, _ in points]
-            centre = sum(w * x for x, (_, _, w) in zip(xs, points, strict=True)) / total
-            spread = sum(w * (x - centre) ** 2 for x, (_, _, w) in zip(xs, points, strict=True))
+            beyond = [(max(0, rows - knee), y, w) for rows, y, w in points]
+            centre = sum(w * x for x, _, w in beyond) / total
+            spread = sum(w * (x - centre) ** 2 for x, _, w in beyond)
             if not spread:
                 break
-            slope = max(
-                0.0,
-                sum(
-                    w * (x - centre) * (y - middle) for x, (_, y, w) in zip(xs, points, strict=True)
-                )
-                / spread,
-            )
-            error = sum(
-                w * (middle + slope * (x - centre) - y) ** 2
-                for x, (_, y, w) in zip(xs, points, strict=True)
-            )
+            rise = sum(w * (x - centre) * (y - middle) for x, y, w in beyond) / spread
+            slope = max(0.0, rise)
+            error = sum(w * (middle + slope * (x - centre) - y) ** 2 for x, y, w in beyond)
             # of about equals the lower knee: no row is taken for free without need
             if error < best - enough:
                 best, found = error, (middle - slope * centre, knee, slope)

@@ -14,9 +14,19 @@ __all__ = ["MOST_TOKENS", "SpeculationSettings"]
 MOST_TOKENS: Final = 32
 _MOST_LOOKUP: Final = 32
 _NAME: Final = "speculative_config"
-# of the method "auto": as many guesses as a step may hold before rows cost what they would alone,
-# and whatever match there is, as how often each is right is learned
-_AUTO: Final = {"num_speculative_tokens": 8, "prompt_lookup_min": 1, "prompt_lookup_max": 5}
+# as many guesses as a step may hold before rows cost what they would alone
+_AUTO_TOKENS: Final = 8
+# tokens looked up where nothing is said, as in vLLM
+_LOOKUP: Final = 5
+_LOOKUPS: Final = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+# by method, besides itself
+_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+    "auto": (*_LOOKUPS, "model", "quantization"),
+    "ngram": _LOOKUPS,
+    "draft_model": ("num_speculative_tokens", "model", "quantization"),
+    "self": ("num_speculative_tokens", "quantization"),
+    "off": (),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +42,13 @@ class SpeculationSettings:
     grammars: bool
     # what a request says that it expects
     predictions: bool
+    # the backend has a draft model
+    models: bool = False
 
     @property
     def guesses_alone(self) -> bool:
         """Whether requests are guessed that bring nothing to guess from."""
-        return self.lookup_min is not None or self.grammars
+        return self.lookup_min is not None or self.grammars or self.models
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | None) -> SpeculationSettings:
@@ -44,31 +56,35 @@ class SpeculationSettings:
 
         Raises ConfigError for a key or value that is not known, or one that is missing."""
         if config is None:
-            return cls(_AUTO["num_speculative_tokens"], None, None, False, True)
-        known = {"method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"}
-        for key in config:
-            if key not in known:
-                raise ConfigError(f"{_NAME}: {key!r} is not one of {', '.join(sorted(known))}")
-        method = config.get("method")
+            return cls(_AUTO_TOKENS, None, None, False, True)
+        method = config.get("method", "draft_model" if "model" in config else None)
+        if not isinstance(method, str) or method not in _KEYS:
+            raise ConfigError(f"{_NAME}: method must be one of {', '.join(_KEYS)}, got {method!r}")
+        for key in config.keys() - {"method", *_KEYS[method]}:
+            known = ", ".join(_KEYS[method]) or "no other keys"
+            raise ConfigError(f"{_NAME}: method {method!r} takes {known}, not {key!r}")
         if method == "off":
-            if len(config) > 1:
-                raise ConfigError(f'{_NAME}: method "off" takes no other keys')
             return cls(0, None, None, False, False)
-        if method == "auto":
-            config = _AUTO | dict(config)
-        elif method != "ngram":
-            raise ConfigError(f'{_NAME}: method must be "auto", "ngram" or "off", got {method!r}')
-        num_tokens = _number(config, "num_speculative_tokens", None, MOST_TOKENS)
-        # as in vLLM, one stands for both, and 5 for none
-        least = config.get("prompt_lookup_min", config.get("prompt_lookup_max", 5))
+        models = method == "self" or "model" in config
+        if not models and (method == "draft_model" or "quantization" in config):
+            raise ConfigError(f"{_NAME}: method {method!r} lacks the model that drafts")
+        auto = method == "auto"
+        usual = None if method == "ngram" else _AUTO_TOKENS
+        num_tokens = _number(config, "num_speculative_tokens", usual, MOST_TOKENS)
+        if method in ("self", "draft_model"):
+            return cls(num_tokens, None, None, False, True, models=True)
+        # as in vLLM, one stands for both; auto takes whatever match there is, as how often each is
+        # right is learned
+        least = 1 if auto else config.get("prompt_lookup_max", _LOOKUP)
         lookup_min = _number(config, "prompt_lookup_min", least, _MOST_LOOKUP)
-        lookup_max = _number(config, "prompt_lookup_max", lookup_min, _MOST_LOOKUP)
+        longest = max(lookup_min, _LOOKUP) if auto else lookup_min
+        lookup_max = _number(config, "prompt_lookup_max", longest, _MOST_LOOKUP)
         if lookup_min > lookup_max:
             raise ConfigError(
                 f"{_NAME}: prompt_lookup_min={lookup_min} must not be above "
                 f"prompt_lookup_max={lookup_max}"
             )
-        return cls(num_tokens, lookup_min, lookup_max, method == "auto", True)
+        return cls(num_tokens, lookup_min, lookup_max, auto, True, models)
 
 
 def _number(config: Mapping[str, Any], key: str, default: Any, most: int) -> int:

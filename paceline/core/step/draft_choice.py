@@ -41,6 +41,8 @@ class StepCosts:
     late: float
     # seconds of a step of so many rows, and those that one more adds
     price: Callable[[int], tuple[float, float]]
+    # by row, those that it takes to make one more of its guesses
+    making: Sequence[float]
     # well enough to go by it
     known: bool
 
@@ -60,6 +62,7 @@ class DraftChoice:
         late = costs.late
         self._costs = costs
         self._seconds = costs.seconds
+        self._making = 0.0
         self._most = most if costs.known else min(most, _MOST_UNPRICED - len(requests))
         self._tries = tries
         # of one request alone nobody else pays for what is gained
@@ -88,8 +91,9 @@ class DraftChoice:
             if index in closed:
                 continue
             now, each_row = self._costs.price(len(self.counts) + sum(self.counts))
+            now, each_row = now + self._making, each_row + self._costs.making[index]
             if (
-                survival < _UNLIKELY
+                (survival < _UNLIKELY and not (self._tries and self._costs.making[index]))
                 or sum(self.counts) >= self._most
                 or not self._is_worth(survival, index, now, each_row)
                 or not self._fits(survival, index, each_row)
@@ -98,6 +102,7 @@ class DraftChoice:
                 closed.add(index)
                 continue
             self._seconds += each_row
+            self._making += self._costs.making[index]
             self._expected[index] += survival
             self.counts[index] += 1
             self.tokens += survival
@@ -111,7 +116,7 @@ class DraftChoice:
         ):
             return True
         tries, self._tries = self._tries, False
-        return tries and survival >= _LIKELY
+        return tries and (survival >= _LIKELY or self._costs.making[index] > 0.0)
 
     def _fits(self, survival: float, index: int, each_row: float) -> bool:
         """Whether nobody who keeps a target loses it."""

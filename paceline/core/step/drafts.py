@@ -17,7 +17,7 @@ from paceline.core.outputs import Draft, ScheduledRow, SchedulerOutput, StepResu
 from paceline.core.predict.chunk import LATE_QUANTILE
 from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Request
-from paceline.core.speculation.guess import NO_GUESS, Drafter, Guess
+from paceline.core.speculation.guess import MODEL, NO_GUESS, Drafter, Guess, ModelDrafter
 from paceline.core.speculation.guesser import Acceptance, Guesser
 from paceline.core.speculation.ngram import NgramDrafter
 from paceline.core.speculation.prediction import PredictionDrafter
@@ -73,13 +73,15 @@ class Drafts:
         # last tokens came
         self._bubble = 0.0
         self._told_at = 0.0
+        # seconds in which the backend's model makes one guess of each row
+        self._pass_seconds = 0.0
 
     def add(self, step: StepBuilder, now: float) -> tuple[Draft, ...]:
         """Lengthen rows of a step that is otherwise complete; see ``SchedulerOutput.drafts``."""
         requests = step.requests
         self._note_bubble(requests, now)
         self.awaits_tokens = False
-        if not self._has_room(step):
+        if not requests or step.wide_tokens or not self._has_room(step):
             return ()
         guesses = [self._guesses(request) for request in requests]
         self.awaits_tokens = self._worth_waiting(step)
@@ -101,11 +103,9 @@ class Drafts:
         return tuple(drafts)
 
     def _has_room(self, step: StepBuilder) -> bool:
-        """Whether guesses take nothing that anybody else wants."""
+        """Whether guesses take nothing that anybody else wants, once no prompt is computed."""
         return not (
-            not step.requests
-            or len(self._running.requests) > _MOST_ROWS
-            or step.wide_tokens
+            len(self._running.requests) > _MOST_ROWS
             or len(self._waiting)
             or self._forks.by_parent
             or any(request.best_effort for request in step.requests)
@@ -113,14 +113,15 @@ class Drafts:
 
     def forces(self, step: StepBuilder) -> tuple[int, ...]:
         """See ``SchedulerOutput.forces``: where guesses may be worth something in the next step."""
-        if not self._settings.grammars or len(self._running.requests) > _MOST_ROWS:
+        if not self._settings.grammars or not self._has_room(step):
             return ()
         return tuple(
             index
             for index, request in enumerate(step.requests)
             if request.asked.sampling.grammar is not None
             and step.rows[index].samples
-            and request.asked.max_draft_tokens
+            # its next row has a token more
+            and min(_room(request) - 1, request.asked.max_draft_tokens) > 0
         )
 
     def take_in(
@@ -133,24 +134,31 @@ class Drafts:
             requests: of the rows of the step.
         """
         self._told_at = now
-        guessed = sum(len(draft.token_ids) for draft in plan.drafts)
-        if plan.num_tokens == len(plan.rows) + guessed and result.elapsed > 0.0:
-            self._row_price.observe(plan.num_tokens, result.elapsed)
-        for index, token_ids, source in plan.drafts:
+        made, num_guesses = dict(result.made), 0
+        for index, planned, source in plan.drafts:
             request, sampled = requests[index], result.sampled[index]
+            token_ids = planned if source != MODEL else made.get(index, ())
+            if source == MODEL and request.guesser is not None:
+                request.guesser.learn(token_ids)
+            num_guesses += len(token_ids)
             right = max(0, len(sampled) - 1)
-            # those behind a token that ends the output are not part of it
-            ends = [place for place, token in enumerate(sampled) if token in request.stop_ids]
-            counted = min(right, ends[0] + 1) if ends else right
-            self._tally.note(source, len(token_ids), counted)
-            verified, so_far = request.history.drafts.get(source, (0, 0))
-            request.history.drafts[source] = verified + len(token_ids), so_far + counted
+            counted = min(right, _until_end(request, sampled))
+            if token_ids:
+                self._tally.note(source, len(token_ids), counted)
+                verified, so_far = request.history.drafts.get(source, (0, 0))
+                request.history.drafts[source] = verified + len(token_ids), so_far + counted
             # the caller is told with the next tokens
             request.told = False
             # 0 if it has ended or been preempted: its blocks are gone
             if request.num_draft_tokens:
-                request.num_computed_tokens -= len(token_ids) - right
+                request.num_computed_tokens -= len(planned) - right
                 request.num_draft_tokens = 0
+        planned_rows = len(plan.rows) + sum(len(draft.token_ids) for draft in plan.drafts)
+        if plan.num_tokens == planned_rows and result.elapsed > 0.0:
+            self._row_price.observe(len(plan.rows) + num_guesses, result.elapsed)
+        if passes := max(map(len, made.values()), default=0):
+            share = _NEWEST if self._pass_seconds else 1.0
+            self._pass_seconds += share * (result.drafting / passes - self._pass_seconds)
         for index, token_ids in result.forced:
             request = requests[index]
             guesser = self._guesser(request)
@@ -158,15 +166,12 @@ class Drafts:
                 guesser.force(request.num_tokens + len(result.sampled[index]), token_ids)
 
     def _guesses(self, request: Request) -> Guess:
-        # the last token that a request can get is never computed
-        room = request.max_total_tokens - request.num_tokens - request.num_pending_tokens
-        most = min(self._settings.num_tokens, room, request.asked.max_draft_tokens)
+        most = min(self._settings.num_tokens, _room(request), request.asked.max_draft_tokens)
         if most <= 0 or request.shares_tail:
             return NO_GUESS
         guesser = self._guesser(request)
-        if guesser is None:
-            return NO_GUESS
-        return guesser.guess(request.num_prompt_tokens, request.output_token_ids, most)
+        known = request.num_prompt_tokens, request.output_token_ids
+        return NO_GUESS if guesser is None else guesser.guess(*known, most)
 
     def _guesser(self, request: Request) -> Guesser | None:
         """None: there is nothing to guess from."""
@@ -174,8 +179,8 @@ class Drafts:
             drafters = self._drafters(request)
             forced = self._settings.grammars and request.asked.sampling.grammar is not None
             if drafters or forced:
-                prompt = request.asked.prompt_token_ids
-                request.guesser = Guesser(drafters, prompt, self._acceptance)
+                known = request.asked.prompt_token_ids
+                request.guesser = Guesser(drafters, known, self._acceptance)
         return request.guesser
 
     def _drafters(self, request: Request) -> list[Drafter]:
@@ -187,6 +192,8 @@ class Drafts:
             drafters.append(PredictionDrafter(predicted, request.num_prompt_tokens))
         if settings.lookup_min is not None and settings.lookup_max is not None:
             drafters.append(NgramDrafter(settings.lookup_min, settings.lookup_max))
+        if settings.models:
+            drafters.append(ModelDrafter())
         return drafters
 
     def _choose(self, step: StepBuilder, guesses: list[Guess]) -> list[int] | None:
@@ -196,7 +203,10 @@ class Drafts:
             return None
         self._num_steps += 1
         known = model.ready and self._num_lengthened >= _UNPRICED
+        by_model = [guess.source == MODEL for guess in guesses]
+        making = self._pass_seconds / max(1, sum(by_model))
         costs = StepCosts(
+            making=[making * each for each in by_model],
             seconds=model.predict(step.shape) if model.ready else 0.0,
             late=max(1.0, model.quantile(LATE_QUANTILE)) if model.ready else 1.0,
             price=self._price,
@@ -225,7 +235,8 @@ class Drafts:
     def _worth_waiting(self, step: StepBuilder) -> bool:
         """Whether guesses of the next step are likely to bring more than the next plan's waiting
         for this step's tokens costs."""
-        share = _share(step.requests)
+        guessers = [request.guesser for request in step.requests if request.guesser is not None]
+        share = sum(guesser.acceptance.share for guesser in guessers) / max(1, len(guessers))
         if share <= _WORTH_WAITING:
             return False
         count = len(step.requests)
@@ -235,12 +246,9 @@ class Drafts:
     def _price(self, num_rows: int) -> tuple[float, float]:
         """Seconds of a step of so many rows, and those that one more adds; 0 while nothing is
         known."""
-        found = self._row_price.of(num_rows)
-        if found is not None:
-            return found
-        model = self._step_time
-        if not model.ready:
-            return 0.0, 0.0
+        found, model = self._row_price.of(num_rows), self._step_time
+        if found is not None or not model.ready:
+            return found or (0.0, 0.0)
         return model.predict(StepShape(narrow_rows=num_rows)), model.row_seconds(0)
 
     def _lengthen(self, step: StepBuilder, index: int, count: int) -> int:
@@ -265,20 +273,26 @@ class Drafts:
         return count
 
 
-def _share(requests: Sequence[Request]) -> float:
-    """Of the places guessed for in these requests, those with a first guess that was right."""
-    shares = [request.guesser.share for request in requests if request.guesser is not None]
-    return sum(shares) / max(1, len(requests))
+def _room(request: Request) -> int:
+    """Guesses that a planned row may have: the last token that a request gets is never computed."""
+    return request.max_total_tokens - request.num_tokens - request.num_pending_tokens
+
+
+def _until_end(request: Request, token_ids: Sequence[int]) -> int:
+    """A row's tokens up to the one that ends the output: the others are not part of it."""
+    least = request.asked.sampling.min_tokens - request.num_output_tokens
+    ends = (n for n, t in enumerate(token_ids, 1) if n >= least and t in request.stop_ids)
+    return next(ends, len(token_ids))
 
 
 def _by_likelihood(
     requests: Sequence[Request], guesses: Sequence[Guess]
 ) -> list[tuple[float, int]]:
     """How likely each guess is to be right, those before it too, and its row; likeliest first."""
-    likely: list[tuple[float, int]] = []
-    for index, (request, guess) in enumerate(zip(requests, guesses, strict=True)):
-        if guess.token_ids:
-            assert request.guesser is not None, "it has guessed"
-            likely += [(each, index) for each in request.guesser.survivals(guess)]
-    likely.sort(key=lambda entry: -entry[0])
-    return likely
+    guessers = (request.guesser for request in requests)
+    likely = [
+        (each, index)
+        for index, (guesser, guess) in enumerate(zip(guessers, guesses, strict=True))
+        for each in ([] if guesser is None else guesser.acceptance.survivals(guess))
+    ]
+    return sorted(likely, key=lambda entry: -entry[0])

@@ -72,6 +72,11 @@ class HFTokenizer:
         return self._vocab_size
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """Ids of all tokens by what the files call them, made anew."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         return self._eos_token_ids
 

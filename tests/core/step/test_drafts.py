@@ -9,18 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.backends.null import expected_tokens
-from paceline.core.errors import ConfigError
+from paceline.backends.null import NullBackend, expected_tokens
+from paceline.core.grammar import Grammar
 from paceline.core.predict.step_time import StepShape
 from paceline.core.request import FinishReason, Request
 from paceline.core.slo import Slo
-from paceline.core.speculation.guess import GRAMMAR, NGRAM, PREDICTION, Drafter, Guess
-from paceline.core.speculation.guesser import Acceptance, Guesser
-from paceline.core.speculation.ngram import NgramDrafter
-from paceline.core.speculation.prediction import PredictionDrafter
-from paceline.core.speculation.settings import SpeculationSettings
-from paceline.core.speculation.testing import ForeignDrafter, ScriptedDrafter
+from paceline.core.speculation.guess import PREDICTION, Drafter
 from paceline.core.step.drafts import DrafterMaker
+from paceline.engine.testing import ForeignDrafter, ScriptedDrafter
 from tests.driving import Driver, ask, make_request
 
 VOCAB = 97
@@ -87,91 +83,11 @@ def test_wrong_guesses_are_soon_no_longer_verified() -> None:
     assert stats.num_accepted_tokens == 0
 
 
-def test_guesses_that_become_right_are_verified_again() -> None:
-    # five wrong ones make a request stop; right ones are seen without being verified
-    knows = _scripted(PROMPT, wrong=(0,))
-    guesser = Guesser([knows], PROMPT, Acceptance())
-    answer = expected_tokens(PROMPT, 60, VOCAB)
-
-    def likely(after: int) -> float:
-        return guesser.survivals(guesser.guess(len(PROMPT), answer[:after], 4))[0]
-
-    low = [likely(length) for length in range(1, 10)][-1]
-    knows.wrong = ()
-    high = [likely(length) for length in range(10, 40)][-1]
-    assert low < 0.3 < 0.6 < high < 1.0
-    # what others saw counts for one that has seen nothing
-    other = Guesser([knows], PROMPT, Acceptance(guesser._acceptance))
-    assert other.survivals(other.guess(len(PROMPT), (), 1))[0] > 0.6
-
-
-def test_the_source_is_taken_of_which_most_is_expected() -> None:
-    class Says:
-        def __init__(self, source: str, right: bool) -> None:
-            self.source, self.right = source, right
-
-        def propose(self, tokens: Sequence[int], count: int) -> Guess:
-            return Guess([7 if self.right else 8] * count, 1, self.source)
-
-    guesser = Guesser([Says(NGRAM, False), Says(PREDICTION, True)], (1,), Acceptance())
-    sources = [guesser.guess(1, [7] * length, 3).source for length in range(9)]
-    # equals at first; what was not verified is judged all the same
-    assert sources[0] == NGRAM
-    assert set(sources[2:]) == {PREDICTION}
-    # what a grammar leaves no choice about is certain, and begins where it was said to
-    guesser.force(11, (7, 7, 7, 7, 7))
-    assert guesser.guess(1, [7] * 9, 3).source == PREDICTION
-    guess = guesser.guess(1, [7] * 11, 8)
-    assert (guess.source, list(guess.token_ids)) == (GRAMMAR, [7, 7, 7, 7])
-    assert guesser.survivals(guess) == [1.0] * 4
-
-
-def test_what_a_grammar_forbids_is_no_guess_however_long() -> None:
-    class Says:
-        def propose(self, tokens: Sequence[int], count: int) -> Guess:
-            return Guess([8] * count, 5)
-
-    guesser = Guesser([Says()], (1,), Acceptance())
-    guesser.force(2, (7,))
-    assert guesser.guess(1, [9], 8) == Guess((7,), 0, GRAMMAR)
-    # one that agrees and goes on is better
-    guesser.force(3, (8,))
-    assert list(guesser.guess(1, [9, 7], 8).token_ids) == [8] * 8
-
-
-def test_what_came_before_the_first_guess_is_no_miss() -> None:
-    others = Acceptance()
-    guesser = Guesser([_scripted(PROMPT)], PROMPT, others)
-    guesser.guess(len(PROMPT), expected_tokens(PROMPT, 4, VOCAB), 4)
-    assert guesser.share == Acceptance(others).share == Acceptance().share
-
-
 def test_a_drafter_that_is_given_guesses_whatever_is_configured() -> None:
     driver = Driver(vocab_size=VOCAB, drafter=_knowing())
     driver.add(make_request("a", PROMPT, 12))
     driver.run()
     assert driver.scheduler.stats().num_accepted_tokens > 0
-
-
-def test_later_guesses_and_longer_matches_are_told_apart() -> None:
-    seen = Acceptance()
-    for _ in range(20):
-        seen.note(NGRAM, 1, True, False)
-        seen.note(NGRAM, 1, False, True)
-        seen.note(NGRAM, 5, True, True)
-        seen.note(PREDICTION, 1, True, True)
-    high = (
-        seen.rate(NGRAM, 1, False),
-        seen.rate(NGRAM, 5, True),
-        seen.rate(PREDICTION, 1, True),
-    )
-    assert seen.rate(NGRAM, 1, True) < 0.2 < 0.9 < min(high) < 1.0
-    # what was seen long ago fades
-    for _ in range(400):
-        seen.note(NGRAM, 5, True, False)
-    for _ in range(200):
-        seen.note(NGRAM, 5, True, True)
-    assert seen.rate(NGRAM, 5, True) > 0.6
 
 
 def test_a_request_may_ask_for_no_guesses_or_few() -> None:
@@ -253,6 +169,43 @@ def test_minimum_length_and_bad_words_hold_at_each_place() -> None:
         driver.run()
         tokens.append(driver.tokens["a"])
     assert tokens[0] == tokens[1] and len(tokens[0]) >= 12
+
+
+def test_stop_tokens_before_the_minimum_end_no_count() -> None:
+    class Ends(NullBackend):
+        """Stop tokens are chosen whatever the minimum, as at the end of a grammar."""
+
+        def _choosable(self, state: Any) -> Any:
+            return lambda token: True
+
+    driver = _driver(_knowing(), backend=Ends(vocab_size=VOCAB, num_blocks=64, block_size=4))
+    stop = frozenset(range(VOCAB))
+    driver.add(make_request("a", PROMPT, 30, stop_token_ids=stop, min_tokens=20))
+    driver.run()
+    assert driver.tokens["a"] == expected_tokens(PROMPT, 20, VOCAB)
+    # all tokens but the first of each row were guessed
+    rows = sum(row.samples for plan in driver.plans for row in plan.rows)
+    assert driver.scheduler.stats().num_accepted_tokens >= 20 - rows > 10
+
+
+def test_a_grammar_is_asked_only_where_its_word_can_be_used() -> None:
+    def forced(limit: int, *others: Request, **config: Any) -> int:
+        """Steps that ask what the grammar of a request leaves no choice about."""
+        driver = _driver(speculative_config={"method": "auto"}, **config)
+        request = make_request("a", PROMPT, 12, grammar=Grammar("regex", "a*"))
+        driver.add(ask(request, max_draft_tokens=limit), *others)
+        driver.run()
+        return sum(
+            plan.rows[index].request_id == "a" for plan in driver.plans for index in plan.forces
+        )
+
+    # behind the last but one nothing is guessed any more
+    assert forced(4) == 10
+    assert forced(0) == 0
+    # somebody waits, or what is left over is best effort's
+    assert forced(4, make_request("b", PROMPT, 40), max_num_seqs=1) == 0
+    free = Slo(slo_class="background", best_effort=True)
+    assert forced(4, make_request("b", PROMPT, 40, slo=free), policy="deadline") < 10
 
 
 def test_poison_that_was_guessed_fails_as_without() -> None:
@@ -404,32 +357,6 @@ def test_what_a_request_expects_is_guessed_with_and_without_a_configuration() ->
     assert counts[2] == {}
 
 
-@pytest.mark.parametrize(
-    ("output", "guesses"),
-    [
-        ([], [1, 2, 3, 4]),
-        ([1, 2], [3, 4, 5, 1]),
-        # another token in the place of one, and the next that is as expected
-        ([1, 9], [3, 4, 5, 1]),
-        ([1, 9, 3], [4, 5, 1, 2]),
-        # the place that is nearest and has most before it, and the finger never goes to the prompt
-        ([1, 2, 3, 4, 5, 1, 2, 7], [8, 3]),
-        ([3], [4, 5, 1, 2]),
-        ([8], [3]),
-        ([6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6], []),
-    ],
-)
-def test_the_finger_in_the_prediction(output: list[int], guesses: list[int]) -> None:
-    prediction, prompt = (1, 2, 3, 4, 5, 1, 2, 7, 8, 3), (4, 5, 1, 2, 7)
-    at_once = PredictionDrafter(prediction, len(prompt))
-    assert list(at_once.propose([*prompt, *output], 4).token_ids) == guesses
-    # one that saw the tokens come says the same
-    slow = PredictionDrafter(prediction, len(prompt))
-    for length in range(len(output) + 1):
-        said = slow.propose([*prompt, *output[:length]], 4)
-    assert list(said.token_ids) == guesses
-
-
 @given(
     prompts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=20), min_size=1, max_size=4),
     wrong=st.sets(st.integers(0, 4)),
@@ -454,52 +381,3 @@ def test_small_pools_and_wrong_guesses(
     driver.run()
     for index, prompt in enumerate(prompts):
         assert driver.tokens[f"r{index}"] == expected_tokens(prompt, 20, VOCAB)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "guesses"),
-    [
-        ([1, 2, 3, 9, 1, 2], [3, 9, 1, 2]),
-        # the latest of two
-        ([1, 2, 3, 1, 2, 4, 1, 2], [4, 1, 2, 4]),
-        # the longest of two
-        ([7, 1, 2, 3, 8, 1, 2, 4, 7, 1, 2], [3, 8, 1, 2]),
-        ([5, 5, 5], [5, 5, 5, 5]),
-        ([1, 2, 3, 4], []),
-        ([1], []),
-    ],
-)
-def test_ngrams(tokens: list[int], guesses: list[int]) -> None:
-    assert list(NgramDrafter(2, 3).propose(tokens, 4).token_ids) == guesses
-    # one made as the tokens came says the same
-    slow = NgramDrafter(2, 3)
-    answers = [list(slow.propose(tokens[: n + 1], 4).token_ids) for n in range(len(tokens))]
-    assert answers[-1] == guesses
-
-
-def test_settings_are_checked() -> None:
-    good = {"method": "ngram", "num_speculative_tokens": 3}
-    for wrong, said in (
-        ({"prompt_lookup_min": 5, "prompt_lookup_max": 4}, "must not be above"),
-        ({"num_speculative_tokens": 33}, "from 1 to 32, got 33"),
-        ({"num_speculative_tokens": True}, "got True"),
-        ({"prompt_lookup_min": 0}, "prompt_lookup_min must be"),
-        ({"method": "eagle"}, "method must be"),
-        ({"model": "x"}, "'model' is not one of"),
-        ({"method": "off"}, "takes no other keys"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            SpeculationSettings.of(good | wrong)
-
-    def of(config: dict[str, Any] | None) -> tuple[Any, ...]:
-        settings = SpeculationSettings.of(config)
-        lookup = settings.lookup_min, settings.lookup_max
-        return settings.num_tokens, *lookup, settings.grammars, settings.predictions
-
-    assert of({"method": "auto"}) == (8, 1, 5, True, True)
-    assert of(good | {"method": "auto"}) == (3, 1, 5, True, True)
-    assert of(good) == (3, 5, 5, False, True)
-    assert of(good | {"prompt_lookup_min": 2}) == (3, 2, 2, False, True)
-    assert of(good | {"prompt_lookup_max": 4}) == (3, 4, 4, False, True)
-    assert of(None) == (8, None, None, False, True)
-    assert of({"method": "off"}) == (0, None, None, False, False)

@@ -1,0 +1,56 @@
+"""Which model guesses tokens for the one that is served: what ``speculative_config`` names.
+
+This module does not know how models are computed, or what becomes of guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from paceline.core.errors import ConfigError
+from paceline.core.speculation.settings import SpeculationSettings
+
+__all__ = ["check_vocabulary", "draft_of"]
+
+# the method, and in the place of a model's name, the served one in other weights
+_SELF: Final = "self"
+_FEWER_BITS: Final = "q4"
+
+
+def draft_of(config: Mapping[str, Any] | None, model_path: str | None) -> tuple[str, str] | None:
+    """Path and format of the draft model's weights, fetched if it is not here; None: none is named.
+
+    Raises ConfigError for what are no names, CheckpointError where there is no such model.
+    """
+    if config is None or not SpeculationSettings.of(config).models:
+        return None
+    name = config.get("model", _SELF)
+    quantization = config.get("quantization", _FEWER_BITS if name == _SELF else "auto")
+    for key, value in (("model", name), ("quantization", quantization)):
+        if not isinstance(value, str) or not value:
+            raise ConfigError(f"speculative_config: {key} must be a name, got {value!r}")
+    if name == _SELF:
+        return (model_path, quantization) if model_path is not None else None
+    from paceline.checkpoints.resolve import resolve_model
+
+    path = str(resolve_model(name).path)
+    if path != model_path and model_path is not None:
+        check_vocabulary(Path(model_path), Path(path))
+    return path, quantization
+
+
+def check_vocabulary(served: Path, draft: Path) -> None:
+    """Raises ConfigError, with the numbers, unless all tokens of two models have the same ids."""
+    from paceline.engine.text.tokenizer import load_tokenizer
+
+    ours, theirs = (load_tokenizer(path).vocabulary for path in (served, draft))
+    other = sorted(token for token in ours.keys() | theirs if ours.get(token) != theirs.get(token))
+    if other:
+        first = other[0]
+        raise ConfigError(
+            f"speculative_config: the draft model {draft} names {len(theirs)} tokens and the "
+            f"served one {len(ours)}, of which {len(other)} are not the same, such as {first!r} "
+            f"(id {theirs.get(first)} and {ours.get(first)}): both must have the same vocabulary"
+        )

@@ -1,0 +1,240 @@
+"""The draft model's cache keeps up with the served one's blocks, whoever holds them.
+
+The model here is that of the null backend: a token's value goes into its slot, and the next token
+is the sum of all slots before it. So a slot that holds something else shows as a wrong guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from paceline.backends import drafting
+from paceline.backends.drafting import DraftModel, DraftRow
+from paceline.backends.null import expected_tokens
+from paceline.backends.sampling import PreparedSampling, SampleRow, Samples
+from paceline.backends.steps import AttentionBatch, LoadedModel
+from paceline.core.outputs import BlockSwap
+from paceline.core.sampling_params import SamplingParams
+
+VOCAB = 97
+SIZE = 4
+BLOCKS = 64
+LONGEST = 600
+GREEDY = PreparedSampling(SamplingParams(max_tokens=1, temperature=0.0), VOCAB)
+
+
+class _Sums:
+    """A ``StepModel`` of integers; what nobody wrote is nonsense."""
+
+    def __init__(self) -> None:
+        self.cache = np.full((BLOCKS, SIZE), 7_000_003)
+        self.likeliest: NDArray[np.int32] | None = None
+        # tokens of each call
+        self.calls: list[int] = []
+
+    def write(self, table: NDArray[Any], tokens: Sequence[int], start: int) -> None:
+        for position, token in enumerate(tokens, start):
+            self.cache[table[position // SIZE], position % SIZE] = token * (position + 1)
+
+    def forward(
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        batch: AttentionBatch,
+        sampled: NDArray[np.int64],
+        *,
+        needs_logits: bool = True,
+    ) -> NDArray[np.float32]:
+        self.calls.append(len(token_ids))
+        found, at = [], 0
+        for start, count, table in zip(batch.starts, batch.counts, batch.block_tables, strict=True):
+            assert positions[at : at + count].tolist() == list(range(start, start + count))
+            self.write(table, token_ids[at : at + count].tolist(), int(start))
+            at += int(count)
+            if at - 1 in sampled:
+                slots = [self.cache[table[p // SIZE], p % SIZE] for p in range(start + count)]
+                found.append(int(sum(slots)) % VOCAB)
+        assert len(found) == len(sampled)
+        self.likeliest = np.array(found, dtype=np.int32)
+        return np.empty((0, VOCAB), dtype=np.float32)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        raise AssertionError("its blocks are computed, not copied")
+
+    def swap_blocks(self, swaps: Sequence[BlockSwap]) -> None:
+        raise AssertionError("its blocks are computed, not swapped")
+
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        self.cache[list(block_ids)] = 7_000_003
+
+
+class _Likeliest:
+    """A ``Sampler``."""
+
+    def sample(self, logits: Any, rows: Sequence[SampleRow], likeliest: Any) -> Samples:
+        return Samples(likeliest.tolist(), [True] * len(rows), [None] * len(rows))
+
+
+def _made(model: _Sums, *, served: _Sums | None = None) -> DraftModel:
+    def mirror(block_ids: NDArray[np.int64]) -> None:
+        assert served is not None
+        model.cache[block_ids] = served.cache[block_ids]
+
+    return DraftModel(
+        LoadedModel(model, _Likeliest(), lambda *_: [], 0.0),
+        num_blocks=BLOCKS,
+        block_size=SIZE,
+        mirror=None if served is None else mirror,
+    )
+
+
+def _row(tokens: Sequence[int], blocks: Sequence[int], count: int = 4) -> DraftRow:
+    array = np.zeros(LONGEST + 1, dtype=np.int32)
+    array[: len(tokens)] = tokens
+    table = np.zeros(LONGEST // SIZE + 1, dtype=np.int32)
+    table[: len(blocks)] = blocks
+    return DraftRow(array, table, len(tokens) - 1, count, GREEDY, 1)
+
+
+def _guesses(row: DraftRow, count: int) -> list[int]:
+    return row.tokens[row.last + 1 : row.last + 1 + count].tolist()
+
+
+def test_guesses_are_what_the_model_says() -> None:
+    model = _Sums()
+    draft = _made(model)
+    rows = [_row([3, 5, 8], [9, 4, 1]), _row([1] * 9, [20, 7, 30, 31], 2), _row([6], [50, 51], 1)]
+    assert draft.guess(rows) == [4, 2, 1]
+    for row, tokens in zip(rows, ([3, 5, 8], [1] * 9, [6]), strict=True):
+        assert _guesses(row, row.count) == expected_tokens(tokens, row.count, VOCAB)
+    # all that was lacking in one pass with the last tokens, then a token for each that goes on
+    assert model.calls == [3 + 9 + 1, 2, 1, 1]
+
+
+def test_known_tokens_are_computed_once() -> None:
+    model = _Sums()
+    draft = _made(model)
+    tokens = [3, 5, 8, 13, 2]
+    blocks = list(range(10, 40))
+    draft.guess([_row(tokens, blocks)])
+    model.calls.clear()
+    # two guesses were right, and the last two are written over
+    tokens += [*expected_tokens(tokens, 2, VOCAB), 96]
+    row = _row(tokens, blocks)
+    assert draft.guess([row]) == [4]
+    assert _guesses(row, 4) == expected_tokens(tokens, 4, VOCAB)
+    assert model.calls == [3, 1, 1, 1]
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_blocks_that_change_hands_hold_nothing(mirrored: bool) -> None:
+    """Requests come and go, share what they begin with, copy what they write, and are swapped."""
+    random = Random(5)
+    served, model = _Sums(), _Sums()
+    draft = _made(model, served=served if mirrored else None)
+    free = list(range(BLOCKS))
+    random.shuffle(free)
+    live: dict[int, tuple[list[int], list[int]]] = {}
+    held: dict[int, int] = {}
+
+    def take(count: int) -> list[int]:
+        blocks = [free.pop() for _ in range(count)]
+        draft.forget(blocks, clear=True)
+        for block in blocks:
+            held[block] = 1
+        return blocks
+
+    def drop(blocks: Sequence[int]) -> None:
+        for block in blocks:
+            held[block] -= 1
+            if not held[block]:
+                free.insert(random.randrange(len(free) + 1), block)
+
+    for number in range(400):
+        if len(live) < 4 and len(free) > 20:
+            tokens, blocks = [random.randrange(VOCAB) for _ in range(random.randint(1, 19))], []
+            if live and random.random() < 0.5:
+                # the full blocks of another, but for the last token
+                first, theirs = random.choice(list(live.values()))
+                blocks = theirs[: (len(first) - 1) // SIZE]
+                tokens = first[: len(blocks) * SIZE] + tokens
+                for block in blocks:
+                    held[block] += 1
+            blocks = blocks + take(len(tokens) // SIZE + 1 - len(blocks))
+            live[number] = tokens, blocks
+            served.write(np.array(blocks), tokens[:-1], 0)
+        name = random.choice(list(live))
+        tokens, blocks = live[name]
+        what = random.random()
+        if what < 0.1:
+            drop(live.pop(name)[1])
+            continue
+        if what < 0.2:
+            # written by a copy, as of a fork's last block or from host memory
+            place = len(blocks) - 1
+            (fresh,) = take(1)
+            draft.forget([fresh])
+            served.cache[fresh] = served.cache[blocks[place]]
+            drop([blocks[place]])
+            blocks[place] = fresh
+        blocks += take((len(tokens) + 4) // SIZE + 1 - len(blocks)) if len(free) > 4 else []
+        room = len(blocks) * SIZE - len(tokens) + 1
+        if room < 1:
+            drop(live.pop(name)[1])
+            continue
+        if what < 0.7:
+            row = _row(tokens, blocks, min(4, room))
+            (made,) = draft.guess([row])
+            assert _guesses(row, made) == expected_tokens(tokens, made, VOCAB)
+            assert made == row.count
+        # what was guessed is verified, and some of it is wrong
+        right = random.randint(0, min(3, room - 1))
+        before = len(tokens)
+        tokens += [*expected_tokens(tokens, right, VOCAB), random.randrange(VOCAB)]
+        served.write(np.array(blocks), tokens[before - 1 : -1], before - 1)
+        if len(tokens) > 60:
+            drop(live.pop(name)[1])
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_a_long_prompt_is_made_up_for_bit_by_bit(
+    mirrored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafting, "_COMPUTED", 50)
+    monkeypatch.setattr(drafting, "_COPIED", 50)
+    served, model = _Sums(), _Sums()
+    draft = _made(model, served=served if mirrored else None)
+    tokens = [(i * 37) % VOCAB for i in range(180)]
+    blocks = list(range(48))
+    served.write(np.array(blocks), tokens[:-1], 0)
+    made = []
+    for _ in range(6):
+        row, short = _row(tokens, blocks), _row([5, 6], [60, 61], 2)
+        served.write(np.array([60, 61]), [5], 0)
+        made.append(draft.guess([row, short]))
+        if made[-1][0]:
+            assert _guesses(row, 4) == expected_tokens(tokens, 4, VOCAB)
+    # the other waits for its turn, and then has it
+    assert [first for first, _ in made] == [0, 0, 0, 4, 4, 4]
+    assert made[-1] == [4, 2]
+    assert max(model.calls) <= 52
+
+
+def test_a_model_that_says_nothing_sensible_guesses_nothing() -> None:
+    class Broken(_Likeliest):
+        def sample(self, logits: Any, rows: Sequence[SampleRow], likeliest: Any) -> Samples:
+            finite = [row.tokens[-1] != 13 for row in rows]
+            return Samples(likeliest.tolist(), finite, [None] * len(rows))
+
+    draft = DraftModel(
+        LoadedModel(_Sums(), Broken(), lambda *_: [], 0.0),
+        num_blocks=BLOCKS,
+        block_size=SIZE,
+    )
+    assert draft.guess([_row([3, 5, 13], [1, 2]), _row([4], [3, 4], 3)]) == [0, 3]

@@ -1,0 +1,128 @@
+"""A draft model changes no answer, whatever was asked for, on every backend that has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.backends.null import NullBackend
+from paceline.core.backend import ModelBackend
+from paceline.core.grammar import ConstrainedBackend
+from paceline.core.speculation.guess import GRAMMAR, MODEL
+from paceline.core.step import draft_choice
+from paceline.engine.text.grammar import GrammarCompiler
+from tests.contract.ascii import VOCAB, Ascii
+from tests.contract.test_backends import GREEDY, NUM_TOKENS, SAMPLED, drive, load_tiny
+from tests.contract.test_grammar import GRAMMARS
+from tests.contract.test_guesses import _add, _answers
+from tests.driving import make_request
+
+AUTO = {"method": "auto", "model": "another", "num_speculative_tokens": 5}
+ALONE = {"model": "another", "num_speculative_tokens": 3}
+
+
+def _null(_: Path) -> ModelBackend:
+    return NullBackend(
+        vocab_size=VOCAB,
+        num_blocks=NUM_TOKENS // 4,
+        block_size=4,
+        num_host_blocks=40,
+        draft_wrong=(2,),
+    )
+
+
+def _torch(folder: Path) -> ModelBackend:
+    from tests.backends.torch.models import save_model
+
+    other = folder / "other"
+    save_model(other, "qwen2", vocab_size=VOCAB, max_position_embeddings=512, initializer_range=0.4)
+    return load_tiny(folder, block_size=4, compute="torch", draft_path=str(other))
+
+
+def _native(folder: Path) -> ModelBackend:
+    from paceline.backends.native import unavailable_reason
+
+    reason = unavailable_reason()
+    if reason is not None:
+        pytest.skip(reason)
+    return load_tiny(
+        folder, block_size=16, compute="native", draft_path=str(folder), draft_dtype="q4"
+    )
+
+
+BACKENDS: dict[str, Callable[[Path], ModelBackend]] = {
+    "native": _native,
+    "null": _null,
+    "torch": _torch,
+}
+
+
+@pytest.fixture(scope="module", params=sorted(BACKENDS))
+def backend(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[ModelBackend]:
+    made = BACKENDS[request.param](tmp_path_factory.mktemp("model"))
+    assert isinstance(made, ConstrainedBackend)
+    compiler = GrammarCompiler(Ascii)
+    made.constrain(compiler)
+    yield made
+    made.close()
+    compiler.close()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_answers_are_the_same(
+    backend: ModelBackend, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend.info.name == "null" and sampling is SAMPLED:
+        pytest.skip("it draws as if it were greedy")
+    # all guesses are verified, however unlikely
+    monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
+    monkeypatch.setattr(draft_choice, "_UNLIKELY", 0.0)
+    driver = drive(backend)
+    _add(driver, sampling)
+    driver.run()
+    reference = _answers(driver)
+    preempted = 0
+    for config, settings in (
+        (AUTO, {"depth": 2}),
+        (ALONE, {"num_tokens": 176, "max_num_batched_tokens": 40}),
+        (ALONE, {"num_tokens": 208, "enable_prefix_caching": False, "depth": 2}),
+    ):
+        driver = drive(backend, speculative_config=config, **settings)
+        _add(driver, sampling)
+        driver.run()
+        assert _answers(driver) == reference, settings
+        stats = driver.scheduler.stats()
+        drafted, accepted = dict(stats.drafted), dict(stats.accepted)
+        assert drafted[MODEL] > 20
+        assert accepted[MODEL] > 0
+        if config is AUTO:
+            assert drafted[GRAMMAR] == accepted[GRAMMAR] > 0
+        preempted += stats.num_preemptions
+    assert preempted > 0
+
+
+def test_choices_of_one_request(backend: ModelBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
+    found = []
+    for config in (None, ALONE):
+        driver = drive(backend, speculative_config=config, depth=2)
+        for index in range(3):
+            driver.add(
+                make_request(
+                    f"r/{index}",
+                    [40, 41, 42] * 8,
+                    40,
+                    grammar=GRAMMARS["lark"] if index == 2 else None,
+                    fork_of="r/0" if index else None,
+                    temperature=1.0,
+                    seed=index,
+                    frequency_penalty=0.3,
+                )
+            )
+        driver.run()
+        found.append(_answers(driver))
+    assert found[0] == found[1]
+    assert driver.scheduler.stats().num_draft_tokens > 0

@@ -1,0 +1,147 @@
+"""Guesses are judged whether they were verified or not, each kind by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.backends.null import expected_tokens
+from paceline.core.speculation.guess import (
+    GRAMMAR,
+    MODEL,
+    NGRAM,
+    PREDICTION,
+    UNMADE,
+    Guess,
+    ModelDrafter,
+)
+from paceline.core.speculation.guesser import Acceptance, Guesser
+from paceline.engine.testing import ScriptedDrafter
+
+VOCAB = 97
+PROMPT = (3, 5, 8, 13)
+
+
+def _scripted(prompt: Sequence[int], wrong: Sequence[int] = (), extra: int = 0) -> ScriptedDrafter:
+    return ScriptedDrafter([*prompt, *expected_tokens(prompt, 200, VOCAB)], VOCAB, wrong, extra)
+
+
+def test_guesses_that_become_right_are_verified_again() -> None:
+    # five wrong ones make a request stop; right ones are seen without being verified
+    knows = _scripted(PROMPT, wrong=(0,))
+    guesser = Guesser([knows], PROMPT, Acceptance())
+    answer = expected_tokens(PROMPT, 60, VOCAB)
+
+    def likely(after: int) -> float:
+        return guesser.acceptance.survivals(guesser.guess(len(PROMPT), answer[:after], 4))[0]
+
+    low = [likely(length) for length in range(1, 10)][-1]
+    knows.wrong = ()
+    high = [likely(length) for length in range(10, 40)][-1]
+    assert low < 0.3 < 0.6 < high < 1.0
+    # what others saw counts for one that has seen nothing
+    other = Guesser([knows], PROMPT, Acceptance(guesser.acceptance))
+    assert other.acceptance.survivals(other.guess(len(PROMPT), (), 1))[0] > 0.6
+
+
+def test_the_source_is_taken_of_which_most_is_expected() -> None:
+    class Says:
+        def __init__(self, source: str, right: bool) -> None:
+            self.source, self.right = source, right
+
+        def propose(self, tokens: Sequence[int], count: int) -> Guess:
+            return Guess([7 if self.right else 8] * count, 1, self.source)
+
+    guesser = Guesser([Says(NGRAM, False), Says(PREDICTION, True)], (1,), Acceptance())
+    sources = [guesser.guess(1, [7] * length, 3).source for length in range(9)]
+    # equals at first; what was not verified is judged all the same
+    assert sources[0] == NGRAM
+    assert set(sources[2:]) == {PREDICTION}
+    # what a grammar leaves no choice about is certain, and begins where it was said to
+    guesser.force(11, (7, 7, 7, 7, 7))
+    assert guesser.guess(1, [7] * 9, 3).source == PREDICTION
+    guess = guesser.guess(1, [7] * 11, 8)
+    assert (guess.source, list(guess.token_ids)) == (GRAMMAR, [7, 7, 7, 7])
+    assert guesser.acceptance.survivals(guess) == [1.0] * 4
+
+
+def test_what_a_grammar_forbids_is_no_guess_however_long() -> None:
+    class Says:
+        def propose(self, tokens: Sequence[int], count: int) -> Guess:
+            return Guess([8] * count, 5)
+
+    guesser = Guesser([Says()], (1,), Acceptance())
+    guesser.force(2, (7,))
+    assert guesser.guess(1, [9], 8) == Guess((7,), 0, GRAMMAR)
+    # one that agrees and goes on is better
+    guesser.force(3, (8,))
+    assert list(guesser.guess(1, [9, 7], 8).token_ids) == [8] * 8
+
+
+def test_what_came_before_the_first_guess_is_no_miss() -> None:
+    others = Acceptance()
+    guesser = Guesser([_scripted(PROMPT)], PROMPT, others)
+    guesser.guess(len(PROMPT), expected_tokens(PROMPT, 4, VOCAB), 4)
+    assert guesser.acceptance.share == Acceptance(others).share == Acceptance().share
+
+
+def test_later_guesses_and_longer_matches_are_told_apart() -> None:
+    seen = Acceptance()
+    for _ in range(20):
+        seen.note(NGRAM, 1, True, False)
+        seen.note(NGRAM, 1, False, True)
+        seen.note(NGRAM, 5, True, True)
+        seen.note(PREDICTION, 1, True, True)
+    high = (
+        seen.rate(NGRAM, 1, False),
+        seen.rate(NGRAM, 5, True),
+        seen.rate(PREDICTION, 1, True),
+    )
+    assert seen.rate(NGRAM, 1, True) < 0.2 < 0.9 < min(high) < 1.0
+    # what was seen long ago fades
+    for _ in range(400):
+        seen.note(NGRAM, 5, True, False)
+    for _ in range(200):
+        seen.note(NGRAM, 5, True, True)
+    assert seen.rate(NGRAM, 5, True) > 0.6
+
+
+def test_a_model_is_judged_by_what_it_made_and_only_then() -> None:
+    guesser = Guesser([ModelDrafter()], PROMPT, Acceptance())
+    answer = expected_tokens(PROMPT, 60, VOCAB)
+
+    def likely(after: int) -> list[float]:
+        guess = guesser.guess(len(PROMPT), answer[:after], 3)
+        assert guess == Guess([UNMADE] * 3, 0, MODEL)
+        return guesser.acceptance.survivals(guess)
+
+    first = likely(1)
+    # what it was not asked for is no miss
+    assert [likely(length) for length in range(2, 9)][-1] == first
+    for length in range(8, 32, 3):
+        guesser.learn(tuple(answer[length : length + 3]))
+        right = likely(length + 3)
+    assert right[0] > 0.8 and right[2] > 0.6
+    for length in range(32, 56):
+        guesser.learn((answer[length] + 1, 0))
+        wrong = likely(length + 1)
+    assert wrong[0] < 0.3
+    # it had not caught up
+    guesser.learn(())
+    assert likely(57) == wrong
+
+
+def test_a_model_is_asked_where_others_bring_less_than_a_token() -> None:
+    guesser = Guesser([ModelDrafter(), _scripted(PROMPT)], PROMPT, Acceptance())
+    answer = expected_tokens(PROMPT, 60, VOCAB)
+    for _ in range(30):
+        guesser.acceptance.note(MODEL, 0, True, True)
+        guesser.acceptance.note(MODEL, 0, False, True)
+    # one guess alone brings less than a token, however likely; several bring more
+    assert guesser.guess(len(PROMPT), answer[:1], 1).source == MODEL
+    assert guesser.guess(len(PROMPT), answer[:2], 6).source == NGRAM
+    for _ in range(30):
+        guesser.acceptance.note(NGRAM, 1, True, False)
+    assert guesser.guess(len(PROMPT), answer[:3], 6).source == MODEL
+    # what a grammar leaves no choice about is not left to it
+    guesser.force(len(PROMPT) + 4, (7,))
+    assert guesser.guess(len(PROMPT), answer[:4], 6).source == GRAMMAR

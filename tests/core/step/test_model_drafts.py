@@ -1,0 +1,147 @@
+"""Guesses that the backend's draft model makes when they are verified."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paceline.backends.null import NullBackend, expected_tokens
+from paceline.core.outputs import SchedulerOutput, StepResult
+from paceline.core.predict.step_time import StepShape
+from paceline.core.speculation.guess import MODEL, NGRAM, UNMADE
+from tests.driving import Driver, ask, make_request
+
+VOCAB = 97
+PROMPT = (3, 5, 8, 13)
+ANSWER = expected_tokens(PROMPT, 300, VOCAB)
+
+
+def _driver(wrong: Collection[int] = (), **config: Any) -> Driver:
+    speculative_config = {"model": "another", "num_speculative_tokens": 4}
+    config = {"speculative_config": speculative_config} | config
+    return Driver(vocab_size=VOCAB, draft_wrong=wrong, **config)
+
+
+def test_a_plan_says_how_many_and_the_backend_which() -> None:
+    driver = _driver()
+    driver.add(make_request("a", PROMPT, 41))
+    driver.run()
+    assert driver.tokens["a"] == ANSWER[:41]
+    drafts = [draft for plan in driver.plans for draft in plan.drafts]
+    assert {draft.source for draft in drafts} == {MODEL}
+    assert {token for draft in drafts for token in draft.token_ids} == {UNMADE}
+    stats = driver.scheduler.stats()
+    assert dict(stats.drafted) == dict(stats.accepted) == {MODEL: stats.num_accepted_tokens}
+    assert len(driver.plans) < 20
+    last = driver.finished["a"].timeline
+    assert last is not None
+    assert last.drafts == ((MODEL, stats.num_draft_tokens, stats.num_accepted_tokens),)
+
+
+@pytest.mark.parametrize("wrong", [(), (0,), (1,), (3,), (0, 1, 2, 3)])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("most", [0, 1, 2, 32])
+def test_no_draft_model_changes_an_answer(wrong: tuple[int, ...], depth: int, most: int) -> None:
+    backend = NullBackend(
+        vocab_size=VOCAB, num_blocks=24, block_size=4, draft_wrong=wrong, draft_most=most
+    )
+    driver = _driver(backend=backend, num_blocks=24, depth=depth)
+    prompts = {"a": PROMPT, "b": (1, 1, 2), "c": (60, 50, 40, 30, 20)}
+    for name, prompt in prompts.items():
+        driver.add(make_request(name, prompt, 40))
+    driver.run()
+    for name, prompt in prompts.items():
+        assert driver.tokens[name] == expected_tokens(prompt, 40, VOCAB)
+    stats = driver.scheduler.stats()
+    assert bool(stats.num_draft_tokens) is bool(most)
+    # counts are of what was made
+    assert stats.num_draft_tokens <= most * stats.num_drafts
+
+
+def test_wrong_guesses_are_soon_no_longer_made() -> None:
+    driver = _driver((0,))
+    driver.add(make_request("a", PROMPT, 60))
+    driver.run()
+    assert 0 < driver.scheduler.stats().num_draft_tokens < 12
+
+
+def test_others_guess_first_where_they_are_sure() -> None:
+    config = {"method": "auto", "model": "another", "num_speculative_tokens": 4}
+    driver = _driver(speculative_config=config)
+    # the text repeats itself, and then does not
+    driver.add(make_request("a", (0,), 40))
+    driver.add(make_request("b", PROMPT, 40))
+    driver.run()
+    assert driver.tokens["a"] == [0] * 40
+    counts = {name: dict.fromkeys((NGRAM, MODEL), 0) for name in "ab"}
+    for name, last in driver.finished.items():
+        assert last.timeline is not None
+        counts[name] |= {source: tried for source, tried, _ in last.timeline.drafts}
+    assert counts["a"][NGRAM] > 3 * counts["a"][MODEL]
+    assert counts["b"][MODEL] > 3 * counts["b"][NGRAM]
+
+
+class _Timed(NullBackend):
+    """Each pass of the draft model takes so long."""
+
+    seconds = 0.0
+
+    def execute(self, plan: SchedulerOutput) -> Future[StepResult]:
+        result = super().execute(plan).result()
+        passes = max((len(token_ids) for _, token_ids in result.made), default=0)
+        future: Future[StepResult] = Future()
+        future.set_result(replace(result, drafting=passes * self.seconds))
+        return future
+
+
+def _timed(seconds: float, wrong: Collection[int] = (), streams: int = 1) -> Driver:
+    """After ``streams`` requests at once with a draft model that takes so many steps a pass."""
+
+    def step_seconds(shape: StepShape) -> float:
+        return 1.0 + 0.01 * (shape.narrow_rows + shape.wide_tokens)
+
+    backend = _Timed(vocab_size=VOCAB, num_blocks=256, block_size=4, draft_wrong=wrong)
+    backend.seconds = seconds
+    driver = _driver(backend=backend, num_blocks=256, seconds=step_seconds)
+    for stream in range(streams):
+        driver.add(make_request(f"r{stream}", (stream, 5, 8, 13), 240))
+    driver.run()
+    for stream in range(streams):
+        assert driver.tokens[f"r{stream}"] == expected_tokens((stream, 5, 8, 13), 240, VOCAB)
+    return driver
+
+
+def test_a_pass_is_part_of_the_price() -> None:
+    def drafted(seconds: float, streams: int = 1) -> int:
+        return _timed(seconds, (3,), streams).scheduler.stats().num_draft_tokens
+
+    # three of four are right
+    free, dear = drafted(0.05), drafted(1.5)
+    assert free > 150
+    # tried in the first steps, and now and then
+    assert 2 * dear < free
+    # four share the passes
+    assert drafted(0.5, 4) > 1.5 * drafted(1.5, 4)
+
+
+def test_a_model_that_was_too_dear_or_wrong_is_tried_again() -> None:
+    driver = _timed(1.5, (0,))
+    backend = driver.backend
+    assert isinstance(backend, _Timed)
+    before = driver.scheduler.stats()
+    backend.seconds, backend._draft_wrong = 0.05, ()
+    driver.add(make_request("b", (2, 9, 9), 280, arrival=driver.now))
+    driver.run()
+    after = driver.scheduler.stats()
+    assert after.num_accepted_tokens - before.num_accepted_tokens > 100
+
+
+def test_a_request_may_ask_for_no_guesses() -> None:
+    driver = _driver()
+    driver.add(ask(make_request("a", PROMPT, 20), max_draft_tokens=0))
+    driver.run()
+    assert not any(plan.drafts for plan in driver.plans)
