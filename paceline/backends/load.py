@@ -470,6 +470,7 @@ def _choose_draft(
         # a guess may be wrong
         screen_head=found.compute == "native" and found.dtype in ("int8", "q4"),
         pooling=None,
+        copies=_copies(path, found, settings.packed_cache_bytes),
     )
     return _Draft(
         loader,
