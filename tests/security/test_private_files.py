@@ -55,6 +55,9 @@ PLACES = {
     "engine/process/client.py": "a folder for sockets by mkdtemp, which makes it 0700",
     "engine/process/in_flight.py": "0600, in that folder",
     "engine/text/template_worker.py": "/proc only",
+    "server/ui/what_if.py": "a folder by mkdtemp, which makes it 0700",
+    "cli/what_if.py": "in that folder",
+    "backends/native/packed.py": "copies of weights, which whoever may read the model may read",
     "backends/native/build.py": "the compiled kernels, which whoever may run the package may read",
 }
 _CALLS = {

@@ -59,6 +59,8 @@ class _Segment:
     # what the START of its engine said
     start: Mapping[str, Any]
     data: bytearray = field(default_factory=bytearray)
+    # requests that it tells of from beginning to end
+    num_whole: int = 0
 
 
 @dataclass(slots=True)
@@ -153,7 +155,7 @@ class Feed:
     @property
     def num_requests(self) -> int:
         """Of those that the frames that are kept tell of."""
-        return len(self._announced)
+        return len(self._announced) + sum(segment.num_whole for segment in self._segments)
 
     @property
     def seconds(self) -> float:
@@ -202,6 +204,7 @@ class Feed:
                     if announced.segment == announced.ended:
                         # whoever reads of its end has read of its beginning
                         self._drop((self._epoch, number))
+                        self._segments[-1].num_whole += 1
             elif kind in (FrameType.KEYFRAME, FrameType.START):
                 self._segments[-1].data += frames[done:start]
                 done = start

@@ -11,7 +11,7 @@ from typing import Any
 from paceline.backends.null import expected_tokens
 from paceline.core.request import Request
 from paceline.core.slo import Slo
-from paceline.core.speculation.testing import ScriptedDrafter
+from paceline.engine.testing import ScriptedDrafter
 from paceline.engine.timeline.chrome import trace_of
 from paceline.engine.timeline.codec import Decoder
 from paceline.engine.timeline.events import NO_LANE, State
