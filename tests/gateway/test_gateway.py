@@ -420,6 +420,46 @@ async def test_an_idle_connection_that_was_closed_is_no_failure() -> None:
             assert len(engine.bodies) - sent == (2 if status == 200 else 1)
 
 
+async def test_who_sends_ahead_is_answered_in_order() -> None:
+    """A stream, a whole answer and a last one, on one connection and in one go."""
+
+    def request(stream: bool, more: str = "") -> bytes:
+        body = json.dumps(chat(stream=stream)).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{more}"
+        return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+
+    async with (
+        scripted(GOOD, WHOLE, GOOD, WHOLE) as engine,
+        gateway_over(configured(engine)) as (_, client),
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        writer.write(request(True) + request(False) + request(True, "connection: close\r\n"))
+        said = await asyncio.wait_for(reader.read(), 10.0)
+        writer.close()
+        heads = [part.split(b"\r\n\r\n")[0].lower() for part in said.split(b"HTTP/1.1 200 OK\r\n")]
+        assert [b"transfer-encoding: chunked" in head for head in heads[1:]] == [True, False, True]
+        assert [b"content-length" in head for head in heads[1:]] == [False, True, False]
+        assert [b"connection: close" in head for head in heads[1:]] == [False, False, True]
+        assert all(head.count(b"x-request-id: ") == 1 for head in heads[1:])
+        assert said.count(b"[DONE]") == 2 and said.endswith(b"0\r\n\r\n")
+
+
+async def test_a_fault_of_ours_at_the_end_of_an_answer_leaves_nobody_waiting(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with scripted(WHOLE) as engine, gateway_over(configured(engine)) as (gateway, client):
+        state: Any = gateway.engines.by_name["e1"]
+
+        class _Broken(type(state.dialect)):  # type: ignore[misc]
+            def answer(self, path: str, body: bytes) -> bytes:
+                raise RuntimeError("a fault of ours")
+
+        state.dialect = _Broken()
+        response = await client.post(CHAT, json=chat(), timeout=10.0)
+        assert response.status_code == 503 and "failed on this answer" in response.text
+        assert not state.running and "a fault of ours" in caplog.text
+
+
 async def _first_to(gateway: Any, client: Any, first: Any, then: str) -> list[Any]:
     """A streamed request that goes to ``first``, as ``then`` looks busy."""
     _prefer_others(gateway, then)

@@ -213,11 +213,14 @@ async def test_when_none_is_sent(
     if body.get("messages") == "long":
         body["messages"] = [{"role": "user", "content": "word " * 5000}]
     headers = {"x-paceline-allow": asked["allow"]} if "allow" in asked else {}
-    late = replace(GOOD, delay=0.6)
+    late = replace(GOOD, delay=0.35)
     async with (
         scripted(late, metrics=metrics) as one,
         scripted(OTHER, metrics=metrics) as two,
-        gateway_over(configured(one, two, **{**HEDGED, **fields})) as (gateway, client),
+        gateway_over(configured(one, two, **{**HEDGED, "hedge_after": 0.1, **fields})) as (
+            gateway,
+            client,
+        ),
     ):
         _known(gateway)
         await client.post(CHAT, json=chat(stream=True, **body), headers=headers)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -60,6 +62,10 @@ class Pair:
             await _until(lambda: self._known(gateway))
             gateway.engines.by_name["b"].load.prefill_tokens += 1e6
             yield gateway, client
+
+    def kill_first(self) -> None:
+        """With all that it started, and at once: the gateway runs in this process."""
+        os.killpg(self.first.pid, signal.SIGKILL)
 
     def _known(self, gateway: Gateway) -> bool:
         engines = gateway.engines.by_name.values()
@@ -247,9 +253,7 @@ def dies(path: str, *, by_text: bool, kill: bool = False) -> Callable[[Pair], Aw
                 uncut = await _stream(client, path, body)
             except CheckFailedError as error:
                 return f"the server has none ({str(error)[:10]})"
-        act = pair.first.freeze
-        if kill:
-            act = pair.first.close
+        act = pair.kill_first if kill else pair.first.freeze
         async with pair.gateway(resume_by_text=by_text) as (_, client):
             try:
                 told = await _stream(client, path, body, (_PARTS, act))
