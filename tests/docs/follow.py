@@ -77,9 +77,7 @@ def follow(page: Path, folder: Path, path: str, seconds: float) -> list[Step]:
     late = threading.Timer(seconds, _end, (shell.pid,))
     late.start()
     try:
-        steps = _read(shell, wanted)
-        assert len(steps) == len(wanted), f"{wanted[len(steps)]} was not done in {seconds:g} s"
-        return steps
+        return _read(shell, wanted)
     finally:
         late.cancel()
         _end(shell.pid)
@@ -104,8 +102,8 @@ def _read(shell: subprocess.Popen[str], wanted: Sequence[Block]) -> list[Step]:
         if len(steps) == len(wanted):
             return steps
     code = shell.wait(10)
-    assert code < 0, f"{wanted[len(steps)]} failed ({code}): {''.join(printed)[-2000:]}"
-    return steps
+    why = "was not done in time" if code == -signal.SIGKILL else f"failed ({code})"
+    raise AssertionError(f"{wanted[len(steps)]} {why}: {''.join(printed)[-2000:]}")
 
 
 def _end(group: int) -> None:
