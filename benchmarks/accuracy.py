@@ -48,6 +48,7 @@ from numpy.typing import NDArray
 from paceline.backends.formats import Formats, choose_formats
 from paceline.backends.machine import choose_threads
 from paceline.backends.native import (
+    OWN_BITS,
     NativeModel,
     checkpoint_tensors,
     choose_kinds,
@@ -178,7 +179,7 @@ def build(
         checkpoint.config,
         checkpoint_tensors(checkpoint),
         rotary_tables(checkpoint.config, length),
-        dtype=dtype,
+        dtype="q4" if dtype == OWN_BITS else dtype,
         kv_dtype=kv_dtype,
         num_blocks=windows * -(-length // BLOCK),
         block_size=BLOCK,

@@ -43,9 +43,10 @@ __all__ = ["main", "widen"]
 
 # what is computed, by kind: weights/KV cache
 FORMATS: Final = {
-    "Q4_0": ("q4/bfloat16", "q4/int8"),
-    "Q4_K_M": ("q4/bfloat16", "q4/int8"),
-    "Q6_K": ("int8/bfloat16",),
+    "Q4_0": ("q4/int8", "native/int8"),
+    "Q4_K_M": ("q4/int8", "native/int8"),
+    "Q5_K_M": ("int8/int8", "native/int8"),
+    "Q6_K": ("int8/int8", "native/int8"),
 }
 _BLOCK: Final = 256
 

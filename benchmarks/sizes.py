@@ -2,11 +2,11 @@
 
 Method. No weights of these sizes are at hand, so a GGUF file of random ones is written in 16 bits
 for each shape, with norms of 1, and llama.cpp's own tool makes the kinds people download of it
-(Q4_0, Q4_K_M, Q8_0). Both engines get the same files: of those with 4 bits ours computes in q4, of
-Q8_0 in int8, with the KV cache in int8 (``FORMATS``); llama.cpp in the kinds themselves, its KV
-cache in 16 bits, its default. A row is COUNTxPROMPTxOUTPUT (``benchmarks.peers``), random ids,
-engines in turns, the median of the rounds; an engine shows its best kind of each row, ``kinds`` in
-the JSON all of them.
+(Q4_0, Q4_K_M, Q8_0). Both engines get the same files: of those with 4 bits ours computes in q4
+and, as a kind of its own, in native, of Q8_0 in int8, with the KV cache in int8 (``FORMATS``);
+llama.cpp in the kinds themselves, its KV cache in 16 bits, its default. A row is
+COUNTxPROMPTxOUTPUT (``benchmarks.peers``), random ids, engines in turns, the median of the rounds;
+an engine shows its best kind of each row, ``kinds`` in the JSON all of them.
 
 ``ready_s`` is from the start of the process to the first token of a prompt of 128, with the file in
 the page cache. ``rss_ratio`` is the most memory that was resident until then over the file's bytes;
@@ -54,7 +54,10 @@ __all__ = ["SHAPES", "Shape", "main", "write_model"]
 ROWS: Final = ("1x128x128", "8x128x128", "32x128x128", "4x1024x1")
 KINDS: Final = ("Q4_0", "Q4_K_M", "Q8_0")
 # ours, of each kind: weights/KV cache
-FORMATS: Final = {"Q4_0": "q4/int8", "Q4_K_M": "q4/int8", "Q8_0": "int8/int8"}
+FORMATS: Final = {
+    "Q4_0": "q4/int8", "Q4_K_M": "q4/int8", "Q8_0": "int8/int8",
+    "Q4_0 native": "native/int8", "Q4_K_M native": "native/int8",
+}  # fmt: skip
 # random values of all matrices, cut from one run of them: making new ones takes minutes
 _POOL: Final = 1 << 23
 _READ_MIB: Final = 256
@@ -161,11 +164,11 @@ class _Ours(Paceline):
     """Variants are kinds of files, each in the formats that ``FORMATS`` has for it."""
 
     def __init__(self, places: Places, kinds: _Kinds) -> None:
-        super().__init__(places, OURS, KINDS)
+        super().__init__(places, OURS, tuple(FORMATS))
         self._kinds = kinds
 
     def worker(self, variant: str, *, prefix_caching: bool) -> Command:
-        return self.command(self._kinds[variant], FORMATS[variant])
+        return self.command(self._kinds[variant.split()[0]], FORMATS[variant])
 
 
 class _Theirs(LlamaCpp):
@@ -187,11 +190,12 @@ def memory(peers: Sequence[Peer], kinds: _Kinds) -> dict[str, dict[str, Any]]:
     """By engine and kind: seconds to the first token, and memory until then."""
     found = {}
     for peer in peers:
-        for kind in KINDS:
+        for kind in peer.variants:
             # into the page cache, for both alike
-            size = len(kinds[kind].read_bytes())
+            file = kinds[kind.split()[0]]
+            size = len(file.read_bytes())
             began = time.perf_counter()
-            log = kinds[kind].with_suffix(f".{peer.name}.log")
+            log = file.with_suffix(f".{peer.name}.log")
             with Worker(peer.worker(kind, prefix_caching=False), log) as worker:
                 worker.run(make_job(parse_row("1x128x1"), 1000, seed=-1))
                 ready, peak = time.perf_counter() - began, worker.peak_rss_mb()
@@ -248,7 +252,7 @@ def measure(name: str, rows: Sequence[str], rounds: int, root: Path) -> dict[str
         results[entry.row.name]["kinds"] = by_variant(entry)
         if entry.row.count == 1 and "seconds" in offline[entry.row.name].get(ours.name, {}):
             best = offline[entry.row.name][ours.name]
-            read = entry.row.output * kinds[best["variant"]].stat().st_size / bandwidth
+            read = entry.row.output * kinds[best["variant"].split()[0]].stat().st_size / bandwidth
             results[entry.row.name]["share"] = round(read / best["seconds"], 3)
     best_kind = resident[f"{ours.name} Q4_K_M"]
     return results | {

@@ -1,8 +1,8 @@
-// Products of weights in GGUF's K kinds: 256 columns of a panel are unpacked into bytes and scales in float32, which
-// stay in the first-level cache while every tile of rows is multiplied by them. So unpacking is paid once, however
-// many rows there are, and no tile needs registers for it.
+// Products of weights in GGUF's K kinds: 256 columns of a panel are unpacked into scales in float32 and, where a value
+// has more than a nibble, into bytes, which stay in the first-level cache while every tile of rows is multiplied by
+// them. So unpacking is paid once, however many rows there are, and no tile needs registers for it.
 //
-// Included by kernels.cpp behind gemm.h or gemm_avx2.h, which have `multiply_block`.
+// Included by kernels.cpp behind gemm.h or gemm_avx2.h, which have `multiply_blocks`.
 #pragma once
 #include "finish.h"
 
@@ -11,15 +11,29 @@ using namespace paceline;
 
 // rows whose sums are kept at a time
 constexpr int64_t kBlockRows = 208;
+// Blocks of nibbles that a tile goes through at a time where there are so many tiles, so that its sums stay in
+// registers: their scales take 32 KB. With fewer tiles memory sets the pace, and scales are read where nibbles are
+constexpr int64_t kMostBlocks = 16, kManyTiles = 6;
 
+// One block, or several of a kind of nibbles.
 struct Unpacked {
-  // units of 4 columns of all 32 rows, in the order of the columns, as in int8 panels
+  // of a kind of nibbles, where those of the first block lie
+  const uint8_t* nibbles;
+  // of other kinds: units of 4 columns of all 32 rows, in the order of the columns, as in int8 panels
   alignas(64) uint8_t bytes[kBlock * kPanel];
   // one for every 16 or 32 columns
-  alignas(64) float steps[kBlock / 16][kPanel];
+  alignas(64) float steps[kMostBlocks * kGroupsOfBlock][kPanel];
   // what is added for every 32 columns, times the sum of activations
-  alignas(64) float lows[kGroupsOfBlock][kPanel];
+  alignas(64) float lows[kMostBlocks * kGroupsOfBlock][kPanel];
 };
+
+// Asks for the part of the next block that lies where a group does in this one.
+template <int Bytes>
+PL_INLINE void expect_block(const uint8_t* block, int group) {
+  constexpr int lines = Bytes / 64;
+  for (int i = lines * group / kGroupsOfBlock; i < lines * (group + 1) / kGroupsOfBlock; ++i)
+    prefetch(block + Bytes + i * 64);
+}
 
 // Two units from a line of nibbles, `lower` and `upper` what each has above its four bits.
 PL_INLINE void put_units(uint8_t* bytes, const uint8_t* line, vi lower, vi upper) {
@@ -28,8 +42,8 @@ PL_INLINE void put_units(uint8_t* bytes, const uint8_t* line, vi lower, vi upper
   storei(bytes + 16 * kPanel, ori(high_nibbles(both), upper));
 }
 
-// Scales and minimums of 6 bits of a group, times the block's halves.
-PL_INLINE void unpack_six(const uint8_t* block, int group, Unpacked& out) {
+// Scales and minimums of 6 bits of a group, times the block's halves, as those of group `at`.
+PL_INLINE void unpack_six(const uint8_t* block, int group, int64_t at, Unpacked& out) {
   const uint8_t* six = block + kQ4KScales + group * kSixBytes;
   const vi high = load_u8(six + 32);
   PL_UNROLL
@@ -38,32 +52,35 @@ PL_INLINE void unpack_six(const uint8_t* block, int group, Unpacked& out) {
     const vi upper = bits(half ? down<2>(high) : up<2>(high), 0x3c);
     const vf scale = mul(load_half(block + 32 * half), to_float(bits(both, 63)));
     const vf low = mul(load_half(block + 64 + 32 * half), to_float(ori(down<6>(both), upper)));
-    store(out.steps[group] + 16 * half, scale);
-    store(out.lows[group] + 16 * half, sub(zero(), low));
+    store(out.steps[at] + 16 * half, scale);
+    store(out.lows[at] + 16 * half, sub(zero(), low));
   }
 }
 
 struct BlockQ4K {
   static constexpr int bytes = kQ4KBlockBytes;
+  static constexpr bool nibbles = true;
   // of a group of 32 columns, that have a scale of their own
   static constexpr int parts = 1;
-  PL_INLINE void unpack(const uint8_t* block, Unpacked& out) {
-    for (int group = 0; group < kGroupsOfBlock; ++group) {
-      unpack_six(block, group, out);
-      const uint8_t* line = block + kQ4KNibbles + group * kNibbleBytes;
-      uint8_t* to = out.bytes + group * kGroup * kPanel;
-      PL_UNROLL
-      for (int i = 0; i < kNibbleBytes; i += 64) put_units(to + i, line + i, zeroi(), zeroi());
+  PL_INLINE void unpack(const uint8_t* block, int64_t count, Unpacked& out) {
+    out.nibbles = block + kQ4KNibbles;
+    for (int64_t at = 0; at < count * kGroupsOfBlock; ++at) {
+      const int group = int(at % kGroupsOfBlock);
+      expect_block<bytes>(block, group);
+      unpack_six(block, group, at, out);
+      if (group == kGroupsOfBlock - 1) block += bytes;
     }
   }
 };
 
 struct BlockQ5K {
   static constexpr int bytes = kQ5KBlockBytes;
+  static constexpr bool nibbles = false;
   static constexpr int parts = 1;
-  PL_INLINE void unpack(const uint8_t* block, Unpacked& out) {
+  PL_INLINE void unpack(const uint8_t* block, int64_t, Unpacked& out) {
     for (int group = 0; group < kGroupsOfBlock; ++group) {
-      unpack_six(block, group, out);
+      expect_block<bytes>(block, group);
+      unpack_six(block, group, group, out);
       const uint8_t* line = block + kQ4KNibbles + group * kNibbleBytes;
       const uint8_t* fifth = block + kQ4KBlockBytes + group * 128;
       uint8_t* to = out.bytes + group * kGroup * kPanel;
@@ -81,8 +98,9 @@ struct BlockQ5K {
 
 struct BlockQ6K {
   static constexpr int bytes = kQ6KBlockBytes;
+  static constexpr bool nibbles = false;
   static constexpr int parts = 2;
-  PL_INLINE void unpack(const uint8_t* block, Unpacked& out) {
+  PL_INLINE void unpack(const uint8_t* block, int64_t, Unpacked& out) {
     const vf scale0 = load_half(block), scale1 = load_half(block + 32);
     for (int part = 0; part < kBlock / 16; ++part) {
       const uint8_t* scales = block + kQ6KScales + part * kPanel;
@@ -90,6 +108,7 @@ struct BlockQ6K {
       store(out.steps[part] + 16, mul(scale1, load_s8(scales + 16)));
     }
     for (int group = 0; group < kGroupsOfBlock; ++group) {
+      expect_block<bytes>(block, group);
       const uint8_t* line = block + kQ6KNibbles + group * kNibbleBytes;
       const uint8_t* high = block + kQ6KHigh + group * 256;
       uint8_t* to = out.bytes + group * kGroup * kPanel;
@@ -107,11 +126,12 @@ struct BlockQ6K {
 };
 
 template <class K, int R>
-PL_INLINE void run_block(const GemmArgs& g, int64_t row, int rows, int64_t block, const Unpacked& in, Sums* sums) {
+PL_INLINE void run_blocks(const GemmArgs& g, int64_t row, int rows, int64_t block, int64_t count, const Unpacked& in,
+                          Sums* sums) {
   if constexpr (R > 1) {
-    if (rows < R) return run_block<K, R - 1>(g, row, rows, block, in, sums);
+    if (rows < R) return run_blocks<K, R - 1>(g, row, rows, block, count, in, sums);
   }
-  multiply_block<K, R>(g, row, block, in, sums);
+  multiply_blocks<K, R>(g, row, block, count, in, sums);
 }
 
 template <class K>
@@ -125,19 +145,22 @@ static void gemm_blocks(const GemmArgs& g, int64_t begin, int64_t end, int64_t p
     const int64_t count = (rows + kBlockTileRows - 1) / kBlockTileRows;
     memset(sums, 0, size_t(rows) * sizeof(Sums));
     const uint8_t* w = g.w.data + panel * g.w.panel_bytes;
-    if (rows <= kBlockTileRows) expect(g, int(rows), begin, panel);
-    for (int64_t block = 0; block < blocks; ++block, w += K::bytes) {
-      for (int line = 0; line < K::bytes; line += 64) prefetch(w + K::bytes + line);
-      K::unpack(w, unpacked);
+    const int64_t most = K::nibbles && count >= kManyTiles ? kMostBlocks : 1;
+    for (int64_t block = 0; block < blocks; block += most, w += most * K::bytes) {
+      const int64_t together = blocks - block < most ? blocks - block : most;
+      K::unpack(w, together, unpacked);
       for (int64_t tile = 0, row = 0; tile < count; ++tile) {
         const int some = int((rows - row + count - tile - 1) / (count - tile));
-        run_block<K, kBlockTileRows>(g, begin + row, some, block, unpacked, sums + row);
+        if (block + together == blocks) expect(g, some, begin + row, panel);
+        run_blocks<K, kBlockTileRows>(g, begin + row, some, block, together, unpacked, sums + row);
         row += some;
       }
     }
-    for (int64_t row = 0; row < rows; ++row) {
-      const vf out[2] = {load(sums[row]), load(sums[row] + 16)};
-      finish(g, out, 1, begin + row, panel);
+    for (int64_t row = 0; row < rows; row += kBlockTileRows) {
+      const int some = rows - row < kBlockTileRows ? int(rows - row) : kBlockTileRows;
+      vf out[2 * kBlockTileRows];
+      for (int i = 0; i < 2 * some; ++i) out[i] = load(sums[row + i / 2] + i % 2 * 16);
+      finish(g, out, some, begin + row, panel);
     }
     begin += rows;
   }

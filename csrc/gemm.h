@@ -241,40 +241,67 @@ PL_INLINE void add_units(vi (&acc)[2 * R], const uint8_t* w, const uint8_t* a, i
 #endif
 }
 
-// Rows times what a block of a K kind was unpacked to, see blocks.h.
+// Rows times what blocks of a K kind were unpacked to, see blocks.h.
 template <class K, int R, class In>
-static void multiply_block(const GemmArgs& g, int64_t row, int64_t block, const In& in, Sums* sums) {
-  const int64_t groups = g.w.columns / kGroup, s = g.a_stride;
-  const uint8_t *a = g.a + row * s + block * kBlock, *w = in.bytes;
-  const float* scales = g.a_scale + row * 4 * groups + block * kGroupsOfBlock;
-  const float* offsets = g.a_scale + (row * 4 + 2) * groups + block * (kBlock / 16);
-  vf out[2 * R];
-  PL_UNROLL
-  for (int i = 0; i < 2 * R; ++i) out[i] = load(sums[i / 2] + i % 2 * 16);
-  for (int k = 0; k < kGroupsOfBlock * K::parts; ++k) {
-    vi acc[2 * R];
-    PL_UNROLL
-    for (int i = 0; i < 2 * R; ++i)
-      acc[i] = K::parts == 1 ? zeroi() : set1i(int32_t(load_u32(offsets + i / 2 * 4 * groups + k)));
-    add_units<R, 8 / K::parts>(acc, w, a, s);
-    w += 8 / K::parts * 128;
-    a += kGroup / K::parts;
-    const vf s0 = load(in.steps[k]), s1 = load(in.steps[k] + 16);
-    const float* own = scales + k / K::parts;
-    PL_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const vf x = set1(own[r * 4 * groups]);
-      out[2 * r] = fma(to_float(acc[2 * r]), mul(s0, x), out[2 * r]);
-      out[2 * r + 1] = fma(to_float(acc[2 * r + 1]), mul(s1, x), out[2 * r + 1]);
-      if constexpr (K::parts == 1) {
-        const vf sum = set1(own[(r * 4 + 1) * groups]);
-        out[2 * r] = fma(load(in.lows[k]), sum, out[2 * r]);
-        out[2 * r + 1] = fma(load(in.lows[k] + 16), sum, out[2 * r + 1]);
+static __attribute__((noinline)) void multiply_blocks(const GemmArgs& g, int64_t row, int64_t block, int64_t count,
+                                                      const In& in, Sums* sums) {
+  (void)count;  // of kinds that are unpacked to bytes there is one
+  const int64_t groups = g.w.columns / kGroup, s = g.a_stride, next = 4 * groups;
+  const uint8_t *a = g.a + row * s + block * kBlock, *w = K::nibbles ? in.nibbles : in.bytes;
+  const float* own = g.a_scale + row * next + block * kGroupsOfBlock;
+  if constexpr (K::parts == 2) {
+    const float* offsets = g.a_scale + row * next + 2 * groups + block * (kBlock / 16);
+    for (int k = 0; k < kGroupsOfBlock; ++k, ++own, offsets += 2, w += kGroup * kPanel, a += kGroup) {
+      // of both scales of the group; sums are added to in memory, since there are no more registers
+      vf both[2 * R];
+      PL_UNROLL
+      for (int part = 0; part < 2; ++part) {
+        vi acc[2 * R];
+        PL_UNROLL
+        for (int i = 0; i < 2 * R; ++i) acc[i] = set1i(int32_t(load_u32(offsets + i / 2 * next + part)));
+        add_units<R, 4>(acc, w + part * 16 * kPanel, a + part * 16, s);
+        const float* steps = in.steps[2 * k + part];
+        PL_UNROLL
+        for (int i = 0; i < 2 * R; ++i) {
+          const vf step = load(steps + i % 2 * 16), product = to_float(acc[i]);
+          both[i] = part ? fma(product, step, both[i]) : mul(product, step);
+        }
+      }
+      PL_UNROLL
+      for (int i = 0; i < 2 * R; ++i) {
+        float* out = sums[i / 2] + i % 2 * 16;
+        store(out, fma(both[i], set1(own[i / 2 * next]), load(out)));
       }
     }
+  } else {
+    vf out[2 * R];
+    PL_UNROLL
+    for (int i = 0; i < 2 * R; ++i) out[i] = load(sums[i / 2] + i % 2 * 16);
+    for (int64_t k = 0; k < count * kGroupsOfBlock; ++k, ++own, a += kGroup) {
+      vi acc[2 * R];
+      PL_UNROLL
+      for (int i = 0; i < 2 * R; ++i) acc[i] = zeroi();
+      if constexpr (K::nibbles) {
+        for (int j = 0; j < 4; ++j) add_halves<R>(acc, w + j * 128, a + j * 4, s, 16);
+        w += k % kGroupsOfBlock == kGroupsOfBlock - 1 ? kNibbleBytes + kQ4KNibbles : kNibbleBytes;
+        PL_UNROLL
+        for (int i = 0; i < 2 * R; ++i) acc[i] = widen(acc[i]);
+      } else {
+        add_units<R, 8>(acc, w, a, s);
+        w += kGroup * kPanel;
+      }
+      const vf s0 = load(in.steps[k]), s1 = load(in.steps[k] + 16);
+      const vf m0 = load(in.lows[k]), m1 = load(in.lows[k] + 16);
+      PL_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const vf x = set1(own[r * next]), sum = set1(own[r * next + groups]);
+        out[2 * r] = fma(m0, sum, fma(to_float(acc[2 * r]), mul(s0, x), out[2 * r]));
+        out[2 * r + 1] = fma(m1, sum, fma(to_float(acc[2 * r + 1]), mul(s1, x), out[2 * r + 1]));
+      }
+    }
+    PL_UNROLL
+    for (int i = 0; i < 2 * R; ++i) store(sums[i / 2] + i % 2 * 16, out[i]);
   }
-  PL_UNROLL
-  for (int i = 0; i < 2 * R; ++i) store(sums[i / 2] + i % 2 * 16, out[i]);
 }
 
 // Units of the upper halves of 64 columns.

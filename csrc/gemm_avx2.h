@@ -238,18 +238,18 @@ struct TileI8 {
   }
 };
 
-// Rows times what a block of a K kind was unpacked to. The bytes are below 64, so four products of a lane fit 16 bits
+// Rows times what blocks of a K kind were unpacked to. The bytes are below 64, so four products of a lane fit 16 bits
 // whatever they are.
 constexpr int kBlockTileRows = TileI8::rows;
 
 template <class K, int R, int H>
-PL_INLINE void multiply_half(const GemmArgs& g, int64_t row, int64_t block, const uint8_t* bytes,
+PL_INLINE void multiply_half(const GemmArgs& g, int64_t row, int64_t block, int64_t count, const uint8_t* bytes,
                              const float (*steps)[kPanel], const float (*lows)[kPanel], int first, Sums* sums) {
   const int64_t groups = g.w.columns / kGroup, s = g.a_stride;
   const uint8_t* a = g.a + row * s + block * kBlock;
   const float* scales = g.a_scale + row * 4 * groups + block * kGroupsOfBlock;
   bytes += first * 4;
-  for (int k = 0; k < kGroupsOfBlock * K::parts; ++k) {
+  for (int64_t k = 0; k < count * kGroupsOfBlock * K::parts; ++k) {
     leave_registers(sums);
     const float* own = scales + k / K::parts;
     __m256i sum[R][H];
@@ -262,8 +262,15 @@ PL_INLINE void multiply_half(const GemmArgs& g, int64_t row, int64_t block, cons
         PL_UNROLL
         for (int i = 0; i < H; ++i) sum[r][i] = broadcast_4(offsets + r * 4 * groups);
     }
-    TileI8::multiply<R, H, false>(bytes, a, s, 8 / K::parts, sum);
-    bytes += 8 / K::parts * 128;
+    if constexpr (K::nibbles) {
+      multiply_nibbles<R, H>(bytes, a, s, 16, sum);
+      bytes += k % kGroupsOfBlock == kGroupsOfBlock - 1 ? kNibbleBytes + kQ4KNibbles : kNibbleBytes;
+      for (auto& of_row : sum)
+        for (__m256i& each : of_row) each = widen(each);
+    } else {
+      TileI8::multiply<R, H, false>(bytes, a, s, 8 / K::parts, sum);
+      bytes += 8 / K::parts * 128;
+    }
     a += kGroup / K::parts;
     PL_UNROLL
     for (int i = 0; i < H; ++i) {
@@ -282,13 +289,14 @@ PL_INLINE void multiply_half(const GemmArgs& g, int64_t row, int64_t block, cons
 }
 
 template <class K, int R, class In>
-static __attribute__((noinline)) void multiply_block(const GemmArgs& g, int64_t row, int64_t block, const In& in,
-                                                     Sums* sums) {
+static __attribute__((noinline)) void multiply_blocks(const GemmArgs& g, int64_t row, int64_t block, int64_t count,
+                                                      const In& in, Sums* sums) {
+  const uint8_t* bytes = K::nibbles ? in.nibbles : in.bytes;
   if constexpr (R <= 2) {
-    multiply_half<K, R, 4>(g, row, block, in.bytes, in.steps, in.lows, 0, sums);
+    multiply_half<K, R, 4>(g, row, block, count, bytes, in.steps, in.lows, 0, sums);
   } else {
-    multiply_half<K, R, 2>(g, row, block, in.bytes, in.steps, in.lows, 0, sums);
-    multiply_half<K, R, 2>(g, row, block, in.bytes, in.steps, in.lows, 16, sums);
+    multiply_half<K, R, 2>(g, row, block, count, bytes, in.steps, in.lows, 0, sums);
+    multiply_half<K, R, 2>(g, row, block, count, bytes, in.steps, in.lows, 16, sums);
   }
 }
 

@@ -15,9 +15,11 @@ from typing import Final
 from paceline.backends.levels import Measured, fastest, measured, preferred
 from paceline.backends.machine import NO_TORCH, has_torch
 from paceline.backends.native import (
+    BLOCKS,
     DTYPES,
     KEPT,
     KV_DTYPES,
+    OWN_BITS,
     unavailable_reason,
     unsupported_reason,
     variants,
@@ -34,6 +36,7 @@ _SIXTEEN: Final = 16.0
 # KV caches beside weights: a file of 16 bits has not asked for rounding
 _KV_BESIDE: Final = {
     "q4": ("bfloat16", "int8"),
+    OWN_BITS: ("bfloat16", "int8"),
     "int8": ("bfloat16", "int8"),
     "bfloat16": ("bfloat16",),
     "float32": ("float32",),
@@ -102,8 +105,14 @@ def choose_formats(
         if reason is not None:
             raise ConfigError(f"--compute native {reason}; --compute torch serves it")
     if compute == "native":
-        if dtype not in ("auto", *DTYPES):
-            raise ConfigError(f"--compute native computes in {', '.join(DTYPES)}, not {dtype}")
+        if dtype not in ("auto", *DTYPES, OWN_BITS):
+            known = ", ".join((*DTYPES, OWN_BITS))
+            raise ConfigError(f"--compute native computes in {known}, not {dtype}")
+        if dtype == OWN_BITS and config.stored_dtype not in BLOCKS:
+            raise ConfigError(
+                f"--dtype {OWN_BITS} keeps blocks of {', '.join(BLOCKS)} in their bits, and this "
+                f"file is of {config.stored_dtype}: leave it out, or name int8 or bfloat16"
+            )
         if "auto" in (dtype, kv_dtype):
             dtype, kv_dtype, why = _native_formats(config, dtype, kv_dtype, levels)
             reasons.append(why)
@@ -120,7 +129,7 @@ def choose_formats(
         dtype = torch_dtype("auto")
         reasons.append(_multiplies(dtype, device))
     else:
-        if dtype in DTYPES and dtype not in ("float32", "bfloat16"):
+        if dtype in (*DTYPES, OWN_BITS) and dtype not in ("float32", "bfloat16"):
             raise ConfigError(
                 f"--dtype {dtype} needs --compute native, and here PyTorch computes"
                 + (f": {reasons[0]}" if reasons else "")
@@ -158,7 +167,7 @@ def _fastest_levels(levels: tuple[str, ...], config: ModelConfig, dtype: str) ->
         if pair.kv not in _KV_BESIDE[pair.weights]:
             return False
         if dtype != "auto":
-            return pair.weights == dtype
+            return pair.weights == _like(dtype)
         return pair.passes and pair.steady and _suits(pair.weights, config.stored_dtype)
 
     return preferred(levels, suits)
@@ -197,7 +206,7 @@ def _native_formats(
     pairs = tuple(pair for pair in pairs if pair.kv in _KV_BESIDE[pair.weights])
     if dtype != "auto":
         # these weights were asked for, whatever the gate says of them
-        of_kind = [pair for pair in pairs if pair.weights == dtype]
+        of_kind = [pair for pair in pairs if pair.weights == _like(dtype)]
         if not of_kind:
             why = f"because {level} was not measured with {dtype} weights"
             return dtype, caches[0], f"{caches[0]} in the KV cache {why}"
@@ -218,6 +227,11 @@ def _native_formats(
         what += f" {kv_dtype} in the KV cache,"
     suits = f"in any batch alike and suits weights stored as {stored} (docs/processors.md)"
     return choice.weights, kv_dtype, f"{what} {because} {suits}"
+
+
+def _like(dtype: str) -> str:
+    """Of the weights that were measured, those that show what suits these."""
+    return "q4" if dtype == OWN_BITS else dtype
 
 
 def _finer(weights: str) -> str:

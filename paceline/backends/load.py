@@ -22,7 +22,7 @@ from paceline.backends.machine import (
     has_torch,
     may_have_cuda,
 )
-from paceline.backends.native import choose_kinds
+from paceline.backends.native import OWN_BITS, choose_kinds
 from paceline.backends.native.packed import PackedCopies, fingerprint
 from paceline.backends.placement import Placement, choose_placement
 from paceline.backends.pooling.load import load_head, pooling_info
@@ -50,6 +50,8 @@ __all__ = ["load_backend"]
 
 _log = logging.getLogger(__name__)
 
+# formats of weights beside which the head is, or may be, int8
+_SCREENED: Final = ("int8", "q4", OWN_BITS)
 # formats of weights that hold a file's numbers, by its own
 _UNROUNDED: Final = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
 
@@ -370,10 +372,10 @@ def _choose_loader(
     pooling: PoolingFiles | None,
     copies: PackedCopies | None,
 ) -> ModelLoader:
-    if screen_head and (formats.compute != "native" or formats.dtype not in ("int8", "q4")):
+    if screen_head and (formats.compute != "native" or formats.dtype not in _SCREENED):
         raise ConfigError(
             f"--screen-head changes nothing with {formats.compute} compute and {formats.dtype} "
-            "weights: it is for native compute with int8 or q4"
+            f"weights: it is for native compute with {', '.join(_SCREENED)}"
         )
     if formats.compute == "native":
         from paceline.backends.native.step import NativeLoader

@@ -21,7 +21,7 @@ class BackendSettings:
     # "auto", "cpu", "cuda" or "cuda:N"
     device: str = "auto"
     # of weights and activations: "auto", "float32", "bfloat16", or with native compute "int8" or
-    # "q4" of the weights
+    # "q4" of the weights, or "native": each matrix in the bits that the file has
     dtype: str = "auto"
     # of the KV cache: "auto", "float32", "bfloat16" or "int8". What is not the weights' own dtype
     # needs native compute
@@ -33,7 +33,7 @@ class BackendSettings:
     # that runs
     isa: str | None = None
     # find the likeliest token of one or two greedy requests without reading the whole head: right
-    # but for errors of more than 6 standard deviations. Native compute, int8 or q4 weights alone
+    # but for errors of more than 6 standard deviations. Native compute, int8, q4 or native weights
     screen_head: bool = False
     # bytes on disk that copies of packed weights may take, so that the next start need not pack
     # them; None: none are kept. Native compute alone

@@ -76,11 +76,13 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
     )
     group.add_argument(
         "--dtype",
-        choices=("auto", "float32", "bfloat16", "int8", "q4"),
+        choices=("auto", "float32", "bfloat16", "int8", "q4", "native"),
         default=default.load.dtype,
         help="of the weights; auto takes what was measured to be fastest on this processor's level "
         "among what passes the accuracy gate and rounds no more than the file, and the line that "
-        "says the server is ready says why; int8 and q4 need --compute native (default auto)",
+        "says the server is ready says why; int8, q4 and native need --compute native, and native "
+        "keeps each matrix of a GGUF file in its own bits: least memory, quicker for one request "
+        "and slower for many than q4 (default auto)",
     )
     group.add_argument(
         "--kv-dtype",

@@ -98,6 +98,19 @@ def test_the_reason_says_what_is_a_default_and_how_to_have_less_rounding(
     assert "by default" not in choose(QUANTISED, dtype="int8").why
 
 
+@pytest.mark.parametrize("stored", ["Q4_K", "Q6_K"])
+def test_native_keeps_the_bits_of_a_file(machine: pytest.MonkeyPatch, stored: str) -> None:
+    chosen = choose(replace(PLAIN, stored_dtype=stored), dtype="native")
+    # a cache as beside q4
+    assert names(chosen) == ("native", "native", "int8")
+    assert "int8 in the KV cache because that is the fastest" in chosen.why
+    for other in ("bfloat16", "Q8_0", "IQ4_XS"):
+        with pytest.raises(
+            ConfigError, match=f"keeps blocks of Q4_0, .*, and this file is of {other}"
+        ):
+            choose(replace(PLAIN, stored_dtype=other), dtype="native")
+
+
 @pytest.mark.parametrize(
     ("stored", "best", "second"),
     [
@@ -262,7 +275,7 @@ def test_a_model_is_served_without_the_library(
     [
         ({"compute": "gpu"}, "compute must be auto, torch or native, got 'gpu'"),
         ({"kv_dtype": "fp8"}, "kv_dtype 'fp8' is not supported: use auto, float32"),
-        ({"dtype": "int3"}, "native computes in float32, bfloat16, int8, q4, not int3"),
+        ({"dtype": "int3"}, "native computes in float32, bfloat16, int8, q4, native, not int3"),
         ({"dtype": "int3", "compute": "torch"}, "dtype 'int3' is not supported"),
         ({"dtype": "q4", "compute": "torch"}, "--dtype q4 needs --compute native"),
         (

@@ -13,12 +13,20 @@ from paceline.backends.native.model import (
     NativeModel,
     unsupported_reason,
 )
-from paceline.backends.native.tensors import KEPT, RawTensor, checkpoint_tensors
+from paceline.backends.native.tensors import (
+    BLOCKS,
+    KEPT,
+    OWN_BITS,
+    RawTensor,
+    checkpoint_tensors,
+)
 
 __all__ = [
+    "BLOCKS",
     "DTYPES",
     "KEPT",
     "KV_DTYPES",
+    "OWN_BITS",
     "NativeModel",
     "RawTensor",
     "checkpoint_tensors",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from typing import Final
 
-from paceline.backends.native.tensors import BLOCKS, KEPT, KINDS, PACKED, locate
+from paceline.backends.native.tensors import BLOCKS, KEPT, KINDS, OWN_BITS, PACKED, locate
 from paceline.checkpoints.base import Checkpoint
 
 __all__ = ["Kinds", "choose_kinds", "packed_bytes"]
@@ -53,21 +54,27 @@ class Kinds:
 
 
 def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = False) -> Kinds:
-    """Keep blocks of a file of 4-bit types in their bits, and decode what no kernel has to int8.
+    """Keep a file's blocks in their bits, and decode the others to int8.
 
-    A mixed file (Q4_K_M has matrices of Q6_K) spends more bits where rounding hurts most, so these
-    are not rounded to 4. Matrices that are one in memory (gate and up), or multiply the same rows
-    (q, k and v), become int8 together if any of them must. In a file that is mainly of other types
-    q4 was asked for by somebody, and rounds all of it.
+    ``native`` keeps all that a kernel has. ``q4`` keeps those of 4 bits in the layers, which cost
+    no speed at any number of rows; a mixed file (Q4_K_M has matrices of Q6_K) spends more bits
+    where rounding hurts most, and those become int8 instead of being rounded to 4. Matrices that
+    are one in memory (gate and up), or multiply the same rows (q, k and v), become int8 together if
+    any of them must. In a file that is mainly of other types q4 was asked for by somebody, and
+    rounds all of it.
 
     Args:
+        dtype: a key of ``DTYPES``, or ``native``.
         screen_head: the head is to be screened, which is for int8 alone.
     """
     config = checkpoint.config
     if dtype == "int8":
         return Kinds(note=_decoded(checkpoint))
-    if dtype != "q4" or config.stored_dtype not in KEPT:
+    if dtype != OWN_BITS and (dtype != "q4" or config.stored_dtype not in KEPT):
         return Kinds()
+    blocks = {
+        stored: kind for stored, kind in BLOCKS.items() if dtype == OWN_BITS or stored in KEPT
+    }
     layers = [[Counter[str]() for _ in _MATRICES] for _ in range(config.num_hidden_layers)]
     tables: dict[int, str] = {}
     # places whose matrices the kernels do not take as they are
@@ -80,17 +87,17 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = Fals
         stored = checkpoint.tensor_type(name)
         if kind not in _PLACES:
             tables[kind] = stored
-            if not _fits(stored, shape[1]):
+            if dtype != OWN_BITS or not _fits(blocks, stored, shape[1]):
                 others.add((-1, kind))
             continue
         place = _PLACES[kind]
         layers[layer][place][stored] += 1
-        if not _fits(stored, shape[1]):
+        if not _fits(blocks, stored, shape[1]):
             others.add((layer, place))
     kept, decoded, numbers = Counter[str](), Counter[str](), bytearray()
     for index, of_layer in enumerate(layers):
         own = [
-            _INT8 if len(types) != 1 or (index, place) in others else BLOCKS[next(iter(types))]
+            _INT8 if len(types) != 1 or (index, place) in others else blocks[next(iter(types))]
             for place, types in enumerate(of_layer)
         ]
         if _INT8 in own[_TOGETHER]:
@@ -103,7 +110,7 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = Fals
         source = _EMBEDDING if config.tie_word_embeddings else place
         head = place == _HEAD or config.tie_word_embeddings
         own_bits = source in tables and (-1, source) not in others and not (screen_head and head)
-        name = BLOCKS[tables[source]] if own_bits else _INT8
+        name = blocks[tables[source]] if own_bits else _INT8
         numbers.append(PACKED[name])
         if place in tables:
             (decoded if name == _INT8 else kept)[tables[place]] += 1
@@ -111,13 +118,13 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = Fals
     if decoded:
         note += f", {_counted(decoded)} as int8"
     if set(kept) & set(decoded):
-        note += " (multiplied together with other types, or of rows that are no whole blocks)"
+        note += " (tables, what is multiplied together with other types, and rows of broken blocks)"
     return Kinds(bytes(numbers), note)
 
 
-def _fits(stored: str, columns: int) -> bool:
-    """Whether the kernels have the type, and rows are whole blocks of theirs."""
-    kind = BLOCKS.get(stored)
+def _fits(blocks: Mapping[str, str], stored: str, columns: int) -> bool:
+    """Whether a kind holds the type, and rows are whole blocks of its."""
+    kind = blocks.get(stored)
     return kind is not None and columns % (256 if kind.endswith("_k") else 32) == 0
 
 

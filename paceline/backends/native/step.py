@@ -17,7 +17,7 @@ from paceline.backends.native.model import NativeModel
 from paceline.backends.native.packed import PackedCopies
 from paceline.backends.native.pieces import cache_bytes
 from paceline.backends.native.sampling import NativeSampler, token_logprobs
-from paceline.backends.native.tensors import checkpoint_tensors
+from paceline.backends.native.tensors import OWN_BITS, checkpoint_tensors
 from paceline.backends.rope import rotary_tables
 from paceline.backends.steps import AttentionBatch, LoadedModel
 from paceline.checkpoints.base import Checkpoint
@@ -160,7 +160,8 @@ class NativeLoader:
             sliding_rope=None
             if sliding is None
             else rotary_tables(config, self.max_model_len, sliding),
-            dtype=self.dtype,
+            # whose kinds say what each matrix is
+            dtype="q4" if self.dtype == OWN_BITS else self.dtype,
             kv_dtype=self.kv_dtype,
             num_blocks=num_blocks + num_host_blocks,
             block_size=self.block_size,

@@ -18,6 +18,7 @@ __all__ = [
     "BLOCKS",
     "KEPT",
     "KINDS",
+    "OWN_BITS",
     "PACKED",
     "TYPES",
     "RawTensor",
@@ -39,6 +40,8 @@ PACKED: Final = {
 }  # fmt: skip
 # kinds that hold a type's blocks in their own bits, so that no weight is rounded again
 BLOCKS: Final = {"Q4_0": "q4_0", "Q4_1": "q4", "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k"}
+# the dtype that keeps every matrix in its own bits
+OWN_BITS: Final = "native"
 # types of files that "q4" keeps as they are
 KEPT: Final = frozenset({"Q4_0", "Q4_1", "Q4_K"})
 
