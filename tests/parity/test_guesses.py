@@ -33,14 +33,16 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def _answers(path: Path, threads: int | None, config: dict[str, str]) -> tuple[list[Any], Any]:
+def _answers(
+    path: Path, threads: int | None, config: dict[str, Any], dtype: str = "int8", every: int = 1
+) -> tuple[list[Any], Any]:
     from paceline.cli.settings import EngineSettings
     from paceline.cli.wiring import build_core, build_tokenizer
 
     settings = EngineSettings.of(
         model_name="m",
         model_path=str(path),
-        dtype="int8",
+        dtype=dtype,
         max_model_len=512,
         num_blocks=400,
         threads=threads,
@@ -49,7 +51,7 @@ def _answers(path: Path, threads: int | None, config: dict[str, str]) -> tuple[l
     core, _ = build_core(settings)
     found: list[Any] = []
     with LLM(core, build_tokenizer(settings)) as llm:
-        texts = [*PROMPTS, *(text for group in GROUPS.values() for text in group)]
+        texts = [*PROMPTS, *(text for group in GROUPS.values() for text in group)][::every]
         for way, sampling in WAYS.items():
             requests = []
             for number, text in enumerate(texts):
@@ -92,3 +94,19 @@ def test_answers_are_the_same(smollm2_path: Path, threads: int | None) -> None:
     assert {source for source, _ in stats.drafted} == {"ngram", "prediction", "grammar"}
     accepted = dict(stats.accepted)
     assert accepted["grammar"] == dict(stats.drafted)["grammar"]
+
+
+def test_answers_are_the_same_with_the_same_weights_in_fewer_bits(
+    smollm2_path: Path, threads: int | None
+) -> None:
+    from paceline.backends.native import unavailable_reason
+
+    if unavailable_reason() is not None:
+        pytest.skip(str(unavailable_reason()))
+    off, _ = _answers(smollm2_path, threads, {"method": "off"}, "bfloat16", 6)
+    config = {"method": "auto", "model": "self"}
+    on, stats = _answers(smollm2_path, threads, config, "bfloat16", 6)
+    assert on == off
+    drafted, accepted = dict(stats.drafted), dict(stats.accepted)
+    assert drafted["draft_model"] > 100
+    assert accepted["draft_model"] > 0.6 * drafted["draft_model"]

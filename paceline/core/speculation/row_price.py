@@ -73,8 +73,7 @@ class RowPrice:
             spread = sum(w * (x - centre) ** 2 for x, _, w in beyond)
             if not spread:
                 break
-            rise = sum(w * (x - centre) * (y - middle) for x, y, w in beyond) / spread
-            slope = max(0.0, rise)
+            slope = max(0.0, sum(w * (x - centre) * (y - middle) for x, y, w in beyond) / spread)
             error = sum(w * (middle + slope * (x - centre) - y) ** 2 for x, y, w in beyond)
             # of about equals the lower knee: no row is taken for free without need
             if error < best - enough:

@@ -57,12 +57,7 @@ class SpeculationSettings:
         Raises ConfigError for a key or value that is not known, or one that is missing."""
         if config is None:
             return cls(_AUTO_TOKENS, None, None, False, True)
-        method = config.get("method", "draft_model" if "model" in config else None)
-        if not isinstance(method, str) or method not in _KEYS:
-            raise ConfigError(f"{_NAME}: method must be one of {', '.join(_KEYS)}, got {method!r}")
-        for key in config.keys() - {"method", *_KEYS[method]}:
-            known = ", ".join(_KEYS[method]) or "no other keys"
-            raise ConfigError(f"{_NAME}: method {method!r} takes {known}, not {key!r}")
+        method = _method(config)
         if method == "off":
             return cls(0, None, None, False, False)
         models = method == "self" or "model" in config
@@ -80,11 +75,18 @@ class SpeculationSettings:
         longest = max(lookup_min, _LOOKUP) if auto else lookup_min
         lookup_max = _number(config, "prompt_lookup_max", longest, _MOST_LOOKUP)
         if lookup_min > lookup_max:
-            raise ConfigError(
-                f"{_NAME}: prompt_lookup_min={lookup_min} must not be above "
-                f"prompt_lookup_max={lookup_max}"
-            )
+            raise ConfigError(f"{_NAME}: prompt_lookup_min={lookup_min} is above max={lookup_max}")
         return cls(num_tokens, lookup_min, lookup_max, auto, True, models)
+
+
+def _method(config: Mapping[str, Any]) -> str:
+    method = config.get("method", "draft_model" if "model" in config else None)
+    if not isinstance(method, str) or method not in _KEYS:
+        raise ConfigError(f"{_NAME}: method must be one of {', '.join(_KEYS)}, got {method!r}")
+    for key in config.keys() - {"method", *_KEYS[method]}:
+        known = ", ".join(_KEYS[method]) or "no other keys"
+        raise ConfigError(f"{_NAME}: method {method!r} takes {known}, not {key!r}")
+    return method
 
 
 def _number(config: Mapping[str, Any], key: str, default: Any, most: int) -> int:

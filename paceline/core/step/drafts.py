@@ -66,13 +66,14 @@ class Drafts:
         self._kv = state.kv
         self._step_time = state.step_time
         self._num_steps = self._num_lengthened = 0
+        # a guess is to be tried whatever it is thought to cost, once tokens have been waited for
+        self._due = False
         # requests of the last step had guesses that are worth verifying, or often have: the next
         # step is best planned when that one's tokens are known
         self.awaits_tokens = False
         # seconds that pass between a step's tokens and the plan that waited for them, and when the
         # last tokens came
-        self._bubble = 0.0
-        self._told_at = 0.0
+        self._bubble = self._told_at = 0.0
         # seconds in which the backend's model makes one guess of each row
         self._pass_seconds = 0.0
 
@@ -85,21 +86,19 @@ class Drafts:
             return ()
         guesses = [self._guesses(request) for request in requests]
         self.awaits_tokens = self._worth_waiting(step)
-        counts = self._choose(step, guesses) if any(g.token_ids for g in guesses) else None
-        if counts is None:
-            return ()
+        counts = self._choose(step, guesses) if any(g.token_ids for g in guesses) else ()
         drafts = []
         for index, count in enumerate(counts):
             if not count:
                 continue
             self.awaits_tokens = True
             # where an earlier step's token is not known yet, what follows it cannot be guessed
-            if requests[index].num_pending_tokens == 1:
-                count = self._lengthen(step, index, count)
-                if count:
-                    guess = guesses[index]
-                    drafts.append(Draft(index, tuple(guess.token_ids[:count]), guess.source))
+            waits = requests[index].num_pending_tokens == 1
+            if waits and (count := self._lengthen(step, index, count)):
+                guess = guesses[index]
+                drafts.append(Draft(index, tuple(guess.token_ids[:count]), guess.source))
         self._num_lengthened += bool(drafts)
+        self._due = self._due and not drafts
         return tuple(drafts)
 
     def _has_room(self, step: StepBuilder) -> bool:
@@ -179,8 +178,9 @@ class Drafts:
             drafters = self._drafters(request)
             forced = self._settings.grammars and request.asked.sampling.grammar is not None
             if drafters or forced:
-                known = request.asked.prompt_token_ids
-                request.guesser = Guesser(drafters, known, self._acceptance)
+                request.guesser = Guesser(
+                    drafters, request.asked.prompt_token_ids, self._acceptance
+                )
         return request.guesser
 
     def _drafters(self, request: Request) -> list[Drafter]:
@@ -196,11 +196,11 @@ class Drafts:
             drafters.append(ModelDrafter())
         return drafters
 
-    def _choose(self, step: StepBuilder, guesses: list[Guess]) -> list[int] | None:
-        """How many guesses of each row are worth it; None: of none."""
+    def _choose(self, step: StepBuilder, guesses: list[Guess]) -> Sequence[int]:
+        """How many guesses of each row are worth it; (): of none."""
         model, requests = self._step_time, step.requests
         if not model.ready and any(request.targets.aims for request in requests):
-            return None
+            return ()
         self._num_steps += 1
         known = model.ready and self._num_lengthened >= _UNPRICED
         by_model = [guess.source == MODEL for guess in guesses]
@@ -212,14 +212,14 @@ class Drafts:
             price=self._price,
             known=known,
         )
-        tries = self._num_steps % _TRY == 0
-        choice = DraftChoice(requests, costs, most=step.budget, tries=tries)
+        self._due = self._due or self._num_steps % _TRY == 0
+        choice = DraftChoice(requests, costs, most=step.budget, tries=self._due)
         choice.take(_by_likelihood(requests, guesses))
         gained, plain = choice.tokens - len(requests), self._price(len(requests))[0]
         if known and not choice.behind and gained * plain <= len(requests) * self._bubble:
             # waiting for the tokens that follow takes longer than all of them would
-            return None
-        return choice.counts if any(choice.counts) else None
+            return ()
+        return choice.counts
 
     def _note_bubble(self, requests: Sequence[Request], now: float) -> None:
         """Learn from a plan that waited for tokens; what is not tried is forgotten, to be tried

@@ -13,7 +13,7 @@ from paceline.core.speculation.settings import SpeculationSettings
 def test_settings_are_checked() -> None:
     good = {"method": "ngram", "num_speculative_tokens": 3}
     for wrong, said in (
-        ({"prompt_lookup_min": 5, "prompt_lookup_max": 4}, "must not be above"),
+        ({"prompt_lookup_min": 5, "prompt_lookup_max": 4}, "min=5 is above max=4"),
         ({"num_speculative_tokens": 33}, "from 1 to 32, got 33"),
         ({"num_speculative_tokens": True}, "got True"),
         ({"prompt_lookup_min": 0}, "prompt_lookup_min must be"),

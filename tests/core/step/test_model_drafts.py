@@ -98,7 +98,7 @@ class _Timed(NullBackend):
         return future
 
 
-def _timed(seconds: float, wrong: Collection[int] = (), streams: int = 1) -> Driver:
+def _timed(seconds: float, wrong: Collection[int] = (), streams: int = 1, depth: int = 1) -> Driver:
     """After ``streams`` requests at once with a draft model that takes so many steps a pass."""
 
     def step_seconds(shape: StepShape) -> float:
@@ -106,7 +106,7 @@ def _timed(seconds: float, wrong: Collection[int] = (), streams: int = 1) -> Dri
 
     backend = _Timed(vocab_size=VOCAB, num_blocks=256, block_size=4, draft_wrong=wrong)
     backend.seconds = seconds
-    driver = _driver(backend=backend, num_blocks=256, seconds=step_seconds)
+    driver = _driver(backend=backend, num_blocks=256, seconds=step_seconds, depth=depth)
     for stream in range(streams):
         driver.add(make_request(f"r{stream}", (stream, 5, 8, 13), 240))
     driver.run()
@@ -128,8 +128,9 @@ def test_a_pass_is_part_of_the_price() -> None:
     assert drafted(0.5, 4) > 1.5 * drafted(1.5, 4)
 
 
-def test_a_model_that_was_too_dear_or_wrong_is_tried_again() -> None:
-    driver = _timed(1.5, (0,))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_model_that_was_too_dear_or_wrong_is_tried_again(depth: int) -> None:
+    driver = _timed(1.5, (0,), depth=depth)
     backend = driver.backend
     assert isinstance(backend, _Timed)
     before = driver.scheduler.stats()
