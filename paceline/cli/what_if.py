@@ -97,12 +97,12 @@ def _bound(memory: int, seconds: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
         # nothing else that runs on this machine waits for it
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    os.nice(19)
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (memory, hard))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
     resource.setrlimit(resource.RLIMIT_FSIZE, (_MOST_FILE, _MOST_FILE))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(19)
 
 
 def _end_with_whoever_started_this(job: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import stat
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -367,11 +368,10 @@ async def test_what_it_may_take(ask: Ask) -> None:
     job = await asker.ended()
     assert job["status"] == "failed" and "more than 3 s of processor" in job["error"], job
     assert job["requests"] == 20_000 and job["left_out"] == 500
-    small = ask(configured(memory=90 * 2**20))
-    await small.http.put(f"{PATH}/trace", content=TRACE)
-    await small.start(workload="trace", **CARD)
-    job = await small.ended()
-    assert job["status"] == "failed" and "90 MiB" in job["error"], job
+    starved = ask(configured(script("bytearray(2**60)"), memory=90 * 2**20))
+    await starved.http.put(f"{PATH}/trace", content=TRACE)
+    await starved.start(workload="trace", **CARD)
+    assert (await starved.ended())["error"] == "it needs more than 90 MiB"
 
 
 async def test_it_yields_to_everything_else(ask: Ask) -> None:
@@ -383,6 +383,9 @@ async def test_it_yields_to_everything_else(ask: Ask) -> None:
     pid = pid_of(asker)
     await until(lambda: os.getpriority(os.PRIO_PROCESS, pid) == 19)
     assert os.sched_getscheduler(pid) == os.SCHED_IDLE
+    limits = Path(f"/proc/{pid}/limits").read_text()
+    for name, most in (("address space", 2**30), ("core file size", 0), ("file size", 2**26)):
+        assert re.search(rf"Max {name} +{most} ", limits), limits
     # in a session of its own: Ctrl-C on a terminal is not for it
     assert os.getsid(pid) != os.getsid(0)
 

@@ -25,7 +25,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -58,6 +58,7 @@ _BUFFER: Final = 2**20
 _OUT_OF_MEMORY: Final = (
     "MemoryError",
     "Memory allocation still failed",
+    "bad_alloc",
     "failed to map segment",
     "Cannot allocate memory",
 )
@@ -70,21 +71,12 @@ class WhatIf:
 
     Args:
         feed: None where the engine tells nothing of its steps.
-        clock: seconds, monotonic.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        feed: Feed | None,
-        config: WhatIfConfig,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, service: Service, feed: Feed | None, config: WhatIfConfig) -> None:
         self._service = service
         self._feed = feed
         self._config = config
-        self._clock = clock
         self._choices: Mapping[str, Any] | None = None
         self._folder: Path | None = None
         self._trace_bytes: int | None = None
@@ -92,7 +84,7 @@ class WhatIf:
         self._running: asyncio.Task[None] | None = None
         # why the child was ended by this process; None: it was not
         self._ended_by: tuple[str, str] | None = None
-        self._asked_at = clock()
+        self._asked_at = time.monotonic()
         # of jobs that were begun
         self._number = 0
         self._state: dict[str, Any] = {"status": "idle"}
@@ -102,7 +94,7 @@ class WhatIf:
 
     async def tell(self) -> dict[str, Any]:
         """What may be chosen, and how the latest job is."""
-        self._asked_at = self._clock()
+        self._asked_at = time.monotonic()
         info, feed = self._service.client.info, self._feed
         return {
             "choices": await self._known(),
@@ -142,9 +134,10 @@ class WhatIf:
         if job.workload == "trace" and self._trace_bytes is None:
             raise InvalidRequestError("no trace was uploaded yet", "workload")
         # others had their turn meanwhile
+        self._service.refuse_if_draining()
         self._refuse_beside_another()
         self._ended_by = None
-        self._asked_at = self._clock()
+        self._asked_at = time.monotonic()
         self._number += 1
         self._state = {
             "status": "running",
@@ -194,6 +187,7 @@ class WhatIf:
                         buffer.clear()
             if not size:
                 raise InvalidRequestError("the trace is empty")
+            self._service.refuse_if_draining()
             self._refuse_beside_another()
             os.replace(name, self._place() / "trace")
         except BaseException:
@@ -205,7 +199,7 @@ class WhatIf:
 
     async def frames(self, run: int) -> bytes:
         """Of the timeline of a run that is done. Raises HttpError 404 for another one."""
-        self._asked_at = self._clock()
+        self._asked_at = time.monotonic()
         known = [result["run"] for result in self._state.get("results", ())]
         if run not in known or self._folder is None:
             raise HttpError(404, f"there is no run {run} that is done; done are {known}")
@@ -222,7 +216,7 @@ class WhatIf:
 
     async def _run(self, job: Job) -> None:
         """Until it is over, however it ends; what came of it is in the state."""
-        began = self._clock()
+        began = time.monotonic()
         status, error = "failed", ""
         try:
             status, error = await self._carry_out(job, began)
@@ -234,7 +228,7 @@ class WhatIf:
             error = "what it said is no answer"
         finally:
             self._process = None
-            self._state |= {"status": status, "error": error, "seconds": self._clock() - began}
+            self._state |= {"status": status, "error": error, "seconds": time.monotonic() - began}
 
     async def _carry_out(self, job: Job, began: float) -> tuple[str, str]:
         """(how it ended, why). Raises OSError where nothing could be started or written."""
@@ -260,7 +254,7 @@ class WhatIf:
         reading = asyncio.ensure_future(self._read(process.stdout))
         try:
             while not (await asyncio.wait((reading,), timeout=_LOOK))[0]:
-                now = self._clock()
+                now = time.monotonic()
                 if now - began > self._config.seconds:
                     self._ended_by = ("failed", f"it took more than {self._config.seconds:g} s")
                 elif now - self._asked_at > _FORGOTTEN:
@@ -279,17 +273,14 @@ class WhatIf:
             return "failed", error
         if code == -signal.SIGXCPU:
             return "failed", f"it took more than {self._config.cpu_seconds} s of processor time"
-        if code and not self._complete(job):
+        # one that has told all is ended when it lingers
+        if len(self._state["results"]) < job.num_runs:
             said = (folder / "log").read_text("utf-8", "replace")[-2000:]
             _log.warning("what_if_failed code=%d log=%r", code, said)
             if any(words in said for words in _OUT_OF_MEMORY):
                 return "failed", f"it needs more than {self._config.memory // 2**20} MiB"
             return "failed", f"it ended by itself (code {code}); the server's log says more"
         return "done", ""
-
-    def _complete(self, job: Job) -> bool:
-        """A child that has told all is killed when it lingers."""
-        return len(self._state["results"]) == job.num_runs
 
     async def _read(self, lines: asyncio.StreamReader) -> str:
         """Take in what the child says until it says no more; its error, or "" without one."""
