@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 KEYS = (
     ApiKey(
         "alice", "user", ApiKey.of("alice", "user", USER).digest,
-        {"requests": Rate.parse("5/minute"), "concurrent": 2},
+        {"requests": Rate.parse("5/day"), "concurrent": 2},
     ),
     ApiKey.of("root", "admin", ADMIN),
 )  # fmt: skip
@@ -47,15 +47,15 @@ async def generate(http: httpx.AsyncClient, tokens: int = 4) -> int:
 
 
 async def test_a_keys_limits_and_what_it_used_of_them(engine: LocalEngineClient) -> None:
-    limits = KeyLimits(tokens=Rate.parse("1000/minute"))
+    limits = KeyLimits(tokens=Rate.parse("1000/day"))
     async with connect(app_of(engine, limits=limits)) as http:
         before = {key["name"]: key for key in (await asked(http))["keys"]}
         assert before["alice"]["limits"]["requests"] == {
-            "limit": 5, "rate": "5/minute", "used": 0, "reset_s": 0.0,
+            "limit": 5, "rate": "5/day", "used": 0, "reset_s": 0.0,
         }  # fmt: skip
         assert before["alice"]["own"] == ["concurrent", "requests"]
         # what it has none of its own for is the server's
-        assert before["alice"]["limits"]["tokens"]["rate"] == "1000/minute"
+        assert before["alice"]["limits"]["tokens"]["rate"] == "1000/day"
         assert before["root"]["own"] == [] and before["root"]["limits"]["concurrent"] is None
         assert [await generate(http) for _ in range(6)] == [200] * 5 + [429]
         told = await asked(http)
@@ -70,7 +70,7 @@ async def test_a_keys_limits_and_what_it_used_of_them(engine: LocalEngineClient)
     }  # fmt: skip
     assert after["root"]["served"]["requests"] == 0
     assert told["limits"]["refused"] == {"requests": 1, "tokens": 0, "concurrent": 0}
-    assert told["limits"]["default"]["tokens"]["rate"] == "1000/minute"
+    assert told["limits"]["default"]["tokens"]["rate"] == "1000/day"
     assert told["limits"]["storage"] == "this server"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def generate(server: LiveServer, key: str = USER) -> None:
 
 def test_keys_and_what_they_used(tmp_path: Path, open_page: OpenPage) -> None:
     config = {
-        "limits": {"requests": "7/minute"},
+        "limits": {"requests": "7/day"},
         "given": [["--drain-timeout", "3", "30"]],
         "drain_timeout": 3,
     }
@@ -47,9 +48,11 @@ def test_keys_and_what_they_used(tmp_path: Path, open_page: OpenPage) -> None:
         page.locator(".error").get_by_text("wants a key of scope admin").wait_for()
         use_key(page, ADMIN)
         row = page.get_by_role("row", name="alice")
-        row.get_by_text("0 of 7/minute").wait_for()
+        row.get_by_text("0 of 7/day").wait_for()
         generate(server)
-        row.get_by_text("1 of 7/minute").wait_for()
+        row.get_by_text("1 of 7/day").wait_for()
+        # the day that it counts in, and the next, in which it fades
+        row.get_by_text(re.compile(r"all free in \d+ (h|days)")).wait_for()
         eventually(lambda: row.locator("td").last.inner_text() == "4")
         page.get_by_role("row", name="--drain-timeout 3 30").wait_for()
         page.get_by_role("cell", name="ready", exact=True).wait_for()

@@ -70,6 +70,8 @@ test("lanes of a group stand together, those that are due soonest first, free on
 test("a name keeps its colour, and those beyond the last share it", () => {
   const names = new Names();
   assert.deepEqual(["x", "y", "x", "z", "v", "w", "y"].map((name) => names.of(name)), [0, 1, 0, 2, 3, 3, 1]);
+  for (let i = 0; i < 5000; i++) assert.equal(names.of(`made up ${i}`), 3);
+  assert.ok(names.known.size <= 1000);
   const requests = ["x", "w"].map((slo, i) => ({ ...seen({ slo }), number: 65536 * i + i + 1 }));
   const found = tinted(requests, "class", names, [10, 20, 30, 40]);
   assert.deepEqual([found[1], found[2], found[3]], [10, 40, 0]);

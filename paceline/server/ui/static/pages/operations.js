@@ -26,6 +26,11 @@ async function look() {
   await lookAtBatches();
 }
 
+/** Seconds in the unit that fits. @param {number} seconds */
+function span(seconds) {
+  if (seconds < 120) return duration(1e3 * seconds);
+  return seconds < 7200 ? `${Math.round(seconds / 60)} min` : seconds < 172_800 ? `${Math.round(seconds / 3600)} h` : `${Math.round(seconds / 86_400)} days`;
+}
 const count = (/** @type {number} */ number) => number.toLocaleString("en");
 /** @param {string} name @param {any} value */
 const fact = (name, value) => value !== "" && value != null && h("tr", null, h("th", { scope: "row" }, name), h("td", null, value));
@@ -36,12 +41,12 @@ const card = (id, title, content, wide) => h("section", { class: wide ? "card ac
 function State({ state, version }) {
   const losses = Object.entries(state.engine_losses).map(([why, times]) => `${times} × ${why}`).join(", ");
   const now = state.dead ? `the engine is gone for good: ${state.dead}`
-    : state.draining ? `draining: what runs has ${duration(1e3 * state.drain_timeout)} to end, nothing new is taken`
+    : state.draining ? `draining: what runs has ${span(state.drain_timeout)} to end, nothing new is taken`
       : !state.engine_up ? "another engine is being started" : state.ready ? "ready" : "not ready";
   return h("table", null, h("tbody", null,
     fact("State", h("span", { class: state.ready ? "" : "bad" }, visible(now))),
     fact("Requests under way", count(state.in_flight)),
-    fact("At a stop", `they get ${duration(1e3 * state.drain_timeout)} to end`),
+    fact("At a stop", `they get ${span(state.drain_timeout)} to end`),
     fact("Since", new Date(1e3 * state.started).toLocaleString([], { hour12: false })),
     fact("Engines lost", losses), state.requests_sent_again > 0 && fact("Requests sent to the next engine", count(state.requests_sent_again)),
     state.requests_lost > 0 && fact("Requests lost with one", count(state.requests_lost)),
@@ -75,7 +80,7 @@ function used(limit, own) {
   if (!limit) return "no limit";
   const full = limit.used >= limit.limit;
   return [h("span", { class: full ? "bad" : "" }, `${count(limit.used ?? 0)} of ${limit.rate ?? count(limit.limit)}`), own && h("span", { class: "quiet" }, " own"),
-    limit.used > 0 && limit.reset_s > 0 && h("span", { class: "quiet" }, `, free in ${duration(1e3 * limit.reset_s)}`)];
+    limit.used > 0 && limit.reset_s > 0 && h("span", { class: "quiet" }, `, all free in ${span(limit.reset_s)}`)];
 }
 
 /** @param {{ keys: any[], all: number, found: number }} props */

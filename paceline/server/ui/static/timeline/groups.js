@@ -30,18 +30,24 @@ export function arranged(history, column, lanes, by, find) {
   return { order: Int32Array.from(rows, ({ lane }) => lane), groups };
 }
 
+// names that are remembered: callers may make them up
+const MOST_NAMES = 1000;
+
 /** Names of groups in the order of their colours: the first that came, and the last colour for all others. */
 export class Names {
   constructor() {
-    /** @type {string[]} */
-    this.known = [];
+    /** @type {Map<string, number>} with their colours */
+    this.known = new Map();
   }
 
   /** @param {string} name */
   of(name) {
-    let at = this.known.indexOf(name);
-    if (at < 0) at = this.known.push(name) - 1;
-    return Math.min(at, CLASSES - 1);
+    let colour = this.known.get(name);
+    if (colour === undefined) {
+      colour = Math.min(this.known.size, CLASSES - 1);
+      if (this.known.size < MOST_NAMES) this.known.set(name, colour);
+    }
+    return colour;
   }
 }
 

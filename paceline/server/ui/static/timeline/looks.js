@@ -45,7 +45,7 @@ export function LooksLegend() {
       h("span", null, "others have no target, or their first token came before this page"));
   }
   if (by !== "class" && by !== "tenant") return null;
-  const { known } = names[by];
+  const known = [...names[by].known.keys()];
   const shown = known.slice(0, known.length > CLASSES ? CLASSES - 1 : CLASSES);
   return h("span", { class: "legend" }, shown.map((name, i) => h("span", null, h("span", { class: `tick-sample class${i}`, "aria-hidden": "true" }), `lane of ${visible(name || "no name")}`)),
     known.length > CLASSES && h("span", null, h("span", { class: `tick-sample class${CLASSES - 1}`, "aria-hidden": "true" }), `lane of ${known.length - CLASSES + 1} others`));
