@@ -269,3 +269,7 @@ def test_the_gateways_compose_file_names_what_there_is(monkeypatch: pytest.Monke
                for target in group["targets"]}  # fmt: skip
     assert targets == {"engine-a:9400", "engine-b:9400", f"gateway:{config.port}"}
     assert services["prometheus"]["secrets"] == list(compose["secrets"])
+    # a Redis that forgets makes budgets whole again
+    redis = services["redis"]
+    assert redis["command"][redis["command"].index("--appendonly") + 1] == "yes"
+    assert {volume.partition(":")[0] for volume in redis["volumes"]} <= set(compose["volumes"])
