@@ -296,3 +296,7 @@ def test_the_gateways_compose_file_names_what_there_is(monkeypatch: pytest.Monke
         r"http://127\.0\.0\.1:(\d+)(/\w+)", services["gateway"]["healthcheck"]["test"][-1]
     )
     assert asked == [(str(config.port), "/health")] and "/health" in OPEN_PATHS
+    # a Redis that forgets makes budgets whole again
+    redis = services["redis"]
+    assert redis["command"][redis["command"].index("--appendonly") + 1] == "yes"
+    assert {volume.partition(":")[0] for volume in redis["volumes"]} <= set(COMPOSE_GATEWAY["volumes"])

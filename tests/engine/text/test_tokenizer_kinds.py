@@ -259,8 +259,8 @@ def test_sentencepiece_time_grows_with_length_only(tmp_path: Path) -> None:
 
 
 MISTAKES: list[tuple[str, dict[str, Any]]] = [
-    ("not supported; these are: gpt2, llama", {"model": "bert"}),
-    ("not supported; these are: gpt2, llama", {"model": None}),
+    ("not supported; these are: gpt2, llama, bert", {"model": "t5"}),
+    ("not supported; these are: gpt2, llama, bert", {"model": None}),
     ("holds no tokenizer", {"tokens": None}),
     ("holds no tokenizer", {"tokens": np.array([1])}),
     ("pre 'strange' is not supported", {"pre": "strange"}),
