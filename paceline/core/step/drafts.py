@@ -93,8 +93,8 @@ class Drafts:
                 continue
             self.awaits_tokens = True
             # where an earlier step's token is not known yet, what follows it cannot be guessed
-            waits = requests[index].num_pending_tokens == 1
-            if waits and (count := self._lengthen(step, index, count)):
+            known = requests[index].num_pending_tokens == 1
+            if known and (count := self._lengthen(step, index, count)):
                 guess = guesses[index]
                 drafts.append(Draft(index, tuple(guess.token_ids[:count]), guess.source))
         self._num_lengthened += bool(drafts)
