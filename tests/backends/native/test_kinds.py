@@ -100,15 +100,17 @@ def test_q4_rounds_nothing_of_q4_k_but_scales() -> None:
 @pytest.mark.parametrize("isa", variants())
 @pytest.mark.parametrize("kind", BITS, ids=lambda kind: kind.name)
 def test_products_are_those_of_the_values(kind: Q, isa: str) -> None:
-    stored = _blocks(kind, 70, 512, 3)
+    # of many rows as many as 16 blocks of Q4_K are taken together
+    columns = 18 * 256 if kind == Q.Q4_K else 512
+    stored = _blocks(kind, 70, columns, 3)
     weights = gguf.quants.dequantize(stored, kind).astype(np.float64)
     # whole numbers up to 127 in each group: nothing of them is lost in 8 bits
-    x = np.random.default_rng(4).integers(-127, 128, (215, 512)).astype(np.float32)
+    x = np.random.default_rng(4).integers(-127, 128, (215, columns)).astype(np.float32)
     x[:, ::32] = 127
     # values at the ends of their range, whose sums are the largest that there are
     x[7] = 127
     x[8] = -127
-    matrix = PackedMatrix(RawTensor(stored, kind.name, 512), BLOCKS[kind.name], isa=isa)
+    matrix = PackedMatrix(RawTensor(stored, kind.name, columns), BLOCKS[kind.name], isa=isa)
     whole = matrix.multiply(x)
     size = np.abs(x) @ np.abs(weights).T
     # what is left is the rounding of sums in float32
