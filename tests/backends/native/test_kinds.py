@@ -40,7 +40,10 @@ def _blocks(kind: Q, rows: int, columns: int, seed: int) -> NDArray[np.uint8]:
     values, size = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (rows, columns // values, size), dtype=np.uint8)
-    for place in HALVES[kind]:
+    if kind == Q.MXFP4:
+        # a scale is a power of two, by its exponent and 127
+        blocks[:, :, 0] = rng.integers(118, 121, blocks.shape[:2])
+    for place in HALVES.get(kind, () if kind == Q.MXFP4 else (0,)):
         # of Q4_K and Q5_K, so that values lie around zero: the minimum is about 8 or 16 scales
         factor = 2.0**-14 if kind == Q.Q6_K else 2.0**-6 if kind == Q.Q4_0 else 2.0**-11
         if place == 2:
@@ -97,15 +100,17 @@ def test_q4_rounds_nothing_of_q4_k_but_scales() -> None:
 @pytest.mark.parametrize("isa", variants())
 @pytest.mark.parametrize("kind", BITS, ids=lambda kind: kind.name)
 def test_products_are_those_of_the_values(kind: Q, isa: str) -> None:
-    stored = _blocks(kind, 70, 512, 3)
+    # of many rows as many as 16 blocks of Q4_K are taken together
+    columns = 18 * 256 if kind == Q.Q4_K else 512
+    stored = _blocks(kind, 70, columns, 3)
     weights = gguf.quants.dequantize(stored, kind).astype(np.float64)
     # whole numbers up to 127 in each group: nothing of them is lost in 8 bits
-    x = np.random.default_rng(4).integers(-127, 128, (215, 512)).astype(np.float32)
+    x = np.random.default_rng(4).integers(-127, 128, (215, columns)).astype(np.float32)
     x[:, ::32] = 127
     # values at the ends of their range, whose sums are the largest that there are
     x[7] = 127
     x[8] = -127
-    matrix = PackedMatrix(RawTensor(stored, kind.name, 512), BLOCKS[kind.name], isa=isa)
+    matrix = PackedMatrix(RawTensor(stored, kind.name, columns), BLOCKS[kind.name], isa=isa)
     whole = matrix.multiply(x)
     size = np.abs(x) @ np.abs(weights).T
     # what is left is the rounding of sums in float32
@@ -214,6 +219,19 @@ def test_what_no_kernel_has_is_int8(tmp_path: Path) -> None:
     # a head that is screened is int8, and the table is the head here
     screened = choose_kinds(checkpoint, "native", screen_head=True)
     assert screened.numbers == kinds.numbers[:-2] + bytes([int8, int8])
+
+
+@pytest.mark.parametrize("kind", [Q.IQ4_NL, Q.IQ4_XS, Q.MXFP4], ids=lambda kind: kind.name)
+def test_kinds_without_kernels_are_decoded_to_int8(tmp_path: Path, kind: Q) -> None:
+    names = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    checkpoint = _file(tmp_path / "m.gguf", dict.fromkeys(names, kind))
+    assert checkpoint.config.stored_dtype == kind.name
+    kinds = choose_kinds(checkpoint, "int8")
+    assert kinds.numbers == b"" and kinds.note == f"14 {kind.name}, 1 Q4_K decoded to int8"
+    exact = _logits(checkpoint, "float32", b"")
+    out = _logits(checkpoint, "int8", b"")
+    # what rounding to int8 costs; values read otherwise would be as far off as others are
+    assert np.sqrt(((out - exact) ** 2).mean()) <= 0.1 * exact.std()
 
 
 def test_only_files_of_4_bits_are_mixed(tmp_path: Path) -> None:

@@ -42,3 +42,11 @@ def test_pages_of_what_was_read_are_given_back(tmp_path: Path) -> None:
     assert resident(path) < size // 4
     # and what somebody kept is read again
     assert kept.data.view(np.float32).sum() == size // 4
+
+
+def test_a_head_that_nobody_needs_is_not_read(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors=llama_tensors(tied=False)))
+    names = [name for name, _ in checkpoint_tensors(checkpoint)]
+    assert "lm_head.weight" in names
+    without = [name for name, _ in checkpoint_tensors(checkpoint, has_head=False)]
+    assert without == [name for name in names if name != "lm_head.weight"]
