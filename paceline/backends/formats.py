@@ -237,7 +237,8 @@ def _like(dtype: str) -> str:
 def _finer(weights: str) -> str:
     """The flag that rounds the file's values less, for whoever reads that they are rounded."""
     finer = {
-        "q4": "int8, bfloat16 or float32",
+        # int8 would round the 4 bits that q4 keeps
+        "q4": "bfloat16 or float32",
         "int8": "bfloat16 or float32",
         "bfloat16": "float32",
     }

@@ -126,9 +126,10 @@ def _load(
         "compute=%s dtype=%s kv_dtype=%s%s",
         formats.compute, formats.dtype, formats.kv_dtype, formats.why and f": {formats.why}",
     )  # fmt: skip
-    kinds = ""
+    kinds, in_bits = "", False
     if formats.compute == "native":
-        kinds = choose_kinds(checkpoint, formats.dtype, screen_head=settings.screen_head).note
+        found = choose_kinds(checkpoint, formats.dtype, screen_head=settings.screen_head)
+        kinds, in_bits = found.note, bool(found.numbers)
     loader = _choose_loader(
         checkpoint,
         formats,
@@ -187,7 +188,7 @@ def _load(
                 (
                     "" if pooling is None else _described(pooling),
                     formats.why,
-                    _decoded(checkpoint, formats, kinds),
+                    _decoded(checkpoint, formats, in_bits),
                     kinds,
                     "" if draft is None else draft.described,
                     placement.describe(settings.threads),
@@ -258,12 +259,12 @@ def _load_encoder(
     return runner, info
 
 
-def _decoded(checkpoint: Checkpoint, formats: Formats, kinds: str) -> str:
+def _decoded(checkpoint: Checkpoint, formats: Formats, in_bits: bool) -> str:
     """For the ready line: what became of a folder's quantised weights."""
     kind = checkpoint.quantisation if isinstance(checkpoint, HFCheckpoint) else ""
     if not kind:
         return ""
-    return f"{kind} as blocks of Q4_1" if kinds else f"{kind} decoded to {formats.dtype}"
+    return f"{kind} as blocks of Q4_1" if in_bits else f"{kind} decoded to {formats.dtype}"
 
 
 def _described(pooling: PoolingFiles) -> str:

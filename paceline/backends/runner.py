@@ -133,7 +133,9 @@ class ModelRunner:
             # not part of the step's time: that is to say how long its rows take
             self.model.swap_blocks(plan.swaps)
             if self._draft is not None:
-                self._draft.forget([swap.dst for swap in plan.swaps if not swap.to_host])
+                self._draft.forget(
+                    [swap.dst for swap in plan.swaps if not swap.to_host], clear=True
+                )
         started = time.monotonic()
         self._apply(plan)
         rows, slots = plan.rows, [self._slots[row.request_id] for row in plan.rows]
@@ -179,7 +181,7 @@ class ModelRunner:
                 self._tables[slot.index, copy.index] = copy.dst
             self.model.copy_blocks([(copy.src, copy.dst) for copy in plan.block_copies])
             if self._draft is not None:
-                self._draft.forget([copy.dst for copy in plan.block_copies])
+                self._draft.forget([copy.dst for copy in plan.block_copies], clear=True)
 
     def _release(self, request_id: str) -> None:
         slot = self._slots.pop(request_id, None)

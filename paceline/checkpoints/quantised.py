@@ -195,7 +195,7 @@ class Quantisation:
         shape = qweight.shape if len(qweight.shape) == 2 else (0, 0)
         is_awq = self.method == "AWQ"
         outputs, inputs = (shape[1] * each, shape[0]) if is_awq else (shape[1], shape[0] * each)
-        size = inputs if self.group_size == -1 else self.group_size
+        size = inputs if self.group_size == -1 else min(self.group_size, inputs)
         groups = -(-inputs // max(size, 1))
         wanted: dict[str, tuple[int, ...]] = {
             "qzeros": (groups, outputs // each),

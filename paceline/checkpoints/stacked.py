@@ -35,6 +35,8 @@ _E2M1: Final = np.array(
 )
 _BLOCK: Final = 32
 _BIAS: Final = 127
+# as ModelConfig has them at most
+MAX_EXPERTS: Final = 4096
 # what a stack holds: our names of its outputs, in turns
 _PARTS: Final[Mapping[str, tuple[str, ...]]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -64,6 +66,10 @@ def unstacked(entries: Mapping[str, Stored]) -> dict[str, Stored]:
         is_bias = last.endswith("_bias")
         if len(entry.shape) != (2 if is_bias else 4 if scales is not None else 3):
             raise CheckpointError(f"{name} has shape {list(entry.shape)}, not that of all experts")
+        if not all(entry.shape) or entry.shape[0] > MAX_EXPERTS:
+            raise CheckpointError(
+                f"{name} has shape {list(entry.shape)}; 1 to {MAX_EXPERTS} experts are read"
+            )
         parts = _PARTS[kind]
         for expert in range(entry.shape[0]):
             stack = _of_expert(entry, expert)

@@ -47,7 +47,8 @@ class Bill:
         # who hangs up has had an engine at work, whatever it had said until then
         began = leg.was_abandoned and leg.was_sent
         splice = self._splice
-        if splice is None:
+        if splice is None or (leg.is_answer and not leg.streams):
+            # engines answer some requests for a stream whole
             if self._told is None and leg.is_answer:
                 self._told = used_by(self._path, bytes(leg.body))
             return self._told or Used(self._estimate if began else 0)
@@ -61,7 +62,8 @@ class Bill:
         """By engine, the first one's with the prompt; empty: nobody answered, and it costs
         nothing."""
         used = self.used(leg)
-        if leg is None or not (used.prompt or used.output or leg.is_answer):
+        began = leg is not None and leg.was_abandoned and leg.was_sent
+        if leg is None or not (used.output or leg.is_answer or began):
             return ()
         found: list[tuple[Site, Used]] = []
         before = 0

@@ -124,7 +124,8 @@ def read_body(data: bytes) -> Body:
         model=_read(fields, "model", str) or "",
         stream=_read(fields, "stream", bool) or False,
         n=max(1, _read(fields, "n", int) or 1),
-        max_tokens=next((n for n in limits if n is not None), _DEFAULT_MAX_TOKENS),
+        # some engines take a number below 0 for no limit
+        max_tokens=next((n for n in limits if n is not None and n >= 0), _DEFAULT_MAX_TOKENS),
         include_usage=options.get("include_usage") is True,
         return_token_ids=_loose_bool(fields, "return_token_ids"),
         num_prompts=_num_prompts(prompt),

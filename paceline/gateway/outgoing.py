@@ -77,6 +77,8 @@ class Outgoing:
         self._writer: AnswerWriter | None = call.scope.get("extensions", {}).get(BODY_WRITER)
         self._call, self._source, self._stream, self._wake = call, source, stream, wake
         self._backlog = bytearray()
+        # an earlier part is on its way, and waits for a caller who reads slowly
+        self._flushing = False
         # the status is told
         self.started = False
         # the caller hung up
@@ -101,6 +103,7 @@ class Outgoing:
         if (
             writer is not None
             and not self._backlog
+            and not self._flushing
             and (writer.offer(data) if self.started else self._start_with(data, writer))
         ):
             self._quiet_for = 0
@@ -167,7 +170,11 @@ class Outgoing:
         """What waits; returns once a caller who reads slowly has read enough, or hung up."""
         data, self._backlog = bytes(self._backlog), bytearray()
         self._quiet_for = 0
-        await self._call.send({"type": "http.response.body", "body": data, "more_body": True})
+        self._flushing = True
+        try:
+            await self._call.send({"type": "http.response.body", "body": data, "more_body": True})
+        finally:
+            self._flushing = False
 
     async def end(self, body: bytes = b"") -> None:
         await self._call.send({"type": "http.response.body", "body": body, "more_body": False})

@@ -86,7 +86,7 @@ def test_the_reason_says_what_is_a_default_and_how_to_have_less_rounding(
     machine: pytest.MonkeyPatch,
 ) -> None:
     told = {
-        "Q4_1": ("q4", "int8, bfloat16 or float32"),
+        "Q4_1": ("q4", "bfloat16 or float32"),
         "Q8_0": ("int8", "bfloat16 or float32"),
         "bfloat16": ("bfloat16", "float32"),
     }

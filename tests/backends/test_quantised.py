@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.backends.native import choose_kinds, unavailable_reason
 from paceline.backends.native.pieces import PackedMatrix
+from paceline.backends.native.step import NativeLoader
 from paceline.backends.native.tensors import RawTensor, checkpoint_tensors
 from paceline.checkpoints.base import open_checkpoint
 from paceline.checkpoints.hf import HFCheckpoint
@@ -271,6 +272,38 @@ def test_four_bits_are_kept(layout: str, exact: bool, tmp_path: Path) -> None:
     for name, tensor in checkpoint_tensors(checkpoint, in_bits=False):
         if isinstance(tensor, np.ndarray) and tensor.ndim == 2:
             np.testing.assert_array_equal(tensor, checkpoint.tensor(name))
+
+
+@pytest.mark.skipif(not NATIVE, reason=str(unavailable_reason()))
+@pytest.mark.parametrize("dtype", ["q4", "native"])
+def test_bits_are_kept_by_every_name_for_that(dtype: str, tmp_path: Path) -> None:
+    write(tmp_path, "gptq-symmetric")
+    backend = load(tmp_path, dtype=dtype, compute="native", block_size=16)
+    assert "as blocks of Q4_1; 21 Q4_1 in their own bits" in backend.info.choice
+    backend.close()
+    loader = NativeLoader(
+        checkpoint=open_checkpoint(tmp_path),
+        dtype=dtype,
+        kv_dtype="float32",
+        block_size=16,
+        max_model_len=32,
+        threads=1,
+    )
+    # stored blocks, and nothing that was rounded to fit into others
+    kept = [each for _, each in loader.tensors() if isinstance(each, RawTensor)]
+    assert [each.type for each in kept].count("Q4_1") == 21
+
+
+def test_a_group_of_more_inputs_than_there_are_is_all_of_them(tmp_path: Path) -> None:
+    write(tmp_path, "gptq-one-group")
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["group_size"] = 2147483616
+    path.write_text(json.dumps(config))
+    checkpoint = open_checkpoint(tmp_path)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    rows, kind = checkpoint.raw_tensor(name)
+    assert kind == "Q4_1" and rows.nbytes < 10_000
 
 
 @pytest.mark.parametrize(

@@ -92,9 +92,15 @@ def an_expert_less(tensors: dict[str, torch.Tensor]) -> None:
     tensors[key] = tensors[key][:-1].contiguous()
 
 
+def no_bytes(tensors: dict[str, torch.Tensor]) -> None:
+    # as large as its shape says, and nothing on disk
+    tensors[f"{EXPERTS.format(0, 'down_proj')}_bias"] = torch.empty(1 << 40, 0)
+
+
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
+        (no_bytes, "1 to 4096 experts are read"),
         (without_scales, "down_proj_blocks has no scales beside it"),
         (short_scales, r"beside scales of \[5, 63, 3\]"),
         (wrong_type, "its scales as I32, must be U8"),

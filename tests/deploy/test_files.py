@@ -299,4 +299,5 @@ def test_the_gateways_compose_file_names_what_there_is(monkeypatch: pytest.Monke
     # a Redis that forgets makes budgets whole again
     redis = services["redis"]
     assert redis["command"][redis["command"].index("--appendonly") + 1] == "yes"
-    assert {volume.partition(":")[0] for volume in redis["volumes"]} <= set(COMPOSE_GATEWAY["volumes"])
+    mounts = {volume.partition(":")[0] for volume in redis["volumes"]}
+    assert mounts <= set(COMPOSE_GATEWAY["volumes"])

@@ -183,3 +183,28 @@ async def test_what_was_tried_in_vain_is_free_for_who_hangs_up_later(tmp_path: P
         sent.cancel()
         await _until(lambda: gateway.in_flight == 0)
         assert "ann" not in gateway.spending.status()
+
+
+async def test_a_whole_answer_to_a_request_for_a_stream_is_charged(tmp_path: Path) -> None:
+    answer = {"object": "list", "data": [], "usage": {"prompt_tokens": 40, "total_tokens": 40}}
+    whole = Step(parts=(json.dumps(answer).encode(),), stream=False)
+    async with (
+        scripted(whole, metrics=PACELINE_METRICS) as one,
+        gateway_over(configured(one, **spending(tmp_path)), (ANN,)) as (_, client),
+    ):
+        body = {"model": "m", "input": "word " * 40, "stream": True}
+        assert (await client.post(EMBEDDINGS, json=body, headers=AS_ANN)).status_code == 200
+    ((_, requests, prompt, output, _amount),) = rows(tmp_path)
+    assert (requests, prompt, output) == (1, 40, 0)
+
+
+async def test_nobody_answered_after_a_role_and_it_costs_nothing(tmp_path: Path) -> None:
+    begun = chat_chunks(WORDS, ids=True)[:1]
+    dies = Step(parts=begun, stream=True, then="cut")
+    async with (
+        scripted(dies, metrics=PACELINE_METRICS) as one,
+        gateway_over(configured(one, **spending(tmp_path)), (ANN,)) as (_, client),
+    ):
+        answer = await client.post(CHAT, json=chat(stream=True), headers=AS_ANN)
+        assert "no engine answered" in answer.text
+    assert rows(tmp_path) == []

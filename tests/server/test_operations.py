@@ -92,7 +92,8 @@ async def test_requests_under_way_are_counted_by_key(engine: LocalEngineClient) 
     async with connect(app) as http:
         running = asyncio.ensure_future(generate(http, 400))
         while not service.under_way.entries():
-            await asyncio.sleep(0.001)
+            assert not running.done(), "it ended unseen"
+            await asyncio.sleep(0)
         told = await asked(http)
         assert await running == 200
     alice, root = told["keys"]

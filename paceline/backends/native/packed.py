@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from typing import Final
 
 from paceline.checkpoints.gguf_parts import gguf_files
@@ -94,8 +95,9 @@ class PackedCopies:
                     return False
                 for piece in pieces:
                     _fill(file.fileno(), piece)
-            # who is used least is told by the time
-            os.utime(path)
+            # who is used least is told by the time, where this process may say so
+            with contextlib.suppress(OSError):
+                os.utime(path)
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -116,12 +118,13 @@ class PackedCopies:
                 size >> 20, self.max_bytes >> 20,
             )  # fmt: skip
             return
-        partial = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL}")
+        # a name of its own: processes in containers that share the folder may have one number
+        partial = path.with_name(f".{path.name}.{token_hex(8)}{_PARTIAL}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._make_room(size, path)
             try:
-                with partial.open("wb", buffering=0) as file:
+                with partial.open("xb", buffering=0) as file:
                     for piece in (memoryview(header), *pieces):
                         for at in range(0, len(piece), _CHUNK):
                             _put(file.fileno(), piece[at : at + _CHUNK])

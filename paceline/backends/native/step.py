@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -17,7 +17,7 @@ from paceline.backends.native.model import NativeModel
 from paceline.backends.native.packed import PackedCopies
 from paceline.backends.native.pieces import cache_bytes
 from paceline.backends.native.sampling import NativeSampler, token_logprobs
-from paceline.backends.native.tensors import OWN_BITS, checkpoint_tensors
+from paceline.backends.native.tensors import OWN_BITS, Tensor, checkpoint_tensors
 from paceline.backends.rope import rotary_tables
 from paceline.backends.steps import AttentionBatch, LoadedModel
 from paceline.checkpoints.base import Checkpoint
@@ -146,6 +146,11 @@ class NativeLoader:
     def pool_memory(self) -> tuple[int, float]:
         return available_memory(), CPU_SHARE
 
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Of the checkpoint, as they are packed."""
+        in_bits = self.dtype in ("q4", OWN_BITS)
+        return checkpoint_tensors(self.checkpoint, has_head=self.has_head, in_bits=in_bits)
+
     def load(self, num_blocks: int, num_host_blocks: int) -> LoadedModel:
         config, norm = self.checkpoint.config, None
         if not self.has_head:
@@ -155,7 +160,7 @@ class NativeLoader:
         sliding = config.sliding_rope
         model = NativeModel(
             config,
-            checkpoint_tensors(self.checkpoint, has_head=self.has_head, in_bits=self.dtype == "q4"),
+            self.tensors(),
             rotary_tables(config, self.max_model_len),
             sliding_rope=None
             if sliding is None
