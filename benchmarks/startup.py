@@ -10,6 +10,11 @@ over the processes of the most that each had resident, as ``common.processes`` h
 work goes on, processor time says more than seconds.
 
 QUICK=1 starts three times. The last line is JSON.
+
+BASELINE=PATH compares with another checkout of this repository instead, whose native library is
+built: both are started twenty times (QUICK=1: three), in turns, on the same interpreter, until they
+say that they are ready. Told is the ratio, this by that, of seconds and of the processor time of
+all processes until then.
 """
 
 from __future__ import annotations
@@ -20,7 +25,9 @@ import json
 import os
 import random
 import re
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +38,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.common.client import complete
-from benchmarks.common.processes import Process, Unavailable
+from benchmarks.common.processes import REPOSITORY, Process, Unavailable
 from benchmarks.common.server import PacelineServer
 from paceline.bench.machine import machine
 
@@ -195,13 +202,68 @@ def show(results: dict[str, Any]) -> None:
     print(f"{'peak, both processes':54}{results['peak_rss_mb']:>11}")
 
 
+def start_once(root: Path, model: str) -> tuple[float, float]:
+    """Seconds until the server of a checkout is ready, and processor seconds of its processes."""
+    began = time.monotonic()
+    argv = [sys.executable, "-m", "paceline.cli.main", "serve", model, "--port", "0"]
+    with subprocess.Popen(
+        argv, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    ) as server:  # fmt: skip
+        assert server.stdout is not None
+        if not any("paceline ready" in line for line in server.stdout):
+            raise Unavailable(f"the server of {root} ended before it was ready")
+        ready = time.monotonic() - began
+        ticks = sum(_ticks(Path(f"/proc/{pid}/stat"), server.pid) for pid in os.listdir("/proc"))
+        os.killpg(server.pid, signal.SIGTERM)
+        server.stdout.read()
+    return ready, ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _ticks(stat: Path, session: int) -> int:
+    """User's and system's of a process, if it is one of the session."""
+    try:
+        fields = stat.read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12]) if int(fields[3]) == session else 0
+
+
+def compare(baseline: Path, model: str, turns: int) -> dict[str, Any]:
+    """This checkout beside another one."""
+    roots = (REPOSITORY, baseline)
+    for root in roots:
+        start_once(root, model)
+    pairs = []
+    for turn in range(turns):
+        order = roots if turn % 2 == 0 else roots[::-1]
+        found = {root: start_once(root, model) for root in order}
+        pairs.append((found[REPOSITORY], found[baseline]))
+    results: dict[str, Any] = {"turns": turns}
+    for place, name in enumerate(("ready_s", "processor_s")):
+        ratios = sorted(ours[place] / theirs[place] for ours, theirs in pairs)
+        results[name] = {
+            "this": round(statistics.median(ours[place] for ours, _ in pairs), 3),
+            "baseline": round(statistics.median(theirs[place] for _, theirs in pairs), 3),
+            "ratio": round(statistics.median(ratios), 3),
+            "least": round(ratios[0], 3),
+            "most": round(ratios[-1], 3),
+        }
+        print(f"{name}: {results[name]}")
+    return results
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model", nargs="?", default=MODEL)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        results = measure(args.model, ROUNDS, Path(folder))
-    show(results)
+    if baseline := os.environ.get("BASELINE"):
+        turns = 3 if os.environ.get("QUICK") else 20
+        results = compare(Path(baseline).resolve(), args.model, turns)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            results = measure(args.model, ROUNDS, Path(folder))
+        show(results)
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     print(json.dumps({"bench": "startup", "machine": machine(cpus), "results": results}))
     return 0
