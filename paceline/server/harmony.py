@@ -60,7 +60,9 @@ class HarmonyReader:
         held, self._held = self._held, ""
         if self.thinking:
             return Read(held, "")
-        return Read("", held if self._in_body else "")
+        # a header that did not end; what only looked like one is text
+        is_header = not self._in_body and held.lstrip().startswith("<|")
+        return Read("", "" if is_header else held)
 
     def _read_header(self, said: list[str]) -> bool:
         """Whether a message's header is whole; anything else that comes in its place is text."""

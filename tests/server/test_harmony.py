@@ -44,6 +44,8 @@ CASES = [
     (f"{FINAL}Yes <|", "", "Yes <|"),
     ("<|channel|>fin", "", ""),
     # not its format after all
+    ("to", "", "to"),
+    ("to=x hi", "", "to=x hi"),
     ("Yes.", "", "Yes."),
     ("<b>Yes</b>", "", "<b>Yes</b>"),
     ("", "", ""),

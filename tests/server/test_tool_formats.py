@@ -83,6 +83,28 @@ CASES: list[tuple[str, bool, str, str, list[tuple[str, str]]]] = [
         "none",
         [],
     ),
+    # without arguments, with something else than arguments, and more behind them
+    (
+        "harmony",
+        False,
+        "<|channel|>commentary to=functions.f<|message|><|call|>the answer",
+        "the answer",
+        [("f", "{}")],
+    ),
+    (
+        "harmony",
+        False,
+        '<|channel|>commentary to=functions.f<|message|>\n"look up"<|call|>the answer',
+        '"look up"the answer',
+        [],
+    ),
+    (
+        "harmony",
+        False,
+        '<|channel|>commentary to=functions.f<|message|>\n{"a": 1} junk<|call|>the answer',
+        " junkthe answer",
+        [("f", '{"a": 1}')],
+    ),
     ("harmony", True, '{"name":"f","arguments":{"x":[]}}', "", [("f", '{"x":[]}')]),
     ("mistral", True, '[{"name":"f","arguments":{"x":[]}}]', "", [("f", '{"x":[]}')]),
 ]

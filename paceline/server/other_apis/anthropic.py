@@ -83,6 +83,9 @@ _UNSERVED: Final = refused(" is not served in /v1/messages", ())
 
 
 _MESSAGE_NAMES: Final = frozenset({"role", "content"})
+_TOOL_NAMES: Final = frozenset({"type", "name", "description", "input_schema", "cache_control"})
+# a schema's name and description are for the caller; it is always kept strictly
+_FORMAT_NAMES: Final = frozenset({"type", "schema", "name", "description", "strict"})
 # of blocks; thoughts of earlier turns are not shown again, and prefixes are always cached
 _BLOCK_NAMES: Final = frozenset(
     {"type", "text", "id", "name", "input", "tool_use_id", "content", "cache_control"}
@@ -95,16 +98,31 @@ class Metadata(Body):
     user_id = string()
 
 
+def _unread_blocks(value: Any, where: str = "") -> Iterator[str]:
+    if type(value) is list:
+        for index, block in enumerate(value):
+            if type(block) is dict:
+                yield from unread(block, _BLOCK_NAMES, f"{where}[{index}]")
+
+
+def _unread_tools(values: list[Any]) -> Iterator[str]:
+    for index, tool in enumerate(values):
+        if type(tool) is dict:
+            yield from unread(tool, _TOOL_NAMES, f"[{index}]")
+
+
+def _unread_output(value: dict[str, Any]) -> list[str]:
+    wanted = value.get("format")
+    inside = unread(wanted, _FORMAT_NAMES, ".format") if type(wanted) is dict else []
+    return unread(value, ("format",)) + inside
+
+
 def _unread_messages(values: list[Any]) -> Iterator[str]:
     for place, value in enumerate(values):
         if type(value) is not dict:
             continue
         yield from unread(value, _MESSAGE_NAMES, f"[{place}]")
-        content = value.get("content")
-        if type(content) is list:
-            for index, block in enumerate(content):
-                if type(block) is dict:
-                    yield from unread(block, _BLOCK_NAMES, f"[{place}].content[{index}]")
+        yield from _unread_blocks(value.get("content"), f"[{place}].content")
 
 
 class CountTokensBody(
@@ -127,14 +145,15 @@ class CountTokensBody(
         ),
         unread=_unread_messages,
     )
-    system = anything(_TEXTS)
+    system = replace(anything(_TEXTS), unread=_unread_blocks)
     stop_sequences = anything(schemas.array(schemas.string(low=1, high=1024), 0, 16))
-    tools = array(schemas.array(_TOOL, 0, 128), note="the caller's own")
-    tool_choice = mapping(_CHOICE)
-    output_config = mapping(
-        schemas.record({}, {"format": schemas.nullable(_FORMAT)}),
-        note="`format`",
-        names=("format",),
+    tools = replace(
+        array(schemas.array(_TOOL, 0, 128), note="the caller's own"), unread=_unread_tools
+    )
+    tool_choice = mapping(_CHOICE, names=("type", "name", "disable_parallel_tool_use"))
+    output_config = replace(
+        mapping(schemas.record({}, {"format": schemas.nullable(_FORMAT)}), note="`format`"),
+        unread=_unread_output,
     )
     thinking = mapping(
         schemas.record({"type": schemas.string(*_THINKING)}, {"budget_tokens": schemas.ANYTHING}),

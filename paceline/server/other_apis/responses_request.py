@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -40,6 +41,13 @@ _FROM: Final = {
 }
 # a schema's name and description are for the caller; it is always kept strictly
 _FORMAT_NAMES: Final = ("type", "schema", "name", "description", "strict")
+_TOOL_NAMES: Final = ("type", "name", "description", "parameters", "strict")
+# of items and their parts, as they are sent and as answers have them
+_ITEM_NAMES: Final = frozenset(
+    {"type", "id", "status", "role", "content", "call_id", "name", "arguments", "output"}
+    | {"summary", "encrypted_content"}
+)
+_PART_NAMES: Final = frozenset({"type", "text", "refusal", "annotations", "logprobs"})
 _INCLUDES: Final = ("message.output_text.logprobs", "reasoning.encrypted_content")
 _ITEM: Final = schemas.record(
     {}, {"type": schemas.string("message", "function_call", "function_call_output", "reasoning")}
@@ -70,6 +78,23 @@ def _includes(value: Any, name: str, _: RequestRules) -> list[Any]:
     return list(value)
 
 
+def _unread_input(value: Any) -> Iterator[str]:
+    for place, item in enumerate(value if type(value) is list else ()):
+        if type(item) is not dict:
+            continue
+        yield from unread(item, _ITEM_NAMES, f"[{place}]")
+        parts = item.get("content")
+        for index, part in enumerate(parts if type(parts) is list else ()):
+            if type(part) is dict:
+                yield from unread(part, _PART_NAMES, f"[{place}].content[{index}]")
+
+
+def _unread_tools(values: list[Any]) -> Iterator[str]:
+    for place, tool in enumerate(values):
+        if type(tool) is dict:
+            yield from unread(tool, _TOOL_NAMES, f"[{place}]")
+
+
 def _unread_text(value: dict[str, Any]) -> list[str]:
     spec = value.get("format")
     inside = unread(spec, _FORMAT_NAMES, ".format") if type(spec) is dict else []
@@ -91,10 +116,13 @@ class ResponsesBody(
 ):  # fmt: skip
     """``/v1/responses``."""
 
-    input = needed(
-        anything({"anyOf": [schemas.STRING, schemas.array(_ITEM, 1)]}),
-        "must be a string or a list of at least one item, got None",
-        note="a text, or items: message, function_call, function_call_output, reasoning",
+    input = replace(
+        needed(
+            anything({"anyOf": [schemas.STRING, schemas.array(_ITEM, 1)]}),
+            "must be a string or a list of at least one item, got None",
+            note="a text, or items: message, function_call, function_call_output, reasoning",
+        ),
+        unread=_unread_input,
     )
     instructions = string()
     max_output_tokens = integer(1, INT32, note="no more than the context has left")
@@ -106,7 +134,7 @@ class ResponsesBody(
     )
     store = boolean(True)
     background = boolean()
-    tools = array(schemas.array(_TOOL, 0, 128), note="functions")
+    tools = replace(array(schemas.array(_TOOL, 0, 128), note="functions"), unread=_unread_tools)
     tool_choice = anything(schemas.ANYTHING, note="none, auto, required or {type: function, name}")
     text = replace(
         mapping(schemas.record({}, {"format": schemas.nullable(_FORMAT)}), note="`format`"),
@@ -202,8 +230,9 @@ def parse_responses(
         request = parse_chat(chat, rules, tenant, cuts_max_tokens=True)
     except InvalidRequestError as error:
         raise _renamed(error) from None
-    unread_fields = (*asked.ignored_fields, *request.options.ignored_fields)
-    request = replace(request, options=replace(request.options, ignored_fields=unread_fields))
+    request = replace(
+        request, options=replace(request.options, ignored_fields=asked.ignored_fields)
+    )
     sampling = request.options.sampling
     shown = {
         "background": asked.background,

@@ -58,6 +58,8 @@ __all__ = [
 
 # as at OpenAI
 _MAX_INPUTS: Final = 2048
+# of all pairs, which are written out one by one
+_MAX_PAIR_CHARS: Final = 1 << 24
 _TEXT_NAMES: Final = frozenset({"text", "type"})
 
 
@@ -428,6 +430,13 @@ def _score(
     pairs: list[tuple[str, str]],
     names: tuple[str, str],
 ) -> ScoreRequest:
+    size = sum(len(first) + len(second) for first, second in pairs)
+    if size > _MAX_PAIR_CHARS:
+        raise InvalidRequestError(
+            f"the pairs have {size} characters, a query counted with each of its texts; "
+            f"{_MAX_PAIR_CHARS} may be asked at a time: send several requests",
+            names[1].removesuffix("[{}]"),
+        )
     if info.task == EMBED:
         for name in ("max_tokens_per_doc", *_ACTIVATIONS):
             if values.get(name) is not None:

@@ -253,9 +253,16 @@ def _classes(before: Scrape, after: Scrape) -> tuple[ClassRow, ...]:
 
 
 def _tenants(before: Scrape, after: Scrape, seconds: float) -> tuple[TenantRow, ...]:
+    grown: dict[str, dict[str, float]] = {}
+
     def grew(name: str, tenant: str) -> float:
-        name = f"paceline:tenant_{name}"
-        return after.total(name, tenant=tenant) - before.total(name, tenant=tenant)
+        # by tenants once for each name: there may be many of both
+        found = grown.get(name)
+        if found is None:
+            then = before.by(f"paceline:tenant_{name}", "tenant")
+            now = after.by(f"paceline:tenant_{name}", "tenant")
+            found = grown[name] = {each: n - then.get(each, 0.0) for each, n in now.items()}
+        return found.get(tenant, 0.0)
 
     unfinished = after.by("paceline:tenant_unfinished_requests", "tenant")
     tokens = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from paceline.server.tool_formats.base import CallReader, Piece, ToolParser, held_back
+from paceline.server.tool_formats.base import CallDelta, CallReader, Piece, ToolParser, held_back
 from paceline.server.tool_formats.llama3_json import Llama3Json
 
 __all__ = ["CALL", "Harmony"]
@@ -55,46 +55,50 @@ class _Parser:
 
     def finish(self) -> list[Piece]:
         rest, self._text = self._text, ""
-        if self._call is not None and not self._call.named:
-            rest = self._call.text + rest
-        elif self._count and any(end.startswith(rest) for end in _ENDS):
+        if self._count and any(end.startswith(rest) for end in _ENDS):
             rest = ""
         return [rest] if rest.strip() else []
 
     def _find(self, pieces: list[Piece]) -> bool:
-        """Whether the arguments of a call begin in the text; what is before it is text."""
-        if self._count:
-            # what ends a call is no text
-            for end in _ENDS:
-                self._text = self._text.removeprefix(end)
-            if any(end.startswith(self._text) for end in _ENDS):
-                return False
-        position = self._text.find(CALL)
-        if position < 0:
-            position = len(self._text) - held_back(self._text, CALL)
-        if position:
-            pieces.append(self._text[:position])
-            self._text = self._text[position:]
-        if not self._text.startswith(CALL):
+        """Whether there is more to read: text before a call, and the end of a message, which is no
+        text, are taken off, and a call is begun once its arguments do."""
+        found = [(p, mark) for mark in (CALL, *_ENDS) if (p := self._text.find(mark)) >= 0]
+        if not found:
+            kept = max(held_back(self._text, mark) for mark in (CALL, *_ENDS))
+            said = self._text[: len(self._text) - kept]
+            if said:
+                pieces.append(said)
+                self._text = self._text[len(said) :]
             return False
-        header, found, rest = self._text[len(CALL) :].partition(_MESSAGE)
-        if not found and len(header) <= _MOST_HEADER:
-            return False
+        place, mark = min(found)
+        if place:
+            pieces.append(self._text[:place])
+        self._text = self._text[place:]
+        if mark != CALL:
+            self._text = self._text.removeprefix(mark)
+            return True
+        header, whole, rest = self._text[len(CALL) :].partition(_MESSAGE)
         name = _NAME.match(header)
-        if not found or name is None or len(header) > _MOST_HEADER:
+        if len(header) > _MOST_HEADER or (whole and name is None):
             pieces.append(self._text)
             self._text = ""
             return False
-        self._text = rest
-        self._call = CallReader(self._count, name[0])
+        body = rest.lstrip()
+        if not whole or name is None or not body:
+            return False
+        if body[0] == "{":
+            self._call = CallReader(self._count, name[0])
+        elif any(end.startswith(body) for end in _ENDS):
+            return False
+        elif body.startswith(_ENDS):
+            pieces += [CallDelta(self._count, name[0], ""), CallDelta(self._count, None, "{}")]
+            self._count += 1
+        # anything else is text
+        self._text = body
         return True
 
     def _read(self, call: CallReader, pieces: list[Piece]) -> None:
         self._text = call.take(self._text)
-        if call.broken and not call.named:
-            pieces.append(call.text)
-            self._call = None
-            return
         pieces.extend(call.deltas())
         if call.done:
             self._count += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -95,7 +94,8 @@ def _check(name: str, value: Any, least: float, most: float, whole: bool) -> flo
     """Raises InvalidRequestError."""
     kinds = (int,) if whole else (int, float)
     # not isinstance: true is no number
-    if type(value) not in kinds or not math.isfinite(value) or not least <= value <= most:
+    # no number is within these bounds that is not finite
+    if type(value) not in kinds or not least <= value <= most:
         what = "a whole number" if whole else "a number"
         raise InvalidRequestError(
             f"{name} must be {what} from {least:g} to {most:g}, got {show(value)}", name

@@ -69,6 +69,27 @@ INSIDE: list[tuple[str, dict[str, Any], str]] = [
                 {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "odd": 1}]}]},
         "messages[0].content[0].odd, metadata.odd",
     ),
+    (
+        "/v1/messages",
+        {"max_tokens": 2, "messages": [{"role": "user", "content": "a"}],
+         "system": [{"type": "text", "text": "b", "zz": 1}],
+         "tools": [{"name": "f", "input_schema": {"type": "object"}, "zz": 1}],
+         "tool_choice": {"type": "auto", "zz": 1}},
+        "system[0].zz, tools[0].zz, tool_choice.zz",
+    ),
+    (
+        "/v1/messages/count_tokens",
+        {"messages": [{"role": "user", "content": "a"}], "output_config": {
+            "format": {"type": "json_schema", "schema": {"type": "boolean"}, "zz": 1}}},
+        "output_config.format.zz",
+    ),
+    (
+        "/v1/responses",
+        {"store": False, "input": [{"role": "user", "zz": 1, "content": [
+            {"type": "input_text", "text": "a", "zz": 1}]}],
+         "tools": [{"type": "function", "name": "f", "zz": 1}]},
+        "input[0].zz, input[0].content[0].zz, tools[0].zz",
+    ),
     ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a", "odd": 1}]},
      "messages[0].odd"),
     ("/api/chat", {"messages": [{"role": "user", "content": "a", "odd": 1}], "stream": False},
