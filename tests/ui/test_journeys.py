@@ -135,6 +135,8 @@ def test_a_key_is_asked_for_and_kept_out_of_sight(tmp_path: Path, open_page: Ope
         kept = page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])")
         assert USER not in kept and USER not in page.url
         assert page.context.cookies() == []
+        # it asks on while the server ends
+        page.close()
 
 
 def test_too_many_requests_count_down(server: LiveServer, open_page: OpenPage) -> None:

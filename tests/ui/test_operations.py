@@ -61,6 +61,8 @@ def test_keys_and_what_they_used(tmp_path: Path, open_page: OpenPage) -> None:
         page.get_by_label("Name holds").fill("ROO")
         eventually(lambda: page.get_by_role("row", name="alice").count() == 0)
         page.get_by_text("1 of 2 keys").wait_for()
+        # it asks on while the server ends
+        page.close()
 
 
 def test_a_batch_is_cancelled_and_a_drain_is_told(tmp_path: Path, open_page: OpenPage) -> None:
@@ -91,6 +93,8 @@ def test_a_batch_is_cancelled_and_a_drain_is_told(tmp_path: Path, open_page: Ope
             page.close()
             for _ in lines:
                 pass
+        # it asks on while the server ends
+        page.close()
 
 
 @LONG

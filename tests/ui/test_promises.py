@@ -72,6 +72,8 @@ def test_it_wants_a_key_of_scope_admin(tmp_path: Path, open_page: OpenPage) -> N
         # a key's name is a tenant's
         page.get_by_role("region", name="Tenants", exact=True).wait_for()
         assert cells(page, "Tenants", KEYS[0].name)[1] == "1"
+        # it asks on while the server ends
+        page.close()
 
 
 @LONG

@@ -265,6 +265,8 @@ def test_a_server_without_a_timeline_says_so(tmp_path: Path, open_page: OpenPage
     with live_server(tmp_path / "log", backend=BACKEND, config=config) as server:
         page = open_page(f"{server.url}/ui/timeline")
         page.locator(".notice").get_by_text("--no-timeline").wait_for()
+        # it asks on while the server ends
+        page.close()
 
 
 def test_an_engine_that_is_lost_leaves_a_mark(tmp_path: Path, open_page: OpenPage) -> None:
@@ -393,6 +395,8 @@ def test_a_gap_and_a_shutdown_are_shown(tmp_path: Path, open_page: OpenPage) -> 
         page.close()
         stream.join()
         assert server.wait() == 0
+        # it asks on while the server ends
+        page.close()
 
 
 @LONG
