@@ -145,7 +145,7 @@ async def disk_full(server: FaultyServer, load: Load, folder: Path) -> Row:
     records = [json.loads(line) for line in output.splitlines()]
     times = Counter(record["custom_id"] for record in records)
     wrong = sum(
-        record["response"]["body"]["choices"][0]["token_ids"]
+        _ids(record["response"]["body"]["choices"])
         != load.answer(int(record["custom_id"].removeprefix("line-")))
         for record in records
     )
@@ -164,6 +164,11 @@ async def disk_full(server: FaultyServer, load: Load, folder: Path) -> Row:
 
 def _with(seen: list[Any], load: Load) -> list[tuple[Any, list[int]]]:
     return [(each, load.answer(index)) for index, each in enumerate(seen)]
+
+
+def _ids(choices: list[Any]) -> list[int]:
+    """Of all choices, as ``Seen.token_ids`` has them."""
+    return [each for choice in choices for each in choice["token_ids"]]
 
 
 def _fill(path: Path) -> None:
