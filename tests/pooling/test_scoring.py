@@ -229,6 +229,12 @@ async def test_embeddings_are_scored_by_their_angle(tmp_path: Path) -> None:
         ("/score", {"text_1": ["a", "b"], "text_2": ["a"]}, "text_1", "2 texts"),
         ("/score", {"text_2": ["a"]}, "text_1", "missing"),
         ("/score", {"text_1": "a", "text_2": "a", "instruction": "b"}, "instruction", "no place"),
+        (
+            "/rerank",
+            {"query": "a" * 70_000, "documents": ["b"] * 250},
+            "documents",
+            "17500250 characters, a query counted with each of its texts; 16777216",
+        ),
         ("/score", {"text_1": "a", "data_1": "b", "text_2": "a"}, "data_1", "mean the same"),
         ("/score", {"text_1": "a", "text_2": "a", "documents": "b"}, "documents", "mean the same"),
         (

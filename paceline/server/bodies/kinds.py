@@ -7,7 +7,7 @@ Every function makes a ``Field``; ``note`` is what docs/api.md and the schema te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, TypeVar, cast, overload
 
@@ -60,6 +60,7 @@ __all__ = [
     "token_schema",
     "unheeded",
     "unread",
+    "unread_each",
     "whole",
 ]
 
@@ -197,6 +198,13 @@ def unread(values: Mapping[str, Any], names: Collection[str], where: str = "") -
         for name, value in values.items()
         if name not in names and value is not None and value not in NOTHING
     ]
+
+
+def unread_each(values: Any, names: Collection[str], where: str = "") -> Iterator[str]:
+    """The same of every object in a list; anything else has none."""
+    for index, value in enumerate(values if type(values) is list else ()):
+        if type(value) is dict:
+            yield from unread(value, names, f"{where}[{index}]")
 
 
 def array(schema: Shape, *, note: str = "") -> Field[list[Any] | None]:

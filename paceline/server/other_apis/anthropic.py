@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -25,6 +26,7 @@ from paceline.server.bodies.kinds import (
     refused,
     string,
     unread,
+    unread_each,
 )
 from paceline.server.bodies.protocol import ChatRequest, RequestRules, parse_chat
 from paceline.server.bodies.tool_calls import TOOL_NAME
@@ -98,19 +100,6 @@ class Metadata(Body):
     user_id = string()
 
 
-def _unread_blocks(value: Any, where: str = "") -> Iterator[str]:
-    if type(value) is list:
-        for index, block in enumerate(value):
-            if type(block) is dict:
-                yield from unread(block, _BLOCK_NAMES, f"{where}[{index}]")
-
-
-def _unread_tools(values: list[Any]) -> Iterator[str]:
-    for index, tool in enumerate(values):
-        if type(tool) is dict:
-            yield from unread(tool, _TOOL_NAMES, f"[{index}]")
-
-
 def _unread_output(value: dict[str, Any]) -> list[str]:
     wanted = value.get("format")
     inside = unread(wanted, _FORMAT_NAMES, ".format") if type(wanted) is dict else []
@@ -122,7 +111,7 @@ def _unread_messages(values: list[Any]) -> Iterator[str]:
         if type(value) is not dict:
             continue
         yield from unread(value, _MESSAGE_NAMES, f"[{place}]")
-        yield from _unread_blocks(value.get("content"), f"[{place}].content")
+        yield from unread_each(value.get("content"), _BLOCK_NAMES, f"[{place}].content")
 
 
 class CountTokensBody(
@@ -145,10 +134,11 @@ class CountTokensBody(
         ),
         unread=_unread_messages,
     )
-    system = replace(anything(_TEXTS), unread=_unread_blocks)
+    system = replace(anything(_TEXTS), unread=partial(unread_each, names=_BLOCK_NAMES))
     stop_sequences = anything(schemas.array(schemas.string(low=1, high=1024), 0, 16))
     tools = replace(
-        array(schemas.array(_TOOL, 0, 128), note="the caller's own"), unread=_unread_tools
+        array(schemas.array(_TOOL, 0, 128), note="the caller's own"),
+        unread=partial(unread_each, names=_TOOL_NAMES),
     )
     tool_choice = mapping(_CHOICE, names=("type", "name", "disable_parallel_tool_use"))
     output_config = replace(

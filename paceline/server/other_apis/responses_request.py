@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from paceline.core.errors import InvalidRequestError
@@ -26,6 +27,7 @@ from paceline.server.bodies.kinds import (
     refused,
     string,
     unread,
+    unread_each,
 )
 from paceline.server.bodies.protocol import ChatRequest, RequestRules, parse_chat
 
@@ -83,16 +85,7 @@ def _unread_input(value: Any) -> Iterator[str]:
         if type(item) is not dict:
             continue
         yield from unread(item, _ITEM_NAMES, f"[{place}]")
-        parts = item.get("content")
-        for index, part in enumerate(parts if type(parts) is list else ()):
-            if type(part) is dict:
-                yield from unread(part, _PART_NAMES, f"[{place}].content[{index}]")
-
-
-def _unread_tools(values: list[Any]) -> Iterator[str]:
-    for place, tool in enumerate(values):
-        if type(tool) is dict:
-            yield from unread(tool, _TOOL_NAMES, f"[{place}]")
+        yield from unread_each(item.get("content"), _PART_NAMES, f"[{place}].content")
 
 
 def _unread_text(value: dict[str, Any]) -> list[str]:
@@ -134,7 +127,10 @@ class ResponsesBody(
     )
     store = boolean(True)
     background = boolean()
-    tools = replace(array(schemas.array(_TOOL, 0, 128), note="functions"), unread=_unread_tools)
+    tools = replace(
+        array(schemas.array(_TOOL, 0, 128), note="functions"),
+        unread=partial(unread_each, names=_TOOL_NAMES),
+    )
     tool_choice = anything(schemas.ANYTHING, note="none, auto, required or {type: function, name}")
     text = replace(
         mapping(schemas.record({}, {"format": schemas.nullable(_FORMAT)}), note="`format`"),
