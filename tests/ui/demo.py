@@ -19,7 +19,7 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote
 from paceline.core.request import Request
 from paceline.engine.timeline.codec import Decoder, encode
-from paceline.engine.timeline.events import FrameType, Plan, Told, vocabulary
+from paceline.engine.timeline.events import FrameType, Kind, Plan, Told, vocabulary
 from paceline.engine.timeline.model import Model
 from paceline.engine.timeline.tap import TimelineTap
 from paceline.sim.arrival import Arrival
@@ -35,6 +35,7 @@ MAX_BYTES: Final = 100_000
 SECONDS: Final = 40.0
 BLOCK: Final = 16
 BLOCKS: Final = 260
+_PUT_BACK: Final = (Kind.PREEMPT, Kind.SWAP)
 STEP: Final = FixedStepTimes(0.018, 0.00006)
 
 
@@ -106,7 +107,7 @@ class Watching:
             self._model.take(frame)
             if isinstance(frame, Plan):
                 self._free = frame.free_blocks
-                self._preemptions += sum(event.kind in (8, 9) for event in frame.events)
+                self._preemptions += sum(event.kind in _PUT_BACK for event in frame.events)
 
     def _gauge(self, now: float) -> None:
         self._gauged_at = now
