@@ -159,15 +159,18 @@ test-clients: $(READY) model
 test-upstreams: $(READY) model
 	@$(BIN)/python -m tests.upstreams $(KINDS)
 
-# the page at /ui: all of its tests, none skipped, and its bundle made anew; wants node and npm
+# the page at /ui: all of its tests, its types among them, none skipped, and its bundle made anew; wants
+# node and npm
 test-ui: $(READY) test-services
 	@scripts/vendor-ui --check
 	@PACELINE_UI_TESTS=require $(PYTEST) tests/ui tests/server/test_ui.py
 
 docs: $(DOCS_STAMP)
+	@scripts/docs-demo
 	@$(DOCS_VENV)/bin/zensical build --strict --clean
 
 docs-serve: $(DOCS_STAMP)
+	@scripts/docs-demo
 	@exec $(DOCS_VENV)/bin/zensical serve --dev-addr 127.0.0.1:$(DOCS_PORT)
 
 test-docs: $(READY) model test-services docs

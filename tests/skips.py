@@ -44,7 +44,7 @@ EXPECTED: Final = (
     (r"objdump is not installed", "binutils"),
     (r"there is no redis-server here .*", "redis-server"),
     (r"needs prometheus and promtool .*", "prometheus"),
-    (r"there is no (chromium on the path|playwright|axe-core).*", "a browser"),
+    (r"there is no (axe-core|node)\b.*", "npm's package, which make test-ui installs, or node"),
     (r"this machine has no (node|curl|make)|node is older than 20|needs make", "such a program"),
     (r"this machine lacks one of .*", "such a program"),
     (r"TypeScript's compiler is not here: .*", "npm's package, which make test-clients installs"),

@@ -342,7 +342,7 @@ def run(args: argparse.Namespace) -> int:
 def _server_config(
     args: argparse.Namespace, settings: EngineSettings, api_keys: tuple[ApiKey, ...], port: int
 ) -> ServerConfig:
-    from paceline.cli.settings import WHAT_IF_PROCESS
+    from paceline.cli.settings import TRACE_PROCESS, WHAT_IF_PROCESS
     from paceline.cli.wiring import default_sampling
     from paceline.server.config import ServerConfig, WhatIfConfig
 
@@ -369,7 +369,10 @@ def _server_config(
         otlp_endpoint=args.otlp_endpoint,
         **limit_settings(args),
         what_if=WhatIfConfig(
-            command=WHAT_IF_PROCESS, settings=settings.to_json().decode(), choices=_what_if_choices
+            command=WHAT_IF_PROCESS,
+            check=TRACE_PROCESS,
+            settings=settings.to_json().decode(),
+            choices=_what_if_choices,
         ),
         batches=batch_config(args, port),
         given=args.given(args),

@@ -3,7 +3,8 @@
 ``python -m paceline.cli.what_if`` reads one job, a line of JSON, from standard input, and writes
 lines of JSON to standard output: what it is about to do, how far it is, a result for each run, or
 an error. It makes itself the last to get the processor, bounds what it may take, and ends when its
-standard input does: with whoever started it.
+standard input does: with whoever started it. With ``check`` it reads a trace through and says how
+many requests it has, or what is wrong with it.
 
 ``server.ui.what_if`` writes jobs. No field is a spec that could name a file: the paths in it are
 the server's own.
@@ -46,6 +47,9 @@ _ENOUGH: Final = 65536
 _PROGRESS: Final = 0.2
 # classes and tenants of a result, those with the most requests
 _GROUPS: Final = 20
+# of one request of a trace: longer than any model's context, and what a simulator can hold
+_MOST_TOKENS: Final = 10_000_000
+_EMPTY: Final = "the trace has no request with tokens"
 # bytes of a file: frames of a run, and what it says at last
 _MOST_FILE: Final = 64 * 2**20
 
@@ -71,6 +75,9 @@ def main() -> int:
     if not line:
         return 1
     job: dict[str, Any] = json.loads(line)
+    if sys.argv[1:] == ["check"]:
+        print(json.dumps(_checked(job)), flush=True)
+        return 0
     _bound(int(job["memory"]), int(job["seconds"]))
     whoever = threading.Thread(target=_end_with_whoever_started_this, args=(job,), daemon=True)
     whoever.start()
@@ -78,14 +85,30 @@ def main() -> int:
         for told in _run(job):
             print(json.dumps(told), flush=True)
     except PacelineError as error:
-        # the name of the server's own file says nothing to its reader
-        message = str(error).replace(str(job["workload"]["path"]), "the trace")
-        print(json.dumps({"error": message}), flush=True)
+        print(json.dumps(_said(error, job["workload"]["path"])), flush=True)
         return 1
     except MemoryError:
         print(json.dumps({"error": _too_much(job)}), flush=True)
         return 1
     return 0
+
+
+def _checked(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether a trace can be simulated, and how many requests it has."""
+    _bound(int(asked["memory"]), int(asked["seconds"]))
+    try:
+        stream, _ = _read(Path(asked["path"]))
+        found = sum(1 for _ in stream)
+    except PacelineError as error:
+        return _said(error, asked["path"])
+    except MemoryError:
+        return {"error": _too_much(asked)}
+    return {"requests": found} if found else {"error": _EMPTY}
+
+
+def _said(error: PacelineError, path: str) -> dict[str, Any]:
+    # the name of the server's own file says nothing to its reader
+    return {"error": str(error).replace(path, "the trace")}
 
 
 def _too_much(job: Mapping[str, Any]) -> str:
@@ -110,7 +133,7 @@ def _end_with_whoever_started_this(job: Mapping[str, Any]) -> None:
     while os.read(0, 4096):
         pass
     # a server that was killed could not
-    shutil.rmtree(job["folder"], ignore_errors=True)
+    shutil.rmtree(job["root"], ignore_errors=True)
     # also in the middle of a simulation
     os._exit(1)
 
@@ -193,10 +216,6 @@ def _arrivals(
 
     Raises WorkloadError for a trace that is none.
     """
-    from paceline.sim.workload.base import WorkloadError
-    from paceline.sim.workload.traces import MOONCAKE_BLOCK, open_trace
-
-    block, most = MOONCAKE_BLOCK, int(job["most_requests"])
     stream: Iterator[Arrival]
     if job["workload"]["kind"] == "minutes":
         from paceline.sim.minutes import workload_of
@@ -204,15 +223,10 @@ def _arrivals(
         assert recording is not None, "the server gives frames with its minutes"
         stream, block = workload_of(recording), recording.config.cache.block_size
     else:
-        trace = open_trace(Path(job["workload"]["path"]))
-        if trace.timeless:
-            raise WorkloadError(
-                "the trace has lengths only, and no times: add a column with arrival times"
-            )
-        stream, block = trace.arrivals(), trace.prefix_block
+        stream, block = _read(Path(job["workload"]["path"]))
     targets = job["targets"]
     found = []
-    for arrival in islice(stream, most):
+    for arrival in islice(stream, int(job["most_requests"])):
         if arrival.ttft is arrival.tpot is arrival.deadline is None:
             arrival = replace(arrival, ttft=targets["ttft"], tpot=targets["tpot"])
         # of another model or not, here they all go to this one
@@ -223,10 +237,37 @@ def _arrivals(
     return found, sum(1 for _ in stream), block
 
 
+def _read(path: Path) -> tuple[Iterator[Arrival], int]:
+    """The requests of a trace, and the tokens of a piece of prefix.
+
+    Raises WorkloadError, also while they are read, for a trace that is none or cannot be simulated.
+    """
+    from paceline.sim.workload.base import WorkloadError
+    from paceline.sim.workload.traces import open_trace
+
+    trace = open_trace(path)
+    if trace.timeless:
+        raise WorkloadError(
+            "the trace has lengths only, and no times: add a column with arrival times"
+        )
+
+    def bounded() -> Iterator[Arrival]:
+        for number, arrival in enumerate(trace.arrivals(), 1):
+            longest = max(arrival.prompt_tokens, arrival.output_tokens)
+            if longest > _MOST_TOKENS:
+                raise WorkloadError(
+                    f"request {number} of the trace, at {arrival.at:g} s, has {longest} tokens; at "
+                    f"most {_MOST_TOKENS} of a prompt and of an answer are simulated"
+                )
+            yield arrival
+
+    return bounded(), trace.prefix_block
+
+
 def _nothing(job: Mapping[str, Any]) -> str:
     if job["workload"]["kind"] == "minutes":
         return "no request came in these minutes: send some, choose more minutes, or give a trace"
-    return "the trace has no request with tokens"
+    return _EMPTY
 
 
 def _step_times(
