@@ -102,7 +102,7 @@ class StepTimeModel:
         # weight of the newest observation, but for its seconds
         self._growth = 1.0
         self._weights = [0.0] * _SIZE
-        # actual over fitted time of late, the correction by it, and if there was one at the last fit
+        # actual over fitted time of late, what of it corrects, and whether it did at the last fit
         self._pace = self._drift = 1.0
         self._drifted = False
         # the weights for features that are not scaled, corrected

@@ -119,8 +119,8 @@ def test_it_follows_a_clock_within_seconds(slow: float) -> None:
 
 
 def test_steps_that_stop_now_and_then_are_predicted_on_average() -> None:
-    """A thread that is off its processor for 15 ms in every 30: most steps of 5 ms notice nothing, and
-    every fourth takes 20. A fit of relative errors follows the many."""
+    """A thread that is off its processor for 15 ms in every 30: most steps of 5 ms notice nothing,
+    and every fourth takes 20. A fit of relative errors follows the many."""
     rng = random.Random(8)
     model = trained(rng)
     shape = StepShape(0, 0.0, 4, 800)
