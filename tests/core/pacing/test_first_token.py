@@ -165,7 +165,7 @@ def test_what_is_off_by_much_in_a_short_time_counts_little() -> None:
 
 @pytest.mark.parametrize("slow", [2.0, 0.6])
 def test_a_machine_that_changes_is_told_of_within_seconds(slow: float) -> None:
-    """Eight streams decode when the clock changes; none computes a prompt until three seconds later."""
+    """Eight streams decode when the clock changes; the next prompt comes three seconds later."""
     machine = Machine(max_num_seqs=16)
     machine.add(*(make_request(f"stream{i}", 50, 4000) for i in range(8)))
 
