@@ -54,6 +54,7 @@
 #   make bench-background what a large batch in the background does to those who wait for tokens
 #   make bench-speculation  what guessing tokens brings, with and without in turns (PROMPTS=FILE)
 #   make bench-gaps       how long streams stop when a long prompt comes
+#   make bench-neighbours a server whose processors others use, and one with a quota of 1.5: are predictions true, promises kept?
 #   make bench-faults     what clients see when something breaks, and how long until it is well
 #   make bench-startup    seconds to the first token, where they go, and memory
 #   make bench-gateway  what the gateway adds, streams whose engine dies, where requests go
@@ -109,7 +110,7 @@ export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX LITELLM PARTS P
 	docs docs-serve pictures five-minutes ten-minutes quick check rooms api-tables replay format model venv clean clean-venv \
 	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
 	bench-kernels bench-peers bench-grammars \
-	bench-metrics bench-background bench-gaps bench-faults bench-overhead bench-startup bench-templates \
+	bench-metrics bench-background bench-gaps bench-neighbours bench-faults bench-overhead bench-startup bench-templates \
 	bench-gateway bench-speculation bench-sizes bench-ui bench-kinds
 .DEFAULT_GOAL := test
 
@@ -254,6 +255,9 @@ bench-background: $(READY) model
 
 bench-gaps: $(READY) model
 	@$(BIN)/python -m benchmarks.gaps
+
+bench-neighbours: $(READY) model
+	@$(BIN)/python -m benchmarks.neighbours
 
 bench-speculation: $(READY) model
 	@PROMPTS=$(PROMPTS) $(BIN)/python -m benchmarks.speculation
