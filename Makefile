@@ -106,7 +106,7 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 
 export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX LITELLM PARTS POOLS SIZES
 
-.PHONY: serve test test-all test-thorough test-seconds wheel wheel-aarch64 test-wheel test-clients test-upstreams test-ui test-services test-docs \
+.PHONY: serve test test-all test-thorough test-seconds wheel wheel-aarch64 test-wheel test-clients test-upstreams test-ui test-services test-emulator test-docs \
 	docs docs-serve pictures five-minutes ten-minutes quick check rooms api-tables replay format model venv clean clean-venv \
 	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
 	bench-kernels bench-peers bench-grammars \
@@ -122,7 +122,7 @@ serve: $(READY)
 test: check $(READY) model test-services
 	@$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not thorough" --junitxml=$(DURATIONS)
 
-test-thorough: $(READY) model test-services
+test-thorough: $(READY) model test-services test-emulator
 	@$(PYTEST) -n $(WORKERS) --dist loadfile -m thorough
 
 test-seconds: $(STAMP)
@@ -148,6 +148,10 @@ test-wheel: wheel model
 # Debian programs that some tests start for themselves; those tests skip without them
 test-services:
 	@scripts/test-services
+
+# a processor with AVX2 and nothing better, of which the kernels' tests are run on any other
+test-emulator:
+	@scripts/test-services qemu-x86_64:qemu-user
 
 # npm's client wants node; without it, it is reported absent
 test-clients: $(READY) model

@@ -172,8 +172,12 @@ class Played:
         self.server = PacelineServer(str(model), *off, *flags, log=log, around=around)
         self.vocab_size = vocab_size
         self._seed = 0
-        _, body = asyncio.run(get(self.server.port, "/v1/models"))
-        self.model: str = json.loads(body)["data"][0]["id"]
+        try:
+            _, body = asyncio.run(get(self.server.port, "/v1/models"))
+            self.model: str = json.loads(body)["data"][0]["id"]
+        except BaseException:
+            self.server.close()
+            raise
 
     @property
     def ready_line(self) -> str:
