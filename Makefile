@@ -20,6 +20,7 @@
 #                       clients/typescript
 #   make test-upstreams the gateway before llama.cpp's server and vLLM's CPU build (KINDS=vllm chooses), whose
 #                       servers are stopped and killed under its streams
+#   make test-emulator  installs the emulator on which `make test-all` tries AVX2's kernels, where apt-get can
 #   make docs           the docs site, searchable, into build/site; fails where a page has a broken link
 #   make docs-serve     the same while you write, on DOCS_PORT (8001)
 #   make test-docs      that site in a browser, and every example of the pages that is marked `run`
