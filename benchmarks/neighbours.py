@@ -1,7 +1,7 @@
 """A server that does not have its processors for itself: are predictions true, are promises kept?
 
-Method: ``paceline serve`` on the default model and CALLERS who each stream one answer after another,
-with targets for the first token and for the pace. In turn it is
+Method: ``paceline serve`` on the default model and CALLERS who each stream one answer after
+another, with targets for the first token and for the pace. In turn it is
 
 * alone;
 * beside a busy loop that is bound to one processor;
@@ -10,8 +10,8 @@ with targets for the first token and for the pace. In turn it is
 * in a control group that allows 1.5 processors, with the threads that it chooses by itself;
 * in the same group with ``--threads 2``, for comparison.
 
-After a change the server gets SETTLE seconds; then figures are taken for WINDOW seconds. Predicted is
-the time of the steps as it was predicted before each of them, measured are the same steps
+After a change the server gets SETTLE seconds; then figures are taken for WINDOW seconds. Predicted
+is the time of the steps as it was predicted before each of them, measured are the same steps
 (``paceline:step_seconds_total``) and the callers' mean time per token. Promises are the targets:
 pacing admits a request where those that run keep theirs, and what was missed is counted
 (``paceline:slo_violations_total``), of requests that ended in the window. A gap is the time between
@@ -120,8 +120,8 @@ class Neighbour:
 
 
 class ControlGroup:
-    """A group that allows so many processors, of version 2 or, where that has no processors to give,
-    of version 1. Raises OSError where none can be made."""
+    """A group that allows so many processors, of version 2 or, where that has none to give, of
+    version 1. Raises OSError where none can be made."""
 
     def __init__(self, cpus: float, root: Path = _CGROUP) -> None:
         name = f"paceline-bench-{os.getpid()}"
@@ -223,8 +223,8 @@ class Played:
 
 
 def figures(before: Scrape, after: Scrape, timings: Sequence[Timing]) -> dict[str, Any]:
-    """Of what happened between two readings; times in milliseconds. Raises RuntimeError for requests
-    that failed, and for a window without steps."""
+    """Of what happened between two readings; times in milliseconds. Raises RuntimeError for
+    requests that failed, and for a window without steps."""
     errors = [timing.error for timing in timings if timing.error]
     if errors:
         raise RuntimeError(f"{len(errors)} requests failed: {errors[0]}")

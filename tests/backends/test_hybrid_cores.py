@@ -13,7 +13,7 @@ from tests.backends.machines import Machine
 
 @pytest.fixture
 def hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """A laptop: four performance cores of two threads, CPUs 0-7, and four efficiency cores, 8-11."""
+    """A laptop: four performance cores of two threads, CPUs 0-7, four efficiency cores, 8-11."""
     made = Machine(tmp_path, monkeypatch)
     made.nodes({0: "0-11", 1: ""})
     made.cores("0-1", "2-3", "4-5", "6-7", "8", "9", "10", "11")
@@ -40,7 +40,8 @@ def test_a_thread_for_each_performance_core(hybrid: Machine) -> None:
 def test_threads_are_obeyed(hybrid: Machine) -> None:
     assert hybrid.place(2).cpus == parse_list("0-7")
     assert hybrid.place(8) == Placement(
-        8, why="8 threads, bound to no cores because they are more than the 4 quicker ones of 8 cores"
+        8,
+        why="8 threads, bound to no cores because they are more than the 4 quicker ones of 8 cores",
     )
     assert hybrid.place(numa="off") == Placement(8)
 
@@ -53,9 +54,10 @@ def test_quotas_and_binders(hybrid: Machine) -> None:
     )
     hybrid.quota(8)
     assert hybrid.place(environ={"OMP_PLACES": "cores"}) == Placement(
-        4, why="4 threads for the 4 quicker ones of 8 cores, unbound because OMP_PLACES=cores binds "
+        4,
+        why="4 threads for the 4 quicker ones of 8 cores, unbound because OMP_PLACES=cores binds "
         "threads",
-    )  # fmt: skip
+    )
 
 
 def test_what_the_kernel_measured_comes_before_the_clock(hybrid: Machine) -> None:

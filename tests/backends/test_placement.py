@@ -223,8 +223,8 @@ def test_why_a_quota_leaves_so_few_threads(machine: Machine, version: int) -> No
 def test_a_quota_beside_nodes(machine: Machine) -> None:
     machine.quota(2.5)
     assert machine.place().why == (
-        "2 threads on NUMA node 0 because it has 4 of the 8 cores that may be used, no more because "
-        "a control group allows 2.5 processors"
+        "2 threads on NUMA node 0 because it has 4 of the 8 cores that may be used, no more "
+        "because a control group allows 2.5 processors"
     )
 
 

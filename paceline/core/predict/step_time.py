@@ -15,7 +15,7 @@ This module does not know requests, the clock, or who asks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import itemgetter, mul
 from typing import Final, NamedTuple
 
@@ -33,11 +33,13 @@ _LATER_SWEEPS: Final = 4
 # observations between two fits once there are many
 _REFIT: Final = 32
 _WINDOW: Final = 256
-# A machine that slows down does so with all work, which the fit learns in hundreds of steps: the
-# mean actual over fitted time of the last 20 or so, each _STALL at most, corrects it from _DRIFT on
+# A machine that slows down does so with all work: the mean of the last 20 or so steps' actual over
+# fitted time, each _STALL at most, corrects the fit from _DRIFT on. What is more than _LASTING even
+# when the fit has seen it changes the scale of all that was seen before.
 _FOLLOW: Final = 0.05
 _STALL: Final = 4.0
-_DRIFT: Final = 0.1
+_DRIFT: Final = 0.05
+_LASTING: Final = 0.2
 # of (index, feature)
 _VALUE: Final = itemgetter(1)
 
@@ -102,9 +104,10 @@ class StepTimeModel:
         # weight of the newest observation, but for its seconds
         self._growth = 1.0
         self._weights = [0.0] * _SIZE
-        # actual over fitted time of late, what of it corrects, and whether it did at the last fit
+        # seconds of the machine as it is, in those of the fit
+        self._scale = 1.0
+        # actual over fitted time of late, and what of it corrects predictions
         self._pace = self._drift = 1.0
-        self._drifted = False
         # the weights for features that are not scaled, corrected
         self._rates = [0.0] * _SIZE
         self._ratios: deque[float] = deque(maxlen=_WINDOW)
@@ -147,6 +150,7 @@ class StepTimeModel:
                 ratio = min(seconds / predicted * self._drift, _STALL)
                 self._pace += _FOLLOW * (ratio - self._pace)
                 self._drift = self._pace if abs(self._pace - 1.0) > _DRIFT else 1.0
+        seconds /= self._scale
         # instead of making the old ones lighter, make each heavier than the one before: most
         # features of most steps are zero, and zeros need no work then
         self._growth /= self._forgetting
@@ -164,32 +168,28 @@ class StepTimeModel:
         is_new = shape.wide_tokens > self.most_wide_tokens
         self.most_wide_tokens = max(self.most_wide_tokens, shape.wide_tokens)
         if self.num_observations <= 64 or is_new or self.num_observations % _REFIT == 0:
-            if self._drifted and self._drift != 1.0:
-                self._take_over()
-            self._drifted = self._drift != 1.0
-            self._rescale()
-            self._solve()
+            self._fit(features)
             self._sorted_ratios = sorted(self._ratios)
-        self._rates = [self._drift * w * s for w, s in zip(self._weights, _SCALES, strict=True)]
+        factor = self._scale * self._drift
+        self._rates = [factor * w * s for w, s in zip(self._weights, _SCALES, strict=True)]
         self._hinge.look(self.num_observations, self._gram, self._moment)
         self.free_tokens = self._hinge.free_tokens
         return predicted
 
-    def _take_over(self) -> None:
-        """All steps so far count as if they had taken ``_pace`` times as long."""
-        pace, self._pace, self._drift = self._pace, 1.0, 1.0
-        self._gram = [[g / pace**2 for g in row] for row in self._gram]
-        self._moment = [m / pace for m in self._moment]
-        self._weights = [w * pace for w in self._weights]
-        self._hinge = Hinge(_SIZE)
-
-    def _rescale(self) -> None:
-        """Weigh the newest observation 1 again, before numbers grow out of hand."""
+    def _fit(self, features: Sequence[float]) -> None:
+        """Weigh the newest observation 1 again, before numbers grow out of hand, and fit."""
         shrink = 1.0 / self._growth
         self._gram = [[g * shrink for g in row] for row in self._gram]
         self._moment = [m * shrink for m in self._moment]
         self._hinge.rescale(shrink)
-        self._growth = 1.0
+        self._growth, before, self._weights = 1.0, self._weights, self._weights.copy()
+        self._solve()
+        left = self._pace * sum(map(mul, features, before))
+        left /= max(sum(map(mul, features, self._weights)), 1e-12)
+        scale = self._scale * self._pace
+        if min(abs(self._pace - 1.0), abs(left - 1.0)) > _LASTING and 0.01 < scale < 100.0:
+            # no other mixture of work explains it
+            self._weights, self._scale, self._pace, self._drift = before, scale, 1.0, 1.0
 
     def _solve(self) -> None:
         """Coordinate descent from the last solution: it moves slowly, few sweeps suffice."""

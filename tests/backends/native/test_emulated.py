@@ -1,7 +1,7 @@
 """The AVX2 kernels on a processor that has nothing better, whatever this machine is.
 
-The processor is Intel's Haswell, emulated by qemu-user: this interpreter and this library run on it,
-so an instruction that AVX2 does not have ends the process. `make test-all` installs the emulator with
+The processor is Intel's Haswell, emulated by qemu-user: this interpreter and this library run on
+it, so an instruction that AVX2 does not have ends the process. `make test-all` installs it with
 apt-get where there is none.
 """
 

@@ -9,7 +9,6 @@ from paceline.core.pacing.first_token import FirstTokenForecast
 from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Forecast
 from paceline.core.step.state import SchedulerState
-from tests.core.machine import Machine
 from tests.driving import Driver, make_request
 
 NEWCOMER = make_request("new", 100)
@@ -161,30 +160,3 @@ def test_what_is_off_by_much_in_a_short_time_counts_little() -> None:
         forecast._learn(Forecast(kind, seconds, False), actual)
     # 0.1 times 4, and 1 twice, by 2.1
     assert forecast.bias(kind) == pytest.approx(2.4 / 2.1, rel=0.02)
-
-
-@pytest.mark.parametrize("slow", [2.0, 0.6])
-def test_a_machine_that_changes_is_told_of_within_seconds(slow: float) -> None:
-    """Eight streams decode when the clock changes; the next prompt comes three seconds later."""
-    machine = Machine(max_num_seqs=16)
-    machine.add(*(make_request(f"stream{i}", 50, 4000) for i in range(8)))
-
-    def arrive(name: str) -> float:
-        """Actual over predicted time to first token."""
-        request = make_request(name, 200, 2, arrival=machine.now)
-        machine.add(request)
-        predicted = request.history.predicted_ttft
-        assert predicted is not None
-        while request.first_token_time is None:
-            machine.step()
-        return (machine.now - request.asked.arrival_time) / predicted
-
-    for _ in range(50):
-        machine.step()
-    assert 0.85 < arrive("before") < 1.15
-    usual = machine.takes
-    machine.takes = machine.seconds = lambda shape: slow * usual(shape)
-    changed = machine.now
-    while machine.now < changed + 3.0:
-        machine.step()
-    assert 0.8 < arrive("after") < 1.25
