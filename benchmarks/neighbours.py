@@ -51,7 +51,10 @@ __all__ = ["ControlGroup", "Neighbour", "figures"]
 
 QUICK = bool(os.environ.get("QUICK"))
 CALLERS = 8
-OUTPUT = 64
+# Tokens of a prompt and of an answer: so few and so many that steps with prompts in them hardly
+# count in either mean, and of lengths so different that callers do not keep in step.
+PROMPTS = (16, 32)
+OUTPUTS = (96, 192)
 SETTLE = 3.0 if QUICK else 5.0
 WINDOW = 8.0 if QUICK else 25.0
 TARGETS = {"ttft_ms": 1000, "tpot_ms": 60}
@@ -180,8 +183,9 @@ class Played:
             raise
 
     @property
-    def ready_line(self) -> str:
-        return self.server.line("^paceline ready: .*$")[0]
+    def threads(self) -> str:
+        """What the ready line says of them."""
+        return self.server.line(r"^paceline ready: .*; (\d+ threads?\b[^;]*)\) - try: ")[1]
 
     async def _scrape(self) -> Scrape:
         status, body = await get(self.server.port, "/metrics", timeout=PATIENCE)
@@ -192,10 +196,10 @@ class Played:
     async def _call(self, until: float, rng: random.Random) -> list[Timing]:
         found = []
         while time.monotonic() < until:
-            prompt = [rng.randrange(100, self.vocab_size) for _ in range(rng.randint(16, 64))]
+            prompt = [rng.randrange(100, self.vocab_size) for _ in range(rng.randint(*PROMPTS))]
             found.append(
-                await complete(self.server.port, self.model, prompt, OUTPUT, timeout=PATIENCE,
-                               fields={"slo": TARGETS})
+                await complete(self.server.port, self.model, prompt, rng.randint(*OUTPUTS),
+                               timeout=PATIENCE, fields={"slo": TARGETS})
             )  # fmt: skip
         return found
 
@@ -290,11 +294,10 @@ def main() -> int:
     about = machine(places.cpus)
     played = Played(places.model, vocab, logs / "neighbours.log")
     try:
-        print(played.ready_line, flush=True)
+        threads = {"alone": played.threads}
         results = beside(played, places.cpus)
     finally:
         played.server.close()
-    lines = {}
     for name, flags in (("quota 1.5", ()), ("quota 1.5, 2 threads", ("--threads", "2"))):
         with limited() as group:
             around = () if group is None else group.around()
@@ -302,8 +305,7 @@ def main() -> int:
             played = Played(places.model, vocab, log, around=around, flags=flags)
             stopping = None if group else _Toggle(played.server, 0.075, 0.025)
             try:
-                lines[name] = played.ready_line
-                print(lines[name], flush=True)
+                threads[name] = played.threads
                 before = group.throttled() if group else (0, 0.0)
                 row = played.window()
                 if group:
@@ -316,6 +318,7 @@ def main() -> int:
                     stopping.close()
                 played.server.close()
     print(table(results))
+    print("\n".join(f"{name}: {said}" for name, said in threads.items()))
     # the last one is a comparison
     judged = [row for name, row in results.items() if name != "quota 1.5, 2 threads"]
     print(
@@ -330,7 +333,7 @@ def main() -> int:
                 "callers": CALLERS,
                 "control_group": "made" if "stopped_s" in results["quota 1.5"] else
                 "played by stopping the server for 25 of every 100 ms",
-                "ready": lines,
+                "threads": threads,
                 "results": results,
                 "quick": QUICK,
                 "machine": about,

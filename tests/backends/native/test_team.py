@@ -77,7 +77,7 @@ int uneven() {
 struct Steps {
   Team team;
   explicit Steps(int threads) : team(threads) {}
-  // one run of 20 deals, in each of which members from `off_from` on are off their processors for so
+  // one run of 20 deals, in each of which members from `off_from` on are off their processors so
   // long; whether it computed what it was to
   bool run(double off_ms, int off_from = 1) {
     std::atomic<int64_t> sum{0};
