@@ -39,12 +39,18 @@ pytestmark = [
 TESTS = """
 import sys
 import pytest
-from hypothesis import HealthCheck, settings
-settings.register_profile(
-    "emulated", deadline=None, max_examples=5, suppress_health_check=list(HealthCheck)
-)
-settings.load_profile("emulated")
-sys.exit(pytest.main(["-p", "no:cacheprovider", "--noconftest", "-m", "", "-rs", *sys.argv[1:]]))
+
+class FewExamples:
+    def pytest_configure(self):
+        from hypothesis import HealthCheck, settings
+        checks = list(HealthCheck)
+        settings.register_profile(
+            "emulated", deadline=None, max_examples=5, suppress_health_check=checks
+        )
+        settings.load_profile("emulated")
+
+options = ["-p", "no:cacheprovider", "--noconftest", "-m", "", "-rs"]
+sys.exit(pytest.main([*options, *sys.argv[1:]], plugins=[FewExamples()]))
 """
 PRODUCTS = """
 import sys
