@@ -20,6 +20,7 @@
 #                       clients/typescript
 #   make test-upstreams the gateway before llama.cpp's server and vLLM's CPU build (KINDS=vllm chooses), whose
 #                       servers are stopped and killed under its streams
+#   make test-emulator  installs the emulator on which `make test-all` tries AVX2's kernels, where apt-get can
 #   make docs           the docs site, searchable, into build/site; fails where a page has a broken link
 #   make docs-serve     the same while you write, on DOCS_PORT (8001)
 #   make test-docs      that site in a browser, and every example of the pages that is marked `run`
@@ -54,6 +55,7 @@
 #   make bench-background what a large batch in the background does to those who wait for tokens
 #   make bench-speculation  what guessing tokens brings, with and without in turns (PROMPTS=FILE)
 #   make bench-gaps       how long streams stop when a long prompt comes
+#   make bench-neighbours a server whose processors others use, and one with a quota of 1.5: are predictions true, promises kept?
 #   make bench-faults     what clients see when something breaks, and how long until it is well
 #   make bench-startup    seconds to the first token, where they go, and memory
 #   make bench-gateway  what the gateway adds, streams whose engine dies, where requests go
@@ -105,11 +107,11 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 
 export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX LITELLM PARTS POOLS SIZES
 
-.PHONY: serve test test-all test-thorough test-seconds wheel wheel-aarch64 test-wheel test-clients test-upstreams test-ui test-services test-docs \
+.PHONY: serve test test-all test-thorough test-seconds wheel wheel-aarch64 test-wheel test-clients test-upstreams test-ui test-services test-emulator test-docs \
 	docs docs-serve pictures five-minutes ten-minutes quick check rooms api-tables replay format model venv clean clean-venv \
 	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
 	bench-kernels bench-peers bench-grammars \
-	bench-metrics bench-background bench-gaps bench-faults bench-overhead bench-startup bench-templates \
+	bench-metrics bench-background bench-gaps bench-neighbours bench-faults bench-overhead bench-startup bench-templates \
 	bench-gateway bench-speculation bench-sizes bench-ui bench-kinds
 .DEFAULT_GOAL := test
 
@@ -121,7 +123,7 @@ serve: $(READY)
 test: check $(READY) model test-services
 	@$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not thorough" --junitxml=$(DURATIONS)
 
-test-thorough: $(READY) model test-services
+test-thorough: $(READY) model test-services test-emulator
 	@$(PYTEST) -n $(WORKERS) --dist loadfile -m thorough
 
 test-seconds: $(STAMP)
@@ -147,6 +149,10 @@ test-wheel: wheel model
 # Debian programs that some tests start for themselves; those tests skip without them
 test-services:
 	@scripts/test-services
+
+# a processor with AVX2 and nothing better, of which the kernels' tests are run on any other
+test-emulator:
+	@scripts/test-services qemu-x86_64:qemu-user
 
 # npm's client wants node; without it, it is reported absent
 test-clients: $(READY) model
@@ -257,6 +263,9 @@ bench-background: $(READY) model
 
 bench-gaps: $(READY) model
 	@$(BIN)/python -m benchmarks.gaps
+
+bench-neighbours: $(READY) model
+	@$(BIN)/python -m benchmarks.neighbours
 
 bench-speculation: $(READY) model
 	@PROMPTS=$(PROMPTS) $(BIN)/python -m benchmarks.speculation

@@ -41,6 +41,7 @@ EXPECTED: Final = (
     # programs
     (r"there is no compiler|needs a C compiler", "a compiler"),
     (r"needs g\+\+-aarch64-linux-gnu, qemu-user and cmake", "a cross compiler"),
+    (r"needs qemu-user, an emulator .*", "qemu-user"),
     (r"objdump is not installed", "binutils"),
     (r"there is no redis-server here .*", "redis-server"),
     (r"needs prometheus and promtool .*", "prometheus"),

@@ -307,7 +307,7 @@ def _bound(placement: Placement, *, whole_process: bool) -> Placement:
     if refusal:
         _log.warning(
             "numa_unbound threads=%d numa_nodes=%s cpus=%s reason=%s",
-            placement.threads, placement.nodes, cpus, refusal,
+            placement.threads, placement.nodes or "none", cpus, refusal,
         )  # fmt: skip
         why = f"NUMA nodes {placement.nodes} could not be bound to ({refusal})"
         if placement.why:
@@ -315,7 +315,7 @@ def _bound(placement: Placement, *, whole_process: bool) -> Placement:
         return replace(placement, nodes="", cpus=None, why=why)
     _log.info(
         "threads=%d numa_nodes=%s cpus=%s%s",
-        placement.threads, placement.nodes, cpus, placement.why and f": {placement.why}",
+        placement.threads, placement.nodes or "none", cpus, placement.why and f": {placement.why}",
     )  # fmt: skip
     return placement
 

@@ -26,6 +26,8 @@ __all__ = [
     "choose_threads",
     "has_torch",
     "may_have_cuda",
+    "num_cores",
+    "processor_quota",
     "swap_seconds",
     "within_quota",
 ]
@@ -102,22 +104,39 @@ def choose_threads(
         if wanted < 1:
             raise ConfigError(f"threads must be at least 1, got {wanted}")
         return wanted
+    return within_quota(num_cores(cpus=cpus), cgroup=cgroup, membership=membership)
+
+
+def num_cores(*, cpus: Path = CPUS) -> int:
+    """Physical cores that this process's affinity leaves, at least 1."""
     allowed = allowed_cpus()
     if allowed is None:
         return max(1, os.cpu_count() or 1)
-    return within_quota(len(cores_of(allowed, root=cpus)), cgroup=cgroup, membership=membership)
+    return max(1, len(cores_of(allowed, root=cpus)))
 
 
-def within_quota(threads: int, *, cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
-    """``threads``, or as many as the cgroups' quotas keep busy all the time; at least 1."""
+def processor_quota(*, cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> float:
+    """Processors that the cgroups let this process use on average, such as 1.5; infinite without a
+    limit."""
+    least = math.inf
     for group in _own_groups("cpu", cgroup, membership):
         quota = _read_words(group / "cpu.max")
         if len(quota) != 2:
             limit = _read_words(group / "cpu.cfs_quota_us")
             quota = limit + _read_words(group / "cpu.cfs_period_us")
         if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit() and int(quota[1]) > 0:
-            threads = min(threads, int(quota[0]) // int(quota[1]))
-    return max(1, threads)
+            least = min(least, int(quota[0]) / int(quota[1]))
+    return least
+
+
+def within_quota(threads: int, *, cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
+    """``threads``, or as many as the cgroups' quotas keep busy all the time; at least 1.
+
+    One more would use a period's quota up before its end, and all threads would stop until the next
+    one. What is left of a quota such as 1.5 goes to the server's other process.
+    """
+    quota = processor_quota(cgroup=cgroup, membership=membership)
+    return max(1, threads if quota >= threads else int(quota))
 
 
 def available_memory(
