@@ -58,6 +58,7 @@
 #   make bench-neighbours a server whose processors others use, and one with a quota of 1.5: are predictions true, promises kept?
 #   make bench-faults     what clients see when something breaks, and how long until it is well
 #   make bench-startup    seconds to the first token, where they go, and memory
+#   make bench-memory     what a server holds, by kind, beside what 'plan memory' says (MODELS=a,b)
 #   make bench-gateway  what the gateway adds, streams whose engine dies, where requests go
 #                       (LITELLM=COMMAND beside it; PARTS=overhead,failover,routing; POOLS=N,SEED; QUICK=1)
 #   make bench-templates  what rendering chat templates in a process adds, and what attacks are felt of
@@ -112,7 +113,7 @@ export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX LITELLM PARTS P
 	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
 	bench-kernels bench-peers bench-grammars \
 	bench-metrics bench-background bench-gaps bench-neighbours bench-faults bench-overhead bench-startup bench-templates \
-	bench-gateway bench-speculation bench-sizes bench-ui bench-kinds
+	bench-gateway bench-speculation bench-sizes bench-ui bench-kinds bench-memory
 .DEFAULT_GOAL := test
 
 serve: $(READY)
@@ -287,6 +288,9 @@ bench-templates: $(READY) model
 
 bench-startup: $(READY) model
 	@$(BIN)/python -m benchmarks.startup
+
+bench-memory: $(READY) model
+	@$(BIN)/python -m benchmarks.memory
 
 venv: $(READY)
 

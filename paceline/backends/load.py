@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from paceline.backends.devices import choose_device
 from paceline.backends.drafting import DraftModel
 from paceline.backends.formats import Formats, choose_formats
 from paceline.backends.machine import (
@@ -20,7 +21,6 @@ from paceline.backends.machine import (
     available_memory,
     choose_num_blocks,
     has_torch,
-    may_have_cuda,
 )
 from paceline.backends.native import OWN_BITS, choose_kinds
 from paceline.backends.native.packed import PackedCopies, fingerprint
@@ -41,7 +41,6 @@ from paceline.checkpoints.gguf_encoder import GGUFEncoder
 from paceline.checkpoints.gguf_parts import read_gguf_parts
 from paceline.checkpoints.hf import HFCheckpoint
 from paceline.checkpoints.pooling import PoolingFiles, find_pooling
-from paceline.checkpoints.resolve import default_cache_dir
 from paceline.core.backend import BackendInfo
 from paceline.core.errors import ConfigError
 from paceline.core.pooling import EMBED
@@ -52,8 +51,6 @@ _log = logging.getLogger(__name__)
 
 # formats of weights beside which the head is, or may be, int8
 _SCREENED: Final = ("int8", "q4", OWN_BITS)
-# formats of weights that hold a file's numbers, by its own
-_UNROUNDED: Final = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
 
 
 def load_backend(
@@ -98,30 +95,27 @@ def _load(
         if parts is None
         else GGUFCheckpoint(checkpoint_path, parts)
     )
+    if isinstance(checkpoint, GGUFCheckpoint):
+        checkpoint.forget_vocabulary()
     opened = time.monotonic()
     config = checkpoint.config
     usual = None if pooling is None else pooling.max_seq_length
     length = _choose_length(longest_sequence(config), settings.max_model_len, usual)
     _check_positions(config, length)
-    device = _choose_device(settings.device)
+    device = choose_device(settings.device)
     # before weights are packed and threads started, which then come to lie on the nodes
     placement = _bound(_placed(settings, device), whole_process=own_process)
-    choose = partial(
-        choose_formats,
+    formats = choose_formats(
         config,
+        compute=settings.compute,
+        dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,
         block_size=settings.block_size,
         device=device,
         torch_dtype=partial(_torch_dtype, device=device),
         isa=settings.isa,
+        pooled=pooling is not None,
     )
-    formats = choose(compute=settings.compute, dtype=settings.dtype)
-    if pooling is not None and formats.compute == "native" and settings.dtype == "auto":
-        # vectors are compared in all their digits: what the file does not round is not rounded here
-        kept = _UNROUNDED.get(config.stored_dtype, formats.dtype)
-        if kept != formats.dtype:
-            formats = choose(compute="native", dtype=kept)
-            formats = replace(formats, why=f"native, in {kept} as the file is not rounded either")
     _log.info(
         "compute=%s dtype=%s kv_dtype=%s%s",
         formats.compute, formats.dtype, formats.kv_dtype, formats.why and f": {formats.why}",
@@ -226,7 +220,7 @@ def _load_encoder(
         raise ConfigError(f"{path} is an encoder without a KV cache: leave out --kv-cache-memory")
     if not has_torch():
         raise ConfigError(f"{path} is an encoder, which PyTorch computes, and {NO_TORCH}")
-    device = _choose_device(settings.device)
+    device = choose_device(settings.device)
     placement = _bound(_placed(settings, device), whole_process=own)
     from paceline.backends.torch.encoder import load_encoder
 
@@ -331,20 +325,6 @@ def _check_positions(config: ModelConfig, length: int) -> None:
         )
 
 
-def _choose_device(name: str) -> str:
-    """ "cpu", or what PyTorch calls another device. Raises ConfigError for what is not there."""
-    if name == "cpu" or (name == "auto" and not may_have_cuda()):
-        return "cpu"
-    if not has_torch():
-        if name != "auto":
-            raise ConfigError(f"--device {name} is PyTorch's to use, and {NO_TORCH}")
-        _log.warning("device=cpu: there are signs of a GPU, but %s", NO_TORCH)
-        return "cpu"
-    from paceline.backends.torch.machine import choose_device
-
-    return str(choose_device(name))
-
-
 def _torch_dtype(name: str, *, device: str) -> str:
     from paceline.backends.torch.machine import choose_dtype, dtype_name
 
@@ -358,6 +338,9 @@ def _copies(path: Path, formats: Formats, max_bytes: int | None) -> PackedCopies
         raise ConfigError(
             f"--packed-cache changes nothing with {formats.compute} compute, which packs no weights"
         )
+    # which can fetch models, and brings all that this takes
+    from paceline.checkpoints.resolve import default_cache_dir
+
     return PackedCopies(default_cache_dir() / "packed", max_bytes, fingerprint(path))
 
 

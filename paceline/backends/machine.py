@@ -26,6 +26,7 @@ __all__ = [
     "choose_threads",
     "has_torch",
     "may_have_cuda",
+    "multiplies_bfloat16",
     "num_cores",
     "processor_quota",
     "swap_seconds",
@@ -37,8 +38,9 @@ MEMBERSHIP: Final = Path("/proc/self/cgroup")
 NO_TORCH: Final = "PyTorch is not installed: pip install 'paceline[torch]'"
 # of the host's free memory, for the KV pool
 CPU_SHARE: Final = 0.25
-# blocks moved to measure how long one takes
+# blocks moved to measure how long one takes, and their bytes, which stay in memory, about
 _SWAPPED: Final = 8
+_SWAPPED_BYTES: Final = 2 << 20
 
 
 def has_torch() -> bool:
@@ -58,6 +60,17 @@ def may_have_cuda(*, devices: Path = Path("/dev"), proc: Path = Path("/proc")) -
     names = ("nvidiactl", "dxg", "kfd", "nvhost-gpu", "nvmap")
     traces = [*(devices / name for name in names), proc / "driver" / "nvidia"]
     return any(trace.exists() for trace in traces)
+
+
+def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether PyTorch computes in bfloat16 on this processor by itself (``torch.machine``), told
+    without it: AVX-512's products of bfloat16, or AMX's where the system lets it be used."""
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        return False
+    flags = next((line for line in text.splitlines() if line.startswith("flags")), "").split()
+    return "avx512_bf16" in flags or "amx_tile" in flags
 
 
 def _read_words(path: Path) -> list[str]:
@@ -199,10 +212,10 @@ def choose_num_blocks(
     return blocks
 
 
-def swap_seconds(move: Callable[[int], object], num_blocks: int) -> float:
+def swap_seconds(move: Callable[[int], object], num_blocks: int, block_bytes: int) -> float:
     """Measured seconds to move one block; ``move(count)`` moves that many and returns when they are
     there. 0.0 where there are none to move."""
-    count = min(num_blocks, _SWAPPED)
+    count = min(num_blocks, _SWAPPED, max(1, _SWAPPED_BYTES // block_bytes))
     if count < 1:
         return 0.0
     seconds = math.inf

@@ -89,6 +89,12 @@ def _add_memory(plans: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--memory", type=byte_count, metavar="SIZE", help="of one GPU")
     parser.add_argument("--hardware", metavar="NAME", help="a known GPU, instead of --memory")
     parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="where serve would compute a checkpoint: auto, cpu, cuda or cuda:N, which need not be "
+        "here (default auto)",
+    )
+    parser.add_argument(
         "--gpus", type=bounded_int(1), default=1, metavar="N", help="that share one model"
     )
     parser.add_argument(
@@ -138,7 +144,7 @@ def _served(args: argparse.Namespace) -> ServedMemory | None:
         return None
     from paceline.backends.served import served_memory
 
-    return served_memory(path)
+    return served_memory(path, device=args.device or "auto")
 
 
 def _run_memory(args: argparse.Namespace) -> int:
@@ -146,11 +152,16 @@ def _run_memory(args: argparse.Namespace) -> int:
     from paceline.sim.step_times.roofline import HardwareCard
 
     preset = PRESETS[args.preset] if args.preset else None
-    model = find_model(args.model, plan_fleet.given_shapes(args)) if args.model else None
     weights, per_token = args.weights, args.kv_per_token
-    served: ServedMemory | None = None
+    served = _served(args) if args.model else None
+    if served is None and args.device:
+        raise ConfigError(
+            "--device is where serve computes a checkpoint in formats that it takes by itself: it "
+            "needs --model FILE, and goes with neither --hardware nor both --weight-dtype and "
+            "--kv-dtype"
+        )
+    model = find_model(args.model, plan_fleet.given_shapes(args)) if args.model else None
     if model is not None:
-        served = _served(args)
         if served is not None:
             weights = weights or (None if args.weight_dtype else served.weight_bytes)
             per_token = per_token or (None if args.kv_dtype else served.kv_bytes_per_token)
@@ -200,10 +211,11 @@ def _run_memory(args: argparse.Namespace) -> int:
         block_size=args.block_size,
     )
     of_weights = of_values = ""
+    where = "here" if served is None or served.device == "cpu" else f"on {served.device}"
     if served is not None and not (args.weights or args.weight_dtype):
-        of_weights = f" in {served.dtype}, as serve takes it here"
+        of_weights = f" in {served.dtype}, as serve takes it {where}"
     if served is not None and not (args.kv_per_token or args.kv_dtype):
-        of_values = f" in {served.kv_dtype}, as serve takes it here"
+        of_values = f" in {served.kv_dtype}, as serve takes it {where}"
     rows = [
         ("memory", f"{plan.memory_bytes / 1e9:.1f} GB, of which {known['utilization']:.0%} used"),
         (

@@ -430,6 +430,7 @@ async def _serve(
 ) -> int:
     import asyncio
 
+    from paceline.cli.heap import trim_heap
     from paceline.cli.settings import ENGINE_PROCESS
     from paceline.cli.startup import Stages, process_age
     from paceline.cli.wiring import build_tokenizer
@@ -469,6 +470,7 @@ async def _serve(
             raise
         client = await starting
         # and the tokenizer, which is loaded meanwhile
+        trim_heap()
         stages.done("engine", time.monotonic())
     name = config.served_model_names[0] if config.served_model_names else client.info.model
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -64,6 +66,10 @@ def test_mxfp4_is_what_transformers_takes_it_for(tmp_path: Path) -> None:
             assert (ours == values.detach().numpy()).all()
             row = checkpoint.tensor_row(f"{name}.{part}_proj.weight", 5)
             assert (row == ours[5]).all()
+            # and as blocks that the native kernels keep
+            stored, kind = checkpoint.raw_tensor(f"{name}.{part}_proj.weight")
+            assert kind == "MXFP4"
+            assert (dequantize(stored, GGMLQuantizationType.MXFP4) == ours).all()
     sequence = Sequence(make_loader(checkpoint, "torch"))
     same(sequence.feed(PROMPT), expected(model, PROMPT))
 

@@ -320,6 +320,24 @@ def test_a_checkpoint_takes_here_what_serve_takes_for_it(
         assert other[same] == found[same]
 
 
+def test_a_checkpoint_is_planned_for_another_device(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    there = served_memory(path, device="cuda")
+    flags = ("memory", "--model", str(path), "--memory", "1GB", "--max-len", "64")
+    flags = (*flags, "--mean-len", "32", "--device", "cuda")
+    found = plan(capsys, *flags)
+    assert found["weight_bytes"] == there.weight_bytes
+    assert found["kv_bytes_per_token"] == there.kv_bytes_per_token
+    assert found["reserve_bytes"] == 0
+    assert main(["plan", *flags]) == 0
+    assert " GB in bfloat16, as serve takes it on cuda" in capsys.readouterr().out
+    assert "needs --model FILE" in refused(capsys, *MEMORY, "--device", "cuda")
+    assert "neither --hardware" in refused(capsys, *flags, "--hardware", "h100-sxm")
+    assert "device 'tpu'" in refused(capsys, *flags[:-1], "tpu")
+
+
 def test_a_model_of_a_file_is_planned_for(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

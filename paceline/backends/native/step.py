@@ -24,8 +24,9 @@ from paceline.checkpoints.base import Checkpoint
 from paceline.checkpoints.config import ModelConfig
 from paceline.core.outputs import BlockSwap
 
-__all__ = ["NativeLoader", "NativeStep", "native_block_bytes"]
+__all__ = ["NativeLoader", "NativeStep", "native_block_bytes", "native_step_bytes"]
 
+_HUGE_PAGE: Final = 2 << 20
 _VALUE_BYTES: Final = {"float32": 4, "bfloat16": 2, "int8": 1}
 # int8: float32 scales, one for a token's keys and one for its values in every head
 _SCALE_BYTES: Final = {"float32": 0, "bfloat16": 0, "int8": 4}
@@ -35,6 +36,22 @@ def native_block_bytes(config: ModelConfig, block_size: int, kv_dtype: str) -> i
     """Bytes of one KV block over all layers, as ``NativeModel.kv_bytes_per_block`` will say."""
     per_head = 2 * (config.head_dim * _VALUE_BYTES[kv_dtype] + _SCALE_BYTES[kv_dtype])
     return config.num_hidden_layers * block_size * config.num_key_value_heads * per_head
+
+
+def native_step_bytes(config: ModelConfig, tokens: int, rows: int) -> int:
+    """Bytes that a step of so many tokens is computed in, ``rows`` of them with logits: kept once
+    there was such a step, in whole huge pages (``Model::reserve`` in csrc/forward.cpp)."""
+    heads, head_dim = config.num_attention_heads, config.head_dim
+    attended, hidden = heads * head_dim, config.hidden_size
+    widest = max(hidden, config.intermediate_size, attended)
+    widths = [
+        hidden, widest, widest // 8 + 2, attended + 2 * config.num_key_value_heads * head_dim,
+        attended, heads, attended, config.intermediate_size,
+    ]  # fmt: skip
+    if config.norms_after:
+        widths.append(hidden)
+    sizes = [4 * tokens * width for width in widths] + [4 * rows * config.vocab_size]
+    return sum(-(-size // _HUGE_PAGE) * _HUGE_PAGE for size in sizes)
 
 
 class NativeStep:
@@ -188,5 +205,5 @@ class NativeLoader:
             NativeStep(model, num_blocks, norm),
             NativeSampler(model),
             partial(token_logprobs, model=model),
-            swap_seconds(move, swapped),
+            swap_seconds(move, swapped, self.block_bytes),
         )
