@@ -21,7 +21,7 @@ _LOOKUP: Final = 5
 _LOOKUPS: Final = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 # by method, besides itself
 _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
-    "auto": (*_LOOKUPS, "model", "quantization"),
+    "auto": (*_LOOKUPS, "model", "quantization", "finished_answers_bytes"),
     "ngram": _LOOKUPS,
     "draft_model": ("num_speculative_tokens", "model", "quantization"),
     "self": ("num_speculative_tokens", "quantization"),
