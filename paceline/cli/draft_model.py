@@ -17,6 +17,8 @@ __all__ = ["check_vocabulary", "draft_of"]
 # the method, and in the place of a model's name, the served one in other weights
 _SELF: Final = "self"
 _FEWER_BITS: Final = "q4"
+# the method that a head of another model's hidden states has, which brings no tokenizer
+_HEAD: Final = "eagle3"
 
 
 def draft_of(config: Mapping[str, Any] | None, model_path: str | None) -> tuple[str, str] | None:
@@ -36,9 +38,28 @@ def draft_of(config: Mapping[str, Any] | None, model_path: str | None) -> tuple[
     from paceline.checkpoints.resolve import resolve_model
 
     path = str(resolve_model(name).path)
+    _check_kind(config.get("method"), Path(path))
+    if config.get("method") == _HEAD:
+        return path, quantization
     if path != model_path and model_path is not None:
         check_vocabulary(Path(model_path), Path(path))
     return path, quantization
+
+
+def _check_kind(method: object, path: Path) -> None:
+    """Raises ConfigError where a head is named as a model, or a model as a head."""
+    from paceline.checkpoints.eagle3 import is_eagle3
+
+    if is_eagle3(path) and method != _HEAD:
+        raise ConfigError(
+            f"speculative_config: {path} is an EAGLE-3 head, which reads the served model's hidden "
+            f'states: give "method": "{_HEAD}"'
+        )
+    if method == _HEAD and not is_eagle3(path):
+        raise ConfigError(
+            f"speculative_config: {path} is no EAGLE-3 head: its config.json names none and has no "
+            'draft_vocab_size. A whole model guesses with "method": "draft_model"'
+        )
 
 
 def check_vocabulary(served: Path, draft: Path) -> None:

@@ -53,7 +53,17 @@ def _native(folder: Path) -> ModelBackend:
     )
 
 
+def _eagle3(folder: Path) -> ModelBackend:
+    from tests.backends.torch.heads import save_eagle3
+
+    head = folder / "head"
+    # of two layers what each is given, and what the last gives
+    save_eagle3(head, served_hidden=48, vocab=VOCAB, layers=(0, 1, 2))
+    return load_tiny(folder, block_size=4, compute="torch", draft_path=str(head))
+
+
 BACKENDS: dict[str, Callable[[Path], ModelBackend]] = {
+    "eagle3": _eagle3,
     "native": _native,
     "null": _null,
     "torch": _torch,
