@@ -5,7 +5,8 @@ so both see the machine in the same state. A ratio is the seconds without over t
 median of the turns, with the lowest and the highest:
 
     single             one stream at a time, by group
-    same_question_again  the same where each question was asked and answered just before, by the same
+    same_question_again
+                       the same where each question was asked and answered just before, by the same
                        caller: what finished answers are kept for
     t07_extraction     one stream at temperature 0.7, of the group "extraction"
     eight_code_edit    8 streams at once of the group "code_edit"

@@ -1,7 +1,8 @@
 """Guesses of a head that reads the served model's hidden states (EAGLE-3).
 
-The served model's steps leave hidden states of their tokens, its *features*. The head has a KV cache
-of its own under the same block numbers, and what a block holds is counted, as in ``drafting``::
+The served model's steps leave hidden states of their tokens, its *features*. The head has a KV
+cache of its own under the same block numbers, and what a block holds is counted, as in
+``drafting``::
 
     block table     7        3        9
     tokens          abcd     efgh     ij.       j is known, and not computed yet
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +43,7 @@ _KEPT: Final = 1024
 _COMPUTED: Final = 256
 
 # [tokens, numbers], whatever kind of array the served model makes; it has a length and slices
-Features = Any
+Features: TypeAlias = Any
 
 
 class HeadModel(Protocol):
@@ -279,7 +280,8 @@ class HeadDraft:
     def _reach(self, row: DraftRow) -> _Reach | None:
         """None: the head sees nothing of it, or nothing new. From the end on, blocks of which
         features are to be entered, and before them such as are full."""
-        size, begin, high = self._block_size, None, row.last
+        size, high = self._block_size, row.last
+        begin: int | None = None
         index = (row.last - 1) // size
         while index >= 0:
             block_id, low = int(row.table[index]), index * size

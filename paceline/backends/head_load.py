@@ -32,8 +32,9 @@ def choose_head(
     if formats.compute != "torch":
         raise ConfigError(
             f"speculative_config: the EAGLE-3 head {path} reads hidden states, which the path "
-            f"{formats.compute!r} does not tell: serve with --compute torch, or have tokens guessed "
-            'by a draft model ("method": "draft_model") or by the same weights in 4 bits ("self")'
+            f"{formats.compute!r} does not tell: serve with --compute torch, or have tokens "
+            'guessed by a draft model ("method": "draft_model") or by the same weights in 4 bits '
+            '("self")'
         )
     head = Eagle3Head(path)
     try:
@@ -109,7 +110,5 @@ def _load(
             dtype=choose_dtype(dtype, device),
             device=torch.device(device),
         )
-    draft = HeadDraft(
-        model, served.sampler, num_blocks=num_blocks, block_size=settings.block_size
-    )
+    draft = HeadDraft(model, served.sampler, num_blocks=num_blocks, block_size=settings.block_size)
     return served._replace(model=FeatureTap(served.model, layers, draft)), draft

@@ -489,9 +489,7 @@ def _load_draft(
 
         assert isinstance(loaded.model, NativeStep) and isinstance(served.model, NativeStep)
         mirror = partial(loaded.model.mirror, served.model)
-    return served, DraftModel(
-        loaded, num_blocks=num_blocks, block_size=block_size, mirror=mirror
-    )
+    return served, DraftModel(loaded, num_blocks=num_blocks, block_size=block_size, mirror=mirror)
 
 
 def _choose_sizes(

@@ -14,8 +14,9 @@
     embed_tokens.weight  [vocab, hidden]; absent: the served model's
     t2d                follows from d2t, and is not read
 
-Which layers are read is counted from the embedding: 2 is what layer 2 is given, which is what layer
-1 gave. That is how a field of the config itself has it; ``eagle_config`` names the layers that give.
+Which layers are read is counted from the embedding: 2 is what layer 2 is given, which is what
+layer 1 gave. That is how a field of the config itself has it; ``eagle_config`` names the layers
+that give.
 
 This module does not know how a head is computed.
 """
@@ -148,7 +149,8 @@ class Eagle3Head:
         entry = self._entries.get(_MAP)
         if entry is None:
             return own
-        return own + np.frombuffer(read_data(entry), dtype="<i8")
+        ids: NDArray[np.int64] = own + np.frombuffer(read_data(entry), dtype="<i8")
+        return ids
 
     def _check_tensors(self) -> None:
         config, hidden = self.config, self.config.hidden_size

@@ -200,9 +200,9 @@ def build_core(
     """
     from paceline.core.grammar import ConstrainedBackend
     from paceline.engine.core import EngineCore
+    from paceline.engine.finished_answers import FinishedAnswers
     from paceline.engine.process.loop import engine_info
     from paceline.engine.recorder import FileRecorder
-    from paceline.engine.finished_answers import FinishedAnswers
     from paceline.engine.text.grammar import GrammarCompiler
     from paceline.engine.timeline.tap import TimelineTap
 

@@ -60,9 +60,9 @@ def add_to_core(core: EngineCore, request: GenerationRequest) -> None:
         salt = f"prompt_logprobs {request.request_id}"
     drafter, answers = None, core.answers
     # what shares nothing, and who wants nothing guessed or kept, neither gives nor takes
-    if answers is not None and request.store and request.max_draft_tokens:
-        if request.sampling.prompt_logprobs is None:
-            drafter = answers.drafter(request.tenant, salt)
+    shares = request.sampling.prompt_logprobs is None
+    if answers is not None and shares and request.store and request.max_draft_tokens:
+        drafter = answers.drafter(request.tenant, salt)
     added: list[str] = []
     is_new = request.resume is None
     for index in open_choices(request):

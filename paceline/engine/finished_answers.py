@@ -35,7 +35,7 @@ SOURCE: Final = "finished_answers"
 _KEY: Final = "finished_answers_bytes"
 _USUAL_BYTES: Final = 16 << 20
 # bytes that may be configured, besides 0
-_LEAST_BYTES: Final = 64 << 10
+_LEAST_BYTES: Final = 128 << 10
 _MOST_BYTES: Final = 1 << 30
 # one tenant has so much of all at most, or its flood would drop everybody else's answers
 _TENANT_SHARE: Final = 3
@@ -53,8 +53,10 @@ _WORD: Final = 2**64 - 1
 # odd numbers without a pattern: of the polynomial that hashes tokens, and of what mixes its bits
 _FACTOR: Final = 0x9E3779B97F4A7C15
 _MIXER: Final = 0xD6E8FEB86659FD93
-# a token, and its place by each length
-_BYTES_PER_TOKEN: Final = 4 * (1 + len(_LENGTHS))
+# hashes for each token that a ring may hold: with fewer, one in three would be another's soon
+_HASHES: Final = 2
+# a token, and places by each length
+_BYTES_PER_TOKEN: Final = 4 * (1 + _HASHES * len(_LENGTHS))
 
 
 class Owner(NamedTuple):
@@ -75,9 +77,10 @@ class _Ring:
         self.capacity = capacity
         self._tokens = np.full(capacity, _END, dtype=np.int32)
         # by length and hash, the place behind the latest such tokens. It may have been overwritten,
-        # so tokens are compared
-        self._places = np.zeros((len(_LENGTHS), capacity), dtype=np.int32)
-        self._shift = 64 - (capacity.bit_length() - 1)
+        # or be that of others with the same hash, so tokens are compared; of those that another
+        # has taken the place of, a shorter match is found
+        self._places = np.zeros((len(_LENGTHS), _HASHES * capacity), dtype=np.int32)
+        self._shift = 64 - ((_HASHES * capacity).bit_length() - 1)
         self._next = 0
 
     @property

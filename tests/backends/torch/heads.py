@@ -79,7 +79,9 @@ def save_eagle3(
         config["eagle_aux_hidden_state_layer_ids"] = list(layers)
     (folder / "config.json").write_text(json.dumps(config | changes))
     stored = {name.replace("midlayer", prefix, 1): each for name, each in tensors.items()}
-    save_file({name: each.contiguous() for name, each in stored.items()}, folder / "model.safetensors")
+    save_file(
+        {name: each.contiguous() for name, each in stored.items()}, folder / "model.safetensors"
+    )
     return tensors
 
 

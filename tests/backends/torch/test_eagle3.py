@@ -61,13 +61,15 @@ def _play(
     engine.scheduler.step_time._min_observations = 10**9
     with LLM(engine, ByteTokenizer()) as llm:
         llm.generate(
-            GenerationRequest(
-                request_id=str(number),
-                prompt_token_ids=list(prompt),
-                sampling=SamplingParams(max_tokens=20, temperature=0.0),
-                arrival_time=0.0,
-            )
-            for number, prompt in enumerate(prompts)
+            [
+                GenerationRequest(
+                    request_id=str(number),
+                    prompt_token_ids=list(prompt),
+                    sampling=SamplingParams(max_tokens=20, temperature=0.0),
+                    arrival_time=0.0,
+                )
+                for number, prompt in enumerate(prompts)
+            ]
         )
         engine.check_integrity()
     return seen
@@ -93,7 +95,12 @@ def test_guesses_are_those_of_the_published_layer(
     random = Random(3)
     prompts = [[random.randrange(3, VOCAB) for _ in range(length)] for length in (5, 40, 23)]
     seen = _play(
-        tmp_path / "served", tmp_path / "head", prompts, monkeypatch, max_num_batched_tokens=16
+        tmp_path / "served",
+        tmp_path / "head",
+        prompts,
+        monkeypatch,
+        max_num_batched_tokens=16,
+        max_num_seqs=8,
     )
     guessed = [entry for entry in seen if len(entry[1]) == 4]
     assert len(guessed) > 20
@@ -112,7 +119,11 @@ def test_a_prefix_that_is_found_is_seen_too(
     tensors = save_eagle3(tmp_path / "head", served_hidden=HIDDEN)
     prompt = [7, 9, 4] * 15
     seen = _play(
-        tmp_path / "served", tmp_path / "head", [prompt, [*prompt, 5, 6]], monkeypatch, max_num_seqs=1
+        tmp_path / "served",
+        tmp_path / "head",
+        [prompt, [*prompt, 5, 6]],
+        monkeypatch,
+        max_num_seqs=1,
     )
     for known, guesses in seen[:3] + seen[-3:]:
         assert guesses == reference_guesses(model, tensors, known, len(guesses), layers=(2, 1, 0))
@@ -121,7 +132,8 @@ def test_a_prefix_that_is_found_is_seen_too(
 def _changed(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor | None]) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    stored = load_file(folder / "model.safetensors")
+    # copies: the file that they may be mapped from is about to be replaced
+    stored = {n: each.clone() for n, each in load_file(folder / "model.safetensors").items()}
     for name, tensor in tensors.items():
         stored.pop(name, None)
         if tensor is not None:
