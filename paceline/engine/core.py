@@ -90,7 +90,8 @@ class EngineCore:
         self._depth = pipeline_depth
         self._clock = clock
         # kept to guess later ones from; None: none are
-        self.answers = FinishedAnswers.of(scheduler.speculative_config)
+        config = scheduler.speculative_config if drafter is None else None
+        self.answers = FinishedAnswers.of(config)
         told = [each for each in (recorder, timeline, self.answers) if each is not None]
         # one alone is told without a step between
         self._recorder: Recorder | None = Recorders(*told) if len(told) > 1 else None

@@ -107,7 +107,8 @@ def test_answers_are_the_same(
         stats = driver.scheduler.stats()
         drafted, accepted = dict(stats.drafted), dict(stats.accepted)
         assert drafted[MODEL] > 20
-        assert accepted[MODEL] > 0
+        # a head of random weights is right by chance alone, which need not come
+        assert accepted[MODEL] > 0 or "EAGLE-3" in backend.info.drafter
         if config is AUTO:
             assert drafted[GRAMMAR] == accepted[GRAMMAR] > 0
         preempted += stats.num_preemptions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -15,6 +16,7 @@ from paceline.backends.settings import BackendSettings
 from paceline.core.errors import ConfigError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine import finished_answers
+from paceline.engine.core import EngineCore
 from paceline.engine.finished_answers import SOURCE, FinishedAnswers, Owner
 from paceline.engine.llm import LLM
 from paceline.engine.process.loop import engine_stats
@@ -138,9 +140,17 @@ def test_what_is_refused() -> None:
 # ---------------------------------------------------------------------- through an engine
 
 
-def _llm(config: dict[str, Any], **core: Any) -> LLM:
+class _Engine(LLM):
+    """One whose core can be looked at."""
+
+    def __init__(self, core: EngineCore) -> None:
+        super().__init__(core, ByteTokenizer())
+        self.core = core
+
+
+def _llm(config: dict[str, Any], **core: Any) -> _Engine:
     backend = NullBackend(vocab_size=251, num_blocks=256, block_size=4, max_model_len=300)
-    return LLM(null_core(backend, speculative_config=config, **core), ByteTokenizer())
+    return _Engine(null_core(backend, speculative_config=config, **core))
 
 
 def _request(prompt: list[int], max_tokens: int = 60, **fields: Any) -> GenerationRequest:
@@ -154,9 +164,9 @@ def _request(prompt: list[int], max_tokens: int = 60, **fields: Any) -> Generati
     )
 
 
-def _right(llm: LLM, *requests: GenerationRequest) -> int:
+def _right(llm: _Engine, *requests: GenerationRequest) -> int:
     """Right guesses from finished answers, of requests that run one after the other."""
-    core = llm._core
+    core = llm.core
     # by likelihood alone: how long steps take is another matter every time
     core.scheduler.step_time._min_observations = 10**9
     before = dict(core.stats().accepted).get(SOURCE, 0)
@@ -173,23 +183,23 @@ PROMPT = [9, 3, 250, 17, 4, 88]
 
 
 def test_the_same_question_again_is_guessed() -> None:
-    with _llm(AUTO) as llm:
+    with closing(_llm(AUTO)) as llm:
         assert _right(llm, _request(PROMPT)) == 0
         assert _right(llm, _request(PROMPT)) > 30
         assert _right(llm, _request(PROMPT, n=2)) > 30
-        steps = llm._core.num_steps
+        steps = llm.core.num_steps
         assert _right(llm, _request(PROMPT)) > 40
         # 60 tokens, of which up to nine come in a step
-        assert llm._core.num_steps - steps < 20
-        stats = engine_stats(llm._core, 0.0)
+        assert llm.core.num_steps - steps < 20
+        stats = engine_stats(llm.core, 0.0)
         assert stats.finished_answers_bytes == 1024 * 36
-    with _llm(AUTO | {"finished_answers_bytes": 0}) as llm:
+    with closing(_llm(AUTO | {"finished_answers_bytes": 0})) as llm:
         assert _right(llm, _request(PROMPT), _request(PROMPT)) == 0
-        assert engine_stats(llm._core, 0.0).finished_answers_bytes == 0
+        assert engine_stats(llm.core, 0.0).finished_answers_bytes == 0
 
 
 def test_it_is_told_in_the_request_s_account() -> None:
-    with _llm(AUTO) as llm:
+    with closing(_llm(AUTO)) as llm:
         _right(llm, _request(PROMPT))
         (output,) = llm.generate([_request(PROMPT)])
         timeline = output.choices[0].timeline
@@ -220,7 +230,7 @@ def test_it_is_told_in_the_request_s_account() -> None:
     ],
 )
 def test_who_gets_whose(first: dict[str, Any], second: dict[str, Any], shared: bool) -> None:
-    with _llm(AUTO) as llm:
+    with closing(_llm(AUTO)) as llm:
         assert _right(llm, _request(PROMPT, **first)) == 0
         assert (_right(llm, _request(PROMPT, **second)) > 0) is shared
 
@@ -230,18 +240,18 @@ def test_half_an_answer_is_kept_only_if_it_ended_there() -> None:
     # ends where the stop string is found, which the scheduler is told of as of an abort
     place = next(i for i in range(25, 60) if 32 < text[i] < 127 and text.index(text[i]) == i)
     stop = chr(text[place])
-    with _llm(AUTO) as llm:
+    with closing(_llm(AUTO)) as llm:
         (output,) = llm.generate([_request(PROMPT, 60, stop=(stop,))])
         assert output.choices[0].stop_reason == stop
         assert _right(llm, _request(PROMPT)) > place // 2
-    with _llm(AUTO) as llm:
+    with closing(_llm(AUTO)) as llm:
         deltas = llm.stream([_request(PROMPT)])
         for _ in range(40):
             next(deltas)
         # whoever reads stops reading: aborted
         deltas.close()
         assert _right(llm, _request(PROMPT)) == 0
-        assert llm._core.answers is not None and not llm._core.answers._open
+        assert llm.core.answers is not None and not llm.core.answers._open
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9, "seed": 5}])
