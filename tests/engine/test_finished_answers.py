@@ -14,7 +14,9 @@ from paceline.backends.load import load_backend
 from paceline.backends.null import NullBackend, expected_tokens
 from paceline.backends.settings import BackendSettings
 from paceline.core.errors import ConfigError
+from paceline.core.request import FinishReason
 from paceline.core.sampling_params import SamplingParams
+from paceline.core.step import draft_choice
 from paceline.engine import finished_answers
 from paceline.engine.core import EngineCore
 from paceline.engine.finished_answers import SOURCE, FinishedAnswers, Owner
@@ -23,7 +25,7 @@ from paceline.engine.process.loop import engine_stats
 from paceline.engine.testing import ByteTokenizer, null_core
 from paceline.engine.types import GenerationOutput, GenerationRequest
 from tests.backends.torch.models import VOCAB, save_model
-from tests.driving import make_request
+from tests.driving import ask, make_request
 
 ME, OTHER = Owner("a", None), Owner("b", None)
 AUTO = {"method": "auto"}
@@ -32,9 +34,6 @@ _names = count()
 
 def _keep(answers: FinishedAnswers, owner: Owner, prompt: list[int], output: list[int]) -> None:
     """As if a request had ended."""
-    from paceline.core.request import FinishReason
-    from tests.driving import ask
-
     request = make_request("r", prompt, len(output))
     ask(request, drafter=answers.drafter(*owner))
     request.output_token_ids += output
@@ -258,8 +257,6 @@ def test_half_an_answer_is_kept_only_if_it_ended_there() -> None:
 def test_a_model_answers_as_without(
     tmp_path: Path, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline.core.step import draft_choice
-
     monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
     save_model(tmp_path, "llama", hidden_size=96, max_position_embeddings=512)
     random = Random(2)
