@@ -5,7 +5,10 @@ so both see the machine in the same state. A ratio is the seconds without over t
 median of the turns, with the lowest and the highest:
 
     single             one stream at a time, by group
-    t07_extraction     the same at temperature 0.7, of the group "extraction"
+    same_question_again
+                       the same where each question was asked and answered just before, by the same
+                       caller: what finished answers are kept for
+    t07_extraction     one stream at temperature 0.7, of the group "extraction"
     eight_code_edit    8 streams at once of the group "code_edit"
     sixtyfour          64 streams at once, of all groups
     draft_bf16         one stream at a time of all groups, weights in bfloat16, with guesses by the
@@ -101,6 +104,7 @@ class Pair:
         self.tokenizer = load_tokenizer(path)
         self.off, self.on = _open(path, {"method": "off"}, dtype), _open(path, config, dtype)
         self.same = self.total = 0
+        self._num_ratios = 0
 
     def close(self) -> None:
         self.off.close()
@@ -111,15 +115,28 @@ class Pair:
         chats = [self.tokenizer.render_chat([{"role": "user", "content": text}]) for text in texts]
         return [self.tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
 
-    def ratio(self, prompts: list[list[int]], count: int, temperature: float = 0.0) -> Entry:
-        """The seconds without over those with, in turns."""
+    def ratio(
+        self,
+        prompts: list[list[int]],
+        count: int,
+        temperature: float = 0.0,
+        *,
+        again: bool = False,
+    ) -> Entry:
+        """The seconds without over those with, in turns; with ``again`` of the second time that
+        the prompts are played."""
         ratios = []
+        self._num_ratios += 1
         before = self.on.core.stats()
         for turn in range(TURNS):
             order = (self.off, self.on) if turn % 2 == 0 else (self.on, self.off)
             played = {}
+            # nothing that was answered before is of use here
+            salt = f"{self._num_ratios} {turn}"
             for engine in order:
-                played[engine is self.on] = _play(engine, prompts, count, turn, temperature)
+                for _ in range(1 + again):
+                    found = _play(engine, prompts, count, turn, temperature, salt)
+                played[engine is self.on] = found
             without, guessed = played[False], played[True]
             ratios.append(without[0] / guessed[0])
             pairs = list(zip(without[1], guessed[1], strict=True))
@@ -159,20 +176,30 @@ def _open(path: Path, speculative_config: dict[str, Any], dtype: str) -> Engine:
 
 
 def _request(
-    name: str, prompt: list[int], turn: int, temperature: float = 0.0, slo: Slo = NO_SLO
+    name: str,
+    prompt: list[int],
+    turn: int,
+    temperature: float = 0.0,
+    slo: Slo = NO_SLO,
+    salt: str = "",
 ) -> GenerationRequest:
     return GenerationRequest(
         request_id=name,
         prompt_token_ids=prompt,
         sampling=SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=turn),
         arrival_time=time.monotonic(),
-        cache_salt=str(turn),
+        cache_salt=salt or str(turn),
         slo=slo,
     )
 
 
 def _play(
-    engine: Engine, prompts: list[list[int]], size: int, turn: int, temperature: float
+    engine: Engine,
+    prompts: list[list[int]],
+    size: int,
+    turn: int,
+    temperature: float,
+    salt: str = "",
 ) -> tuple[float, list[Any]]:
     """Seconds, and the tokens of each answer."""
     batches = [[prompt] for prompt in prompts]
@@ -183,7 +210,10 @@ def _play(
         output
         for batch in batches
         for output in engine.llm.generate(
-            [_request(f"r{i}", prompt, turn, temperature) for i, prompt in enumerate(batch)]
+            [
+                _request(f"r{i}", prompt, turn, temperature, salt=salt)
+                for i, prompt in enumerate(batch)
+            ]
         )
     ]
     return time.perf_counter() - began, [output.choices[0].token_ids for output in outputs]
@@ -247,7 +277,7 @@ def main() -> int:
     groups = GROUPS
     if os.environ.get("PROMPTS"):
         groups = json.loads(Path(os.environ["PROMPTS"]).read_text())
-    results: dict[str, Any] = {"single": {}, "draft_bf16": None}
+    results: dict[str, Any] = {"single": {}, "same_question_again": {}, "draft_bf16": None}
     pair = Pair(path)
     prompts = {group: pair.encode(texts) for group, texts in groups.items()}
     everything = [prompt for group in prompts.values() for prompt in group]
@@ -260,6 +290,9 @@ def main() -> int:
 
     for group in groups:
         results["single"][group] = show(f"single {group}", pair.ratio(prompts[group], 1))
+    for group in groups:
+        entry = pair.ratio(prompts[group], 1, again=True)
+        results["same_question_again"][group] = show(f"again {group}", entry)
     # a file of other prompts may have other groups
     for name, group, count, temperature in (
         ("t07_extraction", "extraction", 1, 0.7),

@@ -25,15 +25,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.backends.sampling import PreparedSampling, SampleRow
-from paceline.backends.steps import AttentionBatch, Likeliest, LoadedModel, Logits
+from paceline.backends.steps import AttentionBatch, Likeliest, LoadedModel, Logits, Sampler
 
-__all__ = ["DraftModel", "DraftRow"]
+__all__ = ["DraftModel", "DraftPlan", "DraftRow", "Drafting", "draw"]
 
 # tokens that are made up for in one step at most, computed or copied: a request that comes to be
 # guessed behind a long prompt delays no step by more than that
@@ -61,8 +61,75 @@ class DraftRow:
     num_prompt_tokens: int
 
 
+class Drafting(Protocol):
+    """What makes guesses inside a step. Called from one thread, between steps of the served
+    model."""
+
+    def guess(self, rows: Sequence[DraftRow]) -> list[int]:
+        """Write up to ``count`` guesses behind the last known token of each row, and return how
+        many. Rows that there is far to make up for get none for now."""
+        ...
+
+    def forget(self, block_ids: Sequence[int], *, clear: bool = False) -> None:
+        """These blocks are about to hold something else.
+
+        Args:
+            clear: nobody has written them yet.
+        """
+        ...
+
+    def copied(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """The served model's blocks were copied (source, destination), in order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """What will make guesses, about to be loaded."""
+
+    # of its KV cache, for each block of the served model's
+    block_bytes: int
+    # for people
+    described: str
+    # (the served model, its blocks): that model as it is to be run, and what guesses for it
+    load: Callable[[LoadedModel, int], tuple[LoadedModel, Drafting]]
+
+
+def draw(
+    sampler: Sampler,
+    logits: Logits,
+    likeliest: Likeliest,
+    rows: Sequence[DraftRow],
+    going: Sequence[int],
+    made: list[int],
+) -> list[int]:
+    """Draw the next guess of each row in ``going`` from its logits, write it, and count it in
+    ``made``. Returns the places in ``going`` of rows that want another."""
+    drawn = [
+        SampleRow(
+            rows[r].sampling,
+            rows[r].tokens[: rows[r].last + 1 + made[r]],
+            rows[r].num_prompt_tokens,
+            None,
+        )
+        for r in going
+    ]
+    samples = sampler.sample(logits, drawn, likeliest)
+    stays: list[int] = []
+    for place, (r, token_id, finite) in enumerate(
+        zip(going, samples.token_ids, samples.finite, strict=True)
+    ):
+        if not finite or token_id < 0:
+            continue
+        made[r] += 1
+        rows[r].tokens[rows[r].last + made[r]] = token_id
+        if made[r] < rows[r].count:
+            stays.append(place)
+    return stays
+
+
 class DraftModel:
-    """A loaded model and what its blocks hold. Called from one thread, between steps.
+    """A ``Drafting``: a loaded model and what its blocks hold.
 
     Args:
         num_blocks: of the served model's pool.
@@ -85,18 +152,17 @@ class DraftModel:
         self._held = np.zeros(num_blocks, dtype=np.int64)
 
     def forget(self, block_ids: Sequence[int], *, clear: bool = False) -> None:
-        """These blocks are about to hold something else.
-
-        Args:
-            clear: nobody has written them yet.
-        """
+        """See ``Drafting``."""
         self._held[list(block_ids)] = 0
         if clear:
             self.model.clear_blocks(block_ids)
 
+    def copied(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See ``Drafting``. What is lacking is made up for like anything else."""
+        self.forget([destination for _, destination in pairs], clear=True)
+
     def guess(self, rows: Sequence[DraftRow]) -> list[int]:
-        """Write up to ``count`` guesses behind the last known token of each row, and return how
-        many. Rows that the model has far to make up for get none for now."""
+        """See ``Drafting``."""
         made = [0] * len(rows)
         # rows, and where each goes on
         going = self._make_up(rows)
@@ -105,28 +171,10 @@ class DraftModel:
             if self._mirror is None and not made[going[0][0]]:
                 for r, _ in going:
                     self._note(rows[r], rows[r].last + 1)
-            drawn = [
-                SampleRow(
-                    rows[r].sampling,
-                    rows[r].tokens[: rows[r].last + 1 + made[r]],
-                    rows[r].num_prompt_tokens,
-                    None,
-                )
-                for r, _ in going
-            ]
-            samples = self._sampler.sample(logits, drawn, likeliest)
-            stays: list[tuple[int, int]] = []
-            for (r, _), token_id, finite in zip(
-                going, samples.token_ids, samples.finite, strict=True
-            ):
-                if not finite or token_id < 0:
-                    continue
-                made[r] += 1
-                place = rows[r].last + made[r]
-                rows[r].tokens[place] = token_id
-                if made[r] < rows[r].count:
-                    stays.append((r, place))
-            going = stays
+            chosen = [r for r, _ in going]
+            stays = draw(self._sampler, logits, likeliest, rows, chosen, made)
+            chosen = [chosen[place] for place in stays]
+            going = [(r, rows[r].last + made[r]) for r in chosen]
         return made
 
     def _forward(

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from paceline.backends.devices import choose_device
-from paceline.backends.drafting import DraftModel
+from paceline.backends.drafting import DraftModel, DraftPlan
 from paceline.backends.formats import Formats, choose_formats
+from paceline.backends.head_load import choose_head
 from paceline.backends.machine import (
     NO_TORCH,
     available_memory,
@@ -35,6 +36,7 @@ from paceline.backends.topology import bind, format_list
 from paceline.backends.worker import Runner, WorkerBackend
 from paceline.checkpoints.base import Checkpoint, open_checkpoint
 from paceline.checkpoints.config import ModelConfig
+from paceline.checkpoints.eagle3 import is_eagle3
 from paceline.checkpoints.encoder import ENCODERS, EncoderCheckpoint, EncoderFiles
 from paceline.checkpoints.gguf import GGUFCheckpoint
 from paceline.checkpoints.gguf_encoder import GGUFEncoder
@@ -140,7 +142,7 @@ def _load(
         draft = _choose_draft(
             settings, checkpoint_path, config, formats, device, length, placement.threads
         )
-    beside = 0 if draft is None else draft.loader.block_bytes
+    beside = 0 if draft is None else draft.block_bytes
     blocks, host_blocks = _choose_sizes(loader, settings, max_num_seqs, length, beside)
     chosen = time.monotonic()
     loaded = loader.load(blocks, host_blocks)
@@ -148,6 +150,9 @@ def _load(
         "loaded checkpoint=%.2f choice=%.2f weights=%.2f",
         opened - started, chosen - opened, time.monotonic() - chosen,
     )  # fmt: skip
+    drafting = None
+    if draft is not None:
+        loaded, drafting = draft.load(loaded, blocks)
     runner: Runner
     pooled = None
     if pooling is None:
@@ -157,7 +162,7 @@ def _load(
             block_size=settings.block_size,
             max_num_seqs=max_num_seqs,
             max_model_len=length,
-            draft=None if draft is None else _load_draft(draft, loaded, blocks, settings),
+            draft=drafting,
         )
     else:
         assert isinstance(loaded.model, HiddenModel)
@@ -389,17 +394,6 @@ def _choose_loader(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """A model that will guess tokens, about to be loaded."""
-
-    loader: ModelLoader
-    # its KV cache may be a copy of the served model's
-    mirrors: bool
-    # for people
-    described: str
-
-
 def _choose_draft(
     settings: BackendSettings,
     checkpoint_path: Path,
@@ -408,10 +402,12 @@ def _choose_draft(
     device: str,
     length: int,
     threads: int,
-) -> _Draft:
+) -> DraftPlan:
     """Raises ConfigError for one that cannot guess for the model of ``config``."""
     assert settings.draft_path is not None
     path = Path(settings.draft_path)
+    if is_eagle3(path):
+        return choose_head(settings, config, formats, device, length)
     itself = path.resolve() == checkpoint_path.resolve()
     checkpoint = open_checkpoint(path)
     own = checkpoint.config
@@ -458,29 +454,25 @@ def _choose_draft(
         pooling=None,
         copies=_copies(path, found, settings.packed_cache_bytes),
     )
-    return _Draft(
-        loader,
-        mirrors,
+    return DraftPlan(
+        loader.block_bytes,
         f"guesses by {'itself' if itself else path.name} in {found.dtype}, {found.compute}",
+        partial(_load_draft, loader, settings.block_size, mirrors),
     )
 
 
 def _load_draft(
-    draft: _Draft, served: LoadedModel, num_blocks: int, settings: BackendSettings
-) -> DraftModel:
-    loaded = draft.loader.load(num_blocks, 0)
+    loader: ModelLoader, block_size: int, mirrors: bool, served: LoadedModel, num_blocks: int
+) -> tuple[LoadedModel, DraftModel]:
+    """``mirrors``: its KV cache is a copy of the served model's."""
+    loaded = loader.load(num_blocks, 0)
     mirror = None
-    if draft.mirrors:
+    if mirrors:
         from paceline.backends.native.step import NativeStep
 
         assert isinstance(loaded.model, NativeStep) and isinstance(served.model, NativeStep)
         mirror = partial(loaded.model.mirror, served.model)
-    return DraftModel(
-        loaded,
-        num_blocks=num_blocks,
-        block_size=settings.block_size,
-        mirror=mirror,
-    )
+    return served, DraftModel(loaded, num_blocks=num_blocks, block_size=block_size, mirror=mirror)
 
 
 def _choose_sizes(

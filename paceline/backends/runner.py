@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.backends.constraint import OutputConstraint
-from paceline.backends.drafting import DraftModel, DraftRow
+from paceline.backends.drafting import Drafting, DraftRow
 from paceline.backends.prompt_logprobs import PromptLogprobs
 from paceline.backends.sampling import PreparedSampling, SampleRow
 from paceline.backends.steps import AttentionBatch, Likeliest, LoadedModel, Logits
@@ -104,7 +104,7 @@ class ModelRunner:
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
-        draft: DraftModel | None = None,
+        draft: Drafting | None = None,
     ) -> None:
         # others look at it, to see what computes
         self.model = loaded.model
@@ -179,9 +179,10 @@ class ModelRunner:
             for copy in plan.block_copies:
                 slot = self._slots[copy.request_id]
                 self._tables[slot.index, copy.index] = copy.dst
-            self.model.copy_blocks([(copy.src, copy.dst) for copy in plan.block_copies])
+            pairs = [(copy.src, copy.dst) for copy in plan.block_copies]
+            self.model.copy_blocks(pairs)
             if self._draft is not None:
-                self._draft.forget([copy.dst for copy in plan.block_copies], clear=True)
+                self._draft.copied(pairs)
 
     def _release(self, request_id: str) -> None:
         slot = self._slots.pop(request_id, None)
@@ -215,7 +216,7 @@ class ModelRunner:
         self._tables = np.concatenate((self._tables, np.zeros_like(self._tables)))
 
     def _make(
-        self, draft: DraftModel, plan: SchedulerOutput, slots: Sequence[_Slot]
+        self, draft: Drafting, plan: SchedulerOutput, slots: Sequence[_Slot]
     ) -> dict[int, tuple[int, ...]]:
         """By row, the guesses that the draft model makes where the plan leaves it to it."""
         wanted: list[tuple[int, DraftRow]] = []

@@ -85,7 +85,7 @@ class Draft(NamedTuple):
     row: int
     # all below 0: the backend's draft model makes so many, or fewer
     token_ids: tuple[int, ...]
-    # who guessed: "ngram", "prediction", "grammar", "draft_model"
+    # who guessed: "ngram", "prediction", "grammar", "draft_model", "finished_answers"
     source: str
 
 

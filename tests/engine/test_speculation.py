@@ -17,6 +17,7 @@ from paceline.core.step import draft_choice
 from paceline.engine.llm import LLM
 from paceline.engine.testing import ByteTokenizer, null_core
 from paceline.engine.types import GenerationRequest
+from tests.backends.torch.heads import save_eagle3
 from tests.backends.torch.models import VOCAB, save_model
 
 NGRAM = {
@@ -196,3 +197,32 @@ def test_answers_are_those_without_a_draft_model(
         assert on.accepted > (0.6 if formats[0] == "float32" else 0.4) * on.drafted
     else:
         assert on.accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("size", "blocks", "chunk"), [(1, 64, 512), (4, 16, 512), (4, 64, 12)], ids=str
+)
+def test_answers_are_those_without_a_head(
+    folder: Path,
+    tmp_path: Path,
+    size: int,
+    blocks: int,
+    chunk: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A head of random weights is nearly always wrong, and costs nothing but time."""
+    monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
+    monkeypatch.setattr(draft_choice, "_UNLIKELY", 0.0)
+    save_eagle3(tmp_path, served_hidden=96)
+    formats, draft = ("float32", "float32"), (tmp_path, "auto")
+    off = _answers(folder, "torch", formats, size, blocks, max_num_batched_tokens=chunk)
+    config = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 4}
+    on = _answers(
+        folder, "torch", formats, size, blocks, draft,
+        max_num_batched_tokens=chunk, speculative_config=config,
+    )  # fmt: skip
+    assert on.tokens == off.tokens
+    assert on.drafted > 50
+    # where four tokens are allowed it is right now and then, drawing as the model does
+    assert on.accepted > 0
+    assert (on.preemptions > 0) == (blocks == 16)

@@ -192,6 +192,8 @@ class Drafts:
             drafters.append(PredictionDrafter(predicted, request.num_prompt_tokens))
         if settings.lookup_min is not None and settings.lookup_max is not None:
             drafters.append(NgramDrafter(settings.lookup_min, settings.lookup_max))
+        if request.asked.drafter is not None:
+            drafters.append(request.asked.drafter)
         if settings.models:
             drafters.append(ModelDrafter())
         return drafters
