@@ -12,13 +12,8 @@ from typing import Final
 from paceline.core.errors import InvalidRequestError
 
 __all__ = [
-    "CLASSIFY",
-    "CONVERTS",
-    "EMBED",
-    "RUNNERS",
-    "PoolingInfo",
-    "PoolingParams",
-]
+    "CLASSIFY", "CONVERTS", "EMBED", "RUNNERS", "PoolingInfo", "PoolingParams",
+]  # fmt: skip
 
 EMBED: Final = "embed"
 CLASSIFY: Final = "classify"

@@ -27,14 +27,9 @@ if TYPE_CHECKING:
     from paceline.core.speculation.guesser import Guesser
 
 __all__ = [
-    "FinishReason",
-    "Forecast",
-    "History",
-    "Request",
-    "RequestSpec",
-    "RequestStatus",
+    "FinishReason", "Forecast", "History", "Request", "RequestSpec", "RequestStatus",
     "ResumedOutput",
-]
+]  # fmt: skip
 
 
 class RequestStatus(enum.Enum):

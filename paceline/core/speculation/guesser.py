@@ -95,7 +95,7 @@ class Guesser:
     """
 
     __slots__ = (
-        "_chosen", "_drafters", "_forced", "_forced_from", "_from", "_guesses", "_tokens",
+        "_chosen", "_drafters", "_forced", "_forced_from", "_from", "_guesses", "_seen", "_tokens",
         "acceptance",
     )  # fmt: skip
 
@@ -111,16 +111,27 @@ class Guesser:
         # what the grammar leaves no choice about, from which position on
         self._forced: Sequence[int] = ()
         self._forced_from = 0
+        # known tokens that the backend's draft model has seen, as far as it said
+        self._seen = 0
         self.acceptance = Acceptance(others)
 
     def force(self, start: int, token_ids: Sequence[int]) -> None:
         """The grammar allows nothing but these from position ``start`` on."""
         self._forced_from, self._forced = start, token_ids
 
-    def learn(self, token_ids: Sequence[int]) -> None:
-        """What the backend's draft model has guessed where it was chosen."""
+    @property
+    def num_unseen(self) -> int:
+        """Known tokens that the backend's draft model takes in before it guesses."""
+        return max(0, len(self._tokens) - self._seen)
+
+    def learn(self, token_ids: Sequence[int], caught_up: int = 0) -> None:
+        """What the backend's draft model has guessed where it was chosen, and how many known tokens
+        it took in before. One that makes nothing without that is as good as one that is wrong."""
         self._chosen = Guess(token_ids, 0, MODEL)
         self._guesses = [g for g in self._guesses if g.source != MODEL] + [self._chosen]
+        self._seen = len(self._tokens) if token_ids else self._seen + caught_up
+        if not token_ids and not caught_up:
+            self.acceptance.note(MODEL, 0, True, False)
 
     def guess(self, num_prompt: int, output: Sequence[int], count: int) -> Guess:
         """Learn from what has become known, and guess up to ``count`` tokens that follow it.
