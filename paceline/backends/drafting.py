@@ -18,27 +18,39 @@ served model's cache (``mirror``).
 Guesses are drawn with the request's own settings and random numbers, as verification draws: of two
 models that say nearly the same the draws are nearly always the same, at any temperature.
 
+The head may be padded to another number of tokens than the served model's. A request that holds a
+token which this model lacks is not guessed, and a token which the served one lacks is no guess.
+
+A fault costs guesses and no request: whoever causes it is not guessed any more, and after some in a
+row, by whomever, none is.
+
 This module does not know plans, grammars, or how many guesses are worth their time.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.backends.sampling import PreparedSampling, SampleRow
 from paceline.backends.steps import AttentionBatch, Likeliest, LoadedModel, Logits
+from paceline.core.sampling_params import SamplingParams
 
-__all__ = ["DraftModel", "DraftRow"]
+__all__ = ["DraftModel", "DraftRow", "Made"]
+
+_log = logging.getLogger(__name__)
 
 # tokens that are made up for in one step at most, computed or copied: a request that comes to be
 # guessed behind a long prompt delays no step by more than that
 _COMPUTED: Final = 128
 _COPIED: Final = 2048
+# faults of single requests without a guess between them, after which the model is not asked again
+_MOST_FAULTS: Final = 3
 
 # (blocks): copies what the served model's cache holds of them
 Mirror = Callable[[NDArray[np.int64]], None]
@@ -57,14 +69,30 @@ class DraftRow:
     last: int
     # guesses wanted, at least 1
     count: int
+    # of ``DraftModel.prepare``
     sampling: PreparedSampling
     num_prompt_tokens: int
+    # for the log
+    request_id: str = ""
+
+
+class Made(NamedTuple):
+    """What became of a row."""
+
+    # guesses that were written
+    count: int = 0
+    # known tokens that the model had not seen and took in
+    caught_up: int = 0
+    # it failed, and would again
+    failed: bool = False
 
 
 class DraftModel:
     """A loaded model and what its blocks hold. Called from one thread, between steps.
 
     Args:
+        vocab_size: tokens of its own head.
+        served_vocab_size: of the served model's.
         num_blocks: of the served model's pool.
         mirror: None: blocks are computed.
     """
@@ -73,14 +101,22 @@ class DraftModel:
         self,
         loaded: LoadedModel,
         *,
+        vocab_size: int,
+        served_vocab_size: int,
         num_blocks: int,
         block_size: int,
         mirror: Mirror | None = None,
     ) -> None:
         self.model = loaded.model
         self._sampler = loaded.sampler
+        self._vocab_size = vocab_size
+        self._served_vocab_size = served_vocab_size
         self._block_size = block_size
         self._mirror = mirror
+        # of each row of the last ``guess``, known tokens that were taken in
+        self.caught_up: list[int] = []
+        # in a row, of single requests, and of several together
+        self._num_faults = self._num_shared_faults = 0
         # by block, so many of its first positions are there
         self._held = np.zeros(num_blocks, dtype=np.int64)
 
@@ -94,10 +130,54 @@ class DraftModel:
         if clear:
             self.model.clear_blocks(block_ids)
 
+    def prepare(self, params: SamplingParams) -> PreparedSampling:
+        """A request's settings to guess with: those that choose its tokens, as far as this model
+        has them, and none of what is told about a token."""
+        own = range(self._vocab_size)
+        return PreparedSampling(
+            replace(
+                params,
+                logprobs=None,
+                logprob_token_ids=(),
+                prompt_logprobs=None,
+                logit_bias=tuple(entry for entry in params.logit_bias if entry[0] in own),
+                bad_words=tuple(w for w in params.bad_words if all(t in own for t in w)),
+            ),
+            self._vocab_size,
+        )
+
+    def make(self, rows: Sequence[DraftRow]) -> list[Made]:
+        """``guess``, whatever happens: a fault costs the guesses of the request that it is of."""
+        if self._num_faults >= _MOST_FAULTS or not rows:
+            return [Made()] * len(rows)
+        try:
+            counts = self.guess(rows)
+        except Exception as error:
+            if len(rows) > 1:
+                if not self._num_shared_faults:
+                    _log.warning("draft_fault rows=%d", len(rows), exc_info=error)
+                self._num_shared_faults += 1
+                # each by itself tells whose it is
+                return [self.make([row])[0] for row in rows]
+            self._num_faults += 1
+            _log.warning(
+                "draft_fault request=%s is not guessed any more: %r", rows[0].request_id, error
+            )
+            if self._num_faults == _MOST_FAULTS:
+                _log.error(
+                    "draft_model_off faults=%d: nothing is guessed by it any more",
+                    _MOST_FAULTS,
+                    exc_info=error,
+                )
+            return [Made(failed=True)]
+        self._num_faults = 0
+        return list(map(Made, counts, self.caught_up))
+
     def guess(self, rows: Sequence[DraftRow]) -> list[int]:
         """Write up to ``count`` guesses behind the last known token of each row, and return how
-        many. Rows that the model has far to make up for get none for now."""
+        many. Rows that the model has far to make up for get none for now, see ``caught_up``."""
         made = [0] * len(rows)
+        self.caught_up = [0] * len(rows)
         # rows, and where each goes on
         going = self._make_up(rows)
         while going:
@@ -119,7 +199,7 @@ class DraftModel:
             for (r, _), token_id, finite in zip(
                 going, samples.token_ids, samples.finite, strict=True
             ):
-                if not finite or token_id < 0:
+                if not finite or not 0 <= token_id < self._served_vocab_size:
                     continue
                 made[r] += 1
                 place = rows[r].last + made[r]
@@ -156,6 +236,8 @@ class DraftModel:
         left = _COMPUTED if self._mirror is None else _COPIED
         for r, row in enumerate(rows):
             start = self._start(row)
+            if row.tokens[start : row.last + 1].max() >= self._vocab_size:
+                continue
             until = min(row.last, start + left)
             left -= until - start
             if self._mirror is not None and until > start:
@@ -165,6 +247,7 @@ class DraftModel:
             elif until < row.last:
                 self._compute(row, start, until - start)
                 self._note(row, until)
+            self.caught_up[r] = until - start
             if until == row.last:
                 # what is computed goes before the last token in one pass
                 going.append((r, start if self._mirror is None else until))

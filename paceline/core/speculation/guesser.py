@@ -126,12 +126,10 @@ class Guesser:
 
     def learn(self, token_ids: Sequence[int], caught_up: int = 0) -> None:
         """What the backend's draft model has guessed where it was chosen, and how many known tokens
-        it took in before. One that makes nothing without that is as good as one that is wrong."""
+        it took in before."""
         self._chosen = Guess(token_ids, 0, MODEL)
         self._guesses = [g for g in self._guesses if g.source != MODEL] + [self._chosen]
         self._seen = len(self._tokens) if token_ids else self._seen + caught_up
-        if not token_ids and not caught_up:
-            self.acceptance.note(MODEL, 0, True, False)
 
     def guess(self, num_prompt: int, output: Sequence[int], count: int) -> Guess:
         """Learn from what has become known, and guess up to ``count`` tokens that follow it.

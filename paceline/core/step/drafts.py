@@ -32,7 +32,7 @@ DrafterMaker = Callable[[Request], Drafter]
 
 # running requests beyond which none is given guesses
 _MOST_ROWS: Final = 8
-# one step in so many tries a likely guess whatever it is thought to cost, or that would not be known
+# one step in so many tries a likely guess whatever it is thought to cost, or it would not be known
 # any more; a try that was not worth it makes the next twice as rare, up to the second number, until
 # a guess is worth it or another request comes
 _TRY: Final = 32
@@ -60,17 +60,10 @@ class Drafts:
     """
 
     def __init__(self, state: SchedulerState, make: DrafterMaker | None = None) -> None:
-        self._settings = state.speculation
-        self._tally = state.tally
-        self._make = make
-        self._acceptance = Acceptance()
-        self._row_price = RowPrice()
-        self._work = state.work
-        self._waiting = state.waiting
-        self._running = state.running
-        self._forks = state.forks
-        self._kv = state.kv
-        self._step_time = state.step_time
+        self._settings, self._tally, self._make = state.speculation, state.tally, make
+        self._acceptance, self._row_price = Acceptance(), RowPrice()
+        self._waiting, self._forks, self._running = state.waiting, state.forks, state.running
+        self._kv, self._step_time, self._work = state.kv, state.step_time, state.work
         self._num_steps = self._num_lengthened = 0
         # from this step on a guess is to be tried, and the next one so many steps later; whether
         # the last guesses were a try
@@ -140,8 +133,8 @@ class Drafts:
     def take_in(
         self, plan: SchedulerOutput, requests: list[Request], result: StepResult, now: float
     ) -> None:
-        """A step is back, with ``requests`` of its rows, which do not have its tokens yet: count what
-        was computed of wrong guesses as not computed, so that the next row overwrites it."""
+        """A step is back, whose tokens the ``requests`` of its rows do not have yet: count what was
+        computed of wrong guesses as not computed, so that the next row overwrites it."""
         self._told_at = now
         made, num_guesses = dict(result.made), 0
         caught_up = dict(zip(made, result.caught_up, strict=False))
@@ -150,6 +143,9 @@ class Drafts:
             token_ids = planned if source != MODEL else made.get(index, ())
             if source == MODEL and request.guesser is not None:
                 request.guesser.learn(token_ids, caught_up.get(index, 0))
+                if not token_ids and not any(result.caught_up):
+                    # a model that makes nothing is as good as one that is wrong
+                    request.guesser.acceptance.note(MODEL, 0, True, False)
             num_guesses += len(token_ids)
             right = max(0, len(sampled) - 1)
             if token_ids:
@@ -171,8 +167,9 @@ class Drafts:
             passes = max(map(len, made.values()))
             self._learn_making(passes, sum(result.caught_up), result.drafting)
         for index, token_ids in result.forced:
-            if (guesser := self._guesser(request := requests[index])) is not None:
-                guesser.force(request.num_tokens + len(result.sampled[index]), token_ids)
+            if (guesser := self._guesser(requests[index])) is not None:
+                known = requests[index].num_tokens + len(result.sampled[index])
+                guesser.force(known, token_ids)
 
     def _learn_making(self, passes: int, taken: int, seconds: float) -> None:
         """So long the backend's model took for so many passes, and to take in known tokens."""
@@ -231,12 +228,12 @@ class Drafts:
             return ()
         self._num_steps += 1
         known = model.ready and self._num_lengthened >= _UNPRICED
-        catching_up, survivals = dict[int, float](), list[list[float]]()
-        for index, (request, guess) in enumerate(zip(requests, guesses, strict=True)):
-            if (guesser := request.guesser) is None:
-                survivals.append([])
+        survivals: list[list[float]] = [[] for _ in requests]
+        catching_up: dict[int, float] = {}
+        for index, guess in enumerate(guesses):
+            if (guesser := (request := requests[index]).guesser) is None:
                 continue
-            survivals.append(guesser.acceptance.survivals(guess))
+            survivals[index] = guesser.acceptance.survivals(guess)
             if guess.source == MODEL:
                 left = max(1, self._work.output_tokens(request) - request.num_output_tokens)
                 catching_up[index] = guesser.num_unseen * self._token_seconds / left
