@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Final
 
 from paceline.backends.formats import Formats, choose_formats
+from paceline.backends.loaders import torch_dtype
 from paceline.backends.native import packed_bytes
 from paceline.backends.native.step import native_block_bytes
 from paceline.checkpoints.base import Checkpoint, open_checkpoint
 
-__all__ = ["ServedMemory", "served_memory"]
+__all__ = ["ServedMemory", "served_memory", "weight_bytes"]
 
 # The server's two processes without weights, keys and values: interpreter, libraries, activations.
 # Native: measured with the default model and 32 requests, 62 MB of the engine's and 109 MB of the
@@ -38,9 +39,21 @@ class ServedMemory:
     process_bytes: int
 
 
-def served_memory(path: Path, *, block_size: int = 16) -> ServedMemory:
-    """Of a GGUF file or a Hugging Face folder, in the formats that ``serve`` takes by itself on the
-    processor of this machine.
+def weight_bytes(checkpoint: Checkpoint, formats: Formats) -> int:
+    """What its weights take in formats that ``choose_formats`` settled."""
+    if formats.compute == "native":
+        return packed_bytes(checkpoint, formats.dtype)
+    from paceline.backends.torch.machine import choose_dtype
+
+    values = sum(math.prod(checkpoint.tensor_shape(name)) for name in checkpoint.tensor_names())
+    return values * choose_dtype(formats.dtype, "cpu").itemsize
+
+
+def served_memory(
+    path: Path, *, dtype: str = "auto", kv_dtype: str = "auto", block_size: int = 16
+) -> ServedMemory:
+    """Of a GGUF file or a Hugging Face folder, in the formats that ``serve`` takes on the processor
+    of this machine, by itself or where these are asked for.
 
     Raises:
         CheckpointError: no checkpoint, or one that is not read.
@@ -51,37 +64,24 @@ def served_memory(path: Path, *, block_size: int = 16) -> ServedMemory:
     formats = choose_formats(
         config,
         compute="auto",
-        dtype="auto",
-        kv_dtype="auto",
+        dtype=dtype,
+        kv_dtype=kv_dtype,
         block_size=block_size,
         device="cpu",
-        torch_dtype=partial(_torch_dtype, device="cpu"),
+        torch_dtype=partial(torch_dtype, device="cpu"),
     )
     if formats.compute == "native":
-        weights = packed_bytes(checkpoint, formats.dtype)
         block = native_block_bytes(config, block_size, formats.kv_dtype)
     else:
-        weights, block = _on_torch(checkpoint, formats, block_size)
+        from paceline.backends.torch.attention import block_bytes
+        from paceline.backends.torch.machine import choose_dtype
+
+        block = block_bytes(config, block_size, choose_dtype(formats.dtype, "cpu"))
     return ServedMemory(
         formats.compute,
         formats.dtype,
         formats.kv_dtype,
-        weights,
+        weight_bytes(checkpoint, formats),
         block / block_size,
         _PROCESS_BYTES[formats.compute],
     )
-
-
-def _on_torch(checkpoint: Checkpoint, formats: Formats, block_size: int) -> tuple[int, int]:
-    from paceline.backends.torch.attention import block_bytes
-    from paceline.backends.torch.machine import choose_dtype
-
-    dtype = choose_dtype(formats.dtype, "cpu")
-    values = sum(math.prod(checkpoint.tensor_shape(name)) for name in checkpoint.tensor_names())
-    return values * dtype.itemsize, block_bytes(checkpoint.config, block_size, dtype)
-
-
-def _torch_dtype(name: str, *, device: str) -> str:
-    from paceline.backends.torch.machine import choose_dtype, dtype_name
-
-    return dtype_name(choose_dtype(name, device))
