@@ -159,7 +159,7 @@ class Drafts:
             if request.num_draft_tokens:
                 request.num_computed_tokens -= len(planned) - right
                 request.num_draft_tokens = 0
-        self._num_lengthened += num_guesses > 0
+        self._num_lengthened += bool(num_guesses or made)
         planned_rows = len(plan.rows) + sum(len(draft.token_ids) for draft in plan.drafts)
         if plan.num_tokens == planned_rows and result.elapsed > 0.0:
             self._row_price.observe(len(plan.rows) + num_guesses, result.elapsed)
