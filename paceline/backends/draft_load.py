@@ -131,4 +131,3 @@ def load_draft(
         block_size=settings.block_size,
         mirror=mirror,
     )
-    )

@@ -80,7 +80,7 @@ class Made(NamedTuple):
     """What became of a row."""
 
     # guesses that were written
-    count: int = 0
+    num_guesses: int = 0
     # known tokens that the model had not seen and took in
     caught_up: int = 0
     # it failed, and would again

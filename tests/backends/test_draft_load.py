@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.native import unavailable_reason
 from paceline.backends.machine import CPU_SHARE
+from paceline.backends.native import unavailable_reason
 from paceline.backends.null import NullBackend
 from paceline.backends.served import served_memory
 from paceline.core.errors import ConfigError

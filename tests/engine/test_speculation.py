@@ -243,9 +243,7 @@ def test_a_draft_model_that_fails_costs_nobody_an_answer(
     monkeypatch.setattr(DraftModel, "guess", fails)
     config = {"model": str(other), "num_speculative_tokens": 4}
     draft = other, "float32"
-    on = _answers(
-        folder, "torch", ("float32", "float32"), 4, 64, draft, speculative_config=config
-    )
+    on = _answers(folder, "torch", ("float32", "float32"), 4, 64, draft, speculative_config=config)
     assert on.tokens == off.tokens
     assert (on.drafted == 0) is all_fail
     assert ("draft_model_off" in caplog.text) is all_fail
