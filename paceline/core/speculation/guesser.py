@@ -13,9 +13,9 @@ This module does not know steps, prices, or where guesses come from.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from itertools import compress
+from itertools import accumulate, compress, repeat
+from operator import eq, mul
 from typing import Final
 
 from paceline.core.speculation.guess import GRAMMAR, MODEL, NO_GUESS, UNMADE, Drafter, Guess
@@ -83,8 +83,9 @@ class Acceptance:
         count = len(guess.token_ids)
         if guess.source == GRAMMAR:
             return [1.0] * count
-        first, later = (self.rate(guess.source, guess.match, first) for first in (True, False))
-        return [first * later**place for place in range(count)]
+        survival = self.rate(guess.source, guess.match, True) if count else 0.0
+        later = self.rate(guess.source, guess.match, False) if count > 1 else 0.0
+        return list(accumulate(repeat(later, count - 1), mul, initial=survival))[:count]
 
 
 class Guesser:
@@ -155,10 +156,11 @@ class Guesser:
         if 0 <= passed < len(self._forced):
             forced = self._forced[passed : passed + count]
             # what the grammar forbids is no guess, however long it is
-            agree = (all(map(operator.eq, g.token_ids, forced)) for g in self._guesses)
+            agree = (all(map(eq, g.token_ids, forced)) for g in self._guesses)
             self._guesses = list(compress(self._guesses, agree))
             self._guesses.append(Guess(forced, 0, GRAMMAR))
-        self._chosen = max(self._guesses, key=self._worth, default=NO_GUESS)
+        worth = self._worth if len(self._guesses) > 1 else len
+        self._chosen = max(self._guesses, key=worth, default=NO_GUESS)
 
     def _worth(self, guess: Guess) -> float:
         """Tokens that it is expected to bring; the draft model's count for less: they cost time."""

@@ -95,38 +95,40 @@ class DraftChoice:
     def take(self, survivals: Sequence[Sequence[float]]) -> None:
         """Choose among guesses, given by row as how likely each is right, those before it too."""
         costs, counts, closed = self._costs, self.counts, set[int]()
-        likely = [(each, index) for index, row in enumerate(survivals) for each in row]
-        likely.sort(key=lambda entry: (entry[1] not in self.behind, -entry[0]))
+        likely = sorted(
+            (index not in self.behind, -each, index)
+            for index, row in enumerate(survivals)
+            for each in row
+            if each >= _UNLIKELY or (self.tries and index in costs.catching_up)
+        )
         # of each pass, how many of its guesses are expected to be right
         shares = [
             sum(each for each in made if each >= _UNLIKELY)
             for made in zip_longest(*(survivals[i] for i in costs.catching_up), fillvalue=0.0)
         ]
-        for survival, index in likely:
+        for _, unlikely, index in likely:
             if index in closed:
                 continue
-            place, by_model = counts[index], index in costs.catching_up
-            # those behind it in the row are of no use without it
-            closed.add(index)
-            if sum(counts) >= self._most or (
-                survival < _UNLIKELY and not (self.tries and by_model)
-            ):
-                continue
+            survival, place, by_model = -unlikely, counts[index], index in costs.catching_up
             now, each_row = costs.price(len(counts) + sum(counts))
             now += self._num_passes * costs.making
             making = costs.making if by_model and place >= self._num_passes else 0.0
             share = making * survival / max(survival, shares[place]) if making else 0.0
-            if by_model and not place:
-                share += costs.catching_up[index]
-            if self._is_worth(survival, index, now, each_row + share) and self._fits(
-                survival, index, each_row + making
+            share += 0.0 if place else costs.catching_up.get(index, 0.0)
+            if (
+                sum(counts) >= self._most
+                or (survival < _UNLIKELY and not self.tries)
+                or not self._is_worth(survival, index, now, each_row + share)
+                or not self._fits(survival, index, each_row + making)
             ):
-                closed.remove(index)
-                self._seconds += each_row + making
-                self._num_passes += making > 0.0
-                self._expected[index] += survival
-                counts[index] += 1
-                self.tokens += survival
+                # those behind it in the row are of no use without it
+                closed.add(index)
+                continue
+            self._seconds += each_row + making
+            self._num_passes += making > 0.0
+            self._expected[index] += survival
+            counts[index] += 1
+            self.tokens += survival
 
     def _is_worth(self, survival: float, index: int, seconds: float, each_row: float) -> bool:
         worth = survival >= _LIKELY

@@ -164,15 +164,15 @@ class Drafts:
         if plan.num_tokens == planned_rows and result.elapsed > 0.0:
             self._row_price.observe(len(plan.rows) + num_guesses, result.elapsed)
         if made:
-            passes = max(map(len, made.values()))
-            self._learn_making(passes, sum(result.caught_up), result.drafting)
+            self._learn_making(max(map(len, made.values())), result)
         for index, token_ids in result.forced:
             if (guesser := self._guesser(requests[index])) is not None:
                 known = requests[index].num_tokens + len(result.sampled[index])
                 guesser.force(known, token_ids)
 
-    def _learn_making(self, passes: int, taken: int, seconds: float) -> None:
-        """So long the backend's model took for so many passes, and to take in known tokens."""
+    def _learn_making(self, passes: int, result: StepResult) -> None:
+        """The backend's model took some time for so many passes, and to take in known tokens."""
+        taken, seconds = sum(result.caught_up), result.drafting
         self._most_taken = max(self._most_taken, taken)
         if taken < _MANY:
             share = _TRIED if self._tried else _NEWEST
