@@ -125,12 +125,14 @@ class Guesser:
         """Known tokens that the backend's draft model takes in before it guesses."""
         return max(0, len(self._tokens) - self._seen)
 
-    def learn(self, token_ids: Sequence[int], caught_up: int = 0) -> None:
+    def learn(self, token_ids: Sequence[int], caught_up: int = 0, busy: bool = False) -> None:
         """What the backend's draft model has guessed where it was chosen, and how many known tokens
-        it took in before."""
+        it took in before. Unless it was ``busy`` with such, none is as good as a wrong one."""
         self._chosen = Guess(token_ids, 0, MODEL)
         self._guesses = [g for g in self._guesses if g.source != MODEL] + [self._chosen]
         self._seen = len(self._tokens) if token_ids else self._seen + caught_up
+        if not token_ids and not busy:
+            self.acceptance.note(MODEL, 0, True, False)
 
     def guess(self, num_prompt: int, output: Sequence[int], count: int) -> Guess:
         """Learn from what has become known, and guess up to ``count`` tokens that follow it.

@@ -95,18 +95,12 @@ class DraftChoice:
     def take(self, survivals: Sequence[Sequence[float]]) -> None:
         """Choose among guesses, given by row as how likely each is right, those before it too."""
         costs, counts, closed = self._costs, self.counts, set[int]()
-        likely = sorted(
-            (index not in self.behind, -each, index)
-            for index, row in enumerate(survivals)
-            for each in row
-            if each >= _UNLIKELY or (self.tries and index in costs.catching_up)
-        )
         # of each pass, how many of its guesses are expected to be right
         shares = [
             sum(each for each in made if each >= _UNLIKELY)
             for made in zip_longest(*(survivals[i] for i in costs.catching_up), fillvalue=0.0)
         ]
-        for _, unlikely, index in likely:
+        for _, unlikely, index in self._likely(survivals):
             if index in closed:
                 continue
             survival, place, by_model = -unlikely, counts[index], index in costs.catching_up
@@ -114,7 +108,7 @@ class DraftChoice:
             now += self._num_passes * costs.making
             making = costs.making if by_model and place >= self._num_passes else 0.0
             share = making * survival / max(survival, shares[place]) if making else 0.0
-            share += 0.0 if place else costs.catching_up.get(index, 0.0)
+            share += costs.catching_up.get(index, 0.0) * (not place)
             if (
                 sum(counts) >= self._most
                 or (survival < _UNLIKELY and not self.tries)
@@ -129,6 +123,15 @@ class DraftChoice:
             self._expected[index] += survival
             counts[index] += 1
             self.tokens += survival
+
+    def _likely(self, survivals: Sequence[Sequence[float]]) -> list[tuple[bool, float, int]]:
+        """Guesses that may be worth it, likeliest first."""
+        return sorted(
+            (index not in self.behind, -each, index)
+            for index, row in enumerate(survivals)
+            for each in row
+            if each >= _UNLIKELY or (self.tries and index in self._costs.catching_up)
+        )
 
     def _is_worth(self, survival: float, index: int, seconds: float, each_row: float) -> bool:
         worth = survival >= _LIKELY

@@ -142,10 +142,7 @@ class Drafts:
             request, sampled = requests[index], result.sampled[index]
             token_ids = planned if source != MODEL else made.get(index, ())
             if source == MODEL and request.guesser is not None:
-                request.guesser.learn(token_ids, caught_up.get(index, 0))
-                if not token_ids and not any(result.caught_up):
-                    # a model that makes nothing is as good as one that is wrong
-                    request.guesser.acceptance.note(MODEL, 0, True, False)
+                request.guesser.learn(token_ids, caught_up.get(index, 0), any(result.caught_up))
             num_guesses += len(token_ids)
             right = max(0, len(sampled) - 1)
             if token_ids:

@@ -113,12 +113,10 @@ def take_stats(
     drafts = state.tally
     kv, waiting, steps, held_by = state.kv, state.waiting, state.steps, state.last.held_by
     return SchedulerStats(
-        num_running=len(state.running.requests),
-        num_waiting=len(waiting) + len(state.forks),
+        num_running=len(state.running.requests), num_waiting=len(waiting) + len(state.forks),
         num_waiting_capacity=len(waiting), num_waiting_deferred=len(state.forks),
         num_blocks=kv.pool.num_blocks, num_free_blocks=kv.pool.num_free,
-        num_preemptions=state.running.num_preemptions,
-        num_drafts=drafts.num_rows,
+        num_preemptions=state.running.num_preemptions, num_drafts=drafts.num_rows,
         num_draft_tokens=sum(drafts.verified.values()),
         num_accepted_tokens=sum(drafts.right.values()),
         drafted=tuple(drafts.verified.items()), accepted=tuple(drafts.right.items()),

@@ -126,7 +126,7 @@ def test_a_model_is_judged_by_what_it_made_and_only_then() -> None:
         wrong = likely(length + 1)
     assert wrong[0] < 0.3
     # it had not caught up
-    guesser.learn((), 40)
+    guesser.learn((), 40, True)
     assert likely(57) == wrong
 
 
@@ -136,7 +136,7 @@ def test_what_a_model_has_not_seen_is_counted() -> None:
     guesser.guess(len(PROMPT), answer[:20], 3)
     assert guesser.num_unseen == len(PROMPT) + 20
     # it caught up with some, and then with all
-    guesser.learn((), 16)
+    guesser.learn((), 16, True)
     guesser.guess(len(PROMPT), answer[:21], 3)
     assert guesser.num_unseen == len(PROMPT) + 5
     guesser.learn((1, 2), 9)
