@@ -136,13 +136,13 @@ class Drafts:
         """A step is back, whose tokens the ``requests`` of its rows do not have yet: count what was
         computed of wrong guesses as not computed, so that the next row overwrites it."""
         self._told_at = now
-        made, num_guesses = dict(result.made), 0
+        made, num_guesses, busy = dict(result.made), 0, sum(result.caught_up) >= _MANY
         caught_up = dict(zip(made, result.caught_up, strict=False))
         for index, planned, source in plan.drafts:
             request, sampled = requests[index], result.sampled[index]
             token_ids = planned if source != MODEL else made.get(index, ())
             if source == MODEL and request.guesser is not None:
-                request.guesser.learn(token_ids, caught_up.get(index, 0), any(result.caught_up))
+                request.guesser.learn(token_ids, caught_up.get(index, 0), busy)
             num_guesses += len(token_ids)
             right = max(0, len(sampled) - 1)
             if token_ids:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.backends.null import NullBackend, expected_tokens
-from paceline.core.outputs import SchedulerOutput, StepResult
+from paceline.core.outputs import ScheduledRow, SchedulerOutput, StepResult
 from paceline.core.predict.step_time import StepShape
 from paceline.core.slo import NO_SLO, Slo
 from paceline.core.speculation.guess import MODEL, NGRAM, UNMADE
@@ -176,6 +176,27 @@ def test_a_model_that_makes_nothing_is_asked_ever_less() -> None:
     first = len(driver.plans)
     driver.run()
     assert 1 <= sum(bool(plan.drafts) for plan in driver.plans[first:]) < 4
+
+
+def test_one_for_whom_nothing_is_made_is_asked_less_beside_others() -> None:
+    class Fails(_Timed):
+        def _guess(self, row: ScheduledRow, count: int) -> tuple[int, ...]:
+            return () if row.request_id == "b" else super()._guess(row, count)
+
+    backend = Fails(vocab_size=VOCAB, num_blocks=256, block_size=4, draft_wrong=())
+    backend.seconds = 0.05
+    driver = _driver(backend=backend, num_blocks=256, seconds=_step_seconds)
+    for name in "ab":
+        # for "a" the model takes in what was right every time
+        driver.add(make_request(name, (*PROMPT, ord(name)), 200))
+    driver.run()
+    asked = {"a": 0, "b": 0}
+    for plan in driver.plans:
+        for draft in plan.drafts:
+            asked[plan.rows[draft.row].request_id] += 1
+    assert asked["a"] > 30
+    # of 200 steps; one more beside others costs next to nothing, so it is not given up
+    assert 1 <= asked["b"] < 40
 
 
 def test_what_the_model_has_not_seen_is_part_of_the_price() -> None:
