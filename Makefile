@@ -53,7 +53,7 @@
 #   make bench-grammars   what constrained output costs, and that all of it is valid
 #   make bench-metrics    how long /metrics takes under load
 #   make bench-background what a large batch in the background does to those who wait for tokens
-#   make bench-speculation  what guessing tokens brings, with and without in turns (PROMPTS=FILE)
+#   make bench-speculation  what guessing tokens brings, with and without in turns (PROMPTS=FILE, PARTS=NAME:TURNS,...)
 #   make bench-gaps       how long streams stop when a long prompt comes
 #   make bench-neighbours a server whose processors others use, and one with a quota of 1.5: are predictions true, promises kept?
 #   make bench-faults     what clients see when something breaks, and how long until it is well

@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.backends.drafting import DraftRow, draw
+from paceline.backends.drafting import Drafting, DraftRow, draw
 from paceline.backends.steps import AttentionBatch, Likeliest, Logits, Sampler, StepModel
 from paceline.core.outputs import BlockSwap
 
@@ -138,18 +138,25 @@ class _Reach(NamedTuple):
     begin: int
 
 
-class HeadDraft:
+class HeadDraft(Drafting):
     """A ``drafting.Drafting``: a head and what its blocks hold. Called from one thread, between
     steps.
 
     Args:
-        sampler: the served model's.
+        sampler, vocab_size: the served model's.
         num_blocks: of the served model's pool.
     """
 
     def __init__(
-        self, model: HeadModel, sampler: Sampler, *, num_blocks: int, block_size: int
+        self,
+        model: HeadModel,
+        sampler: Sampler,
+        *,
+        vocab_size: int,
+        num_blocks: int,
+        block_size: int,
     ) -> None:
+        super().__init__(vocab_size)
         self.model = model
         self._sampler = sampler
         self._block_size = block_size
@@ -206,10 +213,12 @@ class HeadDraft:
         """See ``drafting.Drafting``. Rows that the head sees nothing of, or has far to make up for,
         get none for now."""
         made = [0] * len(rows)
+        self.caught_up = [0] * len(rows)
         # rows that are guessed, and where each begins for the head
         going, logits = self._enter(rows)
         while going:
-            stays = draw(self._sampler, logits, None, rows, [r for r, _ in going], made)
+            chosen = [r for r, _ in going]
+            stays = draw(self._sampler, logits, None, rows, chosen, made, self._vocab_size)
             going = [going[place] for place in stays]
             if going:
                 logits = self._go_on(rows, going, made, np.array(stays))
@@ -226,6 +235,8 @@ class HeadDraft:
                 continue
             until = min(row.last, reach.begin + left)
             left -= until - reach.begin
+            # the last position comes with every guess
+            self.caught_up[r] = max(0, until - reach.begin - 1)
             taken.append((row, reach.first, reach.begin, until))
             if until == row.last:
                 going.append((r, reach.first))

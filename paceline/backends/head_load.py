@@ -54,10 +54,11 @@ def choose_head(
     dtype = choose_dtype(formats.dtype, device)
     return DraftPlan(
         block_bytes(head.config, settings.block_size, dtype),
+        head.num_values * dtype.itemsize,
         f"guesses by the EAGLE-3 head {path.name} in {formats.dtype}, torch",
         partial(
             _load, head, layers, settings=settings, dtype=formats.dtype, device=device,
-            length=length,
+            length=length, vocab_size=config.vocab_size,
         ),
     )  # fmt: skip
 
@@ -92,6 +93,7 @@ def _load(
     dtype: str,
     device: str,
     length: int,
+    vocab_size: int,
 ) -> tuple[LoadedModel, Drafting]:
     import torch
 
@@ -110,5 +112,11 @@ def _load(
             dtype=choose_dtype(dtype, device),
             device=torch.device(device),
         )
-    draft = HeadDraft(model, served.sampler, num_blocks=num_blocks, block_size=settings.block_size)
+    draft = HeadDraft(
+        model,
+        served.sampler,
+        vocab_size=vocab_size,
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+    )
     return served._replace(model=FeatureTap(served.model, layers, draft)), draft

@@ -24,7 +24,7 @@ from paceline.checkpoints.gguf_parts import read_gguf_parts
 from paceline.checkpoints.pooling import find_pooling
 from paceline.core.errors import ConfigError
 
-__all__ = ["ServedMemory", "served_memory"]
+__all__ = ["ServedMemory", "served_memory", "weight_bytes"]
 
 # Resident in the server's two processes without a model: interpreter, libraries, routes. Measured
 # by ``python -m benchmarks.memory``, which also holds the sum of all parts to 5 %
@@ -56,8 +56,28 @@ class ServedMemory:
     process_bytes: int
 
 
-def served_memory(path: Path, *, block_size: int = 16, device: str = "auto") -> ServedMemory:
-    """Of a GGUF file or a Hugging Face folder, in the formats that ``serve`` takes by itself.
+def weight_bytes(checkpoint: Checkpoint, formats: Formats, *, has_head: bool = True) -> int:
+    """What its weights take in formats that ``choose_formats`` settled."""
+    if formats.compute == "native":
+        return packed_bytes(checkpoint, formats.dtype, has_head=has_head)
+    values = sum(
+        math.prod(checkpoint.tensor_shape(name))
+        for name in checkpoint.tensor_names()
+        if has_head or name != "lm_head.weight"
+    )
+    return values * _VALUE_BYTES[formats.dtype]
+
+
+def served_memory(
+    path: Path,
+    *,
+    dtype: str = "auto",
+    kv_dtype: str = "auto",
+    block_size: int = 16,
+    device: str = "auto",
+) -> ServedMemory:
+    """Of a GGUF file or a Hugging Face folder, in the formats that ``serve`` takes by itself or
+    where these are asked for.
 
     Args:
         device: as ``--device`` takes it; "cuda" and "cuda:N" need not be there.
@@ -79,8 +99,8 @@ def served_memory(path: Path, *, block_size: int = 16, device: str = "auto") -> 
     formats = choose_formats(
         config,
         compute="auto",
-        dtype="auto",
-        kv_dtype="auto",
+        dtype=dtype,
+        kv_dtype=kv_dtype,
         block_size=block_size,
         device=device,
         torch_dtype=lambda name: _torch_dtype(name, device),
@@ -90,10 +110,9 @@ def served_memory(path: Path, *, block_size: int = 16, device: str = "auto") -> 
     has_head = pooling is None
     process_bytes = 0
     if formats.compute == "native":
-        weights = packed_bytes(checkpoint, formats.dtype, has_head=has_head)
         block = native_block_bytes(config, block_size, formats.kv_dtype)
     else:
-        weights, block = _on_torch(checkpoint, formats, block_size, has_head)
+        block = _torch_block_bytes(config, block_size, formats.dtype)
     if device == "cpu":
         length = longest_sequence(config)
         if pooling is not None:
@@ -104,7 +123,7 @@ def served_memory(path: Path, *, block_size: int = 16, device: str = "auto") -> 
         device,
         formats.dtype,
         formats.kv_dtype,
-        weights,
+        weight_bytes(checkpoint, formats, has_head=has_head),
         block / block_size,
         process_bytes,
     )
@@ -127,18 +146,10 @@ def _process_bytes(config: ModelConfig, formats: Formats, has_head: bool, length
     return _PROCESS_BYTES[formats.compute] + vocabulary + rope + step
 
 
-def _on_torch(
-    checkpoint: Checkpoint, formats: Formats, block_size: int, has_head: bool
-) -> tuple[int, int]:
-    """Weights, and a block of the KV cache as ``torch.attention`` has it."""
-    width, config = _VALUE_BYTES[formats.dtype], checkpoint.config
-    values = sum(
-        math.prod(checkpoint.tensor_shape(name))
-        for name in checkpoint.tensor_names()
-        if has_head or name != "lm_head.weight"
-    )
-    per_position = 2 * config.num_key_value_heads * config.head_dim * width
-    return values * width, config.num_hidden_layers * block_size * per_position
+def _torch_block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
+    """A block of the KV cache as ``torch.attention`` has it."""
+    per_position = 2 * config.num_key_value_heads * config.head_dim * _VALUE_BYTES[dtype]
+    return config.num_hidden_layers * block_size * per_position
 
 
 def _torch_dtype(name: str, device: str) -> str:

@@ -23,6 +23,7 @@ This module does not know how a head is computed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -135,6 +136,11 @@ class Eagle3Head:
         """Tokens that it has embeddings of its own for; 0: the served model's are used."""
         entry = self._entries.get(_EMBEDDING)
         return 0 if entry is None else entry.shape[0]
+
+    @property
+    def num_values(self) -> int:
+        """Of all its tensors."""
+        return sum(math.prod(entry.shape) for entry in self._entries.values())
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """A fresh array."""

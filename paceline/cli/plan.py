@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli import plan_fleet, plan_models
-from paceline.cli.arguments import Parser, bounded_float, bounded_int, byte_count
+from paceline.cli.arguments import Parser, bounded_float, bounded_int, byte_count, json_object
 from paceline.core.errors import ConfigError
+from paceline.core.speculation.settings import SpeculationSettings
 
 if TYPE_CHECKING:
     from paceline.backends.served import ServedMemory
@@ -132,6 +133,13 @@ def _add_memory(plans: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--block-size", type=bounded_int(1), default=16, metavar="N", help="default 16"
     )
+    parser.add_argument(
+        "--speculative-config",
+        type=json_object,
+        metavar="JSON",
+        help="as serve takes it: the weights and the KV cache of a draft model that it names are "
+        "counted too, where --model is a checkpoint",
+    )
     _add_json(parser)
     parser.set_defaults(run=_run_memory)
 
@@ -145,6 +153,27 @@ def _served(args: argparse.Namespace) -> ServedMemory | None:
     from paceline.backends.served import served_memory
 
     return served_memory(path, device=args.device or "auto")
+
+
+def _draft(args: argparse.Namespace) -> tuple[ServedMemory, bool] | None:
+    """What the model takes that guesses for the served one, and whether it is that one in fewer
+    bits, whose KV cache is a copy; None: none is named."""
+    from paceline.backends.served import served_memory
+    from paceline.cli.draft_model import draft_of
+
+    config = args.speculative_config
+    if config is None or not SpeculationSettings.of(config).models:
+        return None
+    if args.model is None or not Path(args.model).exists():
+        raise ConfigError(
+            f"--speculative-config: a draft model is counted beside a checkpoint, and --model "
+            f"{args.model} is none: add its bytes to --weights and --kv-per-token"
+        )
+    found = draft_of(config, args.model)
+    assert found is not None
+    path, dtype = found
+    itself = Path(path).resolve() == Path(args.model).resolve()
+    return served_memory(Path(path), dtype=dtype), itself
 
 
 def _run_memory(args: argparse.Namespace) -> int:
@@ -200,10 +229,18 @@ def _run_memory(args: argparse.Namespace) -> int:
     if args.reserve is None and served is not None:
         reserve = served.process_bytes
     known = {name: float(value) for name, value in values.items() if value is not None}
+    draft_weights = draft_per_token = 0.0
+    of_draft: list[tuple[str, str]] = []
+    if (draft := _draft(args)) is not None:
+        guesser, itself = draft
+        draft_weights = guesser.weight_bytes
+        draft_per_token = known["kv-per-token"] if itself else guesser.kv_bytes_per_token
+        text = f"{draft_weights / 1e9:.3f} GB in {guesser.dtype}, {draft_per_token / 1024:.0f} KiB"
+        of_draft.append(("  draft model", f"{text} a token, both counted here"))
     plan = plan_memory(
         memory_bytes=known["memory"],
-        weight_bytes=known["weights"],
-        kv_bytes_per_token=known["kv-per-token"],
+        weight_bytes=known["weights"] + draft_weights,
+        kv_bytes_per_token=known["kv-per-token"] + draft_per_token,
         max_len=int(known["max-len"]),
         mean_len=known["mean-len"],
         utilization=known["utilization"],
@@ -222,6 +259,7 @@ def _run_memory(args: argparse.Namespace) -> int:
             "weights",
             f"{plan.weight_bytes / 1e9:.{1 if plan.weight_bytes >= 1e9 else 3}f} GB{of_weights}",
         ),
+        *of_draft,
         ("reserved", f"{reserve / 1e9:.2f} GB for the rest of the processes"),
         ("keys and values", f"{plan.kv_bytes / 1e9:.1f} GB"),
         ("  per token", f"{plan.kv_bytes_per_token / 1024:.0f} KiB{of_values}"),
@@ -234,6 +272,8 @@ def _run_memory(args: argparse.Namespace) -> int:
         "preallocated_waste": plan.preallocated_waste,
         "paged_waste": plan.paged_waste,
         "reserve_bytes": reserve,
+        "draft_weight_bytes": draft_weights,
+        "draft_kv_bytes_per_token": draft_per_token,
         "gain": plan.gain,
     }
     return _report(args, rows, asdict(plan) | derived)

@@ -199,7 +199,8 @@ class EngineCore:
         done = self._clock()
         updates = self.scheduler.update(plan, result, done)
         if self._recorder is not None:
-            self._recorder.stepped(plan, planned, done, result.elapsed, updates)
+            seconds = result.elapsed + result.drafting
+            self._recorder.stepped(plan, planned, done, seconds, updates)
         return updates
 
     def _await_planning(self) -> None:

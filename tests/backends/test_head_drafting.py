@@ -155,7 +155,9 @@ class _Served:
 class _Rig:
     def __init__(self) -> None:
         self.head, self.served = _Head(), _Served()
-        self.draft = HeadDraft(self.head, _Likeliest(), num_blocks=BLOCKS, block_size=SIZE)
+        self.draft = HeadDraft(
+            self.head, _Likeliest(), vocab_size=VOCAB, num_blocks=BLOCKS, block_size=SIZE
+        )
         self.tap = FeatureTap(self.served, (0, 1), self.draft)
 
     def step(self, *rows: tuple[Sequence[int], int, Sequence[int]]) -> None:

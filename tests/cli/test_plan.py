@@ -338,6 +338,27 @@ def test_a_checkpoint_is_planned_for_another_device(
     assert "device 'tpu'" in refused(capsys, *flags[:-1], "tpu")
 
 
+def test_a_draft_model_is_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    flags = ("memory", "--model", str(path), "--memory", "1GB", "--max-len", "64")
+    flags = (*flags, "--mean-len", "32")
+    alone = plan(capsys, *flags)
+    config = '{"method": "self", "quantization": "bfloat16"}'
+    both = plan(capsys, *flags, "--speculative-config", config)
+    draft = served_memory(path, dtype="bfloat16").weight_bytes
+    assert (alone["draft_weight_bytes"], both["draft_weight_bytes"]) == (0, draft)
+    assert both["weight_bytes"] == alone["weight_bytes"] + draft
+    # its blocks are copies of the others
+    assert both["kv_bytes_per_token"] == 2 * alone["kv_bytes_per_token"]
+    assert both["num_blocks"] < alone["num_blocks"]
+    assert main(["plan", *flags, "--speculative-config", config]) == 0
+    assert "  draft model" in (said := capsys.readouterr().out) and "GB in bfloat16, " in said
+    # without a draft model nothing is added
+    assert plan(capsys, *flags, "--speculative-config", '{"method": "auto"}') == alone
+    said = refused(capsys, *MEMORY, "--speculative-config", config)
+    assert "is counted beside a checkpoint, and --model llama-3.1-8b is none" in said
+
+
 def test_a_model_of_a_file_is_planned_for(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
