@@ -30,9 +30,6 @@ from paceline.core.config import CacheConfig
 from paceline.core.errors import ConfigError, PacelineError
 
 if TYPE_CHECKING:
-    from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote
-    from paceline.core.request import Request
-    from paceline.engine.timeline.tap import TimelineTap
     from paceline.sim.arrival import Arrival
     from paceline.sim.config import ReplicaConfig
     from paceline.sim.recording import Recording
@@ -42,7 +39,6 @@ __all__ = ["choices", "main"]
 
 # bytes of frames that one run may leave behind
 _MOST_FRAMES: Final = 3 * 2**20
-_ENOUGH: Final = 65536
 # seconds between lines that say how far it is
 _PROGRESS: Final = 0.2
 # classes and tenants of a result, those with the most requests
@@ -322,11 +318,14 @@ def _simulate(
     arrivals: Sequence[Arrival],
     prefix_block: int,
 ) -> Iterator[dict[str, Any]]:
+    from paceline.engine.timeline.frames import Frames
     from paceline.sim.report.metrics import Metrics
     from paceline.sim.simulator import Pool, Simulator
     from paceline.sim.workload.shaping import speed_up
 
-    metrics, frames = Metrics(), _Frames(config)
+    metrics, told_frames = Metrics(), bytearray()
+    # the timeline as a page reads it
+    frames = Frames(config.scheduling, config.cache, told_frames.extend, most=_MOST_FRAMES)
     simulator = Simulator(
         Pool.single(config, times),
         metrics.add,
@@ -334,8 +333,8 @@ def _simulate(
         recorder=lambda index, config: frames,
     )
     totals = simulator.run(_telling(speed_up(arrivals, run.load), number, len(arrivals)))
-    frames.finish()
-    (Path(job["folder"]) / f"{number}.frames").write_bytes(frames.data)
+    frames.close()
+    (Path(job["folder"]) / f"{number}.frames").write_bytes(told_frames)
     summary = metrics.summary(run.policy)
     told = summary.as_json()
     for groups in ("by_class", "by_tenant"):
@@ -366,57 +365,6 @@ def _telling(arrivals: Iterator[Arrival], number: int, total: int) -> Iterator[A
             next_line = now + _PROGRESS
             print(json.dumps({"run": number, "done": count / total}), flush=True)
         yield arrival
-
-
-class _Frames:
-    """A ``Recorder``: the timeline of a run as a page reads it, up to so many bytes."""
-
-    def __init__(self, config: ReplicaConfig) -> None:
-        from paceline.engine.timeline.tap import TimelineTap
-
-        # what it takes is nobody's time
-        self._tap: TimelineTap = TimelineTap(config.scheduling, config.cache, clock=lambda: 0.0)
-        self.data = bytearray()
-        # when the last step that is told was done
-        self.until = 0.0
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.data) >= _MOST_FRAMES
-
-    def added(self, request: Request, now: float) -> None:
-        if not self.is_full:
-            self._tap.added(request, now)
-
-    def planned(self, plan: SchedulerOutput, now: float, note: StepNote) -> None:
-        if not self.is_full:
-            self._tap.planned(plan, now, note)
-
-    def stepped(
-        self,
-        plan: SchedulerOutput,
-        planned: float,
-        done: float,
-        seconds: float,
-        updates: Sequence[RequestUpdate],
-    ) -> None:
-        if self.is_full:
-            return
-        self._tap.stepped(plan, planned, done, seconds, updates)
-        self.until = done
-        if self._tap.num_bytes >= _ENOUGH:
-            self.finish()
-
-    def ended(self, request_ids: Sequence[str], now: float) -> None:
-        if not self.is_full:
-            self._tap.ended(request_ids, now)
-
-    def close(self) -> None:
-        self.finish()
-
-    def finish(self) -> None:
-        """Take what the tap still holds."""
-        self.data += self._tap.take(0.0, idle=True)
 
 
 if __name__ == "__main__":
