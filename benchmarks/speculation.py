@@ -82,7 +82,7 @@ SPECULATION = {"method": "auto"}
 # besides the groups of prompts
 PARTS = (
     "t07_extraction", "eight_code_edit", "sixtyfour", "tpot_attainment", "goodput", "draft_bf16",
-    "steps",
+    "same_question_again", "steps",
 )  # fmt: skip
 _CODE = """def area(width, height):
     result = width * height
@@ -236,10 +236,11 @@ def _play(
     began = time.perf_counter()
     outputs = [
         output
-        for batch in batches
+        # of salts of their own, as answers of the same are guessed from
+        for number, batch in enumerate(batches)
         for output in engine.llm.generate(
             [
-                _request(f"r{i}", prompt, turn, temperature, salt=salt)
+                _request(f"r{i}", prompt, turn, temperature, salt=f"{salt} {number} {i}")
                 for i, prompt in enumerate(batch)
             ]
         )
@@ -280,7 +281,9 @@ def _goodput(
         while due and due[0][0] <= time.monotonic():
             arrival, index = due.pop(0)
             prompt = prompts[index % len(prompts)]
-            request = _request(f"g{turn}-{index}", prompt, turn, slo=slo)
+            # of salts of their own, as the same question comes again
+            name = f"g{turn}-{index}"
+            request = _request(name, prompt, turn, slo=slo, salt=name)
             add_to_core(core, structs.replace(request, arrival_time=arrival))
             times[f"g{turn}-{index}/0"] = [arrival]
 

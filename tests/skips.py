@@ -31,6 +31,7 @@ EXPECTED: Final = (
     ),
     (r"needs a CUDA device", "an accelerator"),
     # the machine and its system
+    (r"other C libraries do not trim", "glibc"),
     (r"needs two processors( to choose from)?", "processors"),
     (r"this system does not tell which processors may be used", "Linux"),
     (r"needs (limits on a process's memory|/proc/self/smaps)", "Linux"),

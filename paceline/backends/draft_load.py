@@ -87,7 +87,10 @@ def choose_draft(
         # a guess may be wrong
         screen_head=found.compute == "native" and found.dtype in ("int8", "q4"),
         pooling=None,
-        copies=choose_copies(path, found, settings.packed_cache_bytes),
+        # on another path than the served model's there is nothing to copy
+        copies=None
+        if found.compute != "native"
+        else choose_copies(path, found, settings.packed_cache_bytes),
     )
     return DraftPlan(
         loader.block_bytes,

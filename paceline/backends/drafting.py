@@ -139,6 +139,9 @@ class Drafting(ABC):
         """``guess``, whatever happens: a fault costs the guesses of the request that it is of."""
         if self._num_faults >= _MOST_FAULTS or not rows:
             return [Made()] * len(rows)
+        if len(rows) > 1 and self._num_shared_faults >= _MOST_FAULTS:
+            # together they fail, whosesoever it is
+            return [self.make([row])[0] for row in rows]
         try:
             counts = self.guess(rows)
         except Exception as error:
@@ -160,6 +163,8 @@ class Drafting(ABC):
                 )
             return [Made(failed=True)]
         self._num_faults = 0
+        if len(rows) > 1:
+            self._num_shared_faults = 0
         return list(map(Made, counts, self.caught_up))
 
 

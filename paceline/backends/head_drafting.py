@@ -21,6 +21,7 @@ This module does not know plans, formats of heads, or how many guesses are worth
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
@@ -33,6 +34,8 @@ from paceline.backends.steps import AttentionBatch, Likeliest, Logits, Sampler, 
 from paceline.core.outputs import BlockSwap
 
 __all__ = ["FeatureModel", "FeatureTap", "HeadDraft", "HeadModel"]
+
+_log = logging.getLogger(__name__)
 
 # rows of a step beyond which features are not kept: the scheduler gives no guesses where more
 # requests run
@@ -215,17 +218,23 @@ class HeadDraft(Drafting):
         made = [0] * len(rows)
         self.caught_up = [0] * len(rows)
         # rows that are guessed, and where each begins for the head
-        going, logits = self._enter(rows)
+        going, logits, entered = self._enter(rows)
         while going:
             chosen = [r for r, _ in going]
             stays = draw(self._sampler, logits, None, rows, chosen, made, self._vocab_size)
             going = [going[place] for place in stays]
             if going:
                 logits = self._go_on(rows, going, made, np.array(stays))
+        # at the end: a row whose guess failed is to fail again when it is asked alone
+        for row, begin, until in entered:
+            self._note(row, begin, until)
         return made
 
-    def _enter(self, rows: Sequence[DraftRow]) -> tuple[list[tuple[int, int]], Logits]:
-        """Enter what is known of all rows, and return those of which that is all."""
+    def _enter(
+        self, rows: Sequence[DraftRow]
+    ) -> tuple[list[tuple[int, int]], Logits, list[tuple[DraftRow, int, int]]]:
+        """Enter what is known of all rows. Returns those of which that is all, and what of all is
+        entered now."""
         left = _COMPUTED
         going: list[tuple[int, int]] = []
         taken: list[tuple[DraftRow, int, int, int]] = []
@@ -241,7 +250,7 @@ class HeadDraft(Drafting):
             if until == row.last:
                 going.append((r, reach.first))
         if not taken:
-            return [], None
+            return [], None, []
         tokens = [row.tokens[begin + 1 : until + 1] for row, _, begin, until in taken]
         positions = [np.arange(begin, until) for _, _, begin, until in taken]
         ends = np.cumsum([len(each) for each in positions])
@@ -253,9 +262,7 @@ class HeadDraft(Drafting):
             [piece for row, _, begin, until in taken for piece in self._pieces(row, begin, until)],
             ends[whole] - 1,
         )
-        for row, _, begin, until in taken:
-            self._note(row, begin, until)
-        return going, logits
+        return going, logits, [(row, begin, until) for row, _, begin, until in taken]
 
     def _go_on(
         self,
@@ -359,9 +366,14 @@ class FeatureTap:
         logits = self.served.forward(
             token_ids, positions, batch, sampled, needs_logits=needs_logits
         )
-        if listens:
+        if not listens:
+            self._draft.lose()
+            return logits
+        try:
             self._draft.take(batch, self.served.features)
-        else:
+        except Exception as error:
+            # it costs guesses, and not the step
+            _log.warning("draft_fault features=%d", len(token_ids), exc_info=error)
             self._draft.lose()
         return logits
 

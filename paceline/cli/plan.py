@@ -159,6 +159,7 @@ def _draft(args: argparse.Namespace) -> tuple[ServedMemory, bool] | None:
     """What the model takes that guesses for the served one, and whether it is that one in fewer
     bits, whose KV cache is a copy; None: none is named."""
     from paceline.backends.served import served_memory
+    from paceline.checkpoints.eagle3 import is_eagle3
     from paceline.cli.draft_model import draft_of
 
     config = args.speculative_config
@@ -172,8 +173,13 @@ def _draft(args: argparse.Namespace) -> tuple[ServedMemory, bool] | None:
     found = draft_of(config, args.model)
     assert found is not None
     path, dtype = found
+    if is_eagle3(Path(path)):
+        raise ConfigError(
+            f"--speculative-config: the EAGLE-3 head {path} is not counted here: add its bytes to "
+            "--weights, and to --kv-per-token those of one layer"
+        )
     itself = Path(path).resolve() == Path(args.model).resolve()
-    return served_memory(Path(path), dtype=dtype), itself
+    return served_memory(Path(path), dtype=dtype, device=args.device or "auto"), itself
 
 
 def _run_memory(args: argparse.Namespace) -> int:

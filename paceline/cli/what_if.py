@@ -91,7 +91,8 @@ def main() -> int:
 
 def _checked(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Whether a trace can be simulated, and how many requests it has."""
-    _bound(int(asked["memory"]), int(asked["seconds"]))
+    # somebody waits for it, so it is not only given what nothing else wants
+    _bound(int(asked["memory"]), int(asked["seconds"]), idle=False)
     try:
         stream, _ = _read(Path(asked["path"]))
         found = sum(1 for _ in stream)
@@ -111,11 +112,12 @@ def _too_much(job: Mapping[str, Any]) -> str:
     return f"it needs more than the {int(job['memory']) // 2**20} MiB that it may take"
 
 
-def _bound(memory: int, seconds: int) -> None:
+def _bound(memory: int, seconds: int, *, idle: bool = True) -> None:
     """Before anything large is loaded."""
-    with contextlib.suppress(OSError, AttributeError):
-        # nothing else that runs on this machine waits for it
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    if idle:
+        with contextlib.suppress(OSError, AttributeError):
+            # nothing else that runs on this machine waits for it
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (memory, hard))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))

@@ -330,6 +330,25 @@ def test_a_fault_costs_the_guesses_of_one_request(caplog: pytest.LogCaptureFixtu
         assert draft.make([_named("e", [1, 1], 8)])[0].num_guesses == 2, number
 
 
+def test_rows_that_fail_together_are_guessed_one_by_one() -> None:
+    class Alone(_Sums):
+        def forward(self, token_ids: NDArray[np.int64], *args: Any, **settings: Any) -> Any:
+            self.calls.append(len(token_ids))
+            if len(token_ids) > 2:
+                raise RuntimeError("too many")
+            return super().forward(token_ids, *args, **settings)
+
+    model = Alone()
+    draft = _loaded(model)
+    for number in range(5):
+        rows = [_named("a", [3], 0, 1), _named("b", [4], 2, 1), _named("c", [1], 4, 1)]
+        model.calls.clear()
+        assert [made.num_guesses for made in draft.make(rows)] == [1, 1, 1]
+        # from the third time on it is not tried together
+        assert (3 in model.calls) == (number < 3)
+        draft.forget([0, 2, 4])
+
+
 def test_a_model_that_only_fails_is_not_asked_any_more(caplog: pytest.LogCaptureFixture) -> None:
     model = _Faulty()
     draft = _loaded(model)

@@ -219,6 +219,42 @@ def test_positions_are_entered_once_and_wrong_guesses_are_written_over() -> None
         right = _guesses(row, 4)
 
 
+class _Unlucky(_Likeliest):
+    """Fails over a token."""
+
+    def sample(self, logits: Any, rows: Sequence[SampleRow], likeliest: Any = None) -> Any:
+        if any(13 in row.tokens for row in rows):
+            raise RuntimeError("unlucky")
+        return super().sample(logits, rows, likeliest)
+
+
+def test_a_row_that_fails_is_found_and_the_others_go_on() -> None:
+    rig = _Rig()
+    rig.draft = HeadDraft(
+        rig.head, _Unlucky(), vocab_size=VOCAB, num_blocks=BLOCKS, block_size=SIZE
+    )
+    rig.tap = FeatureTap(rig.served, (0, 1), rig.draft)
+    lucky, unlucky = [3, 5, 8, 2], [13] * 4
+    rig.step((lucky[:-1], 0, [9, 4]), (unlucky[:-1], 0, [20, 7]))
+    rows = _row(lucky, [9, 4], 1), _row(unlucky, [20, 7], 1)
+    made = rig.draft.make(rows)
+    assert [(row.num_guesses, row.failed) for row in made] == [(1, False), (0, True)]
+    assert _guesses(rows[0], 1) == _expected(lucky, 0, 1)
+
+
+def test_hidden_states_that_cannot_be_kept_cost_guesses_and_no_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = _Rig()
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(rig.draft, "take", fails)
+    rig.step(([3, 5, 8], 0, [9, 4]))
+    assert rig.guess(_row([3, 5, 8, 2], [9, 4])) == [0]
+
+
 def test_what_is_missing_shortens_what_is_seen() -> None:
     rig = _Rig()
     tokens, blocks = [(i * 37) % VOCAB for i in range(30)], list(range(10))

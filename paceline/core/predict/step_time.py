@@ -187,7 +187,9 @@ class StepTimeModel:
         left = self._pace * sum(map(mul, features, before))
         left /= max(sum(map(mul, features, self._weights)), 1e-12)
         scale = self._scale * self._pace
-        if min(abs(self._pace - 1.0), abs(left - 1.0)) > _LASTING and 0.01 < scale < 100.0:
+        if (self._pace > 1.0) == (left > 1.0) and (
+            min(abs(self._pace - 1.0), abs(left - 1.0)) > _LASTING and 0.01 < scale < 100.0
+        ):
             # no other mixture of work explains it
             self._weights, self._scale, self._pace, self._drift = before, scale, 1.0, 1.0
 

@@ -65,6 +65,7 @@ class Promises:
         points of the last hour; times are seconds before now."""
         now = self._clock()
         reading = self._reading(now)
+        now = max(now, reading.time)
         told = self._frames.get(window)
         if told is None:
             frame = make_frame(self._before(reading, window), reading)

@@ -85,6 +85,7 @@ class WhatIf:
         self._config = config
         self._choices: Mapping[str, Any] | None = None
         self._places = Places()
+        self._reading = asyncio.Semaphore(1)
         self._process: asyncio.subprocess.Process | None = None
         self._running: asyncio.Task[None] | None = None
         # whose job runs, or ran last
@@ -190,7 +191,9 @@ class WhatIf:
             file, name = tempfile.mkstemp(dir=place.folder, prefix="upload-")
             try:
                 size = await _received(request, file)
-                told = await self._read_through(Path(name))
+                # one at a time: each may take a processor and much memory
+                async with self._reading:
+                    told = await self._read_through(Path(name))
                 self._service.refuse_if_draining()
                 self._refuse_beside_own(owner)
                 os.replace(name, place.trace)

@@ -10,8 +10,9 @@ const failed = signal("");
 const find = signal("");
 // a key that may not see it is not used to ask again
 let refused = "";
-// questions that were asked: an answer that comes behind a later question's is not shown
-let asked = 0;
+// questions that were asked, and the last that was answered: an answer that comes behind a later
+// question's is not shown
+let asked = 0, answered = 0;
 let typed = 0;
 
 async function look() {
@@ -19,11 +20,13 @@ async function look() {
   const turn = ++asked;
   try {
     const found = await getJson(`/ui/api/operations?find=${encodeURIComponent(find.value.trim())}`);
-    if (turn !== asked) return;
+    if (turn < answered) return;
+    answered = turn;
     told.value = found;
     failed.value = refused = "";
   } catch (error) {
-    if (turn !== asked) return;
+    if (turn < answered) return;
+    answered = turn;
     failed.value = error instanceof ApiError ? error.message : "The server does not answer.";
     if (error instanceof ApiError && error.status === 403) refused = key.value;
     // what was known a moment ago is not what is

@@ -96,6 +96,11 @@ async function goOn(turn, index, other) {
   const earlier = turns.value.slice(0, at), { how } = turn;
   const known = [...turn.tokens.value.slice(0, index), { ...turn.tokens.value[index], ...other }];
   const begun = known.map(({ token }) => token).join("");
+  if (begun.includes("\ufffd") || turn.thought?.value) {
+    // a token that is a part of a character has no text, and thoughts are no part of an answer
+    refused.value = { message: begun.includes("\ufffd") ? "It cannot go on from here: a token before is a part of a character." : "It cannot go on within an answer that was thought about.", field: null, status: 0, until: 0 };
+    return;
+  }
   const said = how === "chat" ? [...history(earlier), { role: "assistant", content: begun }] : earlier[at - 1].sent + begun;
   let body;
   try {

@@ -50,15 +50,16 @@ export function forgetPair() {
 }
 
 async function load() {
-  const { job, a, b } = sides.value;
+  const of = sides.value, { job, a, b } = of;
   if (job === null) return;
   try {
     const [one, other] = await Promise.all([recorded(job, a), recorded(job, b)]);
-    if (sides.value.a !== a || sides.value.b !== b) return;
+    if (sides.value !== of) return;
     pair.value = { a: one, b: other, difference: one === other ? null : firstDifference(one.plans, other.plans) };
     pairFailed.value = "";
     fit();
   } catch (error) {
+    if (sides.value !== of) return;
     pair.value = null;
     pairFailed.value = error instanceof Error ? error.message : String(error);
   }
