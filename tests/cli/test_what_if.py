@@ -164,8 +164,8 @@ def test_it_is_gone_with_the_server(number: signal.Signals, tmp_path: Path) -> N
         assert len(list(tmp_path.glob("paceline-what-if-*"))) == 1
         code, _ = server.stop(number)
         assert code == (0 if number == signal.SIGTERM else -signal.SIGKILL)
-        eventually(lambda: is_gone(pid))
-        eventually(lambda: not list(tmp_path.glob("paceline-what-if-*")))
+        eventually(lambda: is_gone(pid), 30)
+        eventually(lambda: not list(tmp_path.glob("paceline-what-if-*")), 30)
 
 
 def test_what_a_killed_server_leaves_the_next_one_takes_away(tmp_path: Path) -> None:
