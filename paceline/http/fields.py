@@ -23,6 +23,7 @@ __all__ = [
     "check_token_ids",
     "decode_object",
     "show",
+    "show_url",
 ]
 
 # containers inside containers; the deepest sensible tool schema is well below
@@ -41,6 +42,15 @@ def show(value: object) -> str:
     if isinstance(value, str) and len(value) > _SHOWN:
         return f"{value[:_SHOWN]!r}... ({len(value)} characters)"
     return repr(value)
+
+
+def show_url(url: str) -> str:
+    """A URL as an error may quote it, whatever it is: without user, password and query, which may
+    be secrets."""
+    start, at, rest = url.rpartition("@")
+    scheme, slashes, _ = start.partition("//")
+    shown = f"{scheme}{slashes}***@{rest}" if at and slashes else f"***@{rest}" if at else url
+    return repr(shown.partition("?")[0][:200])
 
 
 def decode_object(body: bytes, what: str = "the request body") -> dict[str, Any]:

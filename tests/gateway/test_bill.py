@@ -14,8 +14,18 @@ import pytest
 from paceline.gateway.config import PriceConfig
 from paceline.gateway.money import show_amount
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
-from tests.gateway.helpers import CHAT, chat, configured, gateway_over, streamed, text_of
-from tests.gateway.test_gateway import GOOD, WORDS, _until, pieces
+from tests.gateway.helpers import (
+    CHAT,
+    GOOD,
+    WORDS,
+    chat,
+    configured,
+    gateway_over,
+    pieces,
+    streamed,
+    text_of,
+    until,
+)
 from tests.gateway.test_hedging import HEDGED, LATE, OTHER, _known
 from tests.gateway.test_spending import ANN, AS_ANN, AS_BOB, BOB, spending
 
@@ -55,12 +65,12 @@ async def test_who_hangs_up_before_a_word_pays_for_the_prompt(
         gateway_over(configured(one, **spending(tmp_path)), (ANN,)) as (gateway, client),
     ):
         sent = asyncio.ensure_future(client.post(path, json=body, headers=AS_ANN))
-        await _until(lambda: bool(one.bodies))
+        await until(lambda: bool(one.bodies))
         if ids:
             (leg,) = gateway.engines.by_name["e1"].running
-            await _until(lambda: leg._owner.splice.prompt_tokens == 3)  # type: ignore[attr-defined]
+            await until(lambda: leg._owner.splice.prompt_tokens == 3)  # type: ignore[attr-defined]
         sent.cancel()
-        await _until(lambda: gateway.in_flight == 0)
+        await until(lambda: gateway.in_flight == 0)
         shown = body["messages"] if path == CHAT else body["input"]
         estimate = round(len(json.dumps(shown, separators=(",", ":"))) / 4)
         # of the prompt, as the engine counted it or as many as its bytes are
@@ -80,13 +90,13 @@ async def test_who_hangs_up_before_an_engine_was_told_pays_nothing(tmp_path: Pat
         ),
     ):
         first = asyncio.ensure_future(client.post(CHAT, json=chat(), headers=AS_BOB))
-        await _until(lambda: bool(one.bodies))
+        await until(lambda: bool(one.bodies))
         second = asyncio.ensure_future(client.post(CHAT, json=chat(), headers=AS_ANN))
-        await _until(lambda: gateway.turns.num_waiting == 1)
+        await until(lambda: gateway.turns.num_waiting == 1)
         second.cancel()
-        await _until(lambda: gateway.in_flight == 1)
+        await until(lambda: gateway.in_flight == 1)
         first.cancel()
-        await _until(lambda: gateway.in_flight == 0)
+        await until(lambda: gateway.in_flight == 0)
         assert set(gateway.spending.status()) == {"bob"}
 
 
@@ -164,9 +174,9 @@ async def test_who_hangs_up_while_two_are_asked_pays_the_first(tmp_path: Path) -
     ):
         _known(gateway)
         sent = asyncio.ensure_future(client.post(CHAT, json=chat(stream=True), headers=AS_ANN))
-        await _until(lambda: len(one.bodies) + len(two.bodies) == 2)
+        await until(lambda: len(one.bodies) + len(two.bodies) == 2)
         sent.cancel()
-        await _until(lambda: gateway.in_flight == 0)
+        await until(lambda: gateway.in_flight == 0)
     half = 10**12 // 2
     assert rows(tmp_path) == [("e1", 1, 3, 0, half + 3 * 10 * MILLIONTH)]
 
@@ -179,9 +189,9 @@ async def test_what_was_tried_in_vain_is_free_for_who_hangs_up_later(tmp_path: P
         gateway_over(configured(one, **spending(tmp_path)), (ANN,)) as (gateway, client),
     ):
         sent = asyncio.ensure_future(client.post(CHAT, json=chat(), headers=AS_ANN))
-        await _until(lambda: bool(one.bodies))
+        await until(lambda: bool(one.bodies))
         sent.cancel()
-        await _until(lambda: gateway.in_flight == 0)
+        await until(lambda: gateway.in_flight == 0)
         assert "ann" not in gateway.spending.status()
 
 

@@ -11,8 +11,20 @@ import pytest
 
 from paceline.gateway import ModelConfig
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
-from tests.gateway.helpers import CHAT, chat, configured, gateway_over, streamed, text_of
-from tests.gateway.test_gateway import GOOD, WHOLE, WORDS, _until, pieces, refused
+from tests.gateway.helpers import (
+    CHAT,
+    GOOD,
+    WHOLE,
+    WORDS,
+    chat,
+    configured,
+    gateway_over,
+    pieces,
+    refused,
+    streamed,
+    text_of,
+    until,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -60,7 +72,7 @@ async def test_a_late_first_token_comes_from_another_engine(first: Step) -> None
         assert 'paceline:gateway_hedges_total{engine="e2",result="won"} 1.0' in metrics
         # the other one is told to stop, and is not blamed
         state = gateway.engines.by_name["e1"]
-        await _until(lambda: not state.running and not state.load.running)
+        await until(lambda: not state.running and not state.load.running)
         assert state.breaker.state(gateway.now()) == "closed"
         assert len(late.bodies) == len(quick.bodies) == 1
 
@@ -75,7 +87,7 @@ async def test_the_first_one_may_be_sooner_after_all() -> None:
         answer = await client.post(CHAT, json=chat(stream=True))
         assert text_of(streamed(answer)) == "".join(WORDS)
         assert answer.headers["x-paceline-engine"] == "e1" and len(later.bodies) == 1
-        await _until(lambda: later.hung_up == 1)
+        await until(lambda: later.hung_up == 1)
         metrics = (await client.get("/metrics")).text
         assert 'paceline:gateway_hedges_total{engine="e2",result="lost"} 1.0' in metrics
 
@@ -181,9 +193,9 @@ async def test_who_hangs_up_while_a_connection_is_made_is_seen() -> None:
         state: Any = gateway.engines.by_name["e1"]
         state.pool = _NoConnection(state.pool)
         sent = asyncio.ensure_future(client.post(CHAT, json=chat(stream=True)))
-        await _until(lambda: state.pool.num_asked == 1)
+        await until(lambda: state.pool.num_asked == 1)
         sent.cancel()
-        await _until(lambda: gateway.in_flight == 0)
+        await until(lambda: gateway.in_flight == 0)
         assert not state.running and not state.load.running
 
 
@@ -278,9 +290,9 @@ async def test_a_caller_who_hangs_up_ends_both() -> None:
     ):
         _known(gateway)
         sent = asyncio.ensure_future(client.post(CHAT, json=chat(stream=True)))
-        await _until(lambda: len(one.bodies) + len(two.bodies) == 2)
+        await until(lambda: len(one.bodies) + len(two.bodies) == 2)
         sent.cancel()
-        await _until(lambda: one.hung_up + two.hung_up == 2)
+        await until(lambda: one.hung_up + two.hung_up == 2)
         assert all(not e.load.running for e in gateway.engines.by_name.values())
 
 

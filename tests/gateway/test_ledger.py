@@ -19,7 +19,7 @@ from paceline.gateway import ledger as ledger_module
 from paceline.gateway.ledger import Ledger
 from paceline.gateway.money import Price, Used
 from paceline.gateway.usage import used_by
-from tests.gateway.test_gateway import _until
+from tests.gateway.helpers import until
 
 pytestmark = pytest.mark.anyio
 
@@ -151,7 +151,7 @@ async def test_what_is_being_written_at_the_end_is_not_lost(
     really = ledger._write
     monkeypatch.setattr(ledger, "_write", write)
     ledger.start()
-    await _until(lambda: len(tries) == 1)
+    await until(lambda: len(tries) == 1)
     closed = asyncio.ensure_future(ledger.close())
     asyncio.get_running_loop().call_later(0.02, closing.set)
     await closed

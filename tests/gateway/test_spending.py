@@ -24,8 +24,16 @@ from paceline.gateway.money import Budget, Price, Prices, Used, parse_amount, sh
 from paceline.http.errors import HttpError
 from paceline.http.keys import ApiKey
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
-from tests.gateway.helpers import CHAT, chat, configured, gateway_over
-from tests.gateway.test_gateway import WORDS, _until, pieces, refused
+from tests.gateway.helpers import (
+    CHAT,
+    WORDS,
+    chat,
+    configured,
+    gateway_over,
+    pieces,
+    refused,
+    until,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -281,7 +289,7 @@ async def test_who_hangs_up_pays_for_what_was_made(tmp_path: Path, ids: bool) ->
                 got += data
                 if b" a" in got:
                     break
-        await _until(lambda: gateway.in_flight == 0)
+        await until(lambda: gateway.in_flight == 0)
         prompt = 3 if ids else round(len(json.dumps(body["messages"], separators=(",", ":"))) / 4)
         spent = gateway.spending.status()["ann"]["spent"]
         assert spent == show_amount((prompt * 10 + 3 * 100) * 10**6)

@@ -22,8 +22,16 @@ from paceline.gateway.config import EngineConfig, check_config, parse_config
 from paceline.gateway.money import Used
 from paceline.gateway.tracing import NO_TRACING, Tracing
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
-from tests.gateway.helpers import CHAT, chat, configured, gateway_over, streamed, text_of
-from tests.gateway.test_gateway import WORDS, refused
+from tests.gateway.helpers import (
+    CHAT,
+    WORDS,
+    chat,
+    configured,
+    gateway_over,
+    refused,
+    streamed,
+    text_of,
+)
 from tests.server.live_process import live_server
 from tests.server.otlp_receiver import Receiver, attributes, receiving
 
