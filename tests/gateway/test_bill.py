@@ -13,6 +13,7 @@ import pytest
 
 from paceline.gateway.config import PriceConfig
 from paceline.gateway.money import show_amount
+from tests.gateway.dialects.samples import ANTHROPIC_WHOLE
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
 from tests.gateway.helpers import (
     CHAT,
@@ -218,3 +219,44 @@ async def test_nobody_answered_after_a_role_and_it_costs_nothing(tmp_path: Path)
         answer = await client.post(CHAT, json=chat(stream=True), headers=AS_ANN)
         assert "no engine answered" in answer.text
     assert rows(tmp_path) == []
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_absurd_counts_of_an_anthropic_engine_are_not_believed(
+    tmp_path: Path, path: str, stream: bool
+) -> None:
+    """However they are told, no count is below nothing or beyond what can be."""
+    usage = {
+        "input_tokens": -5, "cache_read_input_tokens": 10**12, "output_tokens": 10**15,
+        "cache_creation_input_tokens": 10**12,
+    }  # fmt: skip
+    message = {**ANTHROPIC_WHOLE, "usage": usage}
+    events = [
+        {"type": "message_start", "message": {**message, "content": []}},
+        {
+            "type": "content_block_delta",
+            "index": 0,
+            "delta": {"type": "text_delta", "text": "hi"},
+        },
+        {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": usage},
+        {"type": "message_stop"},
+    ]
+    parts = [f"event: {e['type']}\ndata: {json.dumps(e)}\n\n".encode() for e in events]
+    whole = Step(parts=(json.dumps(message).encode(),), stream=False)
+    fields = {"kinds": {"e1": "anthropic"}, "engine_fields": {"e1": {"models": ("m",)}}}
+    async with (
+        scripted(Step(parts=tuple(parts)) if stream else whole) as one,
+        gateway_over(configured(one, **fields, **spending(tmp_path)), (ANN,)) as (_, client),
+    ):
+        answer = await client.post(path, json=chat(stream=stream), headers=AS_ANN)
+        assert answer.status_code == 200, answer.text
+        if path == CHAT:
+            asked = chat(stream=stream, stream_options={"include_usage": True})
+            answer = await client.post(path, json=asked, headers=AS_ANN)
+            told = streamed(answer)[-2] if stream else answer.json()
+            assert told["usage"]["prompt_tokens"] == told["usage"]["completion_tokens"] == 10**9
+    ((_, requests, prompt, output, amount),) = rows(tmp_path)
+    assert (prompt, output) == (requests * 10**9, requests * 10**9)
+    # all of the prompt was cached
+    assert amount == requests * 10**9 * (1 + 100) * MILLIONTH

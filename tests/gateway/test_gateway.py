@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from tests.gateway.helpers import (
     chat,
     configured,
     gateway_over,
+    is_clean,
     pieces,
     prefer_others,
     refused,
@@ -349,3 +352,63 @@ async def _first_to(gateway: Any, client: Any, first: Any, then: str) -> list[An
     assert first.bodies
     return streamed(response)
 
+
+async def test_a_slow_caller_is_no_stall_of_the_engine() -> None:
+    """What waits for its caller to read is not read from the engine, which is silent for so long."""
+    words = ("x" * 4096,) * 1500
+    async with (
+        scripted(Step(parts=chat_chunks(words)), metrics=PACELINE_METRICS) as engine,
+        gateway_over(configured(engine, stall_timeout=0.3)) as (gateway, client),
+    ):
+        body = json.dumps(chat(stream=True)).encode()
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        loop = asyncio.get_running_loop()
+        with socket.socket() as caller:
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+            caller.setblocking(False)
+            await loop.sock_connect(caller, ("127.0.0.1", client.base_url.port))
+            await loop.sock_sendall(caller, head.encode() + body)
+            state = gateway.engines.by_name["e1"]
+            await until(lambda: any(c.is_paused for c in state.pool._open))
+            paused_at = gateway.now()
+            await until(lambda: gateway.now() - paused_at > 0.8)
+            said = 0
+            last = b""
+            while part := await loop.sock_recv(caller, 1 << 20):
+                said, last = said + len(part), (last + part)[-200:]
+        assert said > sum(map(len, words)) and b"[DONE]" in last
+        assert len(engine.bodies) == 1
+        metrics = (await client.get("/metrics")).text
+        assert 'gateway_requests_total{engine="e1",result="ok"} 1.0' in metrics
+        assert "gateway_attempt_failures_total{" not in metrics
+
+
+async def test_a_request_that_is_cut_off_while_it_waits_leaves_nothing_behind() -> None:
+    """As at the end of a process that has no more time."""
+    async with (
+        scripted(replace(WHOLE, delay=0.5)) as engine,
+        gateway_over(configured(engine, engine_fields={"e1": {"max_concurrent": 1}})) as (
+            gateway,
+            client,
+        ),
+    ):
+        first = asyncio.ensure_future(client.post(CHAT, json=chat()))
+        await until(lambda: bool(engine.bodies))
+        before = asyncio.all_tasks()
+        second = asyncio.ensure_future(client.post(CHAT, json=chat()))
+        await until(lambda: gateway.turns.num_waiting == 1)
+        (served,) = [
+            task
+            for task in asyncio.all_tasks() - before
+            if getattr(task.get_coro(), "__name__", "") == "run_asgi"
+        ]
+        served.cancel()
+        await second
+        assert gateway.turns.num_waiting == 0
+        left = asyncio.all_tasks() - before - {second, asyncio.current_task()}
+        assert not [task for task in left if "Waiting" in repr(task) or "Event.wait" in repr(task)]
+        assert (await first).status_code == 200
+        assert is_clean(gateway)

@@ -19,6 +19,7 @@ from tests.gateway.helpers import (
     chat,
     configured,
     gateway_over,
+    is_clean,
     pieces,
     refused,
     streamed,
@@ -336,10 +337,33 @@ async def test_a_second_engine_that_cannot_be_asked_is_not() -> None:
         scripted(replace(GOOD, delay=0.6), metrics=PACELINE_METRICS) as one,
         scripted(OTHER) as two,
         gateway_over(
-            configured(one, two, kinds={"e2": "anthropic"}, engine_fields=fields, **HEDGED)
+            configured(
+                one, two, kinds={"e2": "anthropic"}, engine_fields=fields, retry_share=3.0,
+                retries_per_second=0.0, **HEDGED,
+            )
         ) as (gateway, client),
-    ):
+    ):  # fmt: skip
         _known(gateway)
         answer = await client.post(CHAT, json=chat(stream=True, messages=odd))
         assert text_of(streamed(answer)) == "".join(WORDS)
         assert len(one.bodies) == 1 and not two.bodies
+        # and it is not paid for: of the three attempts and five hedges that there were
+        assert gateway.budget.left(gateway.now()) > 2.2 and gateway._hedges._saved == 5.0
+
+
+async def test_a_second_engine_that_answers_whole_has_answered() -> None:
+    async with (
+        scripted(LATE, metrics=PACELINE_METRICS) as late,
+        scripted(WHOLE, metrics=PACELINE_METRICS) as quick,
+        gateway_over(configured(late, quick, **HEDGED)) as (gateway, client),
+    ):
+        _known(gateway)
+        began = time.monotonic()
+        answer = await client.post(CHAT, json=chat(stream=True))
+        assert answer.json()["choices"][0]["message"]["content"] == "hi"
+        assert answer.headers["x-paceline-engine"] == "e2" and time.monotonic() - began < 3.0
+        metrics = (await client.get("/metrics")).text
+        assert 'paceline:gateway_hedges_total{engine="e2",result="won"} 1.0' in metrics
+        assert "gateway_attempt_failures_total{" not in metrics
+        await until(lambda: late.hung_up == 1)
+        assert is_clean(gateway)

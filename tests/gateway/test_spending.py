@@ -241,6 +241,20 @@ async def test_a_key_spends_its_budget(tmp_path: Path) -> None:
         assert (await client.post(CHAT, json=body, headers=AS_ANN)).status_code == 429
 
 
+async def test_a_small_limit_beside_a_large_one_reserves_the_large_one(tmp_path: Path) -> None:
+    keys = (KeyConfig(name="ann", budget="0.025/day"),)
+    async with (
+        scripted(answer()) as engine,
+        gateway_over(configured(engine, **spending(tmp_path, keys=keys)), (ANN,)) as (_, client),
+    ):
+        asked = chat(max_completion_tokens=1, max_tokens=10_000)
+        refusal = await client.post(CHAT, json=asked, headers=AS_ANN)
+        assert refusal.status_code == 429 and "may cost 1.00" in refusal.text
+        small = chat(max_completion_tokens=1, max_tokens=100)
+        assert (await client.post(CHAT, json=small, headers=AS_ANN)).status_code == 200
+        assert len(engine.bodies) == 1
+
+
 async def test_requests_at_once_do_not_spend_one_cent_twice(tmp_path: Path) -> None:
     keys = (KeyConfig(name="*", budget="0.03/total"),)
     async with (
