@@ -372,8 +372,11 @@ def _check_engine(engine: EngineConfig) -> None:
     try:
         parts = urlsplit(engine.url)
         port = parts.port
-    except ValueError as error:
-        raise ConfigError(f"engine {engine.name}: url {show_url(engine.url)}: {error}") from None
+    except ValueError:
+        # what is wrong is not repeated: a part of a password may be taken for a port
+        raise ConfigError(
+            f"engine {engine.name}: url {show_url(engine.url)} has no valid host or port"
+        ) from None
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         raise ConfigError(
             f"engine {engine.name}: url must be http://HOST[:PORT] or https://..., got "

@@ -47,10 +47,13 @@ def show(value: object) -> str:
 def show_url(url: str) -> str:
     """A URL as an error may quote it, whatever it is: without user, password and query, which may
     be secrets."""
-    start, at, rest = url.rpartition("@")
-    scheme, slashes, _ = start.partition("//")
-    shown = f"{scheme}{slashes}***@{rest}" if at and slashes else f"***@{rest}" if at else url
-    return repr(shown.partition("?")[0][:200])
+    shown = url.partition("?")[0]
+    if "@" in url:
+        # a password may hold any character, those that end the name of a host too
+        start, slashes, _ = shown.partition("//")
+        host = shown.rpartition("@")[2] if "@" in shown else "..."
+        shown = f"{start if slashes else ''}{slashes}***@{host}"
+    return repr(shown[:200])
 
 
 def decode_object(body: bytes, what: str = "the request body") -> dict[str, Any]:

@@ -148,9 +148,7 @@ class Connection(asyncio.Protocol):
     @property
     def is_paused(self) -> bool:
         """Whether nothing is read of an answer that may have come."""
-        return (
-            self._transport is not None and self.is_open and not self._transport.is_reading()
-        )
+        return self._transport is not None and self.is_open and not self._transport.is_reading()
 
     def pause(self) -> None:
         """Read no more until ``resume``."""

@@ -255,4 +255,3 @@ async def test_19_every_shape_of_a_streamed_call_goes_through(shape: str, none: 
         one.script[:] = [Step(parts=(*parts[:-1], b"data: [DONE]\n\n"))]
         cut = streamed(await client.post(CHAT, json=chat(stream=True)))
         assert "error" in cut[-2]
-

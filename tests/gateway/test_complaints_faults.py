@@ -47,7 +47,6 @@ FAULTS = {
 }
 
 
-
 async def test_01_counters_do_not_leak_when_callers_hang_up_or_time_runs_out() -> None:
     ann = ApiKey.of("ann", "user", "secret-ann")
     headers = {"authorization": "Bearer secret-ann"}

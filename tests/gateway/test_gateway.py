@@ -354,7 +354,7 @@ async def _first_to(gateway: Any, client: Any, first: Any, then: str) -> list[An
 
 
 async def test_a_slow_caller_is_no_stall_of_the_engine() -> None:
-    """What waits for its caller to read is not read from the engine, which is silent for so long."""
+    """What waits for its caller is not read from the engine, which is silent for so long."""
     words = ("x" * 4096,) * 1500
     async with (
         scripted(Step(parts=chat_chunks(words)), metrics=PACELINE_METRICS) as engine,

@@ -280,7 +280,7 @@ def test_a_bad_endpoint_is_refused() -> None:
         with pytest.raises(ConfigError, match="an OTLP endpoint is") as caught:
             check_endpoint(f"{secret}?key=pass@w0rd")
         assert "pass" not in str(caught.value) and "w0rd" not in str(caught.value)
-    for secret in ("ftp://me:pass@host", "http://me:pass@host:99999"):
+    for secret in ("ftp://me:pass@host", "http://me:pass@host:99999", "http://me:pass/pa?ss@host"):
         with pytest.raises(ConfigError, match="engine a: url") as caught:
             check_config(GatewayConfig(engines=(EngineConfig(name="a", url=secret),)))
         assert "pass" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""What ``make test-upstreams`` asks of other projects' servers, before servers that do otherwise."""
+"""What ``make test-upstreams`` asks of other servers, before servers that do otherwise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ REST = Step(parts=chat_chunks(WORDS[2:], ids=False, reason="length"))
 CUT = pieces(2, ids=False)
 SAID = Step(
     parts=(
-        b'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{"text":"a"}}\n\n',
+        b"event: content_block_delta\n"
+        b'data: {"type":"content_block_delta","delta":{"text":"a"}}\n\n',
         b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
     )
 )
