@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 CHAT = "/v1/chat/completions"
+# a client without one reads the system's certificates, for each test anew
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 WORDS = ("Once", " upon", " a", " time", ".")
 GOOD = Step(parts=chat_chunks(WORDS))
 WHOLE = Step(
@@ -89,7 +92,8 @@ async def gateway_over(
     while not server.started:
         await asyncio.sleep(0.005)
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+        url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=url, timeout=20, verify=NO_TLS) as client:
             yield gateway, client
     finally:
         server.stop()
