@@ -219,8 +219,10 @@ def test_a_servers_spans_lie_inside_the_gateways(tmp_path: Path) -> None:
     (inner,) = [span for span in roots if span.parent_span_id]
     attempt = receiver.named("attempt engine1")
     assert attempt.parent_span_id == outer.span_id and inner.parent_span_id == attempt.span_id
+    # the gateway has a queue of its own, which is told where anything held it up
+    inside = [span.name for span in receiver.spans if span.parent_span_id == inner.span_id]
     for name in ("queue", "prefill", "decode"):
-        assert receiver.named(name).parent_span_id == inner.span_id
+        assert inside.count(name) == 1
     assert {span.trace_id for span in receiver.spans} == {outer.trace_id}
     assert attributes(outer)["gen_ai.usage.output_tokens"] == 3
 
