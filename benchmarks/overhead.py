@@ -12,7 +12,8 @@ Per request and per token are separated by runs with four times the tokens, in t
 others: what grows is the token's. Of runs of one kind the one in the middle counts, of an even
 number the cheaper of the two there. Shares come from one more run under cProfile, which makes
 Python calls look dearer than they are: they name the largest part, they do not measure it.
-Built-in functions count for whoever calls them.
+Built-in functions count for whoever calls them. Printed, too, are the function calls of a stream,
+which are the same on a busy machine.
 
 BASELINE=PATH compares with another checkout of this repository: its server runs beside this one,
 both under the same clients (this checkout's), turn by turn, so that whatever else the machine does
@@ -58,6 +59,8 @@ LONGER = 4
 TURNS = int(os.environ.get("TURNS") or (1 if os.environ.get("QUICK") else 3))
 ROUNDS = 1 if os.environ.get("QUICK") else 2
 STEP_SECONDS = 0.03
+# rounds of all streams under cProfile
+_PROFILED = 3
 IDLE_SECONDS = 2.0
 # an id that is a word of its own in the default model's vocabulary (" the")
 _WORD = 260
@@ -254,6 +257,12 @@ def shares(profile: Path) -> dict[str, float]:
     return {name: round(value / total, 3) for name, value in seconds.most_common()}
 
 
+def calls_a_request(profile: Path, requests: int) -> float:
+    """Function calls, which no other load on the machine changes."""
+    entries = pstats.Stats(str(profile)).stats  # type: ignore[attr-defined]
+    return round(sum(calls for _, calls, *_ in entries.values()) / requests, 1)
+
+
 def group(file: str) -> str:
     return next((name for part, name in _GROUPS if part in file), "other")
 
@@ -350,11 +359,14 @@ def main() -> int:
         if not (checkouts["baseline"] / "benchmarks" / "overhead.py").is_file():
             raise SystemExit(f"BASELINE={checkouts['baseline']} is no checkout with this benchmark")
     results: dict[str, Any] = dict(compare(checkouts))
+    calls: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
-        profile = Path(folder) / "profile"
-        with server(profile=profile) as (_, port):
-            asyncio.run(_load(port, TOKENS, TURNS * ROUNDS, stream=True))
-        found = shares(profile)
+        for name, checkout in checkouts.items():
+            profile = Path(folder) / name
+            with server(checkout, profile) as (_, port):
+                asyncio.run(_load(port, TOKENS, _PROFILED, stream=True))
+            calls[name] = calls_a_request(profile, STREAMS * _PROFILED)
+        found = shares(Path(folder) / "this")
     for kind in ("stream", "whole"):
         columns = dict(results[kind])
         pairs = columns.pop("pairs", None)
@@ -365,11 +377,14 @@ def main() -> int:
         if pairs is not None:
             shown = "{median:.3f}, {low:.3f} to {high:.3f}".format(**pairs)
             print(f"  turns by pairs, and the 95 % interval of their mean: {shown}")
+    shown = ", ".join(f"{name} {value:.0f}" for name, value in calls.items())
+    print(f"\nfunction calls a stream of {TOKENS} tokens: {shown}")
     print("\nshares of the event loop")
     for key, value in found.items():
         print(f"  {key:36}{value:>10}")
     largest = next(iter(found))
     print(f"\nlargest part: {largest}\n")
+    results |= {"function_calls_a_stream": calls}
     results |= {"shares_of_the_event_loop": found, "largest": largest}
     about = {"bench": "overhead", "machine": machine(), "streams": STREAMS, "turns": TURNS}
     print(json.dumps({**about, "results": results}))
