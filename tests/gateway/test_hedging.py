@@ -348,7 +348,7 @@ async def test_a_second_engine_that_cannot_be_asked_is_not() -> None:
         assert text_of(streamed(answer)) == "".join(WORDS)
         assert len(one.bodies) == 1 and not two.bodies
         # and it is not paid for: of the three attempts and five hedges that there were
-        assert gateway.budget.left(gateway.now()) > 2.2 and gateway._hedges._saved == 5.0
+        assert gateway.budget.left(gateway.now()) > 2.2 and gateway._hedges.left == 5.0
 
 
 async def test_a_second_engine_that_answers_whole_has_answered() -> None:
