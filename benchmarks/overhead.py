@@ -260,7 +260,8 @@ def shares(profile: Path) -> dict[str, float]:
 def calls_a_request(profile: Path, requests: int) -> float:
     """Function calls, which no other load on the machine changes."""
     entries = pstats.Stats(str(profile)).stats  # type: ignore[attr-defined]
-    return round(sum(calls for _, calls, *_ in entries.values()) / requests, 1)
+    number: int = sum(calls for _, calls, *_ in entries.values())
+    return round(number / requests, 1)
 
 
 def group(file: str) -> str:
