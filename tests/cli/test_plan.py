@@ -19,6 +19,7 @@ from paceline.core.policies import POLICIES
 from paceline.sim.plan import find_model
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.step_times.roofline import HardwareCard, RooflineStepTimes
+from tests.backends.torch.heads import save_eagle3
 from tests.checkpoints.builders import write_gguf
 from tests.cli.recordings import record_with_policy
 from tests.engine.test_recorder import run as record
@@ -357,6 +358,13 @@ def test_a_draft_model_is_counted(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert plan(capsys, *flags, "--speculative-config", '{"method": "auto"}') == alone
     said = refused(capsys, *MEMORY, "--speculative-config", config)
     assert "is counted beside a checkpoint, and --model llama-3.1-8b is none" in said
+    # it is computed where the served model is
+    self_there = ("--device", "cuda", "--speculative-config", '{"method": "self"}')
+    assert "q4 needs --compute native" in refused(capsys, *flags, *self_there)
+    save_eagle3(tmp_path / "head", served_hidden=32)
+    head = json.dumps({"method": "eagle3", "model": str(tmp_path / "head")})
+    said = refused(capsys, *flags, "--speculative-config", head)
+    assert "is not counted here: add its bytes to --weights" in said
 
 
 def test_a_model_of_a_file_is_planned_for(
