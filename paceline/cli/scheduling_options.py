@@ -239,8 +239,7 @@ SCHEDULING: Final = (
         '{"method": "auto"}, or {"method": "ngram", "num_speculative_tokens": 5, '
         '"prompt_lookup_max": 4, "prompt_lookup_min": 2}, or by a second model of the same '
         'vocabulary: {"model": NAME}, or {"method": "self"} for the served one in 4 bits. '
-        "Without it only requests that say what they expect are guessed; "
-        '{"method": "off"}: none. Answers stay the same',
+        '{"method": "off"}: nothing is guessed. Answers stay the same',
     ),
     Flag(
         name="--pipeline-depth",

@@ -23,7 +23,9 @@ WHAT_IF_PROCESS = (sys.executable, "-m", "paceline.cli.what_if")
 
 _ANY: Final = BackendSettings()
 # of an engine that serves; who else drives a scheduler says what it wants
-_SERVED: Final = SchedulerConfig(policy="deadline", background_share=0.1)
+_SERVED: Final = SchedulerConfig(
+    policy="deadline", background_share=0.1, speculative_config={"method": "auto"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
