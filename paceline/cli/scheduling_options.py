@@ -241,8 +241,7 @@ SCHEDULING: Final = (
         '"prompt_lookup_max": 4, "prompt_lookup_min": 2}, or by a second model of the same '
         'vocabulary: {"model": NAME}, or {"method": "self"} for the served one in 4 bits, or '
         '{"method": "eagle3", "model": NAME} for an EAGLE-3 head with --compute torch. '
-        "Without it only requests that say what they expect are guessed; "
-        '{"method": "off"}: none. Answers stay the same',
+        '{"method": "off"}: nothing is guessed. Answers stay the same',
     ),
     Flag(
         name="--pipeline-depth",

@@ -130,6 +130,8 @@ def is_gone(pid: int) -> bool:
 def test_a_server_simulates_itself() -> None:
     """With the settings that it was started with."""
     flags = ("--max-num-batched-tokens", "48", "--max-num-seqs", "3", "--no-adaptive-token-budget")
+    # as many steps as tokens
+    flags = (*flags, "--speculative-config", '{"method": "off"}')
     with start_server("--backend", "null", "--null-step-time", "0.001", *flags) as server:
         body = {"model": "null", "prompt": "x" * 200, "max_tokens": 40, "ignore_eos": True}
         assert server.request("/v1/completions", body)[0] == 200

@@ -128,6 +128,21 @@ def test_start_up_and_admission_agree() -> None:
         core.close()
 
 
+@pytest.mark.parametrize("config", [None, {"method": "off"}])
+def test_tokens_are_guessed_unless_that_is_turned_off(config: dict[str, str] | None) -> None:
+    settings = NULL if config is None else NULL.changed(speculative_config=config)
+    core, _ = build_core(settings)
+    # the null model says 0 for ever after 0
+    sampling = SamplingParams(max_tokens=60)
+    spec = RequestSpec(request_id="r", prompt_token_ids=[0], sampling=sampling, arrival_time=0.0)
+    core.add_request(Request(spec))
+    while core.has_work:
+        core.step()
+    stats = core.stats()
+    core.close()
+    assert bool(stats.num_accepted_tokens) is (config is None)
+
+
 def test_settings_reach_the_engine() -> None:
     settings = NULL.changed(
         block_size=4,
