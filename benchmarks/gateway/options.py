@@ -15,8 +15,8 @@ from benchmarks.common.setup import make_venv
 __all__ = ["LITELLM_HELP", "PARTS", "Options", "OptionsError", "litellm_command"]
 
 PARTS = ("overhead", "routing", "failover")
-# the release whose defaults and figures are written down
-_LITELLM = "litellm[proxy]==1.109.1"
+# the release that docs/lab-log.md has figures of
+_LITELLM = "litellm[proxy]==1.106.2"
 _INSTALL = "install"
 LITELLM_HELP = (
     "LITELLM=install sets LiteLLM's proxy up in an environment of its own, once, in the cache's "
