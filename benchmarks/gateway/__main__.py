@@ -1,16 +1,21 @@
 """The gateway: what it adds and costs, what becomes of streams whose engine dies, who gets what.
 
-Three parts, each of which can be run alone (``PARTS=overhead,failover,routing``):
+Three parts, each of which can be run alone (``PARTS=overhead,routing,failover``):
 
-* ``overhead``: beside direct access and LiteLLM's proxy (``LITELLM=COMMAND``, its ``litellm`` from
-  PyPI in an environment of its own), in turns; see ``overhead``;
-* ``failover``: engines killed, stopped and cut off under 64 streams, ``TIMES`` each with the null
-  backend, ``MODEL_TIMES`` each with the default model in int8 and bfloat16; see ``failover``;
+* ``overhead``: beside direct access and LiteLLM's proxy, in turns; see ``overhead``. LiteLLM is
+  given as ``LITELLM=install``, which sets it up in an environment of its own, or as
+  ``LITELLM=COMMAND``; without either it is left out, and the first line says so. Function calls a
+  chunk: see ``calls``;
 * ``routing``: policies in the simulator, on pools with names and on random ones (``POOLS=N,SEED``);
-  see ``routing``.
+  see ``routing``;
+* ``failover``: engines killed, stopped and cut off under 64 streams, ``TIMES`` (20) each with the
+  null backend, ``MODEL_TIMES`` (5) each with the default model in int8 and bfloat16; see
+  ``failover``.
 
-QUICK=1 takes one turn and one time of each. Prints what it finds on standard error as it goes and,
-last, one JSON line.
+After ``MINUTES`` (12) each fault has happened at least once, and no further one begins: ``times``
+says how many there were. All of them take about half an hour (``MINUTES=40``). QUICK=1 takes one
+turn and one time of each. Prints what it finds on standard error as it goes and, last, one JSON
+line.
 
     python -m benchmarks.gateway
 """
@@ -21,27 +26,59 @@ import json
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gateway.calls import calls_per_chunk
 from benchmarks.gateway.failover import FAULTS, failover
+from benchmarks.gateway.options import Options, OptionsError, litellm_command
 from benchmarks.gateway.overhead import overhead
 from benchmarks.gateway.routing import routing
 from paceline.bench.machine import machine
+from paceline.checkpoints.resolve import default_cache_dir
 
-_QUICK = bool(os.environ.get("QUICK"))
-_TURNS = 1 if _QUICK else 5
-_SECONDS = 5.0 if _QUICK else 8.0
-_TIMES = int(os.environ.get("TIMES") or (1 if _QUICK else 20))
-_MODEL_TIMES = int(os.environ.get("MODEL_TIMES") or (0 if _QUICK else 5))
+_TURNS = 5
+_SECONDS = 4.0
 _NULL = ("--backend", "null", "--null-step-time", "0.02")
 
 
-def _failover(folder: Path) -> dict[str, Any]:
-    rows = {"null": failover(_NULL, _TIMES, FAULTS, folder)}
-    for dtype in ("int8", "bfloat16") if _MODEL_TIMES else ():
-        flags = ("--dtype", dtype, "--kv-cache-memory", "512MiB")
-        rows[dtype] = failover(flags, _MODEL_TIMES, FAULTS, folder)
+def _litellm(options: Options) -> str | None:
+    """Its command, set up if that was asked for; what is measured is told first."""
+    if "overhead" not in options.parts:
+        return None
+    root = Path(os.environ.get("PACELINE_PEERS") or default_cache_dir() / "peers")
+    command, why = litellm_command(options.litellm, root / "litellm")
+    print(f"LiteLLM: {command or f'left out: {why}'}", file=sys.stderr, flush=True)
+    return command
+
+
+def _overhead(options: Options, litellm: str | None, folder: Path) -> dict[str, Any]:
+    found = overhead(1 if options.quick else _TURNS, _SECONDS, litellm, folder)
+    # at the rate at which requests come often enough to keep a core awake
+    ours = found["added_ms"]["paceline 200/s"]
+    return {
+        "overhead_ms": {name: ours[name]["median"] for name in ("p50", "p99")},
+        "rps_per_core": found["rps_per_core"]["paceline"],
+        "rps_per_core_litellm": found["rps_per_core"].get("litellm"),
+        "relay_us_per_chunk": found["relay_us_per_chunk"]["paceline"],
+        "calls_per_chunk": calls_per_chunk(),
+        "overhead": found,
+    }
+
+
+def _failover(options: Options, deadline: float, folder: Path) -> dict[str, Any]:
+    """Those that take longest share what time is left."""
+    rows = {}
+    formats = ("int8", "bfloat16") if options.model_times else ()
+    for number, name in enumerate(("null", *formats)):
+        left = deadline - time.monotonic()
+        until = time.monotonic() + left / (1 + len(formats) - number)
+        if name == "null":
+            rows[name] = failover(_NULL, options.times, FAULTS, until, folder)
+        else:
+            flags = ("--dtype", name, "--kv-cache-memory", "512MiB")
+            rows[name] = failover(flags, options.model_times, FAULTS, until, folder)
     told: dict[str, Any] = {
         name: sum(row[name] for row in rows.values())
         for name in ("streams", "lost_tokens", "doubled_tokens", "failed")
@@ -51,27 +88,33 @@ def _failover(folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    parts = (os.environ.get("PARTS") or "overhead,failover,routing").split(",")
+    try:
+        options = Options.read(os.environ)
+    except OptionsError as error:
+        print(error, file=sys.stderr)
+        return 2
+    litellm = _litellm(options)
+    deadline = time.monotonic() + 60.0 * options.minutes
     results: dict[str, Any] = {}
+    seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="gateway-") as made:
         folder = Path(made)
-        if "overhead" in parts:
-            found = overhead(_TURNS, _SECONDS, os.environ.get("LITELLM") or None, folder)
-            # at the rate at which requests come often enough to keep a core awake
-            ours = found["added_ms"]["paceline 200/s"]
-            results["overhead_ms"] = {name: ours[name]["median"] for name in ("p50", "p99")}
-            results["rps_per_core"] = found["rps_per_core"]["paceline"]
-            results["rps_per_core_litellm"] = found["rps_per_core"].get("litellm")
-            results["relay_us_per_chunk"] = found["relay_us_per_chunk"]["paceline"]
-            results["overhead"] = found
-        if "failover" in parts:
-            results["failover"] = _failover(folder)
-        if "routing" in parts:
-            seeds = (1,) if _QUICK else (1, 2, 3)
-            count, _, seed = (os.environ.get("POOLS") or ("0" if _QUICK else "8,99")).partition(",")
-            pools = (int(count), int(seed or 0))
-            results["routing"] = routing(500 if _QUICK else 1500, 0.7, seeds, pools)
-    print(json.dumps({"bench": "gateway", "machine": machine(), "results": results}))
+        for part in options.parts:
+            began = time.monotonic()
+            print(f"{part}:", file=sys.stderr, flush=True)
+            if part == "overhead":
+                results |= _overhead(options, litellm, folder)
+            elif part == "routing":
+                size = (500, (1,)) if options.quick else (1500, (1, 2, 3))
+                results[part] = routing(size[0], 0.7, size[1], options.pools)
+            else:
+                results[part] = _failover(options, deadline, folder)
+            seconds[part] = round(time.monotonic() - began, 1)
+    print(
+        json.dumps(
+            {"bench": "gateway", "machine": machine(), "seconds": seconds, "results": results}
+        )
+    )
     return 0
 
 

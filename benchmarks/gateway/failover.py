@@ -167,54 +167,85 @@ class _Relay:
 
 
 def failover(
-    flags: Sequence[str], times: int, faults: Sequence[str], log_dir: Path
+    flags: Sequence[str], times: int, faults: Sequence[str], until: float, log_dir: Path
 ) -> dict[str, Any]:
-    """Servers are started with ``flags``; each fault happens ``times`` times."""
-    return asyncio.run(_failover(flags, times, faults, log_dir))
+    """Servers are started with ``flags``; each fault happens ``times`` times, or as often as there
+    is time for until ``until`` (of ``time.monotonic()``), once at least."""
+    return asyncio.run(_failover(flags, times, faults, until, log_dir))
 
 
 async def _failover(
-    flags: Sequence[str], times: int, faults: Sequence[str], log_dir: Path
+    flags: Sequence[str], times: int, faults: Sequence[str], until: float, log_dir: Path
 ) -> dict[str, Any]:
     start = [*flags, "--log-level", "warning"]
     second = PacelineServer(*start, log=log_dir / "second.log")
-    rows: dict[str, Any] = {}
-    totals = {"streams": 0, "lost_tokens": 0, "doubled_tokens": 0, "failed": 0}
-    pauses: list[float] = []
+    rows = {
+        fault: {
+            "times": 0,
+            "streams": 0,
+            "lost_tokens": 0,
+            "doubled_tokens": 0,
+            "failed": 0,
+            "resumed": 0,
+        }
+        for fault in faults
+    }
+    pauses: dict[str, list[float]] = {fault: [] for fault in faults}
     try:
         unhurt = await asyncio.gather(*(_stream(second.port, i) for i in range(STREAMS)))
         if any(not each.done for each in unhurt):
             raise RuntimeError(f"an unhurt server failed: {[e.error for e in unhurt if e.error]}")
-        for fault in faults:
-            row = {"streams": 0, "lost_tokens": 0, "doubled_tokens": 0, "failed": 0, "resumed": 0}
-            mine: list[float] = []
-            for number in range(times):
+        # in turns, so that what there is no time for is missing from all alike
+        longest = 0.0
+        for number in range(times):
+            began = time.monotonic()
+            if number and began + longest > until:
+                break
+            for fault in faults:
                 seen, at = await _once(start, second.port, fault, log_dir / f"{fault}-{number}.log")
+                rows[fault]["times"] += 1
                 for each, expected in zip(seen, unhurt, strict=True):
-                    lost, doubled = _differs(each, expected)
-                    row["streams"] += 1
-                    row["lost_tokens"] += lost
-                    row["doubled_tokens"] += doubled
-                    whole = each.done and not each.error
-                    same = each.calls == expected.calls and each.ends == expected.ends
-                    row["failed"] += not (whole and same)
-                    row["resumed"] += each.resumed
+                    _count(rows[fault], each, expected)
                     if each.resumed:
-                        after = [b - a for a, b in zip(each.times, each.times[1:], strict=False)
-                                 if b > at]  # fmt: skip
-                        mine.append(max(after, default=0.0))
-            told = {**row, "pause_p50_s": round(percentile(mine, 0.5), 3),
-                    "pause_p99_s": round(percentile(mine, 0.99), 3)} if mine else row  # fmt: skip
-            print(f"  {fault:8} {told}", file=sys.stderr, flush=True)
-            rows[fault] = told
-            pauses += mine
-            for name in totals:
-                totals[name] += row[name]
+                        pauses[fault].append(_pause(each, at))
+            longest = max(longest, time.monotonic() - began)
     finally:
         second.close(grace=0.0)
-    if pauses:
-        totals["pause_p99_s"] = round(percentile(pauses, 0.99), 3)  # type: ignore[assignment]
-    return {**totals, "rows": rows}
+    told = {fault: {**rows[fault], **_pauses(pauses[fault])} for fault in faults}
+    for fault, row in told.items():
+        print(f"  {fault:8} {row}", file=sys.stderr, flush=True)
+    totals: dict[str, Any] = {
+        name: sum(row[name] for row in rows.values())
+        for name in ("streams", "lost_tokens", "doubled_tokens", "failed")
+    }
+    everybodys = _pauses([pause for found in pauses.values() for pause in found])
+    return {**totals, **everybodys, "rows": told}
+
+
+def _count(row: dict[str, int], seen: Seen, expected: Seen) -> None:
+    lost, doubled = _differs(seen, expected)
+    row["streams"] += 1
+    row["lost_tokens"] += lost
+    row["doubled_tokens"] += doubled
+    whole = seen.done and not seen.error
+    same = seen.calls == expected.calls and seen.ends == expected.ends
+    row["failed"] += not (whole and same)
+    row["resumed"] += seen.resumed
+
+
+def _pause(seen: Seen, at: float) -> float:
+    """The longest time without a token after ``at``."""
+    after = [b - a for a, b in zip(seen.times, seen.times[1:], strict=False) if b > at]
+    return max(after, default=0.0)
+
+
+def _pauses(found: Sequence[float]) -> dict[str, float]:
+    if not found:
+        return {}
+    return {
+        "pause_p50_s": round(percentile(found, 0.5), 3),
+        "pause_p99_s": round(percentile(found, 0.99), 3),
+    }
 
 
 async def _once(

@@ -128,10 +128,16 @@ class _Mock(asyncio.Protocol):
             self._transport.write(_LAST[self._ids] + _DONE)
 
 
-async def _serve(gap: float) -> None:
+async def serve_mock(gap: float) -> tuple[asyncio.Server, int]:
+    """In the running event loop, ``gap`` seconds between two chunks; and its port."""
     _Mock.gap = gap
     server = await asyncio.get_running_loop().create_server(_Mock, "127.0.0.1", 0, backlog=2048)
-    print(f"mock ready: http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1 ", flush=True)
+    return server, server.sockets[0].getsockname()[1]
+
+
+async def _serve(gap: float) -> None:
+    server, port = await serve_mock(gap)
+    print(f"mock ready: http://127.0.0.1:{port}/v1 ", flush=True)
     await server.serve_forever()
 
 

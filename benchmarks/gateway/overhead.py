@@ -74,23 +74,30 @@ def overhead(turns: int, seconds: float, litellm: str | None, log_dir: Path) -> 
         if litellm is not None:
             try:
                 other = stack.enter_context(_litellm(litellm, fast.port, log_dir / "litellm.log"))
+                third = stack.enter_context(_litellm(litellm, slow.port, log_dir / "relay-l.log"))
                 sides["litellm"] = Side("litellm", other.port, "mock", other.pid)
-                other = stack.enter_context(_litellm(litellm, slow.port, log_dir / "relay-l.log"))
-                relays["litellm"] = Side("litellm", other.port, "mock", other.pid)
+                relays["litellm"] = Side("litellm", third.port, "mock", third.pid)
             except Unavailable as error:
                 why = str(error)
-        for side in (*sides.values(), *relays.values()):
-            if side.pid is not None:
-                before = _cpu(side.pid)
-                time.sleep(_IDLE_SECONDS)
-                side.idle = (_cpu(side.pid) - before) / _IDLE_SECONDS
+                print(f"  LiteLLM is left out: {why}", file=sys.stderr, flush=True)
+        _idle([*sides.values(), *relays.values()])
         found = _turns(sides, turns, seconds)
         found["idle_share"] = {n: round(s.idle, 4) for n, s in sides.items() if s.pid is not None}
         found |= _processor(sides, turns, seconds)
         found |= _relay(relays, found, turns, seconds)
-        if why is not None or litellm is None:
-            found["litellm"] = {"skipped": why or "no LITELLM=COMMAND"}
+        if why is not None:
+            found["litellm"] = {"skipped": why}
         return found
+
+
+def _idle(sides: Sequence[Side]) -> None:
+    """What each costs while nobody asks."""
+    pids = {side.pid: _cpu(side.pid) for side in sides if side.pid is not None}
+    began = time.monotonic()
+    time.sleep(_IDLE_SECONDS)
+    for side in sides:
+        if side.pid is not None:
+            side.idle = (_cpu(side.pid) - pids[side.pid]) / (time.monotonic() - began)
 
 
 def _turns(sides: dict[str, Side], turns: int, seconds: float) -> dict[str, Any]:

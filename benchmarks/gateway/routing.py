@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,10 @@ _OUTPUT = 128
 _PROMPT = 400
 _PREFIX_BLOCK = 256
 STALENESS = (0.0, 0.25, 1.0)
+_POLICIES = (
+    "round-robin", "least-outstanding", "prefix-affinity",
+    *(f"predicted {seconds:g} s" for seconds in STALENESS),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,29 +96,35 @@ def routing(
     rows: dict[str, Any] = {}
     asked = [(name, engines, load, share) for name, engines in POOLS.items()
              for load in ("mixed", "shared")]  # fmt: skip
-    for pool_name, engines, load, share in [*asked, *random_pools(*pools)]:
-        goodput = {
-            name: _mean(_run(engines, load, name, num_requests, share, seed) for seed in seeds)
-            for name in (
-                "round-robin", "least-outstanding", "prefix-affinity",
-                *(f"predicted {seconds:g} s" for seconds in STALENESS),
-            )
-        }  # fmt: skip
-        others = {n: v for n, v in goodput.items() if not n.startswith("predicted")}
-        ours = [v for n, v in goodput.items() if n.startswith("predicted")]
-        row = {
-            **{name: round(value, 3) for name, value in goodput.items()},
-            "vs_round_robin": round(min(ours) / max(1e-9, goodput["round-robin"]), 2),
-            "vs_best_other": round(min(ours) / max(1e-9, max(others.values())), 3),
-        }
-        name = f"{pool_name}, {load} at {share:g}"
-        rows[name] = row
-        print(f"  {name}: {row}", file=sys.stderr, flush=True)
+    asked += random_pools(*pools)
+    runs = [
+        (engines, load, name, num_requests, share, seed)
+        for _, engines, load, share in asked
+        for name in _POLICIES
+        for seed in seeds
+    ]
+    with ProcessPoolExecutor() as processes:
+        found = processes.map(_run, *zip(*runs, strict=True))
+        for pool_name, _, load, share in asked:
+            goodput = {name: _mean(next(found) for _ in seeds) for name in _POLICIES}
+            rows[f"{pool_name}, {load} at {share:g}"] = row = _row(goodput)
+            print(f"  {pool_name}, {load} at {share:g}: {row}", file=sys.stderr, flush=True)
     first = [row for name, row in rows.items() if name.startswith("10-20-40-80")]
     return {
         "vs_round_robin": min(row["vs_round_robin"] for row in first),
         "vs_best_other": min(row["vs_best_other"] for row in rows.values()),
         "rows": rows,
+    }
+
+
+def _row(goodput: Mapping[str, float]) -> dict[str, float]:
+    """Of one pool and load: each policy's, and the ratios of the worst of the gateway's."""
+    others = {n: v for n, v in goodput.items() if not n.startswith("predicted")}
+    ours = min(v for n, v in goodput.items() if n.startswith("predicted"))
+    return {
+        **{name: round(value, 3) for name, value in goodput.items()},
+        "vs_round_robin": round(ours / max(1e-9, goodput["round-robin"]), 2),
+        "vs_best_other": round(ours / max(1e-9, max(others.values())), 3),
     }
 
 

@@ -22,6 +22,7 @@ from paceline import __version__
 from paceline.bench.answers import Answer, Outcome
 from paceline.bench.plan import ENDPOINTS, Bodies, Plan
 from paceline.core.errors import ConfigError
+from paceline.http.fields import show_url
 from paceline.sim.arrival import Arrival
 
 __all__ = ["Run", "Server", "drive", "prepare"]
@@ -59,10 +60,16 @@ class Server:
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
-        except ValueError as error:
-            raise ConfigError(f"--url {url!r} is not an address: {error}") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
-            raise ConfigError(f"--url {url!r} is not an address such as http://127.0.0.1:8000")
+        except ValueError:
+            # what is wrong is not repeated: a part of a password may be taken for a port
+            raise ConfigError(
+                f"--url {show_url(url)} has no valid host or port, as http://127.0.0.1:8000 has"
+            ) from None
+        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+            raise ConfigError(
+                f"--url {show_url(url)} is not an address such as http://127.0.0.1:8000, which has "
+                "no user or password"
+            )
         if not (key.isascii() and key.isprintable()):
             raise ConfigError("the API key has characters that no header can hold")
         tls = parts.scheme == "https"

@@ -5,6 +5,7 @@ soonest, elsewhere when an engine fails, and goes on with a stream whose engine 
 
     engines    what is known of each       kinds     what each kind of engine tells
     routes     from a model's name to engines        pick      which engine
+    aliases    names with a *
     turns      whose turn it is            slot_queue         the scheduler of that
     bodies     a request's few fields      config    the file
     exchange   one request on its way      leg       a request at one engine

@@ -203,7 +203,8 @@ class Gateway:
         prompt = body.prompt
         tokens = len(prompt) / BYTES_PER_TOKEN
         route = self.routes.find(body.model, tokens).serving(call.path, body)
-        self.spending.check(tenant, body.model or route.model)
+        alias = route.model if route.asked else ""
+        self.spending.check(tenant, body.model or route.model, alias)
         allowed = Allowed.parse(call.headers.get("x-paceline-allow"))
         most = body.most_tokens * body.num_choices
 
@@ -227,7 +228,7 @@ class Gateway:
             path=call.path,
             body=body,
             route=route if charge is None else charge.route,
-            asked=route.model,
+            asked=route.shown,
             demand=self._demand(body, route, prompt, tokens, tenant),
             caller=Caller(
                 call.request_id,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -23,6 +22,9 @@ __all__ = ["Body", "read_body"]
 
 _decode: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _T = TypeVar("_T")
+_decoders: Final[Mapping[type, msgspec.json.Decoder[Any]]] = {
+    kind: msgspec.json.Decoder(kind) for kind in (str, bool, int)
+}
 
 # where the prompt of each API lies, in the order in which engines render it
 _PROMPTS: Final = (
@@ -38,8 +40,7 @@ _BEST_EFFORT: Final = ("batch", "best-effort")
 BYTES_PER_TOKEN: Final = 4.0
 
 
-@dataclass(frozen=True, slots=True)
-class Body:
+class Body(msgspec.Struct, frozen=True, kw_only=True):
     """Of one request."""
 
     fields: Mapping[str, bytes]
@@ -150,7 +151,8 @@ def _read(fields: Mapping[str, bytes], name: str, kind: type[_T]) -> _T | None:
     if value is None or value == b"null":
         return None
     try:
-        return msgspec.json.decode(value, type=kind)
+        found: _T = _decoders[kind].decode(value)
+        return found
     except msgspec.MsgspecError:
         words = {str: "a string", bool: "true or false", int: "an integer"}[kind]
         shown = show(msgspec.json.decode(value))

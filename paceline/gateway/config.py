@@ -28,6 +28,7 @@ import msgspec
 
 from paceline.core.errors import ConfigError
 from paceline.core.policies import POLICIES
+from paceline.gateway.aliases import Aliases, is_alias
 from paceline.gateway.money import Budget, Price, Prices, parse_amount
 from paceline.http.fields import show_url
 from paceline.http.otlp import check_endpoint
@@ -95,6 +96,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A name that callers may ask for, and where it is served."""
 
+    # one ``*`` in it stands for any text: see ``aliases``
     name: str
     # the first one first; "engine" or "engine:model"
     tiers: tuple[tuple[str, ...], ...]
@@ -345,8 +347,11 @@ def check_spending(config: GatewayConfig) -> None:
     if len(set(names)) < len(names):
         raise ConfigError("two [[keys]] have one name")
     models = {model.name for model in config.models}
+    aliases = Aliases(models)
     for key in config.keys:
-        unknown = [n for n in (*key.models, key.over_budget) if n and models and n not in models]
+        unknown = [n for n in key.models if models and n not in models and not aliases.find(n)]
+        if key.over_budget and models and key.over_budget not in models - {*aliases.names}:
+            unknown.append(key.over_budget)
         if unknown:
             raise ConfigError(f"key {key.name}: there is no model {unknown[0]!r}")
         if key.over_budget and not key.budget:
@@ -382,10 +387,11 @@ def _check_engine(engine: EngineConfig) -> None:
             f"engine {engine.name}: url must be http://HOST[:PORT] or https://..., got "
             f"{show_url(engine.url)}"
         )
-    if parts.username or parts.query or parts.fragment:
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        # a password needs no user before it
         raise ConfigError(
-            f"engine {engine.name}: url may not hold a user, a query or a fragment; a key comes "
-            "from the environment variable that api_key_env names"
+            f"engine {engine.name}: url may not hold a user, a password, a query or a fragment; a "
+            "key comes from the environment variable that api_key_env names"
         )
     if parts.hostname.lower() in _METADATA_HOSTS:
         raise ConfigError(
@@ -411,6 +417,8 @@ def _check_engine(engine: EngineConfig) -> None:
 def _check_model(model: ModelConfig, config: GatewayConfig) -> None:
     if not model.name or len(model.name) > 256:
         raise ConfigError(f"a model's name has 1 to 256 characters, got {model.name[:80]!r}")
+    if model.name.count("*") > 1 or (is_alias(model.name) and model.length_over):
+        raise ConfigError(f"model {model.name}: one * at most, and then no length_over")
     if not model.tiers or not all(model.tiers):
         raise ConfigError(f"model {model.name}: tiers must hold engines, each tier at least one")
     engines = {engine.name: engine for engine in config.engines}
@@ -422,11 +430,16 @@ def _check_model(model: ModelConfig, config: GatewayConfig) -> None:
                     f"model {model.name}: there is no engine {target.engine!r}; there are "
                     f"{', '.join(sorted(engines))}"
                 )
+            if target.model.count("*") > is_alias(model.name):
+                raise ConfigError(
+                    f"model {model.name}: {text!r} has a *, which stands for what the name's "
+                    "does: one in each"
+                )
     if model.local_only and all(
         engines[Target.parse(text).engine].cloud for tier in model.tiers for text in tier
     ):
         raise ConfigError(f"model {model.name} is local_only, and all its engines are cloud = true")
-    known = {other.name for other in config.models}
+    known = {other.name for other in config.models if not is_alias(other.name)}
     for text, longer in model.length_over.items():
         if not text.isdigit() or not int(text):
             raise ConfigError(

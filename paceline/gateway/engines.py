@@ -45,8 +45,8 @@ _MAX_POLL_WAIT: Final = 2.0
 class Running(Protocol):
     """A request under way at an engine."""
 
-    def tick(self, now: float) -> None:
-        """A tenth of a second or so has passed."""
+    def tick(self, now: float) -> bool:
+        """A tenth of a second or so has passed; whether the engine sent something meanwhile."""
         ...
 
     def engine_gone(self, why: str) -> None: ...
@@ -420,7 +420,8 @@ class Engines:
             self._tasks.pop(engine).cancel()
             engine.pool.close()
         for engine in (*self.by_name.values(), *self._retired):
-            engine.silent += elapsed
+            heard = [running.tick(now) for running in list(engine.running)]
+            engine.silent = elapsed if any(heard) else engine.silent + elapsed
             if (
                 engine.silent > self._config.silence
                 and engine.running
@@ -428,9 +429,6 @@ class Engines:
                 and engine.num_polls > 1
             ):
                 self._gone(engine)
-                continue
-            for running in list(engine.running):
-                running.tick(now)
         self.on_tick()
 
     def _gone(self, engine: Engine) -> None:

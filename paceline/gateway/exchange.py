@@ -93,7 +93,7 @@ class Exchange:
         self._arrived = now()
         # what was done to the answer, for its last chunk and its headers
         self._note: dict[str, Any] = {}
-        if asked != route.model:
+        if asked != route.shown:
             # its key's budget does not reach for what it asked for
             self._note["fallback"] = route.model
         self.splice: Splice | None = self._new_splice() if body.stream else None

@@ -90,6 +90,8 @@ class Leg:
         self._dispatch = dispatch
         self._streams = False
         self._heard_at = request.now()
+        # of the connection's, at the last tick, and those since that brought comments alone
+        self._num_reads = self._num_comments = 0
         splice = request.splice
         self._tokens_before = 0 if splice is None else splice.num_output_tokens
         self._request = b""
@@ -99,8 +101,8 @@ class Leg:
         self._trace: AttemptTrace = NO_ATTEMPT
         self._probe = probe
         self._kept = bytearray()
-        # takes a part of the answer, by what kind of answer it is
-        self._take: Callable[[bytes], None] = self._keep_whole
+        # takes a part of the answer, by what kind of answer it is; see ``upstream.Sink``
+        self.on_data: Callable[[bytes], None] = self._keep_whole
 
     @property
     def streams(self) -> bool:
@@ -167,13 +169,8 @@ class Leg:
         if self._streams:
             self._translator = self._engine.dialect.translator(self._path)
             plain = self._translator is None and self._probe is None
-            self._take = self._relay if plain else self._take_stream
+            self.on_data = self._relay if plain else self._take_stream
         self._heard_at = self._owner.now()
-
-    def on_data(self, data: bytes) -> None:
-        self._engine.alive()
-        if self.verdict is None:
-            self._take(data)
 
     def _keep_whole(self, data: bytes) -> None:
         self.body += data
@@ -181,18 +178,26 @@ class Leg:
             self.give_up(f"an answer of more than {_MAX_ANSWER_BYTES} bytes")
 
     def _take_stream(self, data: bytes) -> None:
-        if self._translator is not None:
-            try:
-                data = self._translator.feed(data)
-            except (ValueError, msgspec.MsgspecError) as error:
-                self.give_up(f"the stream is not of its API: {str(error)[:100]}")
-                return
+        if self._translator is None:
+            self._take_events(data)
+            return
+        events: list[bytes] = []
+        wrong = ""
+        try:
+            for event in self._translator.feed(data):
+                events.append(event)
+        except (ValueError, msgspec.MsgspecError) as error:
+            wrong = f"the stream is not of its API: {str(error)[:100]}"
+        self._take_events(b"".join(events))
+        if wrong:
+            self.give_up(wrong)
+
+    def _take_events(self, data: bytes) -> None:
         if self._probe is None:
             self._relay(data)
             return
         self._kept += data
         self._probe.feed(data)
-        self._heard_at = self._owner.now()
         if self._probe.failed is not None:
             self.give_up(self._probe.failed)
         elif self._probe.emitted or self._probe.done:
@@ -202,8 +207,8 @@ class Leg:
         """From here on the answer is this engine's: what it said goes to the caller."""
         assert self._owner.splice is not None, "a stream was asked for"
         self._probe = None
-        if self._streams and self._translator is None:
-            self._take = self._relay
+        if self._streams and self._translator is None and self.verdict is None:
+            self.on_data = self._relay
         self._owner.splice.begin_leg()
         kept, self._kept = bytes(self._kept), bytearray()
         if kept:
@@ -213,16 +218,22 @@ class Leg:
         owner = self._owner
         splice = owner.splice
         assert splice is not None, "a stream was asked for"
+        out = splice.relay(data)
+        if out is not None:
+            # nearly all go this way
+            owner.write(out)
+            return
         out = splice.feed(data)
         if out:
             owner.write(out)
-        if not out.startswith(b":"):
+        if out.startswith(b":") and b"\ndata:" not in out:
             # comments show that the server lives, not that it works on this
-            self._heard_at = owner.now()
+            self._num_comments += 1
         if splice.emitted and self._dispatch.first_at is None:
-            self._dispatch.first_token(self._heard_at)
-            self._trace.first_token(self._heard_at)
-            owner.first_token(self._heard_at)
+            now = owner.now()
+            self._dispatch.first_token(now)
+            self._trace.first_token(now)
+            owner.first_token(now)
         if splice.failed is not None:
             self.give_up(splice.failed)
         elif splice.done:
@@ -273,11 +284,14 @@ class Leg:
 
     # ---------------------------------------------------------------- of the engine
 
-    def tick(self, now: float) -> None:
-        config = self._owner.config
-        if self.connection is not None and self.connection.is_paused:
-            # its caller reads slowly, and nobody listens to what the engine says
+    def tick(self, now: float) -> bool:
+        config, connection = self._owner.config, self.connection
+        new = 0 if connection is None else connection.num_reads - self._num_reads
+        if connection is not None and (new > self._num_comments or connection.is_paused):
+            # where its caller reads slowly nobody listens to what the engine says
             self._heard_at = now
+        self._num_reads += new
+        self._num_comments = 0
         limit = config.stall_timeout if self.status else config.first_byte_timeout
         if self._streams and not self._dispatch.first_at:
             limit = config.first_byte_timeout
@@ -285,6 +299,7 @@ class Leg:
             self.give_up(f"no part of the answer for {limit:g} s")
         else:
             self._owner.tick(now)
+        return new > 0
 
     def engine_gone(self, why: str) -> None:
         self.give_up(why)
@@ -307,6 +322,7 @@ class Leg:
         now = self._owner.now()
         engine = self._engine
         self.verdict = verdict or Verdict("lost", "abandoned")
+        self.on_data = _drop
         engine.running.discard(self)
         if self._connecting is not None:
             self._connecting.cancel()
@@ -329,6 +345,10 @@ class Leg:
         if self.connection is not None and (verdict is None or verdict.kind == "lost"):
             self.connection.drop()
         self._owner.wake.set()
+
+
+def _drop(data: bytes) -> None:
+    """What comes of a leg that is over."""
 
 
 def _with_headers(request: bytes, headers: Headers) -> bytes:

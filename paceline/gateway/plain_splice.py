@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from paceline.gateway.shape import Relay, relay_nothing
 from paceline.gateway.usage import Usage
 from paceline.http.sse_reader import MAX_EVENT_BYTES, SseEvents, payload_of
 
@@ -20,6 +21,21 @@ class _Told(msgspec.Struct):
     response: _Told | None = None
 
 
+class _Typed(msgspec.Struct):
+    type: str = ""
+
+
+def _name_of(event: bytes) -> bytes:
+    """What kind of event it is: its name, or where it has none the type that its data has. Never
+    what a text in it says."""
+    if event.startswith(b"event:"):
+        return event[6:].partition(b"\n")[0].strip()
+    try:
+        return msgspec.json.decode(payload_of(event) or b"{}", type=_Typed).type.encode()
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return b""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class PlainSplice:
     """Of streams that are relayed as they are: Anthropic's messages and OpenAI's responses.
@@ -29,9 +45,9 @@ class PlainSplice:
 
     Args:
         path: of the endpoint.
-        says: what is in the first event that has a part of the answer.
-        ends: what is in the last one, in each way that it can end.
-        fails: what is in one that reports an error.
+        says: how names of events end that have a part of the answer.
+        ends: names of the last one, in each way that it can end.
+        fails: names of one that reports an error.
     """
 
     path: str
@@ -45,6 +61,8 @@ class PlainSplice:
     prompt_tokens: int | None = None
     cached_tokens: int = 0
     num_parts: int = 0
+    # nothing is learned of its events, which have names
+    relay: Relay = relay_nothing
     _num_deltas: int = 0
     _counted: int | None = None
     _held: bytes = b""
@@ -85,16 +103,16 @@ class PlainSplice:
         whole = event + b"\n\n"
         if event.startswith(b":"):
             return whole
-        head = event[:256]
-        if any(mark in head for mark in self.fails):
+        name = _name_of(event)
+        if name in self.fails:
             self.failed = "the engine reported an error"
             self.failure_event = whole
             return b""
         if b'"usage"' in event:
             self._count(event)
-        if any(mark in head for mark in self.ends):
+        if name in self.ends:
             self.done = True
-        elif any(mark in head for mark in self.says):
+        elif name.endswith(self.says):
             self._num_deltas += 1
         elif not self.emitted:
             self._held += whole

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.errors import UnknownModelError
+from paceline.gateway.aliases import Aliases, fill
 from paceline.gateway.bodies import Body
 from paceline.gateway.config import GatewayConfig, ModelConfig, Target
 from paceline.gateway.engines import Engine, EngineModel
@@ -40,13 +41,20 @@ class Site:
 class Route:
     """Where one model's requests may go."""
 
-    # as callers know it
+    # as the configuration or an engine names it
     model: str
     tiers: Sequence[Sequence[Site]]
     fallback: bool = True
     pressure_fallback: bool = False
     # where the longest prompts of this model go
     longer: Route | None = None
+    # what its caller wrote, where ``model`` has a ``*``
+    asked: str = ""
+
+    @property
+    def shown(self) -> str:
+        """As its caller knows the model."""
+        return self.asked or self.model
 
     def serving(self, path: str, body: Body) -> Route:
         """Without the places whose API cannot be asked that.
@@ -95,16 +103,20 @@ class Routes:
 
     def __init__(self, config: GatewayConfig, engines: Mapping[str, Engine]) -> None:
         self._engines = engines
-        self._models = {model.name: model for model in config.models}
+        self._are_named = bool(config.models)
+        by_name = {model.name: model for model in config.models}
+        self._aliases = Aliases(by_name)
+        # those with a ``*``, and all others
+        self._aliased = {name: by_name.pop(name) for name in self._aliases.names}
+        self._models = by_name
 
     def find(self, name: str, prompt_tokens: float) -> Route:
         """Where a request for ``name`` goes; "" means the only model there is.
 
         Raises UnknownModelError, listing what there is.
         """
-        names = self.names()
-        if not name and len(names) == 1:
-            name = names[0]
+        if not name and len(entries := self.entries()) == 1:
+            name = entries[0].id
         config = self._models.get(name)
         if config is not None:
             route = self._configured(self._by_length(config, prompt_tokens))
@@ -113,9 +125,12 @@ class Routes:
                 if longest != route.model:
                     route = replace(route, longer=self._configured(self._models[longest]))
             return route
-        sites = [] if self._models else self._served(name)
+        if (found := self._aliases.find(name)) is not None:
+            alias, stem = found
+            return self._configured(self._aliased[alias], name, stem)
+        sites = [] if self._are_named else self._served(name)
         if not sites:
-            served = ", ".join(names[:20]) or "none, as no engine has answered yet"
+            served = ", ".join(self.names()[:20]) or "none, as no engine has answered yet"
             raise UnknownModelError(
                 f"The model {name[:200]!r} does not exist here; served: {served}"
             )
@@ -123,11 +138,12 @@ class Routes:
 
     def names(self) -> list[str]:
         """What callers may ask for: what is configured, else what the engines have."""
-        return [entry.id for entry in self.entries()]
+        return [*(entry.id for entry in self.entries()), *self._aliases.names]
 
     def entries(self) -> list[EngineModel]:
+        """The same, but for names with a ``*``: nobody can say what they stand for."""
         found: dict[str, EngineModel] = {}
-        if self._models:
+        if self._are_named:
             for name in self._models:
                 sites = self._configured(self._models[name]).tiers
                 lengths = [s.max_model_len for tier in sites for s in tier if s.max_model_len]
@@ -145,7 +161,9 @@ class Routes:
                 return self._models[config.length_over[str(bound)]]
         return config
 
-    def _configured(self, config: ModelConfig) -> Route:
+    def _configured(self, config: ModelConfig, asked: str = "", stem: str = "") -> Route:
+        """``asked``: where its name has a ``*``, what was asked for, and what that stands for."""
+        name = asked or config.name
         tiers = []
         for number, texts in enumerate(config.tiers):
             tier = []
@@ -153,17 +171,16 @@ class Routes:
                 engine = self._engines[target.engine]
                 if config.local_only and engine.config.cloud:
                     continue
-                tier.append(Site(engine, target.model or self._own_name(engine, config), number))
+                model = fill(target.model, stem) or self._own_name(engine, name)
+                tier.append(Site(engine, model, number))
             if tier:
                 tiers.append(tier)
-        return Route(config.name, tiers, config.fallback, config.pressure_fallback)
+        return Route(config.name, tiers, config.fallback, config.pressure_fallback, None, asked)
 
-    def _own_name(self, engine: Engine, config: ModelConfig) -> str:
+    def _own_name(self, engine: Engine, name: str) -> str:
         """Of a target that names none: the same, or the only one that the engine has."""
         models = engine.models or {}
-        if config.name in models or len(models) != 1:
-            return config.name
-        return next(iter(models))
+        return name if name in models or len(models) != 1 else next(iter(models))
 
     def _served(self, name: str) -> list[Site]:
         return [

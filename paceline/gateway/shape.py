@@ -13,22 +13,48 @@ event means. Pure.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Final
 
-__all__ = ["Shape"]
+__all__ = ["Relay", "Shape", "relay_nothing"]
 
-# a string of JSON that says something, as far as one can tell byte by byte; surrogates, which come
-# in pairs, are left to who reads it whole
-_STRING: Final = (
-    rb'"(?:[ !#-\[\]-\xff]++|\\["\\/bfnrt]'
-    rb'|\\u(?:[0-9a-cA-CefEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}))++"'
-)
+# what the caller gets of a part of a stream, one event that looks like those before it; None: it is
+# something else
+Relay = Callable[[bytes], bytes | None]
+
+
+def _string(last: bytes) -> bytes:
+    """Of a string of JSON that says something, whose bytes go up to ``last``, as far as one can
+    tell byte by byte; surrogates, which come in pairs, are left to who reads it whole."""
+    return (
+        rb'"(?:[ !#-\[\]-%b]++|\\["\\/bfnrt]'
+        rb'|\\u(?:[0-9a-cA-CefEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}))++"' % last
+    )
+
+
+_STRING: Final = _string(rb"\xff")
 _text: Final = re.compile(_STRING).fullmatch
+_ascii_text: Final = re.compile(_string(rb"\x7f")).fullmatch
 # the first text of a chunk of chat, or of completions
 _split: Final = re.compile(rb'(\{.*?"(?:content|text)": ?)(' + _STRING + rb")(.*)").fullmatch
 # and behind it, the ids of its tokens
 _split_ids: Final = re.compile(rb'(.*"token_ids": ?\[)([0-9]{1,18})(\].*)').fullmatch
 _MOST_DIGITS: Final = 18
+
+
+def relay_nothing(data: bytes) -> None:
+    """The ``Relay`` of a stream of which nothing is known."""
+
+
+def _is_text(text: bytes) -> bool:
+    """Whether it is a string of JSON, in UTF-8."""
+    if _text(text) is None:
+        return False
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 class Shape:
@@ -38,7 +64,9 @@ class Shape:
         ids: where the ids of tokens are noted; None: its chunks have none.
     """
 
-    __slots__ = ("_head", "_head_out", "_ids", "_middle", "_tail", "_tail_out")
+    __slots__ = (
+        "_from", "_head", "_head_out", "_ids", "_middle", "_tail", "_tail_out", "_to", "num_parts",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -50,7 +78,11 @@ class Shape:
     ) -> None:
         self._head, self._middle, self._tail = head, middle, tail
         self._head_out, self._tail_out = out
+        # of what is between, where it begins and, from the end, where it ends
+        self._from, self._to = len(head), -len(tail)
         self._ids = ids
+        # relayed without ids
+        self.num_parts = 0
 
     @classmethod
     def of(cls, payload: bytes, out: bytes, ids: list[int] | None) -> Shape | None:
@@ -74,25 +106,20 @@ class Shape:
         return cls(head, parts[1], parts[3] + b"\n\n", sides, ids)
 
     def relay(self, data: bytes) -> bytes | None:
-        """What the caller gets of ``data``, an event of this shape, whose token is noted; None: it
-        is something else."""
-        head, tail = self._head, self._tail
-        if not (data.startswith(head) and data.endswith(tail)):
+        """See ``Relay``; its token is noted, or that there was one."""
+        if not (data.startswith(self._head) and data.endswith(self._tail)):
             return None
-        text = data[len(head) : -len(tail)]
+        text = data[self._from : self._to]
         ids = self._ids
         if ids is not None:
             # a text has no bare quotes, so what divides it from the ids is not in it
             text, middle, number = text.rpartition(self._middle)
             if not middle or not number.isdigit() or len(number) > _MOST_DIGITS:
                 return None
-        if _text(text) is None:
+        if _ascii_text(text) is None and not _is_text(text):
             return None
-        if not text.isascii():
-            try:
-                text.decode()
-            except UnicodeDecodeError:
-                return None
-        if ids is not None:
+        if ids is None:
+            self.num_parts += 1
+        else:
             ids.append(int(number))
         return b"%b%b%b" % (self._head_out, text, self._tail_out)

@@ -69,10 +69,11 @@ class Spending:
         key = self.key(name)
         return key is None or not key.models or model in key.models
 
-    def check(self, name: str, model: str) -> None:
-        """Raises HttpError 403 where a key may not ask for a model."""
+    def check(self, name: str, model: str, alias: str = "") -> None:
+        """Raises HttpError 403 where a key may not ask for a model; ``alias``: the name with a
+        ``*`` that it was found by, where it was."""
         key = self.key(name)
-        if key is not None and not self.may_use(name, model):
+        if key is not None and not (self.may_use(name, model) or self.may_use(name, alias)):
             raise HttpError(
                 403,
                 f"this key may not use the model {model[:200]!r}; it may use "

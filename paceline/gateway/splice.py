@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from paceline.gateway.plain_splice import PlainSplice
-from paceline.gateway.shape import Shape
+from paceline.gateway.shape import Relay, Shape, relay_nothing
 from paceline.gateway.usage import Usage
 from paceline.http.sse_reader import MAX_EVENT_BYTES, SseEvents, payload_of
 
@@ -86,6 +86,9 @@ class _Choice(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
+    id: msgspec.Raw = msgspec.Raw(b"")
+    created: msgspec.Raw = msgspec.Raw(b"")
+    model: msgspec.Raw = msgspec.Raw(b"")
     choices: list[_Choice] = []
     usage: msgspec.Raw = msgspec.Raw(b"")
     error: msgspec.Raw = msgspec.Raw(b"")
@@ -111,6 +114,13 @@ class Splice(Protocol):
     failure_event: bytes
     prompt_tokens: int | None
     cached_tokens: int
+
+    @property
+    def relay(self) -> Relay:
+        """For what a read brought, until the next ``feed``: what the caller is to get of it, if it
+        is one event in the middle of the answer that looks like those before it; None: ``feed``
+        it."""
+        ...
 
     @property
     def num_output_tokens(self) -> int: ...
@@ -150,6 +160,7 @@ class OpenAISplice:
     prompt_tokens: int | None = None
     # of the prompt, as the engine says
     cached_tokens: int = 0
+    relay: Relay = relay_nothing
     _ids: dict[int, list[int]] = field(default_factory=dict)
     # tokens came without their ids: nothing can go on exactly behind them
     _lost_ids: bool = False
@@ -181,7 +192,9 @@ class OpenAISplice:
     def num_output_tokens(self) -> int:
         """Of all choices; where no ids came, as the engine counted, and before it has, chunks."""
         known = max(self._completion_tokens, sum(map(len, self._ids.values())))
-        return known if self._counted else max(known, self._parts)
+        if self._counted:
+            return known
+        return max(known, self._parts + (0 if self._shape is None else self._shape.num_parts))
 
     def begin_leg(self, *, by_text: bool = False) -> None:
         """What is fed from here on comes from another engine; ``by_text``: which was given what was
@@ -193,30 +206,31 @@ class OpenAISplice:
         self._swaps = []
         # text is kept, and ids are shown, by who reads chunks whole
         learns = self.num_choices == 1 and self.hide_ids and not self.keep_text
-        self._shape, self._lessons = None, _LESSONS if learns else 0
+        self._lessons = _LESSONS if learns else 0
+        self._forget_shape()
+        self.relay = relay_nothing
         self._events.clear()
         self.failed, self.failure_event = None, b""
 
     def feed(self, data: bytes) -> bytes:
         """What the caller is to get of ``data``. Once ``failed`` is set, nothing more."""
-        shape = self._shape
-        if shape is not None and self._events.is_between and not self.done and self.failed is None:
-            found = shape.relay(data)
-            if found is not None:
-                self._parts += self._lost_ids
-                return found
-        out = b""
+        out = []
         for event in self._events.feed(data):
             if self.failed is not None or self.done:
                 break
-            out += self._event(event)
+            shape = self._shape
+            found = None if shape is None else shape.relay(event + b"\n\n")
+            out.append(self._event(event) if found is None else found)
         if self._events.too_long:
             self.failed = f"an event of more than {MAX_EVENT_BYTES} bytes"
-        return out
+        goes_on = self._events.is_between and not self.done and self.failed is None
+        self.relay = self._shape.relay if self._shape is not None and goes_on else relay_nothing
+        return b"".join(out)
 
     def end_leg(self) -> bytes:
         """The engine's stream is over, in order or not: what the caller is still to get of an
         answer that is whole; else ``failed`` says that it is not."""
+        self.relay = relay_nothing
         if self.done:
             return b""
         if self.num_choices is not None and len(self._finished) >= self.num_choices:
@@ -280,7 +294,7 @@ class OpenAISplice:
         if first and (chunk.choices or b'"id":""' not in payload):
             # what Azure says of a prompt before the answer has no head of its own
             self._first_of_leg = False
-            self._begin(payload)
+            self._begin(payload, chunk)
         prompt = chunk.prompt_token_ids
         has_usage = bytes(chunk.usage) not in _NULL
         ends = says = False
@@ -334,7 +348,7 @@ class OpenAISplice:
     def _learn(self, payload: bytes, out: bytes, choices: Sequence[_Choice]) -> None:
         """From a chunk in the middle, what the next ones will look like."""
         self._lessons -= 1
-        self._shape = None
+        self._forget_shape()
         choice = choices[0]
         delta = choice.delta
         text = choice.text if delta is None else delta.says_alone
@@ -345,6 +359,11 @@ class OpenAISplice:
                 ids = self._ids[choice.index] if has_ids else None
                 self._shape = Shape.of(payload, out, ids)
 
+    def _forget_shape(self) -> None:
+        if self._shape is not None:
+            self._parts += self._shape.num_parts
+            self._shape = None
+
     def _remember(self, choice: _Choice) -> None:
         said = choice.delta.content if choice.delta is not None else choice.text
         if self._text is not None and isinstance(said, str) and said:
@@ -352,12 +371,10 @@ class OpenAISplice:
         else:
             self._text = None
 
-    def _begin(self, payload: bytes) -> None:
+    def _begin(self, payload: bytes, chunk: _Chunk) -> None:
         """The first chunk of a leg: what of its head is to look otherwise."""
-        fields = msgspec.json.decode(payload, type=dict[str, msgspec.Raw])
-        head: dict[str, bytes] = {
-            name: bytes(fields[name]) for name in ("id", "created", "model") if name in fields
-        }
+        told = (("id", chunk.id), ("created", chunk.created), ("model", chunk.model))
+        head = {name: found for name, value in told if (found := bytes(value))}
         if self.model and "model" in head:
             seen = {**head, "model": msgspec.json.encode(self.model)}
         else:
@@ -429,13 +446,13 @@ def make_splice(path: str, **openai: Any) -> Splice:
             path=path,
             says=(b"content_block_delta",),
             ends=(b"message_stop",),
-            fails=(b"event: error",),
+            fails=(b"error",),
         )
     if path == "/v1/responses":
         return PlainSplice(
             path=path,
             says=(b".delta",),
             ends=(b"response.completed", b"response.incomplete"),
-            fails=(b"response.failed", b"event: error"),
+            fails=(b"response.failed", b"error"),
         )
     return OpenAISplice(**openai)

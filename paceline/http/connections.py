@@ -77,7 +77,6 @@ class Connection(WatchedProtocol):
         self._between = False
         self._num_begun += 1
         self._head_bytes = 0
-        self._start_clock()
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -103,6 +102,9 @@ class Connection(WatchedProtocol):
             return
         between, self._num_begun = self._between, 0
         super().data_received(data)
+        if self._num_begun and not self._between and not self._refused:
+            # a request that came in one piece needs no clock
+            self._start_clock()
         # after it, as the clock starts anew in the middle of it
         self._received += len(data)
         # where a head behind another request begins in the data nobody says; its rest counts
@@ -222,8 +224,9 @@ class _BodyWriter:
             or not cycle.chunked_encoding
         ):
             return False
-        self.num_bytes += len(body)
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        size = len(body)
+        self.num_bytes += size
+        cycle.transport.write(b"%x\r\n%b\r\n" % (size, body))
         return True
 
     def start(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:

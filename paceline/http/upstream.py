@@ -1,8 +1,8 @@
 """HTTP/1.1 to servers: connections that are used again, and callbacks instead of streams.
 
 What comes in goes to a ``Sink`` at once, in the callback that read it: a relayed token costs no
-task, queue or turn of the event loop. A sink that cannot take more pauses the connection, and the
-engine's side of it fills up.
+task, queue or turn of the event loop, and what one read brought goes on in one piece. A sink that
+cannot take more pauses the connection, and the engine's side of it fills up.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ Headers = list[tuple[bytes, bytes]]
 # of an answer's head; more than any engine sends
 _MAX_HEAD_BYTES: Final = 32 * 1024
 _MAX_IDLE: Final = 1024
+# of the size of a chunk, its line break included, that is not left to the parser
+_MOST_SIZE_BYTES: Final = 9
 # beside all link-local ones (169.254.169.254), which clouds hand out credentials at: AWS on IPv6,
 # Alibaba, Azure
 _CREDENTIALS: Final = frozenset(
@@ -49,7 +51,7 @@ class Sink(Protocol):
     def on_head(self, status: int, headers: Headers) -> None: ...
 
     def on_data(self, data: bytes) -> None:
-        """A part of the body, in order, not empty."""
+        """What a read brought of the body, in order, not empty."""
         ...
 
     def on_end(self) -> None:
@@ -116,8 +118,16 @@ class Connection(asyncio.Protocol):
         self._interim = False
         self._keep = False
         self._whole = False
-        # whether a byte of the answer at hand came
-        self.begun = False
+        # of the body, in the read at hand
+        self._parts: list[bytes] = []
+        # the parser has seen the end of a chunk, and none begin since
+        self._chunk_ended = False
+        # the next byte is the first of a chunk
+        self._between_chunks = False
+        # that brought something of the answer at hand
+        self.num_reads = 0
+        # nothing is read of an answer that may have come
+        self.is_paused = False
         self.idle_since = 0.0
         # seconds that it lay unused before the request at hand
         self.was_idle = 0.0
@@ -142,21 +152,23 @@ class Connection(asyncio.Protocol):
         """A request, head and body; its answer goes to ``sink``."""
         assert self._sink is None and self._transport is not None, "the connection is in use"
         self._sink = sink
-        self.begun = False
+        self.num_reads = 0
         self._transport.write(request)
 
     @property
-    def is_paused(self) -> bool:
-        """Whether nothing is read of an answer that may have come."""
-        return self._transport is not None and self.is_open and not self._transport.is_reading()
+    def begun(self) -> bool:
+        """Whether a byte of the answer at hand came."""
+        return self.num_reads > 0
 
     def pause(self) -> None:
         """Read no more until ``resume``."""
-        if self.is_open and self._transport is not None and self._transport.is_reading():
+        if self._transport is not None and self.is_open and not self.is_paused:
+            self.is_paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        if self.is_open and self._transport is not None and not self._transport.is_reading():
+        if self._transport is not None and self.is_open and self.is_paused:
+            self.is_paused = False
             self._transport.resume_reading()
 
     def drop(self) -> None:
@@ -172,16 +184,31 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._sink is None:
+        sink = self._sink
+        if sink is None:
             # nothing was asked for, so these bytes belong to no answer
             self.drop()
             return
-        self.begun = True
+        self.num_reads += 1
+        if self._between_chunks:
+            # a chunk that comes alone, as nearly all do, and its size as nearly everybody writes
+            # it: the parser, which stands between two, need not see it
+            start = data.find(b"\r\n", 1, _MOST_SIZE_BYTES) + 2
+            size = len(data) - start - 2
+            if size > 0 and data[:start] == b"%x\r\n" % size and data[-2:] == b"\r\n":
+                try:
+                    sink.on_data(data[start:-2])
+                except Exception:
+                    self._sink_failed()
+                return
         if self._in_head:
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
+            self._deliver()
         except httptools.HttpParserError as error:
+            # its caller gets what was good
+            self._deliver()
             if self._whole:
                 # bytes behind the end
                 self.drop()
@@ -189,14 +216,31 @@ class Connection(asyncio.Protocol):
                 self._lose(f"the answer is not HTTP: {str(error)[:100]}")
             return
         except Exception:
-            # a fault of ours: this request fails, and no other
-            _log.exception("sink_failed")
-            self._lose("the gateway failed on this answer")
+            self._sink_failed()
             return
         if self._in_head and self._head_bytes > _MAX_HEAD_BYTES:
             self._lose(f"the answer's head has more than {_MAX_HEAD_BYTES} bytes")
+        self._between_chunks = self._chunk_ended and data.endswith(b"\r\n")
+
+    def _deliver(self) -> None:
+        """What the read at hand brought."""
+        parts, sink = self._parts, self._sink
+        if not parts:
+            return
+        self._parts = []
+        if sink is not None:
+            try:
+                sink.on_data(parts[0] if len(parts) == 1 else b"".join(parts))
+            except Exception:
+                self._sink_failed()
+
+    def _sink_failed(self) -> None:
+        """A fault of ours: this request fails, and no other."""
+        _log.exception("sink_failed")
+        self._lose("the gateway failed on this answer")
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.is_paused = False
         self._pool.forget(self)
         sink, self._sink = self._sink, None
         if sink is None:
@@ -218,6 +262,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._head, self._in_head, self._framed, self._whole = [], True, False, False
+        self._chunk_ended = self._between_chunks = False
         self._head_bytes = self._parsed_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -241,13 +286,21 @@ class Connection(asyncio.Protocol):
         self._sink.on_head(status, self._head)
 
     def on_body(self, data: bytes) -> None:
-        if self._sink is not None:
-            self._sink.on_data(data)
+        self._parts.append(data)
+
+    def on_chunk_header(self) -> None:
+        self._chunk_ended = False
+
+    def on_chunk_complete(self) -> None:
+        self._chunk_ended = True
 
     def on_message_complete(self) -> None:
         if self._interim:
             return
         self._whole = True
+        self._chunk_ended = False
+        # while the connection is this answer's: its sink may still pause or drop it
+        self._deliver()
         sink, self._sink = self._sink, None
         if sink is None:
             # dropped

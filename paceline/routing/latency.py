@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from operator import mul
 from typing import Final
 
 __all__ = ["LatencyModel", "LinearModel"]
@@ -47,7 +48,9 @@ class LinearModel:
         self.num_samples = 0
 
     def predict(self, x: Sequence[float]) -> float:
-        return sum(w * value for w, value in zip(self._w, x, strict=True))
+        assert len(x) == len(self._w), "a weight for each"
+        total: float = sum(map(mul, self._w, x))
+        return total
 
     def learn(self, x: Sequence[float], y: float) -> None:
         predicted = self.predict(x)

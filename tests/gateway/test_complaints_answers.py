@@ -107,8 +107,8 @@ async def test_09_who_hangs_up_pays_for_what_was_made_and_no_more() -> None:
 
 async def test_11_a_long_wait_is_kept_alive_and_statuses_stay_honest() -> None:
     async with (
-        scripted(replace(GOOD, delay=0.7), refused(400)) as one,
-        gateway_over(configured(one, sse_keep_alive=0.2)) as (_, client),
+        scripted(replace(GOOD, delay=0.3), refused(400)) as one,
+        gateway_over(configured(one, sse_keep_alive=0.1)) as (_, client),
     ):
         async with client.stream("POST", CHAT, json=chat(stream=True)) as answer:
             first = await answer.aiter_raw().__anext__()
@@ -116,7 +116,7 @@ async def test_11_a_long_wait_is_kept_alive_and_statuses_stay_honest() -> None:
         # what is refused before the first comment has its status
         assert (await client.post(CHAT, json=chat(stream=True))).status_code == 400
         # and behind it an event that says the same
-        one.script[:] = [replace(refused(400), delay=0.6)]
+        one.script[:] = [replace(refused(400), delay=0.3)]
         late = await client.post(CHAT, json=chat(stream=True))
         assert late.status_code == 200
         told = streamed(late)
@@ -126,8 +126,8 @@ async def test_11_a_long_wait_is_kept_alive_and_statuses_stay_honest() -> None:
 async def test_11_comments_also_come_while_a_request_waits_for_its_turn() -> None:
     one = {"e1": {"max_concurrent": 1}}
     async with (
-        scripted(replace(WHOLE, delay=0.8), GOOD) as engine,
-        gateway_over(configured(engine, engine_fields=one, sse_keep_alive=0.2)) as (_, client),
+        scripted(replace(WHOLE, delay=0.3), GOOD) as engine,
+        gateway_over(configured(engine, engine_fields=one, sse_keep_alive=0.1)) as (_, client),
     ):
         first = asyncio.ensure_future(client.post(CHAT, json=chat()))
         await until(lambda: bool(engine.bodies))

@@ -88,7 +88,7 @@ async def test_03_an_engine_that_hangs_holds_nobody_for_ever() -> None:
     never = replace(WHOLE, delay=60.0)
     async with (
         scripted(never) as hangs,
-        gateway_over(configured(hangs, first_byte_timeout=0.5, max_attempts=1)) as (
+        gateway_over(configured(hangs, first_byte_timeout=0.3, max_attempts=1)) as (
             gateway,
             client,
         ),
@@ -97,7 +97,7 @@ async def test_03_an_engine_that_hangs_holds_nobody_for_ever() -> None:
         sent = [client.post(CHAT, json=chat(stream=n % 2 == 0)) for n in range(100)]
         answers = await asyncio.gather(*sent)
         assert {answer.status_code for answer in answers} == {503}
-        assert "no part of the answer for 0.5 s" in answers[0].text
+        assert "no part of the answer for 0.3 s" in answers[0].text
         assert time.monotonic() - began < 10.0 and is_clean(gateway)
         # the gateway itself is well
         assert (await client.get("/health/live")).status_code == 200
@@ -260,12 +260,12 @@ async def test_17_a_breaker_that_is_half_open_lets_one_through() -> None:
         gateway_over(configured(one, two)) as (gateway, client),
     ):
         state = gateway.engines.by_name["e1"]
-        state.breaker = Breaker(BreakerSettings(max_failures=1, open_seconds=0.3))
+        state.breaker = Breaker(BreakerSettings(max_failures=1, open_seconds=0.15))
         prefer_others(gateway, "e2")
         await client.post(CHAT, json=chat())
         assert state.breaker.state(gateway.now()) == "open" and len(one.bodies) == 1
-        one.script[:] = [replace(WHOLE, delay=0.3)]
-        await asyncio.sleep(0.35)
+        one.script[:] = [replace(WHOLE, delay=0.2)]
+        await asyncio.sleep(0.2)
         answers = await asyncio.gather(*(client.post(CHAT, json=chat()) for _ in range(10)))
         assert {answer.status_code for answer in answers} == {200}
         # one of ten, and time alone does not close it: two successes do

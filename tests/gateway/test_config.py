@@ -31,6 +31,8 @@ def test_a_good_one() -> None:
         (ENGINE.replace("http://", "ftp://"), "url must be http"),
         (ENGINE.replace("127.0.0.1:8001", "169.254.169.254"), "where clouds keep credentials"),
         (ENGINE.replace("127.0.0.1:8001", "u:p@host"), "may not hold a user"),
+        (ENGINE.replace("127.0.0.1:8001", ":p@host"), "may not hold a user, a password"),
+        (ENGINE.replace("127.0.0.1:8001", "@host"), "may not hold a user"),
         (ENGINE.replace("8001", "80010"), "url"),
         (ENGINE.replace('"a"', '"a b"'), "letters, digits"),
         (ENGINE + 'api_key_env = "PACELINE_NO_SUCH"', "PACELINE_NO_SUCH is not set"),
@@ -59,6 +61,16 @@ def test_a_good_one() -> None:
 def test_what_is_wrong_is_named(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words.replace("[", r"\[")):
         parse_config(text.encode())
+
+
+@pytest.mark.parametrize(
+    "user", ["ann:hunter2", ":hunter2", "hunter2", ":hunter2/x", "ann:hunter2#"]
+)
+def test_a_password_is_refused_and_not_repeated(user: str) -> None:
+    text = ENGINE.replace("127.0.0.1:8001", f"{user}@host:8001")
+    with pytest.raises(ConfigError) as refused:
+        parse_config(text.encode())
+    assert "hunter2" not in str(refused.value)
 
 
 def test_secrets_do_not_show() -> None:

@@ -229,7 +229,7 @@ async def test_a_stream_that_stalls_while_its_engine_lives_is_left() -> None:
     async with (
         scripted(pieces(2, then="stall"), metrics=PACELINE_METRICS) as stops,
         scripted(rest, metrics=PACELINE_METRICS) as lives,
-        gateway_over(configured(stops, lives, stall_timeout=0.4)) as (gateway, client),
+        gateway_over(configured(stops, lives, stall_timeout=0.2)) as (gateway, client),
     ):
         told = await _first_to(gateway, client, stops, "e2")
         assert text_of(told) == "".join(WORDS)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.anyio
 LATE = replace(GOOD, delay=5.0)
 # its role comes at once, and its first word does not
 ROLE_ONLY = Step(parts=chat_chunks(WORDS)[:1], then="stall")
-HEDGED: dict[str, Any] = {"hedge_share": 0.5, "hedge_after": 0.2, "silence": 30.0}
+HEDGED: dict[str, Any] = {"hedge_share": 0.5, "hedge_after": 0.1, "silence": 30.0}
 OTHER = Step(parts=chat_chunks(WORDS, created=2))
 
 
@@ -60,7 +60,7 @@ async def test_a_late_first_token_comes_from_another_engine(first: Step) -> None
         answer = await client.post(CHAT, json=chat(stream=True))
         told = streamed(answer)
         assert text_of(told) == "".join(WORDS) and told[-1] == "[DONE]"
-        assert 0.2 <= time.monotonic() - began < 3.0
+        assert 0.1 <= time.monotonic() - began < 3.0
         # one head, one role, whoever sent them, and a word about it
         assert len({chunk["id"] for chunk in told[:-1]}) == 1
         assert answer.text.count('"role"') == 1
@@ -80,7 +80,7 @@ async def test_a_late_first_token_comes_from_another_engine(first: Step) -> None
 
 async def test_the_first_one_may_be_sooner_after_all() -> None:
     async with (
-        scripted(replace(GOOD, delay=0.5), metrics=PACELINE_METRICS) as late,
+        scripted(replace(GOOD, delay=0.3), metrics=PACELINE_METRICS) as late,
         scripted(ROLE_ONLY, metrics=PACELINE_METRICS) as later,
         gateway_over(configured(late, later, **HEDGED)) as (gateway, client),
     ):
@@ -95,11 +95,11 @@ async def test_the_first_one_may_be_sooner_after_all() -> None:
 
 @pytest.mark.parametrize("fails", ["first", "second"])
 async def test_one_of_both_may_fail(fails: str) -> None:
-    dies = replace(refused(503), delay=0.5)
-    good = replace(OTHER, delay=0.6)
+    dies = replace(refused(503), delay=0.3)
+    good = replace(OTHER, delay=0.4)
     async with (
         scripted(
-            dies if fails == "first" else replace(GOOD, delay=0.9), metrics=PACELINE_METRICS
+            dies if fails == "first" else replace(GOOD, delay=0.4), metrics=PACELINE_METRICS
         ) as one,
         scripted(good if fails == "first" else refused(500), metrics=PACELINE_METRICS) as two,
         gateway_over(configured(one, two, **HEDGED)) as (gateway, client),
@@ -115,7 +115,7 @@ async def test_one_of_both_may_fail(fails: str) -> None:
 
 async def test_a_second_engine_that_asks_for_a_pause_gets_one() -> None:
     async with (
-        scripted(replace(GOOD, delay=0.5), metrics=PACELINE_METRICS) as one,
+        scripted(replace(GOOD, delay=0.3), metrics=PACELINE_METRICS) as one,
         scripted(refused(429, retry_after="7"), metrics=PACELINE_METRICS) as two,
         gateway_over(configured(one, two, **HEDGED)) as (gateway, client),
     ):
@@ -137,7 +137,7 @@ async def test_a_second_engine_that_asks_for_a_pause_gets_one() -> None:
 )
 async def test_where_both_fail_the_pause_is_told(first: Step, status: int, wait: str) -> None:
     async with (
-        scripted(replace(first, delay=0.5), metrics=PACELINE_METRICS) as a,
+        scripted(replace(first, delay=0.3), metrics=PACELINE_METRICS) as a,
         scripted(refused(503, retry_after="40"), metrics=PACELINE_METRICS) as b,
         gateway_over(configured(a, b, max_attempts=2, **HEDGED)) as (gateway, client),
     ):
@@ -226,11 +226,11 @@ async def test_when_none_is_sent(
     if body.get("messages") == "long":
         body["messages"] = [{"role": "user", "content": "word " * 5000}]
     headers = {"x-paceline-allow": asked["allow"]} if "allow" in asked else {}
-    late = replace(GOOD, delay=0.35)
+    late = replace(GOOD, delay=0.2)
     async with (
         scripted(late, metrics=metrics) as one,
         scripted(OTHER, metrics=metrics) as two,
-        gateway_over(configured(one, two, **{**HEDGED, "hedge_after": 0.1, **fields})) as (
+        gateway_over(configured(one, two, **{**HEDGED, "hedge_after": 0.05, **fields})) as (
             gateway,
             client,
         ),
@@ -242,8 +242,8 @@ async def test_when_none_is_sent(
 
 async def test_hedges_are_a_share_of_the_requests() -> None:
     async with (
-        scripted(replace(GOOD, delay=0.35), metrics=PACELINE_METRICS) as one,
-        scripted(replace(OTHER, delay=0.35), metrics=PACELINE_METRICS) as two,
+        scripted(replace(GOOD, delay=0.25), metrics=PACELINE_METRICS) as one,
+        scripted(replace(OTHER, delay=0.25), metrics=PACELINE_METRICS) as two,
         gateway_over(configured(one, two, **{**HEDGED, "hedge_share": 0.2})) as (gateway, client),
     ):
         _known(gateway)
@@ -258,7 +258,7 @@ async def test_hedges_are_a_share_of_the_requests() -> None:
 async def test_a_hedge_stays_in_its_tier_and_in_the_house() -> None:
     model = ModelConfig(name="m", tiers=(("e1:m",), ("e2:m",)))
     async with (
-        scripted(replace(GOOD, delay=0.6), metrics=PACELINE_METRICS) as one,
+        scripted(replace(GOOD, delay=0.3), metrics=PACELINE_METRICS) as one,
         scripted(OTHER, metrics=PACELINE_METRICS) as two,
         gateway_over(configured(one, two, models=(model,), **HEDGED)) as (gateway, client),
     ):
@@ -334,7 +334,7 @@ async def test_a_second_engine_that_cannot_be_asked_is_not() -> None:
     odd = [{"role": "nobody", "content": "hi"}]
     fields = {"e2": {"models": ("m",), "max_concurrent": 4}}
     async with (
-        scripted(replace(GOOD, delay=0.6), metrics=PACELINE_METRICS) as one,
+        scripted(replace(GOOD, delay=0.3), metrics=PACELINE_METRICS) as one,
         scripted(OTHER) as two,
         gateway_over(
             configured(

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from paceline.gateway import EngineConfig, Gateway, GatewayConfig
-from tests.gateway.helpers import CHAT, gateway_over, streamed
+from tests.gateway.helpers import CHAT, NO_TLS, gateway_over, streamed
 from tests.server.live_process import LiveServer
 
 pytestmark = pytest.mark.anyio
@@ -39,13 +39,32 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """The one that nothing happens to."""
+    server = LiveServer(tmp_path_factory.mktemp("live") / "b.log", SETTINGS)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def uncut(lives: LiveServer) -> list[dict[str, Any]]:
+    """What it says to each of ``BODIES``."""
+
+    async def ask() -> list[dict[str, Any]]:
+        async with httpx.AsyncClient(timeout=30, verify=NO_TLS) as direct:
+            sent = [direct.post(lives.url + CHAT, json=each) for each in BODIES]
+            return [told(response) for response in await asyncio.gather(*sent)]
+
+    return asyncio.run(ask())
+
+
 @pytest.fixture
-def servers(tmp_path: Path) -> Iterator[list[LiveServer]]:
-    found = [LiveServer(tmp_path / f"{name}.log", SETTINGS) for name in ("a", "b")]
-    yield found
-    for server in found:
-        server.process.send_signal(signal.SIGCONT)
-        server.stop()
+def dies(tmp_path: Path) -> Iterator[LiveServer]:
+    server = LiveServer(tmp_path / "a.log", SETTINGS)
+    yield server
+    server.process.send_signal(signal.SIGCONT)
+    server.stop()
 
 
 def body(kind: str, number: int) -> dict[str, Any]:
@@ -56,6 +75,9 @@ def body(kind: str, number: int) -> dict[str, Any]:
         "stream_options": {"include_usage": True},
         **KINDS[kind],
     }
+
+
+BODIES = [body(kind, number) for number in range(2) for kind in KINDS]
 
 
 def told(response: httpx.Response) -> dict[str, Any]:
@@ -91,30 +113,19 @@ def told(response: httpx.Response) -> dict[str, Any]:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_every_stream_ends_as_if_nothing_had_happened(
-    servers: list[LiveServer], how: signal.Signals
+    dies: LiveServer, lives: LiveServer, uncut: list[dict[str, Any]], how: signal.Signals
 ) -> None:
-    first, second = servers
-    bodies = [body(kind, number) for number in range(2) for kind in KINDS]
-    async with httpx.AsyncClient(timeout=30) as direct:
-        uncut = [
-            told(response)
-            for response in await asyncio.gather(
-                *(direct.post(second.url + CHAT, json=each) for each in bodies)
-            )
-        ]
     config = GatewayConfig(
-        engines=tuple(
-            EngineConfig(name=name, url=server.url)
-            for name, server in zip(("a", "b"), servers, strict=True)
-        ),
+        engines=(EngineConfig(name="a", url=dies.url), EngineConfig(name="b", url=lives.url)),
         poll_interval=0.1,
+        silence=0.6,
     )
     async with gateway_over(config) as (gateway, client):
         gateway.engines.by_name["b"].load.prefill_tokens += 1e6
-        sent = [asyncio.ensure_future(client.post(CHAT, json=each)) for each in bodies]
+        sent = [asyncio.ensure_future(client.post(CHAT, json=each)) for each in BODIES]
         await _until_tokens(gateway, 6)
         gateway.engines.by_name["b"].load.prefill_tokens -= 1e6
-        first.signal(how)
+        dies.signal(how)
         found = [told(response) for response in await asyncio.gather(*sent)]
         resumed = gateway.counts.render(gateway.engines.by_name.values(), 0, gateway.now())
     for kind, one, other in zip([*KINDS, *KINDS], found, uncut, strict=True):

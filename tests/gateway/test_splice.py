@@ -156,3 +156,43 @@ def test_other_apis_go_out_from_what_says_something(
     other.begin_leg()
     assert other.feed(event(fails)) == b"" and other.failed
     assert other.failure_event == event(fails)
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    ("path", "delta", "marks", "end"),
+    [
+        (
+            "/v1/messages",
+            "content_block_delta",
+            ("message_stop", "event: error", "error"),
+            "message_stop",
+        ),
+        (
+            "/v1/responses",
+            "response.output_text.delta",
+            ("response.completed", "response.failed", "event: error"),
+            "response.incomplete",
+        ),
+    ],
+)
+def test_what_a_text_says_is_no_event(
+    path: str, delta: str, marks: tuple[str, ...], end: str, named: bool
+) -> None:
+    """An answer about these APIs has the names of their events in it."""
+
+    def event(kind: str, text: str) -> bytes:
+        head = f"event: {kind}\n" if named else ""
+        return f"{head}data: {json.dumps({'type': kind, 'delta': {'text': text}})}\n\n".encode()
+
+    splice = make_splice(path)
+    splice.begin_leg()
+    parts = [event(delta, mark) for mark in marks]
+    for part in parts:
+        assert splice.feed(part) == part
+        assert not splice.done and splice.failed is None and splice.emitted
+    assert splice.num_output_tokens == len(marks)
+    assert splice.feed(event(end, "")) == event(end, "") and splice.done
+    fails = make_splice(path)
+    fails.begin_leg()
+    assert fails.feed(event("error", "why")) == b"" and fails.failed

@@ -165,7 +165,11 @@ async def test_failures_say_so_and_waiting_is_a_span() -> None:
             await asyncio.gather(*both)
             for status in (500, 400):
                 assert (await client.post(CHAT, json=chat(stream=True))).status_code == status
-    queue = receiver.named("queue")
+    # on a busy machine others may have waited a moment, too
+    queue = max(
+        (span for span in receiver.spans if span.name == "queue"),
+        key=lambda span: span.end_time_unix_nano - span.start_time_unix_nano,
+    )
     assert (queue.end_time_unix_nano - queue.start_time_unix_nano) / 1e9 >= 0.05
     roots = {span.span_id: span for span in receiver.spans if span.name == "chat m"}
     assert len(roots) == 4 and queue.parent_span_id in roots
@@ -294,7 +298,7 @@ async def test_a_second_engine_that_is_given_up_says_nothing_of_how_it_ended() -
     """The first one refuses with 501; the other one had begun to answer, and was not waited for."""
     with receiving() as receiver:
         async with (
-            scripted(replace(refused(501), delay=0.5), metrics=PACELINE_METRICS) as one,
+            scripted(replace(refused(501), delay=0.3), metrics=PACELINE_METRICS) as one,
             scripted(ROLE_ONLY, metrics=PACELINE_METRICS) as two,
             traced(receiver, one, two, **HEDGED) as (gateway, client),
         ):

@@ -16,7 +16,7 @@ An event of another name is left out, as the vendor asks of clients.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -153,11 +153,10 @@ class AnthropicStream:
         # by index of a content block, the index of its tool call
         self._calls: dict[int, int] = {}
 
-    def feed(self, data: bytes) -> bytes:
-        out = b"".join(map(self._event, self._events.feed(data)))
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        yield from map(self._event, self._events.feed(data))
         if self._events.too_long:
             raise ValueError(f"an event of more than {MAX_EVENT_BYTES} bytes")
-        return out
 
     def _event(self, event: bytes) -> bytes:
         payload = payload_of(event)

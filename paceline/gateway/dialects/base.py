@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from paceline.gateway.bodies import Body
@@ -14,8 +14,10 @@ __all__ = ["Dialect", "OpenAIDialect", "Translator"]
 class Translator(Protocol):
     """Of one stream."""
 
-    def feed(self, data: bytes) -> bytes:
-        """Events of the engine in, wherever they were cut; events of the caller's API out."""
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Events of the engine in, wherever they were cut; events of the caller's API out, one
+        after the other: those before one that is not of its API, which raises ValueError or
+        MsgspecError, are good."""
         ...
 
 

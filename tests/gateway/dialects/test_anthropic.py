@@ -45,6 +45,10 @@ def sent(**fields: Any) -> dict[str, Any]:
     return found
 
 
+def fed(stream: AnthropicStream, data: bytes) -> bytes:
+    return b"".join(stream.feed(data))
+
+
 def chunks(data: bytes) -> list[Any]:
     events = [event for event in data.split(b"\n\n") if event.startswith(b"data: ")]
     return [e[6:] if e == b"data: [DONE]" else json.loads(e[6:]) for e in events]
@@ -60,7 +64,7 @@ def test_the_samples_are_what_the_vendors_types_say(events: tuple[bytes, ...]) -
 
 
 def test_a_stream_of_text() -> None:
-    told = chunks(AnthropicStream().feed(joined(anthropic_events(WORDS))))
+    told = chunks(fed(AnthropicStream(), joined(anthropic_events(WORDS))))
     assert told.pop() == b"[DONE]"
     found = [ChatCompletionChunk.model_validate(chunk) for chunk in told]
     assert "".join(c.choices[0].delta.content or "" for c in found if c.choices) == "".join(WORDS)
@@ -72,7 +76,7 @@ def test_a_stream_of_text() -> None:
 
 
 def test_a_stream_with_thoughts_and_calls() -> None:
-    told = chunks(AnthropicStream().feed(joined(ANTHROPIC_TOOL_STREAM)))[:-1]
+    told = chunks(fed(AnthropicStream(), joined(ANTHROPIC_TOOL_STREAM)))[:-1]
     found = [ChatCompletionChunk.model_validate(chunk) for chunk in told]
     deltas = [chunk.choices[0].delta for chunk in found if chunk.choices]
     assert "".join(d.content or "" for d in deltas) == "Let me look."
@@ -98,8 +102,8 @@ def test_a_stream_in_whatever_parts_it_comes(cuts: list[int]) -> None:
     data = joined(ANTHROPIC_TOOL_STREAM)
     places = sorted({0, len(data), *cuts})
     stream = AnthropicStream()
-    parts = b"".join(stream.feed(data[a:b]) for a, b in pairwise(places))
-    told, whole = chunks(parts), chunks(AnthropicStream().feed(data))
+    parts = b"".join(fed(stream, data[a:b]) for a, b in pairwise(places))
+    told, whole = chunks(parts), chunks(fed(AnthropicStream(), data))
     for chunk in (*told[:-1], *whole[:-1]):
         chunk["created"] = 0
     assert told == whole
@@ -124,7 +128,7 @@ def test_counts_that_cannot_be_are_believed_no_further_than_the_gateways_own() -
     start = {**ANTHROPIC_WHOLE, "content": [], "usage": usage}
     events = [{"type": "message_start", "message": start}, {"type": "message_stop"}]
     data = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
-    last = chunks(stream.feed(data))[-2]
+    last = chunks(fed(stream, data))[-2]
     for told in (json.loads(whole)["usage"], last["usage"]):
         assert (told["prompt_tokens"], told["completion_tokens"]) == (10**9, 0)
         assert told["prompt_tokens_details"]["cached_tokens"] == 0
@@ -132,7 +136,7 @@ def test_counts_that_cannot_be_are_believed_no_further_than_the_gateways_own() -
     assert used_by(CHAT, whole) == Used(10**9, 0, 0)
     splice = OpenAISplice(num_choices=1)
     splice.begin_leg()
-    splice.feed(AnthropicStream().feed(data))
+    splice.feed(fed(AnthropicStream(), data))
     assert (splice.prompt_tokens, splice.num_output_tokens) == (10**9, 0)
 
 
@@ -145,7 +149,7 @@ def test_counts_that_cannot_be_are_believed_no_further_than_the_gateways_own() -
     ],
 )  # fmt: skip
 def test_reasons(reason: str, finish: str) -> None:
-    told = chunks(AnthropicStream().feed(joined(anthropic_events(WORDS, reason))))
+    told = chunks(fed(AnthropicStream(), joined(anthropic_events(WORDS, reason))))
     assert [c["choices"][0]["finish_reason"] for c in told[:-1] if c["choices"]][-1] == finish
     whole = json.loads(chat_answer(json.dumps(ANTHROPIC_WHOLE | {"stop_reason": reason}).encode()))
     assert whole["choices"][0]["finish_reason"] == finish
@@ -153,11 +157,11 @@ def test_reasons(reason: str, finish: str) -> None:
 
 def test_an_error_in_a_stream() -> None:
     error = b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error"}}\n\n'
-    assert chunks(AnthropicStream().feed(error)) == [{"error": {"type": "overloaded_error"}}]
+    assert chunks(fed(AnthropicStream(), error)) == [{"error": {"type": "overloaded_error"}}]
     with pytest.raises(Exception, match=r"malformed|invalid"):
-        AnthropicStream().feed(b"data: {oops\n\n")
+        fed(AnthropicStream(), b"data: {oops\n\n")
     # new kinds of events may come
-    assert AnthropicStream().feed(b'data: {"type":"new_thing","x":1}\n\n') == b""
+    assert fed(AnthropicStream(), b'data: {"type":"new_thing","x":1}\n\n') == b""
 
 
 def test_a_plain_request() -> None:

@@ -159,7 +159,7 @@ async def test_a_stream_that_breaks(spoken: Spoken, fault: str, said: bool) -> N
     async with (
         scripted(breaks) as one,
         scripted(Step(parts=tuple(spoken.events))) as two,
-        gateway_over(config(spoken, one, two, stall_timeout=0.4, first_byte_timeout=0.4)) as (
+        gateway_over(config(spoken, one, two, stall_timeout=0.2, first_byte_timeout=0.2)) as (
             gateway,
             http,
         ),

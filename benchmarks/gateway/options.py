@@ -1,0 +1,121 @@
+"""What the environment asks of ``make bench-gateway``, looked at before anything starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from benchmarks.common.processes import Unavailable
+from benchmarks.common.setup import make_venv
+
+__all__ = ["LITELLM_HELP", "PARTS", "Options", "OptionsError", "litellm_command"]
+
+PARTS = ("overhead", "routing", "failover")
+# the release that docs/lab-log.md has figures of
+_LITELLM = "litellm[proxy]==1.106.2"
+_INSTALL = "install"
+LITELLM_HELP = (
+    "LITELLM=install sets LiteLLM's proxy up in an environment of its own, once, in the cache's "
+    "peers folder; LITELLM=COMMAND is its `litellm` from anywhere else"
+)
+_T = TypeVar("_T")
+
+
+class OptionsError(Exception):
+    """A variable that holds what it may not; the text says which, and what it may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of one run."""
+
+    parts: tuple[str, ...] = PARTS
+    # one turn and one time of each
+    quick: bool = False
+    # path of LiteLLM's command, or "install"; None: it is left out
+    litellm: str | None = None
+    # how often each fault happens: with the null backend, and with the model in each format
+    times: int = 20
+    model_times: int = 5
+    # minutes after which no fault is begun that happened once already
+    minutes: float = 12.0
+    # random pools beside those with names, and their seed
+    pools: tuple[int, int] = (8, 99)
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Options:
+        """Raises OptionsError."""
+
+        def read(name: str, default: _T, parse: Callable[[str], _T]) -> _T:
+            text = environ.get(name, "").strip()
+            return parse(text) if text else default
+
+        quick = bool(environ.get("QUICK"))
+        return cls(
+            parts=read("PARTS", PARTS, _parts),
+            quick=quick,
+            litellm=read("LITELLM", None, _litellm),
+            times=read("TIMES", 1 if quick else 20, lambda text: int(_number("TIMES", text, 1))),
+            model_times=read(
+                "MODEL_TIMES",
+                0 if quick else 5,
+                lambda text: int(_number("MODEL_TIMES", text, 0)),
+            ),
+            minutes=read("MINUTES", 12.0, lambda text: _number("MINUTES", text, 1, whole=False)),
+            pools=read("POOLS", (0, 0) if quick else (8, 99), _pools),
+        )
+
+
+def litellm_command(wanted: str | None, folder: Path) -> tuple[str | None, str]:
+    """The command, and without one why it is left out.
+
+    Args:
+        wanted: see ``Options``.
+        folder: of the cache, for its environment.
+    """
+    if wanted is None:
+        return None, f"LITELLM is not set: {LITELLM_HELP}"
+    if wanted != _INSTALL:
+        return wanted, ""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        python = make_venv(folder, [_LITELLM])
+    except Unavailable as error:
+        return None, str(error)
+    return str(python.with_name("litellm")), ""
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    parts = tuple(part.strip() for part in text.split(","))
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise OptionsError(f"PARTS may have {', '.join(PARTS)}, got {unknown[0]!r}")
+    return parts
+
+
+def _litellm(text: str) -> str:
+    if text == _INSTALL:
+        return text
+    found = shutil.which(text)
+    if found is None:
+        raise OptionsError(f"LITELLM={text}: there is no such command. {LITELLM_HELP}")
+    return os.path.abspath(found)
+
+
+def _number(name: str, text: str, least: float, *, whole: bool = True) -> float:
+    try:
+        value = int(text) if whole else float(text)
+    except ValueError:
+        value = least - 1
+    if not least <= value < float("inf"):
+        kind = "a whole number" if whole else "a number"
+        raise OptionsError(f"{name} must be {kind} of at least {least:g}, got {text!r}")
+    return value
+
+
+def _pools(text: str) -> tuple[int, int]:
+    count, _, seed = text.partition(",")
+    return int(_number("POOLS", count, 0)), int(_number("POOLS", seed, 0)) if seed else 0

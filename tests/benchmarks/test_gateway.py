@@ -1,0 +1,95 @@
+"""What the gateway's benchmark takes, and the parts of it that are arithmetic."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gateway.__main__ import main
+from benchmarks.gateway.calls import calls_per_chunk
+from benchmarks.gateway.failover import Seen, _count, _pause, _pauses
+from benchmarks.gateway.options import PARTS, Options, OptionsError, litellm_command
+
+
+def test_the_usual_run_is_the_whole() -> None:
+    options = Options.read({})
+    assert (options.parts, options.times, options.model_times) == (PARTS, 20, 5)
+    assert options.litellm is None and options.minutes == 12.0 and not options.quick
+    quick = Options.read({"QUICK": "1", "TIMES": ""})
+    assert (quick.times, quick.model_times, quick.pools) == (1, 0, (0, 0))
+
+
+def test_what_is_asked_for() -> None:
+    asked = {
+        "PARTS": "failover, overhead",
+        "TIMES": "3",
+        "MODEL_TIMES": "0",
+        "MINUTES": "2.5",
+        "POOLS": "4,7",
+        "LITELLM": sys.executable,
+    }
+    options = Options.read(asked)
+    assert options.parts == ("failover", "overhead")
+    assert (options.times, options.model_times, options.minutes) == (3, 0, 2.5)
+    assert options.pools == (4, 7) and options.litellm == sys.executable
+    assert Options.read({"POOLS": "4"}).pools == (4, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("PARTS", "overhead,speed", "PARTS may have overhead, routing, failover, got 'speed'"),
+        ("PARTS", ",", "got ''"),
+        ("TIMES", "0", "TIMES must be a whole number of at least 1, got '0'"),
+        ("TIMES", "many", "got 'many'"),
+        ("MODEL_TIMES", "-1", "at least 0"),
+        ("MINUTES", "inf", "a number of at least 1, got 'inf'"),
+        ("POOLS", "3,x", "got 'x'"),
+        ("LITELLM", "/no/such/litellm", "no such command. LITELLM=install sets"),
+    ],
+)
+def test_what_is_not_understood_is_named(name: str, text: str, words: str) -> None:
+    with pytest.raises(OptionsError, match=words.replace(".", r"\.")):
+        Options.read({name: text})
+
+
+def test_nothing_starts_where_an_option_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LITELLM", "/no/such/litellm")
+    assert main() == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("LITELLM=/no/such/litellm: there is no such command")
+    assert not told.out and told.err.count("\n") == 1
+
+
+def test_without_litellm_it_is_said_how_it_is_given(tmp_path: Path) -> None:
+    command, why = litellm_command(None, tmp_path)
+    assert command is None and "LITELLM=COMMAND" in why and not list(tmp_path.iterdir())
+    assert litellm_command("/bin/litellm", tmp_path) == ("/bin/litellm", "")
+
+
+def test_a_relayed_chunk_costs_few_calls() -> None:
+    """From the engine's bytes to the caller's connection: five functions, and what they call."""
+    found = calls_per_chunk()
+    assert 5 <= found["middle"] <= 17
+    assert found["middle"] <= found["mean"] <= 26
+
+
+def test_a_fault_is_weighed_against_the_unhurt_stream() -> None:
+    names = ("times", "streams", "lost_tokens", "doubled_tokens", "failed", "resumed")
+    row = dict.fromkeys(names, 0)
+    unhurt = Seen(ids={0: [1, 2, 3]}, ends={0: "stop"}, done=True)
+    for seen in (
+        Seen(ids={0: [1, 2, 3]}, ends={0: "stop"}, done=True, resumed=True),
+        Seen(ids={0: [1, 2]}, error="lost"),
+        Seen(ids={0: [1, 2, 3, 3]}, ends={0: "stop"}, done=True),
+    ):
+        _count(row, seen, unhurt)
+    assert [row[name] for name in names] == [0, 3, 1, 1, 1, 1]
+    # the longest gap that ends after the fault
+    assert _pause(Seen(times=[0.0, 5.0, 5.1, 5.4]), at=5.05) == pytest.approx(0.3)
+    assert _pauses([]) == {}
+    assert _pauses([1.0, 3.0]) == {"pause_p50_s": 2.0, "pause_p99_s": 2.98}

@@ -1,0 +1,14 @@
+"""What all tests of the gateway have in common."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.gateway import engines
+
+
+@pytest.fixture(autouse=True)
+def quick_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a gateway looks at ten times a second (who hung up, what is late) it looks at fifty
+    times, so that no test waits for it."""
+    monkeypatch.setattr(engines, "_TICK_SECONDS", 0.02)
