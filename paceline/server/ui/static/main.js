@@ -85,7 +85,7 @@ function Help() {
     return () => removeEventListener("keydown", open);
   }, []);
   return [
-    h("button", { type: "button", onClick: () => dialog.current?.showModal() }, "Keys ", h("kbd", null, "?")),
+    h("button", { type: "button", class: "for-keys", onClick: () => dialog.current?.showModal() }, "Keys ", h("kbd", null, "?")),
     h("dialog", { ref: dialog, "aria-labelledby": "keys-title" },
       h("h2", { id: "keys-title" }, "Keys"),
       h("table", null, h("tbody", null, KEYS.map(([name, what]) =>
