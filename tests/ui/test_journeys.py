@@ -217,12 +217,12 @@ _COVERED = """(() => document.querySelector(".turn:last-child").getBoundingClien
   - document.querySelector(".ask").getBoundingClientRect().top)()"""
 
 
-@pytest.mark.parametrize("width", [1200, 390])
+@pytest.mark.parametrize("width", [1200, pytest.param(390, marks=LONG)])
 def test_the_end_of_an_answer_stays_in_sight(
     server: LiveServer, open_page: OpenPage, width: int
 ) -> None:
     page = open_page(f"{server.url}/ui/", viewport={"width": width, "height": 500})
-    say(page, "hello\n" * 30, Max_tokens="150")
+    say(page, "hello\n" * 30, Max_tokens="60")
     page.locator(".story").wait_for()
     eventually(lambda: page.evaluate(_COVERED) <= 0)
     field = page.get_by_label("Message").bounding_box()
@@ -276,7 +276,7 @@ def test_an_answer_is_markdown_and_never_html(server: LiveServer, open_page: Ope
     page.get_by_role("button", name="Copy this code").click()
     shown = page.get_by_role("textbox", name="Copy this code: the text to copy")
     assert shown.input_value() == "print('<b>')"
-    assert page.evaluate("String(getSelection())") == "print('<b>')"
+    eventually(lambda: page.evaluate("String(getSelection())") == "print('<b>')")
 
 
 @LONG
@@ -400,6 +400,17 @@ def test_tabs_keep_what_was_said(server: LiveServer, open_page: OpenPage) -> Non
     assert page.get_by_text("remember me").is_visible()
     page.goto(f"{server.url}/ui/server")
     page.get_by_role("heading", name="Server").wait_for()
+
+
+def test_each_page_is_scrolled_by_itself(server: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(f"{server.url}/ui/", viewport={"width": 390, "height": 500})
+    page.get_by_text("ready").wait_for()
+    page.evaluate("scrollTo(0, 300)")
+    page.get_by_role("link", name="Operations").evaluate("(link) => link.click()")
+    page.get_by_role("cell", name="ready", exact=True).wait_for()
+    assert page.evaluate("scrollY") == 0
+    page.go_back()
+    eventually(lambda: page.evaluate("scrollY") == 300)
 
 
 def test_by_keyboard_alone(server: LiveServer, open_page: OpenPage) -> None:

@@ -34,7 +34,14 @@ const TABS = [
 /** @returns {string} the tab that the address names */
 const named = () => location.pathname.replace(/^.*\/ui\/?/, "").split("/")[0] || TABS[0].name;
 const tab = signal(named());
-addEventListener("popstate", () => (tab.value = named()));
+/** How far each page is scrolled: they share one window. @type {Record<string, number>} */
+const scrolled = {};
+/** @param {string} name */
+function show(name) {
+  scrolled[tab.value] = scrollY;
+  tab.value = name;
+}
+addEventListener("popstate", () => show(named()));
 
 /** @type {{ value: any }} what /v1/models says, or null */
 const server = signal(null);
@@ -129,7 +136,7 @@ function go(event, name) {
   // without a reload, which would forget the key and the conversation
   event.preventDefault();
   history.pushState(null, "", `/ui/${name}`);
-  tab.value = name;
+  show(name);
 }
 
 function App() {
@@ -137,6 +144,7 @@ function App() {
   useEffect(() => {
     document.title = `${shown?.title ?? "Not found"} · Paceline`;
   });
+  useEffect(() => scrollTo(0, scrolled[tab.value] ?? 0), [tab.value]);
   return [
     h("a", { class: "skip", href: "#main" }, "Skip to the page"),
     h("header", null,
