@@ -404,11 +404,13 @@ def test_tabs_keep_what_was_said(server: LiveServer, open_page: OpenPage) -> Non
 
 def test_each_page_is_scrolled_by_itself(server: LiveServer, open_page: OpenPage) -> None:
     page = open_page(f"{server.url}/ui/", viewport={"width": 390, "height": 500})
-    page.get_by_text("ready").wait_for()
+    # long from the first look on
+    page.get_by_role("link", name="Operations").click()
+    page.get_by_role("cell", name="ready", exact=True).wait_for()
+    page.get_by_role("link", name="Playground").click()
     page.evaluate("scrollTo(0, 300)")
     page.get_by_role("link", name="Operations").evaluate("(link) => link.click()")
-    page.get_by_role("cell", name="ready", exact=True).wait_for()
-    assert page.evaluate("scrollY") == 0
+    eventually(lambda: page.evaluate("scrollY") == 0)
     page.go_back()
     eventually(lambda: page.evaluate("scrollY") == 300)
 
