@@ -44,6 +44,17 @@ test("while an answer grows, its blocks but the last one stay", () => {
 });
 
 test("no text makes it slow", () => {
+  const blanks = " ".repeat(40_000);
+  for (const text of [`a|b\n-|${blanks}x`, `# ${blanks}x`, `---${blanks}x`, `- ${blanks}x`, `1${blanks}.`, `|${blanks}|\n|-|\n|${blanks}x`, `**${blanks}x`]) {
+    const began = performance.now();
+    for (const { kind, source } of blocksOf(text)) {
+      if (kind === "heading") headingOf(source);
+      if (kind === "list") itemsOf(source);
+      if (kind === "table") rowsOf(source);
+      spansOf(source.slice(0, 8000));
+    }
+    assert.ok(performance.now() - began < 500, `${text.slice(0, 9)} ${performance.now() - began}`);
+  }
   for (const piece of ["`", "*", "_", "[", "**a", "`a", "[a](", "|", "- ", "> ", "`\n", "_a*"]) {
     const text = piece.repeat(Math.ceil(40_000 / piece.length));
     const began = performance.now();
