@@ -211,7 +211,7 @@ function Results() {
     h("h2", { id: "compared" }, "Compared"),
     h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Results" }, h("table", { class: "compared" },
       h("thead", null, h("tr", null, names.map((name, i) => h("th", { scope: "col", class: i ? "num" : undefined }, name)),
-        classes.length > 1 && classes.map((name) => h("th", { scope: "col", class: "num" }, `Met, ${visible(name)}`)), h("th", { scope: "col" }, "Left below"), h("th", { scope: "col" }, "Right below"))),
+        classes.length > 1 && classes.map((name) => h("th", { scope: "col", class: "num" }, `Met, ${visible(name)}`)), h("th", { scope: "col" }, "First below"), h("th", { scope: "col" }, "Second below"))),
       h("tbody", null, results.map((/** @type {any} */ result) => h("tr", { key: result.run, class: best(result) && results.length > 1 ? "best" : undefined },
         h("th", { scope: "row" }, visible(result.policy)),
         [result.budget, `${result.load}×`, plain(result.offered_rate), at(result.ttft, "p50"), at(result.ttft, "p99"), at(result.tpot, "p50"), at(result.tpot, "p99"), percent(result.attainment),
