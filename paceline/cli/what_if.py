@@ -4,7 +4,7 @@
 lines of JSON to standard output: what it is about to do, how far it is, a result for each run, or
 an error. It makes itself the last to get the processor, bounds what it may take, and ends when its
 standard input does: with whoever started it. With ``check`` it reads a trace through and says how
-many requests it has, or what is wrong with it.
+many requests it has, or what is wrong with it; it ends with whoever started it then too.
 
 ``server.ui.what_if`` writes jobs. No field is a spec that could name a file: the paths in it are
 the server's own.
@@ -71,12 +71,14 @@ def main() -> int:
     if not line:
         return 1
     job: dict[str, Any] = json.loads(line)
-    if sys.argv[1:] == ["check"]:
-        print(json.dumps(_checked(job)), flush=True)
-        return 0
-    _bound(int(job["memory"]), int(job["seconds"]))
+    checks = sys.argv[1:] == ["check"]
+    # somebody waits for the check of a trace, so it is not only given what nothing else wants
+    _bound(int(job["memory"]), int(job["seconds"]), idle=not checks)
     whoever = threading.Thread(target=_end_with_whoever_started_this, args=(job,), daemon=True)
     whoever.start()
+    if checks:
+        print(json.dumps(_checked(job)), flush=True)
+        return 0
     try:
         for told in _run(job):
             print(json.dumps(told), flush=True)
@@ -91,8 +93,6 @@ def main() -> int:
 
 def _checked(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Whether a trace can be simulated, and how many requests it has."""
-    # somebody waits for it, so it is not only given what nothing else wants
-    _bound(int(asked["memory"]), int(asked["seconds"]), idle=False)
     try:
         stream, _ = _read(Path(asked["path"]))
         found = sum(1 for _ in stream)
@@ -112,7 +112,7 @@ def _too_much(job: Mapping[str, Any]) -> str:
     return f"it needs more than the {int(job['memory']) // 2**20} MiB that it may take"
 
 
-def _bound(memory: int, seconds: int, *, idle: bool = True) -> None:
+def _bound(memory: int, seconds: int, *, idle: bool) -> None:
     """Before anything large is loaded."""
     if idle:
         with contextlib.suppress(OSError, AttributeError):

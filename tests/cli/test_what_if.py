@@ -4,6 +4,7 @@ one."""
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -46,12 +47,20 @@ def job(tmp_path: Path, **changed: Any) -> dict[str, Any]:
     } | changed  # fmt: skip
 
 
-def start(job: dict[str, Any]) -> subprocess.Popen[bytes]:
-    child = subprocess.Popen(WHAT_IF_PROCESS, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def start(
+    job: dict[str, Any], command: tuple[str, ...] = WHAT_IF_PROCESS
+) -> subprocess.Popen[bytes]:
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdin is not None
     child.stdin.write(json.dumps(job).encode() + b"\n")
     child.stdin.flush()
     return child
+
+
+def asked_of(tmp_path: Path) -> dict[str, Any]:
+    """What a check is told."""
+    trace = str(tmp_path / "trace")
+    return {"path": trace, "root": str(tmp_path), "memory": 2**30, "seconds": 20}
 
 
 def test_it_ends_with_whoever_started_it(tmp_path: Path) -> None:
@@ -65,6 +74,19 @@ def test_it_ends_with_whoever_started_it(tmp_path: Path) -> None:
         assert child.wait(20) == 1
         assert not any(b"result" in line for line in child.stdout)
     # nobody else is left to do that
+    assert not tmp_path.exists()
+
+
+def test_a_check_ends_with_whoever_started_it(tmp_path: Path) -> None:
+    # whoever opens it waits for ever
+    os.mkfifo(tmp_path / "trace")
+    with start(asked_of(tmp_path), TRACE_PROCESS) as child:
+        try:
+            assert child.stdin is not None and child.stdout is not None
+            child.stdin.close()
+            assert child.wait(20) == 1 and child.stdout.read() == b""
+        finally:
+            child.kill()
     assert not tmp_path.exists()
 
 
@@ -202,13 +224,12 @@ def test_what_a_killed_server_leaves_the_next_one_takes_away(tmp_path: Path) -> 
 )
 def test_a_trace_is_read_through(tmp_path: Path, row: str, said: str) -> None:
     (tmp_path / "trace").write_text(f"arrived_at_s,prompt_tokens,output_tokens\n0,5,5\n{row}\n")
-    asked = {"path": str(tmp_path / "trace"), "memory": 2**30, "seconds": 20}
 
     def check() -> dict[str, Any]:
-        done = subprocess.run(
-            TRACE_PROCESS, input=json.dumps(asked).encode(), capture_output=True, timeout=60
-        )
-        found: dict[str, Any] = json.loads(done.stdout)
+        with start(asked_of(tmp_path), TRACE_PROCESS) as child:
+            assert child.stdout is not None
+            found: dict[str, Any] = json.loads(child.stdout.readline())
+            assert child.wait(60) == 0
         return found
 
     assert said in check()["error"]

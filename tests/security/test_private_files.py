@@ -56,6 +56,7 @@ PLACES = {
     "engine/process/in_flight.py": "0600, in that folder",
     "engine/text/template_worker.py": "/proc only",
     "server/ui/what_if.py": "in the places",
+    "server/ui/what_if_trace.py": "in the places",
     "server/ui/what_if_places.py": "a folder by mkdtemp, which makes it 0700",
     "cli/what_if.py": "in that folder",
     "backends/native/packed.py": "copies of weights, which whoever may read the model may read",

@@ -19,7 +19,7 @@ from paceline.engine.timeline.codec import Decoder
 from paceline.engine.timeline.events import VERSION, Announce, FrameType, Kind, Plan, Told
 from paceline.engine.timeline.model import Model
 from tests.ui.conftest import OpenPage
-from tests.ui.demo import FILE, MAX_BYTES, SECONDS
+from tests.ui.demo import FILE, MAX_BYTES, SECONDS, made
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,3 +84,27 @@ def test_the_recording_is_small_whole_and_has_something_to_see() -> None:
     assert classes["interactive"] > 50 and classes["batch"] > 5
     gauges = [f for f in frames if isinstance(f, Told) and f.type is FrameType.GAUGES]
     assert len(gauges) > 30 and not model.requests and len(ended) == classes.total()
+
+
+def inputs(data: bytes) -> dict[str, Any]:
+    """What of a recording is its maker's, and not the scheduler's, which may come to decide
+    otherwise without another recording."""
+    frames = list(Decoder().feed(data))
+    told = [frame for frame in frames if isinstance(frame, Told)]
+    unpredicted = {"added": 0.0, "predicted_ttft": 0.0}
+    announced = (frame._replace(**unpredicted) for frame in frames if isinstance(frame, Announce))
+    return {
+        "kinds": {type(frame).__name__ for frame in frames} | {frame.type.name for frame in told},
+        "hello": [frame.told for frame in told if frame.type is FrameType.HELLO],
+        "start": [frame.told for frame in told if frame.type is FrameType.START],
+        "gauges": {name for f in told if f.type is FrameType.GAUGES for name in f.told},
+        # as text, in which nothing differs from itself
+        "requests": [repr(frame) for frame in sorted(announced, key=lambda frame: frame.number)],
+    }
+
+
+def test_the_recording_is_what_its_maker_makes() -> None:
+    found, expected = inputs(gzip.decompress(FILE.read_bytes())), inputs(made())
+    assert len(expected["requests"]) > 55 and expected["hello"] and expected["gauges"]
+    for name, value in expected.items():
+        assert found[name] == value, f"{name}: python -m tests.ui.demo makes the recording anew"

@@ -169,6 +169,25 @@ def writing(page: Any, server: LiveServer) -> None:
     page.get_by_role("button", name="Stop").wait_for()
 
 
+def marked(page: Any, server: LiveServer) -> None:
+    """An answer with all that Markdown has."""
+    said = (
+        "# A\n\n> b `c`\n\n1. d\n   - *e*\n\n| f | g |\n|---|---|\n| 1 | 2 |\n\n"
+        "```py\nh()\n```\n[i](https://i.example/)"
+    )
+    event = json.dumps({"choices": [{"delta": {"content": said}}]})
+    body = f"data: {event}\n\ndata: [DONE]\n\n"
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(body=body, content_type="text/event-stream"),
+    )
+    page.evaluate("navigator.clipboard.writeText = async () => { throw new Error('no'); }; 0")
+    page.get_by_label("Message").fill("hello")
+    page.get_by_label("Message").press("Enter")
+    page.get_by_role("button", name="As Python").click()
+    page.get_by_role("textbox", name="As Python").wait_for()
+
+
 def no_answer(page: Any, server: LiveServer) -> None:
     page.route("**/*", lambda route: route.fulfill(status=503, body="gone"))
     page.get_by_role("status").get_by_text("not ready").wait_for()
@@ -233,7 +252,8 @@ def batches(page: Any, server: LiveServer) -> None:
 STATES: dict[str, Callable[[Any, LiveServer], None]] = {
     each.__name__: each
     for each in (
-        help_is_open, too_many, writing, no_answer, troubles, looks, simulating, failed, batches,
+        help_is_open, too_many, writing, marked, no_answer, troubles, looks, simulating, failed,
+        batches,
     )
 }  # fmt: skip
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -103,18 +106,21 @@ def streamed(tokens: list[tuple[str, str]]) -> str:
     return "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
 
 
-def test_another_token_is_gone_on_from(server: LiveServer, open_page: OpenPage) -> None:
-    page = open_page(f"{server.url}/ui/")
+def answered(page: Any, tokens: list[tuple[str, str]]) -> None:
+    """A chat whose answer has these tokens; the null backend would be sure of each."""
     page.get_by_label("Token probabilities").check()
-    # the null backend is sure of every token
-    body = streamed([("It", "He"), (" is", " was"), (" so", " not"), (".", "!")])
     page.route(
         "**/v1/chat/completions",
-        lambda route: route.fulfill(body=body, content_type="text/event-stream"),
+        lambda route: route.fulfill(body=streamed(tokens), content_type="text/event-stream"),
     )
     say(page, "hello", Max_tokens="6")
     page.get_by_text("finished: length").wait_for()
     page.unroute("**/v1/chat/completions")
+
+
+def test_another_token_is_gone_on_from(server: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(f"{server.url}/ui/")
+    answered(page, [("It", "He"), (" is", " was"), (" so", " not"), (".", "!")])
     page.locator("button.token").nth(2).click()
     page.locator("caption").get_by_text("Token 3 of 4").wait_for()
     with page.expect_request("**/v1/chat/completions") as asked:
@@ -129,6 +135,55 @@ def test_another_token_is_gone_on_from(server: LiveServer, open_page: OpenPage) 
     eventually(lambda: page.locator("button.token").count() == 3 + 6)
     assert page.locator("button.token").all_inner_texts()[:3] == ["It", " is", " not"]
     assert page.locator(".turn").count() == 2
+
+
+def test_what_is_typed_while_an_answer_goes_on_stays(
+    server: LiveServer, open_page: OpenPage
+) -> None:
+    page = open_page(f"{server.url}/ui/")
+    answered(page, [("It", "He"), (" is", " was")])
+    held: list[Any] = []
+    page.route("**/v1/chat/completions", lambda route: held.append(route))
+    message = page.get_by_label("Message")
+    message.fill("and then")
+    page.locator("button.token").nth(1).click()
+    page.get_by_role("button", name='Go on from " was"').click()
+    eventually(lambda: page.wait_for_timeout(20) or bool(held))
+    assert message.input_value() == "and then"
+    message.fill("and then?")
+    refusal = '{"error": {"message": "not now", "param": null, "code": 503}}'
+    held.pop().fulfill(status=503, body=refusal)
+    page.get_by_role("alert").get_by_text("not now").wait_for()
+    # the answer is as it was, and what was typed too
+    assert page.locator("button.token").all_inner_texts() == ["It", " is"]
+    assert message.input_value() == "and then?"
+    # a message that is refused is given back before what was typed since
+    message.press("Enter")
+    eventually(lambda: page.wait_for_timeout(20) or bool(held))
+    assert message.input_value() == ""
+    message.fill("one more")
+    held.pop().fulfill(status=503, body=refusal.replace("now", "yet"))
+    page.get_by_role("alert").get_by_text("not yet").wait_for()
+    assert message.input_value() == "and then?\none more"
+
+
+def test_an_answer_cannot_go_on_from_within_a_character(
+    server: LiveServer, open_page: OpenPage
+) -> None:
+    """A token that is a part of one has no text of its own that could be sent."""
+    page = open_page(f"{server.url}/ui/")
+    answered(page, [("It", "He"), ("\ufffd", "x"), ("\ufffd", "\ufffd\ufffd"), ("!", "?")])
+    asked: list[Any] = []
+    page.on("request", lambda one: one.method == "POST" and asked.append(one.post_data_json))
+    page.locator("button.token").nth(3).click()
+    page.get_by_role("button", name='Go on from "?"').click()
+    page.get_by_role("alert").get_by_text("a part of a character").wait_for()
+    assert asked == [] and page.locator("button.token").count() == 4
+    # before those it can
+    page.locator("button.token").nth(1).click()
+    page.get_by_role("button", name='Go on from "x"').click()
+    eventually(lambda: page.locator("button.token").count() == 2 + 6)
+    assert asked[0]["messages"][-1] == {"role": "assistant", "content": "Itx"}
 
 
 def test_a_completion_and_a_raw_request(server: LiveServer, open_page: OpenPage) -> None:
@@ -155,6 +210,100 @@ def test_what_a_model_says_is_text(server: LiveServer, open_page: OpenPage) -> N
     assert page.locator(".turn img, .turn script").count() == 0
     shown = page.locator(".user .said").inner_text()
     assert shown == hostile.replace("\u202e", "\u27e6U+202E\u27e7")
+
+
+# pixels of the last answer that the field below it covers
+_COVERED = """(() => document.querySelector(".turn:last-child").getBoundingClientRect().bottom
+  - document.querySelector(".ask").getBoundingClientRect().top)()"""
+
+
+@pytest.mark.parametrize("width", [1200, pytest.param(390, marks=LONG)])
+def test_the_end_of_an_answer_stays_in_sight(
+    server: LiveServer, open_page: OpenPage, width: int
+) -> None:
+    page = open_page(f"{server.url}/ui/", viewport={"width": width, "height": 500})
+    say(page, "hello\n" * 30, Max_tokens="60")
+    page.locator(".story").wait_for()
+    eventually(lambda: page.evaluate(_COVERED) <= 0)
+    field = page.get_by_label("Message").bounding_box()
+    assert field["y"] + field["height"] <= 500
+    # a reader who goes back to what was said before is left there
+    page.evaluate("scrollTo(0, 0)")
+    eventually(lambda: page.evaluate("scrollY") == 0)
+    page.wait_for_timeout(100)
+    page.evaluate("document.querySelector('.turn:last-child').append('more ' + 'x\\n'.repeat(99))")
+    page.wait_for_timeout(200)
+    assert page.evaluate("scrollY") == 0
+    # until something is said
+    say(page, "more")
+    page.locator(".story").nth(1).wait_for()
+    eventually(lambda: page.evaluate(_COVERED) <= 0 and page.evaluate("scrollY") > 0)
+
+
+def test_an_answer_is_markdown_and_never_html(server: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(f"{server.url}/ui/")
+    text = (
+        "## Plan\n\nSay **so** <img src=x onerror=alert(1)> ![i](https://elsewhere.example/i.png)\n\n"
+        "- one\n- [two](https://elsewhere.example/two) [three](javascript:alert(1))\n\n"
+        "```py\nprint('<b>')\n```\n"
+    )
+    pieces = [text[i : i + 7] for i in range(0, len(text), 7)]
+    events = [{"choices": [{"delta": {"content": piece}}]} for piece in pieces]
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(body=body, content_type="text/event-stream"),
+    )
+    say(page, "hello")
+    answer = page.locator(".assistant .said")
+    answer.get_by_role("heading", name="Plan").wait_for()
+    answer.locator("pre").get_by_text("print('<b>')", exact=True).wait_for()
+    assert answer.locator("strong").inner_text() == "so"
+    assert answer.locator("img, script, b").count() == 0
+    links = answer.locator("a").all()
+    assert [link.get_attribute("href") for link in links] == ["https://elsewhere.example/two"]
+    assert links[0].get_attribute("rel") == "noopener noreferrer"
+    # where it leads can be read
+    assert "two (https://elsewhere.example/two)" in answer.inner_text()
+    page.evaluate(
+        "navigator.clipboard.writeText = async (text) => { globalThis.copied = text; }; 0"
+    )
+    page.get_by_role("button", name="Copy the answer").click()
+    page.get_by_role("button", name="Copied").wait_for()
+    assert page.evaluate("copied") == text
+    # where a page may not write to the clipboard, the text is shown, selected
+    page.evaluate("navigator.clipboard.writeText = async () => { throw new Error('no'); }; 0")
+    page.get_by_role("button", name="Copy this code").click()
+    shown = page.get_by_role("textbox", name="Copy this code: the text to copy")
+    assert shown.input_value() == "print('<b>')"
+    eventually(lambda: page.evaluate("String(getSelection())") == "print('<b>')")
+
+
+@LONG
+def test_a_request_is_copied_as_a_program_that_runs(
+    server: LiveServer, open_page: OpenPage
+) -> None:
+    page = open_page(f"{server.url}/ui/")
+    say(page, 'it\'s "so"', Max_tokens="5", Temperature="0", **{"First token, ms": "900"})
+    page.locator(".story").wait_for()
+    page.evaluate(
+        "navigator.clipboard.writeText = async (text) => { globalThis.copied = text; }; 0"
+    )
+
+    def copied(name: str) -> str:
+        page.evaluate("void (globalThis.copied = null)")
+        page.get_by_role("button", name=name).click()
+        eventually(lambda: page.evaluate("copied") is not None)
+        return str(page.evaluate("copied"))
+
+    curl, python = copied("As curl"), copied("As Python")
+    if shutil.which("curl"):
+        done = subprocess.run(["sh", "-c", curl], capture_output=True, text=True, timeout=30)
+        assert '"completion_tokens":5' in done.stdout.replace(" ", ""), done.stdout + done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", python], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
 def test_a_key_is_asked_for_and_kept_out_of_sight(tmp_path: Path, open_page: OpenPage) -> None:
@@ -251,6 +400,19 @@ def test_tabs_keep_what_was_said(server: LiveServer, open_page: OpenPage) -> Non
     assert page.get_by_text("remember me").is_visible()
     page.goto(f"{server.url}/ui/server")
     page.get_by_role("heading", name="Server").wait_for()
+
+
+def test_each_page_is_scrolled_by_itself(server: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(f"{server.url}/ui/", viewport={"width": 390, "height": 500})
+    # long from the first look on
+    page.get_by_role("link", name="Operations").click()
+    page.get_by_role("cell", name="ready", exact=True).wait_for()
+    page.get_by_role("link", name="Playground").click()
+    page.evaluate("scrollTo(0, 300)")
+    page.get_by_role("link", name="Operations").evaluate("(link) => link.click()")
+    eventually(lambda: page.evaluate("scrollY") == 0)
+    page.go_back()
+    eventually(lambda: page.evaluate("scrollY") == 300)
 
 
 def test_by_keyboard_alone(server: LiveServer, open_page: OpenPage) -> None:

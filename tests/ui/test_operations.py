@@ -14,6 +14,7 @@ from tests.security.keys import ADMIN, USER, bearer
 from tests.server.live_process import LiveServer, eventually, live_server
 from tests.ui.conftest import LONG, OpenPage, lacking
 from tests.ui.test_accessibility import AXE, violations
+from tests.ui.test_everywhere import batch
 
 KEYS = [
     {"name": "alice", "scope": "user", "key": USER},
@@ -115,6 +116,30 @@ def test_an_answer_that_comes_late_is_not_shown(tmp_path: Path, open_page: OpenP
             route.continue_()
         page.wait_for_timeout(500)
         assert page.get_by_role("row", name="alice").count() == 0
+        page.close()
+
+
+@LONG
+def test_batches_of_another_key_are_not_shown(tmp_path: Path, open_page: OpenPage) -> None:
+    """Not even where they were asked for with it, and come late."""
+    config = {"batches": {"folder": str(tmp_path / "batches")}}
+    with live_server(tmp_path / "log", keys=KEYS, config=config) as server:
+        name = batch(server, bearer(USER))
+        page = open_page(f"{server.url}/ui/server")
+        held: list[Any] = []
+        page.route(
+            "**/v1/batches*", lambda route: route.continue_() if held else held.append(route)
+        )
+        use_key(page, USER)
+        eventually(lambda: page.wait_for_timeout(20) or bool(held))
+        use_key(page, ADMIN)
+        page.get_by_text("There is none.").wait_for()
+        held[0].continue_()
+        page.wait_for_timeout(300)
+        assert page.get_by_role("row", name=name).count() == 0
+        # with the key that they are of
+        use_key(page, USER)
+        page.get_by_role("row", name=name).wait_for()
         page.close()
 
 

@@ -76,6 +76,19 @@ def test_it_wants_a_key_of_scope_admin(tmp_path: Path, open_page: OpenPage) -> N
         page.close()
 
 
+@pytest.mark.parametrize("width", [390, 1280])
+def test_no_number_is_cut_off(server: LiveServer, open_page: OpenPage, width: int) -> None:
+    """Of the tables with three columns, which stand beside each other where there is room."""
+    for _ in range(3):
+        ask(server, slo={"class": "interactive", "ttft_ms": 10_000})
+    page = open_page(f"{server.url}/ui/promises", viewport={"width": width, "height": 700})
+    page.get_by_role("button", name="Since start").click()
+    for name in ("Times", "Predictions"):
+        table = page.locator(f'.scroll[aria-label="{name}"]')
+        table.wait_for()
+        assert table.evaluate("(each) => each.scrollWidth <= each.clientWidth"), name
+
+
 @LONG
 @pytest.mark.parametrize("width", [360, 1280])
 def test_it_fits(server: LiveServer, open_page: OpenPage, width: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -126,6 +127,42 @@ def test_a_trace_is_sent_and_simulated(told: LiveServer, open_page: OpenPage) ->
     page.get_by_role("button", name="First difference").click()
     difference = asked(page, "w.pair.value.difference")
     assert difference is not None and asked(page, "w.cursor.value") == pytest.approx(difference)
+
+
+@LONG
+def test_answers_about_another_job_are_not_shown(told: LiveServer, open_page: OpenPage) -> None:
+    """They were asked for before it began, and come late."""
+    page = open_page(f"{told.url}/ui/what-if")
+    choose(page, "fcfs", "sjf", "deadline")
+    simulate(page)
+    eventually(lambda: asked(page, "w.pair.value !== null"))
+    frames: list[Any] = []
+    page.route("**/what-if/timeline?run=2*", lambda route: frames.append(route))
+    second = page.get_by_role("radio", name=re.compile("^Second timeline"))
+    second.nth(2).check()
+    eventually(lambda: page.wait_for_timeout(20) or bool(frames))
+    # that run of the first job, and how that job is; then another job
+    states: list[Any] = []
+    url = "**/ui/api/what-if"
+    page.route(
+        url,
+        lambda route: (
+            route.continue_() if states or route.request.method != "GET" else states.append(route)
+        ),
+    )
+    page.get_by_role("link", name="Server").click()
+    page.get_by_role("link", name="What if").click()
+    eventually(lambda: page.wait_for_timeout(20) or bool(states))
+    of_first = asked(page, "w.told.value")
+    simulate(page)
+    page.unroute("**/what-if/timeline?run=2*")
+    eventually(lambda: asked(page, "w.pair.value?.b.history.count > 20"))
+    page.evaluate("void (pacelineWhatIf.first = pacelineWhatIf.pair.value.a)")
+    states[0].fulfill(body=json.dumps(of_first), content_type="application/json")
+    frames[0].continue_()
+    page.wait_for_timeout(300)
+    assert asked(page, "w.told.value.job.number") == of_first["job"]["number"] + 1
+    assert asked(page, "w.pair.value.a === w.first")
 
 
 @LONG

@@ -21,6 +21,17 @@ test("the time of a request stands in parts, each wait by its reason, with marks
   assert.equal(waterfall(told, 260, 90_000).marks[1].at, 1);
 });
 
+test("what a preempted request waited for counts once", () => {
+  // 212 ms before its first token at 251, and 600 when it was preempted
+  const told = { waited_ms: { slots: 212, memory: 600 }, queued_ms: 812, ttft_ms: 251, predicted_ttft_ms: null, preemptions: 1 };
+  const { parts, marks } = waterfall(told, 1500, 500);
+  assert.deepEqual(parts.map(({ kind, ms }) => [kind, ms]), [["reason2", 212], ["reason3", 600], ["decode", 688]]);
+  assert.equal(parts.reduce((sum, { ms }) => sum + ms, 0), 1500);
+  assert.equal(marks[0].at, 500 / 1500);
+  // an engine's clock and a browser's differ a little: no part is less than nothing
+  assert.equal(waterfall(told, 800, null).parts.at(-1).ms, 0);
+});
+
 test("lines are whole however the text was cut", () => {
   const text = 'data: {"a": 1}\r\n\r\ndata: [DONE]\n\n';
   const whole = lines()(text);

@@ -33,43 +33,32 @@ from typing import Any, Final
 from starlette.requests import Request
 
 from paceline.core.errors import InvalidRequestError
-from paceline.http.errors import ClientDisconnectedError, HttpError
+from paceline.http.errors import HttpError
 from paceline.server.config import WhatIfConfig
 from paceline.server.service import Service
 from paceline.server.ui.feed import Feed
+from paceline.server.ui.what_if_child import (
+    MOST_LINE,
+    child_environment,
+    end_of_log,
+    kill,
+    ran_out_of_memory,
+)
 from paceline.server.ui.what_if_job import MOST_RUNS, Job, parse_job
 from paceline.server.ui.what_if_places import Owner, Place, Places
+from paceline.server.ui.what_if_trace import check_declared, read_through, receive
 
-__all__ = ["MOST_TRACE", "WhatIf"]
+__all__ = ["WhatIf"]
 
 _log = logging.getLogger("paceline.server")
 
-# bytes of an uploaded trace
-MOST_TRACE: Final = 32 * 2**20
 # requests of a run; those behind them are left out
 _MOST_REQUESTS: Final = 20_000
-# bytes of one line of the child's
-_MOST_LINE: Final = 2**20
 # seconds after which a job that nobody asks for is ended, and between looks at that
 _FORGOTTEN: Final = 180.0
 _LOOK: Final = 1.0
-# bytes of an upload that are gathered before they are written
-_BUFFER: Final = 2**20
-# seconds that a trace may take to be read through, of the clock and of a processor
-_READ: Final = 60.0
-_READ_CPU: Final = 20
-# what a child says at last whose memory is at its limit
-_OUT_OF_MEMORY: Final = (
-    "MemoryError",
-    "Memory allocation still failed",
-    "bad_alloc",
-    "failed to map segment",
-    "Cannot allocate memory",
-)
 # of whoever has nothing here
 _IDLE: Final = {"status": "idle"}
-# what the child is given of this process's environment, which may hold secrets
-_ENVIRONMENT: Final = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR")
 
 
 class WhatIf:
@@ -175,25 +164,23 @@ class WhatIf:
 
         Raises:
             HttpError: 413 for one that is too long, 409 while a job of the caller's runs, 503 where
-                too many callers have something here.
+                too many callers have something here, 500 if reading it failed by a fault of ours.
             InvalidRequestError: there is nothing in it, or it is no trace that can be simulated.
             ClientDisconnectedError: the caller hung up halfway.
             EngineDrainingError: the server ends.
         """
         self._service.refuse_if_draining()
         self._refuse_beside_own(owner)
-        declared = request.headers.get("content-length", "")
-        if declared.isascii() and declared.isdigit() and int(declared[:20]) > MOST_TRACE:
-            raise _too_long(f"{declared[:20]} bytes")
+        check_declared(request)
         place = self._places.make(owner)
         place.asked_at = time.monotonic()
         with place.in_use():
             file, name = tempfile.mkstemp(dir=place.folder, prefix="upload-")
             try:
-                size = await _received(request, file)
+                size = await receive(request, file)
                 # one at a time: each may take a processor and much memory
                 async with self._reading:
-                    told = await self._read_through(Path(name))
+                    told = await read_through(self._config, Path(name), self._places.root)
                 self._service.refuse_if_draining()
                 self._refuse_beside_own(owner)
                 os.replace(name, place.trace)
@@ -251,15 +238,15 @@ class WhatIf:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env=_environment(),
+                env=child_environment(),
                 # a signal to this process's group is not for it: it is ended with the server
                 start_new_session=True,
-                limit=_MOST_LINE,
+                limit=MOST_LINE,
             )
         assert process.stdin is not None and process.stdout is not None
         if self._ended_by is not None:
             # while it was being started
-            _kill(process)
+            kill(process)
         process.stdin.write(json.dumps(told).encode() + b"\n")
         reading = asyncio.ensure_future(_read(process.stdout, place.state))
         try:
@@ -271,7 +258,7 @@ class WhatIf:
                     self._ended_by = ("cancelled", "nobody asked for it for three minutes")
                 else:
                     continue
-                _kill(process)
+                kill(process)
                 break
             error = await reading
         finally:
@@ -285,9 +272,10 @@ class WhatIf:
             return "failed", f"it took more than {self._config.cpu_seconds} s of processor time"
         # one that has told all is ended when it lingers
         if len(place.state["results"]) < job.num_runs:
-            said = (folder / "log").read_text("utf-8", "replace")[-2000:]
+            with (folder / "log").open("rb") as written:
+                said = end_of_log(written)
             _log.warning("what_if_failed code=%d log=%r", code, said)
-            if any(words in said for words in _OUT_OF_MEMORY):
+            if ran_out_of_memory(said):
                 return "failed", f"it needs more than {self._config.memory // 2**20} MiB"
             return "failed", f"it ended by itself (code {code}); the server's log says more"
         return "done", ""
@@ -339,54 +327,8 @@ class WhatIf:
             return
         self._ended_by = self._ended_by or (status, why)
         if self._process is not None:
-            _kill(self._process)
+            kill(self._process)
         await asyncio.wait((self._running,))
-
-    async def _read_through(self, trace: Path) -> dict[str, Any]:
-        """What a process of its own says of a trace, which may be long and is a stranger's: how
-        many requests it has. Nothing where the configuration names none.
-
-        Raises InvalidRequestError for what cannot be simulated.
-        """
-        if not self._config.check:
-            return {}
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *self._config.check,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                env=_environment(),
-                start_new_session=True,
-                limit=_MOST_LINE,
-            )
-        except OSError as failure:
-            # a job that could not be started either says so
-            _log.warning("what_if_unread reason=%r", str(failure))
-            return {}
-        asked = {"path": str(trace), "memory": self._config.memory, "seconds": _READ_CPU}
-        try:
-            async with asyncio.timeout(_READ):
-                said, _ = await process.communicate(json.dumps(asked).encode() + b"\n")
-        except TimeoutError:
-            raise InvalidRequestError(
-                f"it takes more than {_READ:g} s to read the trace", "trace"
-            ) from None
-        finally:
-            if process.returncode is None:
-                _kill(process)
-                await process.wait()
-        try:
-            told: dict[str, Any] = json.loads(said)
-        except ValueError:
-            raise InvalidRequestError(
-                f"the trace takes more than {_READ_CPU} s of processor time or "
-                f"{self._config.memory // 2**20} MiB to read",
-                "trace",
-            ) from None
-        if "error" in told:
-            raise InvalidRequestError(str(told["error"]), "trace")
-        return told
 
     # ------------------------------------------------------------------ inside
 
@@ -432,36 +374,6 @@ async def _read(lines: asyncio.StreamReader, state: dict[str, Any]) -> str:
     return ""
 
 
-async def _received(request: Request, file: int) -> int:
-    """Write the request's body to an open file, which is closed; how many bytes it has.
-
-    Raises HttpError, InvalidRequestError, ClientDisconnectedError: see ``WhatIf.upload``.
-    """
-    size = 0
-    with os.fdopen(file, "wb") as part:
-        buffer, more = bytearray(), True
-        while more:
-            message = await request.receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnectedError
-            buffer += message.get("body", b"")
-            more = message.get("more_body", False)
-            if size + len(buffer) > MOST_TRACE:
-                raise _too_long(f"more than {MOST_TRACE} bytes")
-            if len(buffer) >= _BUFFER or not more:
-                size += len(buffer)
-                await asyncio.to_thread(part.write, bytes(buffer))
-                buffer.clear()
-    if not size:
-        raise InvalidRequestError("the trace is empty", "trace")
-    return size
-
-
-def _kill(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-
-
 async def _end_of(process: asyncio.subprocess.Process) -> int:
     """The exit code of one that has nothing more to say. Most end by themselves: a signal to one
     that has just ended may hide what it ended with."""
@@ -469,20 +381,9 @@ async def _end_of(process: asyncio.subprocess.Process) -> int:
         async with asyncio.timeout(_LOOK):
             return await process.wait()
     except TimeoutError:
-        _kill(process)
+        kill(process)
         return await process.wait()
     finally:
         if process.stdin is not None:
             with contextlib.suppress(OSError):
                 process.stdin.close()
-
-
-def _environment() -> dict[str, str]:
-    kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-    # one processor is enough for what others do not use
-    threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    return kept | dict.fromkeys(threads, "1")
-
-
-def _too_long(got: str) -> HttpError:
-    return HttpError(413, f"a trace may have {MOST_TRACE} bytes, got {got}")

@@ -23,6 +23,7 @@ import shutil
 import stat
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,8 +37,9 @@ __all__ = ["MOST_PLACES", "PREFIX", "Owner", "Place", "Places", "sweep"]
 # callers whose traces and runs are kept
 MOST_PLACES: Final = 8
 PREFIX: Final = "paceline-what-if-"
-# while it has no lock yet
-_NEW: Final = f".{PREFIX}"
+# the file that is locked, and its name until it is
+_LOCK_NAME: Final = "lock"
+_UNLOCKED_NAME: Final = "lock.new"
 # seconds after which a folder without a lock is nobody's
 _UNLOCKED: Final = 86_400.0
 
@@ -110,18 +112,19 @@ class Places:
         return self._places.get(owner)
 
     def make(self, owner: Owner) -> Place:
-        """The caller's place, a new one if it has none. That of whoever has not asked for the
-        longest time is given up for it where all are taken.
+        """The caller's place, a new one if it has none. Where all are taken, one is given up for
+        it: of the key that has the most places, its own before another's, the place that was asked
+        for the longest time ago. A key that would have more than another takes none of it.
 
         Raises:
-            HttpError: 503, all are taken and used just now.
+            HttpError: 503, all of those are used just now.
             OSError: the folder cannot be made.
         """
         found = self._places.get(owner)
         if found is not None:
             return found
         if len(self._places) >= MOST_PLACES:
-            self._give_one_up()
+            self._give_one_up(owner.key)
         if self._root is None:
             self._root, self._lock = _locked_folder()
         self._number += 1
@@ -130,11 +133,22 @@ class Places:
         self._places[owner] = place = Place(folder, self._clock())
         return place
 
-    def _give_one_up(self) -> None:
-        idle = [(place.asked_at, owner) for owner, place in self._places.items() if not place.uses]
+    def _give_one_up(self, key: str) -> None:
+        """For a place more of ``key``."""
+        held = Counter(owner.key for owner in self._places)
+        held[key] += 1
+        idle = [
+            (-held[owner.key], owner.key != key, place.asked_at, owner)
+            for owner, place in self._places.items()
+            if not place.uses and held[owner.key] >= held[key]
+        ]
         if not idle:
-            raise HttpError(503, f"{MOST_PLACES} callers use what-if just now; try again later")
-        place = self._places.pop(min(idle)[1])
+            raise HttpError(
+                503,
+                f"what-if keeps traces and runs of {MOST_PLACES} callers, and none of those that "
+                "could be given up for yours is idle just now; try again later",
+            )
+        place = self._places.pop(min(idle)[-1])
         gone = partial(shutil.rmtree, place.folder, ignore_errors=True)
         asyncio.get_running_loop().run_in_executor(None, gone)
 
@@ -150,12 +164,13 @@ class Places:
 
 def _locked_folder() -> tuple[Path, int]:
     """A new folder, and the descriptor that holds its lock."""
-    made = Path(tempfile.mkdtemp(prefix=_NEW))
+    made = Path(tempfile.mkdtemp(prefix=PREFIX))
     # a process that this one starts does not inherit it, so the lock ends with this one
-    lock = os.open(made / "lock", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    lock = os.open(made / _UNLOCKED_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    # nobody who sweeps sees it before it is locked
-    return made.rename(made.with_name(made.name.removeprefix("."))), lock
+    # whoever sweeps finds it locked, or no lock and a folder that is too young to be nobody's
+    os.rename(made / _UNLOCKED_NAME, made / _LOCK_NAME)
+    return made, lock
 
 
 def sweep(parent: Path | None = None) -> list[Path]:
@@ -167,12 +182,10 @@ def sweep(parent: Path | None = None) -> list[Path]:
         parent: the folder of temporary files.
     """
     swept = []
-    for path in Path(tempfile.gettempdir() if parent is None else parent).glob(f"*{PREFIX}*"):
+    for path in Path(tempfile.gettempdir() if parent is None else parent).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             about = path.lstat()
             if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
-                continue
-            if not path.name.removeprefix(".").startswith(PREFIX):
                 continue
             if _is_left(path, about.st_mtime):
                 swept.append(path)
@@ -182,7 +195,7 @@ def sweep(parent: Path | None = None) -> list[Path]:
 def _is_left(path: Path, changed: float) -> bool:
     """Whether nobody held it; then it is gone. Raises OSError where that cannot be told."""
     try:
-        lock = os.open(path / "lock", os.O_RDWR | os.O_NOFOLLOW)
+        lock = os.open(path / _LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
         if time.time() - changed < _UNLOCKED:
             return False

@@ -34,7 +34,14 @@ const TABS = [
 /** @returns {string} the tab that the address names */
 const named = () => location.pathname.replace(/^.*\/ui\/?/, "").split("/")[0] || TABS[0].name;
 const tab = signal(named());
-addEventListener("popstate", () => (tab.value = named()));
+/** How far each page is scrolled: they share one window. @type {Record<string, number>} */
+const scrolled = {};
+/** @param {string} name */
+function show(name) {
+  scrolled[tab.value] = scrollY;
+  tab.value = name;
+}
+addEventListener("popstate", () => show(named()));
 
 /** @type {{ value: any }} what /v1/models says, or null */
 const server = signal(null);
@@ -85,7 +92,7 @@ function Help() {
     return () => removeEventListener("keydown", open);
   }, []);
   return [
-    h("button", { type: "button", onClick: () => dialog.current?.showModal() }, "Keys ", h("kbd", null, "?")),
+    h("button", { type: "button", class: "for-keys", onClick: () => dialog.current?.showModal() }, "Keys ", h("kbd", null, "?")),
     h("dialog", { ref: dialog, "aria-labelledby": "keys-title" },
       h("h2", { id: "keys-title" }, "Keys"),
       h("table", null, h("tbody", null, KEYS.map(([name, what]) =>
@@ -129,7 +136,7 @@ function go(event, name) {
   // without a reload, which would forget the key and the conversation
   event.preventDefault();
   history.pushState(null, "", `/ui/${name}`);
-  tab.value = name;
+  show(name);
 }
 
 function App() {
@@ -137,6 +144,7 @@ function App() {
   useEffect(() => {
     document.title = `${shown?.title ?? "Not found"} · Paceline`;
   });
+  useEffect(() => scrollTo(0, scrolled[tab.value] ?? 0), [tab.value]);
   return [
     h("a", { class: "skip", href: "#main" }, "Skip to the page"),
     h("header", null,

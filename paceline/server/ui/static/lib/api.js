@@ -1,16 +1,16 @@
-// Every request to the server passes here: the key goes in a header, an error comes back as one shape.
+// All requests to the server: they carry the API key in a header, and every failure is thrown as an ApiError.
 import { signal } from "../vendor/preact.js";
 import { lines } from "./format.js";
 
 const STORED = "paceline-key";
 const SESSION = "paceline-session";
 
-/** The reader's API key: in memory, and in this tab's storage if asked to be kept. */
+/** The API key in use: in memory, and in this tab's sessionStorage if the reader ticked that. */
 export const key = signal(sessionStorage.getItem(STORED) ?? "");
-/** True once an answer said that a key is wanted. */
+/** True once the server answered 401: it wants a key, or does not know this one. */
 export const keyWanted = signal(false);
 
-/** Names this tab to the server, where something is kept for it: nobody else can guess it, and a reload does not change it. */
+/** A random name of this tab, under which the server keeps what-if traces and runs. It outlives a reload. */
 function session() {
   let name = sessionStorage.getItem(SESSION);
   if (!name) {
@@ -28,7 +28,7 @@ export function setKey(value, keep) {
   else sessionStorage.removeItem(STORED);
 }
 
-/** What the server refused, in its own words. */
+/** An answer with an error status, in the server's own words. */
 export class ApiError extends Error {
   /** @param {number} status @param {string} message @param {string | null} param @param {number} retryAfter */
   constructor(status, message, param, retryAfter) {
@@ -41,8 +41,8 @@ export class ApiError extends Error {
 
 /**
  * @param {string} path
- * @param {{ method?: string, body?: string | Blob, signal?: AbortSignal, headers?: Record<string, string> }} [options] a text is JSON
- * @returns {Promise<Response>} only of answers that are no errors
+ * @param {{ method?: string, body?: string | Blob, signal?: AbortSignal, headers?: Record<string, string> }} [options] a string body is sent as JSON
+ * @returns {Promise<Response>} an answer with a status below 300; rejects with ApiError for others, with TypeError where none came
  */
 export async function call(path, options = {}) {
   /** @type {Record<string, string>} */
@@ -57,21 +57,21 @@ export async function call(path, options = {}) {
     const parsed = JSON.parse(text);
     if (parsed.error?.message) told = parsed.error;
   } catch {
-    // a proxy's page: its text is all there is
+    // not JSON, for instance a proxy's error page: its text is shown
   }
   if (response.status === 401) keyWanted.value = true;
   const wait = Number(response.headers.get("retry-after")) || 0;
   throw new ApiError(response.status, told.message.slice(0, 2000), told.param, wait);
 }
 
-/** What is kept for this tab and this key alone. @param {string} path @param {Parameters<typeof call>[1]} [options] */
+/** As `call`, with the name of this tab: for what the server keeps of this tab and key alone. @param {string} path @param {Parameters<typeof call>[1]} [options] */
 export const callAsTab = (path, options) => call(path, { ...options, headers: { "X-Paceline-Session": session() } });
 
 /** @param {string} path @returns {Promise<any>} */
 export const getJson = async (path) => (await call(path)).json();
 
 /**
- * The events of a stream of server-sent events, parsed; [DONE] ends it.
+ * The JSON of each server-sent event of a stream, until [DONE] or its end.
  * @param {Response} response
  * @returns {AsyncGenerator<any>}
  */

@@ -58,7 +58,8 @@ export function story(told, usage, target) {
 
 /**
  * The time of a request, in parts: what it waited for, reason by reason, its prompt, its tokens and the way to this browser; and
- * marks of when its first token was predicted and is due.
+ * marks of when its first token was predicted and is due. The parts add up to `total`. A preempted request waits again, and of
+ * its waits nobody tells which came before its first token: its prompt and its tokens are one part.
  * @param {any} told one entry of usage.timeline
  * @param {number} total milliseconds from here to its end
  * @param {number | null} target milliseconds to the first token
@@ -69,11 +70,13 @@ export function waterfall(told, total, target) {
   const waits = Object.entries(told.waited_ms).map(([why, ms]) => ({
     kind: `reason${Math.max(0, names.indexOf(why))}`, name: `waited ${REASONS[/** @type {keyof typeof REASONS} */ (why)] ?? why}`, ms: Number(ms),
   }));
-  const parts = [
-    ...waits.filter(({ ms }) => ms > 0),
-    { kind: "chunk", name: "read the prompt", ms: Math.max(0, ttft - told.queued_ms) },
-    { kind: "decode", name: "wrote and sent", ms: Math.max(0, total - ttft) },
-  ];
+  const worked = told.preemptions
+    ? [{ kind: "decode", name: "read, wrote and sent", ms: Math.max(0, total - told.queued_ms) }]
+    : [
+      { kind: "chunk", name: "read the prompt", ms: Math.max(0, ttft - told.queued_ms) },
+      { kind: "decode", name: "wrote and sent", ms: Math.max(0, total - Math.max(ttft, told.queued_ms)) },
+    ];
+  const parts = [...waits.filter(({ ms }) => ms > 0), ...worked];
   const marks = [
     { kind: "predicted", name: "first token predicted", ms: told.predicted_ttft_ms }, { kind: "due", name: "first token due", ms: target },
   ].filter(({ ms }) => ms != null);

@@ -1,9 +1,12 @@
 // Chat, completion and raw requests, and what became of each.
-import { h, signal, useEffect } from "../vendor/preact.js";
+import { h, signal, useEffect, useRef } from "../vendor/preact.js";
 import { ApiError, call, events, getJson, key } from "../lib/api.js";
 import { bodyOf, FieldError, FIELDS, fieldOf } from "../lib/fields.js";
 import { visible } from "../lib/format.js";
+import { asCurl, asPython } from "../lib/snippets.js";
+import { Copy } from "./copy.js";
 import { Outcome, Tokens } from "./outcome.js";
+import { Said } from "./said.js";
 
 const MODES = [["chat", "Chat"], ["completion", "Completion"], ["raw", "Raw request"]];
 const mode = signal("chat");
@@ -82,7 +85,7 @@ async function send() {
     return;
   }
   const asked = { role: "user", text: signal(visible(how === "raw" ? `POST ${path}` : text)), plain: how === "chat" ? text : "", sent: text };
-  await ask(how, path, body, [...turns.value, asked], text, []);
+  await ask(how, path, body, [...turns.value, asked], how === "raw" ? "" : text, []);
 }
 
 /**
@@ -110,12 +113,13 @@ async function goOn(turn, index, other) {
     return;
   }
   if (how === "chat") Object.assign(body, { add_generation_prompt: false, continue_final_message: true });
-  await ask(how, how === "chat" ? "/v1/chat/completions" : "/v1/completions", JSON.stringify(body), earlier, draft.value, known);
+  await ask(how, how === "chat" ? "/v1/chat/completions" : "/v1/completions", JSON.stringify(body), earlier, "", known);
 }
 
 /**
  * @param {string} how @param {string} path @param {string} body
- * @param {any[]} earlier turns that stay before the answer @param {string} text what is given back if nothing comes
+ * @param {any[]} earlier turns that stay before the answer
+ * @param {string} text what was sent of the draft, which is given back if nothing comes
  * @param {any[]} known tokens with which the answer begins
  */
 async function ask(how, path, body, earlier, text, known) {
@@ -126,9 +130,10 @@ async function ask(how, path, body, earlier, text, known) {
   const begun = known.map(({ token }) => token).join("");
   if (begun) grown.add(begun);
   /** @type {any} */
-  const answer = { role: "assistant", how, text: grown.text, thought: thought.text, plain: "", tokens: signal([]), outcome: signal(null) };
+  const answer = { role: "assistant", how, path, body, text: grown.text, thought: thought.text, plain: "", tokens: signal([]), outcome: signal(null) };
   turns.value = [...earlier, answer];
-  draft.value = known.length ? text : "";
+  following = true;
+  if (text) draft.value = "";
   const began = performance.now();
   const outcome = { total: 0, first: null, usage: null, finish: "", target: Number(values.value.ttft_ms) || null };
   try {
@@ -138,7 +143,8 @@ async function ask(how, path, body, earlier, text, known) {
   } catch (error) {
     fail(error, abort, answer, before, text, outcome, how);
   }
-  if (answer.plain) answer.plain = begun + answer.plain;
+  // one that was stopped before it went on is what it began with
+  if (answer.plain || abort.signal.aborted) answer.plain = begun + answer.plain;
   grown.flush();
   thought.flush();
   outcome.total = performance.now() - began;
@@ -196,9 +202,9 @@ function fail(error, abort, answer, before, text, outcome, how) {
   refused.value = { message: told.message, field: how === "raw" ? null : fieldOf(told.param), status: told.status,
     until: told.retryAfter ? Date.now() + 1000 * told.retryAfter : 0 };
   if (!answer.plain) {
-    // nothing came of it: the draft is given back
+    // nothing came of it: the draft is given back, before what was typed since
     turns.value = before;
-    draft.value = text;
+    draft.value = [text, draft.value].filter(Boolean).join("\n");
   } else outcome.finish = "cut off";
 }
 
@@ -257,8 +263,19 @@ function Turn({ turn }) {
   return h("div", { class: `turn ${turn.role}` },
     h("div", { class: "who" }, turn.role === "user" ? "You" : "Model"),
     turn.thought?.value && h("details", { class: "thought" }, h("summary", null, "Thoughts"), h("div", { class: "said" }, turn.thought)),
-    tokens.length ? h(Tokens, { tokens, goOn: turn.how === "raw" ? undefined : (index, other) => goOn(turn, index, other) }) : h("div", { class: "said" }, turn.text),
-    turn.outcome?.value && h(Outcome, { told: turn.outcome.value }));
+    tokens.length ? h(Tokens, { tokens, goOn: turn.how === "raw" ? undefined : (index, other) => goOn(turn, index, other) })
+      : turn.role === "assistant" && turn.how === "chat" ? h(Said, { text: turn.text }) : h("div", { class: "said" }, turn.text),
+    turn.outcome?.value && [h(Outcome, { told: turn.outcome.value }), h(Copies, { turn })]);
+}
+
+/** The answer, and the request that it came of as a program. @param {{ turn: any }} props */
+function Copies({ turn }) {
+  const { how, path, body } = turn;
+  const keyed = key.value !== "";
+  return h("div", { class: "copies" },
+    h(Copy, { label: "Copy", about: " the answer", text: () => turn.plain || turn.text.value }),
+    h(Copy, { label: "As curl", about: ", the request", text: () => asCurl(location.origin, path, body, keyed) }),
+    how !== "raw" && h(Copy, { label: "As Python", about: ", the request", text: () => asPython(location.origin, path, body, keyed) }));
 }
 
 function Ask() {
@@ -285,6 +302,46 @@ function Ask() {
       h("span", { class: "quiet" }, running.value ? "Esc stops" : raw ? "Ctrl+Enter sends" : "Enter sends, Shift+Enter begins a line")));
 }
 
+/** Whether the end of what was said stays in sight while it grows: until the reader scrolls away from it. */
+let following = true;
+
+/** Pixels of the end, or of the field below it, that are out of sight. @param {HTMLElement} said */
+function outOfSight(said) {
+  const field = said.closest(".talk")?.querySelector(".ask")?.getBoundingClientRect();
+  return field ? Math.max(said.getBoundingClientRect().bottom - field.top, field.bottom - innerHeight) : 0;
+}
+
+/** What was said, the end of it in sight. */
+function Turns() {
+  /** @type {{ current: HTMLElement | null }} */
+  const said = useRef(null);
+  useEffect(() => {
+    const element = /** @type {HTMLElement} */ (said.current);
+    const grown = new ResizeObserver(() => {
+      const by = outOfSight(element);
+      if (following && turns.value.length && by > 0) scrollBy(0, by + 8);
+    });
+    grown.observe(element);
+    let before = scrollY;
+    const scrolled = () => {
+      if (!element.checkVisibility()) return;
+      // up is away from the end, unless it is still in sight; what grows below moves nothing up
+      if (scrollY < before - 2) following = false;
+      if (outOfSight(element) < 48) following = true;
+      before = scrollY;
+    };
+    addEventListener("scroll", scrolled, { passive: true });
+    return () => {
+      grown.disconnect();
+      removeEventListener("scroll", scrolled);
+    };
+  }, []);
+  return h("div", { class: "turns" }, h("div", { ref: said },
+    turns.value.length === 0 && h("p", { class: "empty" },
+      "Nothing was said yet. Each answer comes with the time it took, why it waited, and, if you tick them, the probabilities of its tokens."),
+    turns.value.map((turn, i) => h(Turn, { turn, key: i }))));
+}
+
 export function Playground() {
   useEffect(() => {
     learn();
@@ -299,10 +356,7 @@ export function Playground() {
       h("h1", { class: "hidden" }, "Playground"),
       h("div", { class: "modes", role: "group", "aria-label": "Kind of request" }, MODES.map(([name, title]) =>
         h("button", { type: "button", "aria-pressed": String(mode.value === name), onClick: () => (mode.value = name) }, title))),
-      h("div", { class: "turns" },
-        turns.value.length === 0 && h("p", { class: "empty" },
-          "Nothing was said yet. Each answer comes with the time it took, why it waited, and, if you tick them, the probabilities of its tokens."),
-        turns.value.map((turn, i) => h(Turn, { turn, key: i }))),
+      h(Turns, null),
       h(Refusal, null),
       h(Ask, null)),
     mode.value !== "raw" && h(Settings, null));

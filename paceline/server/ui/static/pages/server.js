@@ -1,6 +1,6 @@
 // What this server is, how it does now, and its batches.
 import { h, signal, useEffect } from "../vendor/preact.js";
-import { ApiError, call, getJson } from "../lib/api.js";
+import { ApiError, call, getJson, key } from "../lib/api.js";
 import { visible } from "../lib/format.js";
 
 /** @type {{ value: any }} */
@@ -12,6 +12,8 @@ const batches = signal(null);
 const failed = signal("");
 // a server without a place for batches is not asked for them again
 let unserved = false;
+// the key that was asked with, the questions asked, and the last one that was answered
+let askedWith = "", asked = 0, answered = 0;
 const ENDED = ["completed", "failed", "cancelled", "expired", "cancelling"];
 
 async function look() {
@@ -27,13 +29,26 @@ async function look() {
 }
 
 export async function lookAtBatches() {
+  // batches are a key's own
+  if (askedWith !== key.value) {
+    batches.value = null;
+    unserved = false;
+  }
   if (unserved) return;
+  askedWith = key.value;
+  const of = key.value, turn = ++asked;
+  /** An answer for another key, or to an earlier question than one that was answered, is not shown. */
+  const isLate = () => key.value !== of || turn < answered;
   try {
-    batches.value = (await getJson("/v1/batches?limit=50")).data;
+    const { data } = await getJson("/v1/batches?limit=50");
+    if (isLate()) return;
+    batches.value = data;
   } catch (error) {
+    if (isLate()) return;
     batches.value = error instanceof ApiError ? error.message : "The server does not answer.";
     unserved = error instanceof ApiError && error.status === 501;
   }
+  answered = turn;
 }
 
 /** @param {string} id */
@@ -66,12 +81,13 @@ export function Batches() {
 
 /** @param {{ shown: boolean }} props */
 export function Server({ shown }) {
+  const with_ = key.value;
   useEffect(() => {
     if (!shown) return;
     look();
     const timer = setInterval(() => document.hidden || look(), 2000);
     return () => clearInterval(timer);
-  }, [shown]);
+  }, [shown, with_]);
   return h("div", { class: "page" },
     h("h1", null, "Server"),
     failed.value && h("div", { class: "error", role: "alert" }, visible(failed.value)),

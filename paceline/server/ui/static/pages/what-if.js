@@ -19,6 +19,8 @@ let file = null;
 let sent = null;
 let refused = false;
 let askedWith = "";
+// questions that were asked, and the last that was answered: what comes behind a later question's answer is not shown
+let asked = 0, answered = 0;
 
 const running = () => told.value?.job.status === "running";
 
@@ -27,13 +29,18 @@ async function look() {
   // what was done with another key is not this one's
   if (askedWith !== key.value) forget();
   askedWith = key.value;
+  const of = key.value, turn = ++asked;
+  const isLate = () => of !== key.value || turn < answered;
   try {
     const found = await (await callAsTab("/ui/api/what-if")).json();
-    if (askedWith !== key.value) return;
+    if (isLate()) return;
+    answered = turn;
     take(found);
     failed.value = "";
     refused = false;
   } catch (error) {
+    if (isLate()) return;
+    answered = turn;
     refused = error instanceof ApiError && [401, 403, 404].includes(error.status);
     failed.value = error instanceof ApiError ? error.message : "The server does not answer.";
   }
@@ -85,6 +92,8 @@ async function run() {
     }
     sending.value = "Asking the server.";
     const job = await (await callAsTab("/ui/api/what-if", { method: "POST", body: JSON.stringify(body) })).json();
+    // how an earlier job is may still be under way
+    answered = ++asked;
     forgetPair();
     take({ ...told.value, job });
   } catch (error) {
@@ -193,7 +202,7 @@ function Results() {
   const { results } = told.value.job;
   if (!results?.length) return null;
   const classes = [...new Set(results.flatMap((/** @type {any} */ result) => Object.keys(result.by_class)))].sort();
-  const names = ["Policy", "Tokens in a step", "Load", "Offered, requests/s", "First token, half", "99 %", "Each token, half", "99 %", "Met", "Goodput, requests/s", "Refused", "Preempted", "Busy"];
+  const names = ["Policy", "Tokens in a step", "Load", "Offered, requests/s", "First token, p50", "p99", "Each token, p50", "p99", "Met", "Goodput, requests/s", "Refused", "Preempted", "Busy"];
   // among those of the same load
   const best = (/** @type {any} */ result) => results.every((/** @type {any} */ other) => other.load !== result.load || other.goodput <= result.goodput);
   const side = (/** @type {"a" | "b"} */ name, /** @type {any} */ result) => h("td", null, h("input", { type: "radio", name: `side-${name}`, checked: sides.value[name] === result.run,
@@ -202,7 +211,7 @@ function Results() {
     h("h2", { id: "compared" }, "Compared"),
     h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Results" }, h("table", { class: "compared" },
       h("thead", null, h("tr", null, names.map((name, i) => h("th", { scope: "col", class: i ? "num" : undefined }, name)),
-        classes.length > 1 && classes.map((name) => h("th", { scope: "col", class: "num" }, `Met, ${visible(name)}`)), h("th", { scope: "col" }, "1st"), h("th", { scope: "col" }, "2nd"))),
+        classes.length > 1 && classes.map((name) => h("th", { scope: "col", class: "num" }, `Met, ${visible(name)}`)), h("th", { scope: "col" }, "First below"), h("th", { scope: "col" }, "Second below"))),
       h("tbody", null, results.map((/** @type {any} */ result) => h("tr", { key: result.run, class: best(result) && results.length > 1 ? "best" : undefined },
         h("th", { scope: "row" }, visible(result.policy)),
         [result.budget, `${result.load}×`, plain(result.offered_rate), at(result.ttft, "p50"), at(result.ttft, "p99"), at(result.tpot, "p50"), at(result.tpot, "p99"), percent(result.attainment),

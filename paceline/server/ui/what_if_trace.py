@@ -1,0 +1,166 @@
+"""Traces that callers upload: received within bounds, and read through by a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from starlette.requests import Request
+
+from paceline.core.errors import InvalidRequestError
+from paceline.http.errors import ClientDisconnectedError, HttpError
+from paceline.server.config import WhatIfConfig
+from paceline.server.ui.what_if_child import (
+    MOST_LINE,
+    child_environment,
+    end_of_log,
+    kill,
+    ran_out_of_memory,
+)
+
+__all__ = ["MOST_TRACE", "check_declared", "read_through", "receive"]
+
+_log = logging.getLogger("paceline.server")
+
+# bytes of an uploaded trace
+MOST_TRACE: Final = 32 * 2**20
+# bytes of an upload that are gathered before they are written
+_BUFFER: Final = 2**20
+# seconds that a trace may take to be read through, of the clock and of a processor
+_READ: Final = 60.0
+_READ_CPU: Final = 20
+
+
+def check_declared(request: Request) -> None:
+    """Raises HttpError 413 for a body that says of itself that it is too long."""
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and int(declared[:20]) > MOST_TRACE:
+        raise _too_long(f"{declared[:20]} bytes")
+
+
+async def receive(request: Request, file: int) -> int:
+    """Write the request's body to an open file, which is closed; how many bytes it has.
+
+    Raises:
+        HttpError: 413, it is too long.
+        InvalidRequestError: there is nothing in it.
+        ClientDisconnectedError: the caller hung up halfway.
+    """
+    size = 0
+    with os.fdopen(file, "wb") as part:
+        buffer, more = bytearray(), True
+        while more:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnectedError
+            buffer += message.get("body", b"")
+            more = message.get("more_body", False)
+            if size + len(buffer) > MOST_TRACE:
+                raise _too_long(f"more than {MOST_TRACE} bytes")
+            if len(buffer) >= _BUFFER or not more:
+                size += len(buffer)
+                await asyncio.to_thread(part.write, bytes(buffer))
+                buffer.clear()
+    if not size:
+        raise InvalidRequestError("the trace is empty", "trace")
+    return size
+
+
+async def read_through(config: WhatIfConfig, trace: Path, root: Path | None) -> dict[str, Any]:
+    """What a process of its own says of a trace, which may be long and is a stranger's: how many
+    requests it has. Nothing where the configuration names no such process.
+
+    The process ends when this one does, and takes ``root`` away then: its standard input stays
+    open until it has answered.
+
+    Raises:
+        InvalidRequestError: the trace cannot be simulated, or takes too much to be read.
+        HttpError: 500, the process failed; the log says how.
+    """
+    if not config.check:
+        return {}
+    with tempfile.TemporaryFile(dir=trace.parent) as log:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *config.check,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env=child_environment(),
+                start_new_session=True,
+                limit=MOST_LINE,
+            )
+        except OSError as failure:
+            # a job that could not be started either says so
+            _log.warning("what_if_unread reason=%r", str(failure))
+            return {}
+        asked = {
+            "path": str(trace),
+            "root": str(root),
+            "memory": config.memory,
+            "seconds": _READ_CPU,
+        }
+        said, code = await _answer(process, json.dumps(asked).encode() + b"\n")
+        told = _answered(said)
+        if told is None:
+            raise _unanswered(code, log, config.memory)
+    if "error" in told:
+        raise InvalidRequestError(str(told["error"]), "trace")
+    return told
+
+
+async def _answer(process: asyncio.subprocess.Process, asked: bytes) -> tuple[bytes, int]:
+    """(the line that it answers, its exit code). Raises InvalidRequestError: it takes too long."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(asked)
+    try:
+        async with asyncio.timeout(_READ):
+            return await process.stdout.readline(), await process.wait()
+    except TimeoutError:
+        raise InvalidRequestError(
+            f"it takes more than {_READ:g} s to read the trace", "trace"
+        ) from None
+    finally:
+        if process.returncode is None:
+            kill(process)
+            await process.wait()
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+
+
+def _answered(said: bytes) -> dict[str, Any] | None:
+    """What it says of the trace; None: it ended before it did."""
+    try:
+        told = json.loads(said)
+    except ValueError:
+        return None
+    return told if isinstance(told, dict) else None
+
+
+def _unanswered(code: int, log: BinaryIO, memory: int) -> Exception:
+    """Why a process ended without an answer: a limit that the trace met, or a fault of ours."""
+    said = end_of_log(log)
+    limit = ""
+    if code == -signal.SIGXCPU:
+        limit = f"{_READ_CPU} s of processor time"
+    elif ran_out_of_memory(said):
+        limit = f"{memory // 2**20} MiB"
+    if limit:
+        return InvalidRequestError(f"the trace takes more than {limit} to read", "trace")
+    _log.error("what_if_check_failed code=%d log=%r", code, said)
+    return HttpError(
+        500,
+        f"the process that reads traces failed (code {code}): a fault of this server, which says "
+        "nothing about the trace. The server's log says more",
+    )
+
+
+def _too_long(got: str) -> HttpError:
+    return HttpError(413, f"a trace may have {MOST_TRACE} bytes, got {got}")
