@@ -136,7 +136,11 @@ def test_gguf_files_give_the_logits_of_transformers(name: str, path: str, tmp_pa
     same(np.concatenate(ours), expected(model, PROMPT))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "granite", "olmo2", "smollm3", "phi3-partial"])
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3", "granite", "olmo2", "smollm3", "phi3-partial", "mixtral", "qwen3-moe-some-dense",
+     "gpt-oss"],
+)  # fmt: skip
 @pytest.mark.parametrize("isa", variants())
 def test_every_level_and_team_of_native_kernels(name: str, isa: str, tmp_path: Path) -> None:
     model = save_model(tmp_path, name)
@@ -149,7 +153,7 @@ def test_every_level_and_team_of_native_kernels(name: str, isa: str, tmp_path: P
         same(np.concatenate(ours), expected(model, PROMPT))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "granite", "olmo2"])
+@pytest.mark.parametrize("name", ["gemma3", "granite", "olmo2", "mixtral", "qwen3-moe", "gpt-oss"])
 @pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 0.05), ("int8", 0.1), ("q4", 0.5)])
 def test_reduced_formats_are_close(name: str, dtype: str, most: float, tmp_path: Path) -> None:
     """Far from the 1 and more that a lost norm or factor costs, as near as the rounding allows."""

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from paceline.backends.native import RawTensor, checkpoint_tensors, unavailable_reason
 from paceline.checkpoints.base import open_checkpoint
 from paceline.checkpoints.hf import HFCheckpoint
 from paceline.core.errors import CheckpointError
@@ -64,8 +66,22 @@ def test_mxfp4_is_what_transformers_takes_it_for(tmp_path: Path) -> None:
             assert (ours == values.detach().numpy()).all()
             row = checkpoint.tensor_row(f"{name}.{part}_proj.weight", 5)
             assert (row == ours[5]).all()
-    sequence = Sequence(make_loader(checkpoint, "torch"))
-    same(sequence.feed(PROMPT), expected(model, PROMPT))
+    for path in ["torch"] if unavailable_reason() else ["torch", "native"]:
+        sequence = Sequence(make_loader(checkpoint, path))
+        same(sequence.feed(PROMPT), expected(model, PROMPT))
+
+
+@pytest.mark.parametrize("in_bits", [False, True])
+def test_experts_in_16_bits_are_not_taken_for_blocks(tmp_path: Path, in_bits: bool) -> None:
+    make_model("gpt-oss").to(torch.bfloat16).save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    tensors = dict(checkpoint_tensors(checkpoint, in_bits=in_bits))
+    for part in ("gate", "up", "down"):
+        name = f"{EXPERTS.format(1, 2)}.{part}_proj.weight"
+        assert checkpoint.tensor_type(name) == "BF16"
+        assert (np.asarray(tensors[name]) == checkpoint.tensor(name)).all()
+    # others lie in rows
+    assert isinstance(tensors["model.layers.1.self_attn.o_proj.weight"], RawTensor)
 
 
 def without_scales(tensors: dict[str, torch.Tensor]) -> None:
