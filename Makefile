@@ -20,6 +20,7 @@
 #                       clients/typescript
 #   make test-upstreams the gateway before llama.cpp's server and vLLM's CPU build (KINDS=vllm chooses), whose
 #                       servers are stopped and killed under its streams
+#   make test-emulator  installs the emulator on which `make test-all` tries AVX2's kernels, where apt-get can
 #   make docs           the docs site, searchable, into build/site; fails where a page has a broken link
 #   make docs-serve     the same while you write, on DOCS_PORT (8001)
 #   make test-docs      that site in a browser, and every example of the pages that is marked `run`
@@ -52,10 +53,12 @@
 #   make bench-grammars   what constrained output costs, and that all of it is valid
 #   make bench-metrics    how long /metrics takes under load
 #   make bench-background what a large batch in the background does to those who wait for tokens
-#   make bench-speculation  what guessing tokens brings, with and without in turns (PROMPTS=FILE)
+#   make bench-speculation  what guessing tokens brings, with and without in turns (PROMPTS=FILE, PARTS=NAME:TURNS,...)
 #   make bench-gaps       how long streams stop when a long prompt comes
+#   make bench-neighbours a server whose processors others use, and one with a quota of 1.5: are predictions true, promises kept?
 #   make bench-faults     what clients see when something breaks, and how long until it is well
 #   make bench-startup    seconds to the first token, where they go, and memory
+#   make bench-memory     what a server holds, by kind, beside what 'plan memory' says (MODELS=a,b)
 #   make bench-gateway  what the gateway adds, streams whose engine dies, where requests go
 #                       (LITELLM=COMMAND beside it; PARTS=overhead,failover,routing; POOLS=N,SEED; QUICK=1)
 #   make bench-templates  what rendering chat templates in a process adds, and what attacks are felt of
@@ -105,12 +108,12 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 
 export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX LITELLM PARTS POOLS SIZES
 
-.PHONY: serve test test-all test-thorough test-seconds wheel wheel-aarch64 test-wheel test-clients test-upstreams test-ui test-services test-docs \
+.PHONY: serve test test-all test-thorough test-seconds wheel wheel-aarch64 test-wheel test-clients test-upstreams test-ui test-services test-emulator test-docs \
 	docs docs-serve pictures five-minutes ten-minutes quick check rooms api-tables replay format model venv clean clean-venv \
 	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
 	bench-kernels bench-peers bench-grammars \
-	bench-metrics bench-background bench-gaps bench-faults bench-overhead bench-startup bench-templates \
-	bench-gateway bench-speculation bench-sizes bench-ui bench-kinds
+	bench-metrics bench-background bench-gaps bench-neighbours bench-faults bench-overhead bench-startup bench-templates \
+	bench-gateway bench-speculation bench-sizes bench-ui bench-kinds bench-memory
 .DEFAULT_GOAL := test
 
 serve: $(READY)
@@ -121,7 +124,7 @@ serve: $(READY)
 test: check $(READY) model test-services
 	@$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not thorough" --junitxml=$(DURATIONS)
 
-test-thorough: $(READY) model test-services
+test-thorough: $(READY) model test-services test-emulator
 	@$(PYTEST) -n $(WORKERS) --dist loadfile -m thorough
 
 test-seconds: $(STAMP)
@@ -148,6 +151,10 @@ test-wheel: wheel model
 test-services:
 	@scripts/test-services
 
+# a processor with AVX2 and nothing better, of which the kernels' tests are run on any other
+test-emulator:
+	@scripts/test-services qemu-x86_64:qemu-user
+
 # npm's client wants node; without it, it is reported absent
 test-clients: $(READY) model
 	@$(BIN)/python -m tests.server.schemathesis_run
@@ -159,15 +166,18 @@ test-clients: $(READY) model
 test-upstreams: $(READY) model
 	@$(BIN)/python -m tests.upstreams $(KINDS)
 
-# the page at /ui: all of its tests, none skipped, and its bundle made anew; wants node and npm
+# the page at /ui: all of its tests, its types among them, none skipped, and its bundle made anew; wants
+# node and npm
 test-ui: $(READY) test-services
 	@scripts/vendor-ui --check
 	@PACELINE_UI_TESTS=require $(PYTEST) tests/ui tests/server/test_ui.py
 
 docs: $(DOCS_STAMP)
+	@scripts/docs-demo
 	@$(DOCS_VENV)/bin/zensical build --strict --clean
 
 docs-serve: $(DOCS_STAMP)
+	@scripts/docs-demo
 	@exec $(DOCS_VENV)/bin/zensical serve --dev-addr 127.0.0.1:$(DOCS_PORT)
 
 test-docs: $(READY) model test-services docs
@@ -255,6 +265,9 @@ bench-background: $(READY) model
 bench-gaps: $(READY) model
 	@$(BIN)/python -m benchmarks.gaps
 
+bench-neighbours: $(READY) model
+	@$(BIN)/python -m benchmarks.neighbours
+
 bench-speculation: $(READY) model
 	@PROMPTS=$(PROMPTS) $(BIN)/python -m benchmarks.speculation
 
@@ -275,6 +288,9 @@ bench-templates: $(READY) model
 
 bench-startup: $(READY) model
 	@$(BIN)/python -m benchmarks.startup
+
+bench-memory: $(READY) model
+	@$(BIN)/python -m benchmarks.memory
 
 venv: $(READY)
 

@@ -12,12 +12,15 @@ Per request and per token are separated by runs with four times the tokens, in t
 others: what grows is the token's. Of runs of one kind the one in the middle counts, of an even
 number the cheaper of the two there. Shares come from one more run under cProfile, which makes
 Python calls look dearer than they are: they name the largest part, they do not measure it.
-Built-in functions count for whoever calls them.
+Built-in functions count for whoever calls them. Printed, too, are the function calls of a stream,
+which are the same on a busy machine.
 
 BASELINE=PATH compares with another checkout of this repository: its server runs beside this one,
 both under the same clients (this checkout's), turn by turn, so that whatever else the machine does
-falls on both. Printed are both and the ratio, this by that, and of all runs by pairs the ratio with
-its interval; who is not asked at the moment is idle.
+falls on both; the server that is not asked at the moment is idle. Every turn starts both anew:
+where a process's memory happens to lie alone moves the ratio of two by up to a quarter, and no
+number of turns with the same two says so. Printed are both and the ratio, this by that, and of all
+turns the ratio with its interval.
 
 Prints a table and, last, one JSON line. QUICK=1 takes each run once instead of three times, with
 one request a client instead of two; TURNS=N sets how many times each run is taken.
@@ -56,6 +59,8 @@ LONGER = 4
 TURNS = int(os.environ.get("TURNS") or (1 if os.environ.get("QUICK") else 3))
 ROUNDS = 1 if os.environ.get("QUICK") else 2
 STEP_SECONDS = 0.03
+# rounds of all streams under cProfile
+_PROFILED = 3
 IDLE_SECONDS = 2.0
 # an id that is a word of its own in the default model's vocabulary (" the")
 _WORD = 260
@@ -252,6 +257,13 @@ def shares(profile: Path) -> dict[str, float]:
     return {name: round(value / total, 3) for name, value in seconds.most_common()}
 
 
+def calls_a_request(profile: Path, requests: int) -> float:
+    """Function calls, which no other load on the machine changes."""
+    entries = pstats.Stats(str(profile)).stats  # type: ignore[attr-defined]
+    number: int = sum(calls for _, calls, *_ in entries.values())
+    return round(number / requests, 1)
+
+
 def group(file: str) -> str:
     return next((name for part, name in _GROUPS if part in file), "other")
 
@@ -264,8 +276,6 @@ class Side:
     port: int
     # processor seconds a second without requests, as of ``cpu_seconds``
     idle: tuple[float, float]
-    short: list[Cost] = field(default_factory=list)
-    long: list[Cost] = field(default_factory=list)
 
     @classmethod
     def warm(cls, pid: int, port: int) -> Side:
@@ -276,15 +286,21 @@ class Side:
         idle = (after[0] - before[0]) / IDLE_SECONDS, (after[1] - before[1]) / IDLE_SECONDS
         return cls(pid, port, idle)
 
-    def take_turn(self, *, stream: bool) -> None:
+    def take_turn(self, runs: Runs, *, stream: bool) -> None:
         run = partial(measure, self.pid, self.port, stream=stream, idle=self.idle)
-        self.short.append(run(TOKENS))
-        self.long.append(run(LONGER * TOKENS))
+        runs.short.append(run(TOKENS))
+        runs.long.append(run(LONGER * TOKENS))
+
+
+@dataclass(slots=True)
+class Runs:
+    """What one side's turns cost."""
+
+    short: list[Cost] = field(default_factory=list)
+    long: list[Cost] = field(default_factory=list)
 
     def figures(self) -> dict[str, float]:
-        """Of all turns since the last call."""
         short, long = typical(self.short), typical(self.long)
-        self.short, self.long = [], []
         request, token = split(short, long)
         return {
             "cpu_ms_per_request_of_64_tokens": round(1e3 * short.total / short.requests, 3),
@@ -295,17 +311,36 @@ class Side:
         }
 
 
-def compare(sides: dict[str, Side]) -> dict[str, dict[str, dict[str, float]]]:
+def turns_of(checkouts: dict[str, Path], *, stream: bool) -> dict[str, Runs]:
+    """All runs of a kind of answer, by side."""
+    found = {name: Runs() for name in checkouts}
+    anew = len(checkouts) > 1
+    for each in range(TURNS if anew else 1):
+        # neither is always the one that runs on what the other left in the caches
+        order = list(checkouts.items())[:: -1 if each % 2 else 1]
+        with contextlib.ExitStack() as stack:
+            sides = {
+                name: Side.warm(*stack.enter_context(server(checkout))) for name, checkout in order
+            }
+            for _ in range(1 if anew else TURNS):
+                for name, side in sides.items():
+                    side.take_turn(found[name], stream=stream)
+            status, scraped = asyncio.run(get(sides["this"].port, "/metrics"))
+            assert status == 200 and b"vllm:generation_tokens_total" in scraped
+    return found
+
+
+def compare(checkouts: dict[str, Path]) -> dict[str, dict[str, dict[str, float]]]:
     """Figures by kind of answer and side, and with two sides the first one's by the second's."""
     results: dict[str, dict[str, dict[str, float]]] = {}
     for kind, stream in (("stream", True), ("whole", False)):
-        for turn in range(TURNS):
-            # neither is always the one that runs on what the other left in the caches
-            order = list(sides.values())
-            for side in order if turn % 2 == 0 else reversed(order):
-                side.take_turn(stream=stream)
-        runs = [[run.total for run in (*side.short, *side.long)] for side in sides.values()]
-        found = {name: side.figures() for name, side in sides.items()}
+        taken = turns_of(checkouts, stream=stream)
+        # one figure of a turn: its short and its long run come from the same process
+        runs = [
+            [short.total + long.total for short, long in zip(side.short, side.long, strict=True)]
+            for side in taken.values()
+        ]
+        found = {name: side.figures() for name, side in taken.items()}
         if len(found) == 2:
             new, old = found.values()
             found["ratio"] = {
@@ -324,20 +359,15 @@ def main() -> int:
         checkouts["baseline"] = Path(os.environ["BASELINE"]).resolve()
         if not (checkouts["baseline"] / "benchmarks" / "overhead.py").is_file():
             raise SystemExit(f"BASELINE={checkouts['baseline']} is no checkout with this benchmark")
-    results: dict[str, Any]
-    with contextlib.ExitStack() as stack:
-        sides = {
-            name: Side.warm(*stack.enter_context(server(checkout)))
-            for name, checkout in checkouts.items()
-        }
-        results = dict(compare(sides))
-        status, scraped = asyncio.run(get(sides["this"].port, "/metrics"))
-        assert status == 200 and b"vllm:generation_tokens_total" in scraped
+    results: dict[str, Any] = dict(compare(checkouts))
+    calls: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
-        profile = Path(folder) / "profile"
-        with server(profile=profile) as (_, port):
-            asyncio.run(_load(port, TOKENS, TURNS * ROUNDS, stream=True))
-        found = shares(profile)
+        for name, checkout in checkouts.items():
+            profile = Path(folder) / name
+            with server(checkout, profile) as (_, port):
+                asyncio.run(_load(port, TOKENS, _PROFILED, stream=True))
+            calls[name] = calls_a_request(profile, STREAMS * _PROFILED)
+        found = shares(Path(folder) / "this")
     for kind in ("stream", "whole"):
         columns = dict(results[kind])
         pairs = columns.pop("pairs", None)
@@ -347,12 +377,15 @@ def main() -> int:
             print(f"  {key.replace('_', ' '):36}{row}")
         if pairs is not None:
             shown = "{median:.3f}, {low:.3f} to {high:.3f}".format(**pairs)
-            print(f"  runs by pairs, and the 95 % interval of their mean: {shown}")
+            print(f"  turns by pairs, and the 95 % interval of their mean: {shown}")
+    shown = ", ".join(f"{name} {value:.0f}" for name, value in calls.items())
+    print(f"\nfunction calls a stream of {TOKENS} tokens: {shown}")
     print("\nshares of the event loop")
     for key, value in found.items():
         print(f"  {key:36}{value:>10}")
     largest = next(iter(found))
     print(f"\nlargest part: {largest}\n")
+    results |= {"function_calls_a_stream": calls}
     results |= {"shares_of_the_event_loop": found, "largest": largest}
     about = {"bench": "overhead", "machine": machine(), "streams": STREAMS, "turns": TURNS}
     print(json.dumps({**about, "results": results}))

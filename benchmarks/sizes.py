@@ -17,9 +17,10 @@ sequence is the least time in which what a token needs of the file can be read f
 bandwidth measured in the same run, over the time taken.
 
 SIZES=0.6b,1.7b,moe and ROWS=x,y choose, ROUNDS=n says how often, QUICK=1 takes the smallest shape
-once. ``moe`` is a mixture of 32 experts, of which a token goes to 4: 1.5 B weights, of which it
-reads 0.5. Files stay in the peers' folder (PACELINE_PEERS): 2.6 GB for 0.6b, 7.4 for 1.7b, 6.5 for
-moe. Each shape is a part of its own that fits 45 minutes. The last line is JSON.
+once, MEMORY=1 leaves the rows out. ``moe`` is a mixture of 32 experts, of which a token goes to 4:
+1.5 B weights, of which it reads 0.5. Files stay in the peers' folder (PACELINE_PEERS): 2.6 GB for
+0.6b, 7.4 for 1.7b, 6.5 for moe. Each shape is a part of its own that fits 45 minutes. The last line
+is JSON.
 
     python -m benchmarks.sizes
 """
@@ -253,6 +254,10 @@ def measure(name: str, rows: Sequence[str], rounds: int, root: Path) -> dict[str
         print(f"{label:24}" + f"{values['ready_s']:>10.2f}{values['rss_mb']:>12}"
               f"{values['file_mb']:>10}{values['rss_ratio']:>7.2f}"
               f"{values['beside_mb']:>8}")  # fmt: skip
+    best_kind = resident[f"{ours.name} Q4_K_M"]
+    figures = {key: best_kind[key] for key in ("ready_s", "rss_ratio")} | {"memory": resident}
+    if not rows:
+        return figures
     bandwidth = read_bandwidth(_READ_MIB << 20, len(cpus))
     team = Team(places.folder("logs"), shape.vocab)
     try:
@@ -277,13 +282,7 @@ def measure(name: str, rows: Sequence[str], rounds: int, root: Path) -> dict[str
             size = kinds[best["variant"].split()[0]].stat().st_size * shape.share_read
             read = entry.row.output * size / bandwidth
             results[entry.row.name]["share"] = round(read / best["seconds"], 3)
-    best_kind = resident[f"{ours.name} Q4_K_M"]
-    return results | {
-        "ready_s": best_kind["ready_s"],
-        "rss_ratio": best_kind["rss_ratio"],
-        "memory": resident,
-        "read_gb_s": round(bandwidth / 1e9, 1),
-    }
+    return results | figures | {"read_gb_s": round(bandwidth / 1e9, 1)}
 
 
 def main() -> int:
@@ -291,6 +290,8 @@ def main() -> int:
     names = [name for name in (os.environ.get("SIZES") or "").split(",") if name]
     rows = [name for name in (os.environ.get("ROWS") or "").split(",") if name] or list(ROWS)
     names = names or (["0.6b"] if quick else list(SHAPES))
+    if os.environ.get("MEMORY"):
+        rows = []
     try:
         unknown = sorted(set(names) - set(SHAPES))
         if unknown:

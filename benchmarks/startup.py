@@ -122,11 +122,11 @@ class Server:
     def __init__(self, process: Process, port: int, start: Start) -> None:
         self.process = process
         self.start = start
-        self._port = port
+        self.port = port
 
     def generate(self, count: int, prompt: int, output: int, seed: int) -> None:
         """So many requests at once, of random tokens. Raises Unavailable where one fails."""
-        _ask(self._port, count, prompt, output, seed)
+        _ask(self.port, count, prompt, output, seed)
 
 
 def _ask(port: int, count: int, prompt: int, output: int, seed: int) -> None:
@@ -143,13 +143,15 @@ def _ask(port: int, count: int, prompt: int, output: int, seed: int) -> None:
 
 
 @contextmanager
-def starting(log: Path, *flags: str) -> Iterator[Server]:
-    """Start a server and get its first token. Raises Unavailable where it does not answer."""
+def starting(log: Path, *flags: str, generates: bool = True) -> Iterator[Server]:
+    """Start a server and, where it ``generates``, get its first token. Raises Unavailable where it
+    does not answer."""
     options = ("--log-format", "json", "--served-model-name", "bench", "--batch-dir", "off")
     began = time.monotonic()
     with PacelineServer(*flags, *options, log=log, seconds=_START_SECONDS) as process:
         ready, port = process.startup, process.port
-        _ask(port, 1, PROMPT, 1, seed=_FIRST_SEED)
+        if generates:
+            _ask(port, 1, PROMPT, 1, seed=_FIRST_SEED)
         first_token = time.monotonic() - began
         cpu = process.cpu_seconds()
         parts = parse(process.log().splitlines())

@@ -6,10 +6,11 @@ Three parts (PARTS=tap,viewers,page chooses):
 running. ``core_share`` is that and what the process that answers HTTP spends on keeping the frames,
 of a core, at 200 steps a second.
 
-**viewers**: ``paceline serve`` over the null backend, a step in 10 ms, and 32 streams. Eight pages
-follow the timeline, of which four never read, in every other turn; each turn gives the 99th
-percentile of the time between tokens, and the ratio is of neighbouring turns, with the interval of
-its mean. The viewers are a process of their own.
+**viewers**: ``paceline serve`` over the null backend, a step in 10 ms, and 32 streams that go on
+and on. For two seconds eight pages follow the timeline, of which four never read, and for two
+nobody does, in turns. The 99th percentile of the time between tokens of all that was watched is set
+beside that of all that was not, with an interval from a bootstrap over pairs of neighbours. A
+second after pages come or go counts for neither. The viewers are a process of their own.
 
 **page**: Debian's Chromium, without a GPU, draws the live timeline of an engine with 256 running
 requests that makes 100 steps a second and has about as many arrivals. ``frames_per_s`` are those
@@ -26,6 +27,7 @@ Prints a table and, last, one JSON line. QUICK=1 is short.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import multiprocessing
 import os
@@ -36,14 +38,16 @@ import socket
 import sys
 import tempfile
 import time
+from bisect import bisect_left
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import timeline_tap
-from benchmarks.common.client import complete
+from benchmarks.common.client import Timing, complete
 from benchmarks.common.processes import Unavailable
 from benchmarks.common.server import PacelineServer, ReadyServer
-from benchmarks.common.statistics import paired_ratio, percentile
+from benchmarks.common.statistics import percentile, pooled_ratio
 from paceline.bench.machine import machine
 
 QUICK = bool(os.environ.get("QUICK"))
@@ -52,8 +56,12 @@ RUNNING: Final = 256
 # of the viewers' part
 STREAMS: Final = 32
 STEP_SECONDS: Final = 0.01
-TOKENS = 150 if QUICK else 400
-TURNS = 4 if QUICK else 24
+TOKENS = 300 if QUICK else 1000
+# of neighbours, watched and not; seconds of each, and before it
+PAIRS = 6 if QUICK else 80
+WATCHED_SECONDS: Final = 2.0
+SETTLING_SECONDS: Final = 1.0
+WARMING_SECONDS = 3.0 if QUICK else 20.0
 VIEWERS: Final = 8
 STALLED: Final = 4
 # of the page's
@@ -99,79 +107,129 @@ def tap() -> dict[str, Any]:
 # ------------------------------------------------------------------ viewers
 
 
-def watch(port: int, opened: Any) -> None:
-    """Follow the timeline on ``VIEWERS`` connections, and read all but ``STALLED`` of them, until
-    told to stop (SIGTERM)."""
+def watch(port: int, told: Connection) -> None:
+    """Follow the timeline on ``VIEWERS`` connections, and read all but ``STALLED`` of them, while
+    told to: each word says whether to, and is answered when it is so."""
     selector = selectors.DefaultSelector()
-    stalled = []
-    for number in range(VIEWERS):
-        connection = socket.socket()
-        # a stalled one holds little before it is felt
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", port))
-        connection.sendall(
-            b"GET /ui/api/timeline?seconds=60&follow=1 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-        )
-        if not connection.recv(15).startswith(b"HTTP/1.1 200"):
-            raise RuntimeError("a viewer was refused")
-        if number < STALLED:
-            stalled.append(connection)
-        else:
-            selector.register(connection, selectors.EVENT_READ, connection)
-    opened.put(VIEWERS)
+    selector.register(told, selectors.EVENT_READ)
+    opened: list[socket.socket] = []
     while True:
-        for key, _ in selector.select(1.0):
-            key.data.recv(1 << 16)
+        for key, _ in selector.select():
+            if key.fileobj is not told:
+                if not key.data.recv(1 << 16):
+                    # the server ends
+                    selector.unregister(key.data)
+                continue
+            try:
+                wanted = told.recv()
+            except EOFError:
+                return
+            if not wanted:
+                for connection in opened:
+                    if connection in selector.get_map():
+                        selector.unregister(connection)
+                    connection.close()
+                opened = []
+            # two stretches that follow each other are one to those who watch
+            elif not opened:
+                opened = [_viewer(port) for _ in range(VIEWERS)]
+                for connection in opened[STALLED:]:
+                    selector.register(connection, selectors.EVENT_READ, connection)
+            told.send(len(opened))
+            # what else was to be read may be closed
+            break
 
 
-def _itl_p99(port: int) -> float:
-    async def streams() -> list[float]:
-        timings = await asyncio.gather(
-            *(
-                complete(port, "null", list(range(20 + number)), TOKENS, timeout=120.0)
-                for number in range(STREAMS)
-            )
-        )
-        for timing in timings:
-            if timing.error:
-                raise Unavailable(timing.error)
-        return [gap for timing in timings for gap in timing.gaps]
+def _viewer(port: int) -> socket.socket:
+    connection = socket.socket()
+    # one that is not read holds little before it is felt
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", port))
+    connection.sendall(
+        b"GET /ui/api/timeline?seconds=60&follow=1 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    )
+    if not connection.recv(15).startswith(b"HTTP/1.1 200"):
+        raise RuntimeError("a viewer was refused")
+    return connection
 
-    return percentile(asyncio.run(streams()), 0.99)
+
+async def _streams(port: int, viewers: Connection) -> dict[bool, list[list[float]]]:
+    """Seconds between tokens, of each stretch that was watched, and that was not."""
+    timings: list[Timing] = []
+    over = False
+
+    async def one(number: int) -> None:
+        while not over:
+            # not all of them end at once
+            tokens = TOKENS - (number * TOKENS // STREAMS if not timings else 0)
+            prompt = list(range(20 + number))
+            timings.append(await complete(port, "null", prompt, max(2, tokens), timeout=120.0))
+
+    async def switch(wanted: bool) -> tuple[float, float]:
+        viewers.send(wanted)
+        await asyncio.to_thread(viewers.recv)
+        await asyncio.sleep(SETTLING_SECONDS)
+        began = time.monotonic()
+        await asyncio.sleep(WATCHED_SECONDS)
+        return began, time.monotonic()
+
+    # a collection would hold all of them up, and be nobody's fault
+    gc.disable()
+    running = [asyncio.ensure_future(one(number)) for number in range(STREAMS)]
+    stretches: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    try:
+        await asyncio.sleep(WARMING_SECONDS)
+        for pair in range(PAIRS):
+            # neither is always the one that follows the other
+            for watched in (True, False) if pair % 2 else (False, True):
+                stretches[watched].append(await switch(watched))
+            if pair % 10 == 9:
+                print(f"{pair + 1} of {PAIRS} pairs", flush=True)
+    finally:
+        over = True
+        await asyncio.gather(*running)
+        gc.enable()
+    for timing in timings:
+        if timing.error:
+            raise Unavailable(timing.error)
+    gaps = sorted(
+        (event, gap)
+        for timing in timings
+        for event, gap in zip(timing.events[1:], timing.gaps, strict=True)
+    )
+    times = [event for event, _ in gaps]
+    return {
+        watched: [
+            [gap for _, gap in gaps[bisect_left(times, began) : bisect_left(times, ended)]]
+            for began, ended in found
+        ]
+        for watched, found in stretches.items()
+    }
 
 
 def viewers() -> dict[str, Any]:
     flags = ("--backend", "null", "--null-step-time", str(STEP_SECONDS))
     context = multiprocessing.get_context("spawn")
-    found: dict[bool, list[float]] = {True: [], False: []}
+    here, there = context.Pipe()
     with (
         tempfile.TemporaryDirectory(prefix="bench-ui-") as folder,
         PacelineServer(*flags, log=Path(folder) / "log") as server,
     ):
-        _itl_p99(server.port)
-        for turn in range(TURNS):
-            # neither is always the one that follows the other
-            for watched in (True, False) if turn % 2 else (False, True):
-                process = None
-                if watched:
-                    opened = context.Queue()
-                    process = context.Process(target=watch, args=(server.port, opened), daemon=True)
-                    process.start()
-                    opened.get(timeout=60)
-                try:
-                    found[watched].append(_itl_p99(server.port))
-                finally:
-                    if process is not None:
-                        process.terminate()
-                        process.join()
-            print(
-                f"turn {turn:2}: p99 between tokens {1e3 * found[True][-1]:6.2f} ms with "
-                f"{VIEWERS} viewers, {1e3 * found[False][-1]:6.2f} without"
-            )
-    ratio = paired_ratio(found[True], found[False])
+        process = context.Process(target=watch, args=(server.port, there), daemon=True)
+        process.start()
+        there.close()
+        try:
+            found = asyncio.run(_streams(server.port, here))
+        finally:
+            here.close()
+            process.join(10)
+            process.terminate()
+    ratio = pooled_ratio(found[True], found[False], 0.99)
+    sides = [[gap for each in found[side] for gap in each] for side in (True, False)]
     return {
         "viewers_itl_p99_ratio": [round(value, 4) for value in ratio],
-        "itl_p99_ms": [round(1e3 * percentile(found[side], 0.5), 3) for side in (True, False)],
+        "itl_p99_ms": [round(1e3 * percentile(side, 0.99), 3) for side in sides],
+        "itl_gaps": [len(side) for side in sides],
     }
 
 

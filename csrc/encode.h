@@ -131,10 +131,13 @@ static void encode(const float* x, int64_t n, int64_t padded, Acts kind, void* y
       const vf qa = round_even(mul(a, f)), qb = round_even(mul(b, f));
       store_bytes(out + g * kGroup, to_int(qa));
       store_bytes(out + g * kGroup + 16, to_int(qb));
-      scale[g] = top / 127.0f;
-      const float sum_a = hsum(qa), sum_b = hsum(qb);
-      scale[groups + g] = scale[g] * (sum_a + sum_b);
-      const int32_t offsets[2] = {int32_t(-32.0f * sum_a), int32_t(-32.0f * sum_b)};
+      const float sum_a = hsum(qa), sum_b = hsum(qb), sum = sum_a + sum_b;
+      // The largest passes over what is not a number, and bytes do not hold it, but sums do. Kinds without a minimum
+      // read no sum, so the scale says it too, as it does of infinity, which has no steps
+      const bool counts = sum - sum == 0.0f;
+      scale[g] = counts ? top / 127.0f : __builtin_nanf("");
+      scale[groups + g] = scale[g] * sum;
+      const int32_t offsets[2] = {counts ? int32_t(-32.0f * sum_a) : 0, counts ? int32_t(-32.0f * sum_b) : 0};
       memcpy(scale + 2 * groups + 2 * g, offsets, 8);
     }
   }

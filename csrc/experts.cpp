@@ -16,9 +16,12 @@
 namespace paceline {
 namespace {
 
-// Pairs computed in one pass over the rows, which bounds the memory that their activations take. Each pass reads
-// the matrices again, which is hidden behind the products of so many.
+// Pairs computed in one pass over the rows, which bounds the memory that their activations take (and is part of
+// native_step_bytes in step.py). Each pass reads the matrices again, which is hidden behind the products of so many.
 constexpr int64_t kPassPairs = 8192;
+
+// So few that one member sorts them and copies their activations in less time than two meetings take.
+constexpr int64_t kFewPairs = 16;
 
 int64_t rows_of_pass(int64_t experts_per_token) { return std::max<int64_t>(1, kPassPairs / experts_per_token); }
 
@@ -71,17 +74,26 @@ void Model::run_pass(int member, const Layer& layer, float* x, int64_t rows) {
   });
   mark(member, kNorm);
   multiply(member, all, layer.router, normed_.data(), hidden_pad_ * 4, Epilogue::kStore, scores, scores_stride, false);
-  each_row(member, all, [&](int64_t r) { choose_experts(scores + r * scores_stride, r); });
-  if (member == 0) sort_pairs(rows);
-  team_.barrier();
-  mark(member, kRoute);
-
-  team_.each(member, pairs, row_grain(pairs), [&](int64_t pair) {
+  auto choose = [&](int64_t r) { choose_experts(scores + r * scores_stride, r); };
+  auto gather = [&](int64_t pair) {
     const int64_t r = row_of_[size_t(pair)];
     memcpy(pair_acts_.data() + pair * shape.bytes, all.acts + r * shape.bytes, size_t(shape.bytes));
     memcpy(pair_scales + pair * shape.scales, all.scales + r * shape.scales, size_t(shape.scales) * 4);
-  });
-  mark(member, kEncode);
+  };
+  if (pairs <= kFewPairs) {
+    if (member == 0) {
+      for (int64_t r = 0; r < rows; ++r) choose(r);
+      sort_pairs(rows);
+      for (int64_t pair = 0; pair < pairs; ++pair) gather(pair);
+    }
+    team_.barrier();
+  } else {
+    each_row(member, all, choose);
+    if (member == 0) sort_pairs(rows);
+    team_.barrier();
+    team_.each(member, pairs, row_grain(pairs), gather);
+  }
+  mark(member, kRoute);
   GemmArgs args;
   args.a = pair_acts_.data();
   args.a_stride = shape.bytes;

@@ -8,6 +8,7 @@
 #include "gemm.h"
 #endif
 #include "blocks.h"
+#include "tables.h"
 #include "attend.h"
 #include "attend_i8.h"
 #include "encode.h"
@@ -140,7 +141,9 @@ static void store_kv(const float* k, const float* v, int head_dim, int slot, Kv 
   }
 }
 
-#define PL_BLOCKS gemm_blocks<BlockQ4K>, gemm_blocks<BlockQ5K>, gemm_blocks<BlockQ6K>
+#define PL_BLOCKS \
+  gemm_blocks<BlockQ4K>, gemm_blocks<BlockQ5K>, gemm_blocks<BlockQ6K>, gemm_looked<Weights::kIQ4NL>, \
+  gemm_looked<Weights::kIQ4XS>, gemm_looked<Weights::kMXFP4>
 #if PL_LEVEL == 1
 #define PL_BF16_ACTS Acts::kF32
 #define PL_GEMM \
@@ -159,7 +162,8 @@ static const Kernels table = {
     kRows,
     !PL_BYTE_DOTS,
     {4, kBF16Pairs ? 2 : 4, 1},
-    {Acts::kF32, PL_BF16_ACTS, Acts::kI8, Acts::kI8ForQ4, Acts::kI8ForQ4, Acts::kI8ForQ4, Acts::kI8ForQ4, Acts::kI8ForQ4},
+    {Acts::kF32, PL_BF16_ACTS, Acts::kI8, Acts::kI8ForQ4, Acts::kI8ForQ4, Acts::kI8ForQ4, Acts::kI8ForQ4, Acts::kI8ForQ4,
+     Acts::kI8ForQ4, Acts::kI8ForQ4, Acts::kI8ForQ4},
     PL_GEMM,
     PL_SCREEN,
     rms_norm,

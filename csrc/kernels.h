@@ -45,6 +45,19 @@ constexpr int kQ5KBlockBytes = kQ4KBlockBytes + kGroupsOfBlock * 128;
 constexpr int kQ6KScales = 64, kQ6KNibbles = kQ6KScales + kBlock / 16 * kPanel;
 constexpr int kQ6KHigh = kQ6KNibbles + kGroupsOfBlock * kNibbleBytes;
 constexpr int kQ6KBlockBytes = kQ6KHigh + kGroupsOfBlock * 256;
+// Kinds whose nibbles stand for one of 16 numbers, and lie as in Q4 (tables.h; 4.5, 4.25 and 4.25 bits a weight):
+//   IQ4_NL: groups of 32 columns: nibbles, 32 half scales
+//   MXFP4:  groups of 32 columns: nibbles, 32 bytes: a scale is 2 to the power of one less 128
+//   IQ4_XS: blocks of 256 columns: 32 half scales of the block; for each two groups the scales of 6 bits, 32 more than
+//           meant: 16 bytes each of their lower 4 bits, those of rows 0 to 15 below those of rows 16 to 31, and 16
+//           bytes of the upper 2: bits 0-1 rows 0 to 15, 2-3 the others, and 4-7 those of the second group; nibbles
+constexpr int kIQ4NLGroupBytes = kNibbleBytes + 64;
+constexpr int kMXFP4GroupBytes = kNibbleBytes + 32;
+constexpr int kIQ4XSScales = 64, kIQ4XSPairBytes = 48;
+constexpr int kIQ4XSNibbles = kIQ4XSScales + kGroupsOfBlock / 2 * kIQ4XSPairBytes;
+constexpr int kIQ4XSBlockBytes = kIQ4XSNibbles + kGroupsOfBlock * kNibbleBytes;
+constexpr int8_t kIQ4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr int8_t kMXFP4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 constexpr int kMaxRows = 12;        // attention rows computed together, at most
 constexpr int kChunkTiles = 8;      // key tiles per softmax update
 // Keys whose part of a row's attention is taken by itself, from a multiple of this on. Parts are merged in order,
@@ -54,9 +67,11 @@ constexpr int kPartKeys = 256;
 constexpr int kMaxHeadDim = 256;
 constexpr int64_t kWeighChunk = 1024;  // logits that `weigh` sums up, and that `tops` deals to 16 lanes
 
-// kQ4 has a scale and a minimum in halves for each group, kQ40 and the K kinds what GGUF's blocks have
-enum class Weights : int { kF32 = 0, kBF16 = 1, kI8 = 2, kQ4 = 3, kQ40 = 4, kQ4K = 5, kQ5K = 6, kQ6K = 7 };
-constexpr int kWeightKinds = 8;
+// kQ4 has a scale and a minimum in halves for each group, kQ40 and those behind it what GGUF's blocks have
+enum class Weights : int {
+  kF32 = 0, kBF16 = 1, kI8 = 2, kQ4 = 3, kQ40 = 4, kQ4K = 5, kQ5K = 6, kQ6K = 7, kIQ4NL = 8, kIQ4XS = 9, kMXFP4 = 10
+};
+constexpr int kWeightKinds = 11;
 // rows of activations
 enum class Acts : int { kF32 = 0, kBF16 = 1, kI8 = 2, kI8ForQ4 = 3 };
 enum class Kv : int { kF32 = 0, kBF16 = 1, kI8 = 2 };

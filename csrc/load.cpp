@@ -62,7 +62,7 @@ Model::Model(const PacelineConfig& config)
 
   group_ = c.heads / c.kv_heads;
   hidden_pad_ = pad_to(c.hidden, 16);
-  inner_pad_ = pad_to(c.inner, 16);
+  inner_pad_ = 0;
   qkv_rows_ = (c.heads + 2 * c.kv_heads) * c.head_dim;
   tile_bytes_ = tile_bytes(kv_, int(c.head_dim));
   head_bytes_ = tile_bytes_ * (c.block_size / kTile);
@@ -85,6 +85,7 @@ Model::Model(const PacelineConfig& config)
       for (Expert& expert : layer.experts)
         make_mlp(expert.gate_up, expert.down, c.expert_inner, kind(PL_KIND_GATE_UP), kind(PL_KIND_DOWN));
     } else {
+      inner_pad_ = pad_to(c.inner, 16);
       make_mlp(layer.gate_up, layer.down, c.inner, kind(PL_KIND_GATE_UP), kind(PL_KIND_DOWN));
     }
     if (c.sinks) layer.sinks.resize(size_t(c.heads));

@@ -110,6 +110,41 @@ void decode_q6k(const uint8_t* row, int64_t group, float* out) {
   }
 }
 
+// A group of 32 values to 16 levels from the least to the most of them. Plain loops over lanes, which become vector
+// code: calls of nearbyint and its like, one for each value, took most of a start.
+void round_group(const float* x, uint16_t* scale, uint16_t* low, uint8_t* levels) {
+  constexpr int lanes = 8;
+  float least[lanes], most[lanes];
+  for (int j = 0; j < lanes; ++j) least[j] = most[j] = x[j];
+  for (int i = lanes; i < kGroup; i += lanes)
+    for (int j = 0; j < lanes; ++j) {
+      least[j] = x[i + j] < least[j] ? x[i + j] : least[j];
+      most[j] = x[i + j] > most[j] ? x[i + j] : most[j];
+    }
+  for (int j = 1; j < lanes; ++j) {
+    least[0] = least[j] < least[0] ? least[j] : least[0];
+    most[0] = most[j] > most[0] ? most[j] : most[0];
+  }
+  *low = float_to_half(least[0]);
+  *scale = float_to_half((most[0] - half_to_float(*low)) / 15.0f);
+  const float from = half_to_float(*low), step = half_to_float(*scale);
+  if (!(step > 0)) {
+    memset(levels, 0, kGroup);
+    return;
+  }
+  float shifted[kGroup];
+  uint32_t bits[kGroup];
+  for (int i = 0; i < kGroup; ++i) {
+    float q = (x[i] - from) / step;
+    q = q > 0.0f ? q : 0.0f;
+    q = q < 15.0f ? q : 15.0f;
+    // adding 1.5 * 2^23 rounds to nearest even and leaves the integer in the low bits
+    shifted[i] = q + 12582912.0f;
+  }
+  memcpy(bits, shifted, sizeof bits);
+  for (int i = 0; i < kGroup; ++i) levels[i] = uint8_t(bits[i] & 15u);
+}
+
 }  // namespace
 
 int64_t source_row_bytes(Source type, int64_t columns) {
@@ -124,6 +159,9 @@ int64_t source_row_bytes(Source type, int64_t columns) {
     case Source::kQ4_K: return blocks ? columns / kBlock * kQ4KBytes : -1;
     case Source::kQ5_K: return blocks ? columns / kBlock * kQ5KBytes : -1;
     case Source::kQ6_K: return blocks ? columns / kBlock * kQ6KBytes : -1;
+    case Source::kIQ4_NL: return grouped ? columns / 32 * 18 : -1;
+    case Source::kIQ4_XS: return blocks ? columns / kBlock * 136 : -1;
+    case Source::kMXFP4: return grouped ? columns / 32 * 17 : -1;
   }
   return -1;
 }
@@ -136,6 +174,11 @@ void decode_row(Source type, const void* row, int64_t first, int64_t columns, fl
       else
         decode_q45k(static_cast<const uint8_t*>(row), (first + g) / kGroup, type == Source::kQ5_K, out + g);
     }
+    return;
+  }
+  if (type == Source::kIQ4_NL || type == Source::kIQ4_XS || type == Source::kMXFP4) {
+    for (int64_t g = 0; g < columns; g += kGroup)
+      decode_table_group(type, static_cast<const uint8_t*>(row), (first + g) / kGroup, out + g);
     return;
   }
   const uint8_t* p = static_cast<const uint8_t*>(row) + (first ? source_row_bytes(type, first) : 0);
@@ -173,13 +216,14 @@ void decode_row(Source type, const void* row, int64_t first, int64_t columns, fl
 }
 
 void Matrix::check_kind(Weights kind, int64_t columns) {
-  const bool four = kind == Weights::kQ4 || kind == Weights::kQ40, block = kind >= Weights::kQ4K;
+  const bool grouped = kind == Weights::kIQ4NL || kind == Weights::kMXFP4;
+  const bool four = kind == Weights::kQ4 || kind == Weights::kQ40 || grouped, block = kind >= Weights::kQ4K && !grouped;
   if (int(kind) < 0 || int(kind) >= kWeightKinds)
     throw std::invalid_argument("unknown weight kind " + std::to_string(int(kind)));
   if (four && columns % kGroup != 0)
     throw std::invalid_argument("4-bit weights need whole groups of 32 columns, got " + std::to_string(columns));
   if (block && columns % kBlock != 0)
-    throw std::invalid_argument("K kinds need whole blocks of 256 columns, got " + std::to_string(columns));
+    throw std::invalid_argument("K kinds and IQ4_XS need whole blocks of 256 columns, got " + std::to_string(columns));
 }
 
 Matrix::Matrix(Weights kind, int64_t rows, int64_t columns, Arena& arena)
@@ -193,6 +237,9 @@ Matrix::Matrix(Weights kind, int64_t rows, int64_t columns, Arena& arena)
     case Weights::kQ4K: panel_bytes_ = columns / kBlock * kQ4KBlockBytes; break;
     case Weights::kQ5K: panel_bytes_ = columns / kBlock * kQ5KBlockBytes; break;
     case Weights::kQ6K: panel_bytes_ = columns / kBlock * kQ6KBlockBytes; break;
+    case Weights::kIQ4NL: panel_bytes_ = columns / kGroup * kIQ4NLGroupBytes; break;
+    case Weights::kIQ4XS: panel_bytes_ = columns / kBlock * kIQ4XSBlockBytes; break;
+    case Weights::kMXFP4: panel_bytes_ = columns / kGroup * kMXFP4GroupBytes; break;
     default: panel_bytes_ = units_ * kPanel * 4;
   }
   data_ = arena.take(size_t(panel_count() * panel_bytes_));
@@ -208,6 +255,9 @@ bool Matrix::takes(Source type) const {
     case Weights::kQ4K: return type == Source::kQ4_K;
     case Weights::kQ5K: return type == Source::kQ5_K;
     case Weights::kQ6K: return type == Source::kQ6_K;
+    case Weights::kIQ4NL: return type == Source::kIQ4_NL;
+    case Weights::kIQ4XS: return type == Source::kIQ4_XS;
+    case Weights::kMXFP4: return type == Source::kMXFP4;
     default: return true;
   }
 }
@@ -245,20 +295,9 @@ void Matrix::pack_q4(int64_t row, Source type, const void* source, float* scratc
       for (int i = 0; i < 16; ++i)
         nibbles[i] = uint8_t((group.low[i] >> group.shift & 15) | (group.low[i + 16] >> group.shift & 15) << 4);
     } else {
-      const float* x = scratch + g * kGroup;
-      float least = x[0], most = x[0];
-      for (int i = 1; i < kGroup; ++i) {
-        least = x[i] < least ? x[i] : least;
-        most = x[i] > most ? x[i] : most;
-      }
-      low = float_to_half(least);
-      scale = float_to_half((most - half_to_float(low)) / 15.0f);
-      const float from = half_to_float(low), step = half_to_float(scale);
-      auto level = [&](float v) {
-        const float q = step > 0 ? std::nearbyint((v - from) / step) : 0.0f;
-        return uint8_t(std::fmin(std::fmax(q, 0.0f), 15.0f));
-      };
-      for (int i = 0; i < 16; ++i) nibbles[i] = uint8_t(level(x[i]) | (level(x[i + 16]) << 4));
+      uint8_t levels[kGroup];
+      round_group(scratch + g * kGroup, &scale, &low, levels);
+      for (int i = 0; i < 16; ++i) nibbles[i] = uint8_t(levels[i] | levels[i + 16] << 4);
     }
     for (int j = 0; j < 4; ++j) memcpy(out + j * 128 + lane * 4, nibbles + j * 4, 4);
     memcpy(out + 512 + lane * 2, &scale, 2);
@@ -270,8 +309,9 @@ namespace {
 
 // Values of 6 bits for a row, in the nibbles and the planes above them of one group; see kernels.h.
 void put_nibbles(uint8_t* group, int64_t lane, const uint8_t (&values)[kGroup]) {
-  for (int i = 0; i < 16; ++i)
-    group[i / 4 * 128 + lane * 4 + i % 4] = uint8_t((values[i] & 15) | (values[i + 16] & 15) << 4);
+  uint8_t both[16];
+  for (int i = 0; i < 16; ++i) both[i] = uint8_t((values[i] & 15) | (values[i + 16] & 15) << 4);
+  for (int j = 0; j < 4; ++j) memcpy(group + j * 128 + lane * 4, both + j * 4, 4);
 }
 void get_nibbles(const uint8_t* group, int64_t lane, uint8_t (&values)[kGroup]) {
   for (int i = 0; i < 16; ++i) {
@@ -295,6 +335,7 @@ struct HighBits {
 
 // One row of GGUF's blocks of this kind.
 void Matrix::pack_block(int64_t row, const uint8_t* in) {
+  if (kind_ >= Weights::kIQ4NL) return pack_table(row, in);
   const int64_t lane = row % kPanel;
   uint8_t* out = data_ + row / kPanel * panel_bytes_;
   if (kind_ == Weights::kQ40) {
@@ -318,12 +359,15 @@ void Matrix::pack_block(int64_t row, const uint8_t* in) {
       if (six) {
         const int quarter = group % 4;
         const uint8_t *low = in + group / 4 * 64 + quarter % 2 * 32, *high = in + 128 + group / 4 * 32;
-        uint8_t* plane = out + kQ6KHigh + group * 256;
-        for (int two = 0; two < 2; ++two) memset(plane + two * 128 + lane * 4, 0, 4);
-        for (int i = 0; i < kGroup; ++i) {
-          values[i] = low[i] >> quarter / 2 * 4 & 15;
-          const HighBits bits(i, lane);
-          plane[bits.at] = uint8_t(plane[bits.at] | (high[i] >> quarter * 2 & 3) << bits.shift);
+        uint8_t upper[kGroup];
+        for (int i = 0; i < kGroup; ++i) values[i] = low[i] >> quarter / 2 * 4 & 15;
+        for (int i = 0; i < kGroup; ++i) upper[i] = high[i] >> quarter * 2 & 3;
+        // as HighBits says
+        for (int two = 0; two < 2; ++two) {
+          const uint8_t* of = upper + two * 8;
+          uint8_t* plane = out + kQ6KHigh + group * 256 + two * 128 + lane * 4;
+          for (int j = 0; j < 4; ++j)
+            plane[j] = uint8_t(of[j] | of[j + 16] << 2 | of[j + 4] << 4 | of[j + 20] << 6);
         }
         put_nibbles(out + kQ6KNibbles + group * kNibbleBytes, lane, values);
         continue;
@@ -337,8 +381,11 @@ void Matrix::pack_block(int64_t row, const uint8_t* in) {
       scales[32 + lane % 16] = uint8_t((scales[32 + lane % 16] & ~(15 << shift)) | own.lowest >> 2 << shift);
       if (!fifth) continue;
       uint8_t* plane = out + kQ4KBlockBytes + group * 128 + lane * 4;
-      memset(plane, 0, 4);
-      for (int i = 0; i < kGroup; ++i) plane[i % 4] = uint8_t(plane[i % 4] | (in[16 + i] >> group & 1) << i / 4);
+      for (int j = 0; j < 4; ++j) {
+        int bits = 0;
+        for (int unit = 0; unit < 8; ++unit) bits |= (in[16 + unit * 4 + j] >> group & 1) << unit;
+        plane[j] = uint8_t(bits);
+      }
     }
     in += six ? kQ6KBytes : fifth ? kQ5KBytes : kQ4KBytes;
     out += six ? kQ6KBlockBytes : fifth ? kQ5KBlockBytes : kQ4KBlockBytes;
@@ -441,6 +488,7 @@ void Matrix::pack_rows(int64_t row, int64_t count, Source type, const void* sour
 }
 
 void Matrix::unpack_row(int64_t row, float* out) const {
+  if (kind_ >= Weights::kIQ4NL) return unpack_table(row, out);
   if (kind_ >= Weights::kQ4K) return unpack_block(row, out);
   const uint8_t* p = data_ + row / kPanel * panel_bytes_;
   const int64_t lane = row % kPanel;

@@ -11,7 +11,7 @@ namespace {
 constexpr size_t kHugePage = size_t(2) << 20;
 // Huge pages that nothing was written to take no memory, so a chunk may be much larger than a small model; what is
 // lost is the rest of a page at the end of each, where the next matrix does not fit
-constexpr size_t kArenaChunk = 32 * kHugePage;
+constexpr size_t kArenaChunk = 128 * kHugePage;
 
 }  // namespace
 

@@ -264,6 +264,7 @@ class Model {
   int64_t head_bytes_ = 0;
   int64_t tile_bytes_ = 0;
 
+  // inner_pad_: 0 where all layers have experts
   int64_t hidden_pad_, inner_pad_, group_, qkv_rows_;
   // of one row of acts_buffer_ and scales_, at most
   int64_t act_bytes_, act_scales_;

@@ -53,7 +53,7 @@ typedef struct {
   const uint8_t* sliding; /* [layers], nonzero where the window applies; may be null */
   const uint8_t* dense;   /* [layers], nonzero where a model with experts has one MLP; may be null */
   /* [layers * PL_KINDS + 2], may be null: the kind of each matrix, numbered as `weights` and further 4 Q4_0,
-   * 5 Q4_K, 6 Q5_K, 7 Q6_K, which hold that type's own bits; at the end those of the head, which is the embedding
+   * 5 Q4_K, 6 Q5_K, 7 Q6_K, 8 IQ4_NL, 9 IQ4_XS, 10 MXFP4, which hold that type's own bits; at the end those of the head, which is the embedding
    * table too where they are tied, and of the table. */
   const uint8_t* kinds;
   const char* isa;        /* null: the best that works here */
@@ -115,7 +115,7 @@ const char* paceline_variants(void);
 PacelineModel* paceline_create(const PacelineConfig* config);
 void paceline_destroy(PacelineModel* model);
 /* data: [rows, columns] as `type` (GGUF numbers: 0 f32, 1 f16, 2 q4_0, 3 q4_1, 8 q8_0, 12 q4_k,
- * 13 q5_k, 14 q6_k, 30 bf16); expert: whose, of a layer with experts, else 0 */
+ * 13 q5_k, 14 q6_k, 20 iq4_nl, 23 iq4_xs, 30 bf16, 39 mxfp4); expert: whose, of a layer with experts, else 0 */
 int paceline_load(PacelineModel* model, int tensor, int64_t layer, int64_t expert, int type, const void* data,
                   int64_t rows, int64_t columns);
 /* tables 0 or 1, each [max_positions, head_dim / 2] */

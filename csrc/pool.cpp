@@ -1,5 +1,9 @@
 #include "pool.h"
 
+#include <time.h>
+
+#include <algorithm>
+#include <chrono>
 #include <stdexcept>
 #include <string>
 
@@ -19,6 +23,38 @@ constexpr int kYields = 2000;
 // Between steps the processor is left to whoever makes the next plan.
 constexpr int kIdleYields = 0;
 
+constexpr uint32_t kOneRun = 1u << 16, kMembers = kOneRun - 1;
+
+// A share of lost time is taken over so many seconds, and believed the second time in a row: a hypervisor
+// that stops everything once is no neighbour.
+constexpr double kWindow = 0.1;
+constexpr int kWindows = 2;
+// of the share at which one member fewer is as quick; and below the second one nobody is sent to rest
+constexpr double kClearly = 1.2, kLeastShare = 0.15;
+// Runs of fewer barriers lose no more than the time that was taken from them.
+constexpr unsigned kFewBarriers = 8;
+// seconds that waking up may take
+constexpr double kPrompt = 200e-6;
+// Seconds of rest: twice as many each time that a member is sent back within `kSettled` of its return.
+constexpr double kPause = 1, kLongestPause = 16, kSettled = 10;
+// A member that looks for a processor computes nothing for so long, and must have had one for this share of it:
+// a neighbour that never sleeps leaves it a half.
+constexpr double kLook = 0.02, kFree = 0.75;
+
+// of the calling thread, since its run began, asleep while it waited for the others
+thread_local double slept = 0;
+
+double seconds_now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// seconds for which the calling thread has been on a processor
+double processor_seconds() {
+  timespec time{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return double(time.tv_sec) + 1e-9 * double(time.tv_nsec);
+}
+
 inline void relax() {
 #if defined(__x86_64__)
   _mm_pause();
@@ -28,7 +64,8 @@ inline void relax() {
 }
 
 // Returns once `value` is no longer `old`.
-void wait_change(const std::atomic<int>& value, int old, int yields) {
+template <class T>
+void wait_change(const std::atomic<T>& value, T old, int yields) {
   for (int i = 0; i < kSpins; ++i) {
     if (value.load(std::memory_order_acquire) != old) return;
     relax();
@@ -37,37 +74,57 @@ void wait_change(const std::atomic<int>& value, int old, int yields) {
     if (value.load(std::memory_order_acquire) != old) return;
     std::this_thread::yield();
   }
+  if (value.load(std::memory_order_acquire) != old) return;
+  const double began = seconds_now();
   while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
+  slept += seconds_now() - began;
 }
 
 }  // namespace
 
-Team::Team(int threads) : size_(threads), shares_(size_t(threads)) {
-  threads_.reserve(size_t(size_ - 1));
+bool Contention::add(int members, double seconds, double lost) {
+  seconds_ += seconds;
+  lost_ += lost;
+  if (seconds_ < kWindow) return false;
+  const double share = lost_ / seconds_;
+  seconds_ = lost_ = 0;
+  windows_ = share > std::max(kClearly / members, kLeastShare) ? windows_ + 1 : 0;
+  if (windows_ < kWindows) return false;
+  windows_ = 0;
+  return true;
+}
+
+Team::Team(int threads) : shares_(size_t(threads)), members_(threads), pause_(kPause) {
+  threads_.reserve(size_t(threads - 1));
   try {
-    for (int member = 1; member < size_; ++member)
+    for (int member = 1; member < threads; ++member)
       threads_.emplace_back([this, member] { serve(member); });
   } catch (const std::exception& error) {
     // threads that nobody has joined end the process when they are destroyed
     stop();
     throw std::runtime_error("could start only " + std::to_string(threads_.size()) + " threads beside the caller's, not " +
-                             std::to_string(size_ - 1) + ": " + error.what());
+                             std::to_string(threads - 1) + ": " + error.what());
   }
 }
 
 Team::~Team() { stop(); }
 
 void Team::stop() {
-  stop_.store(true);
-  job_.fetch_add(1);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stop_.store(true);
+  }
+  recall_.notify_all();
+  job_.fetch_add(kOneRun);
   job_.notify_all();
   for (std::thread& thread : threads_) thread.join();
 }
 
 void Team::barrier() {
-  if (size_ == 1) return;
+  const int members = size();
+  if (members == 1) return;
   const int generation = generation_.load(std::memory_order_acquire);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) == members - 1) {
     for (Share& share : shares_) share.taken.store(0, std::memory_order_relaxed);
     arrived_.store(0, std::memory_order_relaxed);
     generation_.fetch_add(1, std::memory_order_release);
@@ -78,23 +135,84 @@ void Team::barrier() {
 }
 
 void Team::run(const std::function<void(int)>& body) {
+  if (threads_.empty()) return body(0);
   body_ = &body;
-  if (size_ > 1) {
-    job_.fetch_add(1, std::memory_order_release);
-    job_.notify_all();
-  }
-  body(0);
+  const int members = size();
+  const unsigned barriers = unsigned(generation_.load(std::memory_order_relaxed));
+  began_ = seconds_now();
+  // whoever rests is told too, so that it looks for a processor only while there is something to compute
+  const uint32_t runs = job_.load(std::memory_order_relaxed) / kOneRun;
+  job_.store((runs + 1) * kOneRun + uint32_t(members), std::memory_order_release);
+  job_.notify_all();
+  work(0);
   barrier();
+  if (members == 1 || unsigned(generation_.load(std::memory_order_relaxed)) - barriers >= kFewBarriers)
+    look(members, seconds_now() - began_);
+}
+
+void Team::work(int member) {
+  const double began = seconds_now(), ran = processor_seconds();
+  slept = 0;
+  (*body_)(member);
+  const double off = seconds_now() - began - (processor_seconds() - ran) - slept, late = began - began_ - kPrompt;
+  shares_[size_t(member)].lost = std::max(off, 0.0) + std::max(late, 0.0);
+}
+
+void Team::look(int members, double seconds) {
+  if (offer_.exchange(-1, std::memory_order_acq_rel) == members) {
+    returned_ = seconds_now();
+    contention_ = Contention();
+    return resize(members + 1);
+  }
+  double lost = 0;
+  for (int member = 0; member < members; ++member) lost = std::max(lost, shares_[size_t(member)].lost);
+  if (members == 1 || !contention_.add(members, seconds, lost)) return;
+  const bool again = seconds_now() - returned_ < kSettled;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    pause_ = again ? std::min(2 * pause_, kLongestPause) : kPause;
+  }
+  resize(members - 1);
+}
+
+void Team::resize(int members) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    members_.store(members, std::memory_order_relaxed);
+  }
+  recall_.notify_all();
 }
 
 void Team::serve(int member) {
-  for (int seen = 0;;) {
+  for (uint32_t seen = 0;;) {
     wait_change(job_, seen, kIdleYields);
     seen = job_.load(std::memory_order_acquire);
     if (stop_.load()) return;
-    (*body_)(member);
+    if (member >= int(seen & kMembers)) {
+      rest(member, seen);
+      continue;
+    }
+    work(member);
     barrier();
   }
+}
+
+void Team::rest(int member, uint32_t seen) {
+  auto called = [&] { return stop_.load() || member < size(); };
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (recall_.wait_for(lock, std::chrono::duration<double>(pause_), called)) return;
+  }
+  // it is another one's turn to come back
+  if (member != size()) return;
+  wait_change(job_, seen, kIdleYields);
+  const double began = seconds_now(), ran = processor_seconds();
+  double now = began;
+  while (now - began < kLook && !called()) {
+    for (int i = 0; i < kSpins; ++i) relax();
+    now = seconds_now();
+  }
+  if (processor_seconds() - ran >= kFree * kLook && !called()) offer_.store(member, std::memory_order_release);
 }
 
 }  // namespace paceline

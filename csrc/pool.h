@@ -1,15 +1,34 @@
-// A fixed team of threads that walks through one step together.
+// A team of threads that walks through one step together.
 //
 // `run` wakes the team once; inside, `Team::each` deals out items and `Team::barrier` joins, so a
 // whole model step costs one wake-up. The calling thread is member 0.
+//
+// At every barrier all wait for the member whose processor another process uses. So members that are in
+// the way for long are sent to rest, the last first, and come back once a processor is free for them.
 #pragma once
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <mutex>
 #include <thread>
 #include <vector>
 
 namespace paceline {
+
+// Whether a team does better with one member fewer. A team of n members of which one is kept from its
+// processor for a share of the time takes 1 / (1 - share) times as long as it would undisturbed, a team of
+// n - 1 takes n / (n - 1) times: equal at a share of 1 / n. Knows no threads and no clock.
+class Contention {
+ public:
+  // Told of every run: its seconds, and for how many of them the member that was kept from its processor
+  // longest was so. True: let one go, and begin anew.
+  bool add(int members, double seconds, double lost);
+
+ private:
+  double seconds_ = 0, lost_ = 0;
+  int windows_ = 0;
+};
 
 class Team {
  public:
@@ -19,7 +38,8 @@ class Team {
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 
-  int size() const { return size_; }
+  // members of the next run, 1 to `threads`; changes at the end of a run only
+  int size() const { return members_.load(std::memory_order_relaxed); }
 
   // Calls body(member) once on every member and returns when all have returned. Not reentrant. The body
   // must not throw, so it takes no memory: the others would wait for a member that is gone.
@@ -30,13 +50,14 @@ class Team {
   // contiguous share, `grain` at a time, so that it streams through memory; then it helps the others.
   template <class F>
   void each(int member, int64_t count, int64_t grain, F&& f) {
-    if (size_ == 1) {
+    const int members = size();
+    if (members == 1) {
       for (int64_t i = 0; i < count; ++i) f(i);
       return;
     }
-    for (int k = 0; k < size_; ++k) {
-      const int owner = member + k < size_ ? member + k : member + k - size_;
-      const int64_t first = count * owner / size_, last = count * (owner + 1) / size_;
+    for (int k = 0; k < members; ++k) {
+      const int owner = member + k < members ? member + k : member + k - members;
+      const int64_t first = count * owner / members, last = count * (owner + 1) / members;
       std::atomic<int64_t>& taken = shares_[size_t(owner)].taken;
       while (taken.load(std::memory_order_relaxed) < last - first) {
         const int64_t begin = first + taken.fetch_add(grain, std::memory_order_relaxed);
@@ -54,18 +75,36 @@ class Team {
   // ends and joins the threads
   void stop();
   void serve(int member);
+  void work(int member);
+  // of a member that is not among the next run's, until it may be among a later one's
+  void rest(int member, uint32_t seen);
+  // after a run
+  void look(int members, double seconds);
+  void resize(int members);
 
-  int size_;
-  const std::function<void(int)>* body_ = nullptr;
-  std::vector<std::thread> threads_;
   struct alignas(64) Share {
     std::atomic<int64_t> taken{0};
+    // seconds of the last run for which the member was kept from its processor
+    double lost = 0;
   };
+  const std::function<void(int)>* body_ = nullptr;
+  // when the run began
+  double began_ = 0;
+  std::vector<std::thread> threads_;
   std::vector<Share> shares_;
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<int> generation_{0};
-  alignas(64) std::atomic<int> job_{0};
+  // the number of the run in the upper half, how many members it has in the lower
+  alignas(64) std::atomic<uint32_t> job_{0};
+  std::atomic<int> members_;
   std::atomic<bool> stop_{false};
+  // the resting member that found a processor free, or -1
+  std::atomic<int> offer_{-1};
+  Contention contention_;
+  // when a member came back last, and how long one rests before it looks for a processor
+  double returned_ = 0, pause_;
+  std::mutex mutex_;
+  std::condition_variable recall_;
 };
 
 }  // namespace paceline

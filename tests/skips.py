@@ -30,6 +30,7 @@ EXPECTED: Final = (
     ),
     (r"needs a CUDA device", "an accelerator"),
     # the machine and its system
+    (r"other C libraries do not trim", "glibc"),
     (r"needs two processors( to choose from)?", "processors"),
     (r"this system does not tell which processors may be used", "Linux"),
     (r"needs (limits on a process's memory|/proc/self/smaps)", "Linux"),
@@ -40,10 +41,11 @@ EXPECTED: Final = (
     # programs
     (r"there is no compiler|needs a C compiler", "a compiler"),
     (r"needs g\+\+-aarch64-linux-gnu, qemu-user and cmake", "a cross compiler"),
+    (r"needs qemu-user, an emulator .*", "qemu-user"),
     (r"objdump is not installed", "binutils"),
     (r"there is no redis-server here .*", "redis-server"),
     (r"needs prometheus and promtool .*", "prometheus"),
-    (r"there is no (chromium on the path|playwright|axe-core).*", "a browser"),
+    (r"there is no (axe-core|node)\b.*", "npm's package, which make test-ui installs, or node"),
     (r"this machine has no (node|curl|make)|node is older than 20|needs make", "such a program"),
     (r"this machine lacks one of .*", "such a program"),
     (r"TypeScript's compiler is not here: .*", "npm's package, which make test-clients installs"),

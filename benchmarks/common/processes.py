@@ -135,15 +135,19 @@ class Process:
             self._signal(signal.SIGCONT)
             self._frozen = False
 
+    def members(self) -> list[int]:
+        """Its processes, zombies too."""
+        return _session_members(self.pid)
+
     def _signal(self, number: signal.Signals) -> None:
-        for member in _session_members(self.pid):
+        for member in self.members():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(member, number)
 
     def cpu_seconds(self) -> float:
         """Processor time so far, of all its processes that still run."""
         ticks = 0
-        for member in _session_members(self.pid):
+        for member in self.members():
             with contextlib.suppress(OSError):
                 fields = Path(f"/proc/{member}/stat").read_text().rpartition(")")[2].split()
                 ticks += int(fields[11]) + int(fields[12])
@@ -159,7 +163,7 @@ class Process:
         """Sum over its processes of the most memory each had resident, in MiB; pages that two of
         them share count twice."""
         total = 0
-        for member in _session_members(self.pid):
+        for member in self.members():
             with contextlib.suppress(OSError):
                 for line in Path(f"/proc/{member}/status").read_text().splitlines():
                     if line.startswith("VmHWM:"):

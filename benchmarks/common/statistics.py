@@ -7,9 +7,9 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["Ratio", "paired_ratio", "percentile"]
+__all__ = ["PooledRatio", "Ratio", "paired_ratio", "percentile", "pooled_ratio"]
 
 _RESAMPLES = 2_000
 
@@ -42,3 +42,63 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 
     means = sorted(statistics.fmean(rng.choices(logs, k=len(logs))) for _ in range(_RESAMPLES))
     cut = _RESAMPLES // 40
     return Ratio(statistics.median(ratios), math.exp(means[cut]), math.exp(means[-cut - 1]))
+
+
+class PooledRatio(NamedTuple):
+    """A quantile of all values of one side by that of the other's, and its 95 % interval."""
+
+    ratio: float
+    low: float
+    high: float
+
+
+# relative width of the bins in which values are counted
+_BIN = 2e-4
+
+
+def pooled_ratio(
+    ours: Sequence[Sequence[float]],
+    theirs: Sequence[Sequence[float]],
+    share: float,
+    *,
+    seed: int = 0,
+) -> PooledRatio:
+    """Of short interleaved stretches, ``ours[i]`` beside ``theirs[i]``: each has too few values for
+    a quantile of its own that would be worth anything, all together have enough. The interval is
+    from a bootstrap over pairs, so whatever lasts longer than a pair falls on both sides.
+
+    Values are positive seconds, or the like. Raises ValueError for a side without any.
+    """
+    import numpy as np
+
+    logs = [
+        [np.log(np.maximum(1e-9, np.asarray(each, dtype=float))) for each in side]
+        for side in (ours, theirs)
+    ]
+    if len(logs[0]) != len(logs[1]) or not all(any(each.size for each in side) for side in logs):
+        raise ValueError("both sides need as many stretches, and values")
+    least = min(each.min() for side in logs for each in side if each.size)
+    most = max(each.max() for side in logs for each in side if each.size)
+    size = int((most - least) / _BIN) + 1
+    counts = [
+        np.array(
+            [np.bincount(((each - least) / _BIN).astype(int), minlength=size) for each in side]
+        )
+        for side in logs
+    ]
+
+    def at(side: int, weights: Any) -> Any:
+        """The quantile's logarithm, of each row of weights of the stretches."""
+        below = np.cumsum(weights @ counts[side], axis=1)
+        return np.array([np.searchsorted(row, share * row[-1]) for row in below]) * _BIN
+
+    every = np.ones((1, len(ours)))
+    ratio = float(np.exp(at(0, every) - at(1, every))[0])
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(_RESAMPLES // 100):
+        # how often each pair is drawn
+        weights = rng.multinomial(len(ours), [1.0 / len(ours)] * len(ours), size=100).astype(float)
+        found.append(at(0, weights) - at(1, weights))
+    low, high = np.exp(np.quantile(np.concatenate(found), (0.025, 0.975)))
+    return PooledRatio(ratio, float(low), float(high))

@@ -18,27 +18,40 @@ served model's cache (``mirror``).
 Guesses are drawn with the request's own settings and random numbers, as verification draws: of two
 models that say nearly the same the draws are nearly always the same, at any temperature.
 
+The head may be padded to another number of tokens than the served model's. A request that holds a
+token which this model lacks is not guessed, and a token which the served one lacks is no guess.
+
+A fault costs guesses and no request: whoever causes it is not guessed any more, and after some in a
+row, by whomever, none is.
+
 This module does not know plans, grammars, or how many guesses are worth their time.
 """
 
 from __future__ import annotations
 
+import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.backends.sampling import PreparedSampling, SampleRow
-from paceline.backends.steps import AttentionBatch, Likeliest, LoadedModel, Logits
+from paceline.backends.steps import AttentionBatch, Likeliest, LoadedModel, Logits, Sampler
+from paceline.core.sampling_params import SamplingParams
 
-__all__ = ["DraftModel", "DraftRow"]
+__all__ = ["DraftModel", "DraftPlan", "DraftRow", "Drafting", "Made", "draw"]
+
+_log = logging.getLogger(__name__)
 
 # tokens that are made up for in one step at most, computed or copied: a request that comes to be
 # guessed behind a long prompt delays no step by more than that
 _COMPUTED: Final = 128
 _COPIED: Final = 2048
+# faults of single requests without a guess between them, after which the model is not asked again
+_MOST_FAULTS: Final = 3
 
 # (blocks): copies what the served model's cache holds of them
 Mirror = Callable[[NDArray[np.int64]], None]
@@ -57,14 +70,158 @@ class DraftRow:
     last: int
     # guesses wanted, at least 1
     count: int
+    # of ``Drafting.prepare``
     sampling: PreparedSampling
     num_prompt_tokens: int
+    # for the log
+    request_id: str = ""
 
 
-class DraftModel:
-    """A loaded model and what its blocks hold. Called from one thread, between steps.
+class Made(NamedTuple):
+    """What became of a row."""
+
+    # guesses that were written
+    num_guesses: int = 0
+    # known tokens that the model had not seen and took in
+    caught_up: int = 0
+    # it failed, and would again
+    failed: bool = False
+
+
+class Drafting(ABC):
+    """What makes guesses inside a step. Called from one thread, between steps of the served model.
 
     Args:
+        vocab_size: tokens that it knows.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        # of each row of the last ``guess``, known tokens that were taken in
+        self.caught_up: list[int] = []
+        # in a row, of single requests, and of several together
+        self._num_faults = self._num_shared_faults = 0
+
+    @abstractmethod
+    def guess(self, rows: Sequence[DraftRow]) -> list[int]:
+        """Write up to ``count`` guesses behind the last known token of each row, and return how
+        many. Rows that there is far to make up for get none for now, see ``caught_up``."""
+
+    @abstractmethod
+    def forget(self, block_ids: Sequence[int], *, clear: bool = False) -> None:
+        """These blocks are about to hold something else.
+
+        Args:
+            clear: nobody has written them yet.
+        """
+
+    @abstractmethod
+    def copied(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """The served model's blocks were copied (source, destination), in order."""
+
+    def prepare(self, params: SamplingParams) -> PreparedSampling:
+        """A request's settings to guess with: those that choose its tokens, as far as these are
+        known here, and none of what is told about a token."""
+        own = range(self._vocab_size)
+        return PreparedSampling(
+            replace(
+                params,
+                logprobs=None,
+                logprob_token_ids=(),
+                prompt_logprobs=None,
+                logit_bias=tuple(entry for entry in params.logit_bias if entry[0] in own),
+                bad_words=tuple(w for w in params.bad_words if all(t in own for t in w)),
+            ),
+            self._vocab_size,
+        )
+
+    def make(self, rows: Sequence[DraftRow]) -> list[Made]:
+        """``guess``, whatever happens: a fault costs the guesses of the request that it is of."""
+        if self._num_faults >= _MOST_FAULTS or not rows:
+            return [Made()] * len(rows)
+        if len(rows) > 1 and self._num_shared_faults >= _MOST_FAULTS:
+            # together they fail, whosesoever it is
+            return [self.make([row])[0] for row in rows]
+        try:
+            counts = self.guess(rows)
+        except Exception as error:
+            if len(rows) > 1:
+                if not self._num_shared_faults:
+                    _log.warning("draft_fault rows=%d", len(rows), exc_info=error)
+                self._num_shared_faults += 1
+                # each by itself tells whose it is
+                return [self.make([row])[0] for row in rows]
+            self._num_faults += 1
+            _log.warning(
+                "draft_fault request=%s is not guessed any more: %r", rows[0].request_id, error
+            )
+            if self._num_faults == _MOST_FAULTS:
+                _log.error(
+                    "draft_model_off faults=%d: nothing is guessed by it any more",
+                    _MOST_FAULTS,
+                    exc_info=error,
+                )
+            return [Made(failed=True)]
+        self._num_faults = 0
+        if len(rows) > 1:
+            self._num_shared_faults = 0
+        return list(map(Made, counts, self.caught_up))
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """What will make guesses, about to be loaded."""
+
+    # of its KV cache, for each block of the served model's
+    block_bytes: int
+    weight_bytes: int
+    # for people
+    described: str
+    # (the served model, its blocks): that model as it is to be run, and what guesses for it
+    load: Callable[[LoadedModel, int], tuple[LoadedModel, Drafting]]
+
+
+def draw(
+    sampler: Sampler,
+    logits: Logits,
+    likeliest: Likeliest,
+    rows: Sequence[DraftRow],
+    going: Sequence[int],
+    made: list[int],
+    vocab_size: int,
+) -> list[int]:
+    """Draw the next guess of each row in ``going`` from its logits, write it, and count it in
+    ``made``. Returns the places in ``going`` of rows that want another. What is no token of the
+    served model's ``vocab_size`` is no guess."""
+    drawn = [
+        SampleRow(
+            rows[r].sampling,
+            rows[r].tokens[: rows[r].last + 1 + made[r]],
+            rows[r].num_prompt_tokens,
+            None,
+        )
+        for r in going
+    ]
+    samples = sampler.sample(logits, drawn, likeliest)
+    stays: list[int] = []
+    for place, (r, token_id, finite) in enumerate(
+        zip(going, samples.token_ids, samples.finite, strict=True)
+    ):
+        if not finite or not 0 <= token_id < vocab_size:
+            continue
+        made[r] += 1
+        rows[r].tokens[rows[r].last + made[r]] = token_id
+        if made[r] < rows[r].count:
+            stays.append(place)
+    return stays
+
+
+class DraftModel(Drafting):
+    """A ``Drafting``: a loaded model and what its blocks hold.
+
+    Args:
+        vocab_size: tokens of its own head.
+        served_vocab_size: of the served model's.
         num_blocks: of the served model's pool.
         mirror: None: blocks are computed.
     """
@@ -73,31 +230,35 @@ class DraftModel:
         self,
         loaded: LoadedModel,
         *,
+        vocab_size: int,
+        served_vocab_size: int,
         num_blocks: int,
         block_size: int,
         mirror: Mirror | None = None,
     ) -> None:
+        super().__init__(vocab_size)
         self.model = loaded.model
         self._sampler = loaded.sampler
+        self._served_vocab_size = served_vocab_size
         self._block_size = block_size
         self._mirror = mirror
         # by block, so many of its first positions are there
         self._held = np.zeros(num_blocks, dtype=np.int64)
 
     def forget(self, block_ids: Sequence[int], *, clear: bool = False) -> None:
-        """These blocks are about to hold something else.
-
-        Args:
-            clear: nobody has written them yet.
-        """
+        """See ``Drafting``."""
         self._held[list(block_ids)] = 0
         if clear:
             self.model.clear_blocks(block_ids)
 
+    def copied(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See ``Drafting``. What is lacking is made up for like anything else."""
+        self.forget([destination for _, destination in pairs], clear=True)
+
     def guess(self, rows: Sequence[DraftRow]) -> list[int]:
-        """Write up to ``count`` guesses behind the last known token of each row, and return how
-        many. Rows that the model has far to make up for get none for now."""
+        """See ``Drafting``."""
         made = [0] * len(rows)
+        self.caught_up = [0] * len(rows)
         # rows, and where each goes on
         going = self._make_up(rows)
         while going:
@@ -105,28 +266,12 @@ class DraftModel:
             if self._mirror is None and not made[going[0][0]]:
                 for r, _ in going:
                     self._note(rows[r], rows[r].last + 1)
-            drawn = [
-                SampleRow(
-                    rows[r].sampling,
-                    rows[r].tokens[: rows[r].last + 1 + made[r]],
-                    rows[r].num_prompt_tokens,
-                    None,
-                )
-                for r, _ in going
-            ]
-            samples = self._sampler.sample(logits, drawn, likeliest)
-            stays: list[tuple[int, int]] = []
-            for (r, _), token_id, finite in zip(
-                going, samples.token_ids, samples.finite, strict=True
-            ):
-                if not finite or token_id < 0:
-                    continue
-                made[r] += 1
-                place = rows[r].last + made[r]
-                rows[r].tokens[place] = token_id
-                if made[r] < rows[r].count:
-                    stays.append((r, place))
-            going = stays
+            chosen = [r for r, _ in going]
+            stays = draw(
+                self._sampler, logits, likeliest, rows, chosen, made, self._served_vocab_size
+            )
+            chosen = [chosen[place] for place in stays]
+            going = [(r, rows[r].last + made[r]) for r in chosen]
         return made
 
     def _forward(
@@ -156,6 +301,8 @@ class DraftModel:
         left = _COMPUTED if self._mirror is None else _COPIED
         for r, row in enumerate(rows):
             start = self._start(row)
+            if row.tokens[start : row.last + 1].max() >= self._vocab_size:
+                continue
             until = min(row.last, start + left)
             left -= until - start
             if self._mirror is not None and until > start:
@@ -165,6 +312,7 @@ class DraftModel:
             elif until < row.last:
                 self._compute(row, start, until - start)
                 self._note(row, until)
+            self.caught_up[r] = until - start
             if until == row.last:
                 # what is computed goes before the last token in one pass
                 going.append((r, start if self._mirror is None else until))

@@ -41,6 +41,8 @@ _KV_BESIDE: Final = {
     "bfloat16": ("bfloat16",),
     "float32": ("float32",),
 }
+# formats of weights that hold a file's numbers, by its own
+_UNROUNDED: Final = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ def choose_formats(
     device: str,
     torch_dtype: Callable[[str], str],
     isa: str | None = None,
+    pooled: bool = False,
+    planned: bool = False,
 ) -> Formats:
     """Settle each of ``compute``, ``dtype`` and ``kv_dtype`` that is "auto".
 
@@ -84,6 +88,9 @@ def choose_formats(
             it does not compute in. Called only where PyTorch is to compute.
         isa: the level of instructions that native kernels use; None: PACELINE_ISA's, or the
             fastest that runs here.
+        pooled: hidden states are wanted: vectors are compared in all their digits, so ``auto``
+            rounds no weights that the file does not.
+        planned: nothing will be computed, so PyTorch need not be there.
 
     Raises ConfigError for names that do not exist and combinations that nothing computes.
     """
@@ -94,9 +101,7 @@ def choose_formats(
             f"kv_dtype {kv_dtype!r} is not supported: use auto, {', '.join(KV_DTYPES)}"
         )
     reasons: list[str] = []
-    levels = usable_levels(isa)
-    if isa is None and not os.environ.get("PACELINE_ISA"):
-        levels = _fastest_levels(levels, config, dtype)
+    levels = _levels_for(isa, config, dtype)
     if compute == "auto":
         compute, why = _choose_compute(config, block_size, device, levels, isa is not None)
         reasons.append(why)
@@ -113,16 +118,22 @@ def choose_formats(
                 f"--dtype {OWN_BITS} keeps blocks of {', '.join(BLOCKS)} in their bits, and this "
                 f"file is of {config.stored_dtype}: leave it out, or name int8 or bfloat16"
             )
+        chosen, kv = dtype, kv_dtype
         if "auto" in (dtype, kv_dtype):
-            dtype, kv_dtype, why = _native_formats(config, dtype, kv_dtype, levels)
+            chosen, kv, why = _native_formats(config, dtype, kv_dtype, levels)
             reasons.append(why)
-        return Formats(compute, dtype, kv_dtype, "; ".join(reasons), levels[0])
+        kept = _UNROUNDED.get(config.stored_dtype, chosen)
+        if pooled and dtype == "auto" and kept != chosen:
+            levels = _levels_for(isa, config, kept)
+            kv = _KV_BESIDE[kept][0] if kv_dtype == "auto" else kv_dtype
+            chosen, reasons = kept, [f"native, in {kept} as the file is not rounded either"]
+        return Formats(compute, chosen, kv, "; ".join(reasons), levels[0])
     if isa is not None:
         raise ConfigError(
             f"--isa {isa} chooses native kernels, and here PyTorch computes"
             + (f": {reasons[0]}" if reasons else "")
         )
-    if not has_torch():
+    if not planned and not has_torch():
         why = reasons[0] if reasons else "--compute torch was asked for"
         raise ConfigError(f"{why}, and {NO_TORCH}")
     if dtype == "auto":
@@ -160,8 +171,12 @@ def usable_levels(isa: str | None) -> tuple[str, ...]:
     return levels[levels.index(isa) :]
 
 
-def _fastest_levels(levels: tuple[str, ...], config: ModelConfig, dtype: str) -> tuple[str, ...]:
-    """Levels from the fastest on, by what may be taken for the file."""
+def _levels_for(isa: str | None, config: ModelConfig, dtype: str) -> tuple[str, ...]:
+    """``usable_levels``, where nobody named one from the fastest on, by what may be taken for the
+    file."""
+    levels = usable_levels(isa)
+    if isa is not None or os.environ.get("PACELINE_ISA"):
+        return levels
 
     def suits(pair: Measured) -> bool:
         if pair.kv not in _KV_BESIDE[pair.weights]:

@@ -8,29 +8,29 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
 
-from paceline.backends.drafting import DraftModel
+from paceline.backends.devices import choose_device
+from paceline.backends.draft_load import choose_draft
+from paceline.backends.drafting import DraftPlan
 from paceline.backends.formats import Formats, choose_formats
+from paceline.backends.loaders import choose_copies, choose_loader, torch_dtype
 from paceline.backends.machine import (
     NO_TORCH,
     available_memory,
     choose_num_blocks,
     has_torch,
-    may_have_cuda,
 )
-from paceline.backends.native import OWN_BITS, choose_kinds
-from paceline.backends.native.packed import PackedCopies, fingerprint
+from paceline.backends.native import choose_kinds
 from paceline.backends.placement import Placement, choose_placement
 from paceline.backends.pooling.load import load_head, pooling_info
 from paceline.backends.pooling.runner import HiddenModel, PoolingRunner
 from paceline.backends.rope import longest_sequence
 from paceline.backends.runner import ModelRunner
 from paceline.backends.settings import BackendSettings
-from paceline.backends.steps import LoadedModel, ModelLoader
+from paceline.backends.steps import ModelLoader
 from paceline.backends.topology import bind, format_list
 from paceline.backends.worker import Runner, WorkerBackend
 from paceline.checkpoints.base import Checkpoint, open_checkpoint
@@ -41,7 +41,6 @@ from paceline.checkpoints.gguf_encoder import GGUFEncoder
 from paceline.checkpoints.gguf_parts import read_gguf_parts
 from paceline.checkpoints.hf import HFCheckpoint
 from paceline.checkpoints.pooling import PoolingFiles, find_pooling
-from paceline.checkpoints.resolve import default_cache_dir
 from paceline.core.backend import BackendInfo
 from paceline.core.errors import ConfigError
 from paceline.core.pooling import EMBED
@@ -49,11 +48,6 @@ from paceline.core.pooling import EMBED
 __all__ = ["load_backend"]
 
 _log = logging.getLogger(__name__)
-
-# formats of weights beside which the head is, or may be, int8
-_SCREENED: Final = ("int8", "q4", OWN_BITS)
-# formats of weights that hold a file's numbers, by its own
-_UNROUNDED: Final = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
 
 
 def load_backend(
@@ -98,30 +92,27 @@ def _load(
         if parts is None
         else GGUFCheckpoint(checkpoint_path, parts)
     )
+    if isinstance(checkpoint, GGUFCheckpoint):
+        checkpoint.forget_vocabulary()
     opened = time.monotonic()
     config = checkpoint.config
     usual = None if pooling is None else pooling.max_seq_length
     length = _choose_length(longest_sequence(config), settings.max_model_len, usual)
     _check_positions(config, length)
-    device = _choose_device(settings.device)
+    device = choose_device(settings.device)
     # before weights are packed and threads started, which then come to lie on the nodes
     placement = _bound(_placed(settings, device), whole_process=own_process)
-    choose = partial(
-        choose_formats,
+    formats = choose_formats(
         config,
+        compute=settings.compute,
+        dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,
         block_size=settings.block_size,
         device=device,
-        torch_dtype=partial(_torch_dtype, device=device),
+        torch_dtype=partial(torch_dtype, device=device),
         isa=settings.isa,
+        pooled=pooling is not None,
     )
-    formats = choose(compute=settings.compute, dtype=settings.dtype)
-    if pooling is not None and formats.compute == "native" and settings.dtype == "auto":
-        # vectors are compared in all their digits: what the file does not round is not rounded here
-        kept = _UNROUNDED.get(config.stored_dtype, formats.dtype)
-        if kept != formats.dtype:
-            formats = choose(compute="native", dtype=kept)
-            formats = replace(formats, why=f"native, in {kept} as the file is not rounded either")
     _log.info(
         "compute=%s dtype=%s kv_dtype=%s%s",
         formats.compute, formats.dtype, formats.kv_dtype, formats.why and f": {formats.why}",
@@ -130,7 +121,7 @@ def _load(
     if formats.compute == "native":
         found = choose_kinds(checkpoint, formats.dtype, screen_head=settings.screen_head)
         kinds, in_bits = found.note, bool(found.numbers)
-    loader = _choose_loader(
+    loader = choose_loader(
         checkpoint,
         formats,
         device=device,
@@ -139,21 +130,23 @@ def _load(
         threads=placement.threads,
         screen_head=settings.screen_head,
         pooling=pooling,
-        copies=_copies(checkpoint_path, formats, settings.packed_cache_bytes),
+        copies=choose_copies(checkpoint_path, formats, settings.packed_cache_bytes),
     )
     draft = None
     if settings.draft_path is not None:
-        draft = _choose_draft(
-            settings, checkpoint_path, config, formats, device, length, placement.threads
+        draft = choose_draft(
+            settings, checkpoint_path, checkpoint, formats, device, length, placement.threads
         )
-    beside = 0 if draft is None else draft.loader.block_bytes
-    blocks, host_blocks = _choose_sizes(loader, settings, max_num_seqs, length, beside)
+    blocks, host_blocks = _choose_sizes(loader, settings, max_num_seqs, length, draft)
     chosen = time.monotonic()
     loaded = loader.load(blocks, host_blocks)
     _log.info(
         "loaded checkpoint=%.2f choice=%.2f weights=%.2f",
         opened - started, chosen - opened, time.monotonic() - chosen,
     )  # fmt: skip
+    drafting = None
+    if draft is not None:
+        loaded, drafting = draft.load(loaded, blocks)
     runner: Runner
     pooled = None
     if pooling is None:
@@ -163,7 +156,7 @@ def _load(
             block_size=settings.block_size,
             max_num_seqs=max_num_seqs,
             max_model_len=length,
-            draft=None if draft is None else _load_draft(draft, loaded, blocks, settings),
+            draft=drafting,
         )
     else:
         assert isinstance(loaded.model, HiddenModel)
@@ -178,7 +171,7 @@ def _load(
         max_model_len=length,
         block_size=settings.block_size,
         num_blocks=blocks,
-        block_bytes=loader.block_bytes + beside,
+        block_bytes=loader.block_bytes + (0 if draft is None else draft.block_bytes),
         dtype=formats.dtype,
         device=device,
         kv_dtype=formats.kv_dtype,
@@ -226,7 +219,7 @@ def _load_encoder(
         raise ConfigError(f"{path} is an encoder without a KV cache: leave out --kv-cache-memory")
     if not has_torch():
         raise ConfigError(f"{path} is an encoder, which PyTorch computes, and {NO_TORCH}")
-    device = _choose_device(settings.device)
+    device = choose_device(settings.device)
     placement = _bound(_placed(settings, device), whole_process=own)
     from paceline.backends.torch.encoder import load_encoder
 
@@ -234,7 +227,7 @@ def _load_encoder(
     if dtype == "auto" and device == "cpu":
         # they are small, and their vectors are compared in all their digits
         dtype = "float32"
-    dtype = _torch_dtype(dtype, device=device)
+    dtype = torch_dtype(dtype, device=device)
     model = load_encoder(checkpoint, dtype=dtype, device=device, threads=placement.threads)
     head = load_head(pooling, checkpoint, config.hidden_size)
     _log.info("loaded encoder=%.2f", time.monotonic() - started)
@@ -307,7 +300,7 @@ def _bound(placement: Placement, *, whole_process: bool) -> Placement:
     if refusal:
         _log.warning(
             "numa_unbound threads=%d numa_nodes=%s cpus=%s reason=%s",
-            placement.threads, placement.nodes, cpus, refusal,
+            placement.threads, placement.nodes or "none", cpus, refusal,
         )  # fmt: skip
         why = f"NUMA nodes {placement.nodes} could not be bound to ({refusal})"
         if placement.why:
@@ -315,7 +308,7 @@ def _bound(placement: Placement, *, whole_process: bool) -> Placement:
         return replace(placement, nodes="", cpus=None, why=why)
     _log.info(
         "threads=%d numa_nodes=%s cpus=%s%s",
-        placement.threads, placement.nodes, cpus, placement.why and f": {placement.why}",
+        placement.threads, placement.nodes or "none", cpus, placement.why and f": {placement.why}",
     )  # fmt: skip
     return placement
 
@@ -331,190 +324,25 @@ def _check_positions(config: ModelConfig, length: int) -> None:
         )
 
 
-def _choose_device(name: str) -> str:
-    """ "cpu", or what PyTorch calls another device. Raises ConfigError for what is not there."""
-    if name == "cpu" or (name == "auto" and not may_have_cuda()):
-        return "cpu"
-    if not has_torch():
-        if name != "auto":
-            raise ConfigError(f"--device {name} is PyTorch's to use, and {NO_TORCH}")
-        _log.warning("device=cpu: there are signs of a GPU, but %s", NO_TORCH)
-        return "cpu"
-    from paceline.backends.torch.machine import choose_device
-
-    return str(choose_device(name))
-
-
-def _torch_dtype(name: str, *, device: str) -> str:
-    from paceline.backends.torch.machine import choose_dtype, dtype_name
-
-    return dtype_name(choose_dtype(name, device))
-
-
-def _copies(path: Path, formats: Formats, max_bytes: int | None) -> PackedCopies | None:
-    if max_bytes is None:
-        return None
-    if formats.compute != "native":
-        raise ConfigError(
-            f"--packed-cache changes nothing with {formats.compute} compute, which packs no weights"
-        )
-    return PackedCopies(default_cache_dir() / "packed", max_bytes, fingerprint(path))
-
-
-def _choose_loader(
-    checkpoint: Checkpoint,
-    formats: Formats,
-    *,
-    device: str,
-    block_size: int,
-    max_model_len: int,
-    threads: int,
-    screen_head: bool,
-    pooling: PoolingFiles | None,
-    copies: PackedCopies | None,
-) -> ModelLoader:
-    if screen_head and (formats.compute != "native" or formats.dtype not in _SCREENED):
-        raise ConfigError(
-            f"--screen-head changes nothing with {formats.compute} compute and {formats.dtype} "
-            f"weights: it is for native compute with {', '.join(_SCREENED)}"
-        )
-    if formats.compute == "native":
-        from paceline.backends.native.step import NativeLoader
-
-        return NativeLoader(
-            checkpoint=checkpoint,
-            dtype=formats.dtype,
-            kv_dtype=formats.kv_dtype,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            threads=threads,
-            isa=formats.isa,
-            screen_head=screen_head,
-            has_head=pooling is None,
-            copies=copies,
-        )
-    from paceline.backends.torch.load import TorchLoader
-
-    return TorchLoader(
-        checkpoint=checkpoint,
-        dtype=formats.dtype,
-        device=device,
-        block_size=block_size,
-        max_model_len=max_model_len,
-        threads=threads,
-        has_head=pooling is None,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """A model that will guess tokens, about to be loaded."""
-
-    loader: ModelLoader
-    # its KV cache may be a copy of the served model's
-    mirrors: bool
-    # for people
-    described: str
-
-
-def _choose_draft(
-    settings: BackendSettings,
-    checkpoint_path: Path,
-    config: ModelConfig,
-    formats: Formats,
-    device: str,
-    length: int,
-    threads: int,
-) -> _Draft:
-    """Raises ConfigError for one that cannot guess for the model of ``config``."""
-    assert settings.draft_path is not None
-    path = Path(settings.draft_path)
-    itself = path.resolve() == checkpoint_path.resolve()
-    checkpoint = open_checkpoint(path)
-    own = checkpoint.config
-    if own.vocab_size != config.vocab_size:
-        raise ConfigError(
-            f"speculative_config: the draft model {path} has {own.vocab_size} tokens and the "
-            f"served one {config.vocab_size}: both must have the same vocabulary"
-        )
-    mirrors = itself and formats.compute == "native"
-    try:
-        found = choose_formats(
-            own,
-            compute="native" if mirrors else settings.compute,
-            dtype=settings.draft_dtype,
-            # a copy of the other's has its format
-            kv_dtype=formats.kv_dtype if mirrors else "auto",
-            block_size=settings.block_size,
-            device=device,
-            torch_dtype=partial(_torch_dtype, device=device),
-            isa=formats.isa if mirrors else settings.isa,
-        )
-    except ConfigError as error:
-        raise ConfigError(f"speculative_config: the draft model {path}: {error}") from error
-    if itself and (found.compute, found.dtype) == (formats.compute, formats.dtype):
-        raise ConfigError(
-            f"speculative_config: the model is served in {formats.dtype}, and its guesses would be "
-            f"made in {found.dtype}: each would cost what a token does. Serve it in more bits "
-            "(--dtype bfloat16) or leave its guesses out"
-        )
-    if longest_sequence(own) < length:
-        raise ConfigError(
-            f"speculative_config: the draft model {path} has {longest_sequence(own)} positions and "
-            f"a request may have {length}: give --max-model-len {longest_sequence(own)} or less"
-        )
-    loader = _choose_loader(
-        checkpoint,
-        found,
-        device=device,
-        block_size=settings.block_size,
-        max_model_len=length,
-        threads=threads,
-        # a guess may be wrong
-        screen_head=found.compute == "native" and found.dtype in ("int8", "q4"),
-        pooling=None,
-        copies=_copies(path, found, settings.packed_cache_bytes),
-    )
-    return _Draft(
-        loader,
-        mirrors,
-        f"guesses by {'itself' if itself else path.name} in {found.dtype}, {found.compute}",
-    )
-
-
-def _load_draft(
-    draft: _Draft, served: LoadedModel, num_blocks: int, settings: BackendSettings
-) -> DraftModel:
-    loaded = draft.loader.load(num_blocks, 0)
-    mirror = None
-    if draft.mirrors:
-        from paceline.backends.native.step import NativeStep
-
-        assert isinstance(loaded.model, NativeStep) and isinstance(served.model, NativeStep)
-        mirror = partial(loaded.model.mirror, served.model)
-    return DraftModel(
-        loaded,
-        num_blocks=num_blocks,
-        block_size=settings.block_size,
-        mirror=mirror,
-    )
-
-
 def _choose_sizes(
     loader: ModelLoader,
     settings: BackendSettings,
     max_num_seqs: int,
     max_model_len: int,
-    beside: int,
+    draft: DraftPlan | None,
 ) -> tuple[int, int]:
-    """Blocks of the KV pool and of the memory to swap to; for each of the pool's, ``beside`` bytes
-    are taken by the draft model."""
+    """Blocks of the KV pool and of the memory to swap to, beside the draft model's blocks and
+    weights."""
     block_bytes, num_blocks = loader.block_bytes, settings.num_blocks
     if not block_bytes:
         # without a cache blocks are numbers, so many that no prompt waits for one
         return num_blocks or max_num_seqs * -(-max_model_len // settings.block_size), 0
     if num_blocks is None:
         free_bytes, share = loader.pool_memory()
+        beside = 0
+        if draft is not None:
+            beside = draft.block_bytes
+            free_bytes = max(0, free_bytes - draft.weight_bytes)
         num_blocks = choose_num_blocks(
             settings.kv_cache_bytes,
             block_bytes=block_bytes + beside,

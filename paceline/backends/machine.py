@@ -26,6 +26,9 @@ __all__ = [
     "choose_threads",
     "has_torch",
     "may_have_cuda",
+    "multiplies_bfloat16",
+    "num_cores",
+    "processor_quota",
     "swap_seconds",
     "within_quota",
 ]
@@ -35,8 +38,9 @@ MEMBERSHIP: Final = Path("/proc/self/cgroup")
 NO_TORCH: Final = "PyTorch is not installed: pip install 'paceline[torch]'"
 # of the host's free memory, for the KV pool
 CPU_SHARE: Final = 0.25
-# blocks moved to measure how long one takes
+# blocks moved to measure how long one takes, and their bytes, which stay in memory, about
 _SWAPPED: Final = 8
+_SWAPPED_BYTES: Final = 2 << 20
 
 
 def has_torch() -> bool:
@@ -56,6 +60,17 @@ def may_have_cuda(*, devices: Path = Path("/dev"), proc: Path = Path("/proc")) -
     names = ("nvidiactl", "dxg", "kfd", "nvhost-gpu", "nvmap")
     traces = [*(devices / name for name in names), proc / "driver" / "nvidia"]
     return any(trace.exists() for trace in traces)
+
+
+def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether PyTorch computes in bfloat16 on this processor by itself (``torch.machine``), told
+    without it: AVX-512's products of bfloat16, or AMX's where the system lets it be used."""
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        return False
+    flags = next((line for line in text.splitlines() if line.startswith("flags")), "").split()
+    return "avx512_bf16" in flags or "amx_tile" in flags
 
 
 def _read_words(path: Path) -> list[str]:
@@ -102,22 +117,39 @@ def choose_threads(
         if wanted < 1:
             raise ConfigError(f"threads must be at least 1, got {wanted}")
         return wanted
+    return within_quota(num_cores(cpus=cpus), cgroup=cgroup, membership=membership)
+
+
+def num_cores(*, cpus: Path = CPUS) -> int:
+    """Physical cores that this process's affinity leaves, at least 1."""
     allowed = allowed_cpus()
     if allowed is None:
         return max(1, os.cpu_count() or 1)
-    return within_quota(len(cores_of(allowed, root=cpus)), cgroup=cgroup, membership=membership)
+    return max(1, len(cores_of(allowed, root=cpus)))
 
 
-def within_quota(threads: int, *, cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
-    """``threads``, or as many as the cgroups' quotas keep busy all the time; at least 1."""
+def processor_quota(*, cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> float:
+    """Processors that the cgroups let this process use on average, such as 1.5; infinite without a
+    limit."""
+    least = math.inf
     for group in _own_groups("cpu", cgroup, membership):
         quota = _read_words(group / "cpu.max")
         if len(quota) != 2:
             limit = _read_words(group / "cpu.cfs_quota_us")
             quota = limit + _read_words(group / "cpu.cfs_period_us")
         if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit() and int(quota[1]) > 0:
-            threads = min(threads, int(quota[0]) // int(quota[1]))
-    return max(1, threads)
+            least = min(least, int(quota[0]) / int(quota[1]))
+    return least
+
+
+def within_quota(threads: int, *, cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
+    """``threads``, or as many as the cgroups' quotas keep busy all the time; at least 1.
+
+    One more would use a period's quota up before its end, and all threads would stop until the next
+    one. What is left of a quota such as 1.5 goes to the server's other process.
+    """
+    quota = processor_quota(cgroup=cgroup, membership=membership)
+    return max(1, threads if quota >= threads else int(quota))
 
 
 def available_memory(
@@ -180,10 +212,10 @@ def choose_num_blocks(
     return blocks
 
 
-def swap_seconds(move: Callable[[int], object], num_blocks: int) -> float:
+def swap_seconds(move: Callable[[int], object], num_blocks: int, block_bytes: int) -> float:
     """Measured seconds to move one block; ``move(count)`` moves that many and returns when they are
     there. 0.0 where there are none to move."""
-    count = min(num_blocks, _SWAPPED)
+    count = min(num_blocks, _SWAPPED, max(1, _SWAPPED_BYTES // block_bytes))
     if count < 1:
         return 0.0
     seconds = math.inf

@@ -17,12 +17,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from paceline.backends.machine import CGROUP, MEMBERSHIP, choose_threads, within_quota
+from paceline.backends.machine import (
+    CGROUP,
+    MEMBERSHIP,
+    choose_threads,
+    num_cores,
+    processor_quota,
+    within_quota,
+)
 from paceline.backends.topology import (
+    ATOMS,
     CPUS,
     NODES,
     Node,
     allowed_cpus,
+    core_speeds,
     cores_of,
     format_list,
     parse_list,
@@ -31,8 +40,13 @@ from paceline.backends.topology import (
 )
 from paceline.core.errors import ConfigError
 
-__all__ = ["Placement", "choose_placement"]
+__all__ = ["Placement", "choose_placement", "quick_cores"]
 
+# cores at least so quick beside the quickest are taken with it
+_ALIKE: Final = 0.8
+# Work is divided equally, so a step ends with the slowest core: slower ones join where all, each at
+# the pace of the slowest, are so many times as quick as those without them.
+_GAIN: Final = 1.25
 # what makes an OpenMP runtime bind threads by itself
 _BINDERS: Final = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
@@ -44,9 +58,9 @@ class Placement:
     threads: int
     # the NUMA nodes it keeps to, such as "0" or "0-3"; "": it keeps to none
     nodes: str = ""
-    # the nodes' processors that may be used; None: all, nothing is bound
+    # processors of these nodes, or of the quicker cores, that may be used; None: nothing is bound
     cpus: frozenset[int] | None = None
-    # for people, where there were several nodes to choose from; else ""
+    # for people, where there were nodes or kinds of cores to choose from, or a quota counts, or ""
     why: str = ""
 
     def describe(self, wanted: int | None) -> str:
@@ -64,6 +78,7 @@ def choose_placement(
     *,
     cpus: Path = CPUS,
     nodes: Path = NODES,
+    atoms: Path = ATOMS,
     cgroup: Path = CGROUP,
     membership: Path = MEMBERSHIP,
     environ: Mapping[str, str] = os.environ,
@@ -76,15 +91,39 @@ def choose_placement(
         numa: "auto", "off" or nodes' numbers, such as "0-1,4". auto: where processors of several
             sockets may be used, the nodes of the socket with most physical cores among them, then
             most free memory, then the lowest number; none where ``threads`` are more than its
-            cores, or where ``environ`` makes an OpenMP runtime bind threads. off: all nodes,
-            unbound. numbers: these nodes, of each of which some processor must be left.
-        cpus, nodes, cgroup, membership: where the kernel describes the machine.
+            cores, or where ``environ`` makes an OpenMP runtime bind threads. Where they are of one
+            socket, its quicker cores under the same conditions, if some are slower. off: all nodes
+            and cores, unbound. numbers: these nodes, of each of which some processor must be left.
+        cpus, nodes, atoms, cgroup, membership: where the kernel describes the machine.
 
     Raises:
         ConfigError: ``threads`` or ``numa`` that this machine cannot do, with what it has.
     """
     limits = {"cgroup": cgroup, "membership": membership}
-    everywhere = Placement(choose_threads(threads, cpus=cpus, **limits))
+    if threads is not None:
+        threads = choose_threads(threads)
+    found = _choose(threads, numa, cpus, nodes, atoms, environ)
+    quota = processor_quota(**limits)
+    count, where = found.threads, found.why
+    if threads is None:
+        count = within_quota(count, **limits)
+    if count < found.threads:
+        where += f", no more because a control group allows {quota:g} processors"
+    elif count > max(1.0, quota):
+        where += f", which a control group that allows {quota:g} processors will stop now and then"
+    return replace(found, threads=count, why=where and f"{_count(count, 'thread')}{where}")
+
+
+def _choose(
+    threads: int | None,
+    numa: str,
+    cpus: Path,
+    nodes: Path,
+    atoms: Path,
+    environ: Mapping[str, str],
+) -> Placement:
+    """Like ``choose_placement``, without quotas; ``why`` begins with what follows their number."""
+    everywhere = Placement(num_cores(cpus=cpus) if threads is None else threads)
     if numa == "off":
         return everywhere
     allowed = allowed_cpus()
@@ -95,13 +134,13 @@ def choose_placement(
         if binder:
             raise ConfigError(f"--numa {numa} and {binder} both bind threads: leave one out")
         given = _Group.of(asked, allowed, cpus)
-        count = within_quota(given.cores, **limits) if threads is None else threads
-        return Placement(count, given.numbers, given.cpus)
+        return Placement(threads or given.cores, given.numbers, given.cpus)
     groups = [_Group.of(socket, allowed, cpus) for socket in sockets_of(found, root=cpus)]
     groups = [group for group in groups if group.cpus] if allowed else []
     num_nodes = sum(len(group.nodes) for group in groups)
     if num_nodes < 2:
-        return everywhere
+        speeds = core_speeds(allowed or (), root=cpus, atoms=atoms)
+        return _on_quick_cores(everywhere, threads, speeds, binder)
     best = max(groups, key=lambda group: (group.cores, group.free_bytes, -group.nodes[0].number))
     obstacle = ""
     if len(groups) == 1:
@@ -112,17 +151,52 @@ def choose_placement(
         none = "none" if num_nodes == len(groups) else "no socket"
         obstacle = f"{none} has more than {_count(best.cores, 'core')}"
     if obstacle:
-        which = f"bound to none of {num_nodes} NUMA nodes because {obstacle}"
-        return replace(everywhere, why=f"{_count(everywhere.threads, 'thread')}, {which}")
-    count = within_quota(best.cores, **limits) if threads is None else threads
+        which = f", bound to none of {num_nodes} NUMA nodes because {obstacle}"
+        return replace(everywhere, why=which)
     which = f"node {best.numbers} because it has"
     if len(best.nodes) > 1:
         which = f"nodes {best.numbers} because they have"
     why = (
-        f"{_count(count, 'thread')} on NUMA {which} {best.cores} of the "
+        f" on NUMA {which} {best.cores} of the "
         f"{sum(group.cores for group in groups)} cores that may be used"
     )
-    return Placement(count, best.numbers, best.cpus, why)
+    return Placement(threads or best.cores, best.numbers, best.cpus, why)
+
+
+def _on_quick_cores(
+    everywhere: Placement,
+    threads: int | None,
+    cores: Mapping[str, tuple[float, frozenset[int]]],
+    binder: str,
+) -> Placement:
+    """The quicker ones of one socket's cores, or ``everywhere`` where none is slower; as
+    ``_choose``."""
+    quick = quick_cores({name: speed for name, (speed, _) in cores.items()})
+    if len(quick) == len(cores):
+        return everywhere
+    count = threads or len(quick)
+    which = f"the {len(quick)} quicker ones of {len(cores)} cores"
+    if count > len(quick):
+        return Placement(count, why=f", bound to no cores because they are more than {which}")
+    if binder:
+        return Placement(count, why=f" for {which}, unbound because {binder} binds threads")
+    own = frozenset(cpu for name in quick for cpu in cores[name][1])
+    return Placement(count, cpus=own, why=f" on {which}, CPUs {format_list(own)}")
+
+
+def quick_cores(speeds: Mapping[str, float]) -> frozenset[str]:
+    """Of cores by their names and speeds, those that compute a step soonest together: all that are
+    about as quick as the quickest, and each slower kind that makes up for its pace by its number.
+    """
+    ordered = sorted(speeds.items(), key=lambda each: -each[1])
+    taken, score = 0, 0.0
+    for count, (_, speed) in enumerate(ordered, 1):
+        # all of a kind or none
+        if count < len(ordered) and ordered[count][1] == speed:
+            continue
+        if speed >= _ALIKE * ordered[0][1] or count * speed >= _GAIN * score:
+            taken, score = count, count * speed
+    return frozenset(name for name, _ in ordered[:taken])
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.backends.constraint import OutputConstraint
-from paceline.backends.drafting import DraftModel, DraftRow
+from paceline.backends.drafting import Drafting, DraftRow, Made
 from paceline.backends.prompt_logprobs import PromptLogprobs
 from paceline.backends.sampling import PreparedSampling, SampleRow
 from paceline.backends.steps import AttentionBatch, Likeliest, LoadedModel, Logits
@@ -58,6 +58,8 @@ class _Slot:
     __slots__ = (
         "constraint",
         "error",
+        "guessing",
+        "guessing_failed",
         "index",
         "is_new",
         "num_blocks",
@@ -76,6 +78,9 @@ class _Slot:
         self.error: str | None = None
         self.constraint: OutputConstraint | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
+        # settings to guess with, made with the first guess; whether its guesses failed
+        self.guessing: PreparedSampling | None = None
+        self.guessing_failed = False
         wanted = new.sampling.prompt_logprobs
         if wanted is not None:
             prompt = new.token_ids[: new.num_prompt_tokens]
@@ -104,7 +109,7 @@ class ModelRunner:
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
-        draft: DraftModel | None = None,
+        draft: Drafting | None = None,
     ) -> None:
         # others look at it, to see what computes
         self.model = loaded.model
@@ -142,10 +147,11 @@ class ModelRunner:
         self._extend_tables(rows, slots)
         drafts: dict[int, Sequence[int]] = {draft.row: draft.token_ids for draft in plan.drafts}
         made: dict[int, tuple[int, ...]] = {}
+        caught_up: tuple[int, ...] = ()
         drafting = 0.0
         if self._draft is not None and any(draft.source == MODEL for draft in plan.drafts):
             began = time.monotonic()
-            made = self._make(self._draft, plan, slots)
+            made, caught_up = self._make(self._draft, plan, slots)
             # as if the plan had asked for so many
             rows = tuple(
                 row._replace(num_tokens=row.num_tokens - len(drafts[r]) + len(made[r]))
@@ -166,6 +172,7 @@ class ModelRunner:
             prompt_logprobs=prompt_logprobs,
             forced=forced,
             made=tuple(made.items()),
+            caught_up=caught_up,
             elapsed=time.monotonic() - started - drafting,
             drafting=drafting,
         )
@@ -179,9 +186,10 @@ class ModelRunner:
             for copy in plan.block_copies:
                 slot = self._slots[copy.request_id]
                 self._tables[slot.index, copy.index] = copy.dst
-            self.model.copy_blocks([(copy.src, copy.dst) for copy in plan.block_copies])
+            pairs = [(copy.src, copy.dst) for copy in plan.block_copies]
+            self.model.copy_blocks(pairs)
             if self._draft is not None:
-                self._draft.forget([copy.dst for copy in plan.block_copies], clear=True)
+                self._draft.copied(pairs)
 
     def _release(self, request_id: str) -> None:
         slot = self._slots.pop(request_id, None)
@@ -215,29 +223,35 @@ class ModelRunner:
         self._tables = np.concatenate((self._tables, np.zeros_like(self._tables)))
 
     def _make(
-        self, draft: DraftModel, plan: SchedulerOutput, slots: Sequence[_Slot]
-    ) -> dict[int, tuple[int, ...]]:
-        """By row, the guesses that the draft model makes where the plan leaves it to it."""
-        wanted: list[tuple[int, DraftRow]] = []
-        made: dict[int, tuple[int, ...]] = {}
-        for r, planned, source in plan.drafts:
+        self, draft: Drafting, plan: SchedulerOutput, slots: Sequence[_Slot]
+    ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
+        """By row, the guesses that the draft model makes where the plan leaves it to it; and in the
+        same order ``StepResult.caught_up``."""
+        wanted: dict[int, DraftRow] = {}
+        planned = {r: len(token_ids) for r, token_ids, source in plan.drafts if source == MODEL}
+        for r, count in planned.items():
             slot = slots[r]
-            if source == MODEL:
-                made[r] = ()
-                if slot.error is None:
-                    row = DraftRow(
-                        self._tokens[slot.index],
-                        self._tables[slot.index],
-                        plan.rows[r].start,
-                        len(planned),
-                        slot.sampling,
-                        slot.num_prompt_tokens,
-                    )
-                    wanted.append((r, row))
-        counts = draft.guess([row for _, row in wanted])
-        for (r, row), count in zip(wanted, counts, strict=True):
-            made[r] = tuple(row.tokens[row.last + 1 : row.last + 1 + count].tolist())
-        return made
+            if slot.error is not None or slot.guessing_failed:
+                continue
+            if slot.guessing is None:
+                slot.guessing = draft.prepare(slot.sampling.params)
+            wanted[r] = DraftRow(
+                self._tokens[slot.index],
+                self._tables[slot.index],
+                plan.rows[r].start,
+                count,
+                slot.guessing,
+                slot.num_prompt_tokens,
+                plan.rows[r].request_id,
+            )
+        results = dict(zip(wanted, draft.make(list(wanted.values())), strict=True))
+        made: dict[int, tuple[int, ...]] = {}
+        for r in planned:
+            count, _, failed = results.setdefault(r, Made())
+            slots[r].guessing_failed |= failed
+            first = plan.rows[r].start + 1
+            made[r] = tuple(self._tokens[slots[r].index, first : first + count].tolist())
+        return made, tuple(results[r].caught_up for r in planned)
 
     def _execute(
         self,

@@ -1,26 +1,41 @@
-"""What a model's weights, keys and values take where ``serve`` would compute it on this machine,
-without loading it: for planning.
+"""What a model takes where ``serve`` would compute it on this machine, by its files alone: for
+planning. Nothing is loaded, and PyTorch need not be installed.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final
 
+from paceline.backends.devices import choose_device
 from paceline.backends.formats import Formats, choose_formats
+from paceline.backends.machine import multiplies_bfloat16
 from paceline.backends.native import packed_bytes
-from paceline.backends.native.step import native_block_bytes
+from paceline.backends.native.step import native_block_bytes, native_step_bytes
+from paceline.backends.rope import longest_sequence
 from paceline.checkpoints.base import Checkpoint, open_checkpoint
+from paceline.checkpoints.config import ModelConfig
+from paceline.checkpoints.encoder import ENCODERS
+from paceline.checkpoints.gguf import GGUFCheckpoint
+from paceline.checkpoints.gguf_parts import read_gguf_parts
+from paceline.checkpoints.pooling import find_pooling
+from paceline.core.errors import ConfigError
 
-__all__ = ["ServedMemory", "served_memory"]
+__all__ = ["ServedMemory", "served_memory", "weight_bytes"]
 
-# The server's two processes without weights, keys and values: interpreter, libraries, activations.
-# Native: measured with the default model and 32 requests, 62 MB of the engine's and 109 MB of the
-# other. PyTorch: 190 MB more when it is imported; activations under load were not measured.
-_PROCESS_BYTES: Final = {"native": 171_000_000, "torch": 361_000_000}
+# Resident in the server's two processes without a model: interpreter, libraries, routes. Measured
+# by ``python -m benchmarks.memory``, which also holds the sum of all parts to 5 %
+_PROCESS_BYTES: Final = {"native": 94_000_000, "torch": 284_000_000}
+# of a vocabulary, in the process that makes text of tokens: ids, texts and merges
+_TOKEN_BYTES: Final = 320
+# of a step, tokens and rows of logits: a processor's steps become no larger by themselves
+# (``core.predict.chunk``), though they may, and a few of many requests are sampled in one
+_TOKENS: Final = 512
+_ROWS: Final = 16
+_VALUE_BYTES: Final = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,59 +44,116 @@ class ServedMemory:
 
     # "native" or "torch"
     compute: str
+    # "cpu", or what PyTorch calls another one
+    device: str
     # of weights, and of the KV cache
     dtype: str
     kv_dtype: str
     weight_bytes: int
     kv_bytes_per_token: float
-    # of what else is in the processes, about
+    # of what else is in the processes while prompts are computed, about; on a GPU, whose own share
+    # was not measured, 0
     process_bytes: int
 
 
-def served_memory(path: Path, *, block_size: int = 16) -> ServedMemory:
-    """Of a GGUF file or a Hugging Face folder, in the formats that ``serve`` takes by itself on the
-    processor of this machine.
+def weight_bytes(checkpoint: Checkpoint, formats: Formats, *, has_head: bool = True) -> int:
+    """What its weights take in formats that ``choose_formats`` settled."""
+    if formats.compute == "native":
+        return packed_bytes(checkpoint, formats.dtype, has_head=has_head)
+    values = sum(
+        math.prod(checkpoint.tensor_shape(name))
+        for name in checkpoint.tensor_names()
+        if has_head or name != "lm_head.weight"
+    )
+    return values * _VALUE_BYTES[formats.dtype]
+
+
+def served_memory(
+    path: Path,
+    *,
+    dtype: str = "auto",
+    kv_dtype: str = "auto",
+    block_size: int = 16,
+    device: str = "auto",
+) -> ServedMemory:
+    """Of a GGUF file or a Hugging Face folder, in the formats that ``serve`` takes by itself or
+    where these are asked for.
+
+    Args:
+        device: as ``--device`` takes it; "cuda" and "cuda:N" need not be there.
 
     Raises:
         CheckpointError: no checkpoint, or one that is not read.
-        ConfigError: nothing here computes it.
+        ConfigError: nothing here computes it, or it has no KV cache to plan.
     """
-    checkpoint = open_checkpoint(path)
+    if re.fullmatch("cpu|cuda(:[0-9]+)?", device) is None:
+        device = choose_device(device)
+    parts = read_gguf_parts(path) if path.is_file() else None
+    pooling = find_pooling(path, metadata=None if parts is None else parts[0].metadata)
+    if pooling is not None and pooling.encoder in ENCODERS:
+        raise _without_cache(path)
+    checkpoint = open_checkpoint(path) if parts is None else GGUFCheckpoint(path, parts)
     config = checkpoint.config
+    if config.bidirectional:
+        raise _without_cache(path)
     formats = choose_formats(
         config,
         compute="auto",
-        dtype="auto",
-        kv_dtype="auto",
+        dtype=dtype,
+        kv_dtype=kv_dtype,
         block_size=block_size,
-        device="cpu",
-        torch_dtype=partial(_torch_dtype, device="cpu"),
+        device=device,
+        torch_dtype=lambda name: _torch_dtype(name, device),
+        pooled=pooling is not None,
+        planned=True,
     )
+    has_head = pooling is None
+    process_bytes = 0
     if formats.compute == "native":
-        weights = packed_bytes(checkpoint, formats.dtype)
         block = native_block_bytes(config, block_size, formats.kv_dtype)
     else:
-        weights, block = _on_torch(checkpoint, formats, block_size)
+        block = _torch_block_bytes(config, block_size, formats.dtype)
+    if device == "cpu":
+        length = longest_sequence(config)
+        if pooling is not None:
+            length = min(length, pooling.max_seq_length or length)
+        process_bytes = _process_bytes(config, formats, has_head, length)
     return ServedMemory(
         formats.compute,
+        device,
         formats.dtype,
         formats.kv_dtype,
-        weights,
+        weight_bytes(checkpoint, formats, has_head=has_head),
         block / block_size,
-        _PROCESS_BYTES[formats.compute],
+        process_bytes,
     )
 
 
-def _on_torch(checkpoint: Checkpoint, formats: Formats, block_size: int) -> tuple[int, int]:
-    from paceline.backends.torch.attention import block_bytes
-    from paceline.backends.torch.machine import choose_dtype
-
-    dtype = choose_dtype(formats.dtype, "cpu")
-    values = sum(math.prod(checkpoint.tensor_shape(name)) for name in checkpoint.tensor_names())
-    return values * dtype.itemsize, block_bytes(checkpoint.config, block_size, dtype)
+def _without_cache(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path} attends to both sides and has no KV cache: what it takes does not depend on how "
+        "many sequences there are, so there is nothing to plan"
+    )
 
 
-def _torch_dtype(name: str, *, device: str) -> str:
-    from paceline.backends.torch.machine import choose_dtype, dtype_name
+def _process_bytes(config: ModelConfig, formats: Formats, has_head: bool, length: int) -> int:
+    tables = 1 if config.sliding_rope is None else 2
+    # cosines and sines
+    rope = tables * 4 * config.head_dim * length
+    # those of PyTorch were not measured, and are about as many
+    step = native_step_bytes(config, _TOKENS, _ROWS if has_head else 0)
+    vocabulary = _TOKEN_BYTES * config.vocab_size
+    return _PROCESS_BYTES[formats.compute] + vocabulary + rope + step
 
-    return dtype_name(choose_dtype(name, device))
+
+def _torch_block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
+    """A block of the KV cache as ``torch.attention`` has it."""
+    per_position = 2 * config.num_key_value_heads * config.head_dim * _VALUE_BYTES[dtype]
+    return config.num_hidden_layers * block_size * per_position
+
+
+def _torch_dtype(name: str, device: str) -> str:
+    """As ``torch.machine`` chooses; of GPUs those that multiply bfloat16 are taken for granted."""
+    if name == "auto":
+        return "bfloat16" if device != "cpu" or multiplies_bfloat16() else "float32"
+    return name

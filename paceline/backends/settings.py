@@ -39,7 +39,8 @@ class BackendSettings:
     # them; None: none are kept. Native compute alone
     packed_cache_bytes: int | None = None
     # a model that guesses tokens for this one to verify, a folder or a .gguf file, and its weights'
-    # format; the same file is the same model, in fewer bits. None: there is none
+    # format; the same file is the same model, in fewer bits. Or the folder of a head that reads the
+    # served model's hidden states. None: there is none
     draft_path: str | None = None
     draft_dtype: str = "auto"
     # prompt + output tokens of one request; None: as long as the model and the KV cache allow

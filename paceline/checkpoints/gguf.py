@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +25,6 @@ from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import numpy as np
-from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from paceline.checkpoints.architectures import ARCHITECTURES, Architecture
@@ -32,6 +32,7 @@ from paceline.checkpoints.config import ModelConfig, RopeConfig
 from paceline.checkpoints.gguf_data import GGUFData
 from paceline.checkpoints.gguf_format import GGUFFile, GGUFTensor
 from paceline.checkpoints.gguf_parts import read_gguf_parts
+from paceline.checkpoints.gguf_types import GGUFType
 from paceline.checkpoints.shapes import check_shapes, expected_shapes, row_order
 from paceline.core.errors import CheckpointError
 
@@ -66,7 +67,7 @@ NEUTRAL: Final[Mapping[str, Any]] = MappingProxyType(
 )
 
 _NOT_WEIGHTS: Final = {
-    GGMLQuantizationType[name] for name in ("I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K")
+    GGUFType[name] for name in ("I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K")
 }
 _DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _PLAIN: Final = {
@@ -171,7 +172,7 @@ class GGUFCheckpoint:
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """Every key of the file; numeric arrays as numpy arrays, string arrays as lists."""
+        """Every key of the file; numeric arrays as ``array.array``, string arrays as lists."""
         return MappingProxyType(self._file.metadata)
 
     def tensor_names(self) -> tuple[str, ...]:
@@ -197,6 +198,12 @@ class GGUFCheckpoint:
 
     def release(self) -> None:
         self._data.release()
+
+    def forget_vocabulary(self) -> None:
+        """Let go of the texts and merges of tokens, which take some 20 MB: whoever computes needs
+        none of them, and ``metadata`` has them no more."""
+        for name in ("tokens", "merges", "scores", "token_type"):
+            self._file.metadata.pop(f"tokenizer.ggml.{name}", None)
 
     def check_shapes(self) -> tuple[str, ...]:
         """Names of the model's tensors.
@@ -384,8 +391,8 @@ class _ConfigReader:
             entries = self.metadata.get(f"tokenizer.ggml.{name}")
             if entries is None:
                 continue
-            if not isinstance(entries, (list, np.ndarray)) or len(entries) != rows:
-                found = len(entries) if isinstance(entries, (list, np.ndarray)) else repr(entries)
+            if not isinstance(entries, (list, array)) or len(entries) != rows:
+                found = len(entries) if isinstance(entries, (list, array)) else repr(entries)
                 raise CheckpointError(
                     f"tokenizer.ggml.{name} has {found} entries, token_embd has {rows} rows"
                 )
@@ -476,13 +483,13 @@ class _ConfigReader:
         """A number that newer writers may store once per layer; all must agree."""
         key = f"{self.arch}.{name}"
         value = self.metadata.get(key, default)
-        if isinstance(value, np.ndarray):
-            unique = np.unique(value)
+        if isinstance(value, array):
+            unique = set(value)
             if len(unique) != 1:
                 raise CheckpointError(
                     f"{key} differs between layers ({len(unique)} values), not supported"
                 )
-            value = unique[0].item()
+            value = unique.pop()
             if type(value) is not int or value < 0:
                 raise CheckpointError(f"{key} is {value!r}, must be a whole number")
             return value

@@ -6,17 +6,22 @@ This module does not know which tensors a model has.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, Final, TypeAlias
 
 import numpy as np
-from gguf import quants
 from numpy.typing import NDArray
 
 from paceline.checkpoints.gguf_format import GGUFTensor
+from paceline.checkpoints.gguf_types import GGUFType
 from paceline.core.errors import CheckpointError
 
 __all__ = ["GGUFData"]
+
+# values that are dequantised at a time: a whole matrix would take several times what it becomes
+_AT_ONCE: Final = 1 << 20
 
 
 class GGUFData:
@@ -38,19 +43,38 @@ class GGUFData:
     def values(self, tensor: GGUFTensor) -> NDArray[np.float32]:
         """Dequantised; a fresh array. Raises CheckpointError for a type that cannot be."""
         data = self.rows(tensor)
+        values = np.empty((len(data), tensor.shape[-1]), dtype=np.float32)
+        step = max(1, _AT_ONCE // tensor.shape[-1])
+        decode = _PLAIN.get(tensor.type) or _decoder(tensor.type)
         try:
-            values = quants.dequantize(data, tensor.type)
+            for first in range(0, len(data), step):
+                some = slice(first, first + step)
+                values[some] = decode(data[some])
         except NotImplementedError:
             raise CheckpointError(
                 f"{self._paths[0]}: tensor {tensor.name} is stored as {tensor.type.name}, "
                 "which cannot be dequantised"
             ) from None
-        # dequantize returns a view of the file for float32; the caller may change what it gets
-        return np.array(values, dtype=np.float32, copy=np.shares_memory(values, data)).reshape(
-            tensor.shape
-        )
+        return values.reshape(tensor.shape)
 
     def release(self) -> None:
         """Give back memory that holds what was read so far."""
         for each in self._maps:
             each.madvise(mmap.MADV_DONTNEED)
+
+
+# [rows, bytes] to [rows, values]
+_Decoder: TypeAlias = Callable[[NDArray[np.uint8]], NDArray[Any]]
+_PLAIN: Final[Mapping[GGUFType, _Decoder]] = {
+    GGUFType.F32: lambda data: data.view("<f4"),
+    GGUFType.F16: lambda data: data.view("<f2"),
+    # the upper half of a float32
+    GGUFType.BF16: lambda data: (data.view("<u2").astype(np.uint32) << 16).view(np.float32),
+}
+
+
+def _decoder(kind: GGUFType) -> _Decoder:
+    """The ``gguf`` package's, which ``gguf_types`` says of why it is imported here."""
+    from gguf import GGMLQuantizationType, quants
+
+    return partial(quants.dequantize, qtype=GGMLQuantizationType(kind))

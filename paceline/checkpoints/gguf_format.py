@@ -11,22 +11,22 @@ Every count, length, offset and size is compared with the file's size before it 
 file that lies costs an error and neither memory nor time. Only the header is read; tensor data
 stays on disk. What the keys mean is not known here (see ``gguf.py``).
 
-Source: the format description in ggml's ``docs/gguf.md``. The quantisation types and their block
-sizes are those of the ``gguf`` package. Reading is our own because that package's reader builds
-several objects per vocabulary entry, which takes seconds for a vocabulary of 50,000.
+Source: the format description in ggml's ``docs/gguf.md``. Reading is our own because the ``gguf``
+package's reader builds several objects per vocabulary entry, which takes seconds for a vocabulary
+of 50,000. Nothing here needs numpy: the API process reads headers too, and would take 20 MB more.
 """
 
 from __future__ import annotations
 
 import mmap
 import struct
+import sys
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
+from paceline.checkpoints.gguf_types import SIZES, GGUFType
 from paceline.core.errors import CheckpointError
 
 __all__ = ["GGUFFile", "GGUFTensor", "read_gguf"]
@@ -48,19 +48,19 @@ DEFAULT_ALIGNMENT: Final = 32
 
 _STRING: Final = 8
 _ARRAY: Final = 9
-# metadata type -> struct code and numpy type
+# metadata type -> struct code and code of arrays, which have no bool
 _SCALARS: Final[dict[int, tuple[str, str]]] = {
-    0: ("<B", "<u1"),
-    1: ("<b", "<i1"),
-    2: ("<H", "<u2"),
-    3: ("<h", "<i2"),
-    4: ("<I", "<u4"),
-    5: ("<i", "<i4"),
-    6: ("<f", "<f4"),
-    7: ("<?", "?"),
-    10: ("<Q", "<u8"),
-    11: ("<q", "<i8"),
-    12: ("<d", "<f8"),
+    0: ("<B", "B"),
+    1: ("<b", "b"),
+    2: ("<H", "H"),
+    3: ("<h", "h"),
+    4: ("<I", "I"),
+    5: ("<i", "i"),
+    6: ("<f", "f"),
+    7: ("<?", "B"),
+    10: ("<Q", "Q"),
+    11: ("<q", "q"),
+    12: ("<d", "d"),
 }
 
 
@@ -71,7 +71,7 @@ class GGUFTensor:
     name: str
     # slowest dimension first, as numpy and Hugging Face have it (GGUF stores the reverse)
     shape: tuple[int, ...]
-    type: GGMLQuantizationType
+    type: GGUFType
     # first byte, counted from the start of the file
     start: int
     num_bytes: int
@@ -81,13 +81,13 @@ class GGUFTensor:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row, i.e. of ``shape[-1]`` elements."""
-        block, size = GGML_QUANT_SIZES[self.type]
+        block, size = SIZES[self.type]
         return self.shape[-1] // block * size
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """A checked header. Numeric arrays are numpy arrays, string arrays lists of str."""
+    """A checked header. Numeric arrays are ``array.array``, string arrays lists of str."""
 
     path: Path
     version: int
@@ -156,9 +156,12 @@ class _Header:
         count = self.unpack("<Q", what)
         # the least that count elements can take; refuses a lying count before allocating for it
         if kind in _SCALARS:
-            dtype = np.dtype(_SCALARS[kind][1])
-            start = self.need(count * dtype.itemsize, f"{what}, an array of {count},")
-            return np.frombuffer(self.data[start : self.pos], dtype=dtype)
+            numbers = array(_SCALARS[kind][1])
+            start = self.need(count * numbers.itemsize, f"{what}, an array of {count},")
+            numbers.frombytes(self.data[start : self.pos])
+            if sys.byteorder == "big":
+                numbers.byteswap()
+            return numbers
         if kind not in (_STRING, _ARRAY):
             raise self.fail(f"{what} is an array of unknown metadata type {kind}")
         least = count * (8 if kind == _STRING else 12)
@@ -284,10 +287,10 @@ def _locate(
     data_start: int,
 ) -> GGUFTensor:
     try:
-        kind = GGMLQuantizationType(kind_number)
+        kind = GGUFType(kind_number)
     except ValueError:
         raise header.fail(f"tensor {name!r} has unknown type {kind_number}") from None
-    block, block_bytes = GGML_QUANT_SIZES[kind]
+    block, block_bytes = SIZES[kind]
     elements = 1
     for dim in shape:
         elements *= dim

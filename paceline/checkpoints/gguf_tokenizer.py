@@ -13,11 +13,11 @@ converter maps to the name in ``tokenizer.ggml.pre``.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
 from tokenizers import (
     AddedToken,
     Regex,
@@ -133,11 +133,11 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
             f"tokenizer.ggml.model {kind!r:.40} is not supported; these are: gpt2, llama, bert"
         )
     if types is not None:
-        special = np.flatnonzero((types == _CONTROL) | (types == _UNKNOWN))
+        special = [i for i, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN)]
         tokenizer.add_special_tokens(
             [AddedToken(tokens[i], special=True, normalized=False) for i in special if tokens[i]]
         )
-        plain = np.flatnonzero(types == _USER_DEFINED)
+        plain = [i for i, kind in enumerate(types) if kind == _USER_DEFINED]
         tokenizer.add_tokens(
             [AddedToken(tokens[i], special=False, normalized=False) for i in plain if tokens[i]]
         )
@@ -145,14 +145,14 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def _numbers(metadata: Mapping[str, Any], name: str, count: int) -> np.ndarray[Any, Any] | None:
+def _numbers(metadata: Mapping[str, Any], name: str, count: int) -> array[Any] | None:
     """A numeric array with an entry per token, or None when the file has none."""
     key = f"tokenizer.ggml.{name}"
     values = metadata.get(key)
     if values is None:
         return None
-    if not isinstance(values, np.ndarray) or len(values) != count:
-        found = len(values) if isinstance(values, (np.ndarray, list)) else repr(values)[:40]
+    if not isinstance(values, array) or len(values) != count:
+        found = len(values) if isinstance(values, (array, list)) else repr(values)[:40]
         raise CheckpointError(f"{key} has {found} entries for {count} tokens")
     return values
 
@@ -205,7 +205,7 @@ def _sentencepiece(
     metadata: Mapping[str, Any],
     tokens: list[str],
     vocab: dict[str, int],
-    types: np.ndarray[Any, Any] | None,
+    types: array[Any] | None,
 ) -> Tokenizer:
     scores = _numbers(metadata, "scores", len(tokens))
     if scores is None:

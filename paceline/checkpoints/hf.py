@@ -5,6 +5,7 @@ Only JSON and safetensors are read. Pickled weights (.bin, .pt) and Python files
 
 from __future__ import annotations
 
+import mmap
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,11 +19,11 @@ from paceline.checkpoints.architectures import ARCHITECTURES
 from paceline.checkpoints.config import ModelConfig
 from paceline.checkpoints.hf_config import read_hf_config
 from paceline.checkpoints.json_file import read_json_object
-from paceline.checkpoints.quantised import QuantisedMatrix, quantisation_of
+from paceline.checkpoints.quantisation_config import quantisation_of
+from paceline.checkpoints.quantised import QuantisedMatrix
 from paceline.checkpoints.safetensors_format import (
     DTYPES,
     SafetensorsEntry,
-    read_data,
     read_safetensors_header,
     values_of,
 )
@@ -53,6 +54,8 @@ class HFCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        # those whose matrices were asked for as they are stored
+        self._maps: dict[Path, mmap.mmap] = {}
         # the config is judged first: "this architecture is not supported" is the more useful error
         read_hf_config(folder, "float32")
         stored = read_entries(folder)
@@ -149,14 +152,26 @@ class HFCheckpoint:
             raise CheckpointError(f"{name} has shape {list(entry.shape)}; only matrices have rows")
         if not isinstance(entry, SafetensorsEntry):
             return self._ordered(name, entry.blocks()), entry.dtype
-        rows = np.frombuffer(read_data(entry), dtype=np.uint8).reshape(entry.shape[0], -1)
-        return self._ordered(name, rows), entry.dtype
+        return self._ordered(name, self._mapped(entry).reshape(entry.shape[0], -1)), entry.dtype
 
     def tensor_type(self, name: str) -> str:
         return self._find(name).dtype
 
+    def _mapped(self, entry: SafetensorsEntry) -> NDArray[np.uint8]:
+        """Its bytes, backed by the file: those who pack them need no copy, and read in parallel."""
+        data = self._maps.get(entry.path)
+        if data is None:
+            with entry.path.open("rb") as file:
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._maps[entry.path] = data
+        if entry.start + entry.num_bytes > len(data):
+            raise CheckpointError(f"{entry.path} was cut short while it was open")
+        return np.frombuffer(data, np.uint8, entry.num_bytes, entry.start)
+
     def release(self) -> None:
-        """Nothing to do: what was read belongs to whoever asked for it."""
+        """Of mapped files; what else was read belongs to whoever asked for it."""
+        for data in self._maps.values():
+            data.madvise(mmap.MADV_DONTNEED)
 
     def check_shapes(self) -> tuple[str, ...]:
         """Names of the model's tensors.

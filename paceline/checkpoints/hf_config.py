@@ -16,7 +16,7 @@ from paceline.checkpoints.architectures import ARCHITECTURES, Architecture
 from paceline.checkpoints.config import ModelConfig
 from paceline.checkpoints.hf_fields import Fields, token_ids
 from paceline.checkpoints.json_file import read_json_object
-from paceline.checkpoints.quantised import quantisation_of
+from paceline.checkpoints.quantisation_config import quantisation_of
 from paceline.core.errors import CheckpointError
 
 __all__ = ["NEUTRAL", "SUPPORTED_ARCHITECTURES", "config_from", "read_hf_config"]

@@ -22,8 +22,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from tokenizers import Tokenizer
-
 from paceline.checkpoints.gguf_encoder import GGUF_ENCODERS
 from paceline.checkpoints.json_file import read_json_list, read_json_object
 from paceline.core.errors import CheckpointError, ConfigError
@@ -123,6 +121,9 @@ def score_token_ids(folder: Path, files: PoolingFiles) -> tuple[int, ...]:
     """The ids of ``files.score_tokens``. Raises CheckpointError for what is no token."""
     if all(isinstance(token, int) for token in files.score_tokens):
         return tuple(int(token) for token in files.score_tokens)
+    # imported here: an engine makes no text, and seldom asks for such ids
+    from tokenizers import Tokenizer
+
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:

@@ -1,5 +1,5 @@
-"""Matrices that a Hugging Face folder stores in 8 or 4 bits, and what ``quantization_config`` says
-of them: FP8, GPTQ and AWQ.
+"""Matrices that a Hugging Face folder stores in 8 or 4 bits: FP8, GPTQ and AWQ. How config.json
+tells of them is in ``quantisation_config.py``.
 
 A weight of such a folder is ``[outputs, inputs]`` to us, whatever way it lies there::
 
@@ -24,19 +24,19 @@ GPTQModel; AutoAWQ's ``utils/packing_utils.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.checkpoints.safetensors_format import SafetensorsEntry, read_data, values_of
+from paceline.checkpoints.safetensors_format import DTYPES, SafetensorsEntry, read_data, values_of
 from paceline.core.errors import CheckpointError
 
-__all__ = ["FP8", "MXFP4", "Q4", "Quantisation", "QuantisedMatrix", "quantisation_of"]
+__all__ = ["FP8", "INSTEAD", "MXFP4", "Q4", "Quantisation", "QuantisedMatrix"]
 
 # what matrices are said to be stored as: bytes that are no integers; integers of 8 bits; of 4 bits
 # in blocks that GGUF has too; and of 4 bits that lie otherwise, or have other scales than halves
@@ -47,13 +47,16 @@ _INT8: Final = "INT8"
 Q4: Final = "Q4_1"
 _INT4: Final = "INT4"
 
+# for messages: what to do about others
 _READ: Final = (
     "FP8 (fp8, fbgemm_fp8, or float-quantized of compressed-tensors), GPTQ of 4 or 8 bits, AWQ "
     "of 4 (gemm) and gpt-oss's MXFP4 are read"
 )
-_INSTEAD: Final = f"use a GGUF file of the model or its unquantised folder; {_READ}"
+INSTEAD: Final = f"use a GGUF file of the model or its unquantised folder; {_READ}"
 # of GGUF's Q4_1
 _BLOCK: Final = 32
+# values that are unpacked at a time: whole matrices would take several times what they become
+_AT_ONCE: Final = 1 << 17
 _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 # what is written beside weights to quantise something else: inputs of a layer, or keys and values
 _UNUSED: Final = (
@@ -91,9 +94,9 @@ class QuantisedMatrix(Protocol):
         ...
 
     def blocks(self) -> NDArray[np.uint8]:
-        """Of ``Q4`` alone: its rows as GGUF's blocks, [rows, bytes]. They are exact where the zero
-        is 8; of other zeros the offset ``-zero * scale`` is rounded to a half, by at most 1/128 of
-        the step between two values."""
+        """Of ``Q4`` and ``MXFP4``: its rows as GGUF's blocks, [rows, bytes]. They are exact but for
+        zeros of Q4 other than 8: the offset ``-zero * scale`` is rounded to a half, by at most
+        1/128 of the step between two values."""
         ...
 
 
@@ -165,6 +168,9 @@ class Quantisation:
             raise CheckpointError(
                 f"{base}.weight is FP8 of shape {list(weight.shape)}: only matrices are"
             )
+        if not all(weight.shape):
+            raise CheckpointError(f"{base}.weight has shape {list(weight.shape)}: it is empty")
+        _check_scales(name, scale)
         rows, columns = weight.shape
         block = self.block or (1, columns)
         blocks = (-(-rows // block[0]), -(-columns // block[1]))
@@ -195,6 +201,14 @@ class Quantisation:
         shape = qweight.shape if len(qweight.shape) == 2 else (0, 0)
         is_awq = self.method == "AWQ"
         outputs, inputs = (shape[1] * each, shape[0]) if is_awq else (shape[1], shape[0] * each)
+        if len(qweight.shape) == 2 and not (inputs and outputs):
+            raise CheckpointError(f"{base}.qweight has shape {list(qweight.shape)}: it is empty")
+        if outputs % each:
+            raise CheckpointError(
+                f"{base}.qweight has shape {list(qweight.shape)}, {outputs} outputs: {self.text} "
+                f"has a multiple of {each}, since so many zeros lie in one integer"
+            )
+        _check_scales(f"{base}.scales", scales)
         size = inputs if self.group_size == -1 else min(self.group_size, inputs)
         groups = -(-inputs // max(size, 1))
         wanted: dict[str, tuple[int, ...]] = {
@@ -267,8 +281,10 @@ class _Scaled:
         scales = values_of(self.scale).reshape(-1, -(-columns // self.block[1]))
         row_blocks = np.arange(self.rows.start, self.rows.stop) // self.block[0]
         column_blocks = np.arange(columns) // self.block[1]
-        found: NDArray[np.float32] = _e4m3()[codes]
-        found *= scales[row_blocks][:, column_blocks]
+        found, step = np.empty(self.shape, np.float32), max(1, _AT_ONCE // columns)
+        for some in (slice(first, first + step) for first in range(0, len(found), step)):
+            found[some] = _e4m3()[codes[some]]
+            found[some] *= scales[row_blocks[some]][:, column_blocks]
         return found
 
     def blocks(self) -> NDArray[np.uint8]:
@@ -309,135 +325,67 @@ class _Packed:
         return replace(self, rows=_within(self.rows, rows))
 
     def values(self) -> NDArray[np.float32]:
-        quantised, zeros, scales = self._read()
+        zeros, scales = self._groups()
         order = self.order
         if order is None:
             order = np.arange(self.shape[1]) // self.group_size
-        # whole numbers of up to 9 bits times a half: exact
-        found = (quantised - zeros[order]).astype(np.float32)
-        found *= scales[order]
-        return np.ascontiguousarray(found.T)
+        found = np.empty(self.shape, np.float32)
+        for rows, numbers in self._numbers():
+            # whole numbers of up to 9 bits times a half: exact
+            part = (numbers - zeros[order, rows]).astype(np.float32)
+            part *= scales[order, rows]
+            found[rows] = part.T
+        return found
 
     def blocks(self) -> NDArray[np.uint8]:
         if self.dtype != Q4:
             raise CheckpointError(f"{self.dtype} has no blocks of 4 bits")
-        quantised, zeros, scales = self._read()
-        rows, columns = self.shape
-        every = self.group_size // _BLOCK
-        # [rows, blocks], of a scale and an offset
-        heads = [np.repeat(part.T, every, axis=1) for part in (scales, -zeros * scales)]
-        numbers = quantised.T.reshape(rows, -1, _BLOCK).astype(np.uint8)
-        count = columns // _BLOCK
+        zeros, scales = self._groups()
+        rows, count = self.shape[0], self.shape[1] // _BLOCK
         found = np.empty((rows, count, 4 + _BLOCK // 2), np.uint8)
-        for place, part in enumerate(heads):
-            halves = np.ascontiguousarray(part[:, :count]).astype("<f2")
-            found[..., 2 * place : 2 * place + 2] = halves.view(np.uint8).reshape(rows, count, 2)
-        # the first half of a block in the lower bits
-        found[..., 4:] = numbers[..., : _BLOCK // 2] | numbers[..., _BLOCK // 2 :] << 4
+        # a scale and an offset
+        for place, part in enumerate((scales, -zeros * scales)):
+            halves = np.repeat(part.T.astype("<f2"), self.group_size // _BLOCK, axis=1)[:, :count]
+            pairs = np.ascontiguousarray(halves).view(np.uint8).reshape(rows, count, 2)
+            found[..., 2 * place : 2 * place + 2] = pairs
+        for some, numbers in self._numbers():
+            nibbles = numbers.T.reshape(-1, count, _BLOCK).astype(np.uint8)
+            # the first half of a block in the lower bits
+            found[some, :, 4:] = nibbles[..., : _BLOCK // 2] | nibbles[..., _BLOCK // 2 :] << 4
         return found.reshape(rows, -1)
 
-    def _read(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
-        """Quantised [inputs, rows], zeros and scales [groups, rows]."""
-        if self.is_awq:
-            quantised = _columns(_integers(self.qweight), self.bits, _AWQ_ORDER)
-            zeros = _columns(_integers(self.qzeros), self.bits, _AWQ_ORDER)
-        else:
-            packed = _integers(self.qweight)
-            quantised = _unpacked(packed.T, self.bits).T
-            zeros = _unpacked(_integers(self.qzeros), self.bits)
-        scales = values_of(self.scales)
-        rows = self.rows
-        return quantised[:, rows], zeros[:, rows] + self.zero_offset, scales[:, rows]
-
-
-def quantisation_of(config: Mapping[str, Any]) -> Quantisation | None:
-    """What a config.json says of quantised weights; None: nothing.
-
-    Raises:
-        CheckpointError: a kind that is not read, by its name and with what to use instead.
-    """
-    raw = config.get("quantization_config")
-    if raw is None:
-        return None
-    if not isinstance(raw, Mapping):
-        raise CheckpointError(f"quantization_config is {raw!r:.80}, must be an object")
-    method = raw.get("quant_method")
-    if method in ("fp8", "fbgemm_fp8"):
-        return _fp8(raw)
-    if method == "compressed-tensors":
-        return _compressed(raw)
-    if method == "gptq":
-        return _gptq(raw)
-    if method == "awq":
-        return _awq(raw)
-    if method == "mxfp4":
-        return Quantisation(MXFP4, 4)
-    raise CheckpointError(f"weights quantised by {method!r:.40} are not read: {_INSTEAD}")
-
-
-def _fp8(raw: Mapping[str, Any]) -> Quantisation:
-    kind = raw.get("fmt", "e4m3")
-    if kind != "e4m3":
-        raise CheckpointError(f"FP8 of the kind {kind!r:.40} is not read, only e4m3: {_INSTEAD}")
-    block = raw.get("weight_block_size")
-    if block is None:
-        return Quantisation(FP8)
-    if not isinstance(block, list) or len(block) != 2 or not all(_is_count(n) for n in block):
-        raise CheckpointError(f"weight_block_size is {block!r:.80}, must be [rows, columns]")
-    return Quantisation(FP8, block=(block[0], block[1]))
-
-
-def _compressed(raw: Mapping[str, Any]) -> Quantisation:
-    layout = raw.get("format")
-    groups = raw.get("config_groups")
-    if layout != "float-quantized" or not isinstance(groups, Mapping):
-        raise CheckpointError(
-            f"compressed-tensors of the format {layout!r:.40} is not read: {_INSTEAD}"
+    def _groups(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Zeros and scales, [groups, rows]."""
+        packed = _integers(self.qzeros)
+        unpacked = (
+            _columns(packed, self.bits, _AWQ_ORDER) if self.is_awq else _unpacked(packed, self.bits)
         )
-    for name, group in groups.items():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        kind = weights if isinstance(weights, Mapping) else {}
-        if (kind.get("num_bits"), kind.get("type")) != (8, "float"):
-            raise CheckpointError(
-                f"config_groups.{name}: weights of {kind.get('num_bits')!r:.20} bits, "
-                f"{kind.get('type')!r:.20}, are not read: {_INSTEAD}"
-            )
-    block = next(iter(groups.values()))["weights"].get("block_structure")
-    return _fp8({"weight_block_size": block})
+        zeros = unpacked[:, self.rows] + np.int32(self.zero_offset)
+        return zeros, values_of(self.scales)[:, self.rows]
+
+    def _numbers(self) -> Iterator[tuple[slice, NDArray[np.int32]]]:
+        """Some of its rows at a time, with their numbers [inputs, rows]."""
+        packed, each = _integers(self.qweight), 32 // self.bits
+        step = max(1, _AT_ONCE // (self.shape[1] * each)) * each
+        first, stop = self.rows.start, self.rows.stop
+        while first < stop:
+            # from a whole integer on, which holds several rows of AWQ
+            begin = first // each
+            last = min(begin * each + step, stop)
+            if self.is_awq:
+                held = _columns(packed[:, begin : -(-last // each)], self.bits, _AWQ_ORDER)
+                numbers = held[:, first - begin * each : last - begin * each]
+            else:
+                numbers = _unpacked(packed[:, first:last].T, self.bits).T
+            yield slice(first - self.rows.start, last - self.rows.start), numbers
+            first = last
 
 
-def _gptq(raw: Mapping[str, Any]) -> Quantisation:
-    layout = "marlin" if raw.get("is_marlin_format") else raw.get("checkpoint_format", "gptq")
-    if layout not in ("gptq", "gptq_v2"):
-        raise CheckpointError(f"GPTQ in the format {layout!r:.40} is not read: {_INSTEAD}")
-    bits = raw.get("bits")
-    if bits not in (4, 8):
-        raise CheckpointError(f"GPTQ of {bits!r:.20} bits is not read: {_INSTEAD}")
-    # one less than meant is stored, but in the second version
-    return Quantisation("GPTQ", bits, _group_size(raw), int(layout == "gptq"))
-
-
-def _awq(raw: Mapping[str, Any]) -> Quantisation:
-    layout = raw.get("version", "gemm")
-    if str(layout).lower() != "gemm":
-        raise CheckpointError(f"AWQ in the format {layout!r:.40} is not read: {_INSTEAD}")
-    bits = raw.get("bits", raw.get("w_bit"))
-    if bits != 4:
-        raise CheckpointError(f"AWQ of {bits!r:.20} bits is not read: {_INSTEAD}")
-    if not raw.get("zero_point", True):
-        raise CheckpointError(f"AWQ without zero points is not read: {_INSTEAD}")
-    return Quantisation("AWQ", 4, _group_size(raw))
-
-
-def _group_size(raw: Mapping[str, Any]) -> int:
-    size = raw.get("group_size", raw.get("q_group_size"))
-    if size != -1 and not _is_count(size):
-        raise CheckpointError(f"group_size is {size!r:.40}, must be -1 or a number of inputs")
-    return int(size)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 1 <= value < 1 << 31
+def _check_scales(name: str, scales: SafetensorsEntry) -> None:
+    if scales.dtype not in DTYPES:
+        raise CheckpointError(
+            f"{name} is stored as {scales.dtype}; scales of {', '.join(DTYPES)} are read: {INSTEAD}"
+        )
 
 
 def _are_halves(scales: SafetensorsEntry) -> bool:

@@ -151,7 +151,18 @@ class _Expert:
         return found.reshape(len(found), -1)
 
     def blocks(self) -> NDArray[np.uint8]:
-        raise CheckpointError(f"experts stored as {self.dtype} have no blocks of Q4_1")
+        """Of MXFP4: as GGUF has them, a scale and then bytes of which each holds an input of the
+        first half below one of the second."""
+        if self.scales is None:
+            raise CheckpointError(f"experts stored as {self.dtype} have no blocks of 4 bits")
+        blocks = np.frombuffer(read_data(self.stack), np.uint8).reshape(self.stack.shape)[self.rows]
+        scales = np.frombuffer(read_data(self.scales), np.uint8).reshape(self.scales.shape)
+        codes = np.empty((*blocks.shape[:2], _BLOCK), np.uint8)
+        codes[..., 0::2], codes[..., 1::2] = blocks & 15, blocks >> 4
+        found = np.empty((*blocks.shape[:2], 1 + _BLOCK // 2), np.uint8)
+        found[..., 0] = scales[self.rows]
+        found[..., 1:] = codes[..., : _BLOCK // 2] | codes[..., _BLOCK // 2 :] << 4
+        return found.reshape(len(found), -1)
 
     @property
     def _outputs(self) -> int:

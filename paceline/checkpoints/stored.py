@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from paceline.checkpoints.gguf_types import SIZES, GGUFType
+
 __all__ = ["stored_bits"]
 
 # those of quantised folders without their scales, a few hundredths of a bit
@@ -24,11 +26,8 @@ def stored_bits(stored_dtype: str) -> float:
     """
     if stored_dtype in _PLAIN:
         return _PLAIN[stored_dtype]
-    # imported here: folders of safetensors do without it
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
     try:
-        values, size = GGML_QUANT_SIZES[GGMLQuantizationType[stored_dtype]]
+        values, size = SIZES[GGUFType[stored_dtype]]
     except KeyError:
         raise ValueError(f"{stored_dtype!r} is no type that weights are stored as") from None
-    return 8.0 * float(size) / float(values)
+    return 8.0 * size / values

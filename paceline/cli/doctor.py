@@ -127,11 +127,12 @@ def _versions() -> Finding:
 
 
 def _processor() -> Finding:
-    from paceline.backends.machine import choose_threads
+    from paceline.backends.placement import choose_placement
 
-    threads, cores = choose_threads(None), os.cpu_count() or 1
+    place, cores = choose_placement(None), os.cpu_count() or 1
     load = os.getloadavg()[0]
-    text = f"{platform.machine()}, {cores} processors, {threads} threads would compute"
+    threads = place.why or ("1 thread" if place.threads == 1 else f"{place.threads} threads")
+    text = f"{platform.machine()}, {cores} processors; would compute: {threads}"
     if load > cores / 2:
         return Finding(
             "processor", "note", f"{text}; {load:.1f} of them are busy now: they would be shared"

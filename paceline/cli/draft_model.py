@@ -17,6 +17,8 @@ __all__ = ["check_vocabulary", "draft_of"]
 # the method, and in the place of a model's name, the served one in other weights
 _SELF: Final = "self"
 _FEWER_BITS: Final = "q4"
+# the method that a head of another model's hidden states has, which brings no tokenizer
+_HEAD: Final = "eagle3"
 
 
 def draft_of(config: Mapping[str, Any] | None, model_path: str | None) -> tuple[str, str] | None:
@@ -31,14 +33,39 @@ def draft_of(config: Mapping[str, Any] | None, model_path: str | None) -> tuple[
     for key, value in (("model", name), ("quantization", quantization)):
         if not isinstance(value, str) or not value:
             raise ConfigError(f"speculative_config: {key} must be a name, got {value!r}")
-    if name == _SELF:
+    if name == _SELF and config.get("method") != _HEAD:
         return (model_path, quantization) if model_path is not None else None
     from paceline.checkpoints.resolve import resolve_model
 
     path = str(resolve_model(name).path)
+    if _is_head(config, Path(path)):
+        return path, quantization
     if path != model_path and model_path is not None:
         check_vocabulary(Path(model_path), Path(path))
     return path, quantization
+
+
+def _is_head(config: Mapping[str, Any], path: Path) -> bool:
+    """Raises ConfigError where a head is named as a model, or a model as a head."""
+    from paceline.checkpoints.eagle3 import is_eagle3
+
+    method, is_head = config.get("method"), is_eagle3(path)
+    if is_head and method not in (_HEAD, "auto"):
+        raise ConfigError(
+            f"speculative_config: {path} is an EAGLE-3 head, which reads the served model's hidden "
+            f'states: give "method": "{_HEAD}", or "auto" to have it asked beside other sources'
+        )
+    if is_head and "quantization" in config:
+        raise ConfigError(
+            f"speculative_config: {path} is an EAGLE-3 head, which is computed as the served model "
+            "is: leave quantization out"
+        )
+    if method == _HEAD and not is_head:
+        raise ConfigError(
+            f"speculative_config: {path} is no EAGLE-3 head: its config.json names none and has no "
+            'draft_vocab_size. A whole model guesses with "method": "draft_model"'
+        )
+    return is_head
 
 
 def check_vocabulary(served: Path, draft: Path) -> None:

@@ -9,6 +9,7 @@ import logging
 import sys
 import time
 
+from paceline.cli.heap import trim_heap
 from paceline.cli.logs import configure_logging
 from paceline.cli.settings import EngineSettings
 from paceline.cli.startup import Stages, process_age
@@ -29,6 +30,7 @@ def build(config: bytes) -> tuple[EngineCore, EngineInfo]:
     configure_logging(settings.log_level, settings.log_format)
     stages.done("import", time.monotonic())
     built = build_core(settings, own_process=True)
+    trim_heap()
     stages.done("build", time.monotonic())
     stages.log(_log, "engine_built")
     return built

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli import plan_fleet, plan_models
-from paceline.cli.arguments import Parser, bounded_float, bounded_int, byte_count
+from paceline.cli.arguments import Parser, bounded_float, bounded_int, byte_count, json_object
 from paceline.core.errors import ConfigError
+from paceline.core.speculation.settings import SpeculationSettings
 
 if TYPE_CHECKING:
     from paceline.backends.served import ServedMemory
@@ -89,6 +90,12 @@ def _add_memory(plans: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--memory", type=byte_count, metavar="SIZE", help="of one GPU")
     parser.add_argument("--hardware", metavar="NAME", help="a known GPU, instead of --memory")
     parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="where serve would compute a checkpoint: auto, cpu, cuda or cuda:N, which need not be "
+        "here (default auto)",
+    )
+    parser.add_argument(
         "--gpus", type=bounded_int(1), default=1, metavar="N", help="that share one model"
     )
     parser.add_argument(
@@ -126,6 +133,13 @@ def _add_memory(plans: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--block-size", type=bounded_int(1), default=16, metavar="N", help="default 16"
     )
+    parser.add_argument(
+        "--speculative-config",
+        type=json_object,
+        metavar="JSON",
+        help="as serve takes it: the weights and the KV cache of a draft model that it names are "
+        "counted too, where --model is a checkpoint",
+    )
     _add_json(parser)
     parser.set_defaults(run=_run_memory)
 
@@ -138,7 +152,34 @@ def _served(args: argparse.Namespace) -> ServedMemory | None:
         return None
     from paceline.backends.served import served_memory
 
-    return served_memory(path)
+    return served_memory(path, device=args.device or "auto")
+
+
+def _draft(args: argparse.Namespace) -> tuple[ServedMemory, bool] | None:
+    """What the model takes that guesses for the served one, and whether it is that one in fewer
+    bits, whose KV cache is a copy; None: none is named."""
+    from paceline.backends.served import served_memory
+    from paceline.checkpoints.eagle3 import is_eagle3
+    from paceline.cli.draft_model import draft_of
+
+    config = args.speculative_config
+    if config is None or not SpeculationSettings.of(config).models:
+        return None
+    if args.model is None or not Path(args.model).exists():
+        raise ConfigError(
+            f"--speculative-config: a draft model is counted beside a checkpoint, and --model "
+            f"{args.model} is none: add its bytes to --weights and --kv-per-token"
+        )
+    found = draft_of(config, args.model)
+    assert found is not None
+    path, dtype = found
+    if is_eagle3(Path(path)):
+        raise ConfigError(
+            f"--speculative-config: the EAGLE-3 head {path} is not counted here: add its bytes to "
+            "--weights, and to --kv-per-token those of one layer"
+        )
+    itself = Path(path).resolve() == Path(args.model).resolve()
+    return served_memory(Path(path), dtype=dtype, device=args.device or "auto"), itself
 
 
 def _run_memory(args: argparse.Namespace) -> int:
@@ -146,11 +187,16 @@ def _run_memory(args: argparse.Namespace) -> int:
     from paceline.sim.step_times.roofline import HardwareCard
 
     preset = PRESETS[args.preset] if args.preset else None
-    model = find_model(args.model, plan_fleet.given_shapes(args)) if args.model else None
     weights, per_token = args.weights, args.kv_per_token
-    served: ServedMemory | None = None
+    served = _served(args) if args.model else None
+    if served is None and args.device:
+        raise ConfigError(
+            "--device is where serve computes a checkpoint in formats that it takes by itself: it "
+            "needs --model FILE, and goes with neither --hardware nor both --weight-dtype and "
+            "--kv-dtype"
+        )
+    model = find_model(args.model, plan_fleet.given_shapes(args)) if args.model else None
     if model is not None:
-        served = _served(args)
         if served is not None:
             weights = weights or (None if args.weight_dtype else served.weight_bytes)
             per_token = per_token or (None if args.kv_dtype else served.kv_bytes_per_token)
@@ -189,10 +235,18 @@ def _run_memory(args: argparse.Namespace) -> int:
     if args.reserve is None and served is not None:
         reserve = served.process_bytes
     known = {name: float(value) for name, value in values.items() if value is not None}
+    draft_weights = draft_per_token = 0.0
+    of_draft: list[tuple[str, str]] = []
+    if (draft := _draft(args)) is not None:
+        guesser, itself = draft
+        draft_weights = guesser.weight_bytes
+        draft_per_token = known["kv-per-token"] if itself else guesser.kv_bytes_per_token
+        text = f"{draft_weights / 1e9:.3f} GB in {guesser.dtype}, {draft_per_token / 1024:.0f} KiB"
+        of_draft.append(("  draft model", f"{text} a token, both counted here"))
     plan = plan_memory(
         memory_bytes=known["memory"],
-        weight_bytes=known["weights"],
-        kv_bytes_per_token=known["kv-per-token"],
+        weight_bytes=known["weights"] + draft_weights,
+        kv_bytes_per_token=known["kv-per-token"] + draft_per_token,
         max_len=int(known["max-len"]),
         mean_len=known["mean-len"],
         utilization=known["utilization"],
@@ -200,16 +254,18 @@ def _run_memory(args: argparse.Namespace) -> int:
         block_size=args.block_size,
     )
     of_weights = of_values = ""
+    where = "here" if served is None or served.device == "cpu" else f"on {served.device}"
     if served is not None and not (args.weights or args.weight_dtype):
-        of_weights = f" in {served.dtype}, as serve takes it here"
+        of_weights = f" in {served.dtype}, as serve takes it {where}"
     if served is not None and not (args.kv_per_token or args.kv_dtype):
-        of_values = f" in {served.kv_dtype}, as serve takes it here"
+        of_values = f" in {served.kv_dtype}, as serve takes it {where}"
     rows = [
         ("memory", f"{plan.memory_bytes / 1e9:.1f} GB, of which {known['utilization']:.0%} used"),
         (
             "weights",
             f"{plan.weight_bytes / 1e9:.{1 if plan.weight_bytes >= 1e9 else 3}f} GB{of_weights}",
         ),
+        *of_draft,
         ("reserved", f"{reserve / 1e9:.2f} GB for the rest of the processes"),
         ("keys and values", f"{plan.kv_bytes / 1e9:.1f} GB"),
         ("  per token", f"{plan.kv_bytes_per_token / 1024:.0f} KiB{of_values}"),
@@ -222,6 +278,8 @@ def _run_memory(args: argparse.Namespace) -> int:
         "preallocated_waste": plan.preallocated_waste,
         "paged_waste": plan.paged_waste,
         "reserve_bytes": reserve,
+        "draft_weight_bytes": draft_weights,
+        "draft_kv_bytes_per_token": draft_per_token,
         "gain": plan.gain,
     }
     return _report(args, rows, asdict(plan) | derived)

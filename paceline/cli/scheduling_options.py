@@ -236,9 +236,11 @@ SCHEDULING: Final = (
         parse=json_object,
         metavar="JSON",
         help="guess next tokens and verify several in one step, for as long as few requests run: "
-        '{"method": "auto"}, or {"method": "ngram", "num_speculative_tokens": 5, '
+        '{"method": "auto"} (with "finished_answers_bytes": 0 none from earlier answers of the '
+        'same tenant), or {"method": "ngram", "num_speculative_tokens": 5, '
         '"prompt_lookup_max": 4, "prompt_lookup_min": 2}, or by a second model of the same '
-        'vocabulary: {"model": NAME}, or {"method": "self"} for the served one in 4 bits. '
+        'vocabulary: {"model": NAME}, or {"method": "self"} for the served one in 4 bits, or '
+        '{"method": "eagle3", "model": NAME} for an EAGLE-3 head with --compute torch. '
         "Without it only requests that say what they expect are guessed; "
         '{"method": "off"}: none. Answers stay the same',
     ),

@@ -13,12 +13,13 @@ from paceline.backends.settings import BackendSettings
 from paceline.core.config import SchedulerConfig
 from paceline.core.errors import ConfigError
 
-__all__ = ["ENGINE_PROCESS", "WHAT_IF_PROCESS", "EngineSettings"]
+__all__ = ["ENGINE_PROCESS", "TRACE_PROCESS", "WHAT_IF_PROCESS", "EngineSettings"]
 
 # starts a process that builds an engine from ``EngineSettings.to_json`` (``cli/engine_process.py``)
 ENGINE_PROCESS = (sys.executable, "-m", "paceline.cli.engine_process")
-# and one that simulates it (``cli/what_if.py``)
+# and one that simulates it, and one that reads a trace for that (``cli/what_if.py``)
 WHAT_IF_PROCESS = (sys.executable, "-m", "paceline.cli.what_if")
+TRACE_PROCESS = (*WHAT_IF_PROCESS, "check")
 
 
 _ANY: Final = BackendSettings()

@@ -3,7 +3,8 @@
 ``python -m paceline.cli.what_if`` reads one job, a line of JSON, from standard input, and writes
 lines of JSON to standard output: what it is about to do, how far it is, a result for each run, or
 an error. It makes itself the last to get the processor, bounds what it may take, and ends when its
-standard input does: with whoever started it.
+standard input does: with whoever started it. With ``check`` it reads a trace through and says how
+many requests it has, or what is wrong with it.
 
 ``server.ui.what_if`` writes jobs. No field is a spec that could name a file: the paths in it are
 the server's own.
@@ -29,9 +30,6 @@ from paceline.core.config import CacheConfig
 from paceline.core.errors import ConfigError, PacelineError
 
 if TYPE_CHECKING:
-    from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote
-    from paceline.core.request import Request
-    from paceline.engine.timeline.tap import TimelineTap
     from paceline.sim.arrival import Arrival
     from paceline.sim.config import ReplicaConfig
     from paceline.sim.recording import Recording
@@ -41,11 +39,13 @@ __all__ = ["choices", "main"]
 
 # bytes of frames that one run may leave behind
 _MOST_FRAMES: Final = 3 * 2**20
-_ENOUGH: Final = 65536
 # seconds between lines that say how far it is
 _PROGRESS: Final = 0.2
 # classes and tenants of a result, those with the most requests
 _GROUPS: Final = 20
+# of one request of a trace: longer than any model's context, and what a simulator can hold
+_MOST_TOKENS: Final = 10_000_000
+_EMPTY: Final = "the trace has no request with tokens"
 # bytes of a file: frames of a run, and what it says at last
 _MOST_FILE: Final = 64 * 2**20
 
@@ -71,6 +71,9 @@ def main() -> int:
     if not line:
         return 1
     job: dict[str, Any] = json.loads(line)
+    if sys.argv[1:] == ["check"]:
+        print(json.dumps(_checked(job)), flush=True)
+        return 0
     _bound(int(job["memory"]), int(job["seconds"]))
     whoever = threading.Thread(target=_end_with_whoever_started_this, args=(job,), daemon=True)
     whoever.start()
@@ -78,9 +81,7 @@ def main() -> int:
         for told in _run(job):
             print(json.dumps(told), flush=True)
     except PacelineError as error:
-        # the name of the server's own file says nothing to its reader
-        message = str(error).replace(str(job["workload"]["path"]), "the trace")
-        print(json.dumps({"error": message}), flush=True)
+        print(json.dumps(_said(error, job["workload"]["path"])), flush=True)
         return 1
     except MemoryError:
         print(json.dumps({"error": _too_much(job)}), flush=True)
@@ -88,15 +89,35 @@ def main() -> int:
     return 0
 
 
+def _checked(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether a trace can be simulated, and how many requests it has."""
+    # somebody waits for it, so it is not only given what nothing else wants
+    _bound(int(asked["memory"]), int(asked["seconds"]), idle=False)
+    try:
+        stream, _ = _read(Path(asked["path"]))
+        found = sum(1 for _ in stream)
+    except PacelineError as error:
+        return _said(error, asked["path"])
+    except MemoryError:
+        return {"error": _too_much(asked)}
+    return {"requests": found} if found else {"error": _EMPTY}
+
+
+def _said(error: PacelineError, path: str) -> dict[str, Any]:
+    # the name of the server's own file says nothing to its reader
+    return {"error": str(error).replace(path, "the trace")}
+
+
 def _too_much(job: Mapping[str, Any]) -> str:
     return f"it needs more than the {int(job['memory']) // 2**20} MiB that it may take"
 
 
-def _bound(memory: int, seconds: int) -> None:
+def _bound(memory: int, seconds: int, *, idle: bool = True) -> None:
     """Before anything large is loaded."""
-    with contextlib.suppress(OSError, AttributeError):
-        # nothing else that runs on this machine waits for it
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    if idle:
+        with contextlib.suppress(OSError, AttributeError):
+            # nothing else that runs on this machine waits for it
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (memory, hard))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
@@ -110,7 +131,7 @@ def _end_with_whoever_started_this(job: Mapping[str, Any]) -> None:
     while os.read(0, 4096):
         pass
     # a server that was killed could not
-    shutil.rmtree(job["folder"], ignore_errors=True)
+    shutil.rmtree(job["root"], ignore_errors=True)
     # also in the middle of a simulation
     os._exit(1)
 
@@ -193,10 +214,6 @@ def _arrivals(
 
     Raises WorkloadError for a trace that is none.
     """
-    from paceline.sim.workload.base import WorkloadError
-    from paceline.sim.workload.traces import MOONCAKE_BLOCK, open_trace
-
-    block, most = MOONCAKE_BLOCK, int(job["most_requests"])
     stream: Iterator[Arrival]
     if job["workload"]["kind"] == "minutes":
         from paceline.sim.minutes import workload_of
@@ -204,15 +221,10 @@ def _arrivals(
         assert recording is not None, "the server gives frames with its minutes"
         stream, block = workload_of(recording), recording.config.cache.block_size
     else:
-        trace = open_trace(Path(job["workload"]["path"]))
-        if trace.timeless:
-            raise WorkloadError(
-                "the trace has lengths only, and no times: add a column with arrival times"
-            )
-        stream, block = trace.arrivals(), trace.prefix_block
+        stream, block = _read(Path(job["workload"]["path"]))
     targets = job["targets"]
     found = []
-    for arrival in islice(stream, most):
+    for arrival in islice(stream, int(job["most_requests"])):
         if arrival.ttft is arrival.tpot is arrival.deadline is None:
             arrival = replace(arrival, ttft=targets["ttft"], tpot=targets["tpot"])
         # of another model or not, here they all go to this one
@@ -223,10 +235,37 @@ def _arrivals(
     return found, sum(1 for _ in stream), block
 
 
+def _read(path: Path) -> tuple[Iterator[Arrival], int]:
+    """The requests of a trace, and the tokens of a piece of prefix.
+
+    Raises WorkloadError, also while they are read, for a trace that is none or cannot be simulated.
+    """
+    from paceline.sim.workload.base import WorkloadError
+    from paceline.sim.workload.traces import open_trace
+
+    trace = open_trace(path)
+    if trace.timeless:
+        raise WorkloadError(
+            "the trace has lengths only, and no times: add a column with arrival times"
+        )
+
+    def bounded() -> Iterator[Arrival]:
+        for number, arrival in enumerate(trace.arrivals(), 1):
+            longest = max(arrival.prompt_tokens, arrival.output_tokens)
+            if longest > _MOST_TOKENS:
+                raise WorkloadError(
+                    f"request {number} of the trace, at {arrival.at:g} s, has {longest} tokens; at "
+                    f"most {_MOST_TOKENS} of a prompt and of an answer are simulated"
+                )
+            yield arrival
+
+    return bounded(), trace.prefix_block
+
+
 def _nothing(job: Mapping[str, Any]) -> str:
     if job["workload"]["kind"] == "minutes":
         return "no request came in these minutes: send some, choose more minutes, or give a trace"
-    return "the trace has no request with tokens"
+    return _EMPTY
 
 
 def _step_times(
@@ -281,11 +320,14 @@ def _simulate(
     arrivals: Sequence[Arrival],
     prefix_block: int,
 ) -> Iterator[dict[str, Any]]:
+    from paceline.engine.timeline.frames import Frames
     from paceline.sim.report.metrics import Metrics
     from paceline.sim.simulator import Pool, Simulator
     from paceline.sim.workload.shaping import speed_up
 
-    metrics, frames = Metrics(), _Frames(config)
+    metrics, told_frames = Metrics(), bytearray()
+    # the timeline as a page reads it
+    frames = Frames(config.scheduling, config.cache, told_frames.extend, most=_MOST_FRAMES)
     simulator = Simulator(
         Pool.single(config, times),
         metrics.add,
@@ -293,8 +335,8 @@ def _simulate(
         recorder=lambda index, config: frames,
     )
     totals = simulator.run(_telling(speed_up(arrivals, run.load), number, len(arrivals)))
-    frames.finish()
-    (Path(job["folder"]) / f"{number}.frames").write_bytes(frames.data)
+    frames.close()
+    (Path(job["folder"]) / f"{number}.frames").write_bytes(told_frames)
     summary = metrics.summary(run.policy)
     told = summary.as_json()
     for groups in ("by_class", "by_tenant"):
@@ -325,57 +367,6 @@ def _telling(arrivals: Iterator[Arrival], number: int, total: int) -> Iterator[A
             next_line = now + _PROGRESS
             print(json.dumps({"run": number, "done": count / total}), flush=True)
         yield arrival
-
-
-class _Frames:
-    """A ``Recorder``: the timeline of a run as a page reads it, up to so many bytes."""
-
-    def __init__(self, config: ReplicaConfig) -> None:
-        from paceline.engine.timeline.tap import TimelineTap
-
-        # what it takes is nobody's time
-        self._tap: TimelineTap = TimelineTap(config.scheduling, config.cache, clock=lambda: 0.0)
-        self.data = bytearray()
-        # when the last step that is told was done
-        self.until = 0.0
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.data) >= _MOST_FRAMES
-
-    def added(self, request: Request, now: float) -> None:
-        if not self.is_full:
-            self._tap.added(request, now)
-
-    def planned(self, plan: SchedulerOutput, now: float, note: StepNote) -> None:
-        if not self.is_full:
-            self._tap.planned(plan, now, note)
-
-    def stepped(
-        self,
-        plan: SchedulerOutput,
-        planned: float,
-        done: float,
-        seconds: float,
-        updates: Sequence[RequestUpdate],
-    ) -> None:
-        if self.is_full:
-            return
-        self._tap.stepped(plan, planned, done, seconds, updates)
-        self.until = done
-        if self._tap.num_bytes >= _ENOUGH:
-            self.finish()
-
-    def ended(self, request_ids: Sequence[str], now: float) -> None:
-        if not self.is_full:
-            self._tap.ended(request_ids, now)
-
-    def close(self) -> None:
-        self.finish()
-
-    def finish(self) -> None:
-        """Take what the tap still holds."""
-        self.data += self._tap.take(0.0, idle=True)
 
 
 if __name__ == "__main__":

@@ -200,11 +200,14 @@ def build_core(
     """
     from paceline.core.grammar import ConstrainedBackend
     from paceline.engine.core import EngineCore
+    from paceline.engine.finished_answers import FinishedAnswers
     from paceline.engine.process.loop import engine_info
     from paceline.engine.recorder import FileRecorder
     from paceline.engine.text.grammar import GrammarCompiler
     from paceline.engine.timeline.tap import TimelineTap
 
+    # what it refuses is told before a model is loaded
+    FinishedAnswers.of(settings.scheduler.speculative_config)
     load_policy(settings.scheduler.policy)
     backend = build_backend(settings, own_process=own_process)
     try:

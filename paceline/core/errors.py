@@ -23,22 +23,11 @@ The HTTP status codes are applied in one place: ``paceline/http/errors.py``.
 from typing import Final
 
 __all__ = [
-    "NAN_LOGITS",
-    "CheckpointError",
-    "ConfigError",
-    "EngineDeadError",
-    "EngineDrainingError",
-    "EngineError",
-    "EngineLostError",
-    "InvalidRequestError",
-    "NeverFitsError",
-    "PacelineError",
-    "PoisonedRequestError",
-    "QueueFullError",
-    "RequestError",
-    "RequestFailedError",
+    "NAN_LOGITS", "CheckpointError", "ConfigError", "EngineDeadError", "EngineDrainingError",
+    "EngineError", "EngineLostError", "InvalidRequestError", "NeverFitsError", "PacelineError",
+    "PoisonedRequestError", "QueueFullError", "RequestError", "RequestFailedError",
     "UnknownModelError",
-]
+]  # fmt: skip
 
 
 # what a request whose logits are not numbers fails with; metrics tell it from other failures

@@ -19,18 +19,9 @@ from paceline.core.request import FinishReason
 from paceline.core.sampling_params import SamplingParams
 
 __all__ = [
-    "BlockCopy",
-    "BlockSwap",
-    "Draft",
-    "NewRequest",
-    "RequestUpdate",
-    "ScheduledRow",
-    "SchedulerOutput",
-    "StepNote",
-    "StepResult",
-    "Timeline",
-    "TokenLogprobs",
-]
+    "BlockCopy", "BlockSwap", "Draft", "NewRequest", "RequestUpdate", "ScheduledRow",
+    "SchedulerOutput", "StepNote", "StepResult", "Timeline", "TokenLogprobs",
+]  # fmt: skip
 
 
 class ScheduledRow(NamedTuple):
@@ -85,7 +76,7 @@ class Draft(NamedTuple):
     row: int
     # all below 0: the backend's draft model makes so many, or fewer
     token_ids: tuple[int, ...]
-    # who guessed: "ngram", "prediction", "grammar", "draft_model"
+    # who guessed: "ngram", "prediction", "grammar", "draft_model", "finished_answers"
     source: str
 
 
@@ -180,6 +171,9 @@ class StepResult:
     forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
     # (row, token ids) of guesses that the backend made, as many as were verified
     made: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    # for each of ``made``, known tokens that the draft model had not seen and took in before; ():
+    # none
+    caught_up: tuple[int, ...] = ()
     # seconds the backend spent on this step, and before that on making guesses
     elapsed: float = 0.0
     drafting: float = 0.0

@@ -11,14 +11,7 @@ from typing import Final
 
 from paceline.core.errors import InvalidRequestError
 
-__all__ = [
-    "CLASSIFY",
-    "CONVERTS",
-    "EMBED",
-    "RUNNERS",
-    "PoolingInfo",
-    "PoolingParams",
-]
+__all__ = ["CLASSIFY", "CONVERTS", "EMBED", "RUNNERS", "PoolingInfo", "PoolingParams"]
 
 EMBED: Final = "embed"
 CLASSIFY: Final = "classify"

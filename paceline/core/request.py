@@ -24,17 +24,13 @@ from paceline.core.speculation.settings import MOST_TOKENS
 from paceline.core.tier import Move, Tier, after, tier_of
 
 if TYPE_CHECKING:
+    from paceline.core.speculation.guess import Drafter
     from paceline.core.speculation.guesser import Guesser
 
 __all__ = [
-    "FinishReason",
-    "Forecast",
-    "History",
-    "Request",
-    "RequestSpec",
-    "RequestStatus",
+    "FinishReason", "Forecast", "History", "Request", "RequestSpec", "RequestStatus",
     "ResumedOutput",
-]
+]  # fmt: skip
 
 
 class RequestStatus(enum.Enum):
@@ -94,6 +90,8 @@ class RequestSpec:
     max_draft_tokens: int = MOST_TOKENS
     # what the caller thinks that most of the output will be; () where nothing was said
     prediction_token_ids: tuple[int, ...] = ()
+    # guesses from what the engine knows besides; None: it knows nothing
+    drafter: Drafter | None = None
 
 
 class Forecast(NamedTuple):

@@ -188,20 +188,15 @@ class Scheduler:
             return SchedulerOutput(self._num_steps, (), (), (), (), 0)
         drafts = self._drafts.add(step, now) if self._drafts is not None else ()
         plan = SchedulerOutput(
-            self._num_steps,
-            tuple(step.rows),
-            tuple(step.new),
-            tuple(step.copies),
-            self._running.take_released(),
-            step.num_tokens,
-            self.kv.take_swaps(),
-            drafts,
+            self._num_steps, tuple(step.rows), tuple(step.new), tuple(step.copies),
+            self._running.take_released(), step.num_tokens, self.kv.take_swaps(), drafts,
             () if self._drafts is None else self._drafts.forces(step),
-        )
+        )  # fmt: skip
         self._num_steps += 1
         shape, alone = step.shape, limits.ordinary_seconds
-        seconds = self.step_time.predict(shape)
-        self._steps.push(plan.step_id, step.requests, shape, starts, seconds, alone)
+        making = self._drafts.making_seconds if self._drafts is not None else 0.0
+        seconds = self.step_time.predict(shape) + making
+        self._steps.push(plan.step_id, step.requests, shape, starts, seconds, alone, making)
         self._last.version += 1
         waiting = len(self._waiting) + (len(self._forks) if self._forks.by_parent else 0)
         self.note = StepNote(

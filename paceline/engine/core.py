@@ -27,6 +27,7 @@ from paceline.core.scheduler import Scheduler
 from paceline.core.speculation.settings import SpeculationSettings
 from paceline.core.stats import SchedulerStats
 from paceline.core.step.drafts import DrafterMaker
+from paceline.engine.finished_answers import FinishedAnswers
 from paceline.engine.recorder import Recorder, Recorders
 from paceline.engine.timeline.tap import TimelineTap
 
@@ -88,10 +89,14 @@ class EngineCore:
         self._backend = backend
         self._depth = pipeline_depth
         self._clock = clock
+        # kept to guess later ones from; None: none are
+        config = scheduler.speculative_config if drafter is None else None
+        self.answers = FinishedAnswers.of(config)
+        told = [each for each in (recorder, timeline, self.answers) if each is not None]
         # one alone is told without a step between
-        self._recorder: Recorder | None = recorder or timeline
-        if recorder is not None and timeline is not None:
-            self._recorder = Recorders(recorder, timeline)
+        self._recorder: Recorder | None = Recorders(*told) if len(told) > 1 else None
+        if len(told) == 1:
+            self._recorder = told[0]
         # whose news whoever drives this core takes and sends
         self.timeline = timeline
         # plan, when it was made, its result
@@ -194,7 +199,8 @@ class EngineCore:
         done = self._clock()
         updates = self.scheduler.update(plan, result, done)
         if self._recorder is not None:
-            self._recorder.stepped(plan, planned, done, result.elapsed, updates)
+            seconds = result.elapsed + result.drafting
+            self._recorder.stepped(plan, planned, done, seconds, updates)
         return updates
 
     def _await_planning(self) -> None:

@@ -58,6 +58,11 @@ def add_to_core(core: EngineCore, request: GenerationRequest) -> None:
         # logits of cached positions are not computed, so such a prompt shares nothing; the id is
         # not used twice at a time
         salt = f"prompt_logprobs {request.request_id}"
+    drafter, answers = None, core.answers
+    # what shares nothing, and who wants nothing guessed or kept, neither gives nor takes
+    shares = request.sampling.prompt_logprobs is None
+    if answers is not None and shares and request.store and request.max_draft_tokens:
+        drafter = answers.drafter(request.tenant, salt)
     added: list[str] = []
     is_new = request.resume is None
     for index in open_choices(request):
@@ -77,6 +82,7 @@ def add_to_core(core: EngineCore, request: GenerationRequest) -> None:
                 resumed=_resumed(request, index),
                 max_draft_tokens=request.max_draft_tokens,
                 prediction_token_ids=request.prediction,
+                drafter=drafter,
             )
         )
         try:

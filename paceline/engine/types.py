@@ -104,6 +104,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_draft_tokens: int = MOST_TOKENS
     # what the caller thinks that most of the output will be
     prediction: tuple[int, ...] = ()
+    # its answer may be kept to guess later ones of the same tenant and salt from
+    store: bool = True
     # None: it begins here
     resume: Resume | None = None
 
@@ -204,6 +206,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     # of the steps since the last snapshot, each that brought tokens: these, and the prompts whole
     # whose first token was among them
     iteration_tokens: tuple[int, ...] = ()
+    # of finished answers that are kept to guess later ones from
+    finished_answers_bytes: int = 0
 
     @classmethod
     def at_rest(cls, info: EngineInfo) -> EngineStats:

@@ -127,9 +127,10 @@ class Answer:
 
     def ended(self, result: str) -> None:
         """Counts and traces it; see ``Counts.ended``."""
-        engine = "" if self._leg is None else self._leg.site.engine.name
+        leg = self._leg
+        engine, status = ("", 0) if leg is None else (leg.site.engine.name, leg.status)
         self._counts.ended(engine, result, self._now() - self._arrived)
-        self._trace.ended(result, self._note)
+        self._trace.ended(result, status, self._note)
 
     async def finish(self, leg: Leg) -> None:
         """All of it is there."""

@@ -205,7 +205,7 @@ class Gateway:
         route = self.routes.find(body.model, tokens).serving(call.path, body)
         self.spending.check(tenant, body.model or route.model)
         allowed = Allowed.parse(call.headers.get("x-paceline-allow"))
-        most = body.max_tokens * body.num_choices
+        most = body.most_tokens * body.num_choices
 
         def other(model: str) -> Route:
             return self.routes.find(model, tokens).serving(call.path, body)
@@ -272,7 +272,7 @@ class Gateway:
                 tally.note(0, exchange.num_output_tokens)
             yield
 
-        most = body.max_tokens * body.num_choices
+        most = body.most_tokens * body.num_choices
         async for _ in self._limiter.metered(ticket, [prompt_tokens], most, outputs(), tally):
             pass
 

@@ -97,13 +97,14 @@ class Attempts:
             return True
         return self._budget.left(now) >= 1.0 if peek else self._budget.take(now)
 
-    def may_hedge(self, now: float) -> bool:
-        """Whether one more engine may be asked while the first one has not answered; it then is."""
+    def may_hedge(self, now: float, *, peek: bool = False) -> bool:
+        """Whether one more engine may be asked while the first one has not answered; it then is
+        paid for, but for a ``peek``."""
         return (
             self._allowed.hedge
             and self.num < self._config.max_attempts
             and not self._goes_on
-            and self._budget.take(now)
+            and (self._budget.left(now) >= 1.0 if peek else self._budget.take(now))
         )
 
     def may_resume(self, now: float, last: Site, *, free: bool) -> bool:

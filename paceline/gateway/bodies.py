@@ -31,6 +31,7 @@ _PROMPTS: Final = (
 )  # fmt: skip
 # most that an answer may have where the caller does not say
 _DEFAULT_MAX_TOKENS: Final = 1024
+_MOST_DIGITS: Final = 18
 # classes of every server that have no targets and yield to all others
 _BEST_EFFORT: Final = ("batch", "best-effort")
 # bytes of JSON a token of the prompt stands for until engines have counted some
@@ -47,6 +48,8 @@ class Body:
     stream: bool
     n: int
     max_tokens: int
+    # the most that any engine would make of an answer, whichever of several limits it goes by
+    most_tokens: int
     include_usage: bool
     return_token_ids: bool
     # prompts in one request of completions; None: messages
@@ -116,6 +119,11 @@ def read_body(data: bytes) -> Body:
         _read(fields, name, int)
         for name in ("max_completion_tokens", "max_tokens", "max_output_tokens")
     ]
+    told = [n if n >= 0 else _DEFAULT_MAX_TOKENS for n in limits if n is not None]
+    # llama.cpp's own name for it, which others do not read
+    predict = fields.get("n_predict", b"")
+    if predict.isdigit() and len(predict) <= _MOST_DIGITS:
+        told.append(int(predict))
     prompt = fields.get("prompt", b"")
     options = _loose(fields, "stream_options")
     return Body(
@@ -126,6 +134,7 @@ def read_body(data: bytes) -> Body:
         n=max(1, _read(fields, "n", int) or 1),
         # some engines take a number below 0 for no limit
         max_tokens=next((n for n in limits if n is not None and n >= 0), _DEFAULT_MAX_TOKENS),
+        most_tokens=max(told, default=_DEFAULT_MAX_TOKENS),
         include_usage=options.get("include_usage") is True,
         return_token_ids=_loose_bool(fields, "return_token_ids"),
         num_prompts=_num_prompts(prompt),

@@ -29,6 +29,7 @@ import msgspec
 from paceline.core.errors import ConfigError
 from paceline.core.policies import POLICIES
 from paceline.gateway.money import Budget, Price, Prices, parse_amount
+from paceline.http.fields import show_url
 from paceline.http.otlp import check_endpoint
 from paceline.http.rate_limits import KeyLimits, Rate
 from paceline.http.rate_limits.store import check_storage_url
@@ -371,12 +372,15 @@ def _check_engine(engine: EngineConfig) -> None:
     try:
         parts = urlsplit(engine.url)
         port = parts.port
-    except ValueError as error:
-        raise ConfigError(f"engine {engine.name}: url {engine.url!r}: {error}") from None
+    except ValueError:
+        # what is wrong is not repeated: a part of a password may be taken for a port
+        raise ConfigError(
+            f"engine {engine.name}: url {show_url(engine.url)} has no valid host or port"
+        ) from None
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         raise ConfigError(
             f"engine {engine.name}: url must be http://HOST[:PORT] or https://..., got "
-            f"{engine.url!r}"
+            f"{show_url(engine.url)}"
         )
     if parts.username or parts.query or parts.fragment:
         raise ConfigError(

@@ -301,17 +301,23 @@ class Exchange:
                 self.wake.clear()
 
     def _look_after_spare(self) -> None:
-        """One of two engines has failed: the other one is all there is."""
+        """One of two engines has failed: the other one is all there is. Or the second one has
+        answered whole."""
         leg, failed = self._leg, self._hedge.second_failed()
         if failed is not None:
             self._note_failure(failed)
-        elif (
-            self._hedge.spare is not None
-            and leg.verdict is not None
-            and (leg.verdict.kind == "lost" or leg.verdict.status in _RETRYABLE)
-        ):
+            return
+        first_failed = leg.verdict is not None and (
+            leg.verdict.kind == "lost" or leg.verdict.status in _RETRYABLE
+        )
+        answered = self._hedge.second_answered
+        if self._hedge.spare is None or not (first_failed or (answered and leg.verdict is None)):
+            return
+        if first_failed:
             self._note_failure(leg)
-            self._go_on_with(self._hedge.take(won=False))
+        else:
+            leg.abandon()
+        self._go_on_with(self._hedge.take(won=answered))
 
     def _note_failure(self, leg: Leg) -> None:
         assert leg.verdict is not None, "the leg is over"

@@ -86,8 +86,12 @@ class Hedge:
         try:
             request = self._sending.request(site, resumed=False)
         except RequestError:
-            # what cannot be said in the second engine's API is no trouble of the first one's
+            # what cannot be said in the second engine's API is no trouble of the first one's, and
+            # what is not sent is not paid for
             return False
+        if not self._attempts.may_hedge(now):
+            return False
+        self._budget.take()
         self._attempts.num += 1
         dispatch = site.engine.load.dispatch(self._demand, pick.view, now)
         self._spare = Leg(owner, site, dispatch, probe=probe())
@@ -106,11 +110,16 @@ class Hedge:
     def second_failed(self) -> Leg | None:
         """The second one's leg, once, if it has failed while the first one has not answered."""
         spare = self._spare
-        if spare is None or spare.verdict is None:
+        if spare is None or spare.verdict is None or spare.is_answer:
             return None
         self._spare = None
         self._counts.hedged(spare.site, "failed")
         return spare
+
+    @property
+    def second_answered(self) -> bool:
+        """Whether the second one gave its answer whole, and not as a stream."""
+        return self._spare is not None and self._spare.is_answer
 
     def take(self, *, won: bool) -> Leg:
         """The second one's leg is the request's own from here on.
@@ -132,9 +141,9 @@ class Hedge:
             spare.abandon()
 
     def _pick(self, first: Site, now: float) -> Pick | None:
-        """The second engine, paid for; None: it is not to be."""
+        """The second engine; None: it is not to be."""
         self._due_at = None
-        if not self._budget.has_one:
+        if not (self._budget.has_one and self._attempts.may_hedge(now, peek=True)):
             return None
         route = self._attempts.route
         tier = next(sites for sites in route.tiers if first in sites)
@@ -158,7 +167,4 @@ class Hedge:
         below = self._config.hedge_below
         if not is_worth_it(self._demand, waited, pick.view, full, below):
             return None
-        if not self._attempts.may_hedge(now):
-            return None
-        self._budget.take()
         return pick

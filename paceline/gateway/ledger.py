@@ -32,8 +32,9 @@ CREATE TABLE IF NOT EXISTS spend (
     PRIMARY KEY (key, day, engine, model)
 ) WITHOUT ROWID
 """
-# what a column holds; SQLite counts with 63 bits
-_MOST: Final = 2**62
+# what a row holds: as much as one request may cost, a million of the currency. SQLite counts with
+# 63 bits, so a sum of nine such rows can be told
+_MOST: Final = 10**18
 # what was written by others since (another gateway with this file) is kept: counts are added
 _ADD: Final = f"""
 INSERT INTO spend VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)

@@ -275,6 +275,9 @@ class Leg:
 
     def tick(self, now: float) -> None:
         config = self._owner.config
+        if self.connection is not None and self.connection.is_paused:
+            # its caller reads slowly, and nobody listens to what the engine says
+            self._heard_at = now
         limit = config.stall_timeout if self.status else config.first_byte_timeout
         if self._streams and not self._dispatch.first_at:
             limit = config.first_byte_timeout

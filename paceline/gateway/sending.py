@@ -150,8 +150,11 @@ class Sending:
             "add_generation_prompt": False,
         }
         for name in ("max_tokens", "max_completion_tokens"):
-            if body.fields.get(name, b"null") != b"null":
-                changes[name] = max(1, body.max_tokens - splice.num_parts)
+            value = body.fields.get(name, b"null")
+            most = msgspec.json.decode(value, type=int | None)
+            # each from its own: engines go by one or the other. Below 0 is no limit
+            if most is not None and most >= 0:
+                changes[name] = max(1, most - splice.num_parts)
         if body.seed is not None:
             # with the same one the draws of the beginning would come again
             changes["seed"] = (body.seed + splice.num_parts) % (1 << 31)

@@ -83,8 +83,9 @@ class Trace(Protocol):
         """Until now, for an engine to send it to."""
         ...
 
-    def ended(self, result: str, note: Mapping[str, Any]) -> None:
-        """How it ended, as metrics count it, and what was done to its answer."""
+    def ended(self, result: str, status: int, note: Mapping[str, Any]) -> None:
+        """How it ended, as metrics count it; what the engine answered with that it ended at (0:
+        nothing); and what was done to its answer."""
         ...
 
     def close(self, used: Used, now: float) -> None:
@@ -139,8 +140,6 @@ class _Request:
         self._arrived = now
         self._origin = clock_origin()
         self._num_attempts = 0
-        # as the last engine answered; 0: it did not
-        self.status = 0
         self._first_at: float | None = None
         attributes = {
             "gen_ai.operation.name": operation,
@@ -193,12 +192,12 @@ class _Request:
             span = self._tracer.start_span("queue", self._inside, start_time=self.at(since))
             span.end(self.at(now))
 
-    def ended(self, result: str, note: Mapping[str, Any]) -> None:
+    def ended(self, result: str, status: int, note: Mapping[str, Any]) -> None:
         self._span.set_attribute("paceline.result", result)
         for name, attribute in _NOTED.items():
             if name in note:
                 self._span.set_attribute(attribute, note[name])
-        if result in _ERRORS or (result == "refused" and self.status >= 500):
+        if result in _ERRORS or (result == "refused" and status >= 500):
             _fail(self._span, result)
 
     def close(self, used: Used, now: float) -> None:
@@ -235,7 +234,6 @@ class _Attempt:
     def end(self, result: str, status: int, num_tokens: int, now: float) -> None:
         self._span.set_attribute("paceline.result", result)
         self._span.set_attribute("gen_ai.usage.output_tokens", num_tokens)
-        self._request.status = status
         if status:
             self._span.set_attribute("http.response.status_code", status)
         if result in ("refused", "lost"):
@@ -265,7 +263,7 @@ class _NoTrace:
     def waited(self, since: float, now: float) -> None:
         return
 
-    def ended(self, result: str, note: Mapping[str, Any]) -> None:
+    def ended(self, result: str, status: int, note: Mapping[str, Any]) -> None:
         return
 
     def close(self, used: Used, now: float) -> None:

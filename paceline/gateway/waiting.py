@@ -4,7 +4,7 @@ caller who hangs up meanwhile."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
 from paceline.gateway.answers import Answer
@@ -61,7 +61,7 @@ class Waiting:
             try:
                 # further attempts have waited their turn once
                 if last is None and self._turns.must_wait(self._attempts.route, self._demand):
-                    return await self._unless_gone(self._turn())
+                    return await self._unless_gone(self._turn(), self._give_up)
                 return self._dispatched(last)
             except AllRestError as error:
                 seconds = error.seconds
@@ -83,27 +83,44 @@ class Waiting:
         async with self._turns.turn(self._attempts.route, self._demand, queued):
             return self._dispatched(None)
 
+    def _give_up(self, placed: tuple[Pick, Dispatch]) -> None:
+        placed[1].end(self._owner.now())
+        self._turns.pump()
+
     def _dispatched(self, last: Site | None) -> tuple[Pick, Dispatch]:
         now = self._owner.now()
         pick = self._attempts.pick(now, last)
         return pick, pick.site.engine.load.dispatch(self._demand, pick.view, now)
 
-    async def _unless_gone(self, what: Coroutine[Any, Any, _T]) -> _T:
-        """Raises ClientDisconnectedError where the caller hangs up meanwhile."""
-        out, wake = self._answer.out, self._owner.wake
+    async def _unless_gone(
+        self, what: Coroutine[Any, Any, _T], undo: Callable[[_T], None] = lambda _: None
+    ) -> _T:
+        """Raises ClientDisconnectedError where the caller hangs up meanwhile. However it ends,
+        nothing of ``what`` goes on; ``undo``: of what it brought as it was given up."""
         waiting = asyncio.ensure_future(what)
-        while not waiting.done() and not out.gone:
+        try:
+            await self._while_there(waiting)
+        except BaseException:
+            waiting.cancel()
+            await asyncio.wait((waiting,))
+            if not waiting.cancelled() and waiting.exception() is None:
+                undo(waiting.result())
+            raise
+        return waiting.result()
+
+    async def _while_there(self, waiting: asyncio.Future[Any]) -> None:
+        out, wake = self._answer.out, self._owner.wake
+        while not waiting.done():
+            if out.gone:
+                raise ClientDisconnectedError
             waking = asyncio.ensure_future(wake.wait())
-            await asyncio.wait(
-                (waiting, waking), timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
-            )
-            waking.cancel()
+            try:
+                await asyncio.wait(
+                    (waiting, waking), timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
+            finally:
+                waking.cancel()
             wake.clear()
             out.tick(self._owner.now(), self._config.sse_keep_alive)
             if out.num_waiting:
                 await self._answer.flush(comments=True)
-        if not waiting.done():
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-            raise ClientDisconnectedError
-        return waiting.result()

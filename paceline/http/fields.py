@@ -23,6 +23,7 @@ __all__ = [
     "check_token_ids",
     "decode_object",
     "show",
+    "show_url",
 ]
 
 # containers inside containers; the deepest sensible tool schema is well below
@@ -41,6 +42,18 @@ def show(value: object) -> str:
     if isinstance(value, str) and len(value) > _SHOWN:
         return f"{value[:_SHOWN]!r}... ({len(value)} characters)"
     return repr(value)
+
+
+def show_url(url: str) -> str:
+    """A URL as an error may quote it, whatever it is: without user, password and query, which may
+    be secrets."""
+    shown = url.partition("?")[0]
+    if "@" in url:
+        # a password may hold any character, those that end the name of a host too
+        start, slashes, _ = shown.partition("//")
+        host = shown.rpartition("@")[2] if "@" in shown else "..."
+        shown = f"{start if slashes else ''}{slashes}***@{host}"
+    return repr(shown[:200])
 
 
 def decode_object(body: bytes, what: str = "the request body") -> dict[str, Any]:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from paceline import __version__
 from paceline.core.errors import ConfigError
+from paceline.http.fields import show_url
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -45,7 +46,7 @@ def check_endpoint(endpoint: str) -> str:
     if not valid:
         raise ConfigError(
             f"an OTLP endpoint is an http or https URL such as http://127.0.0.1:4318, "
-            f"got {endpoint!r}"
+            f"got {show_url(endpoint)}"
         )
     try:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter

@@ -145,6 +145,11 @@ class Connection(asyncio.Protocol):
         self.begun = False
         self._transport.write(request)
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is read of an answer that may have come."""
+        return self._transport is not None and self.is_open and not self._transport.is_reading()
+
     def pause(self) -> None:
         """Read no more until ``resume``."""
         if self.is_open and self._transport is not None and self._transport.is_reading():

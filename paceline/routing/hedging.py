@@ -37,6 +37,11 @@ class HedgeBudget:
         self._saved = min(_BURST, self._saved + self._share)
 
     @property
+    def left(self) -> float:
+        """Hedges that may be sent."""
+        return self._saved
+
+    @property
     def has_one(self) -> bool:
         return self._saved >= 1.0
 

@@ -67,6 +67,9 @@ class WhatIfConfig:
     settings: str
     # what a job may name: policies, hardware, models
     choices: Callable[[], Mapping[str, Any]]
+    # starts what reads an uploaded trace through, which comes on its standard input; empty: nobody
+    # does before a job
+    check: tuple[str, ...] = ()
     # of processor and of the clock, and bytes of memory: more, and it is ended
     cpu_seconds: int = 120
     seconds: float = 900.0

@@ -65,8 +65,22 @@ class Machine:
                 "os.sched_getaffinity", lambda _: set(parse_list(cpus)), raising=False
             )
 
-    def quota(self, cpus: float) -> None:
-        write(self.root, {"cgroup/cpu.max": f"{int(cpus * 100_000)} 100000\n"})
+    def speeds(self, file: str, numbers: Mapping[str, int]) -> None:
+        """What the kernel says of CPUs in a file of each, by lists of them."""
+        for cpulist, number in numbers.items():
+            for cpu in parse_list(cpulist):
+                write(self.root, {f"cpu/cpu{cpu}/{file}": f"{number}\n"})
+
+    def atoms(self, cpulist: str) -> None:
+        write(self.root, {"atoms": f"{cpulist}\n"})
+
+    def quota(self, cpus: float, version: int = 2) -> None:
+        quota, period = str(int(cpus * 100_000)), "100000"
+        if version == 1:
+            files = {"cfs_quota_us": quota, "cfs_period_us": period}
+            write(self.root, {f"cgroup/cpu/cpu.{name}": text for name, text in files.items()})
+        else:
+            write(self.root, {"cgroup/cpu.max": f"{quota} {period}\n"})
 
     def place(
         self, threads: int | None = None, numa: str = "auto", environ: Mapping[str, str] = {}
@@ -76,6 +90,7 @@ class Machine:
             numa,
             cpus=self.root / "cpu",
             nodes=self.root / "node",
+            atoms=self.root / "atoms",
             cgroup=self.root / "cgroup",
             membership=self.root / "membership",
             environ=environ,

@@ -7,6 +7,7 @@ is the sum of all slots before it. So a slot that holds something else shows as 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from paceline.backends import drafting
-from paceline.backends.drafting import DraftModel, DraftRow
+from paceline.backends.drafting import DraftModel, DraftRow, Made
 from paceline.backends.null import expected_tokens
 from paceline.backends.sampling import PreparedSampling, SampleRow, Samples
 from paceline.backends.steps import AttentionBatch, LoadedModel
@@ -86,11 +87,19 @@ def _made(model: _Sums, *, served: _Sums | None = None) -> DraftModel:
         assert served is not None
         model.cache[block_ids] = served.cache[block_ids]
 
+    return _loaded(model, mirror=None if served is None else mirror)
+
+
+def _loaded(
+    model: _Sums, sampler: _Likeliest | None = None, own: int = VOCAB, **settings: Any
+) -> DraftModel:
     return DraftModel(
-        LoadedModel(model, _Likeliest(), lambda *_: [], 0.0),
+        LoadedModel(model, sampler or _Likeliest(), lambda *_: [], 0.0),
+        vocab_size=own,
+        served_vocab_size=VOCAB,
         num_blocks=BLOCKS,
         block_size=SIZE,
-        mirror=None if served is None else mirror,
+        **settings,
     )
 
 
@@ -232,9 +241,120 @@ def test_a_model_that_says_nothing_sensible_guesses_nothing() -> None:
             finite = [row.tokens[-1] != 13 for row in rows]
             return Samples(likeliest.tolist(), finite, [None] * len(rows))
 
-    draft = DraftModel(
-        LoadedModel(_Sums(), Broken(), lambda *_: [], 0.0),
-        num_blocks=BLOCKS,
-        block_size=SIZE,
-    )
+    draft = _loaded(_Sums(), Broken())
     assert draft.guess([_row([3, 5, 13], [1, 2]), _row([4], [3, 4], 3)]) == [0, 3]
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_what_was_made_up_for_is_told(mirrored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafting, "_COMPUTED", 50)
+    monkeypatch.setattr(drafting, "_COPIED", 50)
+    draft = _made(_Sums(), served=_Sums() if mirrored else None)
+    tokens = [(i * 37) % VOCAB for i in range(121)]
+    told = []
+    for _ in range(4):
+        draft.guess([_row(tokens, list(range(40))), _row([5, 6, 7], [60, 61], 1)])
+        told.append(draft.caught_up)
+    # the last token is no news, and a row that waits for its turn has none
+    assert told[:3] == [[50, 0], [50, 0], [20, 2]]
+    assert sum(told[3]) <= 1
+
+
+def test_tokens_of_a_padded_head_are_no_guesses() -> None:
+    class Padded(_Likeliest):
+        def sample(self, logits: Any, rows: Sequence[SampleRow], likeliest: Any) -> Samples:
+            likely = [VOCAB + 1 if len(row.tokens) == 5 else 7 for row in rows]
+            return Samples(likely, [True] * len(rows), [None] * len(rows))
+
+    # the third one is beyond what the served model has
+    draft = _loaded(_Sums(), Padded(), VOCAB + 3)
+    row = _row([3, 5, 8], [9, 4, 1])
+    assert draft.guess([row]) == [2]
+    assert _guesses(row, 2) == [7, 7]
+
+
+def test_a_request_with_a_token_that_the_model_lacks_is_not_guessed() -> None:
+    model = _Sums()
+    draft = _loaded(model, own=90)
+    rows = [_row([3, 95, 8], [9, 4, 1]), _row([3, 89], [20, 7], 2)]
+    assert draft.guess(rows) == [0, 2]
+    assert draft.guess([_row([3, 5, 8, 90], [30, 31, 32])]) == [0]
+
+
+def test_settings_to_guess_with_choose_tokens_and_tell_nothing() -> None:
+    draft = _loaded(_Sums(), own=90)
+    asked = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5, prompt_logprobs=2)
+    assert PreparedSampling(asked, VOCAB).reads_logits
+    plain = draft.prepare(asked)
+    # the likeliest token is enough, and no row of logits is looked at
+    assert not plain.reads_logits
+    assert (plain.params.logprobs, plain.params.prompt_logprobs) == (None, None)
+    named = SamplingParams(
+        max_tokens=1,
+        logit_bias=((95, 3.0), (5, 1.0)),
+        bad_words=((3, 95), (4,)),
+        logprob_token_ids=(96,),
+        repetition_penalty=1.5,
+    )
+    prepared = draft.prepare(named)
+    assert prepared.bias_ids == [5]
+    assert prepared.params.bad_words == ((4,),)
+    assert prepared.params.repetition_penalty == 1.5
+
+
+class _Faulty(_Sums):
+    """Fails over a token."""
+
+    def forward(self, token_ids: NDArray[np.int64], *args: Any, **settings: Any) -> Any:
+        if 77 in token_ids:
+            raise RuntimeError("unlucky")
+        return super().forward(token_ids, *args, **settings)
+
+
+def _named(name: str, tokens: Sequence[int], first: int, count: int = 2) -> DraftRow:
+    return replace(_row(tokens, [first, first + 1], count), request_id=name)
+
+
+def test_a_fault_costs_the_guesses_of_one_request(caplog: pytest.LogCaptureFixture) -> None:
+    draft = _loaded(_Faulty())
+    rows = [_named("a", [3, 5], 0), _named("b", [3, 77], 2), _named("c", [1], 4)]
+    assert draft.make(rows) == [Made(2, 1), Made(failed=True), Made(2, 0)]
+    for row in rows[::2]:
+        known = row.tokens[: row.last + 1].tolist()
+        assert _guesses(row, 2) == expected_tokens(known, 2, VOCAB)
+    assert "request=b is not guessed any more: RuntimeError('unlucky')" in caplog.text
+    assert "request=a" not in caplog.text
+    # one that does what it should is a reason to go on
+    for number in range(6):
+        assert draft.make([_named("d", [77], 6)])[0].failed
+        assert draft.make([_named("e", [1, 1], 8)])[0].num_guesses == 2, number
+
+
+def test_rows_that_fail_together_are_guessed_one_by_one() -> None:
+    class Alone(_Sums):
+        def forward(self, token_ids: NDArray[np.int64], *args: Any, **settings: Any) -> Any:
+            self.calls.append(len(token_ids))
+            if len(token_ids) > 2:
+                raise RuntimeError("too many")
+            return super().forward(token_ids, *args, **settings)
+
+    model = Alone()
+    draft = _loaded(model)
+    for number in range(5):
+        rows = [_named("a", [3], 0, 1), _named("b", [4], 2, 1), _named("c", [1], 4, 1)]
+        model.calls.clear()
+        assert [made.num_guesses for made in draft.make(rows)] == [1, 1, 1]
+        # from the third time on it is not tried together
+        assert (3 in model.calls) == (number < 3)
+        draft.forget([0, 2, 4])
+
+
+def test_a_model_that_only_fails_is_not_asked_any_more(caplog: pytest.LogCaptureFixture) -> None:
+    model = _Faulty()
+    draft = _loaded(model)
+    for name in "abc":
+        assert draft.make([_named(name, [77], 0)]) == [Made(failed=True)]
+    assert "draft_model_off faults=3" in caplog.text
+    model.calls.clear()
+    assert draft.make([_named("d", [3, 5], 2), _named("e", [4], 4)]) == [Made(), Made()]
+    assert model.calls == []

@@ -98,17 +98,36 @@ def test_the_reason_says_what_is_a_default_and_how_to_have_less_rounding(
     assert "by default" not in choose(QUANTISED, dtype="int8").why
 
 
-@pytest.mark.parametrize("stored", ["Q4_K", "Q6_K"])
+@pytest.mark.parametrize("stored", ["Q4_K", "Q6_K", "IQ4_XS", "MXFP4"])
 def test_native_keeps_the_bits_of_a_file(machine: pytest.MonkeyPatch, stored: str) -> None:
     chosen = choose(replace(PLAIN, stored_dtype=stored), dtype="native")
     # a cache as beside q4
     assert names(chosen) == ("native", "native", "int8")
     assert "int8 in the KV cache because that is the fastest" in chosen.why
-    for other in ("bfloat16", "Q8_0", "IQ4_XS"):
+    for other in ("bfloat16", "Q8_0", "IQ3_S"):
         with pytest.raises(
             ConfigError, match=f"keeps blocks of Q4_0, .*, and this file is of {other}"
         ):
             choose(replace(PLAIN, stored_dtype=other), dtype="native")
+
+
+@pytest.mark.parametrize(
+    ("stored", "elsewhere"), [("FP8", "int8"), ("INT8", "int8"), ("Q8_0", "int8"), ("Q4_1", "q4")]
+)
+def test_what_the_documents_say_of_quantised_folders(
+    monkeypatch: pytest.MonkeyPatch, stored: str, elsewhere: str
+) -> None:
+    """By the figures that were measured: docs/models.md names the portable level's choice."""
+    monkeypatch.setattr(formats, "unavailable_reason", lambda: None)
+    monkeypatch.delenv("PACELINE_ISA", raising=False)
+    config = replace(PLAIN, stored_dtype=stored)
+    for level, expected in (
+        ("avx512bf16", elsewhere),
+        ("avx2", elsewhere),
+        ("portable", "bfloat16"),
+    ):
+        monkeypatch.setattr(formats, "variants", lambda level=level: (level,))
+        assert choose(config).dtype == expected
 
 
 @pytest.mark.parametrize(

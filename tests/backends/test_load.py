@@ -23,11 +23,13 @@ from paceline.backends.torch.weights import load_weights
 from paceline.backends.worker import WorkerBackend
 from paceline.checkpoints.base import Checkpoint, open_checkpoint
 from paceline.checkpoints.config import ModelConfig
+from paceline.checkpoints.gguf import GGUFCheckpoint
 from paceline.core.backend import ModelBackend
 from paceline.core.errors import CheckpointError, ConfigError
 from tests.backends.conftest import load
 from tests.backends.plans import Plans
 from tests.backends.torch.models import VOCAB, save_model
+from tests.checkpoints.builders import write_gguf
 
 PROMPT = [(i * 37 + 11) % VOCAB for i in range(45)]
 
@@ -146,11 +148,19 @@ def test_no_model(tmp_path: Path) -> None:
         load(tmp_path / "nothing")
 
 
+def test_an_engine_keeps_no_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten: list[GGUFCheckpoint] = []
+    monkeypatch.setattr(GGUFCheckpoint, "forget_vocabulary", lambda self: forgotten.append(self))
+    load(write_gguf(tmp_path / "m.gguf")).close()
+    assert len(forgotten) == 1
+
+
 class Tampered:
     """A checkpoint whose tensor ``name`` is something else when it is read."""
 
     def __init__(self, inner: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
         self._inner, self._name, self._shape = inner, name, shape
+        self.num_released = 0
 
     @property
     def path(self) -> Path:
@@ -165,14 +175,19 @@ class Tampered:
             return np.zeros(self._shape, dtype=np.float32)
         return self._inner.tensor(name)
 
+    def release(self) -> None:
+        self.num_released += 1
+        self._inner.release()
+
 
 def test_shapes_are_checked_when_read(llama_folder: Path) -> None:
     inner = open_checkpoint(llama_folder)
     cpu = torch.device("cpu")
-    good = load_weights(
-        Tampered(inner, "model.norm.weight", (48,)), dtype=torch.float32, device=cpu
-    )
+    source = Tampered(inner, "model.norm.weight", (48,))
+    good = load_weights(source, dtype=torch.float32, device=cpu)
     assert len(good.layers) == 3
+    # each tensor before the next one is read
+    assert source.num_released == len(inner.tensor_names())
     name = "model.layers.1.self_attn.k_proj.weight"
     with pytest.raises(
         CheckpointError, match=rf"{name} has shape \[48, 32\], its config implies \[32, 48\]"

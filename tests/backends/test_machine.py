@@ -6,14 +6,17 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from paceline.backends.machine import (
     available_memory,
     choose_num_blocks,
     choose_threads,
     may_have_cuda,
+    multiplies_bfloat16,
     swap_seconds,
 )
+from paceline.backends.torch.machine import choose_dtype
 from paceline.core.errors import ConfigError
 from tests.backends.machines import write
 
@@ -176,8 +179,31 @@ def test_traces_of_cuda(trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_swapping_is_measured_on_what_there_is() -> None:
     moved: list[int] = []
-    assert swap_seconds(moved.append, 5) > 0
-    assert swap_seconds(moved.append, 1000) > 0
+    assert swap_seconds(moved.append, 5, 1000) > 0
+    assert swap_seconds(moved.append, 1000, 1000) > 0
     assert moved == [5, 5, 5, 8, 8, 8]
-    assert swap_seconds(moved.append, 0) == 0.0
+    assert swap_seconds(moved.append, 0, 1000) == 0.0
     assert len(moved) == 6
+    # what was moved stays in memory: of large blocks a few have to do
+    swap_seconds(moved.append, 1000, 900_000)
+    swap_seconds(moved.append, 1000, 3 << 20)
+    assert moved[6:] == [2, 2, 2, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("fpu avx512f avx512_bf16", True),
+        ("fpu avx2 amx_bf16 amx_tile", True),
+        ("fpu avx512f avx512_vnni", False),
+        ("fpu avx512_bf16x", False),
+    ],
+)
+def test_bfloat16_is_told_by_flags(flags: str, expected: bool, tmp_path: Path) -> None:
+    text = f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\nflags\t\t: {flags}\n"
+    assert multiplies_bfloat16(write(tmp_path, {"cpuinfo": text}) / "cpuinfo") is expected
+    assert not multiplies_bfloat16(tmp_path / "nothing")
+
+
+def test_bfloat16_is_told_as_torch_tells_it() -> None:
+    assert multiplies_bfloat16() == (choose_dtype("auto", "cpu") == torch.bfloat16)

@@ -193,8 +193,39 @@ def test_quotas_limit_threads_and_not_the_node(
     machine.quota(quota)
     assert summary(machine.place()) == (auto, "0", "0-3,8-11")
     assert machine.place().why.startswith(f"{_count(auto, 'thread')} on NUMA")
-    assert machine.place(numa="off") == Placement(off)
+    assert summary(machine.place(numa="off")) == (off, "", None)
     assert machine.place(numa="1").threads == auto
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_why_a_quota_leaves_so_few_threads(machine: Machine, version: int) -> None:
+    """A container's 1.5 processors: a second thread would stop both before the end of a period."""
+    machine.allow("0-3")
+    machine.quota(1.5, version)
+    why = "1 thread, no more because a control group allows 1.5 processors"
+    assert machine.place() == Placement(1, why=why)
+    assert machine.place().describe(None) == why
+    assert machine.place(numa="off") == Placement(1, why=why)
+    # whoever wants more is told what that does
+    why = "2 threads, which a control group that allows 1.5 processors will stop now and then"
+    assert machine.place(2) == Placement(2, why=why)
+    assert machine.place(2).describe(2) == why
+    assert machine.place(1) == Placement(1)
+    # less than one cannot be had
+    machine.quota(0.5, version)
+    why = "1 thread, no more because a control group allows 0.5 processors"
+    assert machine.place() == Placement(1, why=why)
+    # nor is it said where the cores are fewer
+    machine.quota(4, version)
+    assert machine.place() == Placement(4)
+
+
+def test_a_quota_beside_nodes(machine: Machine) -> None:
+    machine.quota(2.5)
+    assert machine.place().why == (
+        "2 threads on NUMA node 0 because it has 4 of the 8 cores that may be used, no more "
+        "because a control group allows 2.5 processors"
+    )
 
 
 def test_off_is_all_sockets_unbound(nps4: Machine) -> None:

@@ -4,6 +4,7 @@ they stand for in transformers."""
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -11,6 +12,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
@@ -20,6 +23,8 @@ from paceline.backends.native.step import NativeLoader
 from paceline.backends.native.tensors import RawTensor, checkpoint_tensors
 from paceline.checkpoints.base import open_checkpoint
 from paceline.checkpoints.hf import HFCheckpoint
+from paceline.checkpoints.quantised import Quantisation, QuantisedMatrix
+from paceline.checkpoints.safetensors_format import SafetensorsEntry, read_safetensors_header
 from paceline.core.errors import CheckpointError
 from tests.backends.conftest import load
 from tests.backends.test_architectures import PROMPT, Sequence, expected, make_loader, same
@@ -28,6 +33,7 @@ from tests.backends.torch.models import make_model
 # inputs of 64 and 96, so that there are several groups and blocks, and the last block is cut
 SIZES: Final = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 NATIVE: Final = unavailable_reason() is None
+Q4_1: Final = GGMLQuantizationType.Q4_1
 
 
 class Written(NamedTuple):
@@ -342,6 +348,61 @@ def test_the_ready_line_counts_what_is_kept(tmp_path: Path) -> None:
     backend.close()
 
 
+def large(folder: Path, layout: str) -> QuantisedMatrix:
+    """A matrix of 1,024 outputs and 2,048 inputs."""
+    generator = torch.Generator().manual_seed(5)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randint(-(1 << 31), 1 << 31, shape, generator=generator).to(torch.int32)
+
+    tensors = {
+        "gptq": {"qweight": numbers(256, 1024), "qzeros": numbers(16, 128)},
+        "awq": {"qweight": numbers(2048, 128), "qzeros": numbers(16, 128)},
+        "fp8": {"weight": numbers(1024, 512).view(torch.uint8) & 119},
+    }[layout]
+    scales = torch.rand(16, 1024, generator=generator).half()
+    if layout == "fp8":
+        tensors["weight"] = tensors["weight"].view(torch.float8_e4m3fn)
+        tensors["weight_scale_inv"] = torch.rand(8, 16, generator=generator)
+    else:
+        tensors["scales"] = scales
+    save_file({f"m.{name}": each for name, each in tensors.items()}, folder / "m.safetensors")
+    quantisation = {
+        "gptq": Quantisation("GPTQ", 4, 128, 1),
+        "awq": Quantisation("AWQ", 4, 128),
+        "fp8": Quantisation("FP8", block=(128, 128)),
+    }[layout]
+    found = quantisation.take(read_safetensors_header(folder / "m.safetensors"))["m.weight"]
+    assert not isinstance(found, SafetensorsEntry) and found.shape == (1024, 2048)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq", "fp8"])
+def test_matrices_are_unpacked_some_rows_at_a_time(layout: str, tmp_path: Path) -> None:
+    matrix = large(tmp_path, layout)
+
+    def peak(make: Callable[[], NDArray[Any]]) -> tuple[NDArray[Any], float]:
+        tracemalloc.start()
+        made = make()
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return made, most
+
+    values, most = peak(matrix.values)
+    # what is stored, what it becomes, and some rows of what lies between: all of that would be
+    # three to six times as much
+    assert most < values.nbytes + matrix.num_bytes + (4 << 20)
+    # rows by themselves, across the places where it was cut
+    for rows in (slice(0, 1), slice(61, 131), slice(1000, 1024)):
+        np.testing.assert_array_equal(matrix.part(rows).values(), values[rows])
+    if layout == "fp8":
+        return
+    blocks, most = peak(matrix.blocks)
+    assert most < blocks.nbytes + matrix.num_bytes + (4 << 20)
+    np.testing.assert_array_equal(matrix.part(slice(61, 131)).blocks(), blocks[61:131])
+    np.testing.assert_allclose(dequantize(blocks, Q4_1), values, atol=0.01)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -349,6 +410,20 @@ def test_the_ready_line_counts_what_is_kept(tmp_path: Path) -> None:
         (GPTQ | {"is_marlin_format": True}, "GPTQ in the format 'marlin'"),
         (GPTQ | {"bits": 3}, "GPTQ of 3 bits"),
         (GPTQ | {"bits": None}, "GPTQ of None bits"),
+        (GPTQ | {"bits": 4.0}, "GPTQ of 4.0 bits is not read, only of the whole numbers 4 and 8"),
+        (GPTQ | {"bits": True}, "GPTQ of True bits"),
+        (
+            {"quant_method": "awq", "bits": 4.0, "group_size": 32},
+            "AWQ of 4.0 bits is not read, only of the whole number 4",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "config_groups": {},
+            },
+            "config_groups is empty",
+        ),
         ({"quant_method": "awq", "bits": 4, "version": "gemv", "group_size": 32}, "'gemv'"),
         ({"quant_method": "awq", "bits": 8, "group_size": 32}, "AWQ of 8 bits"),
         ({"quant_method": "awq", "bits": 4, "zero_point": False, "group_size": 32}, "zero points"),
@@ -400,6 +475,34 @@ Q_PROJ: Final = "model.layers.0.self_attn.q_proj"
         ("fp8", "weight_scale", None, "no weight_scale beside it"),
         ("fp8", "weight_scale", torch.ones(3), r"scales of shape \[3\]"),
         ("fp8-blocks", "weight_scale_inv", torch.ones(2, 1), r"\[3, 2\] are read"),
+        ("gptq", "scales", torch.ones(2, 64, dtype=torch.int16), "stored as I16; scales of F32"),
+        (
+            "fp8-blocks",
+            "weight_scale_inv",
+            torch.ones(3, 2, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+            r"weight_scale_inv is stored as F8_E8M0; scales of F32, F16, BF16, F64 are read",
+        ),
+        (
+            "fp8",
+            "weight",
+            torch.ones(0, 64).to(torch.float8_e4m3fn),
+            r"shape \[0, 64\]: it is empty",
+        ),
+        (
+            "fp8",
+            "weight",
+            torch.ones(64, 0).to(torch.float8_e4m3fn),
+            r"shape \[64, 0\]: it is empty",
+        ),
+        ("gptq", "qweight", torch.ones(8, 0, dtype=torch.int32), r"shape \[8, 0\]: it is empty"),
+        ("gptq", "qweight", torch.ones(0, 64, dtype=torch.int32), r"shape \[0, 64\]: it is empty"),
+        ("awq", "qweight", torch.ones(64, 0, dtype=torch.int32), r"shape \[64, 0\]: it is empty"),
+        (
+            "gptq",
+            "qweight",
+            torch.ones(8, 60, dtype=torch.int32),
+            r"shape \[8, 60\], 60 outputs: GPTQ of 4 bits in groups of 32 has a multiple of 8",
+        ),
     ],
 )
 def test_parts_that_do_not_go_together(

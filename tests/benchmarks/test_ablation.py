@@ -24,7 +24,7 @@ SHOWS = {
     "short steps of best effort": "poisson",
     "yielding of late requests": "bursts",
     "triage": "bursts",
-    "yielding while running": "bursts",
+    "yielding while running": "overload",
     "rejoining": "tenants",
     "TPOT guard": "streams",
     "deadlines": "bursts",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from numpy.typing import NDArray
 
 from paceline.checkpoints.base import open_checkpoint
 from paceline.checkpoints.gguf import GGUFCheckpoint
+from paceline.checkpoints.gguf_data import GGUFData
+from paceline.checkpoints.gguf_format import GGUFTensor
+from paceline.checkpoints.gguf_types import SIZES, GGUFType
 from paceline.checkpoints.shapes import expected_shapes
 from paceline.core.errors import CheckpointError
 from tests.checkpoints.builders import (
@@ -310,3 +314,39 @@ def test_smollm2(smollm2_path: Path) -> None:
     assert checkpoint.metadata["tokenizer.ggml.tokens"][:3] == [
         "<|endoftext|>", "<|im_start|>", "<|im_end|>",
     ]  # fmt: skip
+    types = reader.fields["tokenizer.ggml.token_type"].contents()
+    assert checkpoint.metadata["tokenizer.ggml.token_type"].tolist() == types
+    checkpoint.forget_vocabulary()
+    assert "tokenizer.ggml.pre" in checkpoint.metadata
+    for name in ("tokens", "merges", "token_type"):
+        assert f"tokenizer.ggml.{name}" not in checkpoint.metadata
+
+
+def test_types_are_those_of_the_gguf_package() -> None:
+    assert {kind.name: kind.value for kind in GGUFType} == {kind.name: kind.value for kind in Q}
+    assert {kind.name: size for kind, size in SIZES.items()} == {
+        kind.name: size for kind, size in gguf.GGML_QUANT_SIZES.items()
+    }
+
+
+@pytest.mark.parametrize("kind", [Q.IQ4_NL, Q.Q2_K, Q.BF16], ids=lambda kind: kind.name)
+def test_values_are_made_some_rows_at_a_time(tmp_path: Path, kind: Q) -> None:
+    rows, columns = 4096, 1024
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    raw = np.random.default_rng(3).integers(0, 60, (rows, columns // block * size), dtype=np.uint8)
+    path = tmp_path / "data"
+    path.write_bytes(b"before" + raw.tobytes())
+    data = GGUFData([path])
+    tensor = GGUFTensor("x", (rows, columns), GGUFType(kind), 6, raw.nbytes)
+    expected = gguf.quants.dequantize(raw, kind)
+    tracemalloc.start()
+    values = data.values(tensor)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    np.testing.assert_array_equal(values, expected)
+    # what comes of it, and not as much again of what lies between
+    assert most < 1.75 * values.nbytes
+    # the caller may change what it gets
+    values[:] = 0
+    data.release()
+    assert (data.values(tensor) == expected).all()

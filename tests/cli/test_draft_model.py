@@ -21,6 +21,22 @@ def _folder(path: Path, tokens: dict[str, int]) -> Path:
     return path
 
 
+def test_heads_are_told_from_models(tmp_path: Path) -> None:
+    served = str(_folder(tmp_path / "served", {"a": 0, "b": 1}))
+    head = tmp_path / "head"
+    head.mkdir()
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 2}
+    (head / "config.json").write_text(json.dumps(config))
+    for method in ("eagle3", "auto"):
+        assert draft_of({"method": method, "model": str(head)}, served) == (str(head), "auto")
+    with pytest.raises(ConfigError, match="leave quantization out"):
+        draft_of({"method": "auto", "model": str(head), "quantization": "q4"}, served)
+    with pytest.raises(ConfigError, match=r'EAGLE-3 head, .* give "method": "eagle3"'):
+        draft_of({"model": str(head)}, served)
+    with pytest.raises(ConfigError, match=r'no EAGLE-3 head.* with "method": "draft_model"'):
+        draft_of({"method": "eagle3", "model": served}, served)
+
+
 def test_what_is_named(tmp_path: Path) -> None:
     served = str(_folder(tmp_path / "served", {"a": 0, "b": 1}))
     other = str(_folder(tmp_path / "other", {"a": 0, "b": 1}))

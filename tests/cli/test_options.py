@@ -18,7 +18,8 @@ from paceline.cli.options import (
     engine_settings,
 )
 from paceline.cli.scheduling_options import ignored_flags
-from paceline.cli.serve import _server_config, slo_class
+from paceline.cli.serve import _server_config
+from paceline.cli.server_options import slo_class
 from paceline.cli.settings import EngineSettings
 from paceline.core.config import SchedulerConfig
 from paceline.core.errors import ConfigError

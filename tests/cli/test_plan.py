@@ -19,6 +19,7 @@ from paceline.core.policies import POLICIES
 from paceline.sim.plan import find_model
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.step_times.roofline import HardwareCard, RooflineStepTimes
+from tests.backends.torch.heads import save_eagle3
 from tests.checkpoints.builders import write_gguf
 from tests.cli.recordings import record_with_policy
 from tests.engine.test_recorder import run as record
@@ -318,6 +319,52 @@ def test_a_checkpoint_takes_here_what_serve_takes_for_it(
         assert other[name] > found[name]
         same = ({"weight_bytes", "kv_bytes_per_token"} - {name}).pop()
         assert other[same] == found[same]
+
+
+def test_a_checkpoint_is_planned_for_another_device(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    there = served_memory(path, device="cuda")
+    flags = ("memory", "--model", str(path), "--memory", "1GB", "--max-len", "64")
+    flags = (*flags, "--mean-len", "32", "--device", "cuda")
+    found = plan(capsys, *flags)
+    assert found["weight_bytes"] == there.weight_bytes
+    assert found["kv_bytes_per_token"] == there.kv_bytes_per_token
+    assert found["reserve_bytes"] == 0
+    assert main(["plan", *flags]) == 0
+    assert " GB in bfloat16, as serve takes it on cuda" in capsys.readouterr().out
+    assert "needs --model FILE" in refused(capsys, *MEMORY, "--device", "cuda")
+    assert "neither --hardware" in refused(capsys, *flags, "--hardware", "h100-sxm")
+    assert "device 'tpu'" in refused(capsys, *flags[:-1], "tpu")
+
+
+def test_a_draft_model_is_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    flags = ("memory", "--model", str(path), "--memory", "1GB", "--max-len", "64")
+    flags = (*flags, "--mean-len", "32")
+    alone = plan(capsys, *flags)
+    config = '{"method": "self", "quantization": "bfloat16"}'
+    both = plan(capsys, *flags, "--speculative-config", config)
+    draft = served_memory(path, dtype="bfloat16").weight_bytes
+    assert (alone["draft_weight_bytes"], both["draft_weight_bytes"]) == (0, draft)
+    assert both["weight_bytes"] == alone["weight_bytes"] + draft
+    # its blocks are copies of the others
+    assert both["kv_bytes_per_token"] == 2 * alone["kv_bytes_per_token"]
+    assert both["num_blocks"] < alone["num_blocks"]
+    assert main(["plan", *flags, "--speculative-config", config]) == 0
+    assert "  draft model" in (said := capsys.readouterr().out) and "GB in bfloat16, " in said
+    # without a draft model nothing is added
+    assert plan(capsys, *flags, "--speculative-config", '{"method": "auto"}') == alone
+    said = refused(capsys, *MEMORY, "--speculative-config", config)
+    assert "is counted beside a checkpoint, and --model llama-3.1-8b is none" in said
+    # it is computed where the served model is
+    self_there = ("--device", "cuda", "--speculative-config", '{"method": "self"}')
+    assert "q4 needs --compute native" in refused(capsys, *flags, *self_there)
+    save_eagle3(tmp_path / "head", served_hidden=32)
+    head = json.dumps({"method": "eagle3", "model": str(tmp_path / "head")})
+    said = refused(capsys, *flags, "--speculative-config", head)
+    assert "is not counted here: add its bytes to --weights" in said
 
 
 def test_a_model_of_a_file_is_planned_for(

@@ -23,7 +23,7 @@ from paceline.cli.top.scrape import Source
 from paceline.cli.top.view import render
 from paceline.core.errors import ConfigError
 from paceline.server.readings import Frame, Quantiles, Scrape, TenantRow, make_frame, parse_metrics
-from paceline.server.readings.frame import quantile
+from paceline.server.readings.growth import quantile
 from tests.cli.conftest import Command
 from tests.cli.servers import ServerProcess, start_server
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.cli.settings import WHAT_IF_PROCESS, EngineSettings
+from paceline.cli.settings import TRACE_PROCESS, WHAT_IF_PROCESS, EngineSettings
 from paceline.engine.timeline.codec import headers
 from paceline.engine.timeline.events import FrameType
 from tests.cli.servers import ServerProcess, start_server
@@ -42,7 +42,7 @@ def job(tmp_path: Path, **changed: Any) -> dict[str, Any]:
                        "model": "meta-llama/Llama-3.1-8B"},
         "policies": ["fcfs"], "budgets": [2048], "loads": [1.0], "max_num_seqs": None,
         "targets": {"ttft": None, "tpot": None}, "most_requests": 20_000,
-        "folder": str(tmp_path), "memory": 2**30, "seconds": 60,
+        "folder": str(tmp_path), "root": str(tmp_path), "memory": 2**30, "seconds": 60,
     } | changed  # fmt: skip
 
 
@@ -164,8 +164,56 @@ def test_it_is_gone_with_the_server(number: signal.Signals, tmp_path: Path) -> N
         assert len(list(tmp_path.glob("paceline-what-if-*"))) == 1
         code, _ = server.stop(number)
         assert code == (0 if number == signal.SIGTERM else -signal.SIGKILL)
-        eventually(lambda: is_gone(pid))
-        eventually(lambda: not list(tmp_path.glob("paceline-what-if-*")))
+        eventually(lambda: is_gone(pid), 30)
+        eventually(lambda: not list(tmp_path.glob("paceline-what-if-*")), 30)
+
+
+def test_what_a_killed_server_leaves_the_next_one_takes_away(tmp_path: Path) -> None:
+    """A trace, and nobody who simulates it and could take it away."""
+    env = {"TMPDIR": str(tmp_path)}
+
+    def left() -> list[Path]:
+        return list(tmp_path.glob("*paceline-what-if-*"))
+
+    with start_server("--backend", "null", env=env) as server:
+        httpx.put(f"{server.address}{PATH}/trace", content=MANY).raise_for_status()
+        (held,) = left()
+        with start_server("--backend", "null", env=env) as other:
+            # it is a living server's
+            assert left() == [held]
+            assert other.stop()[0] == 0
+        server.stop(signal.SIGKILL)
+    assert left() == [held] and list(held.glob("*/trace"))
+    with start_server("--backend", "null", env=env) as server:
+        assert left() == []
+        assert server.stop()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("9,20000000,1", "request 2 of the trace, at 9 s, has 20000000 tokens; at most 10000000"),
+        ("9,1,1e300", "at most 10000000"),
+        ("9,-1,1", "the trace:3: prompt_tokens is '-1'"),
+        ("9,1", "has 2 columns"),
+    ],
+)
+def test_a_trace_is_read_through(tmp_path: Path, row: str, said: str) -> None:
+    (tmp_path / "trace").write_text(f"arrived_at_s,prompt_tokens,output_tokens\n0,5,5\n{row}\n")
+    asked = {"path": str(tmp_path / "trace"), "memory": 2**30, "seconds": 20}
+
+    def check() -> dict[str, Any]:
+        done = subprocess.run(
+            TRACE_PROCESS, input=json.dumps(asked).encode(), capture_output=True, timeout=60
+        )
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    assert said in check()["error"]
+    (tmp_path / "trace").write_text(MANY)
+    assert check() == {"requests": 5000}
+    (tmp_path / "trace").write_text("arrived_at_s,prompt_tokens,output_tokens\n0,0,0\n")
+    assert check() == {"error": "the trace has no request with tokens"}
 
 
 def test_nobody_waits_for_it_at_start() -> None:

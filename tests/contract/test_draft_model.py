@@ -53,7 +53,17 @@ def _native(folder: Path) -> ModelBackend:
     )
 
 
+def _eagle3(folder: Path) -> ModelBackend:
+    from tests.backends.torch.heads import save_eagle3
+
+    head = folder / "head"
+    # of two layers what each is given, and what the last gives
+    save_eagle3(head, served_hidden=48, vocab=VOCAB, layers=(0, 1, 2))
+    return load_tiny(folder, block_size=4, compute="torch", draft_path=str(head))
+
+
 BACKENDS: dict[str, Callable[[Path], ModelBackend]] = {
+    "eagle3": _eagle3,
     "native": _native,
     "null": _null,
     "torch": _torch,
@@ -97,7 +107,8 @@ def test_answers_are_the_same(
         stats = driver.scheduler.stats()
         drafted, accepted = dict(stats.drafted), dict(stats.accepted)
         assert drafted[MODEL] > 20
-        assert accepted[MODEL] > 0
+        # a head of random weights is right by chance alone, which need not come
+        assert accepted[MODEL] > 0 or "EAGLE-3" in backend.info.drafter
         if config is AUTO:
             assert drafted[GRAMMAR] == accepted[GRAMMAR] > 0
         preempted += stats.num_preemptions

@@ -116,6 +116,17 @@ def test_a_page_asks_no_other_origin(address: str, open_page: Any, page: str) ->
     assert opened.locator("article h1").inner_text()
 
 
+def test_the_demo_plays(address: str, open_page: Any) -> None:
+    page = open_page(f"{address}/demo.html")
+    frame = page.frame_locator("iframe.demo")
+    frame.get_by_text("Forty seconds of a server").wait_for()
+    frame.locator(".step-words").get_by_text("blocks free").wait_for()
+    (inside,) = [each for each in page.frames if each.url.endswith("/demo/index.html")]
+    steps = inside.evaluate("pacelineTimeline.history.count")
+    page.wait_for_timeout(400)
+    assert inside.evaluate("pacelineTimeline.history.count") > steps > 0
+
+
 def test_search_finds_a_heading(address: str, open_page: Any) -> None:
     page = open_page(f"{address}/index.html")
     page.wait_for_load_state("networkidle")

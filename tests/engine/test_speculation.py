@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from paceline.backends.drafting import DraftModel, DraftRow
 from paceline.backends.load import load_backend
 from paceline.backends.native import unavailable_reason
 from paceline.backends.settings import BackendSettings
@@ -17,6 +19,7 @@ from paceline.core.step import draft_choice
 from paceline.engine.llm import LLM
 from paceline.engine.testing import ByteTokenizer, null_core
 from paceline.engine.types import GenerationRequest
+from tests.backends.torch.heads import save_eagle3
 from tests.backends.torch.models import VOCAB, save_model
 
 NGRAM = {
@@ -165,7 +168,7 @@ def test_answers_are_the_same(
         # the model itself, in other weights: its KV cache is a copy
         ("native", ("float32", "float32"), "bfloat16", True),
         ("native", ("bfloat16", "bfloat16"), "q4", True),
-        ("native", ("int8", "int8"), "bfloat16", True),
+        ("native", ("bfloat16", "bfloat16"), "int8", True),
     ],
 )
 @pytest.mark.parametrize(("size", "blocks"), [(1, 64), (4, 16)])
@@ -191,8 +194,88 @@ def test_answers_are_those_without_a_draft_model(
     assert on.tokens == off.tokens
     assert on.drafted > 50
     assert (on.preemptions > 0) == (blocks == 16)
-    if mirrors and draft != "q4":
+    if mirrors and draft == "bfloat16":
         # its weights are nearly the same, and so is what it draws, at any temperature
-        assert on.accepted > (0.6 if formats[0] == "float32" else 0.4) * on.drafted
+        assert on.accepted > 0.6 * on.drafted
     else:
         assert on.accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("size", "blocks", "chunk"), [(1, 64, 512), (4, 16, 512), (4, 64, 12)], ids=str
+)
+def test_answers_are_those_without_a_head(
+    folder: Path,
+    tmp_path: Path,
+    size: int,
+    blocks: int,
+    chunk: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A head of random weights is nearly always wrong, and costs nothing but time."""
+    monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
+    monkeypatch.setattr(draft_choice, "_UNLIKELY", 0.0)
+    save_eagle3(tmp_path, served_hidden=96)
+    formats, draft = ("float32", "float32"), (tmp_path, "auto")
+    off = _answers(folder, "torch", formats, size, blocks, max_num_batched_tokens=chunk)
+    config = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 4}
+    on = _answers(
+        folder, "torch", formats, size, blocks, draft,
+        max_num_batched_tokens=chunk, speculative_config=config,
+    )  # fmt: skip
+    assert on.tokens == off.tokens
+    assert on.drafted > 50
+    # where four tokens are allowed it is right now and then, drawing as the model does
+    assert on.accepted > 0
+    assert (on.preemptions > 0) == (blocks == 16)
+
+
+@pytest.mark.parametrize("compute", ["torch", "native"])
+@pytest.mark.parametrize("more", [3, -3])
+def test_a_head_that_is_padded_otherwise(
+    folder: Path, tmp_path: Path, compute: str, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compute == "native" and unavailable_reason() is not None:
+        pytest.skip(str(unavailable_reason()))
+    monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
+    monkeypatch.setattr(draft_choice, "_UNLIKELY", 0.0)
+    save_model(
+        tmp_path, "qwen3", vocab_size=VOCAB + more, num_hidden_layers=1, max_position_embeddings=512
+    )
+    formats = ("float32", "float32")
+    off = _answers(folder, compute, formats, 4, 64)
+    config = {"model": str(tmp_path), "num_speculative_tokens": 4}
+    draft = tmp_path, "float32"
+    on = _answers(folder, compute, formats, 4, 64, draft, speculative_config=config)
+    assert on.tokens == off.tokens
+    assert on.drafted > 50
+
+
+@pytest.mark.parametrize("all_fail", [False, True])
+def test_a_draft_model_that_fails_costs_nobody_an_answer(
+    folder: Path,
+    other: Path,
+    all_fail: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
+    guess = DraftModel.guess
+
+    def fails(draft: DraftModel, rows: Sequence[DraftRow]) -> list[int]:
+        # what is told about tokens is not asked of guesses
+        assert all(row.sampling.params.logprobs is None for row in rows)
+        if all_fail or any(row.request_id.startswith("penalties") for row in rows):
+            raise RuntimeError("of one of them")
+        return guess(draft, rows)
+
+    off = _answers(folder, "torch", ("float32", "float32"), 4, 64)
+    monkeypatch.setattr(DraftModel, "guess", fails)
+    config = {"model": str(other), "num_speculative_tokens": 4}
+    draft = other, "float32"
+    on = _answers(folder, "torch", ("float32", "float32"), 4, 64, draft, speculative_config=config)
+    assert on.tokens == off.tokens
+    assert (on.drafted == 0) is all_fail
+    assert ("draft_model_off" in caplog.text) is all_fail
+    faults = [record for record in caplog.records if "is not guessed any more" in record.message]
+    assert len(faults) == (3 if all_fail else 1)

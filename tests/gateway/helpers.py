@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,11 +15,51 @@ from paceline.gateway import EngineConfig, Gateway, GatewayConfig
 from paceline.gateway.lifecycle import make_server
 from paceline.http.keys import ApiKey, KeyRing
 from paceline.http.listening import bind
-from tests.gateway.fault_server import Engine
+from tests.gateway.fault_server import Engine, Step, chat_chunks
 
-__all__ = ["CHAT", "chat", "configured", "gateway_over", "streamed", "text_of"]
+__all__ = [
+    "CHAT",
+    "GOOD",
+    "VLLM",
+    "WHOLE",
+    "WORDS",
+    "chat",
+    "configured",
+    "gateway_over",
+    "is_clean",
+    "pieces",
+    "prefer_others",
+    "refused",
+    "streamed",
+    "text_of",
+    "until",
+]
 
 CHAT = "/v1/chat/completions"
+# a client without one reads the system's certificates, for each test anew
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+WORDS = ("Once", " upon", " a", " time", ".")
+GOOD = Step(parts=chat_chunks(WORDS))
+WHOLE = Step(
+    parts=(b'{"id":"x","model":"m","choices":[{"index":0,"message":{"content":"hi"}}]}',),
+    stream=False,
+)
+# metrics of such an engine
+VLLM = (
+    "vllm:num_requests_waiting 0.0\nvllm:num_requests_running 0.0\n"
+    "vllm:kv_cache_usage_perc 0.9\nvllm:num_preemptions_total 0.0\n"
+)
+
+
+def pieces(count: int, *, ids: bool = True, then: str = "cut") -> Step:
+    """A stream that ends after ``count`` words."""
+    return Step(parts=chat_chunks(WORDS, ids=ids)[: count + 1], then=then)
+
+
+def refused(status: int, **headers: str) -> Step:
+    body = json.dumps({"error": {"message": f"no: {status}"}}).encode()
+    names = tuple((name.replace("_", "-"), value) for name, value in headers.items())
+    return Step(status=status, parts=(body,), headers=names, stream=False)
 
 
 def configured(*engines: Engine, **fields: Any) -> GatewayConfig:
@@ -51,12 +92,32 @@ async def gateway_over(
     while not server.started:
         await asyncio.sleep(0.005)
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+        url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=url, timeout=20, verify=NO_TLS) as client:
             yield gateway, client
     finally:
         server.stop()
         await serving
         await gateway.close()
+
+
+def prefer_others(gateway: Any, name: str) -> None:
+    """Engine ``name`` looks busy."""
+    gateway.engines.by_name[name].load.prefill_tokens += 1e6
+
+
+def is_clean(gateway: Any) -> bool:
+    """Nothing is counted as under way."""
+    engines = gateway.engines.by_name.values()
+    return gateway.in_flight == 0 and all(
+        not e.running and not e.load.running and abs(e.load.prefill_tokens) < 1e-6 for e in engines
+    )
+
+
+async def until(condition: Any, seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 def chat(**fields: Any) -> dict[str, Any]:

@@ -13,9 +13,20 @@ import pytest
 
 from paceline.gateway.config import PriceConfig
 from paceline.gateway.money import show_amount
+from tests.gateway.dialects.samples import ANTHROPIC_WHOLE
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
-from tests.gateway.helpers import CHAT, chat, configured, gateway_over, streamed, text_of
-from tests.gateway.test_gateway import GOOD, WORDS, _until, pieces
+from tests.gateway.helpers import (
+    CHAT,
+    GOOD,
+    WORDS,
+    chat,
+    configured,
+    gateway_over,
+    pieces,
+    streamed,
+    text_of,
+    until,
+)
 from tests.gateway.test_hedging import HEDGED, LATE, OTHER, _known
 from tests.gateway.test_spending import ANN, AS_ANN, AS_BOB, BOB, spending
 
@@ -55,12 +66,12 @@ async def test_who_hangs_up_before_a_word_pays_for_the_prompt(
         gateway_over(configured(one, **spending(tmp_path)), (ANN,)) as (gateway, client),
     ):
         sent = asyncio.ensure_future(client.post(path, json=body, headers=AS_ANN))
-        await _until(lambda: bool(one.bodies))
+        await until(lambda: bool(one.bodies))
         if ids:
             (leg,) = gateway.engines.by_name["e1"].running
-            await _until(lambda: leg._owner.splice.prompt_tokens == 3)  # type: ignore[attr-defined]
+            await until(lambda: leg._owner.splice.prompt_tokens == 3)  # type: ignore[attr-defined]
         sent.cancel()
-        await _until(lambda: gateway.in_flight == 0)
+        await until(lambda: gateway.in_flight == 0)
         shown = body["messages"] if path == CHAT else body["input"]
         estimate = round(len(json.dumps(shown, separators=(",", ":"))) / 4)
         # of the prompt, as the engine counted it or as many as its bytes are
@@ -80,13 +91,13 @@ async def test_who_hangs_up_before_an_engine_was_told_pays_nothing(tmp_path: Pat
         ),
     ):
         first = asyncio.ensure_future(client.post(CHAT, json=chat(), headers=AS_BOB))
-        await _until(lambda: bool(one.bodies))
+        await until(lambda: bool(one.bodies))
         second = asyncio.ensure_future(client.post(CHAT, json=chat(), headers=AS_ANN))
-        await _until(lambda: gateway.turns.num_waiting == 1)
+        await until(lambda: gateway.turns.num_waiting == 1)
         second.cancel()
-        await _until(lambda: gateway.in_flight == 1)
+        await until(lambda: gateway.in_flight == 1)
         first.cancel()
-        await _until(lambda: gateway.in_flight == 0)
+        await until(lambda: gateway.in_flight == 0)
         assert set(gateway.spending.status()) == {"bob"}
 
 
@@ -164,9 +175,9 @@ async def test_who_hangs_up_while_two_are_asked_pays_the_first(tmp_path: Path) -
     ):
         _known(gateway)
         sent = asyncio.ensure_future(client.post(CHAT, json=chat(stream=True), headers=AS_ANN))
-        await _until(lambda: len(one.bodies) + len(two.bodies) == 2)
+        await until(lambda: len(one.bodies) + len(two.bodies) == 2)
         sent.cancel()
-        await _until(lambda: gateway.in_flight == 0)
+        await until(lambda: gateway.in_flight == 0)
     half = 10**12 // 2
     assert rows(tmp_path) == [("e1", 1, 3, 0, half + 3 * 10 * MILLIONTH)]
 
@@ -179,9 +190,9 @@ async def test_what_was_tried_in_vain_is_free_for_who_hangs_up_later(tmp_path: P
         gateway_over(configured(one, **spending(tmp_path)), (ANN,)) as (gateway, client),
     ):
         sent = asyncio.ensure_future(client.post(CHAT, json=chat(), headers=AS_ANN))
-        await _until(lambda: bool(one.bodies))
+        await until(lambda: bool(one.bodies))
         sent.cancel()
-        await _until(lambda: gateway.in_flight == 0)
+        await until(lambda: gateway.in_flight == 0)
         assert "ann" not in gateway.spending.status()
 
 
@@ -208,3 +219,44 @@ async def test_nobody_answered_after_a_role_and_it_costs_nothing(tmp_path: Path)
         answer = await client.post(CHAT, json=chat(stream=True), headers=AS_ANN)
         assert "no engine answered" in answer.text
     assert rows(tmp_path) == []
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_absurd_counts_of_an_anthropic_engine_are_not_believed(
+    tmp_path: Path, path: str, stream: bool
+) -> None:
+    """However they are told, no count is below nothing or beyond what can be."""
+    usage = {
+        "input_tokens": -5, "cache_read_input_tokens": 10**12, "output_tokens": 10**15,
+        "cache_creation_input_tokens": 10**12,
+    }  # fmt: skip
+    message = {**ANTHROPIC_WHOLE, "usage": usage}
+    events = [
+        {"type": "message_start", "message": {**message, "content": []}},
+        {
+            "type": "content_block_delta",
+            "index": 0,
+            "delta": {"type": "text_delta", "text": "hi"},
+        },
+        {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": usage},
+        {"type": "message_stop"},
+    ]
+    parts = [f"event: {e['type']}\ndata: {json.dumps(e)}\n\n".encode() for e in events]
+    whole = Step(parts=(json.dumps(message).encode(),), stream=False)
+    fields = {"kinds": {"e1": "anthropic"}, "engine_fields": {"e1": {"models": ("m",)}}}
+    async with (
+        scripted(Step(parts=tuple(parts)) if stream else whole) as one,
+        gateway_over(configured(one, **fields, **spending(tmp_path)), (ANN,)) as (_, client),
+    ):
+        answer = await client.post(path, json=chat(stream=stream), headers=AS_ANN)
+        assert answer.status_code == 200, answer.text
+        if path == CHAT:
+            asked = chat(stream=stream, stream_options={"include_usage": True})
+            answer = await client.post(path, json=asked, headers=AS_ANN)
+            told = streamed(answer)[-2] if stream else answer.json()
+            assert told["usage"]["prompt_tokens"] == told["usage"]["completion_tokens"] == 10**9
+    ((_, requests, prompt, output, amount),) = rows(tmp_path)
+    assert (prompt, output) == (requests * 10**9, requests * 10**9)
+    # all of the prompt was cached
+    assert amount == requests * 10**9 * (1 + 100) * MILLIONTH

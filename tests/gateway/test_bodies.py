@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -52,3 +53,24 @@ def test_prompts_are_counted() -> None:
     assert read_body(b'{"prompt":[1,2,3]}').num_choices == 1
     assert read_body(b'{"prompt":"abc","max_completion_tokens":5}').max_tokens == 5
     assert read_body(b'{"slo":{"ttft_ms":500}}').slo.ttft == 0.5
+
+
+@pytest.mark.parametrize(
+    ("fields", "made", "most"),
+    [
+        ({}, 1024, 1024),
+        ({"max_tokens": 7}, 7, 7),
+        # engines of an older API go by the one, newer ones by the other
+        ({"max_completion_tokens": 1, "max_tokens": 9000}, 1, 9000),
+        ({"max_completion_tokens": 50, "max_tokens": 20}, 50, 50),
+        # no limit, to some
+        ({"max_completion_tokens": 1, "max_tokens": -1}, 1, 1024),
+        ({"max_tokens": 3, "n_predict": 500}, 3, 500),
+        ({"max_tokens": 3, "n_predict": "odd"}, 3, 3),
+    ],
+)
+def test_of_several_limits_the_largest_may_count(
+    fields: dict[str, Any], made: int, most: int
+) -> None:
+    body = read_body(json.dumps({"model": "m", **fields}).encode())
+    assert (body.max_tokens, body.most_tokens) == (made, most)

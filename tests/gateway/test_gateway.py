@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from paceline.gateway import ModelConfig
-from paceline.http.keys import ApiKey
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
-from tests.gateway.helpers import CHAT, chat, configured, gateway_over, streamed, text_of
-
-pytestmark = pytest.mark.anyio
-
-WORDS = ("Once", " upon", " a", " time", ".")
-GOOD = Step(parts=chat_chunks(WORDS))
-WHOLE = Step(
-    parts=(b'{"id":"x","model":"m","choices":[{"index":0,"message":{"content":"hi"}}]}',),
-    stream=False,
+from tests.gateway.helpers import (
+    CHAT,
+    GOOD,
+    WHOLE,
+    WORDS,
+    chat,
+    configured,
+    gateway_over,
+    is_clean,
+    pieces,
+    prefer_others,
+    refused,
+    streamed,
+    text_of,
+    until,
 )
 
-
-def pieces(count: int, *, ids: bool = True, then: str = "cut") -> Step:
-    """A stream that ends after ``count`` words."""
-    return Step(parts=chat_chunks(WORDS, ids=ids)[: count + 1], then=then)
-
-
-def refused(status: int, **headers: str) -> Step:
-    body = json.dumps({"error": {"message": f"no: {status}"}}).encode()
-    names = tuple((name.replace("_", "-"), value) for name, value in headers.items())
-    return Step(status=status, parts=(body,), headers=names, stream=False)
+pytestmark = pytest.mark.anyio
 
 
 async def test_an_answer_comes_through_as_it_is() -> None:
@@ -72,7 +69,7 @@ async def test_a_stream_goes_on_at_another_engine(cut: int) -> None:
         scripted(rest, metrics=PACELINE_METRICS) as lives,
         gateway_over(configured(dies, lives)) as (gateway, client),
     ):
-        _prefer_others(gateway, "e2")
+        prefer_others(gateway, "e2")
         asked = chat(stream=True, stream_options={"include_usage": True})
         request = asyncio.ensure_future(client.post(CHAT, json=asked))
         response = await request
@@ -214,9 +211,9 @@ async def test_an_engine_that_falls_silent_is_left() -> None:
         scripted(rest, metrics=PACELINE_METRICS) as lives,
         gateway_over(configured(stops, lives)) as (gateway, client),
     ):
-        _prefer_others(gateway, "e2")
+        prefer_others(gateway, "e2")
         request = asyncio.ensure_future(client.post(CHAT, json=chat(stream=True)))
-        await _until(lambda: bool(stops.bodies))
+        await until(lambda: bool(stops.bodies))
         stops.frozen = True
         assert text_of(streamed(await request)) == "".join(WORDS)
         assert gateway.engines.by_name["e1"].breaker.state(gateway.now()) == "open"
@@ -236,7 +233,7 @@ async def test_a_stream_that_stalls_while_its_engine_lives_is_left() -> None:
     ):
         told = await _first_to(gateway, client, stops, "e2")
         assert text_of(told) == "".join(WORDS)
-        await _until(lambda: stops.hung_up == 1)
+        await until(lambda: stops.hung_up == 1)
 
 
 async def test_a_caller_who_hangs_up_ends_the_work() -> None:
@@ -247,9 +244,9 @@ async def test_a_caller_who_hangs_up_ends_the_work() -> None:
         async with client.stream("POST", CHAT, json=chat(stream=True)) as response:
             assert response.status_code == 200
             await response.aiter_raw().__anext__()
-        await _until(lambda: engine.hung_up == 1)
+        await until(lambda: engine.hung_up == 1)
         load = gateway.engines.by_name["e1"].load
-        await _until(lambda: not load.running)
+        await until(lambda: not load.running)
         assert load.prefill_tokens == pytest.approx(0.0) == load.resident_tokens
         metrics = (await client.get("/metrics")).text
         assert 'paceline:gateway_requests_total{engine="e1",result="gone"} 1.0' in metrics
@@ -273,118 +270,6 @@ async def test_counters_return_to_zero_whatever_happens() -> None:
         assert gateway.in_flight == 0
 
 
-async def test_later_tiers_serve_what_earlier_ones_cannot() -> None:
-    model = ModelConfig(name="chat", tiers=(("e1",), ("e2:small",)))
-    async with (
-        scripted(refused(503), models=("big",)) as big,
-        scripted(WHOLE, models=("small",)) as small,
-        gateway_over(configured(big, small, models=(model,))) as (_, client),
-    ):
-        response = await client.post(CHAT, json=chat(model="chat"))
-        assert response.headers["x-paceline-fallback"] == "small"
-        assert response.json()["model"] == "chat"
-        assert response.json()["paceline"]["fallback"] == "small"
-        assert (big.bodies[0]["model"], small.bodies[0]["model"]) == ("big", "small")
-        forbidden = await client.post(
-            CHAT, json=chat(model="chat"), headers={"x-paceline-allow": "retry, resume"}
-        )
-        assert forbidden.status_code == 503 and len(small.bodies) == 1
-        listed = (await client.get("/v1/models")).json()
-        assert [entry["id"] for entry in listed["data"]] == ["chat"]
-
-
-async def test_a_long_prompt_goes_to_the_long_model() -> None:
-    models = (
-        ModelConfig(name="chat", tiers=(("e1:m",),), length_over={"100": "long"}),
-        ModelConfig(name="long", tiers=(("e2:m",),)),
-    )
-    async with (
-        scripted(WHOLE) as short,
-        scripted(WHOLE) as long,
-        gateway_over(configured(short, long, models=models)) as (_, client),
-    ):
-        await client.post(CHAT, json=chat(model="chat"))
-        words = [{"role": "user", "content": "word " * 200}]
-        await client.post(CHAT, json=chat(model="chat", messages=words))
-        assert (len(short.bodies), len(long.bodies)) == (1, 1)
-
-
-async def test_local_only_never_leaves_the_house() -> None:
-    model = ModelConfig(name="chat", tiers=(("e1:m",), ("e2:m",)), local_only=True)
-    cloud = {"e2": {"cloud": True}}
-    async with (
-        scripted(refused(503)) as local,
-        scripted(GOOD) as far,
-        gateway_over(configured(local, far, models=(model,), engine_fields=cloud)) as (_, client),
-    ):
-        assert (await client.post(CHAT, json=chat(model="chat"))).status_code == 503
-        assert not far.bodies
-
-
-async def test_memory_pressure_sends_on_where_that_is_wanted() -> None:
-    model = ModelConfig(name="chat", tiers=(("e1:m",), ("e2:m",)), pressure_fallback=True)
-    pressed = PACELINE_METRICS.replace("pressure_level 0.0", "pressure_level 3.0")
-    async with (
-        scripted(WHOLE, metrics=pressed) as full,
-        scripted(WHOLE, metrics=PACELINE_METRICS) as free,
-        gateway_over(configured(full, free, models=(model,))) as (gateway, client),
-    ):
-        response = await client.post(CHAT, json=chat(model="chat"))
-        assert response.headers["x-paceline-engine"] == "e2"
-        full.metrics = PACELINE_METRICS
-        await _until(lambda: not gateway.engines.by_name["e1"].load.pressed)
-        response = await client.post(CHAT, json=chat(model="chat"))
-        assert response.headers["x-paceline-engine"] == "e1"
-        assert len(free.bodies) == 1
-
-
-async def test_an_engine_can_be_drained() -> None:
-    keys = (ApiKey.of("root", "admin", "secret-admin"), ApiKey.of("ann", "user", "secret-ann"))
-    admin = {"authorization": "Bearer secret-admin"}
-    user = {"authorization": "Bearer secret-ann"}
-    async with (
-        scripted(WHOLE) as one,
-        scripted(WHOLE) as two,
-        gateway_over(configured(one, two), keys) as (_, client),
-    ):
-        assert (await client.post(CHAT, json=chat())).status_code == 401
-        for path in ("/status", "/metrics"):
-            assert (await client.get(path, headers=user)).status_code == 403
-        refused_to_user = await client.post("/admin/engines/e1/drain", headers=user)
-        assert refused_to_user.status_code == 403
-        assert (await client.post("/admin/engines/e1/drain", headers=admin)).status_code == 200
-        for _ in range(4):
-            assert (await client.post(CHAT, json=chat(), headers=user)).status_code == 200
-        assert (len(one.bodies), len(two.bodies)) == (0, 4)
-        # the caller's key goes no further
-        assert "authorization" not in two.headers[0] and "x-api-key" not in two.headers[0]
-        status = (await client.get("/status", headers=admin)).json()
-        assert status["engines"]["e1"]["trouble"] == "draining"
-        await client.post("/admin/engines/e1/undrain", headers=admin)
-        await client.post("/admin/engines/e2/drain", headers=admin)
-        assert (await client.post(CHAT, json=chat(), headers=user)).status_code == 200
-        assert len(one.bodies) == 1
-
-
-async def test_what_is_not_there_is_named() -> None:
-    async with scripted(GOOD) as engine, gateway_over(configured(engine)) as (_, client):
-        for path, body, status, words in (
-            (CHAT, chat(model="nope"), 404, "served: m"),
-            (CHAT, chat(model=3), 400, "model must be a string, got 3"),
-            ("/v1/other", {}, 404, "there is no /v1/other here"),
-        ):
-            response = await client.post(path, json=body)
-            assert response.status_code == status
-            assert words in response.json()["error"]["message"]
-        broken = await client.post(
-            CHAT, content=b"{oops", headers={"content-type": "application/json"}
-        )
-        assert broken.status_code == 400
-        assert (await client.get(CHAT)).status_code == 405
-        anthropic = await client.post("/v1/messages", json=chat(model="nope"))
-        assert anthropic.json()["error"]["type"] == "not_found_error"
-
-
 async def test_other_apis_begin_anew_until_something_is_said() -> None:
     start = b'event: message_start\ndata: {"type":"message_start"}\n\n'
     delta = b'event: content_block_delta\ndata: {"type":"content_block_delta"}\n\n'
@@ -394,7 +279,7 @@ async def test_other_apis_begin_anew_until_something_is_said() -> None:
         scripted(Step(parts=(start, delta, stop))) as lives,
         gateway_over(configured(dies, lives)) as (gateway, client),
     ):
-        _prefer_others(gateway, "e2")
+        prefer_others(gateway, "e2")
         request = asyncio.ensure_future(client.post("/v1/messages", json=chat(stream=True)))
         assert (await request).content == start + delta + stop
         gateway.engines.by_name["e2"].draining = True
@@ -462,50 +347,68 @@ async def test_a_fault_of_ours_at_the_end_of_an_answer_leaves_nobody_waiting(
 
 async def _first_to(gateway: Any, client: Any, first: Any, then: str) -> list[Any]:
     """A streamed request that goes to ``first``, as ``then`` looks busy."""
-    _prefer_others(gateway, then)
+    prefer_others(gateway, then)
     response = await client.post(CHAT, json=chat(stream=True))
     assert first.bodies
     return streamed(response)
 
 
-def _prefer_others(gateway: Any, name: str) -> None:
-    gateway.engines.by_name[name].load.prefill_tokens += 1e6
-
-
-async def _until(condition: Any, seconds: float = 5.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-async def test_vectors_go_to_engines_that_have_them() -> None:
-    ranked = Step(
-        parts=(b'{"model":"m","results":[{"index":0,"relevance_score":1.0}]}',), stream=False
-    )
-    kinds = {"e1": "llama.cpp", "e2": "vllm", "e3": "openai"}
+async def test_a_slow_caller_is_no_stall_of_the_engine() -> None:
+    """What waits for its caller is not read from the engine, which is silent for so long."""
+    words = ("x" * 4096,) * 1500
     async with (
-        scripted(ranked, pages={"/props": {}}) as llama,
-        scripted(ranked) as vllm,
-        scripted(ranked) as openai,
-        gateway_over(configured(llama, vllm, openai, kinds=kinds)) as (_, client),
+        scripted(Step(parts=chat_chunks(words)), metrics=PACELINE_METRICS) as engine,
+        gateway_over(configured(engine, stall_timeout=0.3)) as (gateway, client),
     ):
-        pair = {"model": "m", "query": "a", "documents": ["a", "b"], "text_1": "a", "text_2": "b"}
-        for path in ("/v2/rerank", "/score", "/v1/score", "/classify", "/pooling"):
-            for _ in range(3):
-                answer = await client.post(path, json=pair)
-                assert answer.headers["x-paceline-engine"] == "e2", (path, answer.text)
-        assert answer.json()["results"][0]["relevance_score"] == 1.0
-        assert vllm.bodies[-1]["documents"] == ["a", "b"]
-        both = {(await client.post("/rerank", json=pair)).headers["x-paceline-engine"]
-                for _ in range(12)}  # fmt: skip
-        assert both == {"e1", "e2"} and not openai.bodies
-        assert (await client.get("/rerank")).status_code == 405
-    alone = {"e1": "openai"}
+        body = json.dumps(chat(stream=True)).encode()
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        loop = asyncio.get_running_loop()
+        with socket.socket() as caller:
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+            caller.setblocking(False)
+            await loop.sock_connect(caller, ("127.0.0.1", client.base_url.port))
+            await loop.sock_sendall(caller, head.encode() + body)
+            state = gateway.engines.by_name["e1"]
+            await until(lambda: any(c.is_paused for c in state.pool._open))
+            paused_at = gateway.now()
+            await until(lambda: gateway.now() - paused_at > 0.8)
+            said = 0
+            last = b""
+            while part := await loop.sock_recv(caller, 1 << 20):
+                said, last = said + len(part), (last + part)[-200:]
+        assert said > sum(map(len, words)) and b"[DONE]" in last
+        assert len(engine.bodies) == 1
+        metrics = (await client.get("/metrics")).text
+        assert 'gateway_requests_total{engine="e1",result="ok"} 1.0' in metrics
+        assert "gateway_attempt_failures_total{" not in metrics
+
+
+async def test_a_request_that_is_cut_off_while_it_waits_leaves_nothing_behind() -> None:
+    """As at the end of a process that has no more time."""
     async with (
-        scripted(ranked) as engine,
-        gateway_over(configured(engine, kinds=alone)) as (_, client),
+        scripted(replace(WHOLE, delay=0.5)) as engine,
+        gateway_over(configured(engine, engine_fields={"e1": {"max_concurrent": 1}})) as (
+            gateway,
+            client,
+        ),
     ):
-        answer = await client.post("/rerank", json=pair)
-        assert answer.status_code == 400
-        assert "e1: openai has no /rerank" in answer.json()["error"]["message"]
-        assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
+        first = asyncio.ensure_future(client.post(CHAT, json=chat()))
+        await until(lambda: bool(engine.bodies))
+        before = asyncio.all_tasks()
+        second = asyncio.ensure_future(client.post(CHAT, json=chat()))
+        await until(lambda: gateway.turns.num_waiting == 1)
+        (served,) = [
+            task
+            for task in asyncio.all_tasks() - before
+            if getattr(task.get_coro(), "__name__", "") == "run_asgi"
+        ]
+        served.cancel()
+        await second
+        assert gateway.turns.num_waiting == 0
+        left = asyncio.all_tasks() - before - {second, asyncio.current_task()}
+        assert not [task for task in left if "Waiting" in repr(task) or "Event.wait" in repr(task)]
+        assert (await first).status_code == 200
+        assert is_clean(gateway)

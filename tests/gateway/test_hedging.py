@@ -11,8 +11,21 @@ import pytest
 
 from paceline.gateway import ModelConfig
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
-from tests.gateway.helpers import CHAT, chat, configured, gateway_over, streamed, text_of
-from tests.gateway.test_gateway import GOOD, WHOLE, WORDS, _until, pieces, refused
+from tests.gateway.helpers import (
+    CHAT,
+    GOOD,
+    WHOLE,
+    WORDS,
+    chat,
+    configured,
+    gateway_over,
+    is_clean,
+    pieces,
+    refused,
+    streamed,
+    text_of,
+    until,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -60,7 +73,7 @@ async def test_a_late_first_token_comes_from_another_engine(first: Step) -> None
         assert 'paceline:gateway_hedges_total{engine="e2",result="won"} 1.0' in metrics
         # the other one is told to stop, and is not blamed
         state = gateway.engines.by_name["e1"]
-        await _until(lambda: not state.running and not state.load.running)
+        await until(lambda: not state.running and not state.load.running)
         assert state.breaker.state(gateway.now()) == "closed"
         assert len(late.bodies) == len(quick.bodies) == 1
 
@@ -75,7 +88,7 @@ async def test_the_first_one_may_be_sooner_after_all() -> None:
         answer = await client.post(CHAT, json=chat(stream=True))
         assert text_of(streamed(answer)) == "".join(WORDS)
         assert answer.headers["x-paceline-engine"] == "e1" and len(later.bodies) == 1
-        await _until(lambda: later.hung_up == 1)
+        await until(lambda: later.hung_up == 1)
         metrics = (await client.get("/metrics")).text
         assert 'paceline:gateway_hedges_total{engine="e2",result="lost"} 1.0' in metrics
 
@@ -181,9 +194,9 @@ async def test_who_hangs_up_while_a_connection_is_made_is_seen() -> None:
         state: Any = gateway.engines.by_name["e1"]
         state.pool = _NoConnection(state.pool)
         sent = asyncio.ensure_future(client.post(CHAT, json=chat(stream=True)))
-        await _until(lambda: state.pool.num_asked == 1)
+        await until(lambda: state.pool.num_asked == 1)
         sent.cancel()
-        await _until(lambda: gateway.in_flight == 0)
+        await until(lambda: gateway.in_flight == 0)
         assert not state.running and not state.load.running
 
 
@@ -278,9 +291,9 @@ async def test_a_caller_who_hangs_up_ends_both() -> None:
     ):
         _known(gateway)
         sent = asyncio.ensure_future(client.post(CHAT, json=chat(stream=True)))
-        await _until(lambda: len(one.bodies) + len(two.bodies) == 2)
+        await until(lambda: len(one.bodies) + len(two.bodies) == 2)
         sent.cancel()
-        await _until(lambda: one.hung_up + two.hung_up == 2)
+        await until(lambda: one.hung_up + two.hung_up == 2)
         assert all(not e.load.running for e in gateway.engines.by_name.values())
 
 
@@ -324,10 +337,34 @@ async def test_a_second_engine_that_cannot_be_asked_is_not() -> None:
         scripted(replace(GOOD, delay=0.6), metrics=PACELINE_METRICS) as one,
         scripted(OTHER) as two,
         gateway_over(
-            configured(one, two, kinds={"e2": "anthropic"}, engine_fields=fields, **HEDGED)
+            configured(
+                one, two, kinds={"e2": "anthropic"}, engine_fields=fields, retry_share=3.0,
+                retries_per_second=0.0, **HEDGED,
+            )
         ) as (gateway, client),
-    ):
+    ):  # fmt: skip
         _known(gateway)
         answer = await client.post(CHAT, json=chat(stream=True, messages=odd))
         assert text_of(streamed(answer)) == "".join(WORDS)
         assert len(one.bodies) == 1 and not two.bodies
+        # and it is not paid for: of the three attempts and five hedges that there were
+        assert gateway.budget.left(gateway.now()) > 2.2 and gateway._hedges.left == 5.0
+
+
+async def test_a_second_engine_that_answers_whole_has_answered() -> None:
+    async with (
+        scripted(LATE, metrics=PACELINE_METRICS) as late,
+        scripted(WHOLE, metrics=PACELINE_METRICS) as quick,
+        gateway_over(configured(late, quick, **HEDGED)) as (gateway, client),
+    ):
+        _known(gateway)
+        began = time.monotonic()
+        answer = await client.post(CHAT, json=chat(stream=True))
+        assert answer.json()["choices"][0]["message"]["content"] == "hi"
+        assert answer.headers["x-paceline-engine"] == "e2" and time.monotonic() - began < 3.0
+        metrics = (await client.get("/metrics")).text
+        assert 'paceline:gateway_hedges_total{engine="e2",result="won"} 1.0' in metrics
+        assert "gateway_attempt_failures_total{" not in metrics
+        # the other one is told to stop, and is not blamed
+        await until(lambda: is_clean(gateway))
+        assert gateway.engines.by_name["e1"].breaker.state(gateway.now()) == "closed"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import datetime
 import os
+import re
 import sqlite3
 import stat
 import threading
@@ -19,9 +20,11 @@ from paceline.gateway import ledger as ledger_module
 from paceline.gateway.ledger import Ledger
 from paceline.gateway.money import Price, Used
 from paceline.gateway.usage import used_by
-from tests.gateway.test_gateway import _until
+from tests.gateway.helpers import until
 
 pytestmark = pytest.mark.anyio
+
+PAGE = Path(__file__).parents[2] / "docs" / "gateway.md"
 
 TODAY = datetime.datetime.now(datetime.UTC).date().isoformat()
 
@@ -72,11 +75,11 @@ async def test_absurd_counts_lose_no_spend(tmp_path: Path) -> None:
     ledger.start()
     await ledger.close()
     again = Ledger(tmp_path / "spend.sqlite")
-    assert (again.spent("ann", ""), again.spent("bob", "")) == (7, 2**62)
+    assert (again.spent("ann", ""), again.spent("bob", "")) == (7, 10**18)
 
 
 async def test_sums_of_absurd_amounts_are_read(tmp_path: Path) -> None:
-    """Two rows of what a column holds are more than SQLite counts with."""
+    """What is told in all, in the way that the documentation has, too."""
     path = tmp_path / "spend.sqlite"
     for _ in range(3):
         # three times into one row, and into two others
@@ -85,7 +88,18 @@ async def test_sums_of_absurd_amounts_are_read(tmp_path: Path) -> None:
             ledger.add("ann", "2026-03-31", "e", model, Used(10**9, 0, 10**9), 2**62 + 7)
         ledger.start()
         await ledger.close()
-    assert Ledger(path).spent("ann", "") == 3 * 2**62
+    assert Ledger(path).spent("ann", "") == 3 * 10**18
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        # a sum of whole numbers holds several of them
+        ((total,),) = database.execute("SELECT SUM(amount) FROM spend")
+        assert total == 3 * 10**18
+        for number in range(20):
+            row = ("ann", f"2026-01-{number + 1:02}", "e", "m", 1, 1, 0, 1, 10**18)
+            database.execute("INSERT INTO spend VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        found = re.search(r'^sqlite3 \S+ "(SELECT .*)"$', PAGE.read_text(), re.MULTILINE)
+        assert found is not None
+        told = {(key, model): amount for key, model, amount in database.execute(found[1])}
+        assert told == {("ann", "m"): 21e6, ("ann", "n"): 1e6, ("ann", "o"): 1e6}
 
 
 def test_no_request_costs_more_than_any_budget_has() -> None:
@@ -151,7 +165,7 @@ async def test_what_is_being_written_at_the_end_is_not_lost(
     really = ledger._write
     monkeypatch.setattr(ledger, "_write", write)
     ledger.start()
-    await _until(lambda: len(tries) == 1)
+    await until(lambda: len(tries) == 1)
     closed = asyncio.ensure_future(ledger.close())
     asyncio.get_running_loop().call_later(0.02, closing.set)
     await closed

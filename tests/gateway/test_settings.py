@@ -15,8 +15,20 @@ from paceline.gateway import ModelConfig
 from paceline.http.keys import ApiKey, KeyRing
 from paceline.http.rate_limits import Rate
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
-from tests.gateway.helpers import CHAT, chat, configured, gateway_over, streamed, text_of
-from tests.gateway.test_gateway import WHOLE, WORDS, _prefer_others, _until, pieces, refused
+from tests.gateway.helpers import (
+    CHAT,
+    WHOLE,
+    WORDS,
+    chat,
+    configured,
+    gateway_over,
+    pieces,
+    prefer_others,
+    refused,
+    streamed,
+    text_of,
+    until,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -28,7 +40,7 @@ async def test_first_byte_timeout() -> None:
         scripted(WHOLE) as quick,
         gateway_over(configured(slow, quick, first_byte_timeout=0.3)) as (gateway, client),
     ):
-        _prefer_others(gateway, "e2")
+        prefer_others(gateway, "e2")
         began = time.monotonic()
         answer = await client.post(CHAT, json=chat())
         assert answer.headers["x-paceline-engine"] == "e2"
@@ -91,9 +103,9 @@ async def test_max_resumes() -> None:
             scripted(Step(parts=chat_chunks(WORDS[2:], first_id=2)), metrics=PACELINE_METRICS) as c,
             gateway_over(configured(a, b, c, max_resumes=most)) as (gateway, client),
         ):
-            _prefer_others(gateway, "e2")
-            _prefer_others(gateway, "e3")
-            _prefer_others(gateway, "e3")
+            prefer_others(gateway, "e2")
+            prefer_others(gateway, "e3")
+            prefer_others(gateway, "e3")
             told = streamed(await client.post(CHAT, json=chat(stream=True)))
             assert ("error" if "error" in told[-2] else "whole") == ends
             assert ends == "error" or text_of(told) == "".join(WORDS)
@@ -126,7 +138,7 @@ async def test_max_concurrent_per_key() -> None:
         gateway_over(configured(engine, max_concurrent_per_key=1)) as (_, client),
     ):
         first = asyncio.ensure_future(client.post(CHAT, json=chat()))
-        await _until(lambda: bool(engine.bodies))
+        await until(lambda: bool(engine.bodies))
         assert (await client.post(CHAT, json=chat())).status_code == 429
         assert (await first).status_code == 200
 
@@ -142,11 +154,11 @@ async def test_queue_policy() -> None:
             ),
         ):
             sent = [asyncio.ensure_future(client.post(CHAT, json=chat(seed=0)))]
-            await _until(lambda: bool(engine.bodies))
+            await until(lambda: bool(engine.bodies))
             for number in (1, 2):
                 body = chat(seed=number, priority=-number)
                 sent.append(asyncio.ensure_future(client.post(CHAT, json=body)))
-                await _until(lambda: gateway.turns.num_waiting == number)  # noqa: B023
+                await until(lambda: gateway.turns.num_waiting == number)  # noqa: B023
             await asyncio.gather(*sent)
             assert [body["seed"] for body in engine.bodies] == order
 
@@ -175,9 +187,9 @@ async def test_a_tight_target_goes_first() -> None:
         gateway_over(configured(engine, engine_fields=one)) as (gateway, client),
     ):
         first = asyncio.ensure_future(client.post(CHAT, json=chat(seed=0)))
-        await _until(lambda: bool(engine.bodies))
+        await until(lambda: bool(engine.bodies))
         wide = asyncio.ensure_future(client.post(CHAT, json=chat(seed=1, slo={"ttft_ms": 60_000})))
-        await _until(lambda: gateway.turns.num_waiting == 1)
+        await until(lambda: gateway.turns.num_waiting == 1)
         tight = asyncio.ensure_future(client.post(CHAT, json=chat(seed=2, slo={"ttft_ms": 900})))
         await asyncio.gather(first, wide, tight)
         assert [body["seed"] for body in engine.bodies] == [0, 2, 1]
@@ -190,11 +202,11 @@ async def test_who_waits_may_leave_and_no_place_is_lost() -> None:
         config = configured(engine, engine_fields=one, max_queued=2, queue_timeout=0.3)
         async with gateway_over(config) as (gateway, client):
             first = asyncio.ensure_future(client.post(CHAT, json=chat()))
-            await _until(lambda: bool(engine.bodies))
+            await until(lambda: bool(engine.bodies))
             leaves = asyncio.ensure_future(client.post(CHAT, json=chat()))
-            await _until(lambda: gateway.turns.num_waiting == 1)
+            await until(lambda: gateway.turns.num_waiting == 1)
             leaves.cancel()
-            await _until(lambda: gateway.turns.num_waiting == 0)
+            await until(lambda: gateway.turns.num_waiting == 0)
             assert (await first).status_code == 200
             sent = [asyncio.ensure_future(client.post(CHAT, json=chat())) for _ in range(6)]
             statuses = [(await each).status_code for each in sent]
@@ -242,7 +254,7 @@ async def test_the_file_is_read_again() -> None:
         gateway_over(configured(old)) as (gateway, client),
     ):
         under_way = asyncio.ensure_future(client.post(CHAT, json=chat()))
-        await _until(lambda: bool(old.bodies))
+        await until(lambda: bool(old.bodies))
         model = ModelConfig(name="chat", tiers=(("e1:m",),))
         changed = await gateway.reload(configured(new, models=(model,)), KeyRing(()))
         assert changed == ["engine e1 replaced", "models: chat"]
@@ -272,7 +284,7 @@ async def test_behind_text_where_that_is_wanted(metric: str) -> None:
             scripted(rest, metrics=told_by, pages=pages) as lives,
             gateway_over(configured(dies, lives, resume_by_text=by_text)) as (gateway, client),
         ):
-            _prefer_others(gateway, "e2")
+            prefer_others(gateway, "e2")
             told = streamed(await client.post(CHAT, json=asked))
             if not by_text:
                 assert told[-2]["error"]["code"] == "engine_lost" and not lives.bodies
@@ -310,7 +322,7 @@ async def test_a_caller_who_reads_slowly_holds_its_engine_back() -> None:
             f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
             + body
         )
-        await _until(lambda: bool(engine.bodies))
+        await until(lambda: bool(engine.bodies))
         (leg,) = gateway.engines.by_name["e1"].running
         held: list[int] = []
         for _ in range(40):

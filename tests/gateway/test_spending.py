@@ -24,8 +24,16 @@ from paceline.gateway.money import Budget, Price, Prices, Used, parse_amount, sh
 from paceline.http.errors import HttpError
 from paceline.http.keys import ApiKey
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
-from tests.gateway.helpers import CHAT, chat, configured, gateway_over
-from tests.gateway.test_gateway import WORDS, _until, pieces, refused
+from tests.gateway.helpers import (
+    CHAT,
+    WORDS,
+    chat,
+    configured,
+    gateway_over,
+    pieces,
+    refused,
+    until,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -233,6 +241,20 @@ async def test_a_key_spends_its_budget(tmp_path: Path) -> None:
         assert (await client.post(CHAT, json=body, headers=AS_ANN)).status_code == 429
 
 
+async def test_a_small_limit_beside_a_large_one_reserves_the_large_one(tmp_path: Path) -> None:
+    keys = (KeyConfig(name="ann", budget="0.025/day"),)
+    async with (
+        scripted(answer()) as engine,
+        gateway_over(configured(engine, **spending(tmp_path, keys=keys)), (ANN,)) as (_, client),
+    ):
+        asked = chat(max_completion_tokens=1, max_tokens=10_000)
+        refusal = await client.post(CHAT, json=asked, headers=AS_ANN)
+        assert refusal.status_code == 429 and "may cost 1.00" in refusal.text
+        small = chat(max_completion_tokens=1, max_tokens=100)
+        assert (await client.post(CHAT, json=small, headers=AS_ANN)).status_code == 200
+        assert len(engine.bodies) == 1
+
+
 async def test_requests_at_once_do_not_spend_one_cent_twice(tmp_path: Path) -> None:
     keys = (KeyConfig(name="*", budget="0.03/total"),)
     async with (
@@ -281,7 +303,7 @@ async def test_who_hangs_up_pays_for_what_was_made(tmp_path: Path, ids: bool) ->
                 got += data
                 if b" a" in got:
                     break
-        await _until(lambda: gateway.in_flight == 0)
+        await until(lambda: gateway.in_flight == 0)
         prompt = 3 if ids else round(len(json.dumps(body["messages"], separators=(",", ":"))) / 4)
         spent = gateway.spending.status()["ann"]["spent"]
         assert spent == show_amount((prompt * 10 + 3 * 100) * 10**6)

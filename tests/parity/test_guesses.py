@@ -91,7 +91,9 @@ def test_answers_are_the_same(smollm2_path: Path, threads: int | None) -> None:
     assert on == off
     for source, count in stats.drafted:
         assert count > 20, source
-    assert {source for source, _ in stats.drafted} == {"ngram", "prediction", "grammar"}
+    assert {source for source, _ in stats.drafted} == {
+        "ngram", "prediction", "grammar", "finished_answers",
+    }  # fmt: skip
     accepted = dict(stats.accepted)
     assert accepted["grammar"] == dict(stats.drafted)["grammar"]
 

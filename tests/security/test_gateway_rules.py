@@ -16,8 +16,19 @@ from paceline.http.keys import ApiKey
 from paceline.http.upstream import ConnectError, Connection, Origin, Pool
 from paceline.routing import prefix_chain
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
-from tests.gateway.helpers import CHAT, chat, configured, gateway_over, streamed
-from tests.gateway.test_gateway import GOOD, WHOLE, WORDS, _prefer_others, pieces, refused
+from tests.gateway.helpers import (
+    CHAT,
+    GOOD,
+    WHOLE,
+    WORDS,
+    chat,
+    configured,
+    gateway_over,
+    pieces,
+    prefer_others,
+    refused,
+    streamed,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -255,7 +266,7 @@ async def test_where_a_prompt_went_tells_no_other_tenant() -> None:
         scripted(WHOLE, metrics=PACELINE_METRICS) as two,
         gateway_over(configured(one, two), (ANN, bob)) as (gateway, client),
     ):
-        _prefer_others(gateway, "e2")
+        prefer_others(gateway, "e2")
         for name in ("ann", "bob"):
             headers = {"authorization": f"Bearer secret-{name}"}
             await client.post(CHAT, json=chat(messages=messages), headers=headers)

@@ -72,6 +72,31 @@ async def test_a_gateways_tenants_are_apart_too() -> None:
         assert await cached(http, bearer(OTHER)) > 100
 
 
+async def guessed(http: httpx.AsyncClient, headers: dict[str, str], **fields: Any) -> int:
+    """Right guesses from finished answers."""
+    body = {"prompt": SECRET, "max_tokens": 40, "temperature": 0, "explain": True, **fields}
+    answer = await http.post("/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    (timeline,) = answer.json()["usage"]["timeline"]
+    told = timeline["speculation"].get("finished_answers", {"accepted_tokens": 0})
+    count: int = told["accepted_tokens"]
+    return count
+
+
+@pytest.mark.parametrize("shares", [False, True])
+async def test_nobody_is_guessed_from_what_another_was_answered(shares: bool) -> None:
+    # steps as long as a small model's: guesses are worth their time
+    backend = NullBackend(vocab_size=VOCAB, max_model_len=512, step_time=0.002)
+    client = null_client(backend, speculative_config={"method": "auto"})
+    config = ServerConfig(api_keys=KEYS, share_prefix_cache=shares)
+    async with connect(create_app(client, config)) as http:
+        assert await guessed(http, bearer(USER)) == 0
+        assert await guessed(http, bearer(USER)) > 10
+        assert await guessed(http, bearer(OTHER)) == 0
+        assert await guessed(http, bearer(USER), cache_salt="s") == 0
+    await client.close()
+
+
 async def test_sharing_is_a_decision() -> None:
     async with fresh(api_keys=KEYS, share_prefix_cache=True) as http:
         await cached(http, bearer(USER))

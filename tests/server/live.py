@@ -21,7 +21,7 @@ from typing import Any
 import uvloop
 
 from paceline.backends.null import NullBackend
-from paceline.cli.settings import WHAT_IF_PROCESS, EngineSettings
+from paceline.cli.settings import TRACE_PROCESS, WHAT_IF_PROCESS, EngineSettings
 from paceline.cli.what_if import choices
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.engine.process.client import ProcessEngineClient
@@ -97,6 +97,7 @@ async def main() -> int:
     if settings.get("what_if"):
         config["what_if"] = WhatIfConfig(
             command=WHAT_IF_PROCESS,
+            check=TRACE_PROCESS,
             settings=EngineSettings.of().to_json().decode(),
             choices=choices,
         )

@@ -327,12 +327,16 @@ async def test_fields_reach_the_engine(engine: LocalEngineClient) -> None:
         priority=-2,
         cache_salt="salt",
         speculation={"max_tokens": 0},
+        store=False,
     )
     async with connect(create_app(Spy(engine), ServerConfig())) as http:
         await http.post("/v1/chat/completions", json=body)
-        other = {**body, "ignore_eos": True, "speculation": None}
+        other = {**body, "ignore_eos": True, "speculation": None, "store": None}
         await http.post("/v1/chat/completions", json=other)
-    request, ignoring = seen
+        for store in (False, True):
+            await http.post("/v1/responses", json={"input": "a", "store": store})
+    request, ignoring, *responses = seen
+    assert [each.store for each in (request, ignoring, *responses)] == [False, True, False, True]
     assert (request.max_draft_tokens, ignoring.max_draft_tokens) == (0, MOST_TOKENS)
     sampling = request.sampling
     assert (request.n, request.stop, request.priority) == (2, ("a", "b"), -2)

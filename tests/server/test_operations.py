@@ -142,6 +142,26 @@ async def test_many_keys_are_found_by_name(engine: LocalEngineClient) -> None:
         assert found["num_found"] == 10 and found["num_keys"] == 151
 
 
+async def test_limits_of_keys_are_put_together_once(
+    engine: LocalEngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not once for each key that is shown."""
+    many = tuple(ApiKey.of(f"team-{n}", "user", f"some-key-{n:08}") for n in range(20))
+    app = app_of(engine, api_keys=(*many, *KEYS))
+    keys = service_of(app).keys
+    found, asked_for = keys.limits(), 0
+
+    def limits(_: Any) -> Any:
+        nonlocal asked_for
+        asked_for += 1
+        return found
+
+    monkeypatch.setattr(type(keys), "limits", limits)
+    async with connect(app) as http:
+        told = await asked(http)
+    assert len(told["keys"]) == 22 and asked_for == 1
+
+
 async def test_what_the_server_is_and_how_it_does(engine: LocalEngineClient) -> None:
     given = (GivenSetting("--drain-timeout", "7", "30"),)
     app = app_of(engine, drain_timeout=7.0, given=given, served_model_names=("tiny", "t*"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -372,3 +373,36 @@ async def test_without_keyframes_memory_is_bounded_too(told_engine: LocalEngineC
     assert feed.num_bytes <= 65536 + len(announce)
     client.on_timeline(encode(Keyframe(5, 1.0, True, ())))
     assert model_of(feed.history(seconds=0.0)).synced
+
+
+async def test_where_history_was_cut_those_who_live_are_announced(
+    told_engine: LocalEngineClient,
+) -> None:
+    """No keyframe came for so long that nothing of it could be kept."""
+    client = _Client(told_engine)
+    feed = Feed(client, 65536)  # type: ignore[arg-type]
+
+    def announced(number: int) -> bytes:
+        told = (number, 0, 0.0, 0.0, 1, 1, 0, False, False, *[0.0] * 4, "x" * 90, "", "")
+        return encode(Announce(*told))  # type: ignore[arg-type]
+
+    client.on_timeline(encode(Keyframe(7, 1.0, True, ())) + announced(1) + announced(2))
+    client.on_timeline(encode(End(2, 1.0, 0, False, (0.0,) * 7, 1, 0, 0, 0, 0, 1, 0.0, 0.0, 0.0)))
+    assert feed.num_requests == 2
+    many = encode(Told(FrameType.NOTICE, {"kind": "x" * 1000}))
+    for step in range(8, 108):
+        plan = Plan(step, 1.0, 0.0, math.inf, 64, 0, 9, 0, 1, 0, 0, 255, 0, False, ())
+        client.on_timeline(encode(plan) + many)
+    assert feed.num_bytes <= 65536
+    # who began and ended in what is gone is not counted any more
+    assert feed.num_requests == 1
+    client.on_timeline(
+        encode(Keyframe(107, 2.0, True, (LaneState(1, 0, 3, False, 5, 0, 0.5, 0.0),)))
+    )
+    model = model_of(feed.history(seconds=60.0))
+    assert [gap["why"] for gap in model.gaps] == ["history"]
+    (seen,) = model.requests.values()
+    assert seen.told is not None and seen.told.request_id == "x" * 90 and seen.lane == 0
+    # and who asks for what is gone is told so once
+    (gap,) = model_of(feed.history(since=(0, 1))).gaps
+    assert gap["from"] == 1 and 8 < gap["to"] < 107

@@ -148,6 +148,28 @@ async def test_another_folder_is_read_anew(engine: LocalEngineClient, tmp_path: 
         ServerConfig(ui_dir=tmp_path)
 
 
+async def test_there_is_no_websocket_beside_the_doors(engine: LocalEngineClient) -> None:
+    """Keys, origins and limits are asked of HTTP alone."""
+    app = create_app(engine, ServerConfig())
+    said: list[str] = []
+
+    async def receive() -> Any:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Any) -> None:
+        said.append(message["type"])
+
+    for path in ("/ui/api/timeline", "/ui/", "/v1/realtime", "/"):
+        scope = {
+            "type": "websocket", "path": path, "raw_path": path.encode(), "scheme": "ws",
+            "headers": [(b"host", b"127.0.0.1")], "query_string": b"", "root_path": "",
+            "subprotocols": [], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
+            "http_version": "1.1", "extensions": {}, "state": {},
+        }  # fmt: skip
+        await app(scope, receive, send)
+    assert set(said) == {"websocket.close"}
+
+
 def test_what_is_open_is_the_page_alone() -> None:
     for path in ("/", "/ui", "/ui/", "/ui/server", "/ui/v/x/main.js"):
         assert is_page(path), path

@@ -107,18 +107,23 @@ class _Watched:
 
     def __init__(self) -> None:
         self.now = 100.0
+        self.num_read = 0
+
+    def promises(self) -> Promises:
+        return Promises(self, clock=lambda: self.now)
 
     def at_start(self) -> Scrape:
         return Scrape(100.0, {})
 
     def read(self) -> Scrape:
+        self.num_read += 1
         seconds = int(self.now - 100.0)
         return scrape(self.now, *counts(seconds, 10, 10, seconds // 2, seconds))
 
 
 def test_of_which_time_it_is() -> None:
     watched = _Watched()
-    promises = Promises(watched)
+    promises = watched.promises()
     watched.now = 400.0
     # the first who looks: nothing of the last minute is known
     first = promises.tell(60)
@@ -144,11 +149,38 @@ def test_of_which_time_it_is() -> None:
 
 def test_what_is_kept_is_bounded() -> None:
     watched = _Watched()
-    promises = Promises(watched)
+    promises = watched.promises()
     for _ in range(750):
         watched.now += 5.0
         told = promises.tell(60)
     assert len(told["points"]) == 720
+
+
+def test_the_last_hour_is_an_hour() -> None:
+    """However seldom somebody looked."""
+    watched = _Watched()
+    promises = watched.promises()
+    for _ in range(400):
+        watched.now += 60.0
+        told = promises.tell(60)
+    assert len(told["points"]) == 60 and told["points"][0]["ago"] < 3600.0
+    watched.now += 1800.0
+    told = promises.tell(60)
+    assert [point["ago"] for point in told["points"][:2]] == [3540.0, 3480.0]
+
+
+def test_those_who_look_at_once_share_a_reading() -> None:
+    watched = _Watched()
+    promises = watched.promises()
+    watched.now += 100.0
+    told = [promises.tell(window) for window in (60, 600, 0, 60)]
+    assert watched.num_read == 1 and told[0] == told[3]
+    assert {each["frame"]["interval"] for each in told} == {100.0}
+    watched.now += 0.9
+    assert promises.tell(60)["frame"] == told[0]["frame"] and watched.num_read == 1
+    watched.now += 0.2
+    assert promises.tell(0)["frame"]["interval"] == pytest.approx(101.1)
+    assert watched.num_read == 2
 
 
 @pytest.mark.parametrize("seconds", ["61", "-1", "x", "", "60.0"])

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from paceline.backends.null import NullBackend
-from paceline.cli.settings import WHAT_IF_PROCESS, EngineSettings
+from paceline.cli.settings import TRACE_PROCESS, WHAT_IF_PROCESS, EngineSettings
 from paceline.cli.what_if import choices
 from paceline.core.errors import InvalidRequestError
 from paceline.engine.local import LocalEngineClient
@@ -24,11 +24,13 @@ from paceline.engine.testing import null_client
 from paceline.engine.timeline.codec import Decoder, headers
 from paceline.engine.timeline.events import FrameType
 from paceline.engine.timeline.model import Model
+from paceline.http.keys import ApiKey
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
 from paceline.server.config import WhatIfConfig
 from paceline.server.ui import what_if as module
 from paceline.server.ui.what_if_job import parse_job
+from paceline.server.ui.what_if_places import MOST_PLACES
 from tests.server.helpers import VOCAB
 
 pytestmark = pytest.mark.anyio
@@ -60,6 +62,12 @@ def configured(command: tuple[str, ...] = WHAT_IF_PROCESS, **values: Any) -> Wha
 def script(text: str) -> tuple[str, ...]:
     """A child that does something else with its job."""
     return (sys.executable, "-c", "import json, os, sys, time\n" + text)
+
+
+SLEEPS = script(
+    "sys.stdin.readline(); print(json.dumps({'doing': 'simulating', 'runs': 1}), flush=True)\n"
+    "time.sleep(60)"
+)
 
 
 class Asker:
@@ -203,6 +211,108 @@ async def test_too_little_is_known_to_simulate(ask: Ask) -> None:
     assert "at least 32 are needed" in (await asker.ended())["error"]
 
 
+async def test_what_cannot_be_simulated_is_refused_when_it_is_sent(ask: Ask) -> None:
+    asker = ask(configured(check=TRACE_PROCESS))
+    sent = await asker.http.put(f"{PATH}/trace", content=TRACE)
+    assert sent.json() == {"trace_bytes": len(TRACE), "requests": 120}
+    for text, said in (
+        ("a,b\n1,2\n", "the trace:1: not a known trace"),
+        (TRACE + "2023-11-16 19:00:00.0,10000001,1\n", "has 10000001 tokens; at most 10000000"),
+    ):
+        refused = await asker.http.put(f"{PATH}/trace", content=text)
+        error = refused.json()["error"]
+        assert refused.status_code == 400 and error["param"] == "trace"
+        assert said in error["message"] and "paceline-what-if" not in error["message"]
+    # the one before it is still there
+    assert (await asker.tell())["trace_bytes"] == len(TRACE)
+    places = asker.service.side_work[0].__self__._places  # type: ignore[attr-defined]
+    assert [path.name for path in (places.root / "1").iterdir()] == ["trace"]
+    # whoever reads it through and says nothing was ended
+    starved = ask(configured(check=script("bytearray(2**60)")))
+    refused = await starved.http.put(f"{PATH}/trace", content=TRACE)
+    assert refused.status_code == 400 and "20 s of processor time or 1024 MiB" in refused.text
+
+
+# ---------------------------------------------------------------------- whose it is
+
+
+async def test_callers_know_nothing_of_each_other(ask: Ask) -> None:
+    asker = ask(configured(SLEEPS))
+    one, other = ({"X-Paceline-Session": name} for name in ("one", "other"))
+    body = {"workload": "trace", "policies": ["fcfs"], **CARD}
+    http = asker.http
+    sent = await http.put(f"{PATH}/trace", content=TRACE, headers=one)
+    assert sent.status_code == 200
+    refused = await http.post(PATH, json=body, headers=other)
+    assert refused.status_code == 400 and "no trace was uploaded" in refused.text
+    assert (await http.post(PATH, json=body, headers=one)).status_code == 200
+    told = (await http.get(PATH, headers=other)).json()
+    assert told["job"] == {"status": "idle"} and told["trace_bytes"] is None and told["busy"]
+    mine = (await http.get(PATH, headers=one)).json()
+    assert mine["job"]["status"] == "running" and not mine["busy"]
+    # it can neither be begun beside nor ended, and others may send theirs meanwhile
+    assert (await http.put(f"{PATH}/trace", content="x" + TRACE, headers=other)).status_code == 200
+    beside = await http.post(PATH, json=body, headers=other)
+    assert beside.status_code == 409 and "another caller's" in beside.text
+    assert (await http.delete(PATH, headers=other)).json() == {"status": "idle"}
+    assert (await http.get(PATH, headers=one)).json()["job"]["status"] == "running"
+    # each has its own trace
+    root = asker.service.side_work[0].__self__._places.root  # type: ignore[attr-defined]
+    assert [(root / place / "trace").read_text()[:2] for place in "12"] == ["TI", "xT"]
+    assert (await http.delete(PATH, headers=one)).json()["status"] == "cancelled"
+    bad = await http.get(PATH, headers={"X-Paceline-Session": "../x"})
+    assert bad.status_code == 400 and "x-paceline-session" in bad.text
+
+
+async def test_another_key_is_another_caller(ask: Ask) -> None:
+    keys = tuple(ApiKey.of(name, "admin", f"{name}-key-12345") for name in ("ada", "bob"))
+    asker = ask(api_keys=keys)
+    ada, bob = (
+        {"Authorization": f"Bearer {key.name}-key-12345", "X-Paceline-Session": "same"}
+        for key in keys
+    )
+    await asker.http.put(f"{PATH}/trace", content=TRACE, headers=ada)
+    body = {"workload": "trace", "policies": ["fcfs"], **CARD}
+    assert (await asker.http.post(PATH, json=body, headers=ada)).status_code == 200
+    for _ in range(400):
+        job = (await asker.http.get(PATH, headers=ada)).json()["job"]
+        if job["status"] != "running":
+            break
+        await asyncio.sleep(0.05)
+    assert job["status"] == "done"
+    for who, query, status in (
+        (ada, "run=0", 200), (ada, "run=0&job=1", 200), (ada, "run=0&job=2", 404),
+        (ada, "run=1", 404), (ada, "run=x", 400), (ada, "run=0&job=-1", 400), (bob, "run=0", 404),
+    ):  # fmt: skip
+        got = await asker.http.get(f"{PATH}/timeline?{query}", headers=who)
+        assert got.status_code == status, (query, got.text[:200])
+    assert (await asker.http.get(PATH, headers=bob)).json()["job"] == {"status": "idle"}
+
+
+async def test_the_place_of_who_asked_longest_ago_is_given_up(ask: Ask) -> None:
+    asker = ask(configured(SLEEPS))
+
+    async def send(name: str) -> int:
+        headers = {"X-Paceline-Session": name}
+        return (await asker.http.put(f"{PATH}/trace", content=TRACE, headers=headers)).status_code
+
+    for number in range(MOST_PLACES):
+        assert await send(f"s{number}") == 200
+    # the oldest of them has a job, and the next one has asked just now
+    body = {"workload": "trace", "policies": ["fcfs"], **CARD}
+    first = {"X-Paceline-Session": "s0"}
+    assert (await asker.http.post(PATH, json=body, headers=first)).status_code == 200
+    await asker.http.get(PATH, headers={"X-Paceline-Session": "s1"})
+    assert await send("late") == 200
+    kept = {}
+    for name in ("s0", "s1", "s2", "s3", "late"):
+        told = (await asker.http.get(PATH, headers={"X-Paceline-Session": name})).json()
+        kept[name] = told["trace_bytes"] is not None
+    assert kept == {"s0": True, "s1": True, "s2": False, "s3": True, "late": True}
+    root = asker.service.side_work[0].__self__._places.root  # type: ignore[attr-defined]
+    await until(lambda: len(list(root.glob("*/trace"))) == MOST_PLACES)
+
+
 # ---------------------------------------------------------------------- what may be asked
 
 
@@ -280,11 +390,6 @@ async def test_names_and_pages_of_others_are_refused(ask: Ask) -> None:
 
 # ---------------------------------------------------------------------- its bounds
 
-SLEEPS = script(
-    "sys.stdin.readline(); print(json.dumps({'doing': 'simulating', 'runs': 1}), flush=True)\n"
-    "time.sleep(60)"
-)
-
 
 async def until(holds: Callable[[], bool]) -> None:
     for _ in range(400):
@@ -333,8 +438,8 @@ async def test_one_at_a_time_and_cancelled(ask: Ask) -> None:
 async def test_a_drain_ends_it_and_its_files(ask: Ask) -> None:
     asker = ask(configured(SLEEPS))
     pid = await begun(asker)
-    folder: Path = asker.service.side_work[0].__self__._folder  # type: ignore[attr-defined]
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and (folder / "trace").is_file()
+    folder: Path = asker.service.side_work[0].__self__._places.root  # type: ignore[attr-defined]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and (folder / "1" / "trace").is_file()
     asker.service.draining = True
     await asker.service.end_side_work()
     assert is_gone(pid) and not folder.exists()

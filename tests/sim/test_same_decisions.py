@@ -15,6 +15,7 @@ from paceline.core.outputs import SchedulerOutput
 from paceline.core.policies import POLICIES
 from paceline.engine.timeline.codec import Decoder
 from paceline.engine.timeline.collect import Collector
+from paceline.engine.timeline.events import Kind, Plan
 from paceline.sim.decisions import DecisionLog
 from paceline.sim.live import run_live
 from paceline.sim.replica import ReplicaConfig
@@ -35,6 +36,17 @@ def config(policy: str, num_blocks: int, *, depth: int = 2, caching: bool = True
             block_size=16, num_blocks=num_blocks, enable_prefix_caching=caching, watermark=0.02
         ),
         pipeline_depth=depth,
+    )
+
+
+def swapping(depth: int = 2) -> ReplicaConfig:
+    """Preempted requests go to host memory."""
+    settings = config("priority", 40, depth=depth)
+    return replace(
+        settings,
+        scheduler=replace(settings.scheduler, preemption="swap", max_num_seqs=4),
+        # half a step for each
+        cache=replace(settings.cache, num_host_blocks=60, swap_block_seconds=0.002),
     )
 
 
@@ -73,13 +85,7 @@ def test_identical_decisions_at_other_depths(depth: int, caching: bool) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_identical_decisions_where_blocks_are_moved_to_host_memory_and_back(depth: int) -> None:
-    settings = config("priority", 40, depth=depth)
-    settings = replace(
-        settings,
-        scheduler=replace(settings.scheduler, preemption="swap", max_num_seqs=4),
-        # half a step for each
-        cache=replace(settings.cache, num_host_blocks=60, swap_block_seconds=0.002),
-    )
+    settings = swapping(depth)
     live = run_live(bursty(COUNT), settings, TIMES, prefix_block=32)
     moved = Moved()
     simulator = Simulator(
@@ -140,10 +146,18 @@ def test_the_digest_sees_a_difference() -> None:
     assert len({first.digest(), other.digest(), deeper.digest()}) == 3
 
 
-@pytest.mark.parametrize(("policy", "num_blocks"), [("fcfs", 400), ("deadline", 16), ("fair", 16)])
-def test_identical_timelines(policy: str, num_blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        (config("fcfs", 400), Kind.ADMIT),
+        (config("deadline", 16), Kind.PREEMPT),
+        (config("fair", 16), Kind.PREEMPT),
+        (swapping(), Kind.SWAP),
+    ],
+    ids=["fcfs", "deadline", "fair", "swap"],
+)
+def test_identical_timelines(settings: ReplicaConfig, kind: Kind) -> None:
     """Byte by byte: so a page that shows one shows the other."""
-    settings = config(policy, num_blocks)
     told = [Collector(settings.scheduler, settings.cache, keep_frames=True) for _ in range(2)]
     run_live(bursty(COUNT), settings, TIMES, prefix_block=32, recorder=told[0])
     Simulator(
@@ -158,4 +172,6 @@ def test_identical_timelines(policy: str, num_blocks: int) -> None:
     live, simulated_ = (list(Decoder().feed(bytes(each.frames))) for each in told)
     for one, other in zip(live, simulated_, strict=True):
         assert repr(one) == repr(other)
+    # what it is about does happen
+    assert any(e.kind == kind for f in live if isinstance(f, Plan) for e in f.events)
     assert len(told[0].trace()["traceEvents"]) > 1000

@@ -1,7 +1,8 @@
 """A Chromium, servers over the null backend, and pages that fail their test when they misbehave.
 
 The browser is Debian's (``scripts/test-services`` installs it). Without it, or without playwright,
-these tests are skipped and say so; with ``PACELINE_UI_TESTS=require`` they fail.
+these tests are skipped and say so; where ``CI`` is set, or with ``PACELINE_UI_TESTS=require``, they
+fail. With the latter so do those that lack something else.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ ARGS = [
 _REFUSALS = "Failed to load resource: the server responded with a status of "
 
 
-def lacking(what: str) -> None:
-    if REQUIRED:
-        pytest.fail(f"PACELINE_UI_TESTS=require, and there is no {what}")
+def lacking(what: str, *, in_ci: bool = False) -> None:
+    """Skip, or fail where it is required; ``in_ci``: there too."""
+    if REQUIRED or (in_ci and os.environ.get("CI")):
+        pytest.fail(f"there is no {what}, and it is required")
     pytest.skip(f"there is no {what}")
 
 
@@ -38,11 +40,11 @@ def lacking(what: str) -> None:
 def browser() -> Iterator[Any]:
     """Closed after each file: while it is open, no asynchronous test can run in this process."""
     if CHROMIUM is None:
-        lacking("chromium on the path (scripts/test-services installs it)")
+        lacking("chromium on the path (scripts/test-services installs it)", in_ci=True)
     try:
         from playwright.sync_api import sync_playwright
     except ImportError:
-        lacking("playwright")
+        lacking("playwright", in_ci=True)
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
         yield chromium

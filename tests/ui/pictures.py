@@ -39,12 +39,13 @@ def playground(page: Any, address: str) -> None:
         page.get_by_label("Message").fill(question)
         page.get_by_label("Message").press("Enter")
         page.locator(".story").nth(answers).wait_for()
-    page.locator(".story").last.scroll_into_view_if_needed()
+    # the place to write in covers what is above it, but for the end
+    page.evaluate("scrollTo(0, document.body.scrollHeight)")
     page.mouse.move(0, 0)
 
 
-def what_if(page: Any, address: str) -> None:
-    """Two policies on requests that came just now: chats, and long prompts with time."""
+def load(address: str) -> list[threading.Thread]:
+    """Requests that come one after another: chats, and long prompts with time; those that run."""
     rng = random.Random(5)
 
     def one(words: int, tokens: int, slo: dict[str, Any]) -> None:
@@ -58,7 +59,35 @@ def what_if(page: Any, address: str) -> None:
     for thread in threads:
         thread.start()
         time.sleep(0.1)
-    for thread in threads:
+    return threads
+
+
+def timeline(page: Any, address: str) -> None:
+    """Those requests as they run, stopped, and the story of one of them."""
+    page.goto(f"{address}/ui/timeline?zoom=4")
+    page.get_by_role("button", name="Pause").wait_for()
+    for thread in load(address):
+        thread.join()
+    page.get_by_role("button", name="Pause").click()
+    # to the last step in which so many ran
+    back = (
+        "(() => { const { count, lanes } = pacelineTimeline.history;"
+        " return count - lanes.lastIndexOf(Math.max(...lanes.subarray(0, count))); })()"
+    )
+    for _ in range(min(400, int(page.evaluate(back)))):
+        page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowUp")
+    # and what was before it too
+    for _ in range(3):
+        page.keyboard.press("a")
+    page.locator(".story-panel .story").wait_for()
+    page.mouse.move(0, 0)
+    page.wait_for_timeout(500)
+
+
+def what_if(page: Any, address: str) -> None:
+    """Two policies on requests that came just now."""
+    for thread in load(address):
         thread.join()
     page.goto(f"{address}/ui/what-if")
     page.get_by_label("Loads, several").fill("1, 2")
@@ -76,6 +105,7 @@ def what_if(page: Any, address: str) -> None:
 PICTURES: Final[dict[str, Callable[[Any, str], None]]] = {
     "playground": playground,
     "what-if": what_if,
+    "timeline": timeline,
 }
 
 

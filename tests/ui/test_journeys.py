@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.security.keys import KEYS, USER
 from tests.server.live_process import LiveServer, eventually, live_server
-from tests.ui.conftest import OpenPage
+from tests.ui.conftest import LONG, OpenPage
 
 KEY = KEYS[0]
 
@@ -89,6 +92,45 @@ def test_probabilities_by_keyboard(server: LiveServer, open_page: OpenPage) -> N
     assert page.locator("table.alternatives tbody tr").count() >= 1
 
 
+def streamed(tokens: list[tuple[str, str]]) -> str:
+    """An answer of these tokens, each of which could have been another one."""
+    events = []
+    for token, other in tokens:
+        likely = [{"token": token, "logprob": -0.5}, {"token": other, "logprob": -1.5}]
+        told = {"content": [{**likely[0], "top_logprobs": likely}]}
+        events.append({"choices": [{"delta": {"content": token}, "logprobs": told}]})
+    events.append({"choices": [{"delta": {}, "finish_reason": "length"}]})
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+
+
+def test_another_token_is_gone_on_from(server: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(f"{server.url}/ui/")
+    page.get_by_label("Token probabilities").check()
+    # the null backend is sure of every token
+    body = streamed([("It", "He"), (" is", " was"), (" so", " not"), (".", "!")])
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(body=body, content_type="text/event-stream"),
+    )
+    say(page, "hello", Max_tokens="6")
+    page.get_by_text("finished: length").wait_for()
+    page.unroute("**/v1/chat/completions")
+    page.locator("button.token").nth(2).click()
+    page.locator("caption").get_by_text("Token 3 of 4").wait_for()
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.get_by_role("button", name='Go on from " not"').click()
+    sent = asked.value.post_data_json
+    assert sent["continue_final_message"] and not sent["add_generation_prompt"]
+    assert sent["messages"] == [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "It is not"},
+    ]
+    # the same turn: the tokens before it, the other one, and what the model goes on with
+    eventually(lambda: page.locator("button.token").count() == 3 + 6)
+    assert page.locator("button.token").all_inner_texts()[:3] == ["It", " is", " not"]
+    assert page.locator(".turn").count() == 2
+
+
 def test_a_completion_and_a_raw_request(server: LiveServer, open_page: OpenPage) -> None:
     page = open_page(f"{server.url}/ui/playground")
     page.get_by_role("button", name="Completion").click()
@@ -151,6 +193,51 @@ def test_too_many_requests_count_down(server: LiveServer, open_page: OpenPage) -
     page.get_by_text(re.compile(r"Try again in [12] s\.")).wait_for()
     page.get_by_text("You may try again now.").wait_for()
     assert page.get_by_label("Message").input_value() == "hello"
+
+
+@LONG
+def test_the_servers_own_limit_counts_down(tmp_path: Path, open_page: OpenPage) -> None:
+    config = {"limits": {"requests": "1/minute"}}
+    with live_server(tmp_path / "log", backend={"step_time": 0.001}, config=config) as server:
+        page = open_page(f"{server.url}/ui/")
+        say(page, "hello", Max_tokens="2")
+        page.locator(".story").wait_for()
+        say(page, "more")
+        left = page.locator(".countdown")
+        left.get_by_text(re.compile(r"Try again in \d+ s\.")).wait_for()
+        first = left.inner_text()
+        eventually(lambda: left.inner_text() != first)
+        assert page.get_by_label("Message").input_value() == "more"
+        # it asks on while the server ends
+        page.close()
+
+
+@LONG
+def test_a_waterfall_says_why_it_waited(tmp_path: Path, open_page: OpenPage) -> None:
+    core = {"max_num_seqs": 1}
+    with live_server(tmp_path / "log", backend={"step_time": 0.01}, core=core) as server:
+        page = open_page(f"{server.url}/ui/")
+        page.get_by_text("ready").wait_for()
+        body = {"model": "null", "prompt": "x", "max_tokens": 60, "ignore_eos": True}
+        others = [
+            threading.Thread(
+                target=httpx.post, args=(f"{server.url}/v1/completions",), kwargs={"json": body}
+            )
+            for _ in range(3)
+        ]
+        for other in others:
+            other.start()
+        eventually(lambda: server.running() >= 1)
+        say(page, "hello", Max_tokens="6", **{"First token, ms": "300"})
+        legend = page.locator(".facts .legend")
+        legend.get_by_text("waited for a place").wait_for()
+        waited, unit = re.findall(r"waited for a place ([\d.]+) (ms|s)", legend.inner_text())[0]
+        assert float(waited) * (1000 if unit == "s" else 1) > 100
+        assert "first token due 300 ms" in legend.inner_text()
+        assert page.locator(".waterfall .mark.due").count() == 1
+        for other in others:
+            other.join()
+        page.close()
 
 
 def test_tabs_keep_what_was_said(server: LiveServer, open_page: OpenPage) -> None:

@@ -98,6 +98,27 @@ def test_a_batch_is_cancelled_and_a_drain_is_told(tmp_path: Path, open_page: Ope
 
 
 @LONG
+def test_an_answer_that_comes_late_is_not_shown(tmp_path: Path, open_page: OpenPage) -> None:
+    """Of what was asked before something else was typed."""
+    with live_server(tmp_path / "log", keys=KEYS) as server:
+        page = open_page(f"{server.url}/ui/operations")
+        use_key(page, ADMIN)
+        page.get_by_role("row", name="alice").wait_for()
+        held: list[Any] = []
+        page.route("**/ui/api/operations?find=ali", lambda route: held.append(route))
+        page.get_by_label("Name holds").fill("ali")
+        eventually(lambda: page.wait_for_timeout(20) or bool(held))
+        page.get_by_label("Name holds").fill("roo")
+        page.get_by_text("1 of 2 keys").wait_for()
+        page.get_by_role("row", name="root").wait_for()
+        for route in held:
+            route.continue_()
+        page.wait_for_timeout(500)
+        assert page.get_by_role("row", name="alice").count() == 0
+        page.close()
+
+
+@LONG
 def test_a_narrow_page_does_not_scroll_sideways(server: LiveServer, open_page: OpenPage) -> None:
     page = open_page(f"{server.url}/ui/operations", viewport={"width": 360, "height": 700})
     page.get_by_role("cell", name="ready", exact=True).wait_for()

@@ -210,8 +210,11 @@ def test_lanes_are_coloured_by_the_time_left_and_stand_by_class(
     assert groups == ["batch", "interactive"]
     # the row that is clicked is the one that is seen there
     first = asked(page, "t.painter().arrangement.order[0]")
-    column = asked(page, "t.painter().columnAt(t.view, t.painter().width - 3)")
-    x = asked(page, "t.painter().width - 3")
+    # in the step that is looked at, by which they stand so: later ones may have other requests
+    step = re.findall(r"Step (\d+)", page.locator(".step-words").inner_text())[0]
+    column = asked(page, f"t.history.step.lastIndexOf({step})")
+    x = asked(page, f"t.painter().x(t.painter().place(t.view), t.view, {column}) + 2")
+    assert asked(page, f"t.painter().columnAt(t.view, {x})") == column
     y = asked(page, "t.painter().y.lanes + t.painter().rowHeight / 2")
     page.locator(".chart canvas").click(position={"x": x, "y": y})
     number = asked(page, f"t.history.who[({column} % 4096) * 320 + 64 + {first}]")

@@ -6,7 +6,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.ui.conftest import lacking
+import pytest
+
+from tests.ui.conftest import REQUIRED, lacking
 
 UI = Path(__file__).parents[2] / "ui"
 
@@ -19,3 +21,13 @@ def test_modules() -> None:
     assert tests
     run = subprocess.run([node or "", "--test", *tests], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_in_ci_a_missing_browser_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="no chromium, and it is required"):
+        lacking("chromium", in_ci=True)
+    monkeypatch.delenv("CI")
+    expected = pytest.fail.Exception if REQUIRED else pytest.skip.Exception
+    with pytest.raises(expected, match="no chromium"):
+        lacking("chromium", in_ci=True)

@@ -170,10 +170,7 @@ def streamed(path: str) -> Callable[[Pair], Awaitable[str]]:
     async def check(pair: Pair) -> str:
         body = pair.body(path)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{pair.ports[0]}") as client:
-            try:
-                direct = await _stream(client, path, body)
-            except CheckFailedError as error:
-                return f"the server has none ({str(error)[:10]})"
+            direct = await _stream(client, path, body)
         async with pair.gateway() as (_, client):
             told = await _stream(client, path, body)
         _must(told.done and told.error is None, f"it does not end: {told}")
@@ -246,24 +243,29 @@ async def whole_dies(pair: Pair) -> str:
 
 
 def dies(path: str, *, by_text: bool, kill: bool = False) -> Callable[[Pair], Awaitable[str]]:
+    """``by_text``: the gateway may go on behind text. In a chat it must then, and nowhere else can
+    it."""
+    goes_on = by_text and path == CHAT
+
     async def check(pair: Pair) -> str:
         body = pair.body(path)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{pair.ports[1]}") as client:
-            try:
-                uncut = await _stream(client, path, body)
-            except CheckFailedError as error:
-                return f"the server has none ({str(error)[:10]})"
+            uncut = await _stream(client, path, body)
         act = pair.kill_first if kill else pair.first.freeze
         async with pair.gateway(resume_by_text=by_text) as (_, client):
             try:
                 told = await _stream(client, path, body, (_PARTS, act))
             finally:
                 pair.first.thaw()
-        if told.error is None:
-            _must(by_text and told.done and told.reason == "length", f"it ends as if done: {told}")
+        if goes_on:
+            _must(told.error is None, f"an error where it goes on: {told.error}")
+            _must(told.done and told.reason == "length", f"it does not end: {told}")
             _must(told.note is not None and told.note.get("exact") is False, f"{told.note}")
             same = told.text == uncut.text
             return f"goes on behind text ({'the same text' if same else 'another text'})"
+        _must(told.error is not None, f"it ends as if done: {told}")
+        said = json.dumps(told.error)
+        _must("cannot go on elsewhere" in said, f"the error does not say so: {said}")
         _must(uncut.text.startswith(told.text), f"{told.text!r} is not of {uncut.text!r}")
         _must(bool(told.text), "nothing was said")
         return "an error that says so"

@@ -2,11 +2,23 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { bodyOf, FieldError, FIELDS, fieldOf } from "../../paceline/server/ui/static/lib/fields.js";
-import { duration, lines, story, visible } from "../../paceline/server/ui/static/lib/format.js";
+import { duration, lines, story, visible, waterfall } from "../../paceline/server/ui/static/lib/format.js";
 
 test("times have three digits and the unit that fits", () => {
   const cases = { 0: "0 ms", 0.1234: "0.123 ms", 12.345: "12.3 ms", 999.4: "999 ms", 999.6: "1 s", 12345: "12.3 s" };
   for (const [ms, told] of Object.entries(cases)) assert.equal(duration(Number(ms)), told);
+});
+
+test("the time of a request stands in parts, each wait by its reason, with marks", () => {
+  const told = { waited_ms: { step: 18, slots: 194, memory: 0 }, queued_ms: 212, ttft_ms: 251, predicted_ttft_ms: 240 };
+  const { parts, marks } = waterfall(told, 1004, 500);
+  assert.deepEqual(parts.map(({ kind, ms }) => [kind, ms]), [["reason0", 18], ["reason2", 194], ["chunk", 39], ["decode", 753]]);
+  assert.equal(parts[1].name, "waited for a place");
+  assert.deepEqual(marks.map(({ name, ms, at }) => [name, ms, Number(at.toFixed(3))]), [["first token predicted", 240, 0.239], ["first token due", 500, 0.498]]);
+  // nothing came of it, and nothing was promised
+  const none = waterfall({ waited_ms: {}, queued_ms: 0, ttft_ms: null, predicted_ttft_ms: null }, 30, null);
+  assert.deepEqual([none.parts.map(({ ms }) => ms), none.marks], [[30, 0], []]);
+  assert.equal(waterfall(told, 260, 90_000).marks[1].at, 1);
 });
 
 test("lines are whole however the text was cut", () => {

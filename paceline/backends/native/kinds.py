@@ -14,7 +14,7 @@ from paceline.checkpoints.base import Checkpoint
 
 __all__ = ["Kinds", "choose_kinds", "packed_bytes"]
 
-# PacelineKind by the matrices that are one in memory, which share a kind; so do those of all experts
+# PacelineKind by the matrices that are one in memory, which share a kind; as do all experts
 _MATRICES: Final = (
     ("self_attn.q_proj",), ("self_attn.k_proj",), ("self_attn.v_proj",), ("self_attn.o_proj",),
     ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",),
@@ -34,7 +34,7 @@ _GROUP: Final = 32
 # of kinds that are blocks: columns of one, and its bytes of a panel's rows (csrc/kernels.h)
 _GROUP_BYTES: Final = {
     "q4": (32, 640), "q4_0": (32, 576), "q4_k": (256, 4608), "q5_k": (256, 5632),
-    "q6_k": (256, 6720),
+    "q6_k": (256, 6720), "iq4_nl": (32, 576), "iq4_xs": (256, 4352), "mxfp4": (32, 544),
 }  # fmt: skip
 
 
@@ -60,8 +60,8 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = Fals
     no speed at any number of rows; a mixed file (Q4_K_M has matrices of Q6_K) spends more bits
     where rounding hurts most, and those become int8 instead of being rounded to 4. Matrices that
     are one in memory (gate and up), multiply the same rows (q, k and v), or are those of a layer's
-    experts become int8 together if any of them must. In a file that is mainly of other types q4 was asked for by somebody, and
-    rounds all of it.
+    experts become int8 together if any of them must. In a file that is mainly of other types q4 was
+    asked for by somebody, and rounds all of it.
 
     Args:
         dtype: a key of ``DTYPES``, or ``native``.
@@ -127,7 +127,7 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = Fals
 def _fits(blocks: Mapping[str, str], stored: str, columns: int) -> bool:
     """Whether a kind holds the type, and rows are whole blocks of its."""
     kind = blocks.get(stored)
-    return kind is not None and columns % (256 if kind.endswith("_k") else 32) == 0
+    return kind is not None and columns % _GROUP_BYTES[kind][0] == 0
 
 
 def _decoded(checkpoint: Checkpoint) -> str:
@@ -142,9 +142,13 @@ def _decoded(checkpoint: Checkpoint) -> str:
     return f"{_counted(few)} decoded to int8" if few else ""
 
 
-def packed_bytes(checkpoint: Checkpoint, dtype: str) -> int:
+def packed_bytes(checkpoint: Checkpoint, dtype: str, *, has_head: bool = True) -> int:
     """Bytes of the matrices as the library packs them, ``NativeModel.weight_bytes``, without
-    loading any: in panels of 32 rows, with a scale for each row of int8 (csrc/matrix.cpp)."""
+    loading any: in panels of 32 rows, with a scale for each row of int8 (csrc/matrix.cpp).
+
+    Args:
+        has_head: False: hidden states are wanted, and no head is packed.
+    """
     config = checkpoint.config
     numbers = choose_kinds(checkpoint, dtype).numbers
     count = config.num_hidden_layers * len(_MATRICES)
@@ -164,8 +168,8 @@ def packed_bytes(checkpoint: Checkpoint, dtype: str) -> int:
         return rows * (_padded(columns * width, 4) + 4 * (name == _INT8))
 
     head, embedding = numbers[count:] or (None, None)
-    total = packed(config.vocab_size, hidden, head, True)
-    if not config.tie_word_embeddings:
+    total = packed(config.vocab_size, hidden, head, True) if has_head else 0
+    if not (has_head and config.tie_word_embeddings):
         total += packed(config.vocab_size, hidden, embedding, True)
     for layer in range(config.num_hidden_layers):
         of_layer = numbers[layer * len(_MATRICES) :][: len(_MATRICES)] or [None] * len(_MATRICES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 from ctypes import (
     POINTER,
     c_char_p,
@@ -28,6 +29,7 @@ __all__ = [
     "Logprobs",
     "Step",
     "check",
+    "digest",
     "library",
     "unavailable_reason",
     "variants",
@@ -146,7 +148,8 @@ _SIGNATURES: Final = {
     "paceline_create": (c_void_p, (POINTER(Config),)),
     "paceline_destroy": (None, (c_void_p,)),
     "paceline_load": (
-        c_int, (c_void_p, c_int, c_int64, c_int64, c_int, c_void_p, c_int64, c_int64)
+        c_int,
+        (c_void_p, c_int, c_int64, c_int64, c_int, c_void_p, c_int64, c_int64),
     ),
     "paceline_set_rope": (c_int, (c_void_p, c_int, c_void_p, c_void_p)),
     "paceline_ready": (c_int, (c_void_p,)),
@@ -210,6 +213,14 @@ def library() -> ctypes.CDLL:
     if isinstance(loaded, str):
         raise ConfigError(loaded)
     return loaded
+
+
+@functools.cache
+def digest() -> str:
+    """SHA-256 of the library's file: another build may pack the same weights otherwise, and neither
+    its interface nor this package's version need say so. Raises ConfigError where there is none."""
+    library()
+    return hashlib.sha256(_PATH.read_bytes()).hexdigest()
 
 
 def variants() -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from paceline import __version__
 from paceline.backends.machine import choose_threads
-from paceline.backends.native.library import ABI, Config, Step, check, library
+from paceline.backends.native.library import ABI, Config, Step, check, digest, library
 from paceline.backends.native.packed import PackedCopies
 from paceline.backends.native.tensors import TYPES, RawTensor, Tensor, locate
 from paceline.checkpoints.config import ModelConfig
@@ -236,9 +236,9 @@ class NativeModel:
         if self._handle is None:
             check(-1)
         try:
-            about = {
-                "abi": ABI, "version": __version__, "isa": self.isa, "dtype": dtype,
-                "kinds": kinds.hex(), "has_head": has_head,
+            about: dict[str, object] = {} if copies is None else {
+                "abi": ABI, "library": digest(), "version": __version__, "isa": self.isa,
+                "dtype": dtype, "kinds": kinds.hex(), "has_head": has_head,
             }  # fmt: skip
             if copies is not None and copies.read(about, self._pieces()):
                 check(self._library.paceline_restored(self._handle))

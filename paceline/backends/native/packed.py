@@ -5,19 +5,25 @@ header's digest behind them. It is written beside its name, flushed to disk and 
 what a crash or a full disk leaves is never taken for a copy. A copy whose size, header or end is
 not what this model needs is not read either. The bytes themselves are trusted: hashing them would
 take as long as packing does.
+
+What is being written is a ``.part`` of its final size, locked by who writes it. So everybody counts
+it from the start, and one whose lock is free was left behind by a process that is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from secrets import token_hex
 from typing import Final
@@ -37,7 +43,9 @@ _CHUNK: Final = 64 << 20
 _ENDS: Final = 1 << 20
 _PLACES: Final = 64
 _PLACE: Final = 1 << 14
-# a part that nobody has written to for so long belongs to a process that is gone
+# a part is locked right after it is made
+_NEW_S: Final = 10.0
+# without locks, a part that nobody has written to for so long belongs to a process that is gone
 _ABANDONED_S: Final = 3600.0
 
 
@@ -122,15 +130,14 @@ class PackedCopies:
         partial = path.with_name(f".{path.name}.{token_hex(8)}{_PARTIAL}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._make_room(size, path)
             try:
-                with partial.open("xb", buffering=0) as file:
+                with self._reserve(partial, path, size) as file:
                     for piece in (memoryview(header), *pieces):
                         for at in range(0, len(piece), _CHUNK):
                             _put(file.fileno(), piece[at : at + _CHUNK])
                     _put(file.fileno(), memoryview(hashlib.sha256(header).digest()))
                     os.fsync(file.fileno())
-                partial.replace(path)
+                    partial.replace(path)
             finally:
                 partial.unlink(missing_ok=True)
         except OSError as error:
@@ -138,12 +145,37 @@ class PackedCopies:
             return
         _log.info("packed_copy=%s written: %d MiB", path, size >> 20)
 
+    def _reserve(self, partial: Path, path: Path, size: int) -> FileIO:
+        """Make room, and the part that takes it. Raises OSError where there is none."""
+        with _locked(self.folder):
+            self._make_room(size, path)
+            file = partial.open("xb", buffering=0)
+            try:
+                # some file systems have no locks: then a part's age has to do
+                with contextlib.suppress(OSError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.truncate(file.fileno(), size)
+            except BaseException:
+                file.close()
+                raise
+        return file
+
     def _make_room(self, size: int, path: Path) -> None:
-        """Remove copies until one of ``size`` fits, and parts that were abandoned."""
+        """Remove parts that were abandoned, and copies until one of ``size`` fits beside what
+        others are writing. Raises OSError where it does not fit without any copy."""
+        taken = 0
         for part in self.folder.glob(f".*{_PARTIAL}"):
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - part.stat().st_mtime > _ABANDONED_S:
+                if _is_abandoned(part):
                     part.unlink()
+                else:
+                    taken += part.stat().st_size
+        if taken + size > self.max_bytes:
+            text = (
+                f"{size >> 20} MiB do not fit beside {taken >> 20} MiB that other processes are "
+                f"writing into the {self.max_bytes >> 20} MiB of --packed-cache"
+            )
+            raise OSError(errno.EDQUOT, text)
         others: list[tuple[float, int, Path]] = []
         for file in self.folder.glob(f"*{_SUFFIX}"):
             with contextlib.suppress(FileNotFoundError):
@@ -151,7 +183,7 @@ class PackedCopies:
                 if file != path:
                     about = file.stat()
                     others.append((about.st_mtime, about.st_size, file))
-        taken = sum(of_file for _, of_file, _ in others)
+        taken += sum(of_file for _, of_file, _ in others)
         for _, of_file, file in sorted(others):
             if taken + size <= self.max_bytes:
                 return
@@ -169,6 +201,35 @@ class PackedCopies:
     def _header(self, about: Mapping[str, object], pieces: Sequence[memoryview]) -> bytes:
         sizes = json.dumps([self._key(about), *map(len, pieces)])
         return _MAGIC + len(sizes).to_bytes(8, "little") + sizes.encode()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Nobody else makes room in the folder meanwhile, where its file system has locks."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _is_abandoned(part: Path) -> bool:
+    """Whether nobody is writing it any more. Raises FileNotFoundError where it is gone."""
+    age = time.time() - part.stat().st_mtime
+    if age < _NEW_S:
+        return False
+    try:
+        with part.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        raise
+    except BlockingIOError:
+        return False
+    except OSError:
+        return age > _ABANDONED_S
+    return True
 
 
 def _fill(file: int, piece: memoryview) -> None:

@@ -24,8 +24,11 @@ from paceline.checkpoints.base import Checkpoint
 from paceline.checkpoints.config import ModelConfig
 from paceline.core.outputs import BlockSwap
 
-__all__ = ["NativeLoader", "NativeStep", "native_block_bytes"]
+__all__ = ["NativeLoader", "NativeStep", "native_block_bytes", "native_step_bytes"]
 
+_HUGE_PAGE: Final = 2 << 20
+# kPassPairs in csrc/experts.cpp
+_PASS_PAIRS: Final = 8192
 _VALUE_BYTES: Final = {"float32": 4, "bfloat16": 2, "int8": 1}
 # int8: float32 scales, one for a token's keys and one for its values in every head
 _SCALE_BYTES: Final = {"float32": 0, "bfloat16": 0, "int8": 4}
@@ -35,6 +38,32 @@ def native_block_bytes(config: ModelConfig, block_size: int, kv_dtype: str) -> i
     """Bytes of one KV block over all layers, as ``NativeModel.kv_bytes_per_block`` will say."""
     per_head = 2 * (config.head_dim * _VALUE_BYTES[kv_dtype] + _SCALE_BYTES[kv_dtype])
     return config.num_hidden_layers * block_size * config.num_key_value_heads * per_head
+
+
+def native_step_bytes(config: ModelConfig, tokens: int, rows: int) -> int:
+    """Bytes that a step of so many tokens is computed in, ``rows`` of them with logits: kept once
+    there was such a step, in whole huge pages (``Model::reserve`` in csrc/forward.cpp)."""
+    heads, head_dim = config.num_attention_heads, config.head_dim
+    attended, hidden = heads * head_dim, config.hidden_size
+    # of the MLPs that all rows go through
+    is_mixture = config.num_experts > 0 and not config.dense_layers
+    inner = 0 if is_mixture else config.intermediate_size
+    widest = max(hidden, inner, attended)
+    widths = [
+        hidden, widest, widest // 8 + 2, attended + 2 * config.num_key_value_heads * head_dim,
+        attended, heads, attended, inner,
+    ]  # fmt: skip
+    if config.norms_after:
+        widths.append(hidden)
+    sizes = [4 * tokens * width for width in widths] + [4 * rows * config.vocab_size]
+    if config.num_experts:
+        # rows of one pass, and their pairs with experts (csrc/experts.cpp)
+        passed = min(tokens, max(1, _PASS_PAIRS // config.experts_per_token))
+        pairs, inner = passed * config.experts_per_token, config.expert_intermediate_size
+        widest = max(hidden, inner)
+        sizes += [4 * passed * width for width in (hidden, config.num_experts)]
+        sizes += [4 * pairs * width for width in (widest, widest // 8 + 2, inner, hidden)]
+    return sum(-(-size // _HUGE_PAGE) * _HUGE_PAGE for size in sizes)
 
 
 class NativeStep:
@@ -188,5 +217,5 @@ class NativeLoader:
             NativeStep(model, num_blocks, norm),
             NativeSampler(model),
             partial(token_logprobs, model=model),
-            swap_seconds(move, swapped),
+            swap_seconds(move, swapped, self.block_bytes),
         )

@@ -32,16 +32,20 @@ __all__ = [
 # GGUF's names and numbers of the types that the library reads
 TYPES: Final = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14,
-    "BF16": 30,
+    "IQ4_NL": 20, "IQ4_XS": 23, "BF16": 30, "MXFP4": 39,
 }  # fmt: skip
 
 # kinds of packed matrices by the library's numbers (csrc/kernels.h). The first four hold any type,
 # the others their own blocks alone
 PACKED: Final = {
     "float32": 0, "bfloat16": 1, "int8": 2, "q4": 3, "q4_0": 4, "q4_k": 5, "q5_k": 6, "q6_k": 7,
+    "iq4_nl": 8, "iq4_xs": 9, "mxfp4": 10,
 }  # fmt: skip
 # kinds that hold a type's blocks in their own bits, so that no weight is rounded again
-BLOCKS: Final = {"Q4_0": "q4_0", "Q4_1": "q4", "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k"}
+BLOCKS: Final = {
+    "Q4_0": "q4_0", "Q4_1": "q4", "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k",
+    "IQ4_NL": "iq4_nl", "IQ4_XS": "iq4_xs", "MXFP4": "mxfp4",
+}  # fmt: skip
 # the dtype that keeps every matrix in its own bits
 OWN_BITS: Final = "native"
 # types of files that "q4" keeps as they are
@@ -80,6 +84,7 @@ KINDS: Final = {
 # in float32 whatever the others are: rounded, it would choose other experts
 ROUTER: Final = KINDS["mlp.router.weight"]
 
+_TABLES: Final = ("model.embed_tokens.weight", "lm_head.weight")
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _EXPERT: Final = re.compile(r"mlp\.experts\.(\d+)\.")
 
@@ -118,7 +123,8 @@ def locate(name: str) -> Place:
 def checkpoint_tensors(
     checkpoint: Checkpoint, *, has_head: bool = True, in_bits: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint, read when it is asked for and dropped when the next one is.
+    """Every tensor of a checkpoint, read when it is asked for and dropped when the next one is. The
+    largest, tables and heads, come first: beside all that was packed their pages would count most.
 
     Args:
         has_head: False: the output head is not read.
@@ -128,7 +134,8 @@ def checkpoint_tensors(
     one with the factor on logits.
     """
     config = checkpoint.config
-    for name in checkpoint.tensor_names():
+    names = checkpoint.tensor_names()
+    for name in (*filter(_TABLES.__contains__, names), *(n for n in names if n not in _TABLES)):
         if name == "lm_head.weight" and not has_head:
             continue
         tensor = _read(checkpoint, name, in_bits)

@@ -108,5 +108,7 @@ class TorchLoader:
             if self._on_cuda:
                 torch.cuda.synchronize(device)
 
-        seconds = swap_seconds(move, min(num_blocks, num_host_blocks))
+        # those of a model without a cache are numbers
+        swapped = min(num_blocks, num_host_blocks) if self.block_bytes else 0
+        seconds = swap_seconds(move, swapped, self.block_bytes or 1)
         return LoadedModel(step, TorchSampler(), token_logprobs, seconds)

@@ -98,12 +98,25 @@ class Decoder:
                 self._table_of[layer] = 1
         for layer in config.unrotated_layers:
             self._table_of[layer] = None
+        # layers whose input is kept, and what that was in the last step, in order
+        self._keeps: tuple[int, ...] = ()
+        self.kept: list[torch.Tensor] = []
         self._config = config
         self._dtype = weights.embedding.dtype
         self._vocab_size = config.vocab_size
         self._heads = config.num_attention_heads
         self._kv_heads = config.num_key_value_heads
         self._head_dim = config.head_dim
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """[vocab, hidden]."""
+        return self._weights.embedding
+
+    def keep_inputs(self, layers: tuple[int, ...]) -> None:
+        """From now on what these layers are given is in ``kept`` after a step, each [T, hidden] in
+        the weights' dtype; of the number of layers, what the last one gives."""
+        self._keeps, self.kept = layers, []
 
     def forward(
         self,
@@ -153,7 +166,10 @@ class Decoder:
             x *= self._config.embedding_scale
         share = self._config.residual_scale
         rotations = [table.rows(positions) for table in self._tables]
+        kept: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self._weights.layers):
+            if index in self._keeps:
+                kept[index] = x.to(self._dtype, copy=True)
             table = self._table_of[index]
             qkv = self._qkv(layer, self._normed(layer.input_norm, x))
             if table is not None:
@@ -167,6 +183,9 @@ class Decoder:
             if layer.mlp_output_norm is not None:
                 inner = layer.mlp_output_norm(inner)
             x.add_(inner, alpha=share)
+        if len(self._weights.layers) in self._keeps:
+            kept[len(self._weights.layers)] = x.to(self._dtype, copy=True)
+        self.kept = [kept[layer] for layer in self._keeps]
         return x
 
     def _normed(self, norm: RMSNorm | None, x: torch.Tensor) -> torch.Tensor:

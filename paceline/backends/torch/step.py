@@ -25,9 +25,21 @@ class TorchStep:
     likeliest = None
 
     def __init__(self, decoder: Decoder, attention: AttentionBackend, device: torch.device) -> None:
+        # see ``head_drafting.FeatureModel``
+        self.feature_layers: tuple[int, ...] = ()
         self._decoder = decoder
         self._attention = attention
         self._device = device
+
+    @property
+    def features(self) -> torch.Tensor:
+        """See ``head_drafting.FeatureModel``."""
+        return torch.cat(self._decoder.kept, dim=-1)
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """[vocab, hidden]."""
+        return self._decoder.embedding
 
     @torch.inference_mode()
     def forward(
@@ -40,6 +52,7 @@ class TorchStep:
         needs_logits: bool = True,
     ) -> torch.Tensor:
         self._attention.prepare(batch)
+        self._decoder.keep_inputs(self.feature_layers)
         return self._decoder.forward(
             torch.from_numpy(token_ids).to(self._device),
             torch.from_numpy(positions).to(self._device),

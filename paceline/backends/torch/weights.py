@@ -38,6 +38,8 @@ class TensorSource(Protocol):
 
     def tensor(self, name: str) -> NDArray[np.float32]: ...
 
+    def release(self) -> None: ...
+
 
 class _Reader:
     """Tensors by name, of the shape that the config implies, in the wanted dtype and place."""
@@ -54,6 +56,8 @@ class _Reader:
 
     def get(self, name: str) -> torch.Tensor:
         tensor = self._read(name)
+        # or the pages of the whole file would pile up beside what was made of them
+        self._source.release()
         expected = self._shapes[name]
         if tuple(tensor.shape) != expected:
             raise CheckpointError(

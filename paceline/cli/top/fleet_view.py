@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from paceline.cli.top.gateway_frame import GatewayFrame
 from paceline.cli.top.gateway_view import render_gateway
 from paceline.cli.top.numbers import coloured, percent, time_of
+from paceline.cli.top.panels import headed_table
 from paceline.cli.top.watch import Seen
 from paceline.server.readings import Frame
 
@@ -32,7 +32,7 @@ def render_fleet(seen: Sequence[Seen]) -> RenderableType:
 
 
 def _servers(seen: Sequence[Seen]) -> RenderableType:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table = headed_table((0, 1, 0, 0))
     table.add_column("server", width=21, no_wrap=True, overflow="ellipsis")
     table.add_column("model", width=12, no_wrap=True, overflow="ellipsis")
     for name, width in (

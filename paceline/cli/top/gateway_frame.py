@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from paceline.server.readings import Quantiles, Scrape, grown_quantiles, ratio
+from paceline.server.readings import Growth, Quantiles, Scrape, ratio
 
 __all__ = ["EngineRow", "GatewayFrame", "KeyRow", "make_gateway_frame"]
 
@@ -98,19 +98,12 @@ def make_gateway_frame(
     """Of two readings: metrics and status. ``after`` must be later. Counters that fell (the gateway
     was restarted) count from zero."""
     (then, status_then), (now, status) = before, after
-    seconds = max(1e-9, now.time - then.time)
-    if now.total(f"{_NAME}attempts_total") < then.total(f"{_NAME}attempts_total"):
-        # what was spent outlives it
-        then = Scrape(then.time, {})
-
-    def grew(name: str, **labels: str) -> float:
-        full = _NAME + name
-        return now.total(full, **labels) - then.total(full, **labels)
+    # what was spent outlives it
+    grown = Growth.since(then, now, f"{_NAME}attempts_total")
+    seconds = grown.seconds
 
     def grew_by(name: str, label: str) -> dict[str, int]:
-        had = then.by(_NAME + name, label)
-        found = {key: n - had.get(key, 0.0) for key, n in now.by(_NAME + name, label).items()}
-        return {key: int(count) for key, count in found.items() if count > 0}
+        return {key: int(count) for key, count in grown.by(_NAME + name, label).items()}
 
     results = grew_by("requests_total", "result")
     return GatewayFrame(
@@ -123,29 +116,23 @@ def make_gateway_frame(
         ended_per_s=sum(results.values()) / seconds,
         results=results,
         hedges=grew_by("hedges_total", "result"),
-        resumed=int(grew("resumed_total")),
-        fallbacks=int(grew("fallbacks_total")),
-        ttft=grown_quantiles(then, now, f"{_NAME}time_to_first_token_seconds"),
-        seconds=grown_quantiles(then, now, f"{_NAME}request_seconds"),
-        engines=tuple(
-            _engine(name, told, then, now, seconds) for name, told in status["engines"].items()
-        ),
+        resumed=int(grown.total(f"{_NAME}resumed_total")),
+        fallbacks=int(grown.total(f"{_NAME}fallbacks_total")),
+        ttft=grown.quantiles(f"{_NAME}time_to_first_token_seconds"),
+        seconds=grown.quantiles(f"{_NAME}request_seconds"),
+        engines=tuple(_engine(name, told, grown) for name, told in status["engines"].items()),
         keys=_keys(status_then.get("spend", {}), status.get("spend", {}), seconds),
     )
 
 
-def _engine(
-    name: str, told: Mapping[str, Any], then: Scrape, now: Scrape, seconds: float
-) -> EngineRow:
+def _engine(name: str, told: Mapping[str, Any], grown: Growth) -> EngineRow:
     def grew(metric: str, **labels: str) -> float:
-        full = _NAME + metric
-        count = now.total(full, engine=name, **labels)
-        had = then.total(full, engine=name, **labels)
+        count = grown.total(_NAME + metric, engine=name, **labels)
         # an engine that was replaced counts anew
-        return count - had if count >= had else count
+        return count if count >= 0 else grown.after.total(_NAME + metric, engine=name, **labels)
 
     sent = grew("attempts_total")
-    all_sent = now.total(f"{_NAME}attempts_total") - then.total(f"{_NAME}attempts_total")
+    all_sent = grown.total(f"{_NAME}attempts_total")
     firsts = grew("first_tokens_total")
     failures = {
         kind: int(grew("attempt_failures_total", kind=kind)) for kind in ("refused", "lost")
@@ -168,7 +155,7 @@ def _engine(
         kv=pressure.get("kv"),
         pressed=bool(told.get("pressed")),
         seconds_ago=pressure.get("seconds_ago"),
-        sent_per_s=sent / seconds,
+        sent_per_s=sent / grown.seconds,
         sent_share=ratio(sent, all_sent),
         predicted_first=ratio(grew("first_token_seconds_total", kind="predicted"), firsts),
         actual_first=ratio(grew("first_token_seconds_total", kind="actual"), firsts),

@@ -7,11 +7,11 @@ from typing import Final
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from paceline.cli.top.gateway_frame import EngineRow, GatewayFrame, KeyRow
 from paceline.cli.top.numbers import pair_of, percent
+from paceline.cli.top.panels import Lines, first_rows, headed_table
 
 __all__ = ["render_gateway"]
 
@@ -71,13 +71,8 @@ def _head(frame: GatewayFrame, url: str, problem: str) -> RenderableType:
 
 
 def _requests(frame: GatewayFrame) -> RenderableType:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column()
-
-    def row(label: str, *parts: str, style: str = "") -> None:
-        grid.add_row(label, Text("   ".join(parts), style))
-
+    lines = Lines()
+    row = lines.add
     row(
         "requests",
         f"at engines {frame.in_flight - frame.waiting}",
@@ -98,11 +93,11 @@ def _requests(frame: GatewayFrame) -> RenderableType:
         done.append("hedges " + ", ".join(f"{how} {n}" for how, n in frame.hedges.items()))
     if done:
         row("saved", *done, style="cyan")
-    return Panel(grid, title="requests", title_align="left")
+    return lines.panel("requests")
 
 
 def _engines(engines: Sequence[EngineRow]) -> RenderableType:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    table = headed_table((0, 1, 0, 0))
     table.add_column("engine", width=12, no_wrap=True, overflow="ellipsis")
     for name, width in (("state", 9), ("here", 4), ("run", 4), ("wait", 4), ("KV", 4)):
         right = name != "state"
@@ -167,7 +162,7 @@ def _note(row: EngineRow) -> str:
 
 
 def _keys(keys: Sequence[KeyRow]) -> RenderableType:
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
+    table = headed_table()
     table.add_column("key", max_width=18, no_wrap=True, overflow="ellipsis")
     table.add_column("spent", justify="right", no_wrap=True)
     table.add_column("budget", no_wrap=True)
@@ -188,9 +183,7 @@ def _keys(keys: Sequence[KeyRow]) -> RenderableType:
             bar,
             _money(row.per_hour),
         )
-    left = len(keys) - _MAX_KEYS
-    more = f" (the first {_MAX_KEYS}, {left} more)" if left > 0 else ""
-    return Panel(table, title=f"keys{more}", title_align="left")
+    return first_rows(table, "keys", _MAX_KEYS, len(keys))
 
 
 def _count(value: int | None) -> str:

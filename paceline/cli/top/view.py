@@ -7,10 +7,10 @@ from typing import Final
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from paceline.cli.top.numbers import coloured, pair_of, percent, plain, time_of
+from paceline.cli.top.panels import Lines, first_rows, headed_table
 from paceline.server.readings import Frame
 
 __all__ = ["render"]
@@ -64,13 +64,8 @@ def _head(frame: Frame, url: str, problem: str) -> RenderableType:
 
 
 def _batch(frame: Frame) -> RenderableType:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column()
-
-    def row(label: str, *parts: str, style: str = "") -> None:
-        grid.add_row(label, Text("   ".join(parts), style))
-
+    lines = Lines()
+    row = lines.add
     row(
         "requests",
         f"running {frame.running}",
@@ -120,11 +115,11 @@ def _batch(frame: Frame) -> RenderableType:
         row("refused", *(f"{why} {count}" for why, count in frame.refused.items()), style="red")
     if frame.cost_per_million_tokens is not None:
         row("cost", f"{frame.cost_per_million_tokens:.4g} per million tokens")
-    return Panel(grid, title="batch", title_align="left")
+    return lines.panel("batch")
 
 
 def _classes(frame: Frame) -> RenderableType:
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
+    table = headed_table()
     table.add_column("class", max_width=16, no_wrap=True)
     for name in ("running", "waiting", "ended", "met", "since start", "blocks"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -146,7 +141,7 @@ def _classes(frame: Frame) -> RenderableType:
 
 
 def _tenants(frame: Frame) -> RenderableType:
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
+    table = headed_table()
     table.add_column("tenant", max_width=18, no_wrap=True, overflow="ellipsis")
     for name in ("open", "ended", "tokens/s", "share", "TTFT mean", "met"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -160,9 +155,7 @@ def _tenants(frame: Frame) -> RenderableType:
             time_of(row.mean_ttft),
             coloured(row.attainment),
         )
-    left = len(frame.tenants) - _MAX_TENANTS
-    more = f" (the first {_MAX_TENANTS}, {left} more)" if left > 0 else ""
-    return Panel(table, title=f"tenants{more}", title_align="left")
+    return first_rows(table, "tenants", _MAX_TENANTS, len(frame.tenants))
 
 
 def _memory(frame: Frame) -> RenderableType:

@@ -15,18 +15,9 @@ from paceline.core.policies.priority import PriorityPolicy
 from paceline.core.policies.sjf import SjfPolicy
 
 __all__ = [
-    "POLICIES",
-    "DeadlinePolicy",
-    "FairPolicy",
-    "FcfsPolicy",
-    "PhaseAlignedPolicy",
-    "PolicyContext",
-    "PriorityPolicy",
-    "SchedulingPolicy",
-    "SjfPolicy",
-    "make_policy",
-    "overrides",
-]
+    "POLICIES", "DeadlinePolicy", "FairPolicy", "FcfsPolicy", "PhaseAlignedPolicy", "PolicyContext",
+    "PriorityPolicy", "SchedulingPolicy", "SjfPolicy", "make_policy", "overrides",
+]  # fmt: skip
 
 # one that was written for an older version lacks what came since
 _MEMBERS = sorted(

@@ -68,14 +68,9 @@ class Hinge:
         self._thinking: Iterator[None] = iter(())
 
     def observe(
-        self,
-        present: list[tuple[int, float]],
-        weight: float,
-        tokens: int,
-        seconds: float,
+        self, present: list[tuple[int, float]], weight: float, tokens: int, seconds: float
     ) -> None:
-        """A step of so many tokens took ``seconds``; ``present`` are its
-        features that are not 0."""
+        """A step of ``tokens`` took ``seconds``; ``present`` are its features that are not 0."""
         age = weight * seconds * seconds
         self._count += age
         index = bisect_left(_SIZES, tokens) - 1
@@ -147,8 +142,7 @@ def _fit(gram: list[list[float]], moment: list[float], count: float) -> tuple[fl
                 weights[i] = value
             break
         del used[least]
-    explained = 2.0 * sum(map(mul, weights, moment))
-    error = count - explained
+    error = count - 2.0 * sum(map(mul, weights, moment))
     for row, weight in zip(gram, weights, strict=True):
         if weight:
             error += weight * sum(map(mul, row, weights))

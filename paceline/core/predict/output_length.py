@@ -1,10 +1,9 @@
 """How long outputs will be, learned from those that ended, and the work that this makes.
 
-One window of final output lengths per label (class of the request, buckets of its
-prompt's length and of its max_tokens), as in
-LightLLM's Past-Future scheduler (ASPLOS'25, arXiv 2507.10150): the length of a running request is
-the history's quantile among those longer than what it has already. Deterministic: quantiles, no
-sampling.
+One window of final output lengths per label (class of the request, buckets of its prompt's length
+and of its max_tokens), as in LightLLM's Past-Future scheduler (ASPLOS'25, arXiv 2507.10150): the
+length of a running request is the history's quantile among those longer than what it has already.
+Deterministic: quantiles, no sampling.
 
 This module does not know time or memory.
 """
@@ -96,8 +95,7 @@ class WorkEstimator:
         return self._quantile(request, q) or min(most, max(_PRIOR, 2 * request.num_output_tokens))
 
     def least_left(self, requests: Iterable[Request], q: float) -> list[int]:
-        """Output tokens still to come of each request by a q-quantile; one where nothing is
-        known."""
+        """Output tokens still to come of each by a q-quantile; one where nothing is known."""
         known = self._lengths.known
         # many are alike: of each label, by tokens so far, how many more are to come
         by_label: defaultdict[Hashable, dict[int, int]] = defaultdict(dict)
@@ -115,8 +113,7 @@ class WorkEstimator:
 
     def spread(self, requests: Iterable[Request], parts: int) -> list[tuple[int, int]]:
         """Of each request so many equally likely numbers of output tokens that are still to come,
-        each with one of those that an equal request has in all; max_tokens where nothing is
-        known."""
+        each with one of those that an equal request has in all; max_tokens where none is known."""
         found: list[tuple[int, int]] = []
         by_label: dict[Hashable, Sequence[int]] = {}
         for request in requests:

@@ -15,7 +15,7 @@ This module does not know requests, the clock, or who asks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import itemgetter, mul
 from typing import Final, NamedTuple
 
@@ -33,6 +33,13 @@ _LATER_SWEEPS: Final = 4
 # observations between two fits once there are many
 _REFIT: Final = 32
 _WINDOW: Final = 256
+# A machine that slows down does so with all work: the mean of the last 20 or so steps' actual over
+# fitted time, each _STALL at most, corrects the fit from _DRIFT on. What is more than _LASTING even
+# when the fit has seen it changes the scale of all that was seen before.
+_FOLLOW: Final = 0.05
+_STALL: Final = 4.0
+_DRIFT: Final = 0.05
+_LASTING: Final = 0.2
 # of (index, feature)
 _VALUE: Final = itemgetter(1)
 
@@ -75,15 +82,7 @@ class StepShape(NamedTuple):
         return cls(wide_tokens, wide_keys, narrow_rows, narrow_keys)
 
     def features(self) -> tuple[float, ...]:
-        constant, per_token, per_key, per_row, per_narrow_key, any_wide = _SCALES
-        return (
-            constant,
-            self.wide_tokens * per_token,
-            self.wide_keys * per_key,
-            self.narrow_rows * per_row,
-            self.narrow_keys * per_narrow_key,
-            any_wide if self.wide_tokens > 0 else 0.0,
-        )
+        return tuple(map(mul, (1.0, *self, 1.0 if self.wide_tokens > 0 else 0.0), _SCALES))
 
 
 class StepTimeModel:
@@ -105,7 +104,11 @@ class StepTimeModel:
         # weight of the newest observation, but for its seconds
         self._growth = 1.0
         self._weights = [0.0] * _SIZE
-        # the same for features that are not scaled
+        # seconds of the machine as it is, in those of the fit
+        self._scale = 1.0
+        # actual over fitted time of late, and what of it corrects predictions
+        self._pace = self._drift = 1.0
+        # the weights for features that are not scaled, corrected
         self._rates = [0.0] * _SIZE
         self._ratios: deque[float] = deque(maxlen=_WINDOW)
         self._sorted_ratios: list[float] = []
@@ -134,11 +137,8 @@ class StepTimeModel:
 
     def quantile(self, q: float) -> float:
         """The q-quantile of actual / predicted over the last steps; 1.0 when none are known."""
-        if not self._sorted_ratios:
-            return 1.0
-        return self._sorted_ratios[
-            min(int(q * len(self._sorted_ratios)), len(self._sorted_ratios) - 1)
-        ]
+        ratios = self._sorted_ratios or [1.0]
+        return ratios[min(int(q * len(ratios)), len(ratios) - 1)]
 
     def observe(self, shape: StepShape, seconds: float) -> float:
         """Learn from one measured step. Returns what had been predicted for it."""
@@ -146,6 +146,11 @@ class StepTimeModel:
         predicted = self.predict(shape)
         if self.ready and predicted > 0.0:
             self._ratios.append(seconds / predicted)
+            if self.num_observations >= 64:
+                ratio = min(seconds / predicted * self._drift, _STALL)
+                self._pace += _FOLLOW * (ratio - self._pace)
+                self._drift = self._pace if abs(self._pace - 1.0) > _DRIFT else 1.0
+        seconds /= self._scale
         # instead of making the old ones lighter, make each heavier than the one before: most
         # features of most steps are zero, and zeros need no work then
         self._growth /= self._forgetting
@@ -157,28 +162,36 @@ class StepTimeModel:
             row = self._gram[i]
             for j, x_j in present:
                 row[j] += share * x_j
-        tokens = shape.wide_tokens + shape.narrow_rows
-        self._hinge.observe(present, weight, tokens, seconds)
+        self._hinge.observe(present, weight, shape.wide_tokens + shape.narrow_rows, seconds)
         self.num_observations += 1
         self.ready = self.num_observations >= self._min_observations
         is_new = shape.wide_tokens > self.most_wide_tokens
-        if is_new:
-            self.most_wide_tokens = shape.wide_tokens
+        self.most_wide_tokens = max(self.most_wide_tokens, shape.wide_tokens)
         if self.num_observations <= 64 or is_new or self.num_observations % _REFIT == 0:
-            self._rescale()
-            self._solve()
+            self._fit(features)
             self._sorted_ratios = sorted(self._ratios)
+        factor = self._scale * self._drift
+        self._rates = [factor * w * s for w, s in zip(self._weights, _SCALES, strict=True)]
         self._hinge.look(self.num_observations, self._gram, self._moment)
         self.free_tokens = self._hinge.free_tokens
         return predicted
 
-    def _rescale(self) -> None:
-        """Weigh the newest observation 1 again, before numbers grow out of hand."""
+    def _fit(self, features: Sequence[float]) -> None:
+        """Weigh the newest observation 1 again, before numbers grow out of hand, and fit."""
         shrink = 1.0 / self._growth
         self._gram = [[g * shrink for g in row] for row in self._gram]
         self._moment = [m * shrink for m in self._moment]
         self._hinge.rescale(shrink)
-        self._growth = 1.0
+        self._growth, before, self._weights = 1.0, self._weights, self._weights.copy()
+        self._solve()
+        left = self._pace * sum(map(mul, features, before))
+        left /= max(sum(map(mul, features, self._weights)), 1e-12)
+        scale = self._scale * self._pace
+        if (self._pace > 1.0) == (left > 1.0) and (
+            min(abs(self._pace - 1.0), abs(left - 1.0)) > _LASTING and 0.01 < scale < 100.0
+        ):
+            # no other mixture of work explains it
+            self._weights, self._scale, self._pace, self._drift = before, scale, 1.0, 1.0
 
     def _solve(self) -> None:
         """Coordinate descent from the last solution: it moves slowly, few sweeps suffice."""
@@ -188,8 +201,6 @@ class StepTimeModel:
             for i in range(_SIZE):
                 row = gram[i]
                 diagonal = row[i] + ridge
-                if diagonal <= 0.0:
-                    continue
-                lacking = moment[i] - sum(map(mul, row, weights))
-                weights[i] = max(0.0, weights[i] + lacking / diagonal)
-        self._rates = list(map(mul, weights, _SCALES))
+                if diagonal > 0.0:
+                    lacking = moment[i] - sum(map(mul, row, weights))
+                    weights[i] = max(0.0, weights[i] + lacking / diagonal)

@@ -13,9 +13,9 @@ This module does not know steps, prices, or where guesses come from.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from itertools import compress
+from itertools import accumulate, compress, repeat
+from operator import eq, mul
 from typing import Final
 
 from paceline.core.speculation.guess import GRAMMAR, MODEL, NO_GUESS, UNMADE, Drafter, Guess
@@ -83,8 +83,9 @@ class Acceptance:
         count = len(guess.token_ids)
         if guess.source == GRAMMAR:
             return [1.0] * count
-        first, later = (self.rate(guess.source, guess.match, first) for first in (True, False))
-        return [first * later**place for place in range(count)]
+        survival = self.rate(guess.source, guess.match, True) if count else 0.0
+        later = self.rate(guess.source, guess.match, False) if count > 1 else 0.0
+        return list(accumulate(repeat(later, count - 1), mul, initial=survival))[:count]
 
 
 class Guesser:
@@ -95,7 +96,7 @@ class Guesser:
     """
 
     __slots__ = (
-        "_chosen", "_drafters", "_forced", "_forced_from", "_from", "_guesses", "_tokens",
+        "_chosen", "_drafters", "_forced", "_forced_from", "_from", "_guesses", "_seen", "_tokens",
         "acceptance",
     )  # fmt: skip
 
@@ -111,16 +112,27 @@ class Guesser:
         # what the grammar leaves no choice about, from which position on
         self._forced: Sequence[int] = ()
         self._forced_from = 0
+        # known tokens that the backend's draft model has seen, as far as it said
+        self._seen = 0
         self.acceptance = Acceptance(others)
 
     def force(self, start: int, token_ids: Sequence[int]) -> None:
         """The grammar allows nothing but these from position ``start`` on."""
         self._forced_from, self._forced = start, token_ids
 
-    def learn(self, token_ids: Sequence[int]) -> None:
-        """What the backend's draft model has guessed where it was chosen."""
+    @property
+    def num_unseen(self) -> int:
+        """Known tokens that the backend's draft model takes in before it guesses."""
+        return max(0, len(self._tokens) - self._seen)
+
+    def learn(self, token_ids: Sequence[int], caught_up: int = 0, busy: bool = False) -> None:
+        """What the backend's draft model has guessed where it was chosen, and how many known tokens
+        it took in before. Unless it was ``busy`` with such, none is as good as a wrong one."""
         self._chosen = Guess(token_ids, 0, MODEL)
         self._guesses = [g for g in self._guesses if g.source != MODEL] + [self._chosen]
+        self._seen = len(self._tokens) if token_ids else self._seen + caught_up
+        if not token_ids and not busy:
+            self.acceptance.note(MODEL, 0, True, False)
 
     def guess(self, num_prompt: int, output: Sequence[int], count: int) -> Guess:
         """Learn from what has become known, and guess up to ``count`` tokens that follow it.
@@ -146,10 +158,11 @@ class Guesser:
         if 0 <= passed < len(self._forced):
             forced = self._forced[passed : passed + count]
             # what the grammar forbids is no guess, however long it is
-            agree = (all(map(operator.eq, g.token_ids, forced)) for g in self._guesses)
+            agree = (all(map(eq, g.token_ids, forced)) for g in self._guesses)
             self._guesses = list(compress(self._guesses, agree))
             self._guesses.append(Guess(forced, 0, GRAMMAR))
-        self._chosen = max(self._guesses, key=self._worth, default=NO_GUESS)
+        worth = self._worth if len(self._guesses) > 1 else len
+        self._chosen = max(self._guesses, key=worth, default=NO_GUESS)
 
     def _worth(self, guess: Guess) -> float:
         """Tokens that it is expected to bring; the draft model's count for less: they cost time."""

@@ -23,8 +23,11 @@ _KNEES: Final = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24)
 _NEWEST: Final = 0.1
 # steps of as many rows count for no more than this
 _MOST_WEIGHT: Final = 16.0
-# steps between two fits
+# steps that were seen between two fits, which are made when a price is asked for
 _REFIT: Final = 16
+# rows of a step that teaches something at most: few steps with guesses have more, and those of
+# hundreds of requests would decide the line
+_MOST_ROWS: Final = 48
 # numbers of rows that must have been seen
 _DIFFERENT: Final = 3
 # mean of squared relative errors by which a higher knee must be better
@@ -34,27 +37,30 @@ _BETTER: Final = 1e-5
 class RowPrice:
     """Fed with steps; ``of`` is None until enough of them were different."""
 
-    __slots__ = ("_fitted", "_num_steps", "_seen")
+    __slots__ = ("_fitted", "_num_new", "_seen")
 
     def __init__(self) -> None:
         # rows -> mean seconds, and how many steps that is of
         self._seen: dict[int, tuple[float, float]] = {}
-        self._num_steps = 0
+        # steps since the last fit
+        self._num_new = 0
         # seconds up to the knee, that, and the price
         self._fitted: tuple[float, int, float] | None = None
 
     def observe(self, num_rows: int, seconds: float) -> None:
         """A step of so many rows took so long."""
+        if num_rows > _MOST_ROWS:
+            return
         mean, weight = self._seen.get(num_rows, (seconds, 0.0))
         share = max(_NEWEST, 1.0 / (weight + 1.0))
         self._seen[num_rows] = mean + share * (seconds - mean), min(_MOST_WEIGHT, weight + 1.0)
-        self._num_steps += 1
-        if self._num_steps % _REFIT == 0 and len(self._seen) >= _DIFFERENT:
-            self._fitted = self._fit()
+        self._num_new += 1
 
     def of(self, num_rows: int) -> tuple[float, float] | None:
         """Seconds of a step of so many rows, and those that one more row adds; None: not known
         yet."""
+        if self._num_new >= _REFIT and len(self._seen) >= _DIFFERENT:
+            self._num_new, self._fitted = 0, self._fit()
         if self._fitted is None:
             return None
         seconds, knee, price = self._fitted

@@ -21,11 +21,12 @@ _LOOKUP: Final = 5
 _LOOKUPS: Final = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 # by method, besides itself
 _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
-    "auto": (*_LOOKUPS, "model", "quantization"),
+    "auto": (*_LOOKUPS, "model", "quantization", "finished_answers_bytes"),
     "ngram": _LOOKUPS,
     "draft_model": ("num_speculative_tokens", "model", "quantization"),
     "self": ("num_speculative_tokens", "quantization"),
     "off": (),
+    "eagle3": ("num_speculative_tokens", "model"),
 }
 
 
@@ -61,12 +62,12 @@ class SpeculationSettings:
         if method == "off":
             return cls(0, None, None, False, False)
         models = method == "self" or "model" in config
-        if not models and (method == "draft_model" or "quantization" in config):
+        if not models and (method in ("draft_model", "eagle3") or "quantization" in config):
             raise ConfigError(f"{_NAME}: method {method!r} lacks the model that drafts")
         auto = method == "auto"
         usual = None if method == "ngram" else _AUTO_TOKENS
         num_tokens = _number(config, "num_speculative_tokens", usual, MOST_TOKENS)
-        if method in ("self", "draft_model"):
+        if method in ("self", "draft_model", "eagle3"):
             return cls(num_tokens, None, None, False, True, models=True)
         # as in vLLM, one stands for both; auto takes whatever match there is, as how often each is
         # right is learned

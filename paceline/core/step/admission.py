@@ -109,11 +109,7 @@ class Admission:
         return look_ahead(self._kv, self._work, running)
 
     def _obstacle(
-        self,
-        step: StepBuilder,
-        limits: StepLimits,
-        request: Request,
-        outlook: MemoryOutlook | None,
+        self, step: StepBuilder, limits: StepLimits, request: Request, outlook: MemoryOutlook | None
     ) -> Reason | None:
         """What keeps a waiting request out; None: nothing does, and it has its blocks now."""
         kv = self._kv

@@ -5,14 +5,19 @@ as one brings more tokens in its time than the step does without it. Requests fo
 step takes too long come first, and get some until they are expected to keep it. Those that keep
 theirs do not lose it to guesses: a row of several tokens may take several times as long as one.
 
+The backend's draft model makes the first guess of all its rows in one pass, then the second of
+those that want one, and so on. A pass is paid by the guesses made in it, each as it is likely; in a
+pass that is made anyway one more costs nothing.
+
 This module does not know what is guessed, or by whom.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Final
 
 from paceline.core.request import Request
@@ -33,16 +38,19 @@ _MOST_UNPRICED: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """What is known of a step's time."""
+    """What is known of a step's time, in seconds."""
 
     # of the step without guesses; 0: nothing is known
     seconds: float
     # nearly all steps take less than so many times what is predicted
     late: float
-    # seconds of a step of so many rows, and those that one more adds
+    # of a step of so many rows, and those that one more adds
     price: Callable[[int], tuple[float, float]]
-    # by row, those that it takes to make one more of its guesses
-    making: Sequence[float]
+    # of a pass of the draft model
+    making: float
+    # by row whose guesses that model makes, those in which it takes in what it has not seen, spread
+    # over the tokens that are to come
+    catching_up: Mapping[int, float]
     # well enough to go by it
     known: bool
 
@@ -53,7 +61,8 @@ class DraftChoice:
     Args:
         requests: of its rows, which have one token each.
         most: guesses at most.
-        tries: one guess that likely is taken whatever it is thought to cost.
+        tries: one guess that likely, or one of the draft model, is taken whatever it is thought to
+            cost.
     """
 
     def __init__(
@@ -62,9 +71,9 @@ class DraftChoice:
         late = costs.late
         self._costs = costs
         self._seconds = costs.seconds
-        self._making = 0.0
+        self._num_passes = 0
         self._most = most if costs.known else min(most, _MOST_UNPRICED - len(requests))
-        self._tries = tries
+        self.tries = tries
         # of one request alone nobody else pays for what is gained
         self._margin = 1.0 + _MARGIN * (len(requests) - 1)
         # seconds for each token of the rows whose requests aim at a mean time between tokens
@@ -83,29 +92,46 @@ class DraftChoice:
         self._expected = [1.0] * len(requests)
         self.tokens = float(len(requests))
 
-    def take(self, likely: Sequence[tuple[float, int]]) -> None:
-        """Choose among guesses, given as how likely each is right, those before it too, and its
-        row; likeliest first."""
-        closed: set[int] = set()
-        for survival, index in sorted(likely, key=lambda entry: entry[1] not in self.behind):
+    def take(self, survivals: Sequence[Sequence[float]]) -> None:
+        """Choose among guesses, given by row as how likely each is right, those before it too."""
+        costs, counts, closed = self._costs, self.counts, set[int]()
+        # of each pass, how many of its guesses are expected to be right
+        shares = [
+            sum(each for each in made if each >= _UNLIKELY)
+            for made in zip_longest(*(survivals[i] for i in costs.catching_up), fillvalue=0.0)
+        ]
+        for _, unlikely, index in self._likely(survivals):
             if index in closed:
                 continue
-            now, each_row = self._costs.price(len(self.counts) + sum(self.counts))
-            now, each_row = now + self._making, each_row + self._costs.making[index]
+            survival, place, by_model = -unlikely, counts[index], index in costs.catching_up
+            now, each_row = costs.price(len(counts) + sum(counts))
+            now += self._num_passes * costs.making
+            making = costs.making if by_model and place >= self._num_passes else 0.0
+            share = making * survival / max(survival, shares[place]) if making else 0.0
+            share += costs.catching_up.get(index, 0.0) * (not place)
             if (
-                (survival < _UNLIKELY and not (self._tries and self._costs.making[index]))
-                or sum(self.counts) >= self._most
-                or not self._is_worth(survival, index, now, each_row)
-                or not self._fits(survival, index, each_row)
+                sum(counts) >= self._most
+                or (survival < _UNLIKELY and not self.tries)
+                or not self._is_worth(survival, index, now, each_row + share)
+                or not self._fits(survival, index, each_row + making)
             ):
                 # those behind it in the row are of no use without it
                 closed.add(index)
                 continue
-            self._seconds += each_row
-            self._making += self._costs.making[index]
+            self._seconds += each_row + making
+            self._num_passes += making > 0.0
             self._expected[index] += survival
-            self.counts[index] += 1
+            counts[index] += 1
             self.tokens += survival
+
+    def _likely(self, survivals: Sequence[Sequence[float]]) -> list[tuple[bool, float, int]]:
+        """Guesses that may be worth it, likeliest first."""
+        return sorted(
+            (index not in self.behind, -each, index)
+            for index, row in enumerate(survivals)
+            for each in row
+            if each >= _UNLIKELY or (self.tries and index in self._costs.catching_up)
+        )
 
     def _is_worth(self, survival: float, index: int, seconds: float, each_row: float) -> bool:
         worth = survival >= _LIKELY
@@ -115,8 +141,9 @@ class DraftChoice:
             index in self.behind and self._seconds > self._paces[index] * self._expected[index]
         ):
             return True
-        tries, self._tries = self._tries, False
-        return tries and (survival >= _LIKELY or self._costs.making[index] > 0.0)
+        tried = self.tries and (survival >= _LIKELY or index in self._costs.catching_up)
+        self.tries = self.tries and not tried
+        return tried
 
     def _fits(self, survival: float, index: int, each_row: float) -> bool:
         """Whether nobody who keeps a target loses it."""

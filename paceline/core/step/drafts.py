@@ -32,18 +32,23 @@ DrafterMaker = Callable[[Request], Drafter]
 
 # running requests beyond which none is given guesses
 _MOST_ROWS: Final = 8
-# one step in so many tries a guess that likely whatever it is thought to cost, or it would not be
-# known any more
+# one step in so many tries a likely guess whatever it is thought to cost, or it would not be known
+# any more; a try that was not worth it makes the next twice as rare, up to the second number, until
+# a guess is worth it or another request comes
 _TRY: Final = 32
-# steps with guesses before which it is not known what they cost: where one request runs, all others
-# have one row, and rows cannot be told from the fixed part of a step
+_MOST_TRY: Final = 512
+# steps with guesses before which it is not known what they cost: rows of one request alone cannot
+# be told from the fixed part of a step
 _UNPRICED: Final = 16
-# weight of the newest wait for tokens in their mean
+# weight of the newest in means, and of what a try found
 _NEWEST: Final = 0.1
-# of that mean is left after a step that waited for nothing
+_TRIED: Final = 0.5
+# of the mean wait for tokens is left after a step that waited for nothing
 _FORGETTING: Final = 0.99
-# share of tokens guessed from which on the next step is planned when the last one's are known: what
-# follows tokens that are not known cannot be guessed, and planning meanwhile saves less than that
+# known tokens that the draft model takes in in a step, from which on its time tells their price
+_MANY: Final = 32
+# share of tokens guessed from which on the next step is planned when the last one's tokens are
+# known: planning meanwhile saves less than what can be guessed then
 _WORTH_WAITING: Final = 0.1
 
 
@@ -55,50 +60,52 @@ class Drafts:
     """
 
     def __init__(self, state: SchedulerState, make: DrafterMaker | None = None) -> None:
-        self._settings = state.speculation
-        self._tally = state.tally
-        self._make = make
-        self._acceptance = Acceptance()
-        self._row_price = RowPrice()
-        self._waiting = state.waiting
-        self._running = state.running
-        self._forks = state.forks
-        self._kv = state.kv
-        self._step_time = state.step_time
+        self._settings, self._tally, self._make = state.speculation, state.tally, make
+        self._acceptance, self._row_price = Acceptance(), RowPrice()
+        self._waiting, self._forks, self._running = state.waiting, state.forks, state.running
+        self._kv, self._step_time, self._work = state.kv, state.step_time, state.work
         self._num_steps = self._num_lengthened = 0
-        # a guess is to be tried whatever it is thought to cost, once tokens have been waited for
-        self._due = False
+        # from this step on a guess is to be tried, and the next one so many steps later; whether
+        # the last guesses were a try
+        self._try_at = self._try_every = _TRY
+        self._tried = False
         # requests of the last step had guesses that are worth verifying, or often have: the next
         # step is best planned when that one's tokens are known
         self.awaits_tokens = False
         # seconds that pass between a step's tokens and the plan that waited for them, and when the
         # last tokens came
         self._bubble = self._told_at = 0.0
-        # seconds in which the backend's model makes one guess of each row
-        self._pass_seconds = 0.0
+        # seconds in which the draft model makes a guess of each row, and takes in a known token, of
+        # which it took in so many in a step at most
+        self._pass_seconds = self._token_seconds = 0.0
+        self._most_taken = 0
+        # predicted seconds of the last step in which guesses are made
+        self.making_seconds = 0.0
 
     def add(self, step: StepBuilder, now: float) -> tuple[Draft, ...]:
         """Lengthen rows of a step that is otherwise complete; see ``SchedulerOutput.drafts``."""
         requests = step.requests
         self._note_bubble(requests, now)
-        self.awaits_tokens = False
+        self.awaits_tokens, self.making_seconds = False, 0.0
         if not requests or step.wide_tokens or not self._has_room(step):
             return ()
         guesses = [self._guesses(request) for request in requests]
-        self.awaits_tokens = self._worth_waiting(step)
         counts = self._choose(step, guesses) if any(g.token_ids for g in guesses) else ()
+        self.awaits_tokens = not any(counts) and self._worth_waiting(step)
         drafts = []
         for index, count in enumerate(counts):
-            if not count:
+            if not (count := self._with_blocks(requests[index], count)):
                 continue
             self.awaits_tokens = True
             # where an earlier step's token is not known yet, what follows it cannot be guessed
-            known = requests[index].num_pending_tokens == 1
-            if known and (count := self._lengthen(step, index, count)):
+            if requests[index].num_pending_tokens == 1:
+                self._lengthen(step, index, count)
                 guess = guesses[index]
                 drafts.append(Draft(index, tuple(guess.token_ids[:count]), guess.source))
-        self._num_lengthened += bool(drafts)
-        self._due = self._due and not drafts
+        if drafts and self._num_steps >= self._try_at:
+            self._try_every = min(_MOST_TRY, 2 * self._try_every) if self._tried else _TRY
+            self._try_at = self._num_steps + self._try_every
+        self._predict_making(requests, drafts)
         return tuple(drafts)
 
     def _has_room(self, step: StepBuilder) -> bool:
@@ -126,23 +133,20 @@ class Drafts:
     def take_in(
         self, plan: SchedulerOutput, requests: list[Request], result: StepResult, now: float
     ) -> None:
-        """A step is back, whose tokens no request has yet: count what was computed of wrong guesses
-        as not computed, so that the next row overwrites it.
-
-        Args:
-            requests: of the rows of the step.
-        """
+        """A step is back, whose tokens the ``requests`` of its rows do not have yet: count what was
+        computed of wrong guesses as not computed, so that the next row overwrites it."""
         self._told_at = now
-        made, num_guesses = dict(result.made), 0
+        made, num_guesses, busy = dict(result.made), 0, sum(result.caught_up) >= _MANY
+        caught_up = dict(zip(made, result.caught_up, strict=False))
         for index, planned, source in plan.drafts:
             request, sampled = requests[index], result.sampled[index]
             token_ids = planned if source != MODEL else made.get(index, ())
             if source == MODEL and request.guesser is not None:
-                request.guesser.learn(token_ids)
+                request.guesser.learn(token_ids, caught_up.get(index, 0), busy)
             num_guesses += len(token_ids)
             right = max(0, len(sampled) - 1)
-            counted = min(right, _until_end(request, sampled))
             if token_ids:
+                counted = min(right, _until_end(request, sampled))
                 self._tally.note(source, len(token_ids), counted)
                 verified, so_far = request.history.drafts.get(source, (0, 0))
                 request.history.drafts[source] = verified + len(token_ids), so_far + counted
@@ -152,17 +156,35 @@ class Drafts:
             if request.num_draft_tokens:
                 request.num_computed_tokens -= len(planned) - right
                 request.num_draft_tokens = 0
+        self._num_lengthened += bool(num_guesses or made)
         planned_rows = len(plan.rows) + sum(len(draft.token_ids) for draft in plan.drafts)
         if plan.num_tokens == planned_rows and result.elapsed > 0.0:
             self._row_price.observe(len(plan.rows) + num_guesses, result.elapsed)
-        if passes := max(map(len, made.values()), default=0):
-            share = _NEWEST if self._pass_seconds else 1.0
-            self._pass_seconds += share * (result.drafting / passes - self._pass_seconds)
+        if made:
+            self._learn_making(max(map(len, made.values())), result)
         for index, token_ids in result.forced:
-            request = requests[index]
-            guesser = self._guesser(request)
-            if guesser is not None:
-                guesser.force(request.num_tokens + len(result.sampled[index]), token_ids)
+            if (guesser := self._guesser(requests[index])) is not None:
+                known = requests[index].num_tokens + len(result.sampled[index])
+                guesser.force(known, token_ids)
+
+    def _learn_making(self, passes: int, result: StepResult) -> None:
+        """The backend's model took some time for so many passes, and to take in known tokens."""
+        taken, seconds = sum(result.caught_up), result.drafting
+        self._most_taken = max(self._most_taken, taken)
+        if taken < _MANY:
+            share = _TRIED if self._tried else _NEWEST
+            self._pass_seconds = _mean(self._pass_seconds, seconds / max(1, passes), share)
+        elif self._pass_seconds or not passes:
+            rest = max(0.0, seconds - passes * self._pass_seconds)
+            self._token_seconds = _mean(self._token_seconds, rest / taken, _NEWEST)
+
+    def _predict_making(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> None:
+        passes = unseen = 0
+        for row, token_ids, source in drafts:
+            if source == MODEL and (guesser := requests[row].guesser) is not None:
+                passes, unseen = max(passes, len(token_ids)), unseen + guesser.num_unseen
+        taken = min(unseen, self._most_taken) * self._token_seconds
+        self.making_seconds = passes * self._pass_seconds + taken
 
     def _guesses(self, request: Request) -> Guess:
         most = min(self._settings.num_tokens, _room(request), request.asked.max_draft_tokens)
@@ -178,20 +200,22 @@ class Drafts:
             drafters = self._drafters(request)
             forced = self._settings.grammars and request.asked.sampling.grammar is not None
             if drafters or forced:
-                request.guesser = Guesser(
-                    drafters, request.asked.prompt_token_ids, self._acceptance
-                )
+                prompt = request.asked.prompt_token_ids
+                request.guesser = Guesser(drafters, prompt, self._acceptance)
+                self._try_every = _TRY
+                self._try_at = min(self._try_at, self._num_steps + _TRY)
         return request.guesser
 
     def _drafters(self, request: Request) -> list[Drafter]:
         if self._make is not None:
             return [self._make(request)]
         settings, drafters = self._settings, list[Drafter]()
-        if settings.predictions and request.asked.prediction_token_ids:
-            predicted = request.asked.prediction_token_ids
+        if settings.predictions and (predicted := request.asked.prediction_token_ids):
             drafters.append(PredictionDrafter(predicted, request.num_prompt_tokens))
         if settings.lookup_min is not None and settings.lookup_max is not None:
             drafters.append(NgramDrafter(settings.lookup_min, settings.lookup_max))
+        if request.asked.drafter is not None:
+            drafters.append(request.asked.drafter)
         if settings.models:
             drafters.append(ModelDrafter())
         return drafters
@@ -203,18 +227,27 @@ class Drafts:
             return ()
         self._num_steps += 1
         known = model.ready and self._num_lengthened >= _UNPRICED
-        by_model = [guess.source == MODEL for guess in guesses]
-        making = self._pass_seconds / max(1, sum(by_model))
+        survivals: list[list[float]] = [[] for _ in requests]
+        catching_up: dict[int, float] = {}
+        for index, guess in enumerate(guesses):
+            if (guesser := (request := requests[index]).guesser) is None:
+                continue
+            survivals[index] = guesser.acceptance.survivals(guess)
+            if guess.source == MODEL:
+                left = max(1, self._work.output_tokens(request) - request.num_output_tokens)
+                catching_up[index] = guesser.num_unseen * self._token_seconds / left
         costs = StepCosts(
-            making=[making * each for each in by_model],
+            making=self._pass_seconds,
+            catching_up=catching_up,
             seconds=model.predict(step.shape) if model.ready else 0.0,
             late=max(1.0, model.quantile(LATE_QUANTILE)) if model.ready else 1.0,
             price=self._price,
             known=known,
         )
-        self._due = self._due or self._num_steps % _TRY == 0
-        choice = DraftChoice(requests, costs, most=step.budget, tries=self._due)
-        choice.take(_by_likelihood(requests, guesses))
+        due = self._num_steps >= self._try_at
+        choice = DraftChoice(requests, costs, most=step.budget, tries=due)
+        choice.take(survivals)
+        self._tried = due and not choice.tries
         gained, plain = choice.tokens - len(requests), self._price(len(requests))[0]
         if known and not choice.behind and gained * plain <= len(requests) * self._bubble:
             # waiting for the tokens that follow takes longer than all of them would
@@ -235,8 +268,8 @@ class Drafts:
     def _worth_waiting(self, step: StepBuilder) -> bool:
         """Whether guesses of the next step are likely to bring more than the next plan's waiting
         for this step's tokens costs."""
-        guessers = [request.guesser for request in step.requests if request.guesser is not None]
-        share = sum(guesser.acceptance.share for guesser in guessers) / max(1, len(guessers))
+        shares = [r.guesser.acceptance.share for r in step.requests if r.guesser is not None]
+        share = sum(shares) / max(1, len(shares))
         if share <= _WORTH_WAITING:
             return False
         count = len(step.requests)
@@ -251,15 +284,16 @@ class Drafts:
             return found or (0.0, 0.0)
         return model.predict(StepShape(narrow_rows=num_rows)), model.row_seconds(0)
 
-    def _lengthen(self, step: StepBuilder, index: int, count: int) -> int:
-        """Give a row blocks for up to ``count`` guesses, and return for how many. None makes
-        another request give blocks up, now or in the next step."""
-        request, pool = step.requests[index], self._kv.pool
+    def _with_blocks(self, request: Request, count: int) -> int:
+        """For how many of so many guesses of its row a request can have blocks without making
+        another give some up, now or in the next step."""
         held = len(request.block_ids) * self._kv.block_size - request.num_computed_tokens
-        if count > held and pool.num_free <= count + len(self._running.requests):
-            count = held
-        if count <= 0:
-            return 0
+        short = self._kv.pool.num_free <= count + len(self._running.requests)
+        return max(0, min(count, held)) if short else count
+
+    def _lengthen(self, step: StepBuilder, index: int, count: int) -> None:
+        """Make a row one of so many guesses more, whose blocks are there."""
+        request = step.requests[index]
         extension = self._kv.extend(request, count)
         assert extension is not None and extension.copy is None, "the blocks were counted"
         request_id, start, num_tokens, block_ids, samples = step.rows[index]
@@ -270,7 +304,6 @@ class Drafts:
         request.num_draft_tokens = count
         # they cost what rows of one token do, but for the keys, which a row reads once
         step.count_plain(count, 0)
-        return count
 
 
 def _room(request: Request) -> int:
@@ -285,14 +318,6 @@ def _until_end(request: Request, token_ids: Sequence[int]) -> int:
     return next(ends, len(token_ids))
 
 
-def _by_likelihood(
-    requests: Sequence[Request], guesses: Sequence[Guess]
-) -> list[tuple[float, int]]:
-    """How likely each guess is to be right, those before it too, and its row; likeliest first."""
-    guessers = (request.guesser for request in requests)
-    likely = [
-        (each, index)
-        for index, (guesser, guess) in enumerate(zip(guessers, guesses, strict=True))
-        for each in ([] if guesser is None else guesser.acceptance.survivals(guess))
-    ]
-    return sorted(likely, key=lambda entry: -entry[0])
+def _mean(mean: float, newest: float, share: float) -> float:
+    """Of what was seen lately; 0 before anything was."""
+    return mean + (share if mean else 1.0) * (newest - mean)

@@ -15,6 +15,7 @@ from typing import Final
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.request import Request
+from paceline.core.speculation.guess import MODEL
 
 __all__ = ["StepsInFlight"]
 
@@ -35,8 +36,8 @@ class StepsInFlight:
     def __init__(self, step_time: StepTimeModel, lead_s: float) -> None:
         self._step_time = step_time
         self._lead_s = lead_s
-        # with predicted seconds
-        self._steps: deque[tuple[int, list[Request], StepShape, float]] = deque()
+        # with predicted seconds, and those of them in which guesses are made
+        self._steps: deque[tuple[int, list[Request], StepShape, float, float]] = deque()
         # when the last of them is predicted to end
         self._busy_until = 0.0
         # predicted seconds of steps, less best effort, with exponential forgetting, as of a time
@@ -77,10 +78,12 @@ class StepsInFlight:
         starts: float,
         seconds: float,
         ordinary_seconds: float | None,
+        making: float = 0.0,
     ) -> None:
-        """A step was planned; ``requests`` has one entry for each of its rows, which are predicted
-        to take ``seconds``, and without best effort ``ordinary_seconds``; None: there is none."""
-        self._steps.append((step_id, requests, shape, seconds))
+        """A step was planned; ``requests`` has one entry for each of its rows. It is predicted to
+        take ``seconds``, of which the backend makes guesses for ``making``, and without best effort
+        ``ordinary_seconds``; None: there is none."""
+        self._steps.append((step_id, requests, shape, seconds, making))
         self._busy_until = starts + seconds
         self.note_ordinary(starts, seconds if ordinary_seconds is None else ordinary_seconds)
 
@@ -92,8 +95,12 @@ class StepsInFlight:
 
     def pop(self, plan: SchedulerOutput, result: StepResult, now: float) -> list[Request]:
         """The oldest step's result is in: learn from it, and return whose rows they were."""
-        step_id, requests, shape, _ = self._steps.popleft()
+        step_id, requests, shape, _, making = self._steps.popleft()
         assert step_id == plan.step_id == result.step_id, "results must come in plan order"
+        planned = sum(len(draft.token_ids) for draft in plan.drafts if draft.source == MODEL)
+        if unmade := planned - sum(len(token_ids) for _, token_ids in result.made):
+            # what was not made did not run
+            shape = shape._replace(narrow_rows=shape.narrow_rows - unmade)
         self.num_prefill_tokens += shape.wide_tokens
         self.num_decode_tokens += shape.narrow_rows
         # the next one has just begun
@@ -102,8 +109,8 @@ class StepsInFlight:
             ready = self._step_time.ready
             predicted = self._step_time.observe(shape, result.elapsed)
             if ready:
-                self.predicted_seconds += predicted
-                self.actual_seconds += result.elapsed
+                self.predicted_seconds += predicted + making
+                self.actual_seconds += result.elapsed + result.drafting
         return requests
 
     def num_rows(self, request: Request) -> int:

@@ -90,23 +90,15 @@ def make_state(
     if policy.bounds_gaps and config.max_token_gap_s is not None:
         gap = config.max_token_gap_s
     return SchedulerState(
-        config=config,
-        cache=cache,
-        policy=policy,
-        valve=PressureValve(config.pressure_threshold),
-        step_time=step_time,
-        lengths=lengths,
-        work=work,
+        config=config, cache=cache, policy=policy, valve=PressureValve(config.pressure_threshold),
+        step_time=step_time, lengths=lengths, work=work,
         chunk=ChunkSize(step_time, tokens, adaptive=config.adaptive_token_budget, gap=gap),
-        kv=kv,
-        waiting=waiting,
-        forks=Forks(),
+        kv=kv, waiting=waiting, forks=Forks(),
         running=RunningList(preemption, waiting, cache.block_size),
         steps=StepsInFlight(step_time, config.plan_lead_s),
-        last=LastPlan(tokens),
+        last=LastPlan(tokens), tally=Tally(),
         speculation=SpeculationSettings.of(config.speculative_config),
-        tally=Tally(),
-    )
+    )  # fmt: skip
 
 
 def take_stats(
@@ -121,39 +113,26 @@ def take_stats(
     drafts = state.tally
     kv, waiting, steps, held_by = state.kv, state.waiting, state.steps, state.last.held_by
     return SchedulerStats(
-        num_running=len(state.running.requests),
-        num_waiting=len(waiting) + len(state.forks),
-        num_waiting_capacity=len(waiting),
-        num_waiting_deferred=len(state.forks),
-        num_blocks=kv.pool.num_blocks,
-        num_free_blocks=kv.pool.num_free,
-        num_preemptions=state.running.num_preemptions,
-        num_drafts=drafts.num_rows,
+        num_running=len(state.running.requests), num_waiting=len(waiting) + len(state.forks),
+        num_waiting_capacity=len(waiting), num_waiting_deferred=len(state.forks),
+        num_blocks=kv.pool.num_blocks, num_free_blocks=kv.pool.num_free,
+        num_preemptions=state.running.num_preemptions, num_drafts=drafts.num_rows,
         num_draft_tokens=sum(drafts.verified.values()),
         num_accepted_tokens=sum(drafts.right.values()),
-        drafted=tuple(drafts.verified.items()),
-        accepted=tuple(drafts.right.items()),
+        drafted=tuple(drafts.verified.items()), accepted=tuple(drafts.right.items()),
         accepted_by_place=tuple((str(i), n) for i, n in enumerate(drafts.right_by_place)),
-        prefix_cache_queries=kv.num_queried_tokens,
-        prefix_cache_hits=kv.num_hit_tokens,
+        prefix_cache_queries=kv.num_queried_tokens, prefix_cache_hits=kv.num_hit_tokens,
         num_recomputed_tokens=num_recomputed_tokens,
-        num_swapped_out_blocks=kv.num_swapped_out,
-        num_swapped_in_blocks=kv.num_swapped_in,
-        num_relegated=num_relegated,
-        num_discarded_tokens=num_discarded_tokens,
-        refused=refused,
+        num_swapped_out_blocks=kv.num_swapped_out, num_swapped_in_blocks=kv.num_swapped_in,
+        num_relegated=num_relegated, num_discarded_tokens=num_discarded_tokens, refused=refused,
         waited=tuple(zip(REASONS, waiting.clocks.reading(), strict=True)),
         pressure_level=state.valve.level,
-        predicted_step_seconds=steps.predicted_seconds,
-        actual_step_seconds=steps.actual_seconds,
-        num_prefill_tokens=steps.num_prefill_tokens,
-        num_decode_tokens=steps.num_decode_tokens,
-        num_prompt_tokens=steps.num_prompt_tokens,
-        num_cached_free_blocks=kv.pool.num_cached_free,
-        num_host_blocks=state.cache.num_host_blocks,
-        num_free_host_blocks=kv.num_free_host_blocks,
+        predicted_step_seconds=steps.predicted_seconds, actual_step_seconds=steps.actual_seconds,
+        num_prefill_tokens=steps.num_prefill_tokens, num_decode_tokens=steps.num_decode_tokens,
+        num_prompt_tokens=steps.num_prompt_tokens, num_cached_free_blocks=kv.pool.num_cached_free,
+        num_host_blocks=state.cache.num_host_blocks, num_free_host_blocks=kv.num_free_host_blocks,
         held_by=None if held_by is None else REASONS[held_by],
-    )
+    )  # fmt: skip
 
 
 def check_integrity(state: SchedulerState, live: Mapping[str, Request]) -> None:

@@ -93,17 +93,9 @@ class Updates:
                 if tell_all:
                     # what ``update_of`` would make, without the call
                     news = (
-                        row[0],
-                        token_ids,
-                        row_logprobs,
-                        None,
-                        None,
-                        request.num_cached_tokens,
-                        request.first_scheduled_time,
-                        request.num_preemptions,
-                        None,
-                        None,
-                    )
+                        row[0], token_ids, row_logprobs, None, None, request.num_cached_tokens,
+                        request.first_scheduled_time, request.num_preemptions, None, None,
+                    )  # fmt: skip
                     append(_new(RequestUpdate, news))
                 continue
             if row.request_id in failed:
@@ -172,32 +164,22 @@ def update_of(
 ) -> RequestUpdate:
     """The news of a request with these new tokens; its timeline with the last, and with those
     that tell it."""
-    return _new(
-        RequestUpdate,
-        (
-            request.request_id,
-            token_ids,
-            logprobs,
-            request.finish_reason,
-            request.stop_reason,
-            request.num_cached_tokens,
-            request.first_scheduled_time or 0.0,
-            request.num_preemptions,
-            error,
-            _timeline_of(request) if tells or request.finish_reason is not None else None,
-        ),
-    )
+    told = tells or request.finish_reason is not None
+    news = (
+        request.request_id, token_ids, logprobs, request.finish_reason, request.stop_reason,
+        request.num_cached_tokens, request.first_scheduled_time or 0.0, request.num_preemptions,
+        error, _timeline_of(request) if told else None,
+    )  # fmt: skip
+    return _new(RequestUpdate, news)
 
 
 def _timeline_of(request: Request) -> Timeline:
     history = request.history
     return Timeline(
         waited=tuple(filter(_SECONDS, zip(REASONS, history.waits, strict=False))),
-        num_chunks=history.num_chunks,
-        num_preemptions=request.num_preemptions,
+        num_chunks=history.num_chunks, num_preemptions=request.num_preemptions,
         num_recomputed_tokens=history.num_recomputed_tokens,
         num_swapped_tokens=history.num_restored_tokens,
-        relegated=history.demoted,
-        predicted_ttft=history.predicted_ttft,
+        relegated=history.demoted, predicted_ttft=history.predicted_ttft,
         drafts=tuple((source, *counts) for source, counts in history.drafts.items()),
-    )
+    )  # fmt: skip

@@ -248,6 +248,7 @@ def engine_stats(
         num_steps=core.num_steps,
         scheduler=core.stats(),
         classes=classes,
+        finished_answers_bytes=0 if core.answers is None else core.answers.num_bytes,
     )
 
 

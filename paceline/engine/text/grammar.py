@@ -27,15 +27,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance import TokenizerWrapper as _Wrapper
-
 from paceline.core.errors import InvalidRequestError, RequestFailedError
 from paceline.core.grammar import Grammar
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.types import TOO_AMBIGUOUS
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
     # declared in the stubs alone
     from llguidance._lib import JsonCompileOptions
 
@@ -152,6 +151,9 @@ class GrammarCompiler:
             return prototype
 
     def _compile(self, grammar: Grammar) -> None:
+        # imported where the first grammar is compiled: most engines see none
+        from llguidance import LLMatcher
+
         source = _source(grammar)
         prototype = LLMatcher(self._ll_tokenizer(), source, log_level=0, limits=_limits())
         if prototype.is_error():
@@ -176,6 +178,9 @@ class GrammarCompiler:
     def _ll_tokenizer(self) -> LLTokenizer:
         with self._loading:
             if self._tokenizer is None:
+                from llguidance import LLTokenizer
+                from llguidance import TokenizerWrapper as _Wrapper
+
                 vocabulary = _Vocabulary(self._load_tokenizer())
                 self._ends = vocabulary.ends
                 self._tokenizer = LLTokenizer(
@@ -295,12 +300,16 @@ class _Vocabulary:
 
 
 def _limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
     # messages must not quote what other people's grammars hold
     return LLParserLimits(verbose_errors=False)
 
 
 def _source(grammar: Grammar) -> str:
     """The library's own form. Raises InvalidRequestError for what must not reach its parsers."""
+    from llguidance import LLMatcher
+
     if grammar.kind == "json_schema":
         # the schema text goes in as it is: the order of properties is the order of the output
         try:

@@ -53,7 +53,8 @@ class _Usage(msgspec.Struct):
 
     def as_openai(self) -> dict[str, Any]:
         cached = believed(self.cache_read_input_tokens)
-        prompt = believed(self.input_tokens) + cached + believed(self.cache_creation_input_tokens)
+        created = believed(self.cache_creation_input_tokens)
+        prompt = believed(believed(self.input_tokens) + cached + created)
         made = believed(self.output_tokens)
         return {
             "prompt_tokens": prompt,

@@ -146,6 +146,11 @@ class GenerationBody(SamplingBody, UnservedFields):
         note='`{"max_tokens": 0}`: no tokens of this request are guessed; a higher number: so many '
         "at a time at most. It changes no answer",
     )
+    store = boolean(
+        True,
+        note="false: nothing of the answer is kept to guess later ones of the same tenant and "
+        "`cache_salt` from (`--speculative-config`)",
+    )
     timings_per_token = boolean(
         note="llama-server's `timings` go with the answer, and with the last chunk of each choice "
         "of a stream; of one prompt"

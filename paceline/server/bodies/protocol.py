@@ -83,6 +83,8 @@ class GenerationOptions:
     max_draft_tokens: int = MOST_TOKENS
     # what most of the answer is expected to be; None: nothing was said
     prediction: str | None = None
+    # the answer may be kept to guess later ones from
+    store: bool = True
     # False: no text is made
     detokenize: bool = True
     # tokens of a block of the prefix cache; 0: it keeps nothing of this request
@@ -325,6 +327,7 @@ def _options(
         return_tokens_as_token_ids=body.return_tokens_as_token_ids,
         bad_words=body.bad_words or (),
         max_draft_tokens=MOST_TOKENS if speculation is None else speculation.max_tokens,
+        store=body.store,
         # a prompt whose log-probabilities are told shares nothing
         cache_block=rules.cache_block if prompt_logprobs is None else 0,
         tells_metrics=rules.tells_metrics,

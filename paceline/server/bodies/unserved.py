@@ -63,7 +63,6 @@ class UnservedFields(Body):
     n_probs = undone("n_probs; logprobs does it", 0)
     # these describe the caller, not the answer
     metadata = ignored()
-    store = ignored()
     prompt_cache_key = ignored()
     prompt_cache_options = ignored()
     prompt_cache_retention = ignored()

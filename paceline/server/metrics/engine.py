@@ -107,6 +107,11 @@ class EngineMetrics:
             "Guessed tokens that were right, by who guessed.",
             "source",
         )
+        self._answers = registry.number(
+            gauge,
+            "paceline:finished_answers_bytes",
+            "Finished answers that are kept to guess later ones of the same caller from.",
+        )
         one(
             counter,
             "vllm:prefix_cache_queries",
@@ -228,6 +233,7 @@ class EngineMetrics:
         """Take over a snapshot's numbers; any number of times."""
         now = stats.scheduler
         self._steps.value = stats.num_steps
+        self._answers.value = stats.finished_answers_bytes
         for number, read in self._readings:
             number.value = read(now)
         self._update_classes(stats)

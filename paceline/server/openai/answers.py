@@ -305,4 +305,5 @@ def generation_request(
         whole=not options.stream,
         max_draft_tokens=options.max_draft_tokens,
         prediction=prediction,
+        store=options.store,
     )

@@ -226,9 +226,8 @@ def parse_responses(
         request = parse_chat(chat, rules, tenant, cuts_max_tokens=True)
     except InvalidRequestError as error:
         raise _renamed(error) from None
-    request = replace(
-        request, options=replace(request.options, ignored_fields=asked.ignored_fields)
-    )
+    options = replace(request.options, ignored_fields=asked.ignored_fields, store=asked.store)
+    request = replace(request, options=options)
     sampling = request.options.sampling
     shown = {
         "background": asked.background,

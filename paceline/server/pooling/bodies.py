@@ -1,17 +1,16 @@
-"""Bodies that ask for vectors, parsed and checked. Names and meanings are OpenAI's and vLLM's; of
+"""Bodies that ask for vectors, field by field. Names and meanings are OpenAI's and vLLM's; of
 ``/rerank`` also Cohere's and Jina's.
 
-This module does not know how a body is answered.
+This module does not know the model: what it makes of a body is in ``parsing``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
 from paceline.core.errors import InvalidRequestError
-from paceline.core.pooling import CLASSIFY, EMBED, PoolingInfo, PoolingParams
 from paceline.http.fields import check_string, check_token_ids, show
 from paceline.server.bodies import schemas
 from paceline.server.bodies.body import Body
@@ -20,7 +19,6 @@ from paceline.server.bodies.kinds import (
     INT32,
     MODEL,
     boolean,
-    check_model,
     choice,
     described,
     ignored,
@@ -33,33 +31,23 @@ from paceline.server.bodies.kinds import (
 )
 from paceline.server.bodies.rules import RequestRules
 from paceline.server.bodies.schemas import Schema
-from paceline.server.bodies.targets import parse_slo
-from paceline.server.pooling.requests import (
-    Input,
-    PoolingOptions,
-    RerankRequest,
-    ScoreRequest,
-    VectorRequest,
-)
+from paceline.server.pooling.requests import Input
 
 __all__ = [
+    "ACTIVATIONS",
     "ClassifyBody",
     "EmbeddingsBody",
+    "PairsBody",
     "PoolingBody",
     "RerankBody",
     "ScoreBody",
+    "SharedBody",
+    "contradiction",
     "max_inputs",
-    "parse_classify",
-    "parse_embeddings",
-    "parse_pooling",
-    "parse_rerank",
-    "parse_score",
 ]
 
 # as at OpenAI
 _MAX_INPUTS: Final = 2048
-# of all pairs, which are written out one by one
-_MAX_PAIR_CHARS: Final = 1 << 24
 _TEXT_NAMES: Final = frozenset({"text", "type"})
 
 
@@ -141,14 +129,24 @@ def _texts_schema(rules: RequestRules) -> Schema:
     return {"anyOf": [one, schemas.array(one, 1, max_inputs(rules))]}
 
 
-_ACTIVATIONS: Final = ("use_activation", "normalize", "activation", "softmax")
+# names of one field
+ACTIVATIONS: Final = ("use_activation", "normalize", "activation", "softmax")
 _ACTIVATION: Final = (
     "`false`: without the last function (length 1, or probabilities); several names may only say "
     "the same"
 )
 
 
-class _Shared(Body):
+def contradiction(first: tuple[str, Any], second: tuple[str, Any]) -> InvalidRequestError:
+    """Of two names for one thing, and what they say."""
+    (one, value), (other, another) = first, second
+    return InvalidRequestError(
+        f"{one}={show(value)} and {other}={show(another)} mean the same here: give one of them",
+        other,
+    )
+
+
+class SharedBody(Body):
     """What all of these endpoints have in common."""
 
     model = MODEL
@@ -176,14 +174,14 @@ class _Shared(Body):
 
     def activates(self) -> bool | None:
         """Raises InvalidRequestError where its names say different things."""
-        given = [(name, v) for name in _ACTIVATIONS if (v := getattr(self, name)) is not None]
+        given = [(name, v) for name in ACTIVATIONS if (v := getattr(self, name)) is not None]
         for name, value in given[1:]:
             if value != given[0][1]:
-                raise _contradiction(given[0], (name, value))
+                raise contradiction(given[0], (name, value))
         return given[0][1] if given else None
 
 
-class ClassifyBody(_Shared):
+class ClassifyBody(SharedBody):
     """``/classify``."""
 
     input = needed(
@@ -240,14 +238,16 @@ _TEXTS: Final = replace(
 )
 
 
-class _Pairs(_Shared):
+class PairsBody(SharedBody):
+    """What pairs of texts have in common."""
+
     max_tokens_per_doc = integer(
         1, INT32, note="documents are cut to so many tokens; not of embeddings"
     )
     instruction = string(note="where the model's template has a place for it (Qwen3-Reranker)")
 
 
-class ScoreBody(_Pairs):
+class ScoreBody(PairsBody):
     """``/score``; the second text has vLLM's newer and older names too, as the first has."""
 
     text_1 = _TEXTS
@@ -258,254 +258,10 @@ class ScoreBody(_Pairs):
     data_2 = _TEXTS
 
 
-class RerankBody(_Pairs):
+class RerankBody(PairsBody):
     """``/rerank``."""
 
     query = needed(string(1))
     documents = needed(_TEXTS)
     top_n = integer(0, INT32, note="of the best; 0 or none: all")
     return_documents = boolean(True, note="`false` leaves `document` out")
-
-
-def parse_embeddings(
-    values: dict[str, Any], rules: RequestRules, tenant: str, info: PoolingInfo | None
-) -> VectorRequest:
-    """``/v1/embeddings``. Raises InvalidRequestError or UnknownModelError."""
-    info = _pooled(values, rules, info, EMBED, "embeddings")
-    return _vectors(EmbeddingsBody.read(values, rules), rules, tenant, info)
-
-
-def parse_pooling(
-    values: dict[str, Any], rules: RequestRules, tenant: str, info: PoolingInfo | None
-) -> VectorRequest:
-    """``/pooling``: as the model is pooled. Raises like ``parse_embeddings``."""
-    info = _pooled(values, rules, info, None, "pooling")
-    body = PoolingBody.read(values, rules)
-    if body.task is not None and body.task != info.task:
-        raise InvalidRequestError(
-            f"task must be {info.task!r}, which is what this model does, got {show(body.task)}",
-            "task",
-        )
-    return _vectors(body, rules, tenant, info)
-
-
-def parse_classify(
-    values: dict[str, Any], rules: RequestRules, tenant: str, info: PoolingInfo | None
-) -> VectorRequest:
-    """``/classify``. Raises like ``parse_embeddings``."""
-    _pooled(values, rules, info, CLASSIFY, "classes")
-    body = ClassifyBody.read(values, rules)
-    params = PoolingParams(use_activation=body.activates())
-    return VectorRequest(inputs=body.input, options=_options(body, rules, tenant, params))
-
-
-def parse_score(
-    values: dict[str, Any], rules: RequestRules, tenant: str, info: PoolingInfo | None
-) -> ScoreRequest:
-    """``/score``: one text with each of several, or as many with as many. Raises like
-    ``parse_embeddings``."""
-    info = _pooled(values, rules, info, None, "scores")
-    _check_scores(info)
-    body = ScoreBody.read(values, rules)
-    first_name, first = _given(body, "text_1", "queries", "data_1")
-    second_name, second = _given(body, "text_2", "documents", "data_2")
-    names = (_place(first_name, first), _place(second_name, second))
-    if len(first) == 1:
-        first *= len(second)
-    if len(first) != len(second):
-        raise InvalidRequestError(
-            f"text_1 has {len(first)} texts and text_2 {len(second)}: give one with several, or as "
-            "many as there are",
-            "text_1",
-        )
-    pairs = list(zip(first, second, strict=True))
-    return _score(values, body, rules, tenant, info, pairs, names)
-
-
-def parse_rerank(
-    values: dict[str, Any], rules: RequestRules, tenant: str, info: PoolingInfo | None
-) -> RerankRequest:
-    """``/rerank``. Raises like ``parse_embeddings``."""
-    info = _pooled(values, rules, info, None, "ranks")
-    _check_scores(info)
-    body = RerankBody.read(values, rules)
-    pairs = [(body.query, text) for text in body.documents]
-    return RerankRequest(
-        score=_score(values, body, rules, tenant, info, pairs, ("query", "documents[{}]")),
-        documents=body.documents,
-        # none and zero: all of them
-        top_n=min(body.top_n or len(body.documents), len(body.documents)),
-        return_documents=body.return_documents,
-    )
-
-
-# ---------------------------------------------------------------------- parts
-
-
-def _no_vectors(model: str) -> str:
-    return (
-        f"The model {model} does not support embeddings, scores or classes: it generates text, and "
-        "its hidden states were not trained to be compared. Serve a model whose files say how it "
-        "is pooled, or this one with --runner pooling (docs/embeddings.md)."
-    )
-
-
-def _pooled(
-    values: dict[str, Any],
-    rules: RequestRules,
-    info: PoolingInfo | None,
-    task: str | None,
-    what: str,
-) -> PoolingInfo:
-    """What the model gives, if that is ``task`` (None: anything); told before any other fault of
-    the body. Raises InvalidRequestError, or UnknownModelError for a model that is not here."""
-    if values.get("model") is not None:
-        check_model(values["model"], rules)
-    name = rules.served_model_names[0]
-    if info is None:
-        raise InvalidRequestError(_no_vectors(name), "model")
-    if task is not None and info.task != task:
-        does = (
-            "gives embeddings: ask /v1/embeddings, /score or /rerank"
-            if info.task == EMBED
-            else "classifies: ask /classify, /score or /rerank"
-        )
-        raise InvalidRequestError(f"The model {name} does not give {what}; it {does}.", "model")
-    return info
-
-
-def _check_scores(info: PoolingInfo) -> None:
-    if info.task == CLASSIFY and info.size != 1:
-        raise InvalidRequestError(
-            f"this model has {info.size} labels, and a score is that of one: ask /classify", "model"
-        )
-
-
-def _place(name: str, texts: list[str]) -> str:
-    """How an error names one of them."""
-    return f"{name}[{{}}]" if len(texts) > 1 else name
-
-
-def _contradiction(first: tuple[str, Any], second: tuple[str, Any]) -> InvalidRequestError:
-    (one, value), (other, another) = first, second
-    return InvalidRequestError(
-        f"{one}={show(value)} and {other}={show(another)} mean the same here: give one of them",
-        other,
-    )
-
-
-def _given(body: ScoreBody, *names: str) -> tuple[str, list[str]]:
-    """The name that is given, and its texts; raises InvalidRequestError for none and for several
-    that differ."""
-    given = [(name, found) for name in names if (found := getattr(body, name)) is not None]
-    if not given:
-        raise InvalidRequestError(f"{names[0]} is missing", names[0])
-    texts: list[str] = given[0][1]
-    for name, others in given[1:]:
-        if others != texts:
-            raise _contradiction(given[0], (name, others))
-    return given[0][0], texts
-
-
-def _vectors(
-    body: EmbeddingsBody, rules: RequestRules, tenant: str, info: PoolingInfo
-) -> VectorRequest:
-    prompt = _prompt(body.prompt_name, info)
-    if body.dimensions is not None and body.dimensions != info.size:
-        _check_dimensions(body.dimensions, info)
-    params = PoolingParams(dimensions=body.dimensions, use_activation=body.activates())
-    return VectorRequest(
-        inputs=[prompt + item if isinstance(item, str) else item for item in body.input],
-        options=_options(body, rules, tenant, params),
-        base64=body.encoding_format == "base64",
-    )
-
-
-def _score(
-    values: Mapping[str, Any],
-    body: _Pairs,
-    rules: RequestRules,
-    tenant: str,
-    info: PoolingInfo,
-    pairs: list[tuple[str, str]],
-    names: tuple[str, str],
-) -> ScoreRequest:
-    size = sum(len(first) + len(second) for first, second in pairs)
-    if size > _MAX_PAIR_CHARS:
-        raise InvalidRequestError(
-            f"the pairs have {size} characters, a query counted with each of its texts; "
-            f"{_MAX_PAIR_CHARS} may be asked at a time: send several requests",
-            names[1].removesuffix("[{}]"),
-        )
-    if info.task == EMBED:
-        for name in ("max_tokens_per_doc", *_ACTIVATIONS):
-            if values.get(name) is not None:
-                raise InvalidRequestError(
-                    f"{name} is not served where scores are the cosines of embeddings: "
-                    "truncate_prompt_tokens cuts each text",
-                    name,
-                )
-    if info.score_template is not None:
-        for name in ("truncate_prompt_tokens", "add_special_tokens"):
-            if values.get(name) is not None:
-                raise InvalidRequestError(
-                    f"{name} has no place where a template writes the pair: max_tokens_per_doc "
-                    "cuts documents",
-                    name,
-                )
-    if body.instruction is not None and info.score_template is None:
-        raise InvalidRequestError(
-            "this model's pairs have no place for an instruction: leave it out", "instruction"
-        )
-    return ScoreRequest(
-        pairs=pairs,
-        names=names,
-        options=_options(body, rules, tenant, PoolingParams(use_activation=body.activates())),
-        max_second=body.max_tokens_per_doc,
-        instruction=body.instruction,
-    )
-
-
-def _check_dimensions(dimensions: int, info: PoolingInfo) -> None:
-    if info.task != EMBED or not info.is_matryoshka:
-        raise InvalidRequestError(
-            f"dimensions={dimensions}: this model's vectors have {info.size} numbers, and its "
-            "files do not say that they may be cut (matryoshka_dimensions in config.json, or "
-            "the flag --matryoshka-dimensions)",
-            "dimensions",
-        )
-    if dimensions > info.size or (info.dimensions and dimensions not in info.dimensions):
-        sizes = ", ".join(map(str, info.dimensions)) or f"1 to {info.size}"
-        raise InvalidRequestError(f"dimensions must be {sizes}, got {dimensions}", "dimensions")
-
-
-def _prompt(name: str | None, info: PoolingInfo) -> str:
-    """What goes before a text."""
-    prompts = dict(info.prompts)
-    if name is None:
-        return "" if info.default_prompt is None else prompts[info.default_prompt]
-    if name not in prompts:
-        known = ", ".join(map(show, prompts)) or "none"
-        raise InvalidRequestError(
-            f"prompt_name {show(name)} is not among this model's prompts: {known}", "prompt_name"
-        )
-    return prompts[name]
-
-
-def _options(
-    body: _Shared, rules: RequestRules, tenant: str, params: PoolingParams
-) -> PoolingOptions:
-    keep = body.truncate_prompt_tokens
-    if keep == -1 or (keep is not None and keep > rules.max_model_len):
-        keep = rules.max_model_len
-    _, tier_class = body.service_tier or (None, None)
-    return PoolingOptions(
-        params=params,
-        add_special_tokens=body.add_special_tokens,
-        max_tokens=keep,
-        priority=body.priority,
-        cache_salt=body.cache_salt,
-        slo=parse_slo(body.slo, rules.slo_classes, tier_class),
-        tenant=tenant,
-        ignored_fields=body.ignored_fields,
-    )

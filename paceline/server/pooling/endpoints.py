@@ -28,14 +28,14 @@ from paceline.server.pooling.answers import (
     as_base64,
     as_floats,
 )
-from paceline.server.pooling.bodies import (
+from paceline.server.pooling.conversion import cosines, encode_list
+from paceline.server.pooling.parsing import (
     parse_classify,
     parse_embeddings,
     parse_pooling,
     parse_rerank,
     parse_score,
 )
-from paceline.server.pooling.conversion import cosines, encode_list
 from paceline.server.pooling.requests import RerankRequest, ScoreRequest, VectorRequest
 from paceline.server.pooling.running import encoded_inputs, length_check, run_vectors
 from paceline.server.service import Service

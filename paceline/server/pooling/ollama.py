@@ -21,8 +21,9 @@ from paceline.server.bodies.wire import encode
 from paceline.server.openai.answers import AnswerHead
 from paceline.server.other_apis.ollama_request import OllamaBody, served_name
 from paceline.server.pooling.answers import as_floats
-from paceline.server.pooling.bodies import EmbeddingsBody, max_inputs, parse_embeddings
+from paceline.server.pooling.bodies import EmbeddingsBody, max_inputs
 from paceline.server.pooling.conversion import encode_list
+from paceline.server.pooling.parsing import parse_embeddings
 from paceline.server.pooling.requests import PoolingOptions, VectorRequest
 from paceline.server.pooling.running import Vectors, encoded_inputs, run_vectors
 from paceline.server.service import Service

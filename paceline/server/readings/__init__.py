@@ -5,24 +5,17 @@ The arithmetic of ``paceline top`` and of the page's promises. Imported when som
 This module does not know where readings come from, or how they are shown.
 """
 
-from paceline.server.readings.frame import (
-    ClassRow,
-    Frame,
-    Quantiles,
-    TenantRow,
-    grown_quantiles,
-    make_frame,
-    ratio,
-)
+from paceline.server.readings.frame import ClassRow, Frame, TenantRow, make_frame
+from paceline.server.readings.growth import Growth, Quantiles, ratio
 from paceline.server.readings.scrape import Scrape, parse_metrics
 
 __all__ = [
     "ClassRow",
     "Frame",
+    "Growth",
     "Quantiles",
     "Scrape",
     "TenantRow",
-    "grown_quantiles",
     "make_frame",
     "parse_metrics",
     "ratio",

@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from paceline.server.readings.growth import Growth, Quantiles, ratio
 from paceline.server.readings.scrape import Scrape
 
-__all__ = [
-    "ClassRow",
-    "Frame",
-    "Quantiles",
-    "TenantRow",
-    "grown_quantiles",
-    "make_frame",
-    "quantile",
-    "ratio",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class Quantiles:
-    """Of a histogram's observations between two readings, in seconds; None without any. One that is
-    ``floor`` is that or less: how much less, the histogram cannot say."""
-
-    p50: float | None
-    p99: float | None
-    count: int
-    # the lowest bound of the histogram
-    floor: float = 0.0
+__all__ = ["ClassRow", "Frame", "TenantRow", "make_frame"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +110,8 @@ class Frame:
 
 def make_frame(before: Scrape, after: Scrape) -> Frame:
     """``after`` must be later. Counters that fell (the server was restarted) count from zero."""
-    seconds = max(1e-9, after.time - before.time)
-    if after.total("paceline:steps_total") < before.total("paceline:steps_total"):
-        before = Scrape(before.time, {})
-
-    def grew(name: str, **labels: str) -> float:
-        return after.total(name, **labels) - before.total(name, **labels)
-
-    def grew_by(name: str, label: str) -> dict[str, float]:
-        then = before.by(name, label)
-        return {key: now - then.get(key, 0.0) for key, now in after.by(name, label).items()}
-
+    grown = Growth.since(before, after, "paceline:steps_total")
+    seconds, grew, grew_by = grown.seconds, grown.total, grown.by
     steps = grew("paceline:steps_total")
     # of those whose time was predicted, which are all but the first few
     actual = grew("paceline:step_seconds_total", kind="actual")
@@ -151,8 +121,7 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
     host = after.by("paceline:kv_host_blocks", "state")
     queries = grew("vllm:prefix_cache_queries_total")
     waited = grew_by("paceline:queue_held_seconds_total", "reason")
-    verified = grew_by("paceline:spec_decode_draft_tokens_total", "source")
-    guesses = {source: count for source, count in verified.items() if count > 0}
+    guesses = grew_by("paceline:spec_decode_draft_tokens_total", "source")
     right = grew_by("paceline:spec_decode_accepted_tokens_total", "source")
     # the engine counts at its steps, so what a reading has may be of more time than was between two
     held_time = max(seconds, sum(waited.values()))
@@ -163,10 +132,10 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
         metrics_age=after.one("paceline:metrics_age_seconds") or 0.0,
         running=int(after.total("vllm:num_requests_running")),
         waiting=int(after.total("vllm:num_requests_waiting")),
-        classes=_classes(before, after),
-        tenants=_tenants(before, after, seconds),
+        classes=_classes(grown),
+        tenants=_tenants(grown),
         held_by=next((reason for reason, on in held.items() if on), None),
-        held_share={reason: held / held_time for reason, held in waited.items() if held > 0},
+        held_share={reason: held / held_time for reason, held in waited.items()},
         steps_per_s=steps / seconds,
         prefill_tokens_per_step=ratio(grew("paceline:step_tokens_total", kind="prefill"), steps),
         decode_tokens_per_step=ratio(grew("paceline:step_tokens_total", kind="decode"), steps),
@@ -181,11 +150,7 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
         requests_per_s=grew("vllm:e2e_request_latency_seconds_count") / seconds,
         goodput_per_s=good / seconds,
         attainment=ratio(good, grew("paceline:slo_requests_total")),
-        waited_seconds={
-            reason: waited
-            for reason, waited in grew_by("paceline:request_waited_seconds_total", "reason").items()
-            if waited > 0
-        },
+        waited_seconds=grew_by("paceline:request_waited_seconds_total", "reason"),
         prefix_cache_hit_rate=ratio(grew("vllm:prefix_cache_hits_total"), queries),
         kv_usage=after.total("vllm:kv_cache_usage_perc"),
         kv_blocks={
@@ -200,27 +165,21 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
         wasted_tokens_per_s={
             cause: tokens / seconds
             for cause, tokens in grew_by("paceline:wasted_tokens_total", "cause").items()
-            if tokens > 0
         },
         refused={
             reason: int(count)
             for reason, count in grew_by("paceline:requests_refused_total", "reason").items()
-            if count > 0
         },
-        ttft=grown_quantiles(before, after, "vllm:time_to_first_token_seconds"),
-        inter_token=grown_quantiles(before, after, "vllm:inter_token_latency_seconds"),
-        queue=grown_quantiles(before, after, "vllm:request_queue_time_seconds"),
-        ttft_error=grown_quantiles(before, after, "paceline:ttft_prediction_error_seconds"),
+        ttft=grown.quantiles("vllm:time_to_first_token_seconds"),
+        inter_token=grown.quantiles("vllm:inter_token_latency_seconds"),
+        queue=grown.quantiles("vllm:request_queue_time_seconds"),
+        ttft_error=grown.quantiles("paceline:ttft_prediction_error_seconds"),
         cost_per_million_tokens=after.one("paceline:cost_per_million_tokens"),
     )
 
 
-def ratio(part: float, whole: float) -> float | None:
-    """None: of nothing."""
-    return part / whole if whole > 0 else None
-
-
-def _classes(before: Scrape, after: Scrape) -> tuple[ClassRow, ...]:
+def _classes(grown: Growth) -> tuple[ClassRow, ...]:
+    after = grown.after
     requests, judged = "paceline:requests", "paceline:slo_requests_total"
     names = {*after.by(requests, "slo_class"), *after.by(judged, "slo_class")}
     blocks = after.by("paceline:kv_blocks", "owner")
@@ -228,13 +187,13 @@ def _classes(before: Scrape, after: Scrape) -> tuple[ClassRow, ...]:
     for name in sorted(names):
         ended = after.total(judged, slo_class=name)
         good = after.total("paceline:goodput_requests_total", slo_class=name)
-        new = ended - before.total(judged, slo_class=name)
-        new_good = good - before.total("paceline:goodput_requests_total", slo_class=name)
+        new = grown.total(judged, slo_class=name)
+        new_good = grown.total("paceline:goodput_requests_total", slo_class=name)
         violations = {}
-        for labels, count in after.samples.get("paceline:slo_violations_total", ()):
+        for labels, _ in after.samples.get("paceline:slo_violations_total", ()):
             if labels.get("slo_class") == name:
                 kind = labels["kind"]
-                count -= before.total("paceline:slo_violations_total", slo_class=name, kind=kind)
+                count = grown.total("paceline:slo_violations_total", slo_class=name, kind=kind)
                 if count > 0:
                     violations[kind] = int(count)
         rows.append(
@@ -252,19 +211,17 @@ def _classes(before: Scrape, after: Scrape) -> tuple[ClassRow, ...]:
     return tuple(rows)
 
 
-def _tenants(before: Scrape, after: Scrape, seconds: float) -> tuple[TenantRow, ...]:
-    grown: dict[str, dict[str, float]] = {}
+def _tenants(grown: Growth) -> tuple[TenantRow, ...]:
+    counts: dict[str, dict[str, float]] = {}
 
     def grew(name: str, tenant: str) -> float:
         # by tenants once for each name: there may be many of both
-        found = grown.get(name)
+        found = counts.get(name)
         if found is None:
-            then = before.by(f"paceline:tenant_{name}", "tenant")
-            now = after.by(f"paceline:tenant_{name}", "tenant")
-            found = grown[name] = {each: n - then.get(each, 0.0) for each, n in now.items()}
+            found = counts[name] = grown.by(f"paceline:tenant_{name}", "tenant")
         return found.get(tenant, 0.0)
 
-    unfinished = after.by("paceline:tenant_unfinished_requests", "tenant")
+    unfinished = grown.after.by("paceline:tenant_unfinished_requests", "tenant")
     tokens = {
         name: grew("prompt_tokens_total", name) + grew("generation_tokens_total", name)
         for name in unfinished
@@ -280,46 +237,10 @@ def _tenants(before: Scrape, after: Scrape, seconds: float) -> tuple[TenantRow, 
                 unfinished=int(unfinished[name]),
                 ended=int(ended),
                 shed=int(grew("shed_requests_total", name)),
-                tokens_per_s=tokens[name] / seconds,
+                tokens_per_s=tokens[name] / grown.seconds,
                 share=ratio(tokens[name], total),
                 mean_ttft=ratio(grew(f"{ttft}_sum", name), grew(f"{ttft}_count", name)),
                 attainment=ratio(grew("goodput_requests_total", name), ended),
             )
         )
     return tuple(rows)
-
-
-def grown_quantiles(before: Scrape, after: Scrape, name: str) -> Quantiles:
-    """Of what a histogram observed between two readings."""
-    then = before.by(f"{name}_bucket", "le")
-    counts = {
-        float(bound): count - then.get(bound, 0.0)
-        for bound, count in after.by(f"{name}_bucket", "le").items()
-    }
-    total = int(counts.get(math.inf, 0.0))
-    floor = min(counts, default=0.0)
-    return Quantiles(quantile(0.5, counts), quantile(0.99, counts), total, floor)
-
-
-def quantile(share: float, counts: Mapping[float, float]) -> float | None:
-    """Of a histogram, as PromQL's ``histogram_quantile`` estimates it: linear within a bucket, and
-    the last finite bound for what lies beyond. But within the lowest bucket it is that bucket's
-    bound: zero is no observation to draw a line from, and half of 0.3 s no estimate of 1 ms.
-
-    Args:
-        counts: observations up to and including each bound, infinity among them.
-    """
-    total = counts.get(math.inf, 0.0)
-    if total <= 0:
-        return None
-    wanted, below, under = share * total, 0.0, 0.0
-    for bound in sorted(counts):
-        if counts[bound] >= wanted:
-            if bound == math.inf:
-                return under
-            if not under:
-                return bound
-            inside = counts[bound] - below
-            return under + (bound - under) * ((wanted - below) / inside if inside else 1.0)
-        below, under = counts[bound], bound
-    return under

@@ -61,6 +61,9 @@ class _Segment:
     data: bytearray = field(default_factory=bytearray)
     # requests that it tells of from beginning to end
     num_whole: int = 0
+    # what was before it was forgotten from this step on, in the middle of what a keyframe began:
+    # it has none of its own at its beginning
+    lost_from: int | None = None
 
 
 @dataclass(slots=True)
@@ -236,23 +239,37 @@ class Feed:
             return
         self._forget_announced()
         last = self._segments[-1]
-        most = self._most - self._announced_size
-        if len(last.data) > most:
-            # without a keyframe for so long, nothing could begin within it
-            last.data[:] = _told(
-                FrameType.GAP, **{"from": last.step, "to": self._step, "why": "history"}
+        if len(last.data) > self._most - self._announced_size:
+            # without a keyframe for so long, nothing could begin within it: so it goes, with what
+            # was before it. Requests that live are announced to whoever begins at the next one
+            self._segments.clear()
+            self._size = 0
+            self._segments.append(
+                _Segment(
+                    last.number + 1,
+                    self._epoch,
+                    self._step,
+                    self._clock(),
+                    last.start,
+                    lost_from=last.step if last.lost_from is None else last.lost_from,
+                )
             )
+            self._forget_ended()
         # a little more than it must, so that announcements are not gone through with each message
         while self.num_bytes > self._most and len(self._segments) > 1:
             while self.num_bytes > 0.95 * self._most and len(self._segments) > 1:
                 self._size -= len(self._segments.popleft().data)
-            oldest = self._segments[0].number
-            for key in [
-                key
-                for key, told in self._announced.items()
-                if told.ended is not None and told.ended < oldest
-            ]:
-                self._drop(key)
+            self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        """Of requests whose end is told no more, nothing is."""
+        oldest = self._segments[0].number
+        for key in [
+            key
+            for key, told in self._announced.items()
+            if told.ended is not None and told.ended < oldest
+        ]:
+            self._drop(key)
 
     def _forget_announced(self) -> None:
         """Leave the frames their half, and as much more as announcements leave free."""
@@ -274,6 +291,9 @@ class Feed:
             for segment in self._segments:
                 if segment.began <= oldest:
                     begin = segment
+            if begin.lost_from is not None:
+                told = {"from": begin.lost_from, "to": begin.step, "why": "history"}
+                gap = _told(FrameType.GAP, **told)
         else:
             for segment in self._segments:
                 if (segment.epoch, segment.step) <= since:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -37,9 +38,13 @@ async def operations(service: Service, find: str) -> dict[str, Any]:
     """
     info, config = service.client.info, service.config
     names = [key for key in service.keys.named() if find.casefold() in key[0].casefold()]
+    own = service.keys.limits()
     running = Counter(entry.request.tenant for entry in service.under_way.entries())
     keys = await asyncio.gather(
-        *(_key(service, name, scope, running[name]) for name, scope in names[:MOST_KEYS])
+        *(
+            _key(service, name, scope, running[name], own.get(name, {}))
+            for name, scope in names[:MOST_KEYS]
+        )
     )
     return {
         "version": paceline.__version__,
@@ -83,8 +88,9 @@ def _limits(service: Service) -> dict[str, Any]:
     }
 
 
-async def _key(service: Service, name: str, scope: str, running: int) -> dict[str, Any]:
-    own = service.keys.limits().get(name, {})
+async def _key(
+    service: Service, name: str, scope: str, running: int, own: Mapping[str, Any]
+) -> dict[str, Any]:
     limits: dict[str, Any] = {}
     if service.limiter is not None:
         usage = await service.limiter.usage(name)

@@ -1,14 +1,16 @@
 """What the page says of promises: one frame for each stretch of time, by the arithmetic of
 ``paceline top``, and how the last hour went.
 
-Readings are taken when somebody asks, so a server that nobody watches does nothing for this, and
-the first who looks finds what was since the start and nothing of the last minute. Imported when the
-page is first asked for it.
+Readings are taken when somebody asks, one a second at most, which all who ask then share. So a
+server that nobody watches does nothing for this, and the first who looks finds what was since the
+start and nothing of the last minute. Imported when the page is first asked for it.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, Final, Protocol
 
@@ -21,8 +23,10 @@ WINDOWS: Final = (60, 600, 0)
 # seconds between readings that are kept for the last minute, and for those ten
 _FINE: Final = 5.0
 _COARSE: Final = 60.0
-# a point for each reading that was kept: an hour of them
-_POINTS: Final = 720
+# of the points that are told, in seconds; one for each reading that was kept
+_HOUR: Final = 3600.0
+# seconds for which a reading is what is asked for now
+_SHARED: Final = 1.0
 # nobody asked for so long: what was read before says nothing of the last minute
 _STALE: Final = 90.0
 # tenants that are told; those with the most tokens come first
@@ -38,29 +42,52 @@ class Readable(Protocol):
 
 
 class Promises:
-    """Made once for an app. Used from the event loop's thread."""
+    """Made once for an app. Used from the event loop's thread.
 
-    def __init__(self, metrics: Readable) -> None:
+    Args:
+        clock: seconds, that of the readings.
+    """
+
+    def __init__(self, metrics: Readable, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
+        self._clock = clock
         self._start = metrics.at_start()
+        # the newest, and the frames that were made of it, by window
+        self._now: Scrape | None = None
+        self._frames: dict[int, dict[str, Any]] = {}
         self._fine: deque[Scrape] = deque(maxlen=int(WINDOWS[0] / _FINE) + 1)
         self._coarse: deque[Scrape] = deque(maxlen=int(WINDOWS[1] / _COARSE) + 1)
         # when, and what
-        self._points: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_POINTS)
+        self._points: deque[tuple[float, dict[str, Any]]] = deque()
 
     def tell(self, window: int) -> dict[str, Any]:
         """As JSON: the frame of the last ``window`` seconds, or of as many as were watched, and the
         points of the last hour; times are seconds before now."""
-        now = self._metrics.read()
-        self._keep(now)
-        frame = make_frame(self._before(now, window), now)
-        return {
-            "frame": asdict(replace(frame, tenants=frame.tenants[:_TENANTS])),
-            "window": window,
-            "tenants_left_out": max(0, len(frame.tenants) - _TENANTS),
-            "uptime": now.time - self._start.time,
-            "points": [{"ago": round(now.time - at, 1), **point} for at, point in self._points],
+        now = self._clock()
+        reading = self._reading(now)
+        now = max(now, reading.time)
+        told = self._frames.get(window)
+        if told is None:
+            frame = make_frame(self._before(reading, window), reading)
+            told = self._frames[window] = {
+                "frame": asdict(replace(frame, tenants=frame.tenants[:_TENANTS])),
+                "window": window,
+                "tenants_left_out": max(0, len(frame.tenants) - _TENANTS),
+            }
+        while self._points and now - self._points[0][0] >= _HOUR:
+            self._points.popleft()
+        return told | {
+            "uptime": now - self._start.time,
+            "points": [{"ago": round(now - at, 1), **point} for at, point in self._points],
         }
+
+    def _reading(self, now: float) -> Scrape:
+        """The one that was taken just now, for whoever else asked, or a new one."""
+        if self._now is None or not 0.0 <= now - self._now.time < _SHARED:
+            self._now = self._metrics.read()
+            self._frames.clear()
+            self._keep(self._now)
+        return self._now
 
     def _keep(self, now: Scrape) -> None:
         if self._fine and now.time - self._fine[-1].time > _STALE:

@@ -2,16 +2,17 @@
 
 ::
 
-    page --POST--> WhatIf.start --> a folder of its own: frames of the last minutes, or a trace
+    page --POST--> WhatIf.start --> its caller's place: frames of the last minutes, or a trace
                         |                                      |
                         \\--> child (niced, bounded) <-- job ----/
-                                  |-- lines of JSON --> state, which the page asks for
-                                  \\-- frames of each run, files in the folder
+                                  |-- lines of JSON --> state, which that caller asks for
+                                  \\-- frames of each run, files in the place
 
-The child is ended when it is cancelled, when it takes too long or too much, when nobody has asked
-for it for three minutes, when this server drains, and when this process is gone (its standard input
-closes). Nothing that a caller sends becomes a path or an argument of a program. Imported when the
-page is first asked for it.
+The child is ended when it is cancelled, when it takes too long or too much, when its caller has not
+asked for it for three minutes, when this server drains, and when this process is gone (its standard
+input closes). A trace, a job and its runs are told to the caller who made them (``Owner``) and to
+nobody else. Nothing that a caller sends becomes a path or an argument of a program. Imported when
+the page is first asked for it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import signal
 import tempfile
 import time
@@ -38,6 +38,7 @@ from paceline.server.config import WhatIfConfig
 from paceline.server.service import Service
 from paceline.server.ui.feed import Feed
 from paceline.server.ui.what_if_job import MOST_RUNS, Job, parse_job
+from paceline.server.ui.what_if_places import Owner, Place, Places
 
 __all__ = ["MOST_TRACE", "WhatIf"]
 
@@ -54,6 +55,9 @@ _FORGOTTEN: Final = 180.0
 _LOOK: Final = 1.0
 # bytes of an upload that are gathered before they are written
 _BUFFER: Final = 2**20
+# seconds that a trace may take to be read through, of the clock and of a processor
+_READ: Final = 60.0
+_READ_CPU: Final = 20
 # what a child says at last whose memory is at its limit
 _OUT_OF_MEMORY: Final = (
     "MemoryError",
@@ -62,6 +66,8 @@ _OUT_OF_MEMORY: Final = (
     "failed to map segment",
     "Cannot allocate memory",
 )
+# of whoever has nothing here
+_IDLE: Final = {"status": "idle"}
 # what the child is given of this process's environment, which may hold secrets
 _ENVIRONMENT: Final = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR")
 
@@ -78,26 +84,25 @@ class WhatIf:
         self._feed = feed
         self._config = config
         self._choices: Mapping[str, Any] | None = None
-        self._folder: Path | None = None
-        self._trace_bytes: int | None = None
+        self._places = Places()
+        self._reading = asyncio.Semaphore(1)
         self._process: asyncio.subprocess.Process | None = None
         self._running: asyncio.Task[None] | None = None
+        # whose job runs, or ran last
+        self._of: Place | None = None
         # why the child was ended by this process; None: it was not
         self._ended_by: tuple[str, str] | None = None
-        self._asked_at = time.monotonic()
-        # of jobs that were begun
-        self._number = 0
-        self._state: dict[str, Any] = {"status": "idle"}
         service.side_work.append(self.close)
 
     # ------------------------------------------------------------------ what the page asks
 
-    async def tell(self) -> dict[str, Any]:
-        """What may be chosen, and how the latest job is."""
-        self._asked_at = time.monotonic()
+    async def tell(self, owner: Owner) -> dict[str, Any]:
+        """What may be chosen, and how the caller's latest job is."""
+        choices = await self._known()
+        place = self._asked(owner)
         info, feed = self._service.client.info, self._feed
         return {
-            "choices": await self._known(),
+            "choices": choices,
             "server": {
                 "policy": info.policy,
                 "max_num_batched_tokens": info.max_num_batched_tokens,
@@ -106,120 +111,124 @@ class WhatIf:
             "minutes": None
             if feed is None
             else {"requests": feed.num_requests, "seconds": feed.seconds},
-            "trace_bytes": self._trace_bytes,
+            "trace_bytes": None if place is None else place.trace_bytes,
             "most_runs": MOST_RUNS,
-            "job": self._state,
+            # another caller's job runs: of it, nothing else is told
+            "busy": self._is_running and self._of is not place,
+            "job": _IDLE if place is None else place.state,
         }
 
-    async def start(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    async def start(self, owner: Owner, values: Mapping[str, Any]) -> dict[str, Any]:
         """Begin a job; answers its state.
 
         Raises:
             InvalidRequestError: see ``parse_job``; or there is nothing to simulate, or the model
                 generates nothing.
-            HttpError: 409, another one is running.
+            HttpError: 409, another one is running; 503, too many callers have something here.
             EngineDrainingError: the server ends.
         """
         self._service.refuse_if_draining()
         self._service.check_generates()
-        self._refuse_beside_another()
-        budget = self._service.client.info.max_num_batched_tokens
-        job = parse_job(values, await self._known(), budget)
+        self._refuse_beside_another(owner)
+        choices = await self._known()
+        # others had their turn meanwhile
+        self._service.refuse_if_draining()
+        self._refuse_beside_another(owner)
+        job = parse_job(values, choices, self._service.client.info.max_num_batched_tokens)
         if job.wants_frames and self._feed is None:
             raise InvalidRequestError(
                 "this server keeps no timeline (--no-timeline), so it knows neither its last "
                 "minutes nor how long its steps take: give a trace, and a hardware and a model",
                 "workload" if job.workload == "minutes" else "hardware",
             )
-        if job.workload == "trace" and self._trace_bytes is None:
+        place = self._asked(owner)
+        if job.workload == "trace" and (place is None or place.trace_bytes is None):
             raise InvalidRequestError("no trace was uploaded yet", "workload")
-        # others had their turn meanwhile
-        self._service.refuse_if_draining()
-        self._refuse_beside_another()
+        place = self._places.make(owner)
         self._ended_by = None
-        self._asked_at = time.monotonic()
-        self._number += 1
-        self._state = {
+        self._of = place
+        place.asked_at = time.monotonic()
+        place.uses += 1
+        place.number += 1
+        place.state = {
             "status": "running",
-            "number": self._number,
+            "number": place.number,
             "doing": "starting",
             "job": asdict(job),
             "done": 0.0,
             "results": [],
         }
-        self._running = asyncio.ensure_future(self._run(job))
-        return self._state
+        self._running = asyncio.ensure_future(self._run(place, job))
+        return place.state
 
-    async def cancel(self) -> dict[str, Any]:
-        """End what runs, if anything does."""
-        await self._end("cancelled", "")
-        return self._state
+    async def cancel(self, owner: Owner) -> dict[str, Any]:
+        """End the caller's job, if it runs."""
+        place = self._asked(owner)
+        if place is None:
+            return _IDLE
+        if self._of is place:
+            await self._end("cancelled", "")
+        return place.state
 
-    async def upload(self, request: Request) -> dict[str, Any]:
-        """Keep the request's body as the trace, in place of an earlier one.
+    async def upload(self, owner: Owner, request: Request) -> dict[str, Any]:
+        """Keep the request's body as the caller's trace, in place of an earlier one.
 
         Raises:
-            HttpError: 413 for one that is too long, 409 while a job runs.
-            InvalidRequestError: there is nothing in it.
+            HttpError: 413 for one that is too long, 409 while a job of the caller's runs, 503 where
+                too many callers have something here.
+            InvalidRequestError: there is nothing in it, or it is no trace that can be simulated.
             ClientDisconnectedError: the caller hung up halfway.
+            EngineDrainingError: the server ends.
         """
         self._service.refuse_if_draining()
-        self._refuse_beside_another()
+        self._refuse_beside_own(owner)
         declared = request.headers.get("content-length", "")
         if declared.isascii() and declared.isdigit() and int(declared[:20]) > MOST_TRACE:
             raise _too_long(f"{declared[:20]} bytes")
-        file, name = tempfile.mkstemp(dir=self._place(), prefix="upload-")
-        size = 0
-        try:
-            with os.fdopen(file, "wb") as part:
-                buffer, more = bytearray(), True
-                while more:
-                    message = await request.receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientDisconnectedError
-                    buffer += message.get("body", b"")
-                    more = message.get("more_body", False)
-                    if size + len(buffer) > MOST_TRACE:
-                        raise _too_long(f"more than {MOST_TRACE} bytes")
-                    if len(buffer) >= _BUFFER or not more:
-                        size += len(buffer)
-                        await asyncio.to_thread(part.write, bytes(buffer))
-                        buffer.clear()
-            if not size:
-                raise InvalidRequestError("the trace is empty")
-            self._service.refuse_if_draining()
-            self._refuse_beside_another()
-            os.replace(name, self._place() / "trace")
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
-            raise
-        self._trace_bytes = size
-        return {"trace_bytes": size}
+        place = self._places.make(owner)
+        place.asked_at = time.monotonic()
+        with place.in_use():
+            file, name = tempfile.mkstemp(dir=place.folder, prefix="upload-")
+            try:
+                size = await _received(request, file)
+                # one at a time: each may take a processor and much memory
+                async with self._reading:
+                    told = await self._read_through(Path(name))
+                self._service.refuse_if_draining()
+                self._refuse_beside_own(owner)
+                os.replace(name, place.trace)
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name)
+        place.trace_bytes = size
+        return {"trace_bytes": size, **told}
 
-    async def frames(self, run: int) -> bytes:
-        """Of the timeline of a run that is done. Raises HttpError 404 for another one."""
-        self._asked_at = time.monotonic()
-        known = [result["run"] for result in self._state.get("results", ())]
-        if run not in known or self._folder is None:
-            raise HttpError(404, f"there is no run {run} that is done; done are {known}")
-        return await asyncio.to_thread((self._folder / f"{run}.frames").read_bytes)
+    async def frames(self, owner: Owner, run: int, job: int | None) -> bytes:
+        """Of the timeline of a run of the caller's job that is done, of its latest unless that is
+        to be ``job``. Raises HttpError 404 for another one."""
+        place = self._asked(owner)
+        known = [] if place is None else [each["run"] for each in place.state.get("results", ())]
+        if place is None or run not in known or job not in (None, place.number):
+            which = "" if job is None else f" of job {job}"
+            raise HttpError(404, f"you have no run {run}{which} that is done; done are {known}")
+        try:
+            return await asyncio.to_thread((place.runs / f"{run}.frames").read_bytes)
+        except FileNotFoundError:
+            raise HttpError(404, f"run {run} was given up for the next job") from None
 
     async def close(self) -> None:
         """End what runs and forget everything. Another job would begin anew."""
         await self._end("cancelled", "the server is shutting down")
-        folder, self._folder, self._trace_bytes = self._folder, None, None
-        if folder is not None:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        await self._places.close()
 
     # ------------------------------------------------------------------ the child
 
-    async def _run(self, job: Job) -> None:
-        """Until it is over, however it ends; what came of it is in the state."""
+    async def _run(self, place: Place, job: Job) -> None:
+        """Until it is over, however it ends; what came of it is in the place's state."""
         began = time.monotonic()
         status, error = "failed", ""
         try:
-            status, error = await self._carry_out(job, began)
+            status, error = await self._carry_out(place, job, began)
         except OSError as failure:
             _log.warning("what_if_failed reason=%r", str(failure))
             error = f"it could not be started: {failure.strerror or type(failure).__name__}"
@@ -228,13 +237,14 @@ class WhatIf:
             error = "what it said is no answer"
         finally:
             self._process = None
-            self._state |= {"status": status, "error": error, "seconds": time.monotonic() - began}
+            place.uses -= 1
+            place.state |= {"status": status, "error": error, "seconds": time.monotonic() - began}
 
-    async def _carry_out(self, job: Job, began: float) -> tuple[str, str]:
+    async def _carry_out(self, place: Place, job: Job, began: float) -> tuple[str, str]:
         """(how it ended, why). Raises OSError where nothing could be started or written."""
-        folder = self._place()
-        await asyncio.to_thread(_forget_runs, folder)
-        told = await self._spelt(job, folder)
+        folder = place.runs
+        await asyncio.to_thread(place.make_runs)
+        told = await self._spelt(place, job)
         with (folder / "log").open("wb") as log:
             process = self._process = await asyncio.create_subprocess_exec(
                 *self._config.command,
@@ -251,13 +261,13 @@ class WhatIf:
             # while it was being started
             _kill(process)
         process.stdin.write(json.dumps(told).encode() + b"\n")
-        reading = asyncio.ensure_future(self._read(process.stdout))
+        reading = asyncio.ensure_future(_read(process.stdout, place.state))
         try:
             while not (await asyncio.wait((reading,), timeout=_LOOK))[0]:
                 now = time.monotonic()
                 if now - began > self._config.seconds:
                     self._ended_by = ("failed", f"it took more than {self._config.seconds:g} s")
-                elif now - self._asked_at > _FORGOTTEN:
+                elif now - place.asked_at > _FORGOTTEN:
                     self._ended_by = ("cancelled", "nobody asked for it for three minutes")
                 else:
                     continue
@@ -274,7 +284,7 @@ class WhatIf:
         if code == -signal.SIGXCPU:
             return "failed", f"it took more than {self._config.cpu_seconds} s of processor time"
         # one that has told all is ended when it lingers
-        if len(self._state["results"]) < job.num_runs:
+        if len(place.state["results"]) < job.num_runs:
             said = (folder / "log").read_text("utf-8", "replace")[-2000:]
             _log.warning("what_if_failed code=%d log=%r", code, said)
             if any(words in said for words in _OUT_OF_MEMORY):
@@ -282,28 +292,12 @@ class WhatIf:
             return "failed", f"it ended by itself (code {code}); the server's log says more"
         return "done", ""
 
-    async def _read(self, lines: asyncio.StreamReader) -> str:
-        """Take in what the child says until it says no more; its error, or "" without one."""
-        state = self._state
-        while line := await lines.readline():
-            told: dict[str, Any] = json.loads(line)
-            if "error" in told:
-                return str(told["error"])
-            if "doing" in told:
-                state |= told
-            elif "result" in told:
-                state["results"].append({"run": told["run"], **told["result"]})
-                state["done"] = len(state["results"]) / state["runs"]
-            elif "done" in told:
-                state["done"] = (told["run"] + told["done"]) / state["runs"]
-        return ""
-
-    async def _spelt(self, job: Job, folder: Path) -> dict[str, Any]:
+    async def _spelt(self, place: Place, job: Job) -> dict[str, Any]:
         """As the child wants it (``cli/what_if.py``). Writes the frames, if it wants any."""
         frames = None
         if job.wants_frames:
             assert self._feed is not None, "checked at the start"
-            frames = folder / "minutes"
+            frames = place.runs / "minutes"
             history = self._feed.history(seconds=60.0 * job.minutes)
             await asyncio.to_thread(frames.write_bytes, history)
         info = self._service.client.info
@@ -321,7 +315,7 @@ class WhatIf:
                 "num_blocks": info.num_blocks,
                 "enable_prefix_caching": info.enable_prefix_caching,
             },
-            "workload": {"kind": job.workload, "path": str(folder / "trace")},
+            "workload": {"kind": job.workload, "path": str(place.trace)},
             "frames": None if frames is None else str(frames),
             "step_times": step_times,
             "policies": job.policies,
@@ -333,7 +327,9 @@ class WhatIf:
                 "tpot": None if job.tpot_ms is None else job.tpot_ms / 1e3,
             },
             "most_requests": _MOST_REQUESTS,
-            "folder": str(folder),
+            "folder": str(place.runs),
+            # what it takes away when this process is gone
+            "root": str(self._places.root),
             "memory": self._config.memory,
             "seconds": self._config.cpu_seconds,
         }
@@ -346,22 +342,119 @@ class WhatIf:
             _kill(self._process)
         await asyncio.wait((self._running,))
 
+    async def _read_through(self, trace: Path) -> dict[str, Any]:
+        """What a process of its own says of a trace, which may be long and is a stranger's: how
+        many requests it has. Nothing where the configuration names none.
+
+        Raises InvalidRequestError for what cannot be simulated.
+        """
+        if not self._config.check:
+            return {}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._config.check,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                env=_environment(),
+                start_new_session=True,
+                limit=_MOST_LINE,
+            )
+        except OSError as failure:
+            # a job that could not be started either says so
+            _log.warning("what_if_unread reason=%r", str(failure))
+            return {}
+        asked = {"path": str(trace), "memory": self._config.memory, "seconds": _READ_CPU}
+        try:
+            async with asyncio.timeout(_READ):
+                said, _ = await process.communicate(json.dumps(asked).encode() + b"\n")
+        except TimeoutError:
+            raise InvalidRequestError(
+                f"it takes more than {_READ:g} s to read the trace", "trace"
+            ) from None
+        finally:
+            if process.returncode is None:
+                _kill(process)
+                await process.wait()
+        try:
+            told: dict[str, Any] = json.loads(said)
+        except ValueError:
+            raise InvalidRequestError(
+                f"the trace takes more than {_READ_CPU} s of processor time or "
+                f"{self._config.memory // 2**20} MiB to read",
+                "trace",
+            ) from None
+        if "error" in told:
+            raise InvalidRequestError(str(told["error"]), "trace")
+        return told
+
     # ------------------------------------------------------------------ inside
 
-    def _refuse_beside_another(self) -> None:
-        if self._running is not None and not self._running.done():
-            raise HttpError(409, "another simulation is running; cancel it, or wait for its end")
+    @property
+    def _is_running(self) -> bool:
+        return self._running is not None and not self._running.done()
+
+    def _asked(self, owner: Owner) -> Place | None:
+        """The caller's place, if it has one; it is there and asks."""
+        place = self._places.find(owner)
+        if place is not None:
+            place.asked_at = time.monotonic()
+        return place
+
+    def _refuse_beside_another(self, owner: Owner) -> None:
+        self._refuse_beside_own(owner)
+        if self._is_running:
+            raise HttpError(409, "another caller's simulation is running; wait for its end")
+
+    def _refuse_beside_own(self, owner: Owner) -> None:
+        if self._is_running and self._of is self._places.find(owner):
+            raise HttpError(409, "a simulation of yours is running; cancel it, or wait for its end")
 
     async def _known(self) -> Mapping[str, Any]:
         if self._choices is None:
             self._choices = await asyncio.to_thread(self._config.choices)
         return self._choices
 
-    def _place(self) -> Path:
-        """A folder that nobody else may look into."""
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="paceline-what-if-"))
-        return self._folder
+
+async def _read(lines: asyncio.StreamReader, state: dict[str, Any]) -> str:
+    """Take in what the child says until it says no more; its error, or "" without one."""
+    while line := await lines.readline():
+        told: dict[str, Any] = json.loads(line)
+        if "error" in told:
+            return str(told["error"])
+        if "doing" in told:
+            state |= told
+        elif "result" in told:
+            state["results"].append({"run": told["run"], **told["result"]})
+            state["done"] = len(state["results"]) / state["runs"]
+        elif "done" in told:
+            state["done"] = (told["run"] + told["done"]) / state["runs"]
+    return ""
+
+
+async def _received(request: Request, file: int) -> int:
+    """Write the request's body to an open file, which is closed; how many bytes it has.
+
+    Raises HttpError, InvalidRequestError, ClientDisconnectedError: see ``WhatIf.upload``.
+    """
+    size = 0
+    with os.fdopen(file, "wb") as part:
+        buffer, more = bytearray(), True
+        while more:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnectedError
+            buffer += message.get("body", b"")
+            more = message.get("more_body", False)
+            if size + len(buffer) > MOST_TRACE:
+                raise _too_long(f"more than {MOST_TRACE} bytes")
+            if len(buffer) >= _BUFFER or not more:
+                size += len(buffer)
+                await asyncio.to_thread(part.write, bytes(buffer))
+                buffer.clear()
+    if not size:
+        raise InvalidRequestError("the trace is empty", "trace")
+    return size
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
@@ -382,11 +475,6 @@ async def _end_of(process: asyncio.subprocess.Process) -> int:
         if process.stdin is not None:
             with contextlib.suppress(OSError):
                 process.stdin.close()
-
-
-def _forget_runs(folder: Path) -> None:
-    for path in folder.glob("*.frames"):
-        path.unlink()
 
 
 def _environment() -> dict[str, str]:

@@ -1,21 +1,27 @@
-"""The endpoints of the page's what-if. What does the work is imported when one is first asked."""
+"""The endpoints of the page's what-if. What does the work is imported when one is first asked.
+
+A trace, a job and its runs belong to the key that a request comes with and to the session that it
+names in a header: the page makes one up for each tab. Another session is told nothing of them.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from paceline.http.errors import HttpError
 from paceline.http.fields import show
-from paceline.server.exchange import read_object
+from paceline.server.exchange import principal_of, read_object
 from paceline.server.service import Service
 from paceline.server.ui.feed import Feed
+from paceline.server.ui.what_if_places import Owner, sweep
 
 if TYPE_CHECKING:
     from paceline.server.ui.what_if import WhatIf
@@ -24,11 +30,18 @@ __all__ = ["what_if_routes"]
 
 Handler = Callable[[Request], Awaitable[Response]]
 
+_log = logging.getLogger("paceline.server")
+_SESSION: Final = "x-paceline-session"
+
 
 def what_if_routes(
     service: Service, feed: Feed | None, headers: dict[str, str]
 ) -> list[tuple[str, str, Handler]]:
-    """(method, path, handler) of each; answers carry ``headers``."""
+    """(method, path, handler) of each; answers carry ``headers``. Takes away what servers that were
+    killed have left behind."""
+    if service.config.what_if is not None:
+        for left in sweep():
+            _log.info("what_if_swept folder=%s", left)
 
     @lru_cache(maxsize=1)
     def made() -> WhatIf:
@@ -42,24 +55,23 @@ def what_if_routes(
     def answer(told: dict[str, Any]) -> Response:
         return Response(json.dumps(told), media_type="application/json", headers=headers)
 
-    async def tell(_request: Request) -> Response:
-        return answer(await made().tell())
+    async def tell(request: Request) -> Response:
+        return answer(await made().tell(_owner(request)))
 
     async def start(request: Request) -> Response:
-        what_if = made()
-        return answer(await what_if.start(await read_object(request, service.config)))
+        what_if, owner = made(), _owner(request)
+        return answer(await what_if.start(owner, await read_object(request, service.config)))
 
-    async def cancel(_request: Request) -> Response:
-        return answer(await made().cancel())
+    async def cancel(request: Request) -> Response:
+        return answer(await made().cancel(_owner(request)))
 
     async def upload(request: Request) -> Response:
-        return answer(await made().upload(request))
+        return answer(await made().upload(_owner(request), request))
 
     async def frames(request: Request) -> Response:
-        run = request.query_params.get("run", "")
-        if not re.fullmatch(r"\d{1,4}", run):
-            raise HttpError(400, f"run must be the number of a run, got {show(run)}")
-        body = await made().frames(int(run))
+        run, job = _number(request, "run", ""), _number(request, "job", None)
+        assert run is not None, "it is asked for"
+        body = await made().frames(_owner(request), run, job)
         return Response(body, media_type="application/octet-stream", headers=headers)
 
     return [
@@ -69,3 +81,23 @@ def what_if_routes(
         ("PUT", "/ui/api/what-if/trace", upload),
         ("GET", "/ui/api/what-if/timeline", frames),
     ]
+
+
+def _owner(request: Request) -> Owner:
+    """Raises HttpError 400 for a session that is no name."""
+    session = request.headers.get(_SESSION, "")
+    if not re.fullmatch(r"[A-Za-z0-9_-]{0,64}", session):
+        raise HttpError(
+            400, f"{_SESSION} must be 64 letters, digits, - and _ at most, got {show(session)}"
+        )
+    return Owner(principal_of(request), session)
+
+
+def _number(request: Request, name: str, default: str | None) -> int | None:
+    """Of the query; None where it is left out and ``default`` is None. Raises HttpError 400."""
+    value = request.query_params.get(name, default)
+    if value is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,6}", value):
+        raise HttpError(400, f"{name} must be the number of a {name}, got {show(value)}")
+    return int(value)

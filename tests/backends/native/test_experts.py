@@ -55,9 +55,7 @@ def make(
 
 def run(model: NativeModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
     rows = np.arange(len(ids))
-    return model.forward(
-        ids, rows, np.array([0, len(ids)]), np.array([[3, 1, 7, 5]]), rows
-    ).copy()
+    return model.forward(ids, rows, np.array([0, len(ids)]), np.array([[3, 1, 7, 5]]), rows).copy()
 
 
 def error(out: NDArray[np.float32], expected: NDArray[np.float64]) -> float:
@@ -106,8 +104,9 @@ def test_every_format_on_every_level(isa: str, dtype: str, width: int) -> None:
     shape = config(expert_intermediate_size=width, normalise_experts=True, dense_layers=(1,))
     # so far apart that rounding does not send a row elsewhere: that is no error of the products
     weights = prefer(random_weights(shape, 3), [0.0, 2.0, 4.0, 1.0, 3.0, 5.0], 0.1)
-    assert error(run(make(shape, weights, dtype, isa=isa), IDS), logits(shape, weights, IDS)) < (
-        BOUNDS[dtype]
+    assert (
+        error(run(make(shape, weights, dtype, isa=isa), IDS), logits(shape, weights, IDS))
+        < (BOUNDS[dtype])
     )
 
 

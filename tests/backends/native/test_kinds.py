@@ -16,6 +16,7 @@ from paceline.backends.native import (
     RawTensor,
     checkpoint_tensors,
     choose_kinds,
+    packed_bytes,
     unavailable_reason,
     variants,
 )
@@ -29,9 +30,12 @@ from tests.checkpoints.builders import llama_metadata
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 
 # places of the halves of a block
-HALVES = {Q.Q4_0: (0,), Q.Q8_0: (0,), Q.Q4_K: (0, 2), Q.Q5_K: (0, 2), Q.Q6_K: (208,)}
-# bits a weight of matrices whose rows fill whole panels: those of the file
-BITS = {Q.Q4_0: 4.5, Q.Q4_K: 4.5, Q.Q5_K: 5.5, Q.Q6_K: 6.5625}
+HALVES = {
+    Q.Q4_0: (0,), Q.Q8_0: (0,), Q.Q4_K: (0, 2), Q.Q5_K: (0, 2), Q.Q6_K: (208,), Q.IQ4_NL: (0,),
+    Q.IQ4_XS: (0,), Q.MXFP4: (),
+}  # fmt: skip
+# kinds that are kept in the bits that the file has
+KEPT = (Q.Q4_0, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.IQ4_NL, Q.IQ4_XS, Q.MXFP4)
 HIDDEN, INNER, VOCAB, LAYERS = 256, 512, 64, 2
 
 
@@ -43,7 +47,7 @@ def _blocks(kind: Q, rows: int, columns: int, seed: int) -> NDArray[np.uint8]:
     if kind == Q.MXFP4:
         # a scale is a power of two, by its exponent and 127
         blocks[:, :, 0] = rng.integers(118, 121, blocks.shape[:2])
-    for place in HALVES.get(kind, () if kind == Q.MXFP4 else (0,)):
+    for place in HALVES[kind]:
         # of Q4_K and Q5_K, so that values lie around zero: the minimum is about 8 or 16 scales
         factor = 2.0**-14 if kind == Q.Q6_K else 2.0**-6 if kind == Q.Q4_0 else 2.0**-11
         if place == 2:
@@ -53,26 +57,32 @@ def _blocks(kind: Q, rows: int, columns: int, seed: int) -> NDArray[np.uint8]:
     return blocks.reshape(rows, -1)
 
 
+def _spoil(stored: NDArray[np.uint8], kind: Q, row: int) -> None:
+    """Scales at the ends of what there is: a subnormal half and a negative one in the next row;
+    of powers of two the least, which are subnormal, and the largest whose values are finite."""
+    if kind == Q.MXFP4:
+        stored[row, :51:17], stored[row + 1, ::17] = (0, 1, 2), 251
+        return
+    first, *_ = HALVES[kind]
+    stored[row, first : first + 2] = np.array([3e-6], dtype="<f2").view(np.uint8)
+    stored[row + 1, first : first + 2] = np.array([-0.01], dtype="<f2").view(np.uint8)
+
+
 @pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.name)
 def test_blocks_are_read_as_gguf_reads_them(kind: Q) -> None:
     stored = _blocks(kind, 37, 768, 1)
-    # a half that is subnormal, and a negative one
-    first, *_ = HALVES[kind]
-    stored[3, first : first + 2] = np.array([3e-6], dtype="<f2").view(np.uint8)
-    stored[4, first : first + 2] = np.array([-0.01], dtype="<f2").view(np.uint8)
+    _spoil(stored, kind, 3)
     expected = gguf.quants.dequantize(stored, kind)
     matrix = PackedMatrix(RawTensor(stored, kind.name, 768), "float32")
     np.testing.assert_allclose(matrix.unpack(), expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", BITS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.name)
 def test_kept_blocks_lose_nothing(kind: Q) -> None:
     stored = _blocks(kind, 70, 768, 2)
-    first, *_ = HALVES[kind]
-    # a half that is subnormal, and a negative one, in both halves of a panel
+    # in both halves of a panel
     for row in (3, 20):
-        stored[row, first : first + 2] = np.array([3e-6], dtype="<f2").view(np.uint8)
-        stored[row + 1, first : first + 2] = np.array([-0.01], dtype="<f2").view(np.uint8)
+        _spoil(stored, kind, row)
     matrix = PackedMatrix(RawTensor(stored, kind.name, 768), BLOCKS[kind.name])
     np.testing.assert_array_equal(matrix.unpack(), gguf.quants.dequantize(stored, kind))
 
@@ -98,7 +108,7 @@ def test_q4_rounds_nothing_of_q4_k_but_scales() -> None:
 
 
 @pytest.mark.parametrize("isa", variants())
-@pytest.mark.parametrize("kind", BITS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.name)
 def test_products_are_those_of_the_values(kind: Q, isa: str) -> None:
     # of many rows as many as 16 blocks of Q4_K are taken together
     columns = 18 * 256 if kind == Q.Q4_K else 512
@@ -118,6 +128,25 @@ def test_products_are_those_of_the_values(kind: Q, isa: str) -> None:
     for rows in (1, 2, 3, 5, 6, 7, 13, 209):
         # a row's bits do not depend on who else is multiplied
         np.testing.assert_array_equal(matrix.multiply(x[:rows]), whole[:rows])
+
+
+@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.name)
+def test_what_is_no_number_is_not_hidden(kind: Q, bad: float, isa: str) -> None:
+    """Bytes hold no NaN, so something beside them must: a row that has one is all NaN, as one of
+    int8 is, and the rows beside it are what they were."""
+    stored = _blocks(kind, 40, 512, 6)
+    matrix = PackedMatrix(RawTensor(stored, kind.name, 512), BLOCKS[kind.name], isa=isa)
+    x = np.random.default_rng(7).normal(size=(9, 512)).astype(np.float32)
+    clean = matrix.multiply(x)
+    x[2, 5], x[4, 511], x[5] = bad, bad, bad
+    out = matrix.multiply(x)
+    assert np.isnan(out[[2, 4, 5]]).all()
+    others = [0, 1, 3, 6, 7, 8]
+    np.testing.assert_array_equal(out[others], clean[others])
+    eight = PackedMatrix(RawTensor(stored, kind.name, 512), "int8", isa=isa).multiply(x)
+    assert not np.isfinite(eight[[2, 4, 5]]).any()
 
 
 def _file(path: Path, kinds: dict[str, Q], experts: int = 0) -> GGUFCheckpoint:
@@ -246,16 +275,22 @@ def test_what_no_kernel_has_is_int8(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Q.IQ4_NL, Q.IQ4_XS, Q.MXFP4], ids=lambda kind: kind.name)
-def test_kinds_without_kernels_are_decoded_to_int8(tmp_path: Path, kind: Q) -> None:
+def test_kinds_of_tables_are_kept(tmp_path: Path, kind: Q) -> None:
     names = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
     checkpoint = _file(tmp_path / "m.gguf", dict.fromkeys(names, kind))
     assert checkpoint.config.stored_dtype == kind.name
     kinds = choose_kinds(checkpoint, "int8")
     assert kinds.numbers == b"" and kinds.note == f"14 {kind.name}, 1 Q4_K decoded to int8"
+    kept = choose_kinds(checkpoint, "native")
+    assert kept.note == f"14 {kind.name}, 1 Q4_K in their own bits"
+    assert set(kept.numbers[:-2]) == {PACKED[BLOCKS[kind.name]]}
+    # q4 was asked for by somebody: their grid is not that of q4's blocks
+    assert choose_kinds(checkpoint, "q4").numbers == b""
     exact = _logits(checkpoint, "float32", b"")
-    out = _logits(checkpoint, "int8", b"")
     # what rounding to int8 costs; values read otherwise would be as far off as others are
-    assert np.sqrt(((out - exact) ** 2).mean()) <= 0.1 * exact.std()
+    for dtype, numbers in (("int8", b""), ("q4", kept.numbers)):
+        out = _logits(checkpoint, dtype, numbers)
+        assert np.sqrt(((out - exact) ** 2).mean()) <= 0.1 * exact.std()
 
 
 def test_only_files_of_4_bits_are_mixed(tmp_path: Path) -> None:
@@ -268,6 +303,22 @@ def test_only_files_of_4_bits_are_mixed(tmp_path: Path) -> None:
     rounded = choose_kinds(_file(tmp_path / "six.gguf", six), "q4")
     # somebody asked for 4 bits, of a file that has more
     assert rounded.numbers == b"" and rounded.note == ""
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+@pytest.mark.parametrize("dtype", ["native", "q4", "int8"])
+def test_bytes_are_told_without_packing(tmp_path: Path, dtype: str, has_head: bool) -> None:
+    mixed = {"token_embd": Q.Q6_K, "1.attn_v": Q.Q6_K, "ffn_down": Q.Q5_K, "attn_output": Q.Q4_0}
+    checkpoint = _file(tmp_path / "m.gguf", mixed)
+    model = NativeModel(
+        checkpoint.config, checkpoint_tensors(checkpoint), rotary_tables(checkpoint.config, 32),
+        dtype="q4" if dtype == "native" else dtype, num_blocks=2, threads=1,
+        kinds=choose_kinds(checkpoint, dtype).numbers, has_head=has_head,
+    )  # fmt: skip
+    # each matrix and each row of scales begins at a multiple of 64 bytes
+    told = packed_bytes(checkpoint, dtype, has_head=has_head)
+    assert 0 <= model.weight_bytes - told <= 64 * 2 * (6 * LAYERS + 1)
+    model.close()
 
 
 def test_memory_is_that_of_the_file(tmp_path: Path) -> None:

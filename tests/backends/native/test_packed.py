@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.backends.native import NativeModel, unavailable_reason
+from paceline.backends.native import NativeModel, packed, unavailable_reason
 from paceline.backends.native.packed import PackedCopies, fingerprint
 from tests.backends.native.reference import random_weights, rope_tables, tiny_config
 
@@ -105,6 +106,50 @@ def test_what_was_left_half_written_goes(copies: PackedCopies) -> None:
     assert [path.exists() for path in left] == [False, True]
 
 
+def test_what_others_write_is_counted(
+    copies: PackedCopies, caplog: pytest.LogCaptureFixture
+) -> None:
+    copies.write({"isa": "0"}, _pieces(b"x" * 3000))
+    part = copies.folder / ".other.packed.7.part"
+    with part.open("wb") as others:
+        fcntl.flock(others, fcntl.LOCK_EX)
+        os.truncate(others.fileno(), 6000)
+        # written to long ago, but somebody holds it
+        os.utime(part, (0, 0))
+        copies.write(ABOUT, _pieces(b"y" * 3500))
+        assert part.exists()
+        assert copies.read(ABOUT, _pieces(bytes(3500)))
+        assert not copies.read({"isa": "0"}, _pieces(bytes(3000)))
+        with caplog.at_level(logging.WARNING):
+            copies.write({"isa": "2"}, _pieces(b"z" * 5000))
+        assert "do not fit beside 0 MiB that other processes are writing" in caplog.text
+        # and nothing was removed for it
+        assert copies.read(ABOUT, _pieces(bytes(3500)))
+    # whoever wrote it is gone
+    copies.write({"isa": "2"}, _pieces(b"z" * 5000))
+    assert not part.exists()
+    assert copies.read({"isa": "2"}, _pieces(bytes(5000)))
+
+
+def test_a_part_takes_its_whole_size_from_the_start(
+    copies: PackedCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    put = packed._put
+
+    def watched(file: int, piece: memoryview) -> None:
+        [part] = copies.folder.glob(".*.part")
+        sizes.append(part.stat().st_size)
+        with part.open("rb") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        put(file, piece)
+
+    monkeypatch.setattr(packed, "_put", watched)
+    copies.write(ABOUT, _pieces(b"some", b"w" * 3000))
+    [path] = _files(copies.folder)
+    assert set(sizes) == {path.stat().st_size}
+
+
 def test_a_disk_that_fails_costs_the_copy_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,7 +180,9 @@ def test_fingerprints_are_of_contents_and_times(tmp_path: Path) -> None:
 
 @native
 @pytest.mark.parametrize("dtype", ["q4", "int8", "float32"])
-def test_a_model_starts_from_its_copy(tmp_path: Path, dtype: str) -> None:
+def test_a_model_starts_from_its_copy(
+    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny_config(
         qk_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True, tie_word_embeddings=False,
         vocab_size=2000, hidden_size=128,
@@ -168,3 +215,7 @@ def test_a_model_starts_from_its_copy(tmp_path: Path, dtype: str) -> None:
     np.testing.assert_array_equal(logits(), first)
     # nothing was read for the second
     assert len(taken) == len(weights)
+    # another build of the library may pack otherwise
+    monkeypatch.setattr("paceline.backends.native.model.digest", lambda: "of another build")
+    np.testing.assert_array_equal(logits(), first)
+    assert len(taken) == 2 * len(weights)

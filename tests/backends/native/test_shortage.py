@@ -45,8 +45,8 @@ def make(config, weights, threads):
 THREADS = """
 config = tiny_config()
 weights = random_weights(config, 0)
-# a thread takes some megabytes for its stack
-allow(256 << 20)
+# a thread takes some megabytes for its stack, and the first matrix 256 of address space
+allow(512 << 20)
 try:
     make(config, weights.items(), 1000)
 except ConfigError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,3 +85,62 @@ def test_shape_of_a_plan_is_the_sum_of_its_rows() -> None:
     rows = [ScheduledRow("a", 7, 1, (), True), ScheduledRow("b", 10, 20, (), False)]
     shape = StepShape().plus(7, 1).plus(10, 20)
     assert StepShape.of(rows) == shape == StepShape(20, 400.0, 1, 7)
+
+
+def trained(rng: random.Random) -> StepTimeModel:
+    """Steps of a machine that has served for long."""
+    model = StepTimeModel()
+    for _ in range(1000):
+        shape = random_shape(rng)
+        model.observe(shape, true_seconds(shape) * rng.uniform(0.95, 1.05))
+    return model
+
+
+# of a neighbour on one of two cores; of a laptop that is unplugged, and plugged in again
+@pytest.mark.parametrize("slow", [3.0, 2.0, 1.4, 0.6])
+def test_it_follows_a_clock_within_seconds(slow: float) -> None:
+    """In virtual time, on a machine that decodes: three seconds after the change its steps are
+    predicted as they are now, and prompts, of which none came since, not as they were."""
+    rng = random.Random(7)
+    model = trained(rng)
+    decode, prompt = StepShape(0, 0.0, 16, 200 * 16), StepShape().plus(0, 300)
+    now = 0.0
+    while now < 3.0:
+        shape = StepShape(0, 0.0, rng.randint(12, 20), rng.randint(2000, 4000))
+        seconds = true_seconds(shape, slow) * rng.uniform(0.95, 1.05)
+        model.observe(shape, seconds)
+        now += seconds
+    assert abs(model.predict(decode) / true_seconds(decode, slow) - 1.0) < 0.1
+    # a quicker machine's are predicted too long until one is seen, which breaks no promise
+    assert 0.8 < model.predict(prompt) / true_seconds(prompt, slow) < (1.1 if slow > 1.0 else 1.7)
+    for _ in range(400):
+        shape = random_shape(rng)
+        model.observe(shape, true_seconds(shape, slow) * rng.uniform(0.95, 1.05))
+    assert statistics.mean(relative_errors(model, rng, slow)) < 0.05
+
+
+def test_steps_that_stop_now_and_then_are_predicted_on_average() -> None:
+    """A thread that is off its processor for 15 ms in every 30: most steps of 5 ms notice nothing,
+    and every fourth takes 20. A fit of relative errors follows the many."""
+    rng = random.Random(8)
+    model = trained(rng)
+    shape = StepShape(0, 0.0, 4, 800)
+    alone = true_seconds(shape)
+    predicted = actual = 0.0
+    for step in range(1000):
+        seconds = alone * (4.0 if step % 4 == 0 else 1.0)
+        told = model.observe(shape, seconds)
+        if step >= 100:
+            predicted, actual = predicted + told, actual + seconds
+    assert abs(predicted / actual - 1.0) < 0.1
+
+
+def test_a_single_stall_is_no_change_of_the_machine() -> None:
+    model = trained(random.Random(9))
+    shape = StepShape(0, 0.0, 8, 1600)
+    before = model.predict(shape)
+    model.observe(shape, 100 * true_seconds(shape))
+    assert model.predict(shape) < 1.2 * before
+    for _ in range(25):
+        model.observe(shape, true_seconds(shape))
+    assert abs(model.predict(shape) / before - 1.0) < 0.03

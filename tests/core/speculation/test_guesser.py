@@ -126,8 +126,22 @@ def test_a_model_is_judged_by_what_it_made_and_only_then() -> None:
         wrong = likely(length + 1)
     assert wrong[0] < 0.3
     # it had not caught up
-    guesser.learn(())
+    guesser.learn((), 40, True)
     assert likely(57) == wrong
+
+
+def test_what_a_model_has_not_seen_is_counted() -> None:
+    guesser = Guesser([ModelDrafter()], PROMPT, Acceptance())
+    answer = expected_tokens(PROMPT, 60, VOCAB)
+    guesser.guess(len(PROMPT), answer[:20], 3)
+    assert guesser.num_unseen == len(PROMPT) + 20
+    # it caught up with some, and then with all
+    guesser.learn((), 16, True)
+    guesser.guess(len(PROMPT), answer[:21], 3)
+    assert guesser.num_unseen == len(PROMPT) + 5
+    guesser.learn((1, 2), 9)
+    guesser.guess(len(PROMPT), answer[:23], 3)
+    assert guesser.num_unseen == 2
 
 
 def test_a_model_is_asked_where_others_bring_less_than_a_token() -> None:

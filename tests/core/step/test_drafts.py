@@ -131,6 +131,19 @@ def test_a_new_request_waits_for_tokens_if_others_were_guessed() -> None:
     assert waits() == 7
 
 
+def test_no_step_waits_for_tokens_while_blocks_are_short() -> None:
+    # from the eighth block on guesses may only have places of blocks that are held
+    driver = _driver(_knowing(), num_blocks=12, block_size=4)
+    driver.add(make_request("a", PROMPT, 40))
+    waited = []
+    while driver.scheduler.has_unfinished:
+        driver.step()
+        if not driver.plans[-1].drafts and 24 < len(driver.tokens["a"]) < 36:
+            waited.append(driver.scheduler.awaits_tokens)
+    assert driver.tokens["a"] == expected_tokens(PROMPT, 40, VOCAB)
+    assert waited and not any(waited)
+
+
 @pytest.mark.parametrize("max_tokens", range(1, 9))
 def test_guesses_end_where_the_answer_does(max_tokens: int) -> None:
     driver = _driver(_knowing(), max_model_len=len(PROMPT) + max_tokens)

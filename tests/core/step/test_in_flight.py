@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from paceline.core.outputs import SchedulerOutput, StepResult
+from paceline.core.outputs import Draft, SchedulerOutput, StepResult
 from paceline.core.predict.step_time import StepShape, StepTimeModel
+from paceline.core.speculation.guess import MODEL, NGRAM, UNMADE
 from paceline.core.step.in_flight import StepsInFlight
 from tests.driving import make_request
 
@@ -82,6 +84,32 @@ def test_what_a_step_took_is_learned_and_compared_with_what_was_predicted() -> N
         assert model.num_observations == before + 1, "a step without a time teaches nothing"
         assert steps.actual_seconds == (0.02 if compared else 0.0)
         assert steps.predicted_seconds == pytest.approx(0.018 if compared else 0.0, rel=0.1)
+
+
+def test_a_step_teaches_what_ran_of_it() -> None:
+    shapes = []
+
+    class Told(StepTimeModel):
+        def observe(self, shape: StepShape, seconds: float) -> float:
+            shapes.append(shape)
+            return super().observe(shape, seconds)
+
+    steps = StepsInFlight(Told(), 0.0)
+    steps.push(1, [], StepShape(0, 0.0, 2 + 4 + 2, 10), 0.0, 0.5, None)
+    drafts = (Draft(0, (UNMADE,) * 4, MODEL), Draft(1, (7, 8), NGRAM))
+    result = StepResult(1, (), made=((0, (5,)),), elapsed=0.1)
+    steps.pop(replace(plan(1), drafts=drafts), result, 1.0)
+    # of four guesses the draft model made one
+    assert shapes == [StepShape(0, 0.0, 2 + 1 + 2, 10)]
+    assert steps.num_decode_tokens == 5
+
+
+def test_making_guesses_is_part_of_a_step() -> None:
+    steps = StepsInFlight(trained(), 0.0)
+    steps.push(1, [], SHAPE, 0.0, 0.5, None, 0.2)
+    steps.pop(plan(1), StepResult(1, (), elapsed=0.02, drafting=0.3), 1.0)
+    assert steps.actual_seconds == pytest.approx(0.32)
+    assert steps.predicted_seconds == pytest.approx(0.018 + 0.2, rel=0.05)
 
 
 def test_the_share_of_ordinary_requests_fades() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from paceline.backends.null import NullBackend, expected_tokens
-from paceline.core.outputs import SchedulerOutput, StepResult
+from paceline.core.outputs import ScheduledRow, SchedulerOutput, StepResult
 from paceline.core.predict.step_time import StepShape
+from paceline.core.slo import NO_SLO, Slo
 from paceline.core.speculation.guess import MODEL, NGRAM, UNMADE
+from paceline.core.step.draft_choice import DraftChoice, StepCosts
 from tests.driving import Driver, ask, make_request
 
 VOCAB = 97
@@ -86,27 +89,44 @@ def test_others_guess_first_where_they_are_sure() -> None:
 
 
 class _Timed(NullBackend):
-    """Each pass of the draft model takes so long."""
+    """Each pass of the draft model takes so long, and each known token that it has not seen."""
 
-    seconds = 0.0
+    seconds = token_seconds = 0.0
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._seen: dict[str, int] = {}
 
     def execute(self, plan: SchedulerOutput) -> Future[StepResult]:
         result = super().execute(plan).result()
         passes = max((len(token_ids) for _, token_ids in result.made), default=0)
+        caught_up = []
+        for index, _ in result.made:
+            name, start = plan.rows[index][:2]
+            caught_up.append(max(0, start - self._seen.get(name, 0)))
+            self._seen[name] = start + 1
+        drafting = passes * self.seconds + sum(caught_up) * self.token_seconds
         future: Future[StepResult] = Future()
-        future.set_result(replace(result, drafting=passes * self.seconds))
+        future.set_result(replace(result, drafting=drafting, caught_up=tuple(caught_up)))
         return future
+
+
+def _step_seconds(shape: StepShape) -> float:
+    return 1.0 + 0.01 * (shape.narrow_rows + shape.wide_tokens)
+
+
+def _dear(
+    seconds: float, wrong: Collection[int] = (), depth: int = 1, token_seconds: float = 0.0
+) -> Driver:
+    """With a draft model that takes so many steps a pass and an unseen token."""
+    backend = _Timed(vocab_size=VOCAB, num_blocks=256, block_size=4, draft_wrong=wrong)
+    backend.seconds, backend.token_seconds = seconds, token_seconds
+    return _driver(backend=backend, num_blocks=256, seconds=_step_seconds, depth=depth)
 
 
 def _timed(seconds: float, wrong: Collection[int] = (), streams: int = 1, depth: int = 1) -> Driver:
     """After ``streams`` requests at once with a draft model that takes so many steps a pass."""
-
-    def step_seconds(shape: StepShape) -> float:
-        return 1.0 + 0.01 * (shape.narrow_rows + shape.wide_tokens)
-
-    backend = _Timed(vocab_size=VOCAB, num_blocks=256, block_size=4, draft_wrong=wrong)
-    backend.seconds = seconds
-    driver = _driver(backend=backend, num_blocks=256, seconds=step_seconds, depth=depth)
+    driver = _dear(seconds, wrong, depth)
     for stream in range(streams):
         driver.add(make_request(f"r{stream}", (stream, 5, 8, 13), 240))
     driver.run()
@@ -139,6 +159,107 @@ def test_a_model_that_was_too_dear_or_wrong_is_tried_again(depth: int) -> None:
     driver.run()
     after = driver.scheduler.stats()
     assert after.num_accepted_tokens - before.num_accepted_tokens > 100
+
+
+def test_a_model_that_makes_nothing_is_asked_ever_less() -> None:
+    backend = NullBackend(
+        vocab_size=VOCAB, num_blocks=512, block_size=4, draft_wrong=(), draft_most=0
+    )
+    driver = _driver(backend=backend, num_blocks=512)
+    driver.add(make_request("a", PROMPT, 1000))
+    driver.run()
+    asked = [number for number, plan in enumerate(driver.plans) if plan.drafts]
+    assert 4 <= len(asked) < 12
+    assert max(later - earlier for earlier, later in pairwise(asked)) > 200
+    # another request is a reason to try again
+    driver.add(make_request("b", (1, 1, 2), 60))
+    first = len(driver.plans)
+    driver.run()
+    assert 1 <= sum(bool(plan.drafts) for plan in driver.plans[first:]) < 4
+
+
+def test_one_for_whom_nothing_is_made_is_asked_less_beside_others() -> None:
+    class Fails(_Timed):
+        def _guess(self, row: ScheduledRow, count: int) -> tuple[int, ...]:
+            return () if row.request_id == "b" else super()._guess(row, count)
+
+    backend = Fails(vocab_size=VOCAB, num_blocks=256, block_size=4, draft_wrong=())
+    backend.seconds = 0.05
+    driver = _driver(backend=backend, num_blocks=256, seconds=_step_seconds)
+    for name in "ab":
+        # for "a" the model takes in what was right every time
+        driver.add(make_request(name, (*PROMPT, ord(name)), 200))
+    driver.run()
+    asked = {"a": 0, "b": 0}
+    for plan in driver.plans:
+        for draft in plan.drafts:
+            asked[plan.rows[draft.row].request_id] += 1
+    assert asked["a"] > 30
+    # of 200 steps; one more beside others costs next to nothing, so it is not given up
+    assert 1 <= asked["b"] < 40
+
+
+def test_what_the_model_has_not_seen_is_part_of_the_price() -> None:
+    def guessed(token_seconds: float, max_tokens: int) -> float:
+        """The share of tokens guessed of requests with prompts of 200 tokens, once it is known."""
+        driver, before = _dear(0.05, token_seconds=token_seconds), 0
+        for number in range(12):
+            if number == 8:
+                before = driver.scheduler.stats().num_accepted_tokens
+            prompt = [number, *range(number, number + 199)]
+            count = 60 if number < 8 else max_tokens
+            driver.add(make_request(f"r{number}", prompt, count, arrival=driver.now))
+            driver.run()
+        return (driver.scheduler.stats().num_accepted_tokens - before) / (4 * max_tokens)
+
+    assert guessed(0.0, 12) > 0.5
+    # 40 steps for the sake of 12 tokens, and of 400
+    assert guessed(0.2, 12) < 0.2
+    assert guessed(0.2, 400) > 0.5
+
+
+def test_making_guesses_is_part_of_predicted_steps() -> None:
+    driver = _dear(0.25)
+    driver.add(make_request("a", PROMPT, 200))
+    beyond: list[tuple[float, float]] = []
+    while driver.scheduler.has_unfinished:
+        driver.step()
+        plan, note = driver.plans[-1], driver.scheduler.note
+        if plan.drafts and note is not None:
+            passes = max(len(draft.token_ids) for draft in plan.drafts)
+            beyond.append((note.predicted_s - _step_seconds(StepShape.of(plan.rows)), passes / 4))
+    assert len(beyond) > 20
+    for predicted, making in beyond[-10:]:
+        assert predicted == pytest.approx(making, abs=0.05)
+
+
+def _chosen(*survivals: Sequence[float], slo: Slo = NO_SLO) -> list[int]:
+    """Guesses of each row, where a step takes 1 second, a row more nothing and a pass 0.5."""
+    requests = [make_request(str(index), (1, 2), slo=slo) for index in range(len(survivals))]
+    costs = StepCosts(
+        seconds=1.0,
+        late=1.0,
+        price=lambda rows: (1.0, 0.0),
+        making=0.5,
+        catching_up=dict.fromkeys(range(len(survivals)), 0.0),
+        known=True,
+    )
+    choice = DraftChoice(requests, costs, most=100, tries=False)
+    choice.take(survivals)
+    return choice.counts
+
+
+def test_a_pass_is_paid_by_the_guesses_made_in_it() -> None:
+    # the second pass would be for one of two rows alone: 0.9 * 1.5 is less than 3.8 * 0.5
+    assert _chosen([0.9] * 4, [0.9]) == [1, 1]
+    assert _chosen([0.9] * 4, [0.9] * 4) > [1, 1]
+    assert _chosen([0.9] * 4)[0] > 1
+    # who opens a pass takes all of its time
+    assert _chosen([0.9], [0.9], slo=Slo(itl=1.4)) == [0, 0]
+    assert _chosen([0.9], [0.9], slo=Slo(itl=1.6)) == [1, 1]
+    # a guess that is never verified pays for nothing: 2 * 0.5 is more than 0.8
+    assert _chosen([0.8], [0.05]) == [0, 0]
+    assert _chosen([0.8], [0.8]) == [1, 1]
 
 
 def test_a_request_may_ask_for_no_guesses() -> None:

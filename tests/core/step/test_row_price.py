@@ -54,5 +54,13 @@ def test_a_machine_that_becomes_slower_is_followed() -> None:
     assert found == (pytest.approx(16.0, rel=0.05), pytest.approx(1.0, rel=0.1))
 
 
+def test_steps_of_hundreds_of_rows_do_not_decide_what_few_cost() -> None:
+    price = learned(4, 0.7, list(range(1, 17)))
+    for turn in range(640):
+        # beyond some number a row costs much more
+        price.observe(60 + turn % 196, 500.0 + 9.0 * (turn % 196))
+    assert price.of(8) == (pytest.approx(7.8, rel=0.05), pytest.approx(0.7, rel=0.15))
+
+
 def test_times_that_fall_with_rows_cost_nothing() -> None:
     assert learned(1, -0.1, list(range(1, 9))).of(4) == (pytest.approx(4.7, rel=0.1), 0.0)

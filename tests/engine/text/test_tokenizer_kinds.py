@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import random
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -178,9 +180,11 @@ def test_names_of_one_family_mean_the_same() -> None:
 
 
 def as_read(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Metadata as ``read_gguf`` gives it: numbers in numpy arrays."""
+    """Metadata as ``read_gguf`` gives it: numbers in arrays."""
     return {
-        key: np.array(value) if isinstance(value, list) and not isinstance(value[0], str) else value
+        key: array("f" if isinstance(value[0], float) else "i", value)
+        if isinstance(value, list) and not isinstance(value[0], str)
+        else value
         for key, value in metadata.items()
     }
 
@@ -262,13 +266,13 @@ MISTAKES: list[tuple[str, dict[str, Any]]] = [
     ("not supported; these are: gpt2, llama, bert", {"model": "t5"}),
     ("not supported; these are: gpt2, llama, bert", {"model": None}),
     ("holds no tokenizer", {"tokens": None}),
-    ("holds no tokenizer", {"tokens": np.array([1])}),
+    ("holds no tokenizer", {"tokens": array("i", [1])}),
     ("pre 'strange' is not supported", {"pre": "strange"}),
     ("merges is missing", {"merges": None}),
     ("merges[0] is 'ab', not a pair", {"merges": ["ab"]}),
     ("do not fit the vocabulary", {"merges": ["qq zz"]}),
-    ("only 1 of them different", {"tokens": ["a", "a"], "token_type": np.array([1, 1])}),
-    ("token_type has 1 entries", {"token_type": np.array([1])}),
+    ("only 1 of them different", {"tokens": ["a", "a"], "token_type": array("i", [1, 1])}),
+    ("token_type has 1 entries", {"token_type": array("i", [1])}),
     ("bos_token_id is 5000", {"bos_token_id": 5000}),
     ("bos_token_id is -1", {"bos_token_id": -1}),
     ("bos_token_id is 'x'", {"bos_token_id": "x"}),
@@ -291,10 +295,10 @@ def test_a_byte_level_vocabulary_that_lies_is_refused(message: str, change: dict
     ("message", "change"),
     [
         ("scores is missing", {"scores": None}),
-        ("scores has 2 entries", {"scores": np.zeros(2)}),
+        ("scores has 2 entries", {"scores": array("f", [0, 0])}),
         ("token_type is missing", {"token_type": None}),
         ("unknown_token_id is 9", {"unknown_token_id": 9}),
-        ("scores[3] is nan", {"scores": np.array([0, 0, 0, np.nan])}),
+        ("scores[3] is nan", {"scores": array("f", [0, 0, 0, math.nan])}),
         ("a piece of 5000 characters", {"tokens": ["<unk>", "<s>", "</s>", "a" * 5000]}),
     ],
 )
@@ -304,8 +308,8 @@ def test_a_sentencepiece_vocabulary_that_lies_is_refused(
     metadata: dict[str, Any] = {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "a"],
-        "tokenizer.ggml.scores": np.zeros(4),
-        "tokenizer.ggml.token_type": np.array([2, 3, 3, 1]),
+        "tokenizer.ggml.scores": array("f", [0] * 4),
+        "tokenizer.ggml.token_type": array("i", [2, 3, 3, 1]),
     }
     for key, value in change.items():
         metadata[f"tokenizer.ggml.{key}"] = value

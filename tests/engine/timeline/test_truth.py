@@ -104,11 +104,9 @@ def test_demotion_is_told(depth: int) -> None:
     assert any(seen.relegated for seen in watched.ended.values())
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_whatever_happens(policy: str, seed: int, depth: int) -> None:
-    """Arrivals, aborts, targets, priorities, tenants and too little memory, by chance."""
+def by_chance(policy: str, seed: int, depth: int) -> Watched:
+    """Arrivals, aborts, targets, priorities, tenants and too little memory. The model is held to
+    the scheduler after every step, and each request's story to what the engine says of it."""
     random_ = random.Random(f"{policy} {seed}")
     watched = Watched(
         num_blocks=20,
@@ -162,6 +160,28 @@ def test_whatever_happens(policy: str, seed: int, depth: int) -> None:
         request = watched.requests[name]
         if seen.end not in ("abort", "expired"):
             watched.check_story(request)
+    return watched
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_whatever_happens(policy: str, seed: int, depth: int) -> None:
+    by_chance(policy, seed, depth)
+
+
+def test_all_of_it_happens() -> None:
+    """What the test above says nothing of where it does not come up."""
+    told, ends, states = set[int](), set[str](), set[State]()
+    for seed in range(6):
+        watched = by_chance("deadline", seed, 1 + seed % 2)
+        told |= kinds(watched)
+        told |= {e.kind for f in watched.frames if isinstance(f, Done) for e in f.events}
+        ends |= {seen.end for seen in watched.ended.values()}
+        states |= {span.state for seen in watched.ended.values() for span in seen.spans}
+    assert {Kind.PREEMPT, Kind.SWAP, Kind.FOUND, Kind.SKIP, Kind.RELEGATE} <= told
+    assert {"length", "abort", "expired"} <= ends
+    assert {State.HELD, State.PREEMPTED, State.SWAPPED} <= states
 
 
 @pytest.mark.parametrize("depth", [2, 3])

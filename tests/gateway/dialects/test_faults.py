@@ -23,8 +23,17 @@ from tests.gateway.dialects.samples import (
     azure_chunks,
 )
 from tests.gateway.fault_server import Engine, Step, chat_chunks, scripted
-from tests.gateway.helpers import CHAT, chat, configured, gateway_over, streamed, text_of
-from tests.gateway.test_gateway import WHOLE, _prefer_others, _until
+from tests.gateway.helpers import (
+    CHAT,
+    WHOLE,
+    chat,
+    configured,
+    gateway_over,
+    prefer_others,
+    streamed,
+    text_of,
+    until,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -155,7 +164,7 @@ async def test_a_stream_that_breaks(spoken: Spoken, fault: str, said: bool) -> N
             http,
         ),
     ):
-        _prefer_others(gateway, "e2")
+        prefer_others(gateway, "e2")
         told = streamed(await http.post(CHAT, json=chat(stream=True)))
         assert told[-1] == "[DONE]" and len(one.bodies) == 1
         if said:
@@ -211,7 +220,7 @@ async def test_a_pause_in_every_way_it_is_written(spoken: Spoken, status: int, h
         scripted(Step(parts=tuple(spoken.events))) as two,
         gateway_over(config(spoken, one, two)) as (gateway, http),
     ):
-        _prefer_others(gateway, "e2")
+        prefer_others(gateway, "e2")
         for _ in range(3):
             answer = await http.post(CHAT, json=chat(stream=True))
             assert text_of(streamed(answer)) == "".join(WORDS)
@@ -223,9 +232,9 @@ async def test_a_caller_who_hangs_up_ends_it(spoken: Spoken) -> None:
     stalls = Step(parts=tuple(spoken.events[: spoken.to_second_word]), then="stall")
     async with scripted(stalls) as engine, gateway_over(config(spoken, engine)) as (_, http):
         sent = asyncio.ensure_future(http.post(CHAT, json=chat(stream=True)))
-        await _until(lambda: bool(engine.bodies))
+        await until(lambda: bool(engine.bodies))
         sent.cancel()
-        await _until(lambda: engine.hung_up == 1)
+        await until(lambda: engine.hung_up == 1)
 
 
 async def test_anthropics_errors_are_openais_to_a_caller_of_chat() -> None:

@@ -3,11 +3,22 @@ import { signal } from "../vendor/preact.js";
 import { lines } from "./format.js";
 
 const STORED = "paceline-key";
+const SESSION = "paceline-session";
 
 /** The reader's API key: in memory, and in this tab's storage if asked to be kept. */
 export const key = signal(sessionStorage.getItem(STORED) ?? "");
 /** True once an answer said that a key is wanted. */
 export const keyWanted = signal(false);
+
+/** Names this tab to the server, where something is kept for it: nobody else can guess it, and a reload does not change it. */
+function session() {
+  let name = sessionStorage.getItem(SESSION);
+  if (!name) {
+    name = Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+    sessionStorage.setItem(SESSION, name);
+  }
+  return name;
+}
 
 /** @param {string} value @param {boolean} keep */
 export function setKey(value, keep) {
@@ -30,12 +41,12 @@ export class ApiError extends Error {
 
 /**
  * @param {string} path
- * @param {{ method?: string, body?: string | Blob, signal?: AbortSignal }} [options] a text is JSON
+ * @param {{ method?: string, body?: string | Blob, signal?: AbortSignal, headers?: Record<string, string> }} [options] a text is JSON
  * @returns {Promise<Response>} only of answers that are no errors
  */
 export async function call(path, options = {}) {
   /** @type {Record<string, string>} */
-  const headers = {};
+  const headers = { ...options.headers };
   if (key.value) headers.Authorization = `Bearer ${key.value}`;
   if (typeof options.body === "string") headers["Content-Type"] = "application/json";
   const response = await fetch(path, { ...options, headers, credentials: "omit", cache: "no-store" });
@@ -52,6 +63,9 @@ export async function call(path, options = {}) {
   const wait = Number(response.headers.get("retry-after")) || 0;
   throw new ApiError(response.status, told.message.slice(0, 2000), told.param, wait);
 }
+
+/** What is kept for this tab and this key alone. @param {string} path @param {Parameters<typeof call>[1]} [options] */
+export const callAsTab = (path, options) => call(path, { ...options, headers: { "X-Paceline-Session": session() } });
 
 /** @param {string} path @returns {Promise<any>} */
 export const getJson = async (path) => (await call(path)).json();

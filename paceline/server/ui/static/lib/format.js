@@ -56,6 +56,32 @@ export function story(told, usage, target) {
   return found;
 }
 
+/**
+ * The time of a request, in parts: what it waited for, reason by reason, its prompt, its tokens and the way to this browser; and
+ * marks of when its first token was predicted and is due.
+ * @param {any} told one entry of usage.timeline
+ * @param {number} total milliseconds from here to its end
+ * @param {number | null} target milliseconds to the first token
+ */
+export function waterfall(told, total, target) {
+  const names = Object.keys(REASONS);
+  const ttft = told.ttft_ms ?? total;
+  const waits = Object.entries(told.waited_ms).map(([why, ms]) => ({
+    kind: `reason${Math.max(0, names.indexOf(why))}`, name: `waited ${REASONS[/** @type {keyof typeof REASONS} */ (why)] ?? why}`, ms: Number(ms),
+  }));
+  const parts = [
+    ...waits.filter(({ ms }) => ms > 0),
+    { kind: "chunk", name: "read the prompt", ms: Math.max(0, ttft - told.queued_ms) },
+    { kind: "decode", name: "wrote and sent", ms: Math.max(0, total - ttft) },
+  ];
+  const marks = [
+    { kind: "predicted", name: "first token predicted", ms: told.predicted_ttft_ms }, { kind: "due", name: "first token due", ms: target },
+  ].filter(({ ms }) => ms != null);
+  const sum = parts.reduce((before, { ms }) => before + ms, 0);
+  // one that lies beyond the end stands at the end: the legend has its number
+  return { parts, marks: marks.map((mark) => ({ ...mark, at: Math.min(1, mark.ms / Math.max(sum, 1e-9)) })) };
+}
+
 /** A function from pieces of text, cut anywhere, to the whole lines in them. */
 export function lines() {
   let rest = "";

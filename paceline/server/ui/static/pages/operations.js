@@ -10,13 +10,23 @@ const failed = signal("");
 const find = signal("");
 // a key that may not see it is not used to ask again
 let refused = "";
+// questions that were asked, and the last that was answered: an answer that comes behind a later
+// question's is not shown
+let asked = 0, answered = 0;
+let typed = 0;
 
 async function look() {
   if (refused && refused === key.value) return;
+  const turn = ++asked;
   try {
-    told.value = await getJson(`/ui/api/operations?find=${encodeURIComponent(find.value.trim())}`);
+    const found = await getJson(`/ui/api/operations?find=${encodeURIComponent(find.value.trim())}`);
+    if (turn < answered) return;
+    answered = turn;
+    told.value = found;
     failed.value = refused = "";
   } catch (error) {
+    if (turn < answered) return;
+    answered = turn;
     failed.value = error instanceof ApiError ? error.message : "The server does not answer.";
     if (error instanceof ApiError && error.status === 403) refused = key.value;
     // what was known a moment ago is not what is
@@ -89,7 +99,7 @@ function Keys({ keys, all, found }) {
   const names = ["Name", "Scope", "Requests", "Tokens", "At once", "Under way", "Served", "Tokens read", "Tokens written"];
   return [
     h("label", { class: "find" }, h("span", null, "Name holds"), h("input", { type: "search", value: find.value, autocomplete: "off", spellcheck: false,
-      onInput: (/** @type {any} */ event) => { find.value = event.target.value; look(); } })),
+      onInput: (/** @type {any} */ event) => { find.value = event.target.value; clearTimeout(typed); typed = setTimeout(look, 150); } })),
     h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Keys" }, h("table", null,
       h("caption", null, keys.length < found ? `${keys.length} of ${found} keys: type a part of a name for others` : `${found} of ${all} keys`),
       h("thead", null, h("tr", null, names.map((name) => h("th", { scope: "col" }, name)))),
@@ -112,13 +122,13 @@ function Settings({ settings }) {
 
 /** @param {{ shown: boolean }} props */
 export function Operations({ shown }) {
-  const asked = key.value;
+  const with_ = key.value;
   useEffect(() => {
     if (!shown) return;
     look();
     const timer = setInterval(() => document.hidden || look(), 3000);
     return () => clearInterval(timer);
-  }, [shown, asked]);
+  }, [shown, with_]);
   const found = told.value;
   return h("div", { class: "page" },
     h("h1", null, "Operations"),

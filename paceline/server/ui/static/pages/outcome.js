@@ -1,6 +1,6 @@
 // What became of a request: its times as a bar and in sentences, its tokens with their alternatives.
 import { h, useSignal } from "../vendor/preact.js";
-import { duration, story, visible } from "../lib/format.js";
+import { duration, story, visible, waterfall } from "../lib/format.js";
 
 /** @param {{ told: any }} props */
 export function Outcome({ told }) {
@@ -14,24 +14,20 @@ export function Outcome({ told }) {
   ].filter(Boolean);
   return h("div", { class: "facts" },
     h("p", null, facts.join(" · ")),
-    timeline && h(Waterfall, { timeline, total }),
+    timeline && h(Waterfall, { timeline, total, target }),
     timeline && h("p", { class: "story" }, story(timeline, usage, target).join(" ")));
 }
 
-/** @param {{ timeline: any, total: number }} props */
-function Waterfall({ timeline, total }) {
-  const ttft = timeline.ttft_ms ?? total;
-  const parts = [
-    { kind: "wait", name: "waited", ms: timeline.queued_ms },
-    { kind: "chunk", name: "read the prompt", ms: Math.max(0, ttft - timeline.queued_ms) },
-    // what is left of the time measured here: tokens, and the way to this browser
-    { kind: "decode", name: "wrote and sent", ms: Math.max(0, total - ttft) },
-  ];
+/** @param {{ timeline: any, total: number, target: number | null }} props */
+function Waterfall({ timeline, total, target }) {
+  const { parts, marks } = waterfall(timeline, total, target);
   return [
-    h("div", { class: "bar", "aria-hidden": "true" },
-      parts.map(({ kind, ms }) => ms > 0 && h("span", { class: kind, style: { flex: `${ms} 0 0` } }))),
-    h("div", { class: "legend" }, parts.map(({ kind, name, ms }) =>
-      h("span", null, h("span", { class: `tick-sample ${kind}`, "aria-hidden": "true" }), `${name} ${duration(ms)}`))),
+    h("div", { class: "bar waterfall", "aria-hidden": "true" },
+      parts.map(({ kind, ms }) => ms > 0 && h("span", { class: kind, style: { flex: `${ms} 0 0` } })),
+      marks.map(({ kind, at }) => h("i", { class: `mark ${kind}`, style: { left: `${100 * at}%` } }))),
+    h("div", { class: "legend" },
+      parts.map(({ kind, name, ms }) => h("span", null, h("span", { class: `tick-sample ${kind}`, "aria-hidden": "true" }), `${name} ${duration(ms)}`)),
+      marks.map(({ kind, name, ms }) => h("span", null, h("span", { class: `mark-sample ${kind}`, "aria-hidden": "true" }), `${name} ${duration(ms)}`))),
   ];
 }
 
@@ -42,8 +38,8 @@ const surprise = (logprob) => (logprob > Math.log(0.9) ? 0 : logprob > Math.log(
 /** Blanks that end a line, and tokens without text, need a sign to be seen. @param {string} token */
 const shownToken = (token) => visible(token).replaceAll("\n", "\u23ce\n") || "\u2400";
 
-/** @param {{ tokens: any[] }} props */
-export function Tokens({ tokens }) {
+/** @param {{ tokens: any[], goOn?: (index: number, other: any) => void }} props */
+export function Tokens({ tokens, goOn }) {
   const chosen = useSignal(0);
   const move = (/** @type {KeyboardEvent} */ event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
@@ -60,8 +56,10 @@ export function Tokens({ tokens }) {
         "aria-label": each.token.trim() ? undefined : `token ${JSON.stringify(each.token)}` }, shownToken(each.token)))),
     h("table", { class: "alternatives" },
       h("caption", null, `Token ${chosen.value + 1} of ${tokens.length}: `, h("span", { class: "code" }, JSON.stringify(visible(token))), `, ${percent(logprob)}`),
-      h("thead", null, h("tr", null, h("th", { scope: "col" }, "Could have been"), h("th", { scope: "col", class: "num" }, "Probability"))),
+      h("thead", null, h("tr", null, h("th", { scope: "col" }, "Could have been"), h("th", { scope: "col", class: "num" }, "Probability"), goOn && h("th", { scope: "col" }, h("span", { class: "hidden" }, "Actions")))),
       h("tbody", null, others.map((/** @type {any} */ each) =>
-        h("tr", null, h("td", { class: "code" }, JSON.stringify(visible(each.token))), h("td", { class: "num" }, percent(each.logprob)))))),
+        h("tr", null, h("td", { class: "code" }, JSON.stringify(visible(each.token))), h("td", { class: "num" }, percent(each.logprob)),
+          goOn && h("td", null, each.token !== token && h("button", { type: "button", "aria-label": `Go on from ${JSON.stringify(visible(each.token))}`,
+            onClick: () => goOn(chosen.value, { token: each.token, logprob: each.logprob }) }, "Go on from it")))))),
   ];
 }

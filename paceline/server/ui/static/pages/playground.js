@@ -53,7 +53,13 @@ function growing() {
   } };
 }
 
-const history = () => turns.value.filter((turn) => turn.plain).map(({ role, plain }) => ({ role, content: plain }));
+const history = (earlier = turns.value) => earlier.filter((turn) => turn.plain).map(({ role, plain }) => ({ role, content: plain }));
+
+/** A field that is not JSON, beside it. @param {unknown} error */
+function tellOf(error) {
+  if (!(error instanceof FieldError)) throw error;
+  refused.value = { message: error.message, field: error.param };
+}
 
 async function send() {
   if (running.value) return;
@@ -72,27 +78,67 @@ async function send() {
       body = JSON.stringify(bodyOf(/** @type {any} */ (how), model.value, values.value, said));
     }
   } catch (error) {
-    if (!(error instanceof FieldError)) throw error;
-    refused.value = { message: error.message, field: error.param };
+    tellOf(error);
     return;
   }
+  const asked = { role: "user", text: signal(visible(how === "raw" ? `POST ${path}` : text)), plain: how === "chat" ? text : "", sent: text };
+  await ask(how, path, body, [...turns.value, asked], text, []);
+}
+
+/**
+ * Write an answer anew from one of its tokens on, with another one in its place.
+ * @param {any} turn the answer @param {number} index of the token @param {any} other with its text and its probability
+ */
+async function goOn(turn, index, other) {
+  const at = turns.value.indexOf(turn);
+  if (running.value || at < 1) return;
+  refused.value = null;
+  const earlier = turns.value.slice(0, at), { how } = turn;
+  const known = [...turn.tokens.value.slice(0, index), { ...turn.tokens.value[index], ...other }];
+  const begun = known.map(({ token }) => token).join("");
+  if (begun.includes("\ufffd") || turn.thought?.value) {
+    // a token that is a part of a character has no text, and thoughts are no part of an answer
+    refused.value = { message: begun.includes("\ufffd") ? "It cannot go on from here: a token before is a part of a character." : "It cannot go on within an answer that was thought about.", field: null, status: 0, until: 0 };
+    return;
+  }
+  const said = how === "chat" ? [...history(earlier), { role: "assistant", content: begun }] : earlier[at - 1].sent + begun;
+  let body;
+  try {
+    body = bodyOf(how, model.value, { ...values.value, logprobs: true }, said);
+  } catch (error) {
+    tellOf(error);
+    return;
+  }
+  if (how === "chat") Object.assign(body, { add_generation_prompt: false, continue_final_message: true });
+  await ask(how, how === "chat" ? "/v1/chat/completions" : "/v1/completions", JSON.stringify(body), earlier, draft.value, known);
+}
+
+/**
+ * @param {string} how @param {string} path @param {string} body
+ * @param {any[]} earlier turns that stay before the answer @param {string} text what is given back if nothing comes
+ * @param {any[]} known tokens with which the answer begins
+ */
+async function ask(how, path, body, earlier, text, known) {
   const abort = new AbortController();
   running.value = abort;
   const before = turns.value;
-  const asked = { role: "user", text: signal(visible(how === "raw" ? `POST ${path}` : text)), plain: how === "chat" ? text : "" };
   const grown = growing(), thought = growing();
-  const answer = { role: "assistant", text: grown.text, thought: thought.text, plain: "", tokens: signal([]), outcome: signal(null) };
-  turns.value = [...before, asked, answer];
-  draft.value = "";
+  const begun = known.map(({ token }) => token).join("");
+  if (begun) grown.add(begun);
+  /** @type {any} */
+  const answer = { role: "assistant", how, text: grown.text, thought: thought.text, plain: "", tokens: signal([]), outcome: signal(null) };
+  turns.value = [...earlier, answer];
+  draft.value = known.length ? text : "";
   const began = performance.now();
   const outcome = { total: 0, first: null, usage: null, finish: "", target: Number(values.value.ttft_ms) || null };
   try {
     const response = await call(path, { method: "POST", body, signal: abort.signal });
-    if (response.headers.get("content-type")?.startsWith("text/event-stream")) await read(response, answer, grown, thought, outcome, began);
+    if (response.headers.get("content-type")?.startsWith("text/event-stream")) await read(response, answer, grown, thought, outcome, began, known);
     else grown.add(JSON.stringify(await response.json(), null, 2));
   } catch (error) {
     fail(error, abort, answer, before, text, outcome, how);
   }
+  if (answer.plain) answer.plain = begun + answer.plain;
   grown.flush();
   thought.flush();
   outcome.total = performance.now() - began;
@@ -102,11 +148,10 @@ async function send() {
 
 /**
  * @param {Response} response @param {any} answer @param {any} grown @param {any} thought @param {any} outcome
- * @param {number} began
+ * @param {number} began @param {any[]} known
  */
-async function read(response, answer, grown, thought, outcome, began) {
-  /** @type {any[]} */
-  const tokens = [];
+async function read(response, answer, grown, thought, outcome, began, known) {
+  const tokens = [...known];
   for await (const event of events(response)) {
     if (event.error) throw new ApiError(event.error.code ?? 500, event.error.message, event.error.param, 0);
     if (event.usage) outcome.usage = event.usage;
@@ -212,7 +257,7 @@ function Turn({ turn }) {
   return h("div", { class: `turn ${turn.role}` },
     h("div", { class: "who" }, turn.role === "user" ? "You" : "Model"),
     turn.thought?.value && h("details", { class: "thought" }, h("summary", null, "Thoughts"), h("div", { class: "said" }, turn.thought)),
-    tokens.length ? h(Tokens, { tokens }) : h("div", { class: "said" }, turn.text),
+    tokens.length ? h(Tokens, { tokens, goOn: turn.how === "raw" ? undefined : (index, other) => goOn(turn, index, other) }) : h("div", { class: "said" }, turn.text),
     turn.outcome?.value && h(Outcome, { told: turn.outcome.value }));
 }
 

@@ -78,7 +78,9 @@ function Line({ name, title, say, most }) {
   const oldest = Math.max(60, ...points.map((/** @type {any} */ point) => point.ago));
   const at = (/** @type {any} */ point) => `${(300 * (1 - point.ago / oldest)).toFixed(1)},${(60 - 56 * (high ? Math.min(1, point[name] / high) : 0)).toFixed(1)}`;
   const values = points.map((/** @type {any} */ point) => point[name]);
-  const words = values.length ? `${say(values.at(-1))} now, ${say(Math.min(...values))} to ${say(Math.max(...values))} in the last ${span(oldest)}` : "nothing to show yet";
+  // nobody watched since, or nothing ended: then it is not what is now
+  const newest = points.at(-1)?.ago ?? 0;
+  const words = values.length ? `${say(values.at(-1))} ${newest < 30 ? "now" : `${span(newest)} ago`}, ${say(Math.min(...values))} to ${say(Math.max(...values))} in the last ${span(oldest)}` : "nothing to show yet";
   return h("figure", { class: "spark" },
     h("figcaption", null, h("b", null, title), ` ${words}`),
     h("svg", { viewBox: "0 0 300 62", preserveAspectRatio: "none", role: "img", "aria-label": `${title}: ${words}` },
@@ -107,6 +109,10 @@ function Shown() {
   const [itl, itlLong] = pair(frame.inter_token);
   const [queued, queuedLong] = pair(frame.queue);
   const [off, offLong] = pair(frame.ttft_error);
+  /** @type {[string, any][]} */
+  const refused = Object.entries(frame.refused).map(([why, count]) => [`Refused: ${visible(why)}`, count]);
+  /** @type {[string, any][]} */
+  const wasted = Object.entries(frame.wasted_tokens_per_s).map(([why, rate]) => [`Wasted, tokens/s: ${visible(why)}`, plain(/** @type {number} */ (rate))]);
   const missed = (/** @type {Record<string, number>} */ kinds) => Object.entries(kinds).map(([kind, count]) => `${kind} ${count}`).join(", ") || "–";
   return [
     h("p", { class: "quiet", id: "of-when" }, `Of the last ${span(frame.interval)}.`, asked && frame.interval < asked - 6 && frame.interval < uptime - 6 ? " Longer ago nobody watched." : "",
@@ -142,8 +148,7 @@ function Shown() {
         ["Price of a million tokens", frame.cost_per_million_tokens === null ? "with --price-per-hour" : plain(frame.cost_per_million_tokens)],
       ] })),
       h(Card, { id: "lost", title: "Refused and wasted" }, h(Facts, { facts: [
-        ...Object.entries(frame.refused).map(([why, count]) => [`Refused: ${visible(why)}`, count]),
-        ...Object.entries(frame.wasted_tokens_per_s).map(([why, rate]) => [`Wasted, tokens/s: ${visible(why)}`, plain(/** @type {number} */ (rate))]),
+        ...refused, ...wasted,
         ["Preemptions a second", plain(frame.preemptions_per_s)], ["Memory-pressure valve", frame.pressure_level ? `open, level ${frame.pressure_level} of 4` : "closed"], ["KV cache in use", percent(frame.kv_usage)],
       ] })),
       h(Card, { id: "hour", title: "The last hour", wide: true },

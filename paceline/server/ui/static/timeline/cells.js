@@ -17,8 +17,8 @@ export function drawCells(painter, c, place, view, shown) {
   const count = place.from || place.size < 1 ? place.room : place.last - place.first;
   const rows = queueRows + laneRows;
   if (count <= 0 || !rows) return;
-  let image = painter.image;
-  if (image?.width !== count || image.height !== rows) painter.image = image = c.createImageData(count, rows);
+  let { image } = painter;
+  if (!image || image.width !== count || image.height !== rows) painter.image = image = c.createImageData(count, rows);
   const pixels = new Uint32Array(image.data.buffer);
   const { matches, tint, bySlack } = shown;
   // rows of the picture, as rows of the history

@@ -2,7 +2,7 @@
 // labels go over it. It draws when asked and never by itself.
 import { drawCells } from "./cells.js";
 import { STATE } from "./decode.js";
-import { CAPACITY, CLASSES, COLUMN, EMPTY, LANES, QUEUE, ROWS } from "./history.js";
+import { CAPACITY, CLASSES, COLUMN, EMPTY, QUEUE, ROWS } from "./history.js";
 import { BINS } from "./slack.js";
 import { duration, visible } from "../lib/format.js";
 
@@ -45,6 +45,10 @@ export class Painter {
     this.palette = new Uint32Array(256);
     this.faint = new Uint32Array(256);
     this.width = this.height = 0;
+    // dots of the screen to a pixel of the page; 0: nothing is laid out yet
+    this.ratio = 0;
+    // where the parts begin, from the top
+    this.y = { held: 0, tokens: 0, took: 0, queue: 0, lanes: 0, band: 0, axis: 0 };
     this.compact = false;
     this.rowHeight = 8;
     this.scale = { tokens: "", took: "" };
@@ -185,7 +189,7 @@ export class Painter {
     const { context: c, history, colours, width, height } = this;
     const place = this.place(view);
     this.arrangement = this.compact ? null : shown.arrangement;
-    c.setTransform(this.ratio ?? 1, 0, 0, this.ratio ?? 1, 0, 0);
+    c.setTransform(this.ratio || 1, 0, 0, this.ratio || 1, 0, 0);
     c.fillStyle = colours.ground;
     c.fillRect(0, 0, width, height);
     this.frame(c);

@@ -23,7 +23,8 @@ export const hover = signal({ x: 0, y: 0, text: "" });
 export const words = signal(0);
 export const narrowPage = matchMedia("(max-width: 900px)");
 /** What is drawn with, once there is a canvas, and how to ask for a frame. */
-export const drawing = { /** @type {import("./paint.js").Painter | null} */ painter: null, redraw: () => {} };
+/** @type {{ painter: import("./paint.js").Painter | null, redraw: () => void }} */
+export const drawing = { painter: null, redraw: () => {} };
 
 /** All that is known of requests, the newest last. */
 export const everybody = () => [...stories.values(), ...model.requests.values()];

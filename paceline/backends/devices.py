@@ -1,0 +1,32 @@
+"""Which device a model is computed on."""
+
+from __future__ import annotations
+
+import logging
+
+from paceline.backends.machine import NO_TORCH, has_torch, may_have_cuda
+from paceline.core.errors import ConfigError
+
+__all__ = ["choose_device"]
+
+_log = logging.getLogger(__name__)
+
+
+def choose_device(name: str) -> str:
+    """ "cpu", or what PyTorch calls another device. PyTorch is loaded only where there may be one.
+
+    Args:
+        name: "auto", "cpu", "cuda" or "cuda:N".
+
+    Raises ConfigError for what is not there.
+    """
+    if name == "cpu" or (name == "auto" and not may_have_cuda()):
+        return "cpu"
+    if not has_torch():
+        if name != "auto":
+            raise ConfigError(f"--device {name} is PyTorch's to use, and {NO_TORCH}")
+        _log.warning("device=cpu: there are signs of a GPU, but %s", NO_TORCH)
+        return "cpu"
+    from paceline.backends.torch.machine import choose_device as choose
+
+    return str(choose(name))

@@ -1,0 +1,387 @@
+"""Guesses of a head that reads the served model's hidden states (EAGLE-3).
+
+The served model's steps leave hidden states of their tokens, its *features*. The head has a KV
+cache of its own under the same block numbers, and what a block holds is counted, as in
+``drafting``::
+
+    block table     7        3        9
+    tokens          abcd     efgh     ij.       j is known, and not computed yet
+    held            4        2        0
+    features                   gh     i         of positions that the served model has computed
+                               ^ here the head goes on: g, h and i, then its own guess
+
+Its entry of a position is made of the features there and of the token *behind* it, and of nothing
+before. So what is missing at the beginning (a prefix that others computed while nobody listened, or
+blocks that came back from host memory) shortens what the head sees, and changes nothing else: it
+begins at the first block from which on all is there. An entry of guesses, beyond what is known, is
+written over when that is known.
+
+This module does not know plans, formats of heads, or how many guesses are worth their time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.backends.drafting import Drafting, DraftRow, draw
+from paceline.backends.steps import AttentionBatch, Likeliest, Logits, Sampler, StepModel
+from paceline.core.outputs import BlockSwap
+
+__all__ = ["FeatureModel", "FeatureTap", "HeadDraft", "HeadModel"]
+
+_log = logging.getLogger(__name__)
+
+# rows of a step beyond which features are not kept: the scheduler gives no guesses where more
+# requests run
+_MOST_ROWS: Final = 8
+# tokens whose features are kept, of all requests: what the head looks back on in a new prompt
+_KEPT: Final = 1024
+# of these, tokens that are made up for in one step at most
+_COMPUTED: Final = 256
+
+# [tokens, numbers], whatever kind of array the served model makes; it has a length and slices
+Features: TypeAlias = Any
+
+
+class HeadModel(Protocol):
+    """A loaded head and its KV cache, as ``steps.StepModel``. Logits are over the served model's
+    vocabulary, valid until the next call."""
+
+    def start(
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        batch: AttentionBatch,
+        features: Sequence[Features],
+        sampled: NDArray[np.int64],
+    ) -> Logits:
+        """Enter positions of which the features are known, in pieces, T together.
+
+        Args:
+            token_ids: [T], those behind the positions.
+            positions: [T], of the whole request; those of ``batch`` count from where it begins for
+                the head.
+            sampled: [S], the tokens whose logits are wanted; may be empty.
+        """
+        ...
+
+    def go_on(
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        batch: AttentionBatch,
+        rows: NDArray[np.int64],
+    ) -> Logits:
+        """Enter a position of each row behind those that the last call gave logits of, from the
+        head's own output. ``rows`` are places in these."""
+        ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
+
+    def clear_blocks(self, block_ids: Sequence[int]) -> None: ...
+
+
+class FeatureModel(StepModel, Protocol):
+    """A served model that tells its hidden states."""
+
+    # layers whose input is kept in each step, in order; the number of layers is what the last gives
+    feature_layers: tuple[int, ...]
+
+    @property
+    def features(self) -> Features:
+        """Of all tokens of the last step, the layers' side by side."""
+        ...
+
+
+class _Block:
+    """Features of a block's positions from ``first`` to before ``end``."""
+
+    __slots__ = ("end", "first", "pieces")
+
+    def __init__(self, first: int, end: int, pieces: list[Features]) -> None:
+        self.first, self.end, self.pieces = first, end, pieces
+
+    def add(self, offset: int, piece: Features) -> None:
+        """Those from ``offset`` on are new: what was there from then on is out of date."""
+        if not self.first <= offset <= self.end:
+            self.pieces, self.first, self.end = [], offset, offset
+        while self.end > offset:
+            last = self.pieces.pop()
+            left = len(last) - (self.end - offset)
+            self.end -= len(last)
+            if left > 0:
+                self.pieces.append(last[:left])
+                self.end += left
+        self.pieces.append(piece)
+        self.end += len(piece)
+
+    def between(self, first: int, end: int) -> list[Features]:
+        """Those of positions that are there."""
+        found, at = [], self.first
+        for piece in self.pieces:
+            low, high = max(first - at, 0), min(end - at, len(piece))
+            if low < high:
+                found.append(piece[low:high])
+            at += len(piece)
+        return found
+
+
+class _Reach(NamedTuple):
+    """What the head can see of a row."""
+
+    # its first position, that of a block
+    first: int
+    # from here on its features are to be entered
+    begin: int
+
+
+class HeadDraft(Drafting):
+    """A ``drafting.Drafting``: a head and what its blocks hold. Called from one thread, between
+    steps.
+
+    Args:
+        sampler, vocab_size: the served model's.
+        num_blocks: of the served model's pool.
+    """
+
+    def __init__(
+        self,
+        model: HeadModel,
+        sampler: Sampler,
+        *,
+        vocab_size: int,
+        num_blocks: int,
+        block_size: int,
+    ) -> None:
+        super().__init__(vocab_size)
+        self.model = model
+        self._sampler = sampler
+        self._block_size = block_size
+        # by block, so many of its first positions are entered
+        self._held = np.zeros(num_blocks, dtype=np.int64)
+        # by block, the one written last comes last
+        self._blocks: OrderedDict[int, _Block] = OrderedDict()
+        self._most_blocks = max(2 * _MOST_ROWS, _KEPT // block_size)
+
+    # ------------------------------------------------------------------ told of the served model
+
+    def take(self, batch: AttentionBatch, features: Features) -> None:
+        """A step of the served model has left these."""
+        size, at = self._block_size, 0
+        for start, count, table in zip(
+            batch.starts.tolist(), batch.counts.tolist(), batch.block_tables, strict=True
+        ):
+            last = (start + count - 1) // size
+            for index in range(max(start // size, last + 1 - self._most_blocks), last + 1):
+                low, high = max(start, index * size), min(start + count, (index + 1) * size)
+                piece = features[at + low - start : at + high - start]
+                block = self._blocks.setdefault(int(table[index]), _Block(0, 0, []))
+                block.add(low - index * size, piece)
+                self._blocks.move_to_end(int(table[index]))
+            at += count
+        while len(self._blocks) > self._most_blocks:
+            self._blocks.popitem(last=False)
+
+    def lose(self) -> None:
+        """A step of the served model went by unseen: features may be of other tokens now."""
+        self._blocks.clear()
+
+    def forget(self, block_ids: Sequence[int], *, clear: bool = False) -> None:
+        """See ``drafting.Drafting``."""
+        self._held[list(block_ids)] = 0
+        for block_id in block_ids:
+            self._blocks.pop(block_id, None)
+        if clear:
+            self.model.clear_blocks(block_ids)
+
+    def copied(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See ``drafting.Drafting``. Features cannot be made again, so what is held is copied."""
+        self.model.copy_blocks(pairs)
+        for source, destination in pairs:
+            self._held[destination] = self._held[source]
+            self._blocks.pop(destination, None)
+            block = self._blocks.get(source)
+            if block is not None:
+                self._blocks[destination] = _Block(block.first, block.end, list(block.pieces))
+
+    # ------------------------------------------------------------------ guesses
+
+    def guess(self, rows: Sequence[DraftRow]) -> list[int]:
+        """See ``drafting.Drafting``. Rows that the head sees nothing of, or has far to make up for,
+        get none for now."""
+        made = [0] * len(rows)
+        self.caught_up = [0] * len(rows)
+        # rows that are guessed, and where each begins for the head
+        going, logits, entered = self._enter(rows)
+        while going:
+            chosen = [r for r, _ in going]
+            stays = draw(self._sampler, logits, None, rows, chosen, made, self._vocab_size)
+            going = [going[place] for place in stays]
+            if going:
+                logits = self._go_on(rows, going, made, np.array(stays))
+        # at the end: a row whose guess failed is to fail again when it is asked alone
+        for row, begin, until in entered:
+            self._note(row, begin, until)
+        return made
+
+    def _enter(
+        self, rows: Sequence[DraftRow]
+    ) -> tuple[list[tuple[int, int]], Logits, list[tuple[DraftRow, int, int]]]:
+        """Enter what is known of all rows. Returns those of which that is all, and what of all is
+        entered now."""
+        left = _COMPUTED
+        going: list[tuple[int, int]] = []
+        taken: list[tuple[DraftRow, int, int, int]] = []
+        for r, row in enumerate(rows):
+            reach = self._reach(row)
+            if reach is None or not left:
+                continue
+            until = min(row.last, reach.begin + left)
+            left -= until - reach.begin
+            # the last position comes with every guess
+            self.caught_up[r] = max(0, until - reach.begin - 1)
+            taken.append((row, reach.first, reach.begin, until))
+            if until == row.last:
+                going.append((r, reach.first))
+        if not taken:
+            return [], None, []
+        tokens = [row.tokens[begin + 1 : until + 1] for row, _, begin, until in taken]
+        positions = [np.arange(begin, until) for _, _, begin, until in taken]
+        ends = np.cumsum([len(each) for each in positions])
+        whole = [index for index, (row, _, _, until) in enumerate(taken) if until == row.last]
+        logits = self.model.start(
+            np.concatenate(tokens).astype(np.int64),
+            np.concatenate(positions),
+            self._batch(taken),
+            [piece for row, _, begin, until in taken for piece in self._pieces(row, begin, until)],
+            ends[whole] - 1,
+        )
+        return going, logits, [(row, begin, until) for row, _, begin, until in taken]
+
+    def _go_on(
+        self,
+        rows: Sequence[DraftRow],
+        going: Sequence[tuple[int, int]],
+        made: Sequence[int],
+        places: NDArray[np.int64],
+    ) -> Logits:
+        """Logits of what follows each row's last guess."""
+        at = [rows[r].last - 1 + made[r] for r, _ in going]
+        tokens = [rows[r].tokens[position + 1] for (r, _), position in zip(going, at, strict=True)]
+        parts = [
+            (rows[r], first, position, position + 1)
+            for (r, first), position in zip(going, at, strict=True)
+        ]
+        return self.model.go_on(
+            np.array(tokens, dtype=np.int64), np.array(at), self._batch(parts), places
+        )
+
+    def _batch(self, parts: Sequence[tuple[DraftRow, int, int, int]]) -> AttentionBatch:
+        """Rows, each with where it begins for the head, and the positions to enter."""
+        size = self._block_size
+        widths = [(until - 1) // size + 1 - first // size for _, first, _, until in parts]
+        tables = np.zeros((len(parts), max(widths)), dtype=np.int64)
+        for place, ((row, first, _, _), width) in enumerate(zip(parts, widths, strict=True)):
+            tables[place, :width] = row.table[first // size : first // size + width]
+        return AttentionBatch(
+            np.array([begin - first for _, first, begin, _ in parts]),
+            np.array([until - begin for _, _, begin, until in parts]),
+            tables,
+        )
+
+    def _reach(self, row: DraftRow) -> _Reach | None:
+        """None: the head sees nothing of it, or nothing new. From the end on, blocks of which
+        features are to be entered, and before them such as are full."""
+        size, high = self._block_size, row.last
+        begin: int | None = None
+        index = (row.last - 1) // size
+        while index >= 0:
+            block_id, low = int(row.table[index]), index * size
+            held = int(self._held[block_id])
+            if low + held >= high:
+                break
+            block = self._blocks.get(block_id)
+            if block is None or block.first > held or low + block.end < high:
+                break
+            begin, high = low + held, low
+            index -= 1
+            if held:
+                # what was entered of it came after all before it
+                break
+        if begin is None:
+            return None
+        full = np.flatnonzero(self._held[row.table[: index + 1]] < size)
+        before = int(full[-1]) + 1 if len(full) else 0
+        return _Reach(before * size, begin)
+
+    def _pieces(self, row: DraftRow, begin: int, until: int) -> list[Features]:
+        size = self._block_size
+        return [
+            piece
+            for index in range(begin // size, (until - 1) // size + 1)
+            for piece in self._blocks[int(row.table[index])].between(
+                begin - index * size, until - index * size
+            )
+        ]
+
+    def _note(self, row: DraftRow, begin: int, until: int) -> None:
+        """The row's positions from ``begin`` to before ``until`` are entered."""
+        size = self._block_size
+        for index in range(begin // size, (until - 1) // size + 1):
+            block_id = int(row.table[index])
+            self._held[block_id] = min(size, until - index * size)
+            if until >= (index + 1) * size:
+                self._blocks.pop(block_id, None)
+
+
+class FeatureTap:
+    """A ``steps.StepModel``: the served model, of whose steps a head is told."""
+
+    def __init__(self, model: FeatureModel, layers: tuple[int, ...], draft: HeadDraft) -> None:
+        self.served = model
+        self._layers = layers
+        self._draft = draft
+
+    @property
+    def likeliest(self) -> Likeliest:
+        return self.served.likeliest
+
+    def forward(
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        batch: AttentionBatch,
+        sampled: NDArray[np.int64],
+        *,
+        needs_logits: bool = True,
+    ) -> Logits:
+        listens = len(batch.counts) <= _MOST_ROWS
+        self.served.feature_layers = self._layers if listens else ()
+        logits = self.served.forward(
+            token_ids, positions, batch, sampled, needs_logits=needs_logits
+        )
+        if not listens:
+            self._draft.lose()
+            return logits
+        try:
+            self._draft.take(batch, self.served.features)
+        except Exception as error:
+            # it costs guesses, and not the step
+            _log.warning("draft_fault features=%d", len(token_ids), exc_info=error)
+            self._draft.lose()
+        return logits
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.served.copy_blocks(pairs)
+
+    def swap_blocks(self, swaps: Sequence[BlockSwap]) -> None:
+        self.served.swap_blocks(swaps)
+
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        self.served.clear_blocks(block_ids)

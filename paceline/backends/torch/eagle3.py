@@ -1,0 +1,149 @@
+"""An EAGLE-3 head in PyTorch: one layer over the embedding of a token and what is known before it.
+
+What is known of position ``p`` is the served model's hidden states there, put together by ``fc``;
+beyond what the served model has computed, the head's own last output. With the token at ``p + 1``
+that gives the one at ``p + 2``.
+
+This module does not know requests, or where hidden states come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.backends.rope import longest_sequence
+from paceline.backends.steps import AttentionBatch
+from paceline.backends.torch.attention import TorchAttention
+from paceline.backends.torch.linear import Linear, make_linear
+from paceline.backends.torch.mlp import DenseMLP
+from paceline.backends.torch.model import RMSNorm
+from paceline.backends.torch.rope import RotaryTable
+from paceline.checkpoints.eagle3 import LAYER, Eagle3Head
+
+__all__ = ["Eagle3Step"]
+
+# the logit of a token that the head does not have: finite, and a sum over a vocabulary is too
+_NEVER: Final = -1e30
+
+
+class Eagle3Step:
+    """A ``head_drafting.HeadModel``.
+
+    Args:
+        embedding: the served model's, [vocab, hidden].
+    """
+
+    def __init__(
+        self,
+        head: Eagle3Head,
+        embedding: torch.Tensor,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        config = head.config
+
+        def get(name: str) -> torch.Tensor:
+            return torch.from_numpy(head.tensor(name)).to(device=device, dtype=dtype)
+
+        def linear(*names: str) -> Linear:
+            """One product for several of the same input."""
+            weights = [get(f"{name}.weight") for name in names]
+            biases = [get(f"{name}.bias") for name in names if head.has(f"{name}.bias")]
+            return make_linear(torch.cat(weights), torch.cat(biases) if biases else None)
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(get(f"{name}.weight"), config.rms_norm_eps)
+
+        self._vocab_size = len(embedding)
+        self._embedding = get("embed_tokens.weight") if head.embeds else embedding
+        self._fuse = linear("fc")
+        self._input_norm, self._hidden_norm = (
+            norm(f"{LAYER}.input_layernorm"), norm(f"{LAYER}.hidden_norm"),
+        )  # fmt: skip
+        self._qkv = linear(*(f"{LAYER}.self_attn.{part}_proj" for part in "qkv"))
+        self._output = linear(f"{LAYER}.self_attn.o_proj")
+        self._mlp_norm = norm(f"{LAYER}.post_attention_layernorm")
+        gate_up = linear(f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj")
+        self._mlp = DenseMLP(gate_up, linear(f"{LAYER}.mlp.down_proj"), config.activation)
+        self._norm, self._head = norm("norm"), linear("lm_head")
+        self._ids = torch.from_numpy(head.token_ids()).to(device)
+        self._norm_before_residual = head.norm_before_residual
+        self._dtype, self._device = dtype, device
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._head_dim = config.head_dim
+        length = max(max_model_len, longest_sequence(config))
+        self._rotary = RotaryTable(config, length, dtype=dtype, device=device)
+        self._attention = TorchAttention(
+            config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device
+        )
+        # of the rows whose logits were wanted last
+        self._last = torch.empty(0, config.hidden_size, device=device)
+
+    @torch.inference_mode()
+    def start(
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        batch: AttentionBatch,
+        features: Sequence[torch.Tensor],
+        sampled: NDArray[np.int64],
+    ) -> torch.Tensor:
+        known = self._fuse(torch.cat(list(features))).float()
+        return self._forward(token_ids, positions, batch, known, sampled)
+
+    @torch.inference_mode()
+    def go_on(
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        batch: AttentionBatch,
+        rows: NDArray[np.int64],
+    ) -> torch.Tensor:
+        known = self._last[torch.from_numpy(rows).to(self._device)]
+        return self._forward(token_ids, positions, batch, known, np.arange(len(rows)))
+
+    @torch.inference_mode()
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._attention.copy_blocks(pairs)
+
+    @torch.inference_mode()
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        self._attention.clear_blocks(block_ids)
+
+    def _forward(
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        batch: AttentionBatch,
+        known: torch.Tensor,
+        sampled: NDArray[np.int64],
+    ) -> torch.Tensor:
+        """``known``: [T, hidden] in float32."""
+        self._attention.prepare(batch)
+        tokens, at = (torch.from_numpy(each).to(self._device) for each in (token_ids, positions))
+        embedded = torch.nn.functional.embedding(tokens, self._embedding)
+        normed = self._hidden_norm(known)
+        both = torch.cat((self._input_norm(embedded), normed), dim=-1)
+        heads = self._heads + self._kv_heads
+        qkv = self._qkv(both).view(-1, heads + self._kv_heads, self._head_dim)
+        self._rotary.rotate_(qkv[:, :heads], self._rotary.rows(at))
+        attended = self._attention.attend(0, qkv)
+        if not len(sampled):
+            return self._last.new_empty(0, self._vocab_size)
+        x = normed.float() if self._norm_before_residual else known
+        x = x + self._output(attended)
+        x = x[torch.from_numpy(sampled).to(self._device)]
+        self._last = x + self._mlp(self._mlp_norm(x))
+        own = self._head(self._norm(self._last)).float()
+        logits = own.new_full((len(sampled), self._vocab_size), _NEVER)
+        logits[:, self._ids] = own
+        return logits

@@ -1,0 +1,295 @@
+"""Guesses from answers that the same caller got before.
+
+Who asks the same question again mostly gets the same answer, and an agent prints the same file with
+few changes. So finished answers are kept, each behind the end of its prompt, in one ring for each
+tenant and cache salt; what continued the longest match with a request's latest tokens is guessed::
+
+    ring     ..the sky? user | It is blue # ..2 + 2? user | It is four # -1 -1 -1
+                                            ^ the next answer goes on here, and later on overwrites
+    request  ..2 + 2? user |                                ^ found by the hash of its last 16, 8, 4
+                                                              or 2 tokens, and compared
+
+Nothing is ever looked up in the ring of another tenant or salt. Memory is bounded in all and for
+each tenant; the ring that was of no use for longest is dropped for a new one.
+
+This module does not know models, steps, or how many guesses are worth their time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from paceline.core.errors import ConfigError
+from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote
+from paceline.core.request import FinishReason, Request
+from paceline.core.speculation.guess import NO_GUESS, Guess
+
+__all__ = ["SOURCE", "AnswerDrafter", "FinishedAnswers", "Owner"]
+
+# as it is called in accounts
+SOURCE: Final = "finished_answers"
+_KEY: Final = "finished_answers_bytes"
+_USUAL_BYTES: Final = 16 << 20
+# bytes that may be configured, besides 0
+_LEAST_BYTES: Final = 128 << 10
+_MOST_BYTES: Final = 1 << 30
+# one tenant has so much of all at most, or its flood would drop everybody else's answers
+_TENANT_SHARE: Final = 3
+# tokens of the smallest ring; rings grow by doubling
+_SMALLEST: Final = 1024
+# tokens of a prompt's end that are kept with its answer: they tell which question was answered
+_CONTEXT: Final = 32
+# tokens of one answer that are kept: it is taken in between two steps
+_MOST_TOKENS: Final = 16_384
+# lengths of matches that are looked for, the longest first when looking
+_LENGTHS: Final = (2, 4, 8, 16)
+# follows each answer; no token
+_END: Final = -1
+_WORD: Final = 2**64 - 1
+# odd numbers without a pattern: of the polynomial that hashes tokens, and of what mixes its bits
+_FACTOR: Final = 0x9E3779B97F4A7C15
+_MIXER: Final = 0xD6E8FEB86659FD93
+# hashes for each token that a ring may hold: with fewer, one in three would be another's soon
+_HASHES: Final = 2
+# a token, and places by each length
+_BYTES_PER_TOKEN: Final = 4 * (1 + _HASHES * len(_LENGTHS))
+
+
+class Owner(NamedTuple):
+    """Whose answers they are."""
+
+    tenant: str
+    salt: str | None
+
+
+class _Ring:
+    """The answers of one owner.
+
+    Args:
+        capacity: tokens, a power of two.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._tokens = np.full(capacity, _END, dtype=np.int32)
+        # by length and hash, the place behind the latest such tokens. It may have been overwritten,
+        # or be that of others with the same hash, so tokens are compared; of those that another
+        # has taken the place of, a shorter match is found
+        self._places = np.zeros((len(_LENGTHS), _HASHES * capacity), dtype=np.int32)
+        self._shift = 64 - ((_HASHES * capacity).bit_length() - 1)
+        self._next = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._tokens.nbytes + self._places.nbytes
+
+    def has_room(self, count: int) -> bool:
+        """Whether so many tokens overwrite nothing."""
+        return self._next + count < self.capacity
+
+    def grown(self) -> _Ring:
+        """Twice as large, with the answers up to the latest: where some were overwritten, those
+        that are older than that are left."""
+        ring = _Ring(2 * self.capacity)
+        ring._tokens[: self._next] = self._tokens[: self._next]
+        ring._next = self._next
+        ring._index(0, self._next)
+        return ring
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Fewer tokens than the capacity. The oldest answers give way."""
+        first = self._next
+        if not self.has_room(len(tokens)):
+            # an answer lies in one piece
+            self._tokens[first:] = _END
+            first = 0
+        self._next = last = first + len(tokens) + 1
+        self._tokens[first : last - 1] = tokens
+        self._tokens[last - 1] = _END
+        self._index(first, last)
+
+    def find(self, tokens: Sequence[int], count: int) -> Guess:
+        """Up to ``count`` tokens that followed the latest occurrence of the longest match."""
+        tail = list(tokens[-_LENGTHS[-1] :])
+        total, power = 0, 1
+        found: list[tuple[int, int]] = []
+        for length, token in enumerate(reversed(tail), 1):
+            total += token * power
+            power = power * _FACTOR & _WORD
+            if length in _LENGTHS:
+                found.append((length, (total * _MIXER & _WORD) >> self._shift))
+        for row in range(len(found) - 1, -1, -1):
+            length, bucket = found[row]
+            place = int(self._places[row, bucket])
+            if place < length or self._tokens[place - length : place].tolist() != tail[-length:]:
+                continue
+            following = self._tokens[place : place + count].tolist()
+            if _END in following:
+                following = following[: following.index(_END)]
+            if following:
+                return Guess(following, length, SOURCE)
+        return NO_GUESS
+
+    def _index(self, first: int, last: int) -> None:
+        """Take in the tokens of these places, answers as a whole."""
+        text = self._tokens[first:last]
+        words = text.astype(np.uint64)
+        # of the tokens before each place, the nearest counting least; as ``find`` has it
+        hashes = np.zeros_like(words)
+        power = 1
+        for length in range(1, min(_LENGTHS[-1] + 1, len(words))):
+            hashes[length:] += words[: len(words) - length] * np.uint64(power)
+            power = power * _FACTOR & _WORD
+            if length in _LENGTHS:
+                # where something follows; of equal hashes the last is kept
+                places = length + np.flatnonzero(text[length:] != _END)
+                buckets = (hashes[places] * np.uint64(_MIXER)) >> np.uint64(self._shift)
+                row = _LENGTHS.index(length)
+                self._places[row, buckets.astype(np.int64)] = first + places
+
+
+class AnswerDrafter:
+    """A ``Drafter`` of one request, which may live longer than its owner's ring."""
+
+    def __init__(self, answers: FinishedAnswers, owner: Owner) -> None:
+        self._answers = answers
+        self.owner = owner
+
+    def propose(self, tokens: Sequence[int], count: int) -> Guess:
+        return self._answers.find(self.owner, tokens, count)
+
+
+class FinishedAnswers:
+    """All that are kept. A ``Recorder``: it is told of every request and when it ends. Used from
+    the engine's thread alone.
+
+    Args:
+        max_bytes: of all rings; one tenant's have a third of it at most.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._most = max_bytes
+        self._most_of_tenant = max_bytes // _TENANT_SHARE
+        # the one that was of use last comes last
+        self._rings: OrderedDict[Owner, _Ring] = OrderedDict()
+        self._bytes_of: dict[str, int] = {}
+        self.num_bytes = 0
+        # requests whose answers will be kept
+        self._open: dict[str, tuple[Request, Owner]] = {}
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any] | None) -> FinishedAnswers | None:
+        """By ``speculative_config``: with the method auto, unless it says 0 bytes.
+
+        Raises ConfigError for a number of bytes that cannot be."""
+        if config is None or config.get("method") != "auto":
+            return None
+        size = config.get(_KEY, _USUAL_BYTES)
+        is_number = isinstance(size, int) and not isinstance(size, bool)
+        if not is_number or not (size == 0 or _LEAST_BYTES <= size <= _MOST_BYTES):
+            raise ConfigError(
+                f"speculative_config: {_KEY} must be 0 or a whole number from {_LEAST_BYTES} to "
+                f"{_MOST_BYTES}, got {size!r}"
+            )
+        return cls(size) if size else None
+
+    def drafter(self, tenant: str, salt: str | None) -> AnswerDrafter:
+        """For a request that takes part: it is guessed from its owner's answers, and its own will
+        be one of them."""
+        return AnswerDrafter(self, Owner(tenant, salt))
+
+    def find(self, owner: Owner, tokens: Sequence[int], count: int) -> Guess:
+        """See ``Drafter.propose``; of this owner's answers alone."""
+        ring = self._rings.get(owner)
+        if ring is None:
+            return NO_GUESS
+        self._rings.move_to_end(owner)
+        return ring.find(tokens, count)
+
+    # ------------------------------------------------------------------ as a recorder
+
+    def added(self, request: Request, now: float) -> None:
+        drafter = request.asked.drafter
+        if isinstance(drafter, AnswerDrafter):
+            self._open[request.request_id] = request, drafter.owner
+
+    def planned(self, plan: SchedulerOutput, now: float, note: StepNote) -> None:
+        """Nothing."""
+
+    def stepped(
+        self,
+        plan: SchedulerOutput,
+        planned: float,
+        done: float,
+        seconds: float,
+        updates: Sequence[RequestUpdate],
+    ) -> None:
+        for update in updates:
+            if update.finish_reason is not None:
+                self._end(update.request_id)
+
+    def ended(self, request_ids: Sequence[str], now: float) -> None:
+        for request_id in request_ids:
+            self._end(request_id)
+
+    def close(self) -> None:
+        """Nothing."""
+
+    # ------------------------------------------------------------------ keeping
+
+    def _end(self, request_id: str) -> None:
+        """Keep the answer, if it is whole or as long as was asked for."""
+        entry = self._open.pop(request_id, None)
+        if entry is None:
+            return
+        request, owner = entry
+        if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            context = request.asked.prompt_token_ids[-_CONTEXT:]
+            self._keep(owner, [*context, *request.output_token_ids[:_MOST_TOKENS]])
+
+    def _keep(self, owner: Owner, tokens: Sequence[int]) -> None:
+        ring = self._rings.get(owner)
+        if ring is None:
+            self._drop_for(owner, _SMALLEST * _BYTES_PER_TOKEN)
+            ring = self._put(owner, _Ring(_SMALLEST))
+        while not ring.has_room(len(tokens)):
+            # as much again as there is
+            if self._bytes_of[owner.tenant] + ring.num_bytes > self._most_of_tenant:
+                break
+            self._drop_for(owner, ring.num_bytes)
+            ring = self._put(owner, ring.grown())
+        ring.add(tokens[: ring.capacity - 1])
+        self._rings.move_to_end(owner)
+
+    def _drop_for(self, owner: Owner, size: int) -> None:
+        """Let ``size`` bytes more be had: first of the tenant's other rings, then of anybody's,
+        those that were of no use for longest."""
+        others = [each for each in self._rings if each != owner]
+        for each in [each for each in others if each.tenant == owner.tenant]:
+            if self._bytes_of.get(owner.tenant, 0) + size <= self._most_of_tenant:
+                break
+            self._drop(each)
+        for each in others:
+            if self.num_bytes + size <= self._most:
+                break
+            self._drop(each)
+
+    def _put(self, owner: Owner, ring: _Ring) -> _Ring:
+        self._drop(owner)
+        self._rings[owner] = ring
+        self.num_bytes += ring.num_bytes
+        self._bytes_of[owner.tenant] = self._bytes_of.get(owner.tenant, 0) + ring.num_bytes
+        return ring
+
+    def _drop(self, owner: Owner) -> None:
+        ring = self._rings.pop(owner, None)
+        if ring is None:
+            return
+        self.num_bytes -= ring.num_bytes
+        self._bytes_of[owner.tenant] -= ring.num_bytes
+        if not self._bytes_of[owner.tenant]:
+            del self._bytes_of[owner.tenant]

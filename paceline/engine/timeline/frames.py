@@ -1,0 +1,81 @@
+"""The frames of a run, taken as they are told, for whoever has the whole run in one process.
+
+This module does not know who runs the steps, or what the frames say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote
+from paceline.core.request import Request
+from paceline.engine.timeline.tap import TimelineTap
+
+__all__ = ["Frames"]
+
+# bytes that wait to be taken
+_ENOUGH: Final = 65536
+
+
+class Frames:
+    """A ``Recorder``: what a tap tells, in pieces of whole frames.
+
+    Args:
+        take: called with each piece.
+        most: bytes after which nothing more is told; the last piece may go beyond.
+    """
+
+    def __init__(
+        self,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        take: Callable[[bytes], object],
+        *,
+        most: float = math.inf,
+    ) -> None:
+        # what it takes is nobody's time
+        self._tap = TimelineTap(scheduler, cache, clock=lambda: 0.0)
+        self._take = take
+        self._left = most
+        # when the last step that is told was done
+        self.until = 0.0
+
+    @property
+    def is_full(self) -> bool:
+        return self._left <= 0
+
+    def added(self, request: Request, now: float) -> None:
+        if not self.is_full:
+            self._tap.added(request, now)
+
+    def planned(self, plan: SchedulerOutput, now: float, note: StepNote) -> None:
+        if not self.is_full:
+            self._tap.planned(plan, now, note)
+
+    def stepped(
+        self,
+        plan: SchedulerOutput,
+        planned: float,
+        done: float,
+        seconds: float,
+        updates: Sequence[RequestUpdate],
+    ) -> None:
+        if self.is_full:
+            return
+        self._tap.stepped(plan, planned, done, seconds, updates)
+        self.until = done
+        if self._tap.num_bytes >= _ENOUGH:
+            self.close()
+
+    def ended(self, request_ids: Sequence[str], now: float) -> None:
+        if not self.is_full:
+            self._tap.ended(request_ids, now)
+
+    def close(self) -> None:
+        """Hand on what the tap still holds. More may follow."""
+        data = self._tap.take(0.0, idle=True)
+        self._left -= len(data)
+        self._take(data)

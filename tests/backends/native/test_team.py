@@ -1,0 +1,201 @@
+"""The thread team of the kernels, in a program of its own: csrc/pool.cpp and nothing else.
+
+A member that is kept from its processor is played by one that sleeps in the middle of its work,
+which looks the same to the team and depends on nobody else's load.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parents[3] / "csrc"
+COMPILER = shutil.which("c++") or shutil.which("g++")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(COMPILER is None, reason="there is no compiler"),
+]
+
+PROGRAM = r"""
+#include "pool.h"
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+using namespace paceline;
+using Clock = std::chrono::steady_clock;
+
+double since(Clock::time_point began) {
+  return std::chrono::duration<double>(Clock::now() - began).count();
+}
+void sleep_ms(double ms) {
+  std::this_thread::sleep_for(std::chrono::duration<double, std::milli>(ms));
+}
+
+// every item once, and all of a deal before any of the next
+int items() {
+  for (int threads = 1; threads <= 4; ++threads) {
+    Team team(threads);
+    for (int64_t count : {0, 1, 3, 17, 1000}) {
+      for (int64_t grain : {1, 4, 16}) {
+        std::vector<std::atomic<int>> first(size_t(count) + 1), second(size_t(count) + 1);
+        std::atomic<int> early{0};
+        team.run([&](int member) {
+          team.each(member, count, grain, [&](int64_t i) { ++first[size_t(i)]; });
+          team.each(member, count, grain, [&](int64_t i) {
+            early += first[size_t(count - 1 - i)] != 1;
+            ++second[size_t(i)];
+          });
+        });
+        for (int64_t i = 0; i < count; ++i)
+          if (first[size_t(i)] != 1 || second[size_t(i)] != 1 || early) return 1;
+      }
+    }
+  }
+  return 0;
+}
+
+// of 60 items that take a millisecond, of member 1 three, how many member 0 computes
+int uneven() {
+  Team team(2);
+  std::atomic<int> own{0};
+  team.run([&](int member) {
+    team.each(member, 60, 1, [&](int64_t) {
+      sleep_ms(member == 1 ? 3 : 1);
+      own += member == 0;
+    });
+  });
+  return own;
+}
+
+struct Steps {
+  Team team;
+  explicit Steps(int threads) : team(threads) {}
+  // one run of 20 deals, in each of which members from `off_from` on are off their processors so
+  // long; whether it computed what it was to
+  bool run(double off_ms, int off_from = 1) {
+    std::atomic<int64_t> sum{0};
+    team.run([&](int member) {
+      for (int i = 0; i < 20; ++i) {
+        if (member >= off_from) sleep_ms(off_ms);
+        team.each(member, 10, 1, [&](int64_t item) { sum += item; });
+      }
+    });
+    return sum == 900;
+  }
+  // runs until the team has `size` members, for `limit` seconds at most: how long that took, or -1
+  double until(int size, double limit, double off_ms, int off_from = 1) {
+    const auto began = Clock::now();
+    while (since(began) < limit) {
+      if (!run(off_ms, off_from)) return -2;
+      if (team.size() == size) return since(began);
+    }
+    return -1;
+  }
+};
+
+int main(int, char** arguments) {
+  const char* what = arguments[1];
+  if (!std::strcmp(what, "items")) std::printf("%d", items());
+  if (!std::strcmp(what, "uneven")) std::printf("%d", uneven());
+  if (!std::strcmp(what, "rest")) {
+    Steps steps(2);
+    const double gone = steps.until(1, 20, 2), back = steps.until(2, 60, 0);
+    std::printf("%.3f %.3f", gone, back);
+  }
+  if (!std::strcmp(what, "several")) {
+    Steps steps(4);
+    std::printf("%.3f", steps.until(2, 30, 2, 2));
+  }
+  if (!std::strcmp(what, "end")) {
+    // with one at rest and one that looks for a processor
+    for (int i = 0; i < 2; ++i) {
+      Steps steps(3);
+      steps.until(1, 20, 2);
+      sleep_ms(i * 1005);
+    }
+    std::printf("ended");
+  }
+  if (!std::strcmp(what, "share")) {
+    // of runs of 30 ms: how many until one is let go, of 1000
+    int members = std::atoi(arguments[2]), runs = 0;
+    const double share = std::atof(arguments[3]);
+    Contention contention;
+    while (++runs < 1000 && !contention.add(members, 0.03, 0.03 * share)) {}
+    std::printf("%d", runs);
+  }
+  if (!std::strcmp(what, "once")) {
+    // everything stops for a second in every ten
+    Contention contention;
+    bool gone = false;
+    for (int i = 0; i < 5000; ++i) gone = gone || contention.add(2, 0.01, i % 1000 ? 0 : 1);
+    std::printf("%d", gone);
+  }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("team")
+    (folder / "main.cpp").write_text(PROGRAM)
+    assert COMPILER is not None
+    subprocess.run(
+        [COMPILER, "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", "-iquote",
+         SOURCES, "main.cpp", SOURCES / "pool.cpp", "-o", "team"],
+        cwd=folder, check=True, capture_output=True,
+    )  # fmt: skip
+    return folder / "team"
+
+
+def run(program: Path, *arguments: object) -> str:
+    words = [str(program), *map(str, arguments)]
+    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+def test_every_item_is_computed_once(program: Path) -> None:
+    assert run(program, "items") == "0"
+
+
+def test_a_slow_member_is_helped(program: Path) -> None:
+    """Of 60 items 45 by the quicker of two, not its half."""
+    assert 36 <= max(int(run(program, "uneven")) for _ in range(3)) <= 55
+
+
+def test_who_is_in_the_way_rests_and_comes_back(program: Path) -> None:
+    gone, back = map(float, run(program, "rest").split())
+    # two windows of 0.1 s, then a second of rest and a look for a processor
+    assert 0.2 <= gone < 20
+    assert 0.9 <= back < 60
+
+
+def test_as_many_rest_as_are_in_the_way(program: Path) -> None:
+    assert 0.4 <= float(run(program, "several")) < 30
+
+
+def test_a_team_ends_whoever_rests(program: Path) -> None:
+    assert run(program, "end") == "ended"
+
+
+@pytest.mark.parametrize(
+    ("members", "share", "runs"),
+    [
+        # two windows of four runs
+        (2, 0.9, 8), (2, 0.65, 8), (2, 0.55, 1000), (2, 0.1, 1000),
+        (4, 0.35, 8), (4, 0.25, 1000),
+        # among many, not for what interrupts cost
+        (64, 0.2, 8), (64, 0.1, 1000),
+    ],
+)  # fmt: skip
+def test_what_share_is_too_much(program: Path, members: int, share: float, runs: int) -> None:
+    assert int(run(program, "share", members, share)) == runs
+
+
+def test_a_machine_that_stops_once_is_no_neighbour(program: Path) -> None:
+    assert run(program, "once") == "0"

@@ -1,0 +1,209 @@
+"""EAGLE-3 heads: read as the hub has them, computed as published, and refused with the reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.backends.drafting import DraftRow
+from paceline.backends.head_drafting import HeadDraft
+from paceline.backends.load import load_backend
+from paceline.backends.settings import BackendSettings
+from paceline.checkpoints.eagle3 import Eagle3Head, is_eagle3
+from paceline.core.errors import CheckpointError, ConfigError
+from paceline.core.sampling_params import SamplingParams
+from paceline.core.step import draft_choice
+from paceline.engine.llm import LLM
+from paceline.engine.testing import ByteTokenizer, null_core
+from paceline.engine.types import GenerationRequest
+from tests.backends.torch.heads import reference_guesses, save_eagle3
+from tests.backends.torch.models import VOCAB, save_model
+
+HIDDEN = 48
+
+
+def _play(
+    folder: Path,
+    head: Path,
+    prompts: Sequence[Sequence[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    count: int = 4,
+    **core: Any,
+) -> list[tuple[list[int], list[int]]]:
+    """Known tokens and the guesses that followed, of all that the head guessed."""
+    monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
+    monkeypatch.setattr(draft_choice, "_UNLIKELY", 0.0)
+    seen: list[tuple[list[int], list[int]]] = []
+    plain = HeadDraft.guess
+
+    def guess(self: HeadDraft, rows: Sequence[DraftRow]) -> list[int]:
+        made = plain(self, rows)
+        for row, number in zip(rows, made, strict=True):
+            known, end = row.tokens[: row.last + 1].tolist(), row.last + 1 + number
+            seen.append((known, row.tokens[row.last + 1 : end].tolist()))
+        return made
+
+    monkeypatch.setattr(HeadDraft, "guess", guess)
+    settings = BackendSettings(
+        device="cpu", dtype="float32", compute="torch", num_blocks=64, threads=1,
+        draft_path=str(head),
+    )  # fmt: skip
+    config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": count}
+    engine = null_core(load_backend(folder, settings), speculative_config=config, **core)
+    engine.scheduler.step_time._min_observations = 10**9
+    with LLM(engine, ByteTokenizer()) as llm:
+        llm.generate(
+            [
+                GenerationRequest(
+                    request_id=str(number),
+                    prompt_token_ids=list(prompt),
+                    sampling=SamplingParams(max_tokens=20, temperature=0.0),
+                    arrival_time=0.0,
+                )
+                for number, prompt in enumerate(prompts)
+            ]
+        )
+        engine.check_integrity()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("head", "layers"),
+    [
+        # as the first heads have it, of a model with three layers
+        ({}, (2, 1, 0)),
+        ({"layers": (0, 2), "embeds": True, "hidden": 32}, (0, 2)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 0]}}, (1, 2, 1)),
+        ({"prefix": "layers.0", "norm_before_residual": True, "draft_vocab": VOCAB}, (2, 1, 0)),
+    ],
+    ids=["first", "own embeddings", "eagle_config", "other names"],
+)
+def test_guesses_are_those_of_the_published_layer(
+    tmp_path: Path, head: dict[str, Any], layers: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_model(tmp_path / "served", "llama")
+    tensors = save_eagle3(tmp_path / "head", served_hidden=HIDDEN, **head)
+    assert is_eagle3(tmp_path / "head") and not is_eagle3(tmp_path / "served")
+    random = Random(3)
+    prompts = [[random.randrange(3, VOCAB) for _ in range(length)] for length in (5, 40, 23)]
+    seen = _play(
+        tmp_path / "served",
+        tmp_path / "head",
+        prompts,
+        monkeypatch,
+        max_num_batched_tokens=16,
+        max_num_seqs=8,
+    )
+    guessed = [entry for entry in seen if len(entry[1]) == 4]
+    assert len(guessed) > 20
+    for known, guesses in guessed[:: max(1, len(guessed) // 12)]:
+        before = head.get("norm_before_residual", False)
+        expected = reference_guesses(
+            model, tensors, known, 4, layers=layers, norm_before_residual=before
+        )
+        assert guesses == expected
+
+
+def test_a_prefix_that_is_found_is_seen_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_model(tmp_path / "served", "llama")
+    tensors = save_eagle3(tmp_path / "head", served_hidden=HIDDEN)
+    prompt = [7, 9, 4] * 15
+    seen = _play(
+        tmp_path / "served",
+        tmp_path / "head",
+        [prompt, [*prompt, 5, 6]],
+        monkeypatch,
+        max_num_seqs=1,
+    )
+    for known, guesses in seen[:3] + seen[-3:]:
+        assert guesses == reference_guesses(model, tensors, known, len(guesses), layers=(2, 1, 0))
+
+
+def _changed(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor | None]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    # copies: the file that they may be mapped from is about to be replaced
+    stored = {n: each.clone() for n, each in load_file(folder / "model.safetensors").items()}
+    for name, tensor in tensors.items():
+        stored.pop(name, None)
+        if tensor is not None:
+            stored[name] = tensor
+    save_file(stored, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "said"),
+    [
+        ({}, {"fc.weight": None}, "no matrix fc.weight, so it is no EAGLE-3 head"),
+        ({}, {"midlayer.hidden_norm.weight": None}, "no tensor midlayer.hidden_norm.weight"),
+        ({}, {"lm_head.weight": torch.zeros(9, 48)}, r"lm_head.weight has shape \[9, 48\]"),
+        ({}, {"d2t": torch.zeros(90)}, "d2t is stored as F32, must be I64"),
+        ({}, {"midlayer.q_norm.weight": torch.zeros(8)}, "1 tensors that an EAGLE-3 head does not"),
+        ({"fc_norm": True}, {}, "fc_norm=True is not supported"),
+        ({"model_type": "qwen3"}, {}, "model_type 'qwen3' is no Llama's layer"),
+        ({"norm_before_residual": 3}, {}, "norm_before_residual is 3, must be true or false"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, -2]}, {}, r"is \[1, -2\], must be a list of"),
+        ({"hidden_act": "gelu"}, {}, "hidden_act 'gelu' is not supported"),
+    ],
+)
+def test_malformed_heads_are_refused(
+    tmp_path: Path, config: dict[str, Any], tensors: dict[str, Any], said: str
+) -> None:
+    save_eagle3(tmp_path, served_hidden=HIDDEN)
+    _changed(tmp_path, config, tensors)
+    with pytest.raises(CheckpointError, match=said):
+        Eagle3Head(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("head", "settings", "said"),
+    [
+        ({"served_hidden": 50}, {}, "reads 150 numbers, and 3 layers of the served model give 144"),
+        ({"layers": (1, 2, 4)}, {}, "layers 1, 2, 4 are given, and the served model has 3"),
+        ({"vocab": 400, "draft_vocab": 380}, {}, "the served model has 160"),
+        ({"hidden": 32}, {}, "is 32 wide and brings no embeddings"),
+        ({"embeds": True, "vocab": 150}, {}, "embeds 150 tokens, and the served model has 160"),
+        ({}, {"compute": "native"}, "serve with --compute torch, or have tokens guessed by"),
+    ],
+)
+def test_a_head_of_another_model_is_refused_with_the_numbers(
+    tmp_path: Path, head: dict[str, Any], settings: dict[str, Any], said: str
+) -> None:
+    save_model(tmp_path / "served", "llama")
+    save_eagle3(tmp_path / "head", **({"served_hidden": HIDDEN, "hidden": HIDDEN} | head))
+    chosen = {"compute": "torch", "dtype": "float32", "num_blocks": 8} | settings
+    if chosen["compute"] == "native":
+        from paceline.backends.native import unavailable_reason
+
+        if unavailable_reason() is not None:
+            pytest.skip(str(unavailable_reason()))
+    with pytest.raises(ConfigError, match=said):
+        load_backend(
+            tmp_path / "served",
+            BackendSettings(device="cpu", draft_path=str(tmp_path / "head"), **chosen),
+        ).close()
+
+
+def test_layers_are_counted_from_the_embedding(tmp_path: Path) -> None:
+    def layers(**changes: Any) -> tuple[int, ...]:
+        save_eagle3(tmp_path, served_hidden=HIDDEN, **changes)
+        return Eagle3Head(tmp_path).layers(36)
+
+    assert layers() == (2, 18, 33)
+    assert layers(layers=(24, 30, 36)) == (24, 30, 36)
+    # those that give, one before those that are given
+    assert layers(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 17, 32]}) == (2, 18, 33)
+    assert np.array_equal(
+        Eagle3Head(tmp_path).token_ids(),
+        np.flatnonzero(load_file(tmp_path / "model.safetensors")["t2d"].numpy()),
+    )
