@@ -4,6 +4,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "cut.h"
 #include "model.h"
 
 namespace paceline {
@@ -17,9 +18,6 @@ constexpr int64_t kRowBlock = 208;
 // weights once a member is hidden behind the products. Every further member reads them once more, so
 // the rows it takes grow with the members.
 constexpr int64_t kRowsAlone = 6;
-
-// parts of kPartKeys keys that a range reaches into
-int parts_of(int key_begin, int key_end) { return (key_end + kPartKeys - 1) / kPartKeys - key_begin / kPartKeys; }
 
 int64_t pad_to(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
@@ -85,14 +83,8 @@ void Model::reserve(int64_t tokens, int64_t sampled) {
 }
 
 void Model::plan_attention(const PacelineStep& step, int window, AttendPlan& plan) {
-  plan.items.clear();
-  plan.merges.clear();
+  plan.whole.clear();
   const int64_t most = kernels_->attend_rows;
-  int64_t rows_total = 0;
-  for (int64_t s = 0; s < step.sequences; ++s) rows_total += step.query_start[s + 1] - step.query_start[s];
-  const int64_t pieces = (rows_total * group_ + most - 1) / most * config_.kv_heads;
-  const int64_t wanted = 4 * team_.size();
-  int64_t parts = 0;
   for (int64_t s = 0; s < step.sequences; ++s) {
     const int64_t begin = step.query_start[s], rows = (step.query_start[s + 1] - begin) * group_;
     for (int32_t head = 0; head < config_.kv_heads; ++head) {
@@ -110,32 +102,14 @@ void Model::plan_attention(const PacelineStep& step, int window, AttendPlan& pla
         // from an even tile on, see AttendArgs
         item.key_begin = oldest / (2 * kTile) * (2 * kTile);
         item.part = -1;
-        // who computes parts depends on the step; what is added up in which order does not
-        const int count = parts_of(item.key_begin, item.key_end);
-        int64_t splits = team_.size() > 1 && pieces < wanted ? (wanted + pieces - 1) / pieces : 1;
-        if (splits > count) splits = count;
-        if (splits <= 1) {
-          plan.items.push_back(item);
-          continue;
-        }
-        plan.merges.push_back({parts, count, item.rows, item.sequence, item.kv_head, item.row});
-        const int first = item.key_begin / kPartKeys;
-        for (int64_t i = 0; i < splits; ++i) {
-          const int from = first + int(count * i / splits), to = first + int(count * (i + 1) / splits);
-          AttendItem piece = item;
-          if (i > 0) piece.key_begin = from * kPartKeys;
-          if (i + 1 < splits) piece.key_end = to * kPartKeys;
-          piece.part = parts + (from - first) * kMaxRows;
-          plan.items.push_back(piece);
-        }
-        parts += count * kMaxRows;
+        plan.whole.push_back(item);
       }
     }
   }
+  cut_long(plan, team_.size());
   // and two of each member's own, for parts that are merged as they come
   const int64_t own = 2 * kMaxRows * team_.size();
-  plan.parts = parts;
-  parts_.reserve(size_t(parts + own) * size_t(config_.head_dim + 16) * 4);
+  parts_.reserve(size_t(plan.parts + own) * size_t(config_.head_dim + 16) * 4);
 }
 
 void Model::prepare(const PacelineStep& step) {
@@ -182,6 +156,7 @@ void Model::forward(const PacelineStep& step) {
   prepare(step);
   if (step.tokens == 0) return;
   last_mark_ = profile_ ? seconds_now() : 0;
+  paces_.settle(team_.size());
   team_.run([&](int member) { run_step(step, member); });
   if (!step.hidden && !step.logits && !screens(step)) choices_[kWhole] += step.sampled;
 }
@@ -190,8 +165,8 @@ Model::Share Model::share_of(int member, int64_t rows) {
   Share share{0, rows, rows, false, acts_buffer_.data(), reinterpret_cast<float*>(scales_.data())};
   const int64_t size = team_.size();
   if (size == 1 || rows < kRowsAlone * size * size / 2) return share;
-  share.begin = rows * member / size;
-  share.rows = rows * (member + 1) / size - share.begin;
+  share.begin = paces_.begin(member, size, rows);
+  share.rows = paces_.begin(member + 1, size, rows) - share.begin;
   share.alone = true;
   share.acts += share.begin * act_bytes_;
   share.scales += share.begin * act_scales_;
@@ -437,6 +412,8 @@ void Model::run_step(const PacelineStep& step, int member) {
   float* qkv = reinterpret_cast<float*>(qkv_.data());
   float* attended = reinterpret_cast<float*>(attended_.data());
   Share share = share_of(member, step.tokens);
+  // on rows of its own, and when it went on with them
+  double alone = 0, since = share.alone ? seconds_now() : 0;
 
   const Matrix& table = embedding_.rows() ? embedding_ : head_.parts[0];
   each_row(member, share, [&](int64_t r) {
@@ -458,10 +435,15 @@ void Model::run_step(const PacelineStep& step, int member) {
     multiply(member, share, layer.qkv, nullptr, 0, Epilogue::kStore, qkv + share.begin * qkv_stride, qkv_stride, false);
     mark(member, kQkv);
     rope_and_store(member, share, step, layer, int64_t(i), qkv);
-    if (share.alone) team_.barrier();
+    if (share.alone) {
+      alone += seconds_now() - since;
+      if (last) paces_.tell(member, alone);
+      team_.barrier();
+    }
     mark(member, kRope);
     if (last && step.sampled == 0) return;
     attend(member, step, layer, int64_t(i), last, attended);
+    if (share.alone) since = seconds_now();
     mark(member, kAttend);
     if (last) {
       // from here on only the sampled rows matter
