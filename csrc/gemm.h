@@ -192,8 +192,7 @@ struct Scales16 {
   PL_INLINE_MEMBER Scales16(const uint8_t* of_group, int other) {
     const vi own = Kind == Weights::kQ40 ? load_u16(of_group + other * 32) : loadi(of_group + other * 64);
     if constexpr (Kind == Weights::kQ4) minimum = to_float(upper_16(own));
-    const vi upper = up<16>(own);
-    both = ori(upper, down<16>(upper));
+    both = twice_lower_16(own);
   }
   PL_INLINE_MEMBER vf add(vi sums, vf x, vf total, vf out) const {
     out = fma(to_float(multiply_pairs(sums, both)), x, out);

@@ -114,8 +114,8 @@ struct Scales8 {
     pairs = own;
 #else
     if constexpr (Kind == Weights::kQ4) minimum = _mm256_cvtepi32_ps(_mm256_srai_epi32(own, 16));
-    const __m256i upper = _mm256_slli_epi32(own, 16);
-    both = _mm256_or_si256(upper, _mm256_srli_epi32(upper, 16));
+    const __m128i lower = _mm_set_epi8(13, 12, 13, 12, 9, 8, 9, 8, 5, 4, 5, 4, 1, 0, 1, 0);
+    both = _mm256_shuffle_epi8(own, _mm256_broadcastsi128_si256(lower));
 #endif
   }
   // out plus the group's products: `sums` of nibbles times activations, whose scale is *x and whose sum *total

@@ -227,5 +227,7 @@ def test_a_long_context_is_cut_where_it_would_be_waited_for(
     assert wrong == 0
     # a piece of several parts is at most a quarter of a member's share, and two parts more, since
     # keys begin and end inside parts
-    part = 2 * 256 * max(items[::2]) / sum(a * b for a, b in zip(items[::2], items[1::2], strict=True))
+    part = (
+        2 * 256 * max(items[::2]) / sum(a * b for a, b in zip(items[::2], items[1::2], strict=True))
+    )
     assert members == 1 or largest <= 1 / (4 * members) + part
