@@ -28,7 +28,8 @@ PROGRAM = r"""
 
 using namespace paceline;
 
-// Members whose processors are so quick, in rows a second, and who wait for memory for so long at least.
+// Members whose processors are so quick, in rows a second, and who wait for memory for so long at
+// least.
 struct Machine {
   std::vector<double> speeds;
   double memory = 0;
@@ -57,7 +58,8 @@ int uncovered() {
   for (int members = 1; members <= 5; ++members) {
     Paces paces(5);
     for (int i = 0; i < 200; ++i) {
-      for (int member = 0; member < members; ++member) paces.tell(member, 1e-3 + double(random() % 1000));
+      for (int member = 0; member < members; ++member)
+        paces.tell(member, 1e-3 + double(random() % 1000));
       paces.settle(members);
       for (int64_t rows : {0, 1, 12, 13, 64, 511}) {
         wrong += paces.begin(0, members, rows) != 0 || paces.begin(members, members, rows) != rows;
@@ -69,8 +71,8 @@ int uncovered() {
   return wrong;
 }
 
-// A plan of items with so many rows and keys; prints the pairs of its largest piece that could be cut further, and
-// returns how many of its pieces are not what they must be.
+// A plan of items with so many rows and keys: how many of its pieces are not what they must be, and
+// the largest that could be cut further, as a share of all pairs.
 int cut(int members, const std::vector<std::pair<int, int>>& items, double* largest) {
   AttendPlan plan;
   int64_t all = 0;
@@ -95,9 +97,9 @@ int cut(int members, const std::vector<std::pair<int, int>>& items, double* larg
     const bool merged = merge < plan.merges.size() && plan.merges[merge].sequence == whole.sequence;
     do {
       const AttendItem& piece = plan.items[at++];
-      wrong += piece.sequence != whole.sequence || piece.rows != whole.rows || piece.key_begin != key;
-      wrong += piece.key_end <= key;
-      // parts are whole but for the first and the last of a row's keys, and each has a place of its own
+      wrong += piece.sequence != whole.sequence || piece.rows != whole.rows;
+      wrong += piece.key_begin != key || piece.key_end <= key;
+      // parts are whole but for the first and the last, and each has a place of its own
       wrong += key != whole.key_begin && key % kPartKeys != 0;
       wrong += piece.part != (merged ? parts + (key / kPartKeys - first) * kMaxRows : -1);
       if (parts_of(piece.key_begin, piece.key_end) > 1)
@@ -155,7 +157,8 @@ int main(int, char** arguments) {
   if (!std::strcmp(what, "cut")) {
     // rows and keys of each item
     std::vector<std::pair<int, int>> items;
-    for (int i = 3; arguments[i]; i += 2) items.push_back({std::atoi(arguments[i]), std::atoi(arguments[i + 1])});
+    for (int i = 3; arguments[i]; i += 2)
+      items.push_back({std::atoi(arguments[i]), std::atoi(arguments[i + 1])});
     double largest;
     const int wrong = cut(std::atoi(arguments[2]), items, &largest);
     std::printf("%d %.4f", wrong, largest);
