@@ -240,18 +240,18 @@ class Wanted:
         rows = () if environment.get("MEMORY") else listed("ROWS", ROWS)
         for row in rows:
             parse_row(row)
-        chosen = {
-            "SIZES": (listed("SIZES", ("0.6b",) if quick else tuple(SHAPES)), SHAPES),
-            "KINDS": (listed("KINDS", tuple(FORMATS)), FORMATS),
-        }
-        for variable, (names, known) in chosen.items():
+        sizes = listed("SIZES", ("0.6b",) if quick else tuple(SHAPES))
+        kinds = listed("KINDS", tuple(FORMATS))
+        for variable, names, known in (
+            ("SIZES", sizes, tuple(SHAPES)), ("KINDS", kinds, tuple(FORMATS)),
+        ):  # fmt: skip
             if unknown := sorted(set(names) - set(known)):
                 raise ValueError(f"{variable}: {', '.join(unknown)} not among {', '.join(known)}")
         rounds = environment.get("ROUNDS") or ("1" if quick else "3")
         if not rounds.isdecimal() or not 1 <= int(rounds) <= 99:
             raise ValueError(f"ROUNDS={rounds} is not a number from 1 to 99")
         level = chosen_level(environment.get("LEVEL"), here)
-        return cls(chosen["SIZES"][0], rows, chosen["KINDS"][0], int(rounds), level)
+        return cls(sizes, rows, kinds, int(rounds), level)
 
 
 def measure(name: str, wanted: Wanted, root: Path) -> dict[str, Any]:
