@@ -13,15 +13,16 @@ the page cache. ``rss_ratio`` is the most memory that was resident until then ov
 ``beside_mb`` is what the process holds beyond as much as the file: 128 tokens of the KV cache, room
 for their activations, and the program itself, whose 60 MB or so weigh the more the smaller the file
 is. ``share`` of a row of one
-sequence is the least time in which the file can be read for each token, at the bandwidth measured
-in the same run, over the time taken.
+sequence is the least time in which what a token needs of the file can be read for each, at the
+bandwidth measured in the same run, over the time taken.
 
-SIZES=0.6b,1.7b, KINDS=Q4_0,... (names of ``FORMATS``) and ROWS=x,y choose, ROUNDS=n says how often,
-QUICK=1 takes the smaller shape once, MEMORY=1 leaves the rows out. LEVEL=avx2 holds both engines to
-one level of instructions (``benchmarks.peers.levels``). What is not known is refused before
-anything is set up.
-Files stay in the peers' folder (PACELINE_PEERS): 2.6 GB for 0.6b, 7.4 for 1.7b. Each shape is a
-part of its own that fits 45 minutes. The last line is JSON.
+SIZES=0.6b,1.7b,moe, KINDS=Q4_0,... (names of ``FORMATS``) and ROWS=x,y choose, ROUNDS=n says how
+often, QUICK=1 takes the smallest shape once, MEMORY=1 leaves the rows out. LEVEL=avx2 holds both
+engines to one level of instructions (``benchmarks.peers.levels``). What is not known is refused
+before anything is set up. ``moe`` is a mixture of 32 experts, of which a token goes to 4:
+1.5 B weights, of which it reads 0.5. Files stay in the peers' folder (PACELINE_PEERS): 2.6 GB for
+0.6b, 7.4 for 1.7b, 6.5 for moe. Each shape is a part of its own that fits 45 minutes. The last line
+is JSON.
 
     python -m benchmarks.sizes
 """
@@ -29,6 +30,7 @@ part of its own that fits 45 minutes. The last line is JSON.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -69,25 +71,33 @@ _READ_MIB: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A dense model of Qwen3's kind with tied embeddings."""
+    """A model of Qwen3's kind with tied embeddings, dense or a mixture of experts."""
 
     layers: int
     hidden: int
+    # of an MLP, or of each expert
     inner: int
     heads: int
     kv_heads: int
     head_dim: int
     vocab: int
+    # and how many of them a token goes to; 0: one MLP for all
+    experts: int = 0
+    experts_per_token: int = 0
 
-    def matrices(self) -> dict[str, tuple[int, int]]:
-        """GGUF's names, with rows and columns."""
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """GGUF's names, with experts, rows and columns."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        of_layer = {
+        stacked, ending = ((self.experts,), "_exps") if self.experts else ((), "")
+        of_layer: dict[str, tuple[int, ...]] = {
             "attn_q": (queries, self.hidden), "attn_k": (keys, self.hidden),
             "attn_v": (keys, self.hidden), "attn_output": (self.hidden, queries),
-            "ffn_gate": (self.inner, self.hidden), "ffn_up": (self.inner, self.hidden),
-            "ffn_down": (self.hidden, self.inner),
+            f"ffn_gate{ending}": (*stacked, self.inner, self.hidden),
+            f"ffn_up{ending}": (*stacked, self.inner, self.hidden),
+            f"ffn_down{ending}": (*stacked, self.hidden, self.inner),
         }  # fmt: skip
+        if self.experts:
+            of_layer["ffn_gate_inp"] = (self.experts, self.hidden)
         layers = {
             f"blk.{layer}.{name}": size
             for layer in range(self.layers)
@@ -97,20 +107,27 @@ class Shape:
 
     @property
     def weights(self) -> int:
-        return sum(rows * columns for rows, columns in self.matrices().values())
+        return sum(math.prod(size) for size in self.matrices().values())
+
+    @property
+    def share_read(self) -> float:
+        """Of the weights, what one token needs."""
+        idle = self.experts - self.experts_per_token
+        return 1 - self.layers * idle * 3 * self.inner * self.hidden / self.weights
 
 
-# Qwen3-0.6B's and Qwen3-1.7B's, by their config.json
+# Qwen3-0.6B's and Qwen3-1.7B's, by their config.json; and a mixture of the first one's width
 SHAPES: Final = {
     "0.6b": Shape(28, 1024, 3072, 16, 8, 128, 151_936),
     "1.7b": Shape(28, 2048, 6144, 16, 8, 128, 151_936),
+    "moe": Shape(24, 1024, 512, 16, 8, 128, 151_936, 32, 4),
 }
 
 
 def write_model(path: Path, shape: Shape) -> None:
     """A GGUF file of random weights in float16, whole or not at all."""
     partial = path.with_suffix(".part")
-    writer = gguf.GGUFWriter(partial, "qwen3")
+    writer = gguf.GGUFWriter(partial, "qwen3moe" if shape.experts else "qwen3")
     writer.add_context_length(4096)
     writer.add_embedding_length(shape.hidden)
     writer.add_block_count(shape.layers)
@@ -122,21 +139,26 @@ def write_model(path: Path, shape: Shape) -> None:
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(1e6)
     writer.add_vocab_size(shape.vocab)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.experts_per_token)
+        writer.add_expert_feed_forward_length(shape.inner)
     writer.add_tokenizer_model("no_vocab")
     random = np.random.default_rng(0)
     pool = random.standard_normal(_POOL, dtype=np.float32)
-    for name, (rows, columns) in shape.matrices().items():
-        size = rows * columns
+    for name, size in shape.matrices().items():
         values = np.resize(np.roll(pool, int(random.integers(_POOL))), size)
-        values *= columns**-0.5
-        writer.add_tensor(f"{name}.weight", values.astype(np.float16).reshape(rows, columns))
+        values *= size[-1] ** -0.5
+        # routers are in float32, as converters write them
+        kept = np.float32 if name.endswith("_inp") else np.float16
+        writer.add_tensor(f"{name}.weight", values.astype(kept))
     norms = {"output_norm": shape.hidden}
     for layer in range(shape.layers):
         prefix = f"blk.{layer}"
         norms |= {f"{prefix}.attn_norm": shape.hidden, f"{prefix}.ffn_norm": shape.hidden}
         norms |= {f"{prefix}.attn_{x}_norm": shape.head_dim for x in "qk"}
-    for name, size in norms.items():
-        writer.add_tensor(f"{name}.weight", np.ones(size, dtype=np.float32))
+    for name, width in norms.items():
+        writer.add_tensor(f"{name}.weight", np.ones(width, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -304,7 +326,8 @@ def measure(name: str, wanted: Wanted, root: Path) -> dict[str, Any]:
         results[entry.row.name]["kinds"] = by_variant(entry)
         if entry.row.count == 1 and "seconds" in offline[entry.row.name].get(ours.name, {}):
             best = offline[entry.row.name][ours.name]
-            read = entry.row.output * kinds[best["variant"].split()[0]].stat().st_size / bandwidth
+            size = kinds[best["variant"].split()[0]].stat().st_size * shape.share_read
+            read = entry.row.output * size / bandwidth
             results[entry.row.name]["share"] = round(read / best["seconds"], 3)
     return results | figures | {"read_gb_s": round(bandwidth / 1e9, 1)}
 

@@ -111,9 +111,11 @@ PacelineModel* paceline_create(const PacelineConfig* config) {
 
 void paceline_destroy(PacelineModel* model) { delete model; }
 
-int paceline_load(PacelineModel* model, int tensor, int64_t layer, int type, const void* data, int64_t rows,
-                  int64_t columns) {
-  return guarded([&] { model->model.load(PacelineTensor(tensor), int(layer), Source(type), data, rows, columns); });
+int paceline_load(PacelineModel* model, int tensor, int64_t layer, int64_t expert, int type, const void* data,
+                  int64_t rows, int64_t columns) {
+  return guarded([&] {
+    model->model.load(PacelineTensor(tensor), int(layer), int(expert), Source(type), data, rows, columns);
+  });
 }
 
 int paceline_set_rope(PacelineModel* model, int table, const float* cos, const float* sin) {

@@ -17,6 +17,18 @@ constexpr int kAhead = 1536;
 // Sums of a tile's rows, for `finish`.
 using Sums = float[kPanel];
 
+PL_INLINE vf gated_product(const GemmArgs& g, vf gate, vf up) {
+  if (g.epilogue == Epilogue::kSilu) return mul(silu(gate), up);
+  if (g.epilogue == Epilogue::kGelu) return mul(gelu(gate), up);
+  const vf limit = set1(g.limit), one = set1(1.0f);
+  // what is not a number stays so as the second of the two
+  gate = vmin(limit, gate);
+  up = vmax(sub(zero(), limit), vmin(limit, up));
+  // x sigmoid(1.702 x)
+  const vf y = div(gate, add(one, exp2v(mul(gate, set1(-1.702f * 1.4426950408889634f)))));
+  return mul(y, add(up, one));
+}
+
 PL_INLINE void finish(const GemmArgs& g, const vf* tile, int rows, int64_t row, int64_t panel) {
   const int64_t column = panel * kPanel;
   const int64_t left = g.w.rows - column;
@@ -29,7 +41,7 @@ PL_INLINE void finish(const GemmArgs& g, const vf* tile, int rows, int64_t row, 
   for (int r = 0; r < rows; ++r) {
     const vf y0 = add(tile[2 * r], bias0), y1 = add(tile[2 * r + 1], bias1);
     if (g.epilogue >= Epilogue::kSilu) {
-      const vf y = mul(g.epilogue == Epilogue::kSilu ? silu(y0) : gelu(y0), y1);
+      const vf y = gated_product(g, y0, y1);
       const int64_t at = (row + r) * g.out_stride + panel * 16;
       if (g.out_bf16)
         store_bf16(static_cast<uint16_t*>(g.out) + at, y);

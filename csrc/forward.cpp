@@ -1,25 +1,18 @@
 // One step of the model: every member of the team walks through the same stages.
 #include <chrono>
-#include <cmath>
 #include <cstring>
 #include <stdexcept>
 
-#include "cut.h"
 #include "model.h"
 
 namespace paceline {
 namespace {
 
-constexpr float kLog2e = 1.4426950408889634f;
-// rows of activations that stay in the second-level cache while panels stream past
-constexpr int64_t kRowBlock = 208;
 // With so many rows for each of two members, each takes its own through all products from one attention
 // to the next: nobody waits for anybody, rows stay in the caches of one processor, and reading the
 // weights once a member is hidden behind the products. Every further member reads them once more, so
 // the rows it takes grow with the members.
 constexpr int64_t kRowsAlone = 6;
-
-int64_t pad_to(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 double seconds_now() {
   using Clock = std::chrono::steady_clock;
@@ -80,36 +73,7 @@ void Model::reserve(int64_t tokens, int64_t sampled) {
   attended_.reserve(n * size_t(attended) * 4);
   inner_.reserve(n * size_t(pad_to(inner_pad_, 32)) * 4);
   rows_.reserve(size_t(team_.size()) * size_t(pad_to(widest, 16)) * 4);
-}
-
-void Model::plan_attention(const PacelineStep& step, int window, AttendPlan& plan) {
-  plan.whole.clear();
-  const int64_t most = kernels_->attend_rows;
-  for (int64_t s = 0; s < step.sequences; ++s) {
-    const int64_t begin = step.query_start[s], rows = (step.query_start[s + 1] - begin) * group_;
-    for (int32_t head = 0; head < config_.kv_heads; ++head) {
-      // the longest first, so that no thread is left with one at the end
-      for (int64_t tile = (rows + most - 1) / most - 1; tile >= 0; --tile) {
-        AttendItem item{};
-        item.sequence = int32_t(s);
-        item.kv_head = head;
-        item.row = tile * most;
-        item.rows = int32_t(rows - item.row < most ? rows - item.row : most);
-        const int first_position = step.positions[begin + item.row / group_];
-        const int last_position = step.positions[begin + (item.row + item.rows - 1) / group_];
-        item.key_end = last_position + 1;
-        const int oldest = window > 0 && first_position >= window ? first_position - window + 1 : 0;
-        // from an even tile on, see AttendArgs
-        item.key_begin = oldest / (2 * kTile) * (2 * kTile);
-        item.part = -1;
-        plan.whole.push_back(item);
-      }
-    }
-  }
-  cut_long(plan, team_.size());
-  // and two of each member's own, for parts that are merged as they come
-  const int64_t own = 2 * kMaxRows * team_.size();
-  parts_.reserve(size_t(plan.parts + own) * size_t(config_.head_dim + 16) * 4);
+  if (c.experts > 0) reserve_experts(int64_t(n));
 }
 
 void Model::prepare(const PacelineStep& step) {
@@ -189,7 +153,7 @@ void Model::norm_rows(int member, const Share& share, const float* x, const std:
                       const Linear& next, F&& before) {
   const Shape shape = shape_of(next);
   const int64_t n = config_.hidden, padded = pad_to(n, 4);
-  float* scratch = reinterpret_cast<float*>(rows_.data()) + member * int64_t(rows_.size() / 4 / size_t(team_.size()));
+  float* scratch = scratch_of(member);
   each_row(member, share, [&](int64_t r) {
     before(r);
     const float* from = x + r * hidden_pad_;
@@ -209,6 +173,7 @@ GemmArgs Model::product_of(const Share& share, const Linear& linear) const {
   args.a_scale = share.scales;
   args.w = linear.parts[0].view();
   args.bias = linear.has_bias ? linear.bias.data() : nullptr;
+  args.limit = config_.swiglu_limit;
   return args;
 }
 
@@ -262,146 +227,6 @@ void Model::multiply_into(int member, const Share& share, const Linear& linear, 
     float *from = given + r * hidden_pad_, *into = x + r * hidden_pad_;
     kernels_->rms_norm(from, norm.data(), config_.hidden, config_.eps, from);
     for (int64_t i = 0; i < config_.hidden; ++i) into[i] += from[i];
-  });
-}
-
-uint8_t* Model::tile_of(const PacelineStep& step, int64_t token, int64_t layer_index) {
-  const int64_t position = step.positions[token], slot = position % config_.block_size;
-  const int32_t* table = step.tables + int64_t(sequence_of_[size_t(token)]) * step.table_width;
-  return cache_.data() + layer_index * layer_bytes_ + table[position / config_.block_size] * block_bytes_ +
-         slot / kTile * tile_bytes_;
-}
-
-void Model::expect_kv(const Share& share, int64_t row, const PacelineStep& step, int64_t layer_index) {
-  const int64_t token = share.begin + row;
-  const uint8_t* tile = tile_of(step, token, layer_index);
-  for (int64_t h = 0; h < config_.kv_heads; ++h)
-    kernels_->expect_kv(int(config_.head_dim), int(step.positions[token] % kTile), kv_, tile + h * head_bytes_);
-}
-
-void Model::rope_and_store(int member, const Share& share, const PacelineStep& step, const Layer& layer,
-                           int64_t layer_index, float* qkv) {
-  const PacelineConfig& c = config_;
-  const int64_t d = c.head_dim, stride = pad_to(qkv_rows_, 16), n = step.tokens;
-  const int64_t query_bytes = d * kernels_->query_bytes[int(kv_)];
-  const float factor = c.attention_scale > 0 ? kLog2e * c.attention_scale : kLog2e / std::sqrt(float(d));
-  const bool each_normed = !layer.q_norm.empty() && !c.qk_norm_whole;
-  float* query_scales = reinterpret_cast<float*>(query_scales_.data());
-  each_row(member, share, [&](int64_t r) {
-    const int64_t t = share.begin + r;
-    float* row = qkv + t * stride;
-    const int64_t position = step.positions[t], slot = position % c.block_size;
-    uint8_t* tile = tile_of(step, t, layer_index);
-    const float *cos = nullptr, *sin = nullptr;
-    if (layer.rope >= 0) {
-      cos = cos_[size_t(layer.rope)].data() + position * (d / 2);
-      sin = sin_[size_t(layer.rope)].data() + position * (d / 2);
-    }
-    if (c.qk_norm_whole && !layer.q_norm.empty()) {
-      kernels_->rms_norm(row, layer.q_norm.data(), c.heads * d, c.eps, row);
-      kernels_->rms_norm(row + c.heads * d, layer.k_norm.data(), c.kv_heads * d, c.eps, row + c.heads * d);
-    }
-    for (int64_t h = 0; h < c.heads; ++h) {
-      float* q = row + h * d;
-      if (each_normed) kernels_->rms_norm(q, layer.q_norm.data(), d, c.eps, q);
-      if (cos) kernels_->rope(q, cos, sin, int(d));
-      const int64_t at = (h / group_ * n + t) * group_ + h % group_;
-      kernels_->encode_query(q, int(d), factor, kv_, queries_.data() + at * query_bytes, query_scales + at);
-    }
-    for (int64_t h = 0; h < c.kv_heads; ++h) {
-      float *k = row + (c.heads + h) * d, *v = row + (c.heads + c.kv_heads + h) * d;
-      if (each_normed) kernels_->rms_norm(k, layer.k_norm.data(), d, c.eps, k);
-      if (cos) kernels_->rope(k, cos, sin, int(d));
-      kernels_->store_kv(k, v, int(d), int(slot % kTile), kv_, tile + h * head_bytes_);
-    }
-  });
-}
-
-void Model::attend(int member, const PacelineStep& step, const Layer& layer, int64_t layer_index, bool last, float* out) {
-  const PacelineConfig& c = config_;
-  const AttendPlan& plan = layer.sliding ? sliding_plan_ : plan_;
-  const int window = layer.sliding ? int(c.sliding_window) : 0;
-  const int64_t d = c.head_dim, width = c.heads * d, part_stride = d + 16;
-  const int64_t query_bytes = d * kernels_->query_bytes[int(kv_)];
-  float* parts = reinterpret_cast<float*>(parts_.data());
-  const int64_t own = plan.parts + 2 * kMaxRows * member;
-  team_.each(member, int64_t(plan.items.size()), 1, [&](int64_t i) {
-    const AttendItem& item = plan.items[size_t(i)];
-    const int64_t start = step.query_start[item.sequence];
-    if (last) {
-      // nobody reads the others' outputs
-      const size_t from = size_t(start + item.row / group_), to = size_t(start + (item.row + item.rows - 1) / group_);
-      if (sampled_before_[from] == sampled_before_[to + 1]) return;
-    }
-    AttendArgs args;
-    const int64_t query = (item.kv_head * step.tokens + start) * group_ + item.row;
-    args.q = queries_.data() + query * query_bytes;
-    args.q_stride = query_bytes;
-    args.q_scale = reinterpret_cast<const float*>(query_scales_.data()) + query;
-    args.layer = cache_.data() + layer_index * layer_bytes_;
-    args.block_bytes = block_bytes_;
-    args.head_bytes = head_bytes_;
-    args.kv_head = item.kv_head;
-    args.head_dim = int(d);
-    args.tiles_per_block = int(c.block_size / kTile);
-    args.table = step.tables + item.sequence * step.table_width;
-    args.rows = item.rows;
-    int32_t first[kMaxRows], limit[kMaxRows];
-    float* outs[kMaxRows];
-    for (int r = 0; r < item.rows; ++r) {
-      const int64_t flat = item.row + r, token = start + flat / group_;
-      limit[r] = step.positions[token] + 1;
-      first[r] = window > 0 && limit[r] > window ? limit[r] - window : 0;
-      outs[r] = out + token * width + (item.kv_head * group_ + flat % group_) * d;
-    }
-    args.first = first;
-    args.limit = limit;
-    args.split = item.part >= 0 || parts_of(item.key_begin, item.key_end) > 1;
-    int64_t part = item.part >= 0 ? item.part : own;
-    for (int key = item.key_begin; key < item.key_end; key = args.key_end) {
-      const int end = (key / kPartKeys + 1) * kPartKeys;
-      args.key_begin = key;
-      args.key_end = end < item.key_end ? end : item.key_end;
-      if (args.key_end < item.key_end) {
-        args.next_table = args.table;
-        args.next_head = args.kv_head;
-        args.next_begin = args.key_end;
-        args.next_end = item.key_end;
-      } else if (i + 1 < int64_t(plan.items.size())) {
-        const AttendItem& next = plan.items[size_t(i + 1)];
-        args.next_table = step.tables + next.sequence * step.table_width;
-        args.next_head = next.kv_head;
-        args.next_begin = next.key_begin;
-        args.next_end = next.key_end;
-      } else {
-        args.next_end = 0;
-      }
-      for (int r = 0; r < item.rows; ++r) args.out[r] = args.split ? parts + (part + r) * part_stride : outs[r];
-      kernels_->attend[int(kv_)](args);
-      if (item.part >= 0) {
-        part += kMaxRows;
-        continue;
-      }
-      // the second and further ones go beside the first, and into it
-      if (part != own)
-        kernels_->merge_part(parts + part * part_stride, item.rows, part_stride, int(d), parts + own * part_stride);
-      part = own + kMaxRows;
-    }
-    if (item.part < 0 && args.split)
-      for (int r = 0; r < item.rows; ++r)
-        kernels_->finish_parts(parts + (own + r) * part_stride, int(d), outs[r]);
-  });
-  if (plan.merges.empty()) return;
-  team_.each(member, int64_t(plan.merges.size()), 1, [&](int64_t i) {
-    const MergeItem& merge = plan.merges[size_t(i)];
-    float* into = parts + merge.part * part_stride;
-    for (int p = 1; p < merge.parts; ++p)
-      kernels_->merge_part(into + p * kMaxRows * part_stride, merge.rows, part_stride, int(d), into);
-    for (int r = 0; r < merge.rows; ++r) {
-      const int64_t flat = merge.row + r, token = step.query_start[merge.sequence] + flat / group_;
-      kernels_->finish_parts(into + r * part_stride, int(d),
-                             out + token * width + (merge.kv_head * group_ + flat % group_) * d);
-    }
   });
 }
 
@@ -460,13 +285,18 @@ void Model::run_step(const PacelineStep& step, int member) {
     mark(member, kEncode);
     multiply_into(member, share, layer.out, nullptr, 0, layer.attention_out_norm, own);
     mark(member, kOut);
+    if (!layer.experts.empty()) {
+      // their rows are everybody's
+      if (share.alone) team_.barrier();
+      run_experts(member, layer, x, share.total);
+      continue;
+    }
     norm_rows(member, share, own, layer.mlp_norm, layer.gate_up, [](int64_t) {});
     mark(member, kNorm);
     const Acts acts = shape_of(layer.down).acts;
     const bool bf16 = acts == Acts::kBF16;
     uint8_t* inner = inner_.data() + share.begin * inner_stride * (bf16 ? 2 : 4);
-    multiply(member, share, layer.gate_up, nullptr, 0, c.gelu ? Epilogue::kGelu : Epilogue::kSilu, inner, inner_stride,
-             bf16);
+    multiply(member, share, layer.gate_up, nullptr, 0, gated(), inner, inner_stride, bf16);
     mark(member, kGateUp);
     if (bf16 || acts == Acts::kF32) {
       multiply_into(member, share, layer.down, inner, inner_stride * (bf16 ? 2 : 4), layer.mlp_out_norm, own);
@@ -495,17 +325,6 @@ void Model::run_step(const PacelineStep& step, int member) {
     step.likeliest[share.begin + r] = kernels_->likeliest(logits + r * c.vocab, c.vocab);
   });
   mark(member, kHead);
-}
-
-void Model::attention_only(const PacelineStep& step, float* qkv, float* out) {
-  prepare(step);
-  if (step.tokens == 0) return;
-  const int64_t stride = pad_to(qkv_rows_, 16);
-  if (stride != qkv_rows_) throw std::invalid_argument("unpadded rows only");
-  team_.run([&](int member) {
-    rope_and_store(member, {0, step.tokens, step.tokens, false, nullptr, nullptr}, step, layers_[0], 0, qkv);
-    attend(member, step, layers_[0], 0, false, out);
-  });
 }
 
 void Model::copy_blocks(const int64_t* from, const int64_t* to, int64_t count) {

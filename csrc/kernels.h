@@ -79,7 +79,9 @@ constexpr int kWeightKinds = 11;
 // rows of activations
 enum class Acts : int { kF32 = 0, kBF16 = 1, kI8 = 2, kI8ForQ4 = 3 };
 enum class Kv : int { kF32 = 0, kBF16 = 1, kI8 = 2 };
-enum class Epilogue : int { kStore = 0, kAdd = 1, kSilu = 2, kGelu = 3 };
+// from kSilu on a gate's function times the other half; kClamped: x sigmoid(1.702 x) of a gate of at most `limit`,
+// times 1 and an up within it
+enum class Epilogue : int { kStore = 0, kAdd = 1, kSilu = 2, kGelu = 3, kClamped = 4 };
 
 struct Panels {
   const uint8_t* data = nullptr;
@@ -101,10 +103,11 @@ struct GemmArgs {
   Panels w;
   const float* bias = nullptr;
   Epilogue epilogue = Epilogue::kStore;
-  // kSilu and kGelu store columns [16p, 16p + 16) of panel p; rows hold whole multiples of 16
+  // gated ones store columns [16p, 16p + 16) of panel p; rows hold whole multiples of 16
   void* out = nullptr;
   int64_t out_stride = 0;  // elements
-  bool out_bf16 = false;   // kSilu and kGelu only
+  bool out_bf16 = false;   // gated ones only
+  float limit = 0;         // kClamped
 };
 
 struct AttendArgs {

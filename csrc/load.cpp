@@ -15,11 +15,14 @@ const char* const kNames[PL_TENSORS] = {
     "embed_tokens", "norm",      "lm_head",   "input_layernorm", "post_attention_layernorm", "q_norm",
     "k_norm",       "q_proj",    "k_proj",    "v_proj",          "o_proj",                   "gate_proj",
     "up_proj",      "down_proj", "q_proj.bias", "k_proj.bias",   "v_proj.bias",              "o_proj.bias",
-    "gate_proj.bias", "up_proj.bias", "down_proj.bias", "attention_output_norm", "mlp_output_norm"};
-
-int64_t pad_to(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+    "gate_proj.bias", "up_proj.bias", "down_proj.bias", "attention_output_norm", "mlp_output_norm",
+    "router",       "router.bias", "sinks"};
 
 [[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
+
+bool of_mlp(PacelineTensor kind) {
+  return (kind >= PL_GATE && kind <= PL_DOWN) || (kind >= PL_GATE_BIAS && kind <= PL_DOWN_BIAS);
+}
 
 void require(bool ok, const std::string& message) {
   if (!ok) refuse(message);
@@ -50,10 +53,16 @@ Model::Model(const PacelineConfig& config)
   require(c.num_blocks > 0, "num_blocks must be positive");
   require(c.weights >= 0 && c.weights <= 3, "unknown weight kind " + std::to_string(c.weights));
   require(c.kv >= 0 && c.kv <= 2, "unknown kv kind " + std::to_string(c.kv));
+  require(c.activation >= 0 && c.activation <= 2, "unknown activation " + std::to_string(c.activation));
+  require(c.experts >= 0 && c.experts <= kMaxExperts,
+          std::to_string(c.experts) + " experts, must be 0 to " + std::to_string(kMaxExperts));
+  require(c.experts == 0 || (c.experts_per_token > 0 && c.experts_per_token <= c.experts && c.expert_inner > 0),
+          std::to_string(c.experts_per_token) + " of " + std::to_string(c.experts) + " experts of width " +
+              std::to_string(c.expert_inner) + " for each token");
 
   group_ = c.heads / c.kv_heads;
   hidden_pad_ = pad_to(c.hidden, 16);
-  inner_pad_ = pad_to(c.inner, 16);
+  inner_pad_ = 0;
   qkv_rows_ = (c.heads + 2 * c.kv_heads) * c.head_dim;
   tile_bytes_ = tile_bytes(kv_, int(c.head_dim));
   head_bytes_ = tile_bytes_ * (c.block_size / kTile);
@@ -69,9 +78,17 @@ Model::Model(const PacelineConfig& config)
     make_linear(layer.qkv, {{queries, kind(PL_KIND_Q)}, {keys, kind(PL_KIND_K)}, {keys, kind(PL_KIND_V)}}, c.hidden,
                 c.qkv_bias);
     make_linear(layer.out, {{c.hidden, kind(PL_KIND_O)}}, queries, c.o_bias);
-    // gate and up interleaved by 16, so that a panel holds both halves of 16 products
-    make_linear(layer.gate_up, {{2 * inner_pad_, kind(PL_KIND_GATE_UP)}}, c.hidden, c.mlp_bias);
-    make_linear(layer.down, {{c.hidden, kind(PL_KIND_DOWN)}}, c.inner, c.mlp_bias);
+    if (c.experts > 0 && !(c.dense && c.dense[i])) {
+      // rounded, it would choose other experts
+      make_linear(layer.router, {{c.experts, int(Weights::kF32)}}, c.hidden, c.router_bias);
+      layer.experts.resize(size_t(c.experts));
+      for (Expert& expert : layer.experts)
+        make_mlp(expert.gate_up, expert.down, c.expert_inner, kind(PL_KIND_GATE_UP), kind(PL_KIND_DOWN));
+    } else {
+      inner_pad_ = pad_to(c.inner, 16);
+      make_mlp(layer.gate_up, layer.down, c.inner, kind(PL_KIND_GATE_UP), kind(PL_KIND_DOWN));
+    }
+    if (c.sinks) layer.sinks.resize(size_t(c.heads));
     if (c.norms & 1) {
       layer.attention_norm.resize(size_t(c.hidden));
       layer.mlp_norm.resize(size_t(c.hidden));
@@ -90,6 +107,7 @@ Model::Model(const PacelineConfig& config)
   }
   config_.sliding = nullptr;
   config_.ropes = nullptr;
+  config_.dense = nullptr;
   const uint8_t* tables = c.kinds ? c.kinds + c.layers * PL_KINDS : nullptr;
   if (!c.headless) head_.parts.push_back(make_matrix(c.vocab, c.hidden, tables ? tables[0] : -1, true));
   if (!c.tied || c.headless) embedding_ = make_matrix(c.vocab, c.hidden, tables ? tables[1] : -1, true);
@@ -97,7 +115,7 @@ Model::Model(const PacelineConfig& config)
   config_.isa = nullptr;
   reserve_screen();
   final_norm_.resize(size_t(c.hidden));
-  loaded_.assign(size_t(c.layers * PL_TENSORS), 0);
+  loaded_.assign(size_t(c.layers * (1 + c.experts) * PL_TENSORS), 0);
 }
 
 void Model::reserve_cache() {
@@ -132,22 +150,31 @@ void Model::make_linear(Linear& linear, std::initializer_list<Rows> rows, int64_
   if (bias) linear.bias.assign(size_t(pad_to(total, kPanel)), 0.0f);
 }
 
-void Model::expect_shape(PacelineTensor kind, int64_t rows, int64_t columns) const {
+void Model::make_mlp(Linear& gate_up, Linear& down, int64_t width, int gate_up_kind, int down_kind) {
+  // gate and up interleaved by 16, so that a panel holds both halves of 16 products
+  make_linear(gate_up, {{2 * pad_to(width, 16), gate_up_kind}}, config_.hidden, config_.mlp_bias);
+  make_linear(down, {{config_.hidden, down_kind}}, width, config_.mlp_bias);
+}
+
+void Model::expect_shape(PacelineTensor kind, bool of_expert, int64_t rows, int64_t columns) const {
   const PacelineConfig& c = config_;
-  const int64_t q = c.heads * c.head_dim, k = c.kv_heads * c.head_dim;
+  const int64_t q = c.heads * c.head_dim, k = c.kv_heads * c.head_dim, inner = of_expert ? c.expert_inner : c.inner;
   int64_t want[2] = {1, c.hidden};
   switch (kind) {
     case PL_EMBEDDING: case PL_HEAD: want[0] = c.vocab; break;
     case PL_Q: want[0] = q; break;
     case PL_K: case PL_V: want[0] = k; break;
     case PL_O: want[0] = c.hidden; want[1] = q; break;
-    case PL_GATE: case PL_UP: want[0] = c.inner; break;
-    case PL_DOWN: want[0] = c.hidden; want[1] = c.inner; break;
+    case PL_GATE: case PL_UP: want[0] = inner; break;
+    case PL_DOWN: want[0] = c.hidden; want[1] = inner; break;
+    case PL_ROUTER: want[0] = c.experts; break;
+    case PL_ROUTER_BIAS: want[1] = c.experts; break;
+    case PL_SINKS: want[1] = c.heads; break;
     case PL_Q_NORM: want[1] = c.qk_norm_whole ? q : c.head_dim; break;
     case PL_K_NORM: want[1] = c.qk_norm_whole ? k : c.head_dim; break;
     case PL_Q_BIAS: want[1] = q; break;
     case PL_K_BIAS: case PL_V_BIAS: want[1] = k; break;
-    case PL_GATE_BIAS: case PL_UP_BIAS: want[1] = c.inner; break;
+    case PL_GATE_BIAS: case PL_UP_BIAS: want[1] = inner; break;
     default: break;
   }
   require(rows == want[0] && columns == want[1],
@@ -187,15 +214,25 @@ void Model::pack(Matrix& matrix, Source type, const void* data, int64_t rows, in
   });
 }
 
-void Model::load(PacelineTensor kind, int layer_index, Source type, const void* data, int64_t rows,
+size_t Model::place_of(PacelineTensor kind, int64_t layer, int64_t expert) const {
+  const bool of_expert = of_mlp(kind) && !layers_[size_t(layer)].experts.empty();
+  return size_t((layer * (1 + config_.experts) + (of_expert ? 1 + expert : 0)) * PL_TENSORS + kind);
+}
+
+void Model::load(PacelineTensor kind, int layer_index, int expert, Source type, const void* data, int64_t rows,
                  int64_t columns) {
   require(kind >= 0 && kind < PL_TENSORS, "unknown tensor kind");
   const bool of_layer = kind > PL_HEAD;
   require(layer_index >= 0 && layer_index < (of_layer ? config_.layers : 1),
           "layer " + std::to_string(layer_index) + " of " + std::to_string(config_.layers));
-  expect_shape(kind, rows, columns);
-  require(source_row_bytes(type, columns) > 0, std::string(kNames[kind]) + ": this type cannot hold its rows");
   Layer& layer = layers_[size_t(layer_index)];
+  const bool of_expert = of_mlp(kind) && !layer.experts.empty();
+  require(expert >= 0 && expert < (of_expert ? config_.experts : 1),
+          std::string(kNames[kind]) + " of expert " + std::to_string(expert) + " is not part of this model");
+  expect_shape(kind, of_expert, rows, columns);
+  require(source_row_bytes(type, columns) > 0, std::string(kNames[kind]) + ": this type cannot hold its rows");
+  Linear& gate_up = of_expert ? layer.experts[size_t(expert)].gate_up : layer.gate_up;
+  Linear& down = of_expert ? layer.experts[size_t(expert)].down : layer.down;
   const int64_t d = config_.head_dim, q = config_.heads * d, k = config_.kv_heads * d;
   auto vector = [&](std::vector<float>& out, int64_t offset = 0) {
     require(int64_t(out.size()) >= offset + columns, std::string(kNames[kind]) + " is not part of this model");
@@ -229,19 +266,28 @@ void Model::load(PacelineTensor kind, int layer_index, Source type, const void* 
     case PL_K: pack(layer.qkv, type, data, rows, q, 0, 0); break;
     case PL_V: pack(layer.qkv, type, data, rows, q + k, 0, 0); break;
     case PL_O: pack(layer.out, type, data, rows, 0, 0, 0); break;
-    case PL_GATE: pack(layer.gate_up, type, data, rows, 0, kPanel, 0); break;
-    case PL_UP: pack(layer.gate_up, type, data, rows, 0, kPanel, 16); break;
-    case PL_DOWN: pack(layer.down, type, data, rows, 0, 0, 0); break;
+    case PL_GATE: pack(gate_up, type, data, rows, 0, kPanel, 0); break;
+    case PL_UP: pack(gate_up, type, data, rows, 0, kPanel, 16); break;
+    case PL_DOWN: pack(down, type, data, rows, 0, 0, 0); break;
     case PL_Q_BIAS: vector(layer.qkv.bias); break;
     case PL_K_BIAS: vector(layer.qkv.bias, q); break;
     case PL_V_BIAS: vector(layer.qkv.bias, q + k); break;
     case PL_O_BIAS: vector(layer.out.bias); break;
-    case PL_GATE_BIAS: interleaved(layer.gate_up.bias, 0); break;
-    case PL_UP_BIAS: interleaved(layer.gate_up.bias, 16); break;
-    case PL_DOWN_BIAS: vector(layer.down.bias); break;
+    case PL_GATE_BIAS: interleaved(gate_up.bias, 0); break;
+    case PL_UP_BIAS: interleaved(gate_up.bias, 16); break;
+    case PL_DOWN_BIAS: vector(down.bias); break;
+    case PL_ROUTER:
+      require(!layer.experts.empty(), "router is not part of a layer with one MLP");
+      pack(layer.router, type, data, rows, 0, 0, 0);
+      break;
+    case PL_ROUTER_BIAS: vector(layer.router.bias); break;
+    case PL_SINKS:
+      vector(layer.sinks);
+      for (float& sink : layer.sinks) sink *= kLog2e;
+      break;
     default: break;
   }
-  loaded_[size_t(layer_index) * PL_TENSORS + size_t(kind)] = 1;
+  loaded_[place_of(kind, layer_index, expert)] = 1;
 }
 
 std::vector<Model::Piece> Model::pieces() {
@@ -255,10 +301,12 @@ std::vector<Model::Piece> Model::pieces() {
     floats(of.bias);
   };
   for (Layer& layer : layers_) {
-    for (Linear* of : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down}) linear(*of);
-    for (std::vector<float>* norm : {&layer.attention_norm, &layer.mlp_norm, &layer.q_norm, &layer.k_norm,
-                                     &layer.attention_out_norm, &layer.mlp_out_norm})
-      floats(*norm);
+    for (Linear* of : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down, &layer.router}) linear(*of);
+    for (Expert& expert : layer.experts)
+      for (Linear* of : {&expert.gate_up, &expert.down}) linear(*of);
+    for (std::vector<float>* values : {&layer.attention_norm, &layer.mlp_norm, &layer.q_norm, &layer.k_norm,
+                                       &layer.attention_out_norm, &layer.mlp_out_norm, &layer.sinks})
+      floats(*values);
   }
   linear(head_);
   if (embedding_.rows()) embedding_.each_piece(add);
@@ -278,19 +326,33 @@ void Model::set_rope(int table, const float* cos, const float* sin) {
   sin_[size_t(table)].assign(sin, sin + n);
 }
 
-void Model::check_loaded() const {
+bool Model::has_tensor(int kind, const Layer& layer) const {
   const PacelineConfig& c = config_;
-  for (int64_t layer = 0; layer < c.layers; ++layer) {
+  switch (kind) {
+    case PL_HEAD: return !c.tied && !c.headless;
+    case PL_ATTENTION_NORM: case PL_MLP_NORM: return c.norms & 1;
+    case PL_ATTENTION_OUT_NORM: case PL_MLP_OUT_NORM: return c.norms & 2;
+    case PL_Q_NORM: case PL_K_NORM: return c.qk_norm;
+    case PL_Q_BIAS: case PL_K_BIAS: case PL_V_BIAS: return c.qkv_bias;
+    case PL_O_BIAS: return c.o_bias;
+    case PL_GATE_BIAS: case PL_UP_BIAS: case PL_DOWN_BIAS: return c.mlp_bias;
+    case PL_ROUTER: return !layer.experts.empty();
+    case PL_ROUTER_BIAS: return !layer.experts.empty() && c.router_bias;
+    case PL_SINKS: return c.sinks;
+    default: return true;
+  }
+}
+
+void Model::check_loaded() const {
+  for (int64_t i = 0; i < config_.layers; ++i) {
+    const Layer& layer = layers_[size_t(i)];
     for (int kind = 0; kind < PL_TENSORS; ++kind) {
-      if (kind <= PL_HEAD && (layer > 0 || (kind == PL_HEAD && (c.tied || c.headless)))) continue;
-      if ((kind == PL_ATTENTION_NORM || kind == PL_MLP_NORM) && !(c.norms & 1)) continue;
-      if ((kind == PL_ATTENTION_OUT_NORM || kind == PL_MLP_OUT_NORM) && !(c.norms & 2)) continue;
-      if ((kind == PL_Q_NORM || kind == PL_K_NORM) && !c.qk_norm) continue;
-      if ((kind == PL_Q_BIAS || kind == PL_K_BIAS || kind == PL_V_BIAS) && !c.qkv_bias) continue;
-      if (kind == PL_O_BIAS && !c.o_bias) continue;
-      if ((kind == PL_GATE_BIAS || kind == PL_UP_BIAS || kind == PL_DOWN_BIAS) && !c.mlp_bias) continue;
-      if (!loaded_[size_t(layer * PL_TENSORS + kind)])
-        refuse(std::string(kNames[kind]) + " of layer " + std::to_string(layer) + " was not loaded");
+      if ((kind <= PL_HEAD && i > 0) || !has_tensor(kind, layer)) continue;
+      const bool of_expert = of_mlp(PacelineTensor(kind)) && !layer.experts.empty();
+      for (int64_t expert = 0; expert < (of_expert ? config_.experts : 1); ++expert)
+        if (!loaded_[place_of(PacelineTensor(kind), i, expert)])
+          refuse(std::string(kNames[kind]) + (of_expert ? " of expert " + std::to_string(expert) : "") + " of layer " +
+                 std::to_string(i) + " was not loaded");
     }
   }
   for (const Layer& layer : layers_)

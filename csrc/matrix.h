@@ -1,10 +1,9 @@
 // Packed weight matrices and where their values come from.
 #pragma once
 #include <cstdint>
-#include <cstddef>
-#include <vector>
 
 #include "kernels.h"
+#include "memory.h"
 
 namespace paceline {
 
@@ -21,39 +20,6 @@ int64_t source_row_bytes(Source type, int64_t columns);
 void decode_row(Source type, const void* row, int64_t first, int64_t columns, float* out);
 // The same of one group of 32 columns, of the types whose nibbles are places in a table (tables.cpp).
 void decode_table_group(Source type, const uint8_t* row, int64_t group, float* out);
-
-// Zeroed memory, aligned to pages and backed by huge ones where the kernel grants them. Grows on
-// demand; growing loses the contents.
-class Memory {
- public:
-  Memory() = default;
-  explicit Memory(size_t bytes) { reserve(bytes); }
-  ~Memory();
-  Memory(Memory&& other) noexcept;
-  Memory& operator=(Memory&& other) noexcept;
-  // throws std::bad_alloc
-  void reserve(size_t bytes);
-  uint8_t* data() const { return data_; }
-  size_t size() const { return size_; }
-
- private:
-  uint8_t* data_ = nullptr;
-  size_t size_ = 0;
-};
-
-// Hands out pieces of large allocations, so that huge pages serve small matrices too.
-class Arena {
- public:
-  // zeroed, 64-byte aligned, valid as long as the arena
-  uint8_t* take(size_t bytes);
-  // bytes handed out
-  size_t size() const { return taken_; }
-
- private:
-  std::vector<Memory> chunks_;
-  size_t used_ = 0;  // of the last chunk
-  size_t taken_ = 0;
-};
 
 // A weight matrix [rows, columns] in panels; see kernels.h for the layout. Its memory belongs to the
 // arena it was made in.

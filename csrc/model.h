@@ -16,8 +16,16 @@
 
 namespace paceline {
 
+constexpr float kLog2e = 1.4426950408889634f;
+// rows of activations that stay in the second-level cache while panels stream past
+constexpr int64_t kRowBlock = 208;
+
+constexpr int64_t kMaxExperts = 4096;
+
+inline int64_t pad_to(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
 // What a step spends its time on; see Model::seconds.
-enum Section { kEmbed, kNorm, kQkv, kRope, kAttend, kEncode, kOut, kGateUp, kDown, kHead, kSections };
+enum Section { kEmbed, kNorm, kQkv, kRope, kAttend, kEncode, kOut, kRoute, kGateUp, kDown, kHead, kSections };
 
 // How the likeliest token of a row was found whose logits nobody wanted; see paceline_choices.
 enum Choice { kSettled, kTooMany, kWhole, kChoices };
@@ -37,10 +45,20 @@ struct Linear {
   }
 };
 
+// One MLP of several, of which a row goes through some.
+struct Expert {
+  Linear gate_up, down;
+};
+
 struct Layer {
-  // empty where the model has none
-  std::vector<float> attention_norm, mlp_norm, q_norm, k_norm, attention_out_norm, mlp_out_norm;
-  Linear qkv, out, gate_up, down;
+  // empty where the model has none; `sinks` are in powers of two
+  std::vector<float> attention_norm, mlp_norm, q_norm, k_norm, attention_out_norm, mlp_out_norm, sinks;
+  Linear qkv, out;
+  // one MLP for all rows
+  Linear gate_up, down;
+  // or a router in float32 and what it chooses from; see experts.cpp
+  Linear router;
+  std::vector<Expert> experts;
   bool sliding = false;
   int rope = 0;  // its tables; -1: not rotated
 };
@@ -57,6 +75,13 @@ struct AttendItem {
   // where the first part's result of the first row goes, kMaxRows on for every further part; -1: parts are
   // merged as they come
   int64_t part;
+};
+
+// Pairs [begin, end) of a row and one of its experts, of one expert: what is multiplied by its matrices together.
+struct ExpertRun {
+  int32_t expert;
+  int64_t begin;
+  int64_t end;
 };
 
 struct MergeItem {
@@ -81,7 +106,8 @@ class Model {
   // throws std::invalid_argument
   explicit Model(const PacelineConfig& config);
 
-  void load(PacelineTensor kind, int layer, Source type, const void* data, int64_t rows, int64_t columns);
+  // `expert`: of a layer that has them, for tensors of an MLP; else 0
+  void load(PacelineTensor kind, int layer, int expert, Source type, const void* data, int64_t rows, int64_t columns);
   // Everything that loading makes of tensors, in an order that follows from the config alone: written as it lies in
   // memory, and read back into a model of the same config, it stands for loading.
   struct Piece {
@@ -120,19 +146,24 @@ class Model {
 
  private:
   void reserve_cache();
-  void expect_shape(PacelineTensor kind, int64_t rows, int64_t columns) const;
+  void expect_shape(PacelineTensor kind, bool of_expert, int64_t rows, int64_t columns) const;
+  // where `loaded_` has a tensor
+  size_t place_of(PacelineTensor kind, int64_t layer, int64_t expert) const;
+  bool has_tensor(int kind, const Layer& layer) const;
   struct Rows {
     int64_t count;
     int kind;  // -1: as suits the model's kind
   };
   Matrix make_matrix(int64_t rows, int64_t columns, int kind, bool table);
   void make_linear(Linear& linear, std::initializer_list<Rows> rows, int64_t columns, bool bias);
+  void make_mlp(Linear& gate_up, Linear& down, int64_t width, int gate_up_kind, int down_kind);
   void pack(Linear& linear, Source type, const void* data, int64_t rows, int64_t offset, int64_t spread, int64_t phase);
   void pack(Matrix& matrix, Source type, const void* data, int64_t rows, int64_t offset, int64_t spread,
             int64_t phase);
   void prepare(const PacelineStep& step);
   void plan_attention(const PacelineStep& step, int window, AttendPlan& plan);
   void reserve(int64_t tokens, int64_t sampled);
+  void reserve_experts(int64_t tokens);
 
   // inside Team::run, by every member
   void run_step(const PacelineStep& step, int member);
@@ -194,6 +225,20 @@ class Model {
   void rope_and_store(int member, const Share& share, const PacelineStep& step, const Layer& layer, int64_t layer_index,
                       float* qkv);
   void attend(int member, const PacelineStep& step, const Layer& layer, int64_t layer_index, bool last, float* out);
+  // a member's own, of the widest row
+  float* scratch_of(int member) {
+    return reinterpret_cast<float*>(rows_.data()) + member * int64_t(rows_.size() / 4 / size_t(team_.size()));
+  }
+  Epilogue gated() const {
+    constexpr Epilogue kinds[] = {Epilogue::kSilu, Epilogue::kGelu, Epilogue::kClamped};
+    return kinds[config_.activation];
+  }
+  // see experts.cpp: adds to the rows of x, all of them, what their experts give; by all members together
+  void run_experts(int member, const Layer& layer, float* x, int64_t rows);
+  void run_pass(int member, const Layer& layer, float* x, int64_t rows);
+  void choose_experts(const float* scores, int64_t row);
+  void sort_pairs(int64_t rows);
+  void multiply_pairs(int member, const Layer& layer, Linear Expert::*which, GemmArgs args);
 
   PacelineConfig config_;
   const Kernels* kernels_;
@@ -222,6 +267,7 @@ class Model {
   int64_t head_bytes_ = 0;
   int64_t tile_bytes_ = 0;
 
+  // inner_pad_: 0 where all layers have experts
   int64_t hidden_pad_, inner_pad_, group_, qkv_rows_;
   // of one row of acts_buffer_ and scales_, at most
   int64_t act_bytes_, act_scales_;
@@ -230,6 +276,19 @@ class Model {
   std::vector<int32_t> sampled_before_;
   AttendPlan plan_, sliding_plan_;
   Memory x_, xr_, acts_buffer_, scales_, qkv_, queries_, query_scales_, attended_, given_, inner_, parts_, rows_;
+  // of a pass through a layer's experts: normed rows and what the router says of them; in the order of pairs what
+  // is multiplied, its scales and both products' outputs
+  Memory normed_, scores_, pair_acts_, pair_scales_, pair_inner_, pair_out_;
+  // the experts of each row, its favourite first, their weights, and the pairs that they are in
+  // [rows, experts_per_token]
+  std::vector<int32_t> chosen_;
+  std::vector<float> shares_;
+  std::vector<int64_t> pair_of_;
+  // the row of each pair, and where an expert's pairs begin
+  std::vector<int32_t> row_of_;
+  std::vector<int64_t> starts_;
+  std::vector<ExpertRun> runs_;
+  int64_t run_count_ = 0;
   Sampler sampler_;
   // of steps whose logits nobody wants: full products and screened ones [sampled, vocab], of each member
   // what the logits of a panel can be at most and panels to compute, and whether screening settled a row

@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 /* changes whenever a struct or a signature below does */
-#define PACELINE_ABI 14
+#define PACELINE_ABI 15
 
 typedef enum {
   PL_EMBEDDING = 0, PL_FINAL_NORM, PL_HEAD,
@@ -17,10 +17,11 @@ typedef enum {
   PL_Q, PL_K, PL_V, PL_O, PL_GATE, PL_UP, PL_DOWN,
   PL_Q_BIAS, PL_K_BIAS, PL_V_BIAS, PL_O_BIAS, PL_GATE_BIAS, PL_UP_BIAS, PL_DOWN_BIAS,
   PL_ATTENTION_OUT_NORM, PL_MLP_OUT_NORM,
+  PL_ROUTER, PL_ROUTER_BIAS, PL_SINKS,
   PL_TENSORS
 } PacelineTensor;
 
-/* matrices of a layer whose kind PacelineConfig.kinds says; gate and up are one */
+/* matrices of a layer whose kind PacelineConfig.kinds says; gate and up are one, and those of all experts alike */
 typedef enum {
   PL_KIND_Q = 0, PL_KIND_K, PL_KIND_V, PL_KIND_O, PL_KIND_GATE_UP, PL_KIND_DOWN,
   PL_KINDS
@@ -30,6 +31,8 @@ typedef struct {
   int64_t layers, hidden, heads, kv_heads, head_dim, inner, vocab, max_positions;
   int64_t num_blocks, block_size;
   int64_t sliding_window; /* 0: none */
+  int64_t experts;        /* of a layer's MLP, which of them a row goes to, and their width; 0: one MLP for all rows */
+  int64_t experts_per_token, expert_inner;
   int32_t tied, qk_norm, qkv_bias, o_bias, mlp_bias;
   int32_t weights; /* 0 float32, 1 bfloat16, 2 int8, 3 4-bit */
   int32_t headless; /* nonzero: hidden states alone are wanted, and no head is loaded */
@@ -38,13 +41,17 @@ typedef struct {
   int32_t screens; /* nonzero: the likeliest tokens of one or two rows may be found by screening (screen.cpp) */
   int32_t norms;         /* bits: 1 before attention and MLP, 2 on what they give */
   int32_t qk_norm_whole; /* nonzero: over all heads together */
-  int32_t gelu;          /* nonzero: the gate's function is GELU by tanh, else SiLU */
+  int32_t activation;    /* the gate's function: 0 SiLU, 1 GELU by tanh, 2 clamped SwiGLU (kernels.h) */
+  int32_t normalise_experts; /* nonzero: shares of the experts that a row goes to sum up to 1, else those of all */
+  int32_t router_bias, sinks;
   float eps;
   float sum_eps;         /* of norms of the sum of all layers */
   float embedding_scale;
   float attention_scale; /* 0: 1 / sqrt(head_dim) */
+  float swiglu_limit;    /* of the clamped SwiGLU */
   const uint8_t* ropes;   /* [layers] 0 not rotated, else 1 and the number of the layer's tables */
   const uint8_t* sliding; /* [layers], nonzero where the window applies; may be null */
+  const uint8_t* dense;   /* [layers], nonzero where a model with experts has one MLP; may be null */
   /* [layers * PL_KINDS + 2], may be null: the kind of each matrix, numbered as `weights` and further 4 Q4_0,
    * 5 Q4_K, 6 Q5_K, 7 Q6_K, 8 IQ4_NL, 9 IQ4_XS, 10 MXFP4, which hold that type's own bits; at the end those of the head, which is the embedding
    * table too where they are tied, and of the table. */
@@ -108,8 +115,8 @@ const char* paceline_variants(void);
 PacelineModel* paceline_create(const PacelineConfig* config);
 void paceline_destroy(PacelineModel* model);
 /* data: [rows, columns] as `type` (GGUF numbers: 0 f32, 1 f16, 2 q4_0, 3 q4_1, 8 q8_0, 12 q4_k,
- * 13 q5_k, 14 q6_k, 20 iq4_nl, 23 iq4_xs, 30 bf16, 39 mxfp4) */
-int paceline_load(PacelineModel* model, int tensor, int64_t layer, int type, const void* data,
+ * 13 q5_k, 14 q6_k, 20 iq4_nl, 23 iq4_xs, 30 bf16, 39 mxfp4); expert: whose, of a layer with experts, else 0 */
+int paceline_load(PacelineModel* model, int tensor, int64_t layer, int64_t expert, int type, const void* data,
                   int64_t rows, int64_t columns);
 /* tables 0 or 1, each [max_positions, head_dim / 2] */
 int paceline_set_rope(PacelineModel* model, int table, const float* cos, const float* sin);
@@ -130,7 +137,7 @@ const char* paceline_isa(const PacelineModel* model);
  * but left too many candidates and were computed in full, and those that were not screened. */
 void paceline_choices(const PacelineModel* model, int64_t* out);
 /* turns timing on and zeroes it; out: seconds of embed, norm, qkv, rope, attend, encode, out,
- * gate_up, down, head since then */
+ * route, gate_up, down, head since then */
 void paceline_profile(PacelineModel* model, int on);
 void paceline_seconds(const PacelineModel* model, double* out);
 

@@ -39,8 +39,7 @@ def add_parser(plans: argparse._SubParsersAction[Parser]) -> None:
         help="which known models fit a memory, and in which format",
         description="For each known model and memory: the most exact format of the weights that "
         "leaves room for enough sequences, and how many run at once. Arithmetic, as of 'plan "
-        "memory'; the KV cache is in bfloat16. int8 and q4 are formats of the native CPU kernels, "
-        "which do not compute mixtures of experts.",
+        "memory'; the KV cache is in bfloat16. int8 and q4 are formats of the native CPU kernels.",
     )
     parser.add_argument(
         "--memory",
@@ -115,8 +114,7 @@ def _run(args: argparse.Namespace) -> int:
 def _fit(shape: ModelShape, memory: int, mean_len: float, wanted: int) -> _Fit:
     from paceline.sim.plan import plan_memory
 
-    # native kernels, which alone compute in the others, have no experts
-    for name, per_weight in _FORMATS[:1] if shape.num_experts else _FORMATS:
+    for name, per_weight in _FORMATS:
         try:
             plan = plan_memory(
                 memory_bytes=memory,

@@ -28,6 +28,12 @@ BLOCK = 16
 LENGTH = 128
 PROMPT = [(i * 37 + 11) % VOCAB for i in range(41)]
 GREEDY = 64
+# as many as there are
+EVERY_EXPERT = {
+    "mixtral": {"num_experts_per_tok": 5},
+    "qwen3-moe": {"num_experts_per_tok": 7},
+    "gpt-oss": {"num_experts_per_tok": 5},
+}
 
 
 def make_loader(checkpoint: Checkpoint, path: str) -> ModelLoader:
@@ -136,7 +142,11 @@ def test_gguf_files_give_the_logits_of_transformers(name: str, path: str, tmp_pa
     same(np.concatenate(ours), expected(model, PROMPT))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "granite", "olmo2", "smollm3", "phi3-partial"])
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3", "granite", "olmo2", "smollm3", "phi3-partial", "mixtral", "qwen3-moe-some-dense",
+     "gpt-oss"],
+)  # fmt: skip
 @pytest.mark.parametrize("isa", variants())
 def test_every_level_and_team_of_native_kernels(name: str, isa: str, tmp_path: Path) -> None:
     model = save_model(tmp_path, name)
@@ -149,13 +159,16 @@ def test_every_level_and_team_of_native_kernels(name: str, isa: str, tmp_path: P
         same(np.concatenate(ours), expected(model, PROMPT))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "granite", "olmo2"])
-@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 0.05), ("int8", 0.1), ("q4", 0.5)])
+@pytest.mark.parametrize("name", ["gemma3", "granite", "olmo2", "mixtral", "qwen3-moe", "gpt-oss"])
+# at most 0.014, 0.043 and 0.32 were found
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 0.03), ("int8", 0.08), ("q4", 0.5)])
 def test_reduced_formats_are_close(name: str, dtype: str, most: float, tmp_path: Path) -> None:
-    """Far from the 1 and more that a lost norm or factor costs, as near as the rounding allows."""
+    """Far from the 1 and more that a lost norm or factor costs, as near as the rounding allows.
+    Rows go to all experts: where two are liked nearly alike, rounding may choose the other, and a
+    random model then says something else (int8 0.19 instead of 0.03 for Mixtral)."""
     if (reason := unavailable_reason()) is not None:
         pytest.skip(reason)
-    model = save_model(tmp_path, name)
+    model = save_model(tmp_path, name, **EVERY_EXPERT.get(name, {}))
     loader = replace(make_native(open_checkpoint(tmp_path)), dtype=dtype, kv_dtype="bfloat16")
     ours, theirs = Sequence(loader).feed(PROMPT), expected(model, PROMPT)
     error = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)

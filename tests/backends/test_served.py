@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,13 +50,17 @@ def packed(checkpoint: Checkpoint, dtype: str) -> int:
 
 @NATIVE
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "q4"])
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3", "phi3"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "llama-tied", "qwen3", "phi3", "mixtral", "qwen3-moe-some-dense", "gpt-oss"],
+)
 def test_bytes_of_matrices_are_those_of_the_library(name: str, dtype: str, tmp_path: Path) -> None:
     save_model(tmp_path, name)
     checkpoint = open_checkpoint(tmp_path)
     found = packed(checkpoint, dtype)
+    matrices = sum(len(checkpoint.tensor_shape(each)) == 2 for each in checkpoint.tensor_names())
     # each matrix and each row of scales begins at a multiple of 64 bytes
-    assert 0 <= found - packed_bytes(checkpoint, dtype) <= 64 * 2 * (4 * 3 + 2)
+    assert 0 <= found - packed_bytes(checkpoint, dtype) <= 64 * 2 * matrices
 
 
 @NATIVE
@@ -67,7 +72,7 @@ def test_bytes_of_quantised_folders(layout: str, tmp_path: Path) -> None:
     assert 0 <= found - packed_bytes(checkpoint, "q4") <= 64 * 2 * (4 * 3 + 2)
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gemma2"])
 def test_formats_are_those_that_serve_takes(name: str, tmp_path: Path) -> None:
     save_model(tmp_path, name)
     memory = served_memory(tmp_path)
@@ -144,6 +149,23 @@ def test_a_step_takes_what_it_is_computed_in(tmp_path: Path) -> None:
     assert 0 <= found - 4 * rows * values < 9 * page
     logits = native_step_bytes(config, rows, 100) - found
     assert 0 <= logits - 400 * config.vocab_size < page
+
+
+def test_a_step_through_experts_takes_what_their_pairs_do(tmp_path: Path) -> None:
+    save_model(tmp_path, "mixtral")
+    config = replace(open_checkpoint(tmp_path).config, expert_intermediate_size=8000)
+    dense = replace(config, num_experts=0)
+    wide = max(config.hidden_size, config.expert_intermediate_size)
+    per_pair = config.hidden_size + config.expert_intermediate_size + wide + wide // 8 + 2
+    most = 8192 // config.experts_per_token
+    for rows in (1024, most, 4 * most):
+        # there is no MLP for all rows
+        other = 4 * rows * config.intermediate_size
+        found = native_step_bytes(config, rows, 0) - native_step_bytes(dense, rows, 0) + other
+        passed = min(rows, most)
+        of_rows = 4 * passed * (config.hidden_size + config.num_experts)
+        of_pairs = 4 * passed * config.experts_per_token * per_pair
+        assert abs(found - of_rows - of_pairs) < 16 * (2 << 20)
 
 
 @NATIVE

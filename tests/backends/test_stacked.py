@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
@@ -14,10 +16,25 @@ from gguf.quants import dequantize
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from paceline.backends.native import (
+    RawTensor,
+    checkpoint_tensors,
+    choose_kinds,
+    unavailable_reason,
+)
+from paceline.backends.native.tensors import PACKED
 from paceline.checkpoints.base import open_checkpoint
 from paceline.checkpoints.hf import HFCheckpoint
 from paceline.core.errors import CheckpointError
-from tests.backends.test_architectures import PROMPT, Sequence, expected, make_loader, same
+from tests.backends.test_architectures import (
+    EVERY_EXPERT,
+    PROMPT,
+    Sequence,
+    expected,
+    make_loader,
+    make_native,
+    same,
+)
 from tests.backends.torch.models import make_model
 
 # inputs in whole blocks of 32
@@ -25,9 +42,9 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 EXPERTS = "model.layers.{}.mlp.experts.{}"
 
 
-def write_mxfp4(folder: Path) -> Any:
+def write_mxfp4(folder: Path, **changes: int) -> Any:
     """A folder with experts in MXFP4, and the model that it stands for, by transformers."""
-    model = make_model("gpt-oss", **SIZES)
+    model = make_model("gpt-oss", **SIZES, **changes)
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(3)
@@ -70,8 +87,40 @@ def test_mxfp4_is_what_transformers_takes_it_for(tmp_path: Path) -> None:
             stored, kind = checkpoint.raw_tensor(f"{name}.{part}_proj.weight")
             assert kind == "MXFP4"
             assert (dequantize(stored, GGMLQuantizationType.MXFP4) == ours).all()
-    sequence = Sequence(make_loader(checkpoint, "torch"))
-    same(sequence.feed(PROMPT), expected(model, PROMPT))
+    for path in ["torch"] if unavailable_reason() else ["torch", "native"]:
+        sequence = Sequence(make_loader(checkpoint, path))
+        same(sequence.feed(PROMPT), expected(model, PROMPT))
+
+
+@pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
+def test_mxfp4_experts_stay_in_their_bits(tmp_path: Path) -> None:
+    model = write_mxfp4(tmp_path, **EVERY_EXPERT["gpt-oss"])
+    checkpoint = open_checkpoint(tmp_path)
+    four, eight = PACKED["mxfp4"], PACKED["int8"]
+    layer = bytes([eight, eight, eight, eight, four, four])
+    kinds = choose_kinds(checkpoint, "native")
+    assert kinds.numbers == layer * checkpoint.config.num_hidden_layers + bytes([eight, eight])
+    theirs = expected(model, PROMPT)
+    errors = {}
+    for dtype in ("native", "q4"):
+        loader = replace(make_native(checkpoint), dtype=dtype, kv_dtype="bfloat16")
+        ours = Sequence(loader).feed(PROMPT)
+        errors[dtype] = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
+    # of activations in 8 bits, and of weights that are rounded again
+    assert errors["native"] < 0.1 < errors["q4"]
+
+
+@pytest.mark.parametrize("in_bits", [False, True])
+def test_experts_in_16_bits_are_not_taken_for_blocks(tmp_path: Path, in_bits: bool) -> None:
+    make_model("gpt-oss").to(torch.bfloat16).save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    tensors = dict(checkpoint_tensors(checkpoint, in_bits=in_bits))
+    for part in ("gate", "up", "down"):
+        name = f"{EXPERTS.format(1, 2)}.{part}_proj.weight"
+        assert checkpoint.tensor_type(name) == "BF16"
+        assert (np.asarray(tensors[name]) == checkpoint.tensor(name)).all()
+    # others lie in rows
+    assert isinstance(tensors["model.layers.1.self_attn.o_proj.weight"], RawTensor)
 
 
 def without_scales(tensors: dict[str, torch.Tensor]) -> None:

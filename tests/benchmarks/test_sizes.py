@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,17 +14,22 @@ from benchmarks.peers.levels import LEVELS
 from paceline.checkpoints.gguf import GGUFCheckpoint
 
 TINY = sizes.Shape(2, 64, 128, 4, 2, 16, 300)
+MIXTURE = replace(TINY, inner=96, experts=6, experts_per_token=2)
 
 
-def test_a_written_model_is_what_the_shape_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [TINY, MIXTURE])
+def test_a_written_model_is_what_the_shape_says(tmp_path: Path, shape: sizes.Shape) -> None:
     path = tmp_path / "tiny.gguf"
-    sizes.write_model(path, TINY)
+    sizes.write_model(path, shape)
     checkpoint = GGUFCheckpoint(path)
     config = checkpoint.config
     assert (config.num_hidden_layers, config.hidden_size, config.head_dim) == (2, 64, 16)
     assert config.qk_norm and config.tie_word_embeddings and config.vocab_size == 300
     matrices = [n for n in checkpoint.tensor_names() if len(checkpoint.tensor_shape(n)) == 2]
-    assert sum(np.prod(checkpoint.tensor_shape(name)) for name in matrices) == TINY.weights
+    assert sum(np.prod(checkpoint.tensor_shape(name)) for name in matrices) == shape.weights
+    assert (config.num_experts, config.experts_per_token) == (
+        shape.experts, shape.experts_per_token,
+    )  # fmt: skip
     # activations neither die nor explode, and no two matrices are alike
     values = [checkpoint.tensor(name) for name in matrices if "embed" not in name]
     for matrix in values:
@@ -33,13 +39,15 @@ def test_a_written_model_is_what_the_shape_says(tmp_path: Path) -> None:
 
 def test_the_named_shapes_are_as_large_as_they_say() -> None:
     billions = {name: shape.weights / 1e9 for name, shape in sizes.SHAPES.items()}
-    assert billions == pytest.approx({"0.6b": 0.6, "1.7b": 1.7}, abs=0.03)
+    assert billions == pytest.approx({"0.6b": 0.6, "1.7b": 1.7, "moe": 1.5}, abs=0.03)
+    read = {name: shape.weights * shape.share_read / 1e9 for name, shape in sizes.SHAPES.items()}
+    assert read == pytest.approx({"0.6b": 0.6, "1.7b": 1.7, "moe": 0.46}, abs=0.03)
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
-        ("SIZES", "7b", "7b not among 0.6b, 1.7b"),
+        ("SIZES", "7b", "7b not among 0.6b, 1.7b, moe"),
         ("ROWS", "8x", "row '8x' is neither"),
         ("KINDS", "Q4_0,Q3_K", "Q3_K not among Q4_0, Q4_K_M"),
         ("ROUNDS", "0", "ROUNDS=0 is not a number from 1 to 99"),

@@ -51,11 +51,9 @@ def test_each_flag_changes_the_answer(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "mine" in models(capsys, "--memory", "1GB", "--model-shape", str(path))
 
 
-def test_mixtures_of_experts_are_never_said_to_be_reduced(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    cells = models(capsys, "--memory", "24GB,80GB")["Qwen/Qwen3-30B-A3B"]
-    assert [cell["format"] for cell in cells] == [None, "bfloat16"]
+def test_all_experts_count(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = models(capsys, "--memory", "16GB,24GB,80GB")["Qwen/Qwen3-30B-A3B"]
+    assert [cell["format"] for cell in cells] == [None, "q4", "bfloat16"]
 
 
 def test_a_wrong_size_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,12 +9,12 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Final
 
-from paceline.backends.native.tensors import BLOCKS, KEPT, KINDS, OWN_BITS, PACKED, locate
+from paceline.backends.native.tensors import BLOCKS, KEPT, KINDS, OWN_BITS, PACKED, ROUTER, locate
 from paceline.checkpoints.base import Checkpoint
 
 __all__ = ["Kinds", "choose_kinds", "packed_bytes"]
 
-# PacelineKind by the matrices that are one in memory, which share a kind
+# PacelineKind by the matrices that are one in memory, which share a kind; as do all experts
 _MATRICES: Final = (
     ("self_attn.q_proj",), ("self_attn.k_proj",), ("self_attn.v_proj",), ("self_attn.o_proj",),
     ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",),
@@ -61,9 +61,9 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = Fals
     ``native`` keeps all that a kernel has. ``q4`` keeps those of 4 bits in the layers, which cost
     no speed at any number of rows; a mixed file (Q4_K_M has matrices of Q6_K) spends more bits
     where rounding hurts most, and those become int8 instead of being rounded to 4. Matrices that
-    are one in memory (gate and up), or multiply the same rows (q, k and v), become int8 together if
-    any of them must. In a file that is mainly of other types q4 was asked for by somebody, and
-    rounds all of it.
+    are one in memory (gate and up), multiply the same rows (q, k and v), or are those of a layer's
+    experts become int8 together if any of them must. In a file that is mainly of other types q4 was
+    asked for by somebody, and rounds all of it.
 
     Args:
         dtype: a key of ``DTYPES``, or ``native``.
@@ -85,8 +85,10 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = Fals
         shape = checkpoint.tensor_shape(name)
         if len(shape) != 2:
             continue
-        kind, layer = locate(name)
+        kind, layer, _ = locate(name)
         stored = checkpoint.tensor_type(name)
+        if kind == ROUTER:
+            continue
         if kind not in _PLACES:
             tables[kind] = stored
             if dtype != OWN_BITS or not _fits(blocks, stored, shape[1]):
@@ -135,7 +137,7 @@ def _decoded(checkpoint: Checkpoint) -> str:
     types = Counter(
         checkpoint.tensor_type(name)
         for name in checkpoint.tensor_names()
-        if len(checkpoint.tensor_shape(name)) == 2
+        if len(checkpoint.tensor_shape(name)) == 2 and locate(name).kind != ROUTER
     )
     plain = ("Q8_0", "F16", "BF16", "F32", "F64")
     few = Counter({stored: count for stored, count in types.items() if stored not in plain})
@@ -155,7 +157,6 @@ def packed_bytes(checkpoint: Checkpoint, dtype: str, *, has_head: bool = True) -
     count = config.num_hidden_layers * len(_MATRICES)
     hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
-    inner = config.intermediate_size
 
     def packed(rows: int, columns: int, kind: int | None, table: bool = False) -> int:
         if kind is not None:
@@ -181,14 +182,15 @@ def packed_bytes(checkpoint: Checkpoint, dtype: str, *, has_head: bool = True) -
             zip(of_layer[:3], (heads, keys, keys), strict=True), key=itemgetter(0)
         ):
             total += packed(sum(rows for _, rows in part), hidden, kind)
-        for kind, rows, columns in zip(
-            of_layer[3:],
-            # gate and up lie in one another
-            (hidden, 2 * _padded(inner, _PANEL // 2), hidden),
-            (heads, hidden, inner),
-            strict=True,
-        ):
-            total += packed(rows, columns, kind)
+        output, gate_up, down = of_layer[3:]
+        total += packed(hidden, heads, output)
+        copies, inner = 1, config.intermediate_size
+        if config.num_experts and layer not in config.dense_layers:
+            copies, inner = config.num_experts, config.expert_intermediate_size
+            total += packed(copies, hidden, PACKED["float32"])
+        # gate and up lie in one another
+        total += copies * packed(2 * _padded(inner, _PANEL // 2), hidden, gate_up)
+        total += copies * packed(hidden, inner, down)
     return total
 
 

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 # PACELINE_ABI of the header that the structures below mirror
-ABI: Final = 14
+ABI: Final = 15
 _PATH: Final = Path(__file__).parent / "_lib.so"
 _AGAIN: Final = "build it again: python -m paceline.backends.native.build"
 
@@ -56,6 +56,9 @@ class Config(ctypes.Structure):
         ("num_blocks", c_int64),
         ("block_size", c_int64),
         ("sliding_window", c_int64),
+        ("experts", c_int64),
+        ("experts_per_token", c_int64),
+        ("expert_inner", c_int64),
         ("tied", c_int32),
         ("qk_norm", c_int32),
         ("qkv_bias", c_int32),
@@ -68,13 +71,18 @@ class Config(ctypes.Structure):
         ("screens", c_int32),
         ("norms", c_int32),
         ("qk_norm_whole", c_int32),
-        ("gelu", c_int32),
+        ("activation", c_int32),
+        ("normalise_experts", c_int32),
+        ("router_bias", c_int32),
+        ("sinks", c_int32),
         ("eps", c_float),
         ("sum_eps", c_float),
         ("embedding_scale", c_float),
         ("attention_scale", c_float),
+        ("swiglu_limit", c_float),
         ("ropes", c_char_p),
         ("sliding", c_char_p),
+        ("dense", c_char_p),
         ("kinds", c_char_p),
         ("isa", c_char_p),
     )
@@ -139,7 +147,10 @@ _SIGNATURES: Final = {
     "paceline_variants": (c_char_p, ()),
     "paceline_create": (c_void_p, (POINTER(Config),)),
     "paceline_destroy": (None, (c_void_p,)),
-    "paceline_load": (c_int, (c_void_p, c_int, c_int64, c_int, c_void_p, c_int64, c_int64)),
+    "paceline_load": (
+        c_int,
+        (c_void_p, c_int, c_int64, c_int64, c_int, c_void_p, c_int64, c_int64),
+    ),
     "paceline_set_rope": (c_int, (c_void_p, c_int, c_void_p, c_void_p)),
     "paceline_ready": (c_int, (c_void_p,)),
     "paceline_piece": (c_void_p, (c_void_p, c_int64, POINTER(c_int64))),

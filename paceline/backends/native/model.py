@@ -26,7 +26,7 @@ DTYPES: Final = {"float32": 0, "bfloat16": 1, "int8": 2, "q4": 3}
 KV_DTYPES: Final = {"float32": 0, "bfloat16": 1, "int8": 2}
 # parts of a step that ``NativeModel.seconds`` tells apart
 SECTIONS: Final = (
-    "embed", "norm", "qkv", "rope", "attend", "encode", "out", "gate_up", "down", "head",
+    "embed", "norm", "qkv", "rope", "attend", "encode", "out", "route", "gate_up", "down", "head",
 )  # fmt: skip
 # ways to find the likeliest token without logits that ``NativeModel.choices`` counts
 CHOICES: Final = ("settled", "too_many", "whole")
@@ -34,6 +34,8 @@ CHOICES: Final = ("settled", "too_many", "whole")
 Integers = NDArray[np.integer[Any]]
 _TILE: Final = 16
 _MAX_HEAD_DIM: Final = 256
+# PacelineConfig.activation
+_ACTIVATIONS: Final = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
 # of a layer
 _KINDS: Final = 6
 
@@ -42,8 +44,6 @@ _KINDS: Final = 6
 _ONLY: Final[tuple[tuple[str, object, str], ...]] = (
     ("attention_softcap", None, "soft-capped scores"),
     ("logits_softcap", None, "soft-capped logits"),
-    ("num_experts", 0, "experts"),
-    ("attention_sinks", False, "attention sinks"),
     ("bidirectional", False, "attention to both sides"),
 )
 
@@ -180,6 +180,7 @@ class NativeModel:
         self.likeliest = self._most_likely
         window = config.sliding_window if config.sliding_layers else None
         sliding = bytes(layer in config.sliding_layers for layer in range(config.num_hidden_layers))
+        dense = bytes(layer in config.dense_layers for layer in range(config.num_hidden_layers))
         ropes = [1] * config.num_hidden_layers
         if config.sliding_rope is not None:
             for layer in config.sliding_layers:
@@ -199,6 +200,9 @@ class NativeModel:
             num_blocks=min(num_blocks, 2**63 - 1),
             block_size=block_size,
             sliding_window=window or 0,
+            experts=config.num_experts,
+            experts_per_token=config.experts_per_token,
+            expert_inner=config.expert_intermediate_size,
             tied=config.tie_word_embeddings,
             qk_norm=config.qk_norm,
             qkv_bias=config.qkv_bias,
@@ -211,15 +215,20 @@ class NativeModel:
             screens=screen_head,
             norms=1 * config.norms_before + 2 * config.norms_after,
             qk_norm_whole=config.qk_norm_whole,
-            gelu=config.activation == "gelu_tanh",
+            activation=_ACTIVATIONS[config.activation],
+            normalise_experts=config.normalise_experts,
+            router_bias=config.router_bias,
+            sinks=config.attention_sinks,
             eps=config.rms_norm_eps,
             # The sum of all layers is kept divided by the factor on what is added to it. A norm of
             # it is the same with this epsilon, and nothing else reads it.
             sum_eps=config.rms_norm_eps / config.residual_scale**2,
             embedding_scale=config.embedding_scale / config.residual_scale,
             attention_scale=config.attention_scale or 0.0,
+            swiglu_limit=config.swiglu_limit,
             ropes=bytes(ropes),
             sliding=sliding,
+            dense=dense,
             kinds=kinds or None,
             isa=None if isa is None else isa.encode(),
         )
@@ -250,7 +259,7 @@ class NativeModel:
             raise
 
     def _load(self, name: str, tensor: Tensor) -> None:
-        kind, layer = locate(name)
+        place = locate(name)
         if isinstance(tensor, RawTensor):
             data: NDArray[Any] = np.ascontiguousarray(tensor.data)
             type_number, rows, columns = TYPES[tensor.type], data.shape[0], tensor.columns
@@ -259,7 +268,7 @@ class NativeModel:
             rows, columns = (1, data.shape[0]) if data.ndim == 1 else data.shape
             type_number = TYPES["F32"]
         status = self._library.paceline_load(
-            self._handle, kind, layer, type_number, data.ctypes.data, rows, columns
+            self._handle, *place, type_number, data.ctypes.data, rows, columns
         )
         check(status)
 

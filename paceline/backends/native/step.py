@@ -27,6 +27,8 @@ from paceline.core.outputs import BlockSwap
 __all__ = ["NativeLoader", "NativeStep", "native_block_bytes", "native_step_bytes"]
 
 _HUGE_PAGE: Final = 2 << 20
+# kPassPairs in csrc/experts.cpp
+_PASS_PAIRS: Final = 8192
 _VALUE_BYTES: Final = {"float32": 4, "bfloat16": 2, "int8": 1}
 # int8: float32 scales, one for a token's keys and one for its values in every head
 _SCALE_BYTES: Final = {"float32": 0, "bfloat16": 0, "int8": 4}
@@ -43,14 +45,24 @@ def native_step_bytes(config: ModelConfig, tokens: int, rows: int) -> int:
     there was such a step, in whole huge pages (``Model::reserve`` in csrc/forward.cpp)."""
     heads, head_dim = config.num_attention_heads, config.head_dim
     attended, hidden = heads * head_dim, config.hidden_size
-    widest = max(hidden, config.intermediate_size, attended)
+    # of the MLPs that all rows go through
+    is_mixture = config.num_experts > 0 and not config.dense_layers
+    inner = 0 if is_mixture else config.intermediate_size
+    widest = max(hidden, inner, attended)
     widths = [
         hidden, widest, widest // 8 + 2, attended + 2 * config.num_key_value_heads * head_dim,
-        attended, heads, attended, config.intermediate_size,
+        attended, heads, attended, inner,
     ]  # fmt: skip
     if config.norms_after:
         widths.append(hidden)
     sizes = [4 * tokens * width for width in widths] + [4 * rows * config.vocab_size]
+    if config.num_experts:
+        # rows of one pass, and their pairs with experts (csrc/experts.cpp)
+        passed = min(tokens, max(1, _PASS_PAIRS // config.experts_per_token))
+        pairs, inner = passed * config.experts_per_token, config.expert_intermediate_size
+        widest = max(hidden, inner)
+        sizes += [4 * passed * width for width in (hidden, config.num_experts)]
+        sizes += [4 * pairs * width for width in (widest, widest // 8 + 2, inner, hidden)]
     return sum(-(-size // _HUGE_PAGE) * _HUGE_PAGE for size in sizes)
 
 

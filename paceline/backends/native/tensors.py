@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,9 @@ __all__ = [
     "KINDS",
     "OWN_BITS",
     "PACKED",
+    "ROUTER",
     "TYPES",
+    "Place",
     "RawTensor",
     "Tensor",
     "checkpoint_tensors",
@@ -74,10 +76,17 @@ KINDS: Final = {
     "mlp.down_proj.bias": 20,
     "attention_output_norm.weight": 21,
     "mlp_output_norm.weight": 22,
+    "mlp.router.weight": 23,
+    "mlp.router.bias": 24,
+    "self_attn.sinks.weight": 25,
 }
+
+# in float32 whatever the others are: rounded, it would choose other experts
+ROUTER: Final = KINDS["mlp.router.weight"]
 
 _TABLES: Final = ("model.embed_tokens.weight", "lm_head.weight")
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_EXPERT: Final = re.compile(r"mlp\.experts\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,13 +101,23 @@ class RawTensor:
 Tensor = NDArray[np.float32] | RawTensor
 
 
-def locate(name: str) -> tuple[int, int]:
-    """PacelineTensor and layer of a Hugging Face name. Raises CheckpointError for others."""
+class Place(NamedTuple):
+    """Where a tensor belongs: a PacelineTensor, its layer and its expert, 0 where there is none."""
+
+    kind: int
+    layer: int
+    expert: int
+
+
+def locate(name: str) -> Place:
+    """The place of a tensor by our name of it. Raises CheckpointError for others."""
     match = _LAYER.fullmatch(name)
-    kind = KINDS.get(match[2] if match else name)
+    part = match[2] if match else name
+    expert = _EXPERT.match(part)
+    kind = KINDS.get(_EXPERT.sub("mlp.", part))
     if kind is None:
         raise CheckpointError(f"tensor {name} is not part of a model the native path knows")
-    return kind, int(match[1]) if match else 0
+    return Place(kind, int(match[1]) if match else 0, int(expert[1]) if expert else 0)
 
 
 def checkpoint_tensors(
@@ -130,9 +149,11 @@ def checkpoint_tensors(
 
 
 def _read(checkpoint: Checkpoint, name: str, in_bits: bool) -> Tensor:
-    shape = checkpoint.tensor_shape(name)
+    shape, stored = checkpoint.tensor_shape(name), checkpoint.tensor_type(name)
     quantised = isinstance(checkpoint, HFCheckpoint) and checkpoint.is_quantised(name)
-    if len(shape) == 2 and checkpoint.tensor_type(name) in TYPES and (in_bits or not quantised):
+    # matrices that are made of others lie in rows only where they are of blocks
+    as_stored = stored in TYPES and (not quantised or (in_bits and stored in BLOCKS))
+    if len(shape) == 2 and as_stored:
         data, type_name = checkpoint.raw_tensor(name)
         return RawTensor(np.ascontiguousarray(data), type_name, shape[1])
     return checkpoint.tensor(name)

@@ -92,6 +92,17 @@ def rotate(
     return np.concatenate([a * c - b * s, b * c + a * s], -1)
 
 
+def expert_shares(config: ModelConfig, scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What the output of each expert is multiplied by, [T, experts]; 0: a row does not go there."""
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    shares /= shares.sum(-1, keepdims=True)
+    others = np.argsort(-scores, axis=-1)[:, config.experts_per_token :]
+    np.put_along_axis(shares, others, 0.0, axis=-1)
+    if config.normalise_experts:
+        shares /= shares.sum(-1, keepdims=True)
+    return shares
+
+
 def logits(config: ModelConfig, weights: Weights, ids: Sequence[int]) -> NDArray[np.float64]:
     """Logits [T, vocab] of one sequence computed whole."""
     count = len(ids)
@@ -101,6 +112,10 @@ def logits(config: ModelConfig, weights: Weights, ids: Sequence[int]) -> NDArray
     def linear(x: NDArray[np.float64], name: str) -> NDArray[np.float64]:
         y = x @ weights[f"{name}.weight"].T.astype(np.float64)
         return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
+
+    def mlp(h: NDArray[np.float64], name: str) -> NDArray[np.float64]:
+        gate, up = linear(h, f"{name}.gate_proj"), linear(h, f"{name}.up_proj")
+        return linear(gate / (1 + np.exp(-gate)) * up, f"{name}.down_proj")
 
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}"
@@ -116,8 +131,13 @@ def logits(config: ModelConfig, weights: Weights, ids: Sequence[int]) -> NDArray
         window = config.sliding_window if layer in config.sliding_layers else None
         x = x + linear(attend(q, k, v, window), f"{attention}.o_proj")
         h = _rms(x, weights[f"{prefix}.post_attention_layernorm.weight"], config.rms_norm_eps)
-        gate, up = linear(h, f"{prefix}.mlp.gate_proj"), linear(h, f"{prefix}.mlp.up_proj")
-        x = x + linear(gate / (1 + np.exp(-gate)) * up, f"{prefix}.mlp.down_proj")
+        if config.num_experts and layer not in config.dense_layers:
+            shares = expert_shares(config, linear(h, f"{prefix}.mlp.router"))
+            for expert in range(config.num_experts):
+                given = mlp(h, f"{prefix}.mlp.experts.{expert}")
+                x = x + shares[:, expert, None] * given
+        else:
+            x = x + mlp(h, f"{prefix}.mlp")
     x = _rms(x, weights["model.norm.weight"], config.rms_norm_eps)
     head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
     return linear(x, head)

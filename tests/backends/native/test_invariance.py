@@ -42,6 +42,18 @@ CONFIGS = {
         attention_scale=0.1,
         max_position_embeddings=1024,
     ),
+    # of 601 rows at once so many pairs that they are two passes, and runs of one expert are cut
+    "experts": tiny_config(
+        num_experts=20,
+        experts_per_token=16,
+        expert_intermediate_size=32,
+        router_bias=True,
+        attention_sinks=True,
+        dense_layers=(1,),
+        activation="clamped_swiglu",
+        swiglu_limit=0.5,
+        max_position_embeddings=1024,
+    ),
     "heads": tiny_config(num_attention_heads=2, num_key_value_heads=2, head_dim=48, hidden_size=96),
 }
 FORMATS = list(

@@ -157,7 +157,7 @@ def test_what_is_no_number_is_not_hidden(kind: Q, bad: float, isa: str) -> None:
     assert not np.isfinite(eight[[2, 4, 5]]).any()
 
 
-def _file(path: Path, kinds: dict[str, Q]) -> GGUFCheckpoint:
+def _file(path: Path, kinds: dict[str, Q], experts: int = 0) -> GGUFCheckpoint:
     """Two layers, mainly of Q4_K; ``kinds`` of other matrices by the ends of their names."""
     writer = gguf.GGUFWriter(path, "llama")
     metadata: dict[str, Any] = llama_metadata("llama") | {
@@ -169,6 +169,8 @@ def _file(path: Path, kinds: dict[str, Q]) -> GGUFCheckpoint:
         "llama.rope.dimension_count": 64,
         "llama.vocab_size": VOCAB,
     }
+    if experts:
+        metadata |= {"llama.expert_count": experts, "llama.expert_used_count": 2}
     for key, value in metadata.items():
         if isinstance(value, int):
             writer.add_uint64(key, value)
@@ -188,7 +190,14 @@ def _file(path: Path, kinds: dict[str, Q]) -> GGUFCheckpoint:
     for seed, name in enumerate(names):
         rows, columns = shapes.get(name.split(".")[-1], (VOCAB, HIDDEN))
         kind = next((k for end, k in kinds.items() if name.endswith(end)), Q.Q4_K)
-        writer.add_tensor(f"{name}.weight", _blocks(kind, rows, columns, seed), raw_dtype=kind)
+        if experts and ".ffn_" in name:
+            stacked = _blocks(kind, experts * rows, columns, seed).reshape(experts, rows, -1)
+            writer.add_tensor(f"{name}_exps.weight", stacked, raw_dtype=kind)
+        else:
+            writer.add_tensor(f"{name}.weight", _blocks(kind, rows, columns, seed), raw_dtype=kind)
+    for layer in range(LAYERS if experts else 0):
+        router = rng.normal(0, HIDDEN**-0.5, (experts, HIDDEN)).astype(np.float32)
+        writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", router)
     norms = [f"blk.{i}.{n}" for i in range(LAYERS) for n in ("attn_norm", "ffn_norm")]
     for name in [*norms, "output_norm"]:
         # so small before attention that no key takes all of it, which would magnify any rounding
@@ -240,6 +249,21 @@ def test_a_mixed_file_keeps_the_kind_of_each_matrix(tmp_path: Path, isa: str) ->
         assert kept <= 1.2 * error("int8")
         # what the same file loses if its five and six bits become four
         assert rounded > 1.4 * kept
+
+
+@pytest.mark.parametrize("isa", variants())
+def test_experts_keep_their_kind(tmp_path: Path, isa: str) -> None:
+    checkpoint = _file(tmp_path / "m.gguf", {"ffn_down": Q.Q6_K}, experts=3)
+    kinds = choose_kinds(checkpoint, "native")
+    q4, q6, int8 = (PACKED[name] for name in ("q4_k", "q6_k", "int8"))
+    assert kinds.numbers == bytes([q4, q4, q4, q4, q4, q6] * LAYERS + [q4, q4])
+    assert kinds.note == "21 Q4_K, 6 Q6_K in their own bits"
+    quick = choose_kinds(checkpoint, "q4")
+    assert quick.numbers == bytes([q4, q4, q4, q4, q4, int8] * LAYERS + [int8, int8])
+    exact = _logits(checkpoint, "float32", b"")
+    for numbers in (kinds.numbers, quick.numbers):
+        out = _logits(checkpoint, "q4", numbers, isa)
+        assert np.sqrt(((out - exact) ** 2).mean()) < 0.1 * exact.std()
 
 
 def test_what_no_kernel_has_is_int8(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from paceline.backends.native.tensors import RawTensor, checkpoint_tensors
 from paceline.checkpoints.base import open_checkpoint
-from tests.backends.torch.models import save_model
+from tests.backends.gguf_files import write_gguf as write_model
+from tests.backends.torch.models import make_model, save_model
 from tests.checkpoints.builders import HIDDEN, llama_tensors, write_gguf
 
 SMAPS = Path("/proc/self/smaps")
@@ -44,6 +45,21 @@ def test_pages_of_what_was_read_are_given_back(tmp_path: Path) -> None:
     assert resident(path) < size // 4
     # and what somebody kept is read again
     assert kept.data.view(np.float32).sum() == size // 4
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="needs /proc/self/smaps")
+def test_experts_of_one_tensor_are_read_one_by_one(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 1024, "num_experts": 16}
+    model = make_model("qwen3-moe", norm_topk_prob=True, num_hidden_layers=1, **sizes)
+    path = write_model(tmp_path / "m.gguf", "qwen3-moe", model)
+    one, most = 256 * 1024 * 4, 0
+    for name, tensor in checkpoint_tensors(open_checkpoint(path)):
+        if ".experts." in name:
+            assert isinstance(tensor, RawTensor) and tensor.data.nbytes == one
+            assert np.isfinite(tensor.data.view(np.float32)).all()
+            most = max(most, resident(path))
+    # the system maps the file in pieces of up to 2 MiB, one of which may begin in another expert
+    assert one <= most <= one + 2 * (2 << 20) < 16 * one // 2
 
 
 @pytest.mark.skipif(not SMAPS.exists(), reason="needs /proc/self/smaps")
