@@ -49,7 +49,7 @@
 #                         (QUICK=1: under 10 minutes; PEERS=a,b ROWS=x,y RATES=1,2 ROUNDS=n choose;
 #                         LEVEL=avx2 holds all engines to one level of instructions)
 #   make bench-sizes      random weights of larger shapes beside llama.cpp: rates, memory, seconds to
-#                         ready (SIZES=0.6b,1.7b,moe ROWS=x,y ROUNDS=n; QUICK=1: the smallest, once)
+#                         ready (SIZES=0.6b,1.7b,moe KINDS=Q4_0 ROWS=x,y ROUNDS=n LEVEL=avx2; QUICK=1: the smallest, once)
 #   make bench-grammars   what constrained output costs, and that all of it is valid
 #   make bench-metrics    how long /metrics takes under load
 #   make bench-background what a large batch in the background does to those who wait for tokens

@@ -16,8 +16,10 @@ is. ``share`` of a row of one
 sequence is the least time in which what a token needs of the file can be read for each, at the
 bandwidth measured in the same run, over the time taken.
 
-SIZES=0.6b,1.7b,moe and ROWS=x,y choose, ROUNDS=n says how often, QUICK=1 takes the smallest shape
-once, MEMORY=1 leaves the rows out. ``moe`` is a mixture of 32 experts, of which a token goes to 4:
+SIZES=0.6b,1.7b,moe, KINDS=Q4_0,... (names of ``FORMATS``) and ROWS=x,y choose, ROUNDS=n says how
+often, QUICK=1 takes the smallest shape once, MEMORY=1 leaves the rows out. LEVEL=avx2 holds both
+engines to one level of instructions (``benchmarks.peers.levels``). What is not known is refused
+before anything is set up. ``moe`` is a mixture of 32 experts, of which a token goes to 4:
 1.5 B weights, of which it reads 0.5. Files stay in the peers' folder (PACELINE_PEERS): 2.6 GB for
 0.6b, 7.4 for 1.7b, 6.5 for moe. Each shape is a part of its own that fits 45 minutes. The last line
 is JSON.
@@ -32,7 +34,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -42,21 +44,22 @@ import numpy as np
 
 from benchmarks.common.processes import Command, Unavailable
 from benchmarks.common.setup import Peer, Places, run_step
+from benchmarks.peers.levels import Level, chosen_level, impose
 from benchmarks.peers.llama_cpp import LlamaCpp
 from benchmarks.peers.offline import Team, by_variant, run_rows, summary
 from benchmarks.peers.ours import Paceline
 from benchmarks.peers.process import Worker
 from benchmarks.peers.report import OURS, offline_table
 from benchmarks.peers.rows import make_job, parse_row
+from paceline.backends.native import variants
 from paceline.backends.native.pieces import read_bandwidth
 from paceline.bench.machine import machine
 from paceline.checkpoints.resolve import default_cache_dir
 
-__all__ = ["SHAPES", "Shape", "main", "write_model"]
+__all__ = ["SHAPES", "Shape", "Wanted", "main", "write_model"]
 
 ROWS: Final = ("1x128x128", "8x128x128", "32x128x128", "4x1024x1")
-KINDS: Final = ("Q4_0", "Q4_K_M", "Q8_0")
-# ours, of each kind: weights/KV cache
+# ours, of each kind of file that llama.cpp's tool makes: weights/KV cache
 FORMATS: Final = {
     "Q4_0": "q4/int8", "Q4_K_M": "q4/int8", "Q8_0": "int8/int8",
     "Q4_0 native": "native/int8", "Q4_K_M native": "native/int8",
@@ -164,17 +167,19 @@ def write_model(path: Path, shape: Shape) -> None:
 
 
 class _Kinds:
-    """The files of one shape."""
+    """The files of one shape, of the formats of ours that are wanted (``FORMATS``)."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, wanted: Sequence[str]) -> None:
         self._model = places.model
+        self.wanted = tuple(wanted)
+        self.names = tuple(dict.fromkeys(name.split()[0] for name in wanted))
 
     def __getitem__(self, kind: str) -> Path:
         return self._model.with_suffix(f".{kind}.gguf")
 
     def make(self, quantiser: Path) -> None:
         """Those that are not there yet."""
-        for kind in KINDS:
+        for kind in self.names:
             target = self[kind]
             if target.is_file():
                 continue
@@ -187,7 +192,7 @@ class _Ours(Paceline):
     """Variants are kinds of files, each in the formats that ``FORMATS`` has for it."""
 
     def __init__(self, places: Places, kinds: _Kinds) -> None:
-        super().__init__(places, OURS, tuple(FORMATS))
+        super().__init__(places, OURS, kinds.wanted)
         self._kinds = kinds
 
     def worker(self, variant: str, *, prefix_caching: bool) -> Command:
@@ -195,10 +200,9 @@ class _Ours(Paceline):
 
 
 class _Theirs(LlamaCpp):
-    variants: tuple[str, ...] = KINDS
-
-    def __init__(self, places: Places, kinds: _Kinds) -> None:
-        super().__init__(places)
+    def __init__(self, places: Places, kinds: _Kinds, level: Level | None) -> None:
+        super().__init__(places, level)
+        self.variants = kinds.names
         self._kinds = kinds
 
     def setup(self) -> None:
@@ -232,8 +236,49 @@ def memory(peers: Sequence[Peer], kinds: _Kinds) -> dict[str, dict[str, Any]]:
     return found
 
 
-def measure(name: str, rows: Sequence[str], rounds: int, root: Path) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the environment asks for."""
+
+    sizes: tuple[str, ...]
+    rows: tuple[str, ...]
+    kinds: tuple[str, ...]
+    rounds: int
+    level: Level | None
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str], here: Sequence[str]) -> Wanted:
+        """Raises ValueError for what no run has.
+
+        Args:
+            here: levels of our kernels that run on this machine.
+        """
+
+        def listed(variable: str, default: Sequence[str]) -> tuple[str, ...]:
+            words = (environment.get(variable) or "").split(",")
+            return tuple(word.strip() for word in words if word.strip()) or tuple(default)
+
+        quick = bool(environment.get("QUICK"))
+        rows = () if environment.get("MEMORY") else listed("ROWS", ROWS)
+        for row in rows:
+            parse_row(row)
+        sizes = listed("SIZES", ("0.6b",) if quick else tuple(SHAPES))
+        kinds = listed("KINDS", tuple(FORMATS))
+        for variable, names, known in (
+            ("SIZES", sizes, tuple(SHAPES)), ("KINDS", kinds, tuple(FORMATS)),
+        ):  # fmt: skip
+            if unknown := sorted(set(names) - set(known)):
+                raise ValueError(f"{variable}: {', '.join(unknown)} not among {', '.join(known)}")
+        rounds = environment.get("ROUNDS") or ("1" if quick else "3")
+        if not rounds.isdecimal() or not 1 <= int(rounds) <= 99:
+            raise ValueError(f"ROUNDS={rounds} is not a number from 1 to 99")
+        level = chosen_level(environment.get("LEVEL"), here)
+        return cls(sizes, rows, kinds, int(rounds), level)
+
+
+def measure(name: str, wanted: Wanted, root: Path) -> dict[str, Any]:
     """Print and return what one shape shows."""
+    rows = wanted.rows
     shape = SHAPES[name]
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     folder = root / "sizes"
@@ -242,8 +287,8 @@ def measure(name: str, rows: Sequence[str], rounds: int, root: Path) -> dict[str
     if not places.model.is_file():
         print(f"writing {places.model.name}: {shape.weights / 1e9:.2f} B weights", file=sys.stderr)
         write_model(places.model, shape)
-    kinds = _Kinds(places)
-    ours, theirs = _Ours(places, kinds), _Theirs(places, kinds)
+    kinds = _Kinds(places, wanted.kinds)
+    ours, theirs = _Ours(places, kinds), _Theirs(places, kinds, wanted.level)
     peers: list[Peer] = [ours, theirs]
     # whose tool makes the files that both read
     theirs.setup()
@@ -254,7 +299,9 @@ def measure(name: str, rows: Sequence[str], rounds: int, root: Path) -> dict[str
         print(f"{label:24}" + f"{values['ready_s']:>10.2f}{values['rss_mb']:>12}"
               f"{values['file_mb']:>10}{values['rss_ratio']:>7.2f}"
               f"{values['beside_mb']:>8}")  # fmt: skip
-    best_kind = resident[f"{ours.name} Q4_K_M"]
+    # the kind that most people download, where it is among them
+    usual = "Q4_K_M" if "Q4_K_M" in kinds.wanted else kinds.wanted[0]
+    best_kind = resident[f"{ours.name} {usual}"]
     figures = {key: best_kind[key] for key in ("ready_s", "rss_ratio")} | {"memory": resident}
     if not rows:
         return figures
@@ -262,7 +309,7 @@ def measure(name: str, rows: Sequence[str], rounds: int, root: Path) -> dict[str
     team = Team(places.folder("logs"), shape.vocab)
     try:
         measured = run_rows(
-            [parse_row(row) for row in rows], peers, team, rounds=rounds,
+            [parse_row(row) for row in rows], peers, team, rounds=wanted.rounds,
             report=lambda line: print(f"  {line}", file=sys.stderr),
         )  # fmt: skip
     finally:
@@ -286,27 +333,18 @@ def measure(name: str, rows: Sequence[str], rounds: int, root: Path) -> dict[str
 
 
 def main() -> int:
-    quick = bool(os.environ.get("QUICK"))
-    names = [name for name in (os.environ.get("SIZES") or "").split(",") if name]
-    rows = [name for name in (os.environ.get("ROWS") or "").split(",") if name] or list(ROWS)
-    names = names or (["0.6b"] if quick else list(SHAPES))
-    if os.environ.get("MEMORY"):
-        rows = []
     try:
-        unknown = sorted(set(names) - set(SHAPES))
-        if unknown:
-            raise ValueError(f"SIZES: {', '.join(unknown)} not among {', '.join(SHAPES)}")
-        for row in rows:
-            parse_row(row)
-        rounds = int(os.environ.get("ROUNDS") or (1 if quick else 3))
+        wanted = Wanted.of(os.environ, variants())
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    if wanted.level is not None:
+        impose(wanted.level, os.environ)
     root = Path(os.environ.get("PACELINE_PEERS") or default_cache_dir() / "peers")
     about = machine(tuple(sorted(os.sched_getaffinity(0))))
     print(f"{about['cpu']}, {about['cores']} cores, level {about['level']}, load {about['load']}")
     try:
-        results = {name: measure(name, rows, rounds, root) for name in names}
+        results = {name: measure(name, wanted, root) for name in wanted.sizes}
     except Unavailable as error:
         print(f"llama.cpp, whose tool makes the files, cannot be set up: {error}", file=sys.stderr)
         return 1

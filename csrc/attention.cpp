@@ -2,25 +2,13 @@
 #include <cmath>
 #include <stdexcept>
 
+#include "cut.h"
 #include "model.h"
 
 namespace paceline {
-namespace {
-
-// parts of kPartKeys keys that a range reaches into
-int parts_of(int key_begin, int key_end) { return (key_end + kPartKeys - 1) / kPartKeys - key_begin / kPartKeys; }
-
-}  // namespace
-
 void Model::plan_attention(const PacelineStep& step, int window, AttendPlan& plan) {
-  plan.items.clear();
-  plan.merges.clear();
+  plan.whole.clear();
   const int64_t most = kernels_->attend_rows;
-  int64_t rows_total = 0;
-  for (int64_t s = 0; s < step.sequences; ++s) rows_total += step.query_start[s + 1] - step.query_start[s];
-  const int64_t pieces = (rows_total * group_ + most - 1) / most * config_.kv_heads;
-  const int64_t wanted = 4 * team_.size();
-  int64_t parts = 0;
   for (int64_t s = 0; s < step.sequences; ++s) {
     const int64_t begin = step.query_start[s], rows = (step.query_start[s + 1] - begin) * group_;
     for (int32_t head = 0; head < config_.kv_heads; ++head) {
@@ -38,32 +26,14 @@ void Model::plan_attention(const PacelineStep& step, int window, AttendPlan& pla
         // from an even tile on, see AttendArgs
         item.key_begin = oldest / (2 * kTile) * (2 * kTile);
         item.part = -1;
-        // who computes parts depends on the step; what is added up in which order does not
-        const int count = parts_of(item.key_begin, item.key_end);
-        int64_t splits = team_.size() > 1 && pieces < wanted ? (wanted + pieces - 1) / pieces : 1;
-        if (splits > count) splits = count;
-        if (splits <= 1) {
-          plan.items.push_back(item);
-          continue;
-        }
-        plan.merges.push_back({parts, count, item.rows, item.sequence, item.kv_head, item.row});
-        const int first = item.key_begin / kPartKeys;
-        for (int64_t i = 0; i < splits; ++i) {
-          const int from = first + int(count * i / splits), to = first + int(count * (i + 1) / splits);
-          AttendItem piece = item;
-          if (i > 0) piece.key_begin = from * kPartKeys;
-          if (i + 1 < splits) piece.key_end = to * kPartKeys;
-          piece.part = parts + (from - first) * kMaxRows;
-          plan.items.push_back(piece);
-        }
-        parts += count * kMaxRows;
+        plan.whole.push_back(item);
       }
     }
   }
+  cut_long(plan, team_.size());
   // and two of each member's own, for parts that are merged as they come
   const int64_t own = 2 * kMaxRows * team_.size();
-  plan.parts = parts;
-  parts_.reserve(size_t(parts + own) * size_t(config_.head_dim + 16) * 4);
+  parts_.reserve(size_t(plan.parts + own) * size_t(config_.head_dim + 16) * 4);
 }
 
 uint8_t* Model::tile_of(const PacelineStep& step, int64_t token, int64_t layer_index) {

@@ -94,6 +94,62 @@ static void encode_rest(const float* x, int n, uint8_t* y, float* scale, float* 
   *sum = hsum(total);
 }
 
+// Activations beside 4-bit weights: `count` of a row's `groups` from `first` on, at most 16. What is one number a group is
+// computed for all of them at once.
+static void encode_groups(const float* x, int64_t first, int64_t count, int64_t groups, uint8_t* y, float* scale) {
+  x += first * kGroup;
+  y += first * kGroup;
+  alignas(64) float tops[16] = {}, sums[16] = {}, halves[32] = {};
+  for (int64_t g = 0; g < count; ++g) {
+    const vf a = load(x + g * kGroup), b = load(x + g * kGroup + 16);
+    tops[g] = hmax(vmax(vabs(a), vabs(b)));
+  }
+  const vf top = load(tops);
+  alignas(64) float factors[16];
+  // as steps_in
+  store(factors, where_at_least(top, set1(1e-36f), div(set1(127.0f), top)));
+#if !PL_BYTE_DOTS
+  alignas(64) static constexpr float kSides[16] = {1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1};
+  alignas(64) float apart[16] = {};
+#endif
+  for (int64_t g = 0; g < count; ++g) {
+    const vf f = set1(factors[g]);
+    const vf a = round_even(mul(load(x + g * kGroup), f)), b = round_even(mul(load(x + g * kGroup + 16), f));
+    store_bytes(y + g * kGroup, to_int(a));
+    store_bytes(y + g * kGroup + 16, to_int(b));
+    halves[2 * g] = hsum(a);
+    halves[2 * g + 1] = hsum(b);
+    sums[g] = halves[2 * g] + halves[2 * g + 1];
+#if !PL_BYTE_DOTS
+    apart[g] = hsum(mul(add(a, b), load(kSides)));
+#endif
+  }
+  // The largest passes over what is not a number, and bytes do not hold it, but sums do. Kinds without a minimum
+  // read no sum, so the scale says it too, as it does of infinity, which has no steps
+  const vf sum = load(sums), step = add(div(top, set1(127.0f)), sub(sum, sum));
+  store_n(scale + first, step, int(count));
+  store_n(scale + groups + first, mul(step, sum), int(count));
+  // zero in place of what is not a number, from here on
+  const vf least = set1(-1e9f), whole = where_at_least(sum, least, sum);
+  alignas(64) int32_t numbers[32];
+  for (int i = 0; i < 2; ++i) {
+    const vf half = load(halves + 16 * i);
+    storei(numbers + 16 * i, to_int(mul(where_at_least(half, least, half), set1(-32.0f))));
+  }
+  memcpy(scale + 2 * (groups + first), numbers, size_t(count) * 8);
+  // What sums of nibbles times activations begin with, so that they come out as those of nibbles - 8. With byte dots
+  // they are 16 bits, of which 2^15 is taken away at the end, below the sum of the activations; without, two times 16
+  // bits, of columns 0 and 1 of each four and of the others
+#if PL_BYTE_DOTS
+  storei(numbers, addi(addi(up<16>(to_int(whole)), set1i(32768)), to_int(mul(whole, set1(-8.0f)))));
+#else
+  const vf sides = load(apart), other = where_at_least(sides, least, sides), factor = set1(-4.0f);
+  const vi lower = up<16>(to_int(mul(add(whole, other), factor)));
+  storei(numbers, ori(down<16>(lower), up<16>(to_int(mul(sub(whole, other), factor)))));
+#endif
+  memcpy(scale + 4 * groups + first, numbers, size_t(count) * 4);
+}
+
 static void encode(const float* x, int64_t n, int64_t padded, Acts kind, void* y, float* scale) {
   if (kind == Acts::kF32) {
     memcpy(y, x, size_t(n) * 4);
@@ -122,24 +178,8 @@ static void encode(const float* x, int64_t n, int64_t padded, Acts kind, void* y
     memset(out + n, 0, size_t(padded - n));
   } else {
     const int64_t groups = n / kGroup;
-    uint8_t* out = static_cast<uint8_t*>(y);
-    for (int64_t g = 0; g < groups; ++g) {
-      const float* in = x + g * kGroup;
-      const vf a = load(in), b = load(in + 16);
-      const float top = hmax(vmax(vabs(a), vabs(b)));
-      const vf f = set1(steps_in(top));
-      const vf qa = round_even(mul(a, f)), qb = round_even(mul(b, f));
-      store_bytes(out + g * kGroup, to_int(qa));
-      store_bytes(out + g * kGroup + 16, to_int(qb));
-      const float sum_a = hsum(qa), sum_b = hsum(qb), sum = sum_a + sum_b;
-      // The largest passes over what is not a number, and bytes do not hold it, but sums do. Kinds without a minimum
-      // read no sum, so the scale says it too, as it does of infinity, which has no steps
-      const bool counts = sum - sum == 0.0f;
-      scale[g] = counts ? top / 127.0f : __builtin_nanf("");
-      scale[groups + g] = scale[g] * sum;
-      const int32_t offsets[2] = {counts ? int32_t(-32.0f * sum_a) : 0, counts ? int32_t(-32.0f * sum_b) : 0};
-      memcpy(scale + 2 * groups + 2 * g, offsets, 8);
-    }
+    for (int64_t g = 0; g < groups; g += 16)
+      encode_groups(x, g, groups - g < 16 ? groups - g : 16, groups, static_cast<uint8_t*>(y), scale);
   }
 }
 

@@ -120,6 +120,7 @@ void Model::forward(const PacelineStep& step) {
   prepare(step);
   if (step.tokens == 0) return;
   last_mark_ = profile_ ? seconds_now() : 0;
+  paces_.settle(team_.size());
   team_.run([&](int member) { run_step(step, member); });
   if (!step.hidden && !step.logits && !screens(step)) choices_[kWhole] += step.sampled;
 }
@@ -128,8 +129,8 @@ Model::Share Model::share_of(int member, int64_t rows) {
   Share share{0, rows, rows, false, acts_buffer_.data(), reinterpret_cast<float*>(scales_.data())};
   const int64_t size = team_.size();
   if (size == 1 || rows < kRowsAlone * size * size / 2) return share;
-  share.begin = rows * member / size;
-  share.rows = rows * (member + 1) / size - share.begin;
+  share.begin = paces_.begin(member, size, rows);
+  share.rows = paces_.begin(member + 1, size, rows) - share.begin;
   share.alone = true;
   share.acts += share.begin * act_bytes_;
   share.scales += share.begin * act_scales_;
@@ -236,6 +237,8 @@ void Model::run_step(const PacelineStep& step, int member) {
   float* qkv = reinterpret_cast<float*>(qkv_.data());
   float* attended = reinterpret_cast<float*>(attended_.data());
   Share share = share_of(member, step.tokens);
+  // on rows of its own, and when it went on with them
+  double alone = 0, since = share.alone ? seconds_now() : 0;
 
   const Matrix& table = embedding_.rows() ? embedding_ : head_.parts[0];
   each_row(member, share, [&](int64_t r) {
@@ -257,10 +260,15 @@ void Model::run_step(const PacelineStep& step, int member) {
     multiply(member, share, layer.qkv, nullptr, 0, Epilogue::kStore, qkv + share.begin * qkv_stride, qkv_stride, false);
     mark(member, kQkv);
     rope_and_store(member, share, step, layer, int64_t(i), qkv);
-    if (share.alone) team_.barrier();
+    if (share.alone) {
+      alone += seconds_now() - since;
+      if (last) paces_.tell(member, alone);
+      team_.barrier();
+    }
     mark(member, kRope);
     if (last && step.sampled == 0) return;
     attend(member, step, layer, int64_t(i), last, attended);
+    if (share.alone) since = seconds_now();
     mark(member, kAttend);
     if (last) {
       // from here on only the sampled rows matter

@@ -175,39 +175,62 @@ PL_INLINE void add_halves(vi (&acc)[2 * R], const uint8_t* w, const uint8_t* a, 
   }
 }
 
-// 4-bit weights w = scale * q + minimum, groups of 32 inputs; activations s8 with group scales. Those of
-// Source::kQ4_0 have no minimum but -8 scales.
+// The scales and minimums of a group for 16 outputs, in steps of each.
+template <Weights Kind>
+struct Scales16 {
+#if PL_BYTE_DOTS
+  vi pairs;
+  PL_INLINE_MEMBER Scales16(const uint8_t* of_group, int other)
+      : pairs(Kind == Weights::kQ40 ? load_u16(of_group + other * 32) : loadi(of_group + other * 64)) {}
+  // out plus the group's products: `sums` of nibbles times activations, whose scale is x and whose sum `total`
+  PL_INLINE_MEMBER vf add(vi sums, vf x, vf, vf out) const {
+    return fma(to_float(multiply_pairs(xori(sums, set1i(32768)), pairs)), x, out);
+  }
+#else
+  vi both;
+  vf minimum = zero();
+  PL_INLINE_MEMBER Scales16(const uint8_t* of_group, int other) {
+    const vi own = Kind == Weights::kQ40 ? load_u16(of_group + other * 32) : loadi(of_group + other * 64);
+    if constexpr (Kind == Weights::kQ4) minimum = to_float(upper_16(own));
+    both = twice_lower_16(own);
+  }
+  PL_INLINE_MEMBER vf add(vi sums, vf x, vf total, vf out) const {
+    out = fma(to_float(multiply_pairs(sums, both)), x, out);
+    return Kind == Weights::kQ4 ? fma(minimum, total, out) : out;
+  }
+#endif
+};
+
+// 4-bit weights, groups of 32 inputs; activations s8 with group scales.
 template <Weights Kind, int R>
 static void tile_q4(const GemmArgs& g, int64_t row, int64_t panel) {
   expect(g, R, row, panel);
   const uint8_t* w = g.w.data + panel * g.w.panel_bytes;
-  const int64_t groups = g.w.columns / kGroup;
+  const int64_t groups = g.w.columns / kGroup, next = kActScales * groups;
+  const float* own = g.a_scale + row * next;
   constexpr int bytes = Kind == Weights::kQ40 ? kQ40GroupBytes : kQ4GroupBytes;
   vf out[2 * R];
   PL_UNROLL
   for (int i = 0; i < 2 * R; ++i) out[i] = zero();
-  for (int64_t k = 0; k < groups; ++k) {
+  for (int64_t k = 0; k < groups; ++k, ++own) {
     for (int line = 0; line < bytes; line += 64) prefetch(w + kAhead + line);
     vi acc[2 * R];
     PL_UNROLL
-    for (int i = 0; i < 2 * R; ++i) acc[i] = zeroi();
+    for (int i = 0; i < 2 * R; ++i) acc[i] = set1i(int32_t(load_u32(own + i / 2 * next + 4 * groups)));
     for (int j = 0; j < 4; ++j)
       add_halves<R>(acc, w + j * 128, g.a + row * g.a_stride + k * kGroup + j * 4, g.a_stride, 16);
-    const vf s0 = load_half(w + 512), s1 = load_half(w + 544);
-    vf m0, m1;
-    if constexpr (Kind == Weights::kQ40)
-      m0 = mul(s0, set1(-8.0f)), m1 = mul(s1, set1(-8.0f));
-    else
-      m0 = load_half(w + 576), m1 = load_half(w + 608);
+    const Scales16<Kind> first(w + kNibbleBytes, 0), second(w + kNibbleBytes, 1);
     PL_UNROLL
     for (int r = 0; r < R; ++r) {
-      const float* scales = g.a_scale + (row + r) * 4 * groups;
-      const vf x = set1(scales[k]), sum = set1(scales[groups + k]);
-      out[2 * r] = fma(m0, sum, fma(to_float(widen(acc[2 * r])), mul(s0, x), out[2 * r]));
-      out[2 * r + 1] = fma(m1, sum, fma(to_float(widen(acc[2 * r + 1])), mul(s1, x), out[2 * r + 1]));
+      const vf x = set1(own[r * next]), total = set1(own[r * next + groups]);
+      out[2 * r] = first.add(acc[2 * r], x, total, out[2 * r]);
+      out[2 * r + 1] = second.add(acc[2 * r + 1], x, total, out[2 * r + 1]);
     }
     w += bytes;
   }
+  const vf s0 = load(g.w.scale + panel * kPanel), s1 = load(g.w.scale + panel * kPanel + 16);
+  PL_UNROLL
+  for (int i = 0; i < 2 * R; ++i) out[i] = mul(out[i], i % 2 ? s1 : s0);
   finish(g, out, R, row, panel);
 }
 
@@ -246,7 +269,7 @@ template <class K, int R, class In>
 static __attribute__((noinline)) void multiply_blocks(const GemmArgs& g, int64_t row, int64_t block, int64_t count,
                                                       const In& in, Sums* sums) {
   (void)count;  // of kinds that are unpacked to bytes there is one
-  const int64_t groups = g.w.columns / kGroup, s = g.a_stride, next = 4 * groups;
+  const int64_t groups = g.w.columns / kGroup, s = g.a_stride, next = kActScales * groups;
   const uint8_t *a = g.a + row * s + block * kBlock, *w = K::nibbles ? in.nibbles : in.bytes;
   const float* own = g.a_scale + row * next + block * kGroupsOfBlock;
   if constexpr (K::parts == 2) {

@@ -94,21 +94,49 @@ PL_INLINE void multiply_nibbles(const uint8_t* w, const uint8_t* a, int64_t s, i
 }
 #endif
 
-// What each kind of 4-bit weights has of a group of 32 columns behind the nibbles: a scale and a minimum, or, for
-// Source::kQ4_0, a scale whose minimum is -8 of it.
+// The scales and minimums of a group for 8 outputs, in steps of each.
 template <Weights Kind>
-constexpr int kQ4Bytes = Kind == Weights::kQ40 ? kQ40GroupBytes : kQ4GroupBytes;
-template <Weights Kind>
-PL_INLINE __m256 low_8(const uint8_t* w, int first, __m256 step) {
-  if constexpr (Kind == Weights::kQ40) return _mm256_mul_ps(step, _mm256_set1_ps(-8.0f));
-  return half_8(w + 576 + first * 2);
-}
+struct Scales8 {
+#if PL_BYTE_DOTS
+  __m256i pairs;
+#else
+  __m256i both;
+  __m256 minimum = _mm256_setzero_ps();
+#endif
+  // of the outputs from `first` on, of a group's scales of 16 bits
+  PL_INLINE_MEMBER Scales8(const uint8_t* of_group, int first) {
+    __m256i own;
+    if constexpr (Kind == Weights::kQ40)
+      own = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(of_group + first * 2)));
+    else
+      own = load_8(of_group + first * 4);
+#if PL_BYTE_DOTS
+    pairs = own;
+#else
+    if constexpr (Kind == Weights::kQ4) minimum = _mm256_cvtepi32_ps(_mm256_srai_epi32(own, 16));
+    const __m128i lower = _mm_set_epi8(13, 12, 13, 12, 9, 8, 9, 8, 5, 4, 5, 4, 1, 0, 1, 0);
+    both = _mm256_shuffle_epi8(own, _mm256_broadcastsi128_si256(lower));
+#endif
+  }
+  // out plus the group's products: `sums` of nibbles times activations, whose scale is *x and whose sum *total
+  PL_INLINE_MEMBER __m256 add(__m256i sums, const float* x, const float* total, __m256 out) const {
+#if PL_BYTE_DOTS
+    (void)total;
+    const __m256i product = _mm256_madd_epi16(_mm256_xor_si256(sums, _mm256_set1_epi32(32768)), pairs);
+    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(product), _mm256_set1_ps(*x), out);
+#else
+    out = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(sums, both)), _mm256_set1_ps(*x), out);
+    return Kind == Weights::kQ4 ? _mm256_fmadd_ps(minimum, _mm256_set1_ps(*total), out) : out;
+#endif
+  }
+};
 
 // 4-bit weights. A nibble is at most 15 and an activation at most 127 in size, so 16 products of a group's 32
-// columns fit 16 bits whatever they are: they are widened, converted and scaled once a group.
+// columns fit 16 bits whatever they are.
 template <Weights Kind>
 struct TileQ4 {
   static constexpr int rows = PL_BYTE_DOTS ? 6 : 4;
+  static constexpr int bytes = Kind == Weights::kQ40 ? kQ40GroupBytes : kQ4GroupBytes;
   PL_INLINE int64_t groups(const Panels& w) { return w.columns / kGroup; }
 
   // R rows of H times 8 outputs from `first` on
@@ -116,34 +144,37 @@ struct TileQ4 {
   PL_INLINE void run(const GemmArgs& g, int64_t row, const uint8_t* w, int first, NextPanel next, Sums* sums) {
     const int64_t groups = g.w.columns / kGroup, s = g.a_stride;
     const uint8_t* a = g.a + row * s;
-    const float* scales = g.a_scale + row * 4 * groups;
-    for (int64_t k = 0; k < groups; ++k, w += kQ4Bytes<Kind>, a += kGroup) {
+    const float* scales = g.a_scale + row * kActScales * groups;
+    for (int64_t k = 0; k < groups; ++k, w += bytes, a += kGroup) {
       leave_registers(sums);
       if constexpr (H == 4)
-        for (int line = 0; line < kQ4Bytes<Kind>; line += 64) prefetch(w + kAhead + line);
+        for (int line = 0; line < bytes; line += 64) prefetch(w + kAhead + line);
       else
         next.step();
       __m256i sum[R][H];
-      clear(sum);
+      PL_UNROLL
+      for (int r = 0; r < R; ++r)
+        PL_UNROLL
+        for (int i = 0; i < H; ++i) sum[r][i] = broadcast_4(scales + (r * kActScales + 4) * groups + k);
       multiply_nibbles<R, H>(w + first * 4, a, s, 16, sum);
       PL_UNROLL
       for (int i = 0; i < H; ++i) {
-        const __m256 step = half_8(w + 512 + (first + 8 * i) * 2), low = low_8<Kind>(w, first + 8 * i, step);
+        const Scales8<Kind> scaled(w + kNibbleBytes, first + 8 * i);
         PL_UNROLL
         for (int r = 0; r < R; ++r) {
           float* out = sums[r] + first + 8 * i;
-          const float* own = scales + r * 4 * groups + k;
-          const __m256 x = _mm256_set1_ps(own[0]), total = _mm256_set1_ps(own[groups]);
-          const __m256 product = _mm256_cvtepi32_ps(widen(sum[r][i]));
-          const __m256 y = _mm256_fmadd_ps(product, _mm256_mul_ps(step, x), _mm256_load_ps(out));
-          _mm256_store_ps(out, _mm256_fmadd_ps(low, total, y));
+          const float* own = scales + r * kActScales * groups + k;
+          _mm256_store_ps(out, scaled.add(sum[r][i], own, own + groups, _mm256_load_ps(out)));
         }
       }
     }
   }
 
   template <int R>
-  PL_INLINE void scale(const GemmArgs&, int64_t, int64_t, vf (&)[2 * R]) {}
+  PL_INLINE void scale(const GemmArgs& g, int64_t, int64_t panel, vf (&out)[2 * R]) {
+    const vf s0 = load(g.w.scale + panel * kPanel), s1 = load(g.w.scale + panel * kPanel + 16);
+    for (int i = 0; i < 2 * R; ++i) out[i] = mul(out[i], i % 2 ? s1 : s0);
+  }
 };
 
 // int8 weights. Without byte dots a lane of 16 bits takes the products of four activations before it is widened:
@@ -247,7 +278,7 @@ PL_INLINE void multiply_half(const GemmArgs& g, int64_t row, int64_t block, int6
                              const float (*steps)[kPanel], const float (*lows)[kPanel], int first, Sums* sums) {
   const int64_t groups = g.w.columns / kGroup, s = g.a_stride;
   const uint8_t* a = g.a + row * s + block * kBlock;
-  const float* scales = g.a_scale + row * 4 * groups + block * kGroupsOfBlock;
+  const float* scales = g.a_scale + row * kActScales * groups + block * kGroupsOfBlock;
   bytes += first * 4;
   for (int64_t k = 0; k < count * kGroupsOfBlock * K::parts; ++k) {
     leave_registers(sums);
@@ -256,11 +287,11 @@ PL_INLINE void multiply_half(const GemmArgs& g, int64_t row, int64_t block, int6
     if constexpr (K::parts == 1) {
       clear(sum);
     } else {
-      const float* offsets = g.a_scale + (row * 4 + 2) * groups + block * (kBlock / 16) + k;
+      const float* offsets = g.a_scale + (row * kActScales + 2) * groups + block * (kBlock / 16) + k;
       PL_UNROLL
       for (int r = 0; r < R; ++r)
         PL_UNROLL
-        for (int i = 0; i < H; ++i) sum[r][i] = broadcast_4(offsets + r * 4 * groups);
+        for (int i = 0; i < H; ++i) sum[r][i] = broadcast_4(offsets + r * kActScales * groups);
     }
     if constexpr (K::nibbles) {
       multiply_nibbles<R, H>(bytes, a, s, 16, sum);
@@ -278,10 +309,10 @@ PL_INLINE void multiply_half(const GemmArgs& g, int64_t row, int64_t block, int6
       PL_UNROLL
       for (int r = 0; r < R; ++r) {
         float* out = sums[r] + first + 8 * i;
-        const __m256 x = _mm256_set1_ps(own[r * 4 * groups]);
+        const __m256 x = _mm256_set1_ps(own[r * kActScales * groups]);
         __m256 y = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r][i]), _mm256_mul_ps(step, x), _mm256_load_ps(out));
         if constexpr (K::parts == 1)
-          y = _mm256_fmadd_ps(_mm256_load_ps(lows[k] + first + 8 * i), _mm256_set1_ps(own[(r * 4 + 1) * groups]), y);
+          y = _mm256_fmadd_ps(_mm256_load_ps(lows[k] + first + 8 * i), _mm256_set1_ps(own[(r * kActScales + 1) * groups]), y);
         _mm256_store_ps(out, y);
       }
     }

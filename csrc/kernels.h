@@ -25,8 +25,12 @@ constexpr int kPanel = 32;
 constexpr int kTile = 16;
 constexpr int kGroup = 32;           // columns that share a scale and a minimum in 4-bit weights
 constexpr int kActGroup = 64;        // columns rotated together, and a scale of int8 activations
-constexpr int kQ4GroupBytes = 640;  // 512 of nibbles, 32 half scales, 32 half minimums
-constexpr int kQ40GroupBytes = 576;  // 512 of nibbles, 32 half scales; the minimum is -8 scales
+// 4-bit weights are (scale * (nibble - 8) + minimum) times a power of two, one for each output (Panels::scale), of
+// which scales and minimums are whole numbers. So a product with a group's 32 columns is scaled in whole numbers,
+// and its minimum comes with it: in 16 bits lie the sum of nibbles - 8 times activations, at most 32 * 8 * 127, and
+// beside it the sum of activations.
+constexpr int kQ4GroupBytes = 640;  // 512 of nibbles, 32 pairs of a scale and a minimum in 16 bits
+constexpr int kQ40GroupBytes = 576;  // 512 of nibbles, 32 scales in 16 bits; no minimum
 // Blocks of 256 columns of a panel in the bits that GGUF's K kinds have (4.5, 5.5 and 6.5625 a weight):
 //   Q4_K, Q5_K: 32 half scales and 32 half minimums of the block
 //               for each of 8 groups the scales and minimums of 6 bits: 32 bytes of a scale and a minimum's lower 2
@@ -67,7 +71,7 @@ constexpr int kPartKeys = 256;
 constexpr int kMaxHeadDim = 256;
 constexpr int64_t kWeighChunk = 1024;  // logits that `weigh` sums up, and that `tops` deals to 16 lanes
 
-// kQ4 has a scale and a minimum in halves for each group, kQ40 and those behind it what GGUF's blocks have
+// kQ4 has a scale and a minimum for each group, kQ40 and those behind it what GGUF's blocks have
 enum class Weights : int {
   kF32 = 0, kBF16 = 1, kI8 = 2, kQ4 = 3, kQ40 = 4, kQ4K = 5, kQ5K = 6, kQ6K = 7, kIQ4NL = 8, kIQ4XS = 9, kMXFP4 = 10
 };
@@ -85,7 +89,7 @@ struct Panels {
   int64_t rows = 0;     // outputs, before padding to whole panels
   int64_t columns = 0;  // inputs, before padding to whole units
   int64_t units = 0;
-  // kI8: one an output; weights are stored as rotated value / scale + 128
+  // kI8: one an output; weights are stored as rotated value / scale + 128. kQ4 and kQ40: the power of two of each
   const float* scale = nullptr;
 };
 
@@ -93,7 +97,8 @@ struct GemmArgs {
   const uint8_t* a = nullptr;
   int64_t a_stride = 0;
   // per row: kI8 a scale for every 64 columns, then 128 times the row's sum; kI8ForQ4 a scale for every
-  // 32 columns, then for each of them scale * sum, then as int32 -32 times the sum of bytes for every 16
+  // 32 columns, then for each of them scale * sum, then as int32 -32 times the sum of bytes for every 16, then what
+  // sums of nibbles begin with for every 32, see encode.h
   const float* a_scale = nullptr;
   Panels w;
   const float* bias = nullptr;
@@ -189,8 +194,9 @@ struct Kernels {
   int64_t (*collect)(const float* x, int64_t n, float low, float high, int64_t limit, int32_t* places);
 };
 
-// floats of a row's scales beside 4-bit weights and the K kinds, see GemmArgs
-inline int64_t q4_scales(int64_t columns) { return 4 * (columns / kGroup); }
+// floats of a row's scales beside 4-bit weights and the K kinds, see GemmArgs: so many for each group
+constexpr int kActScales = 5;
+inline int64_t q4_scales(int64_t columns) { return kActScales * (columns / kGroup); }
 
 // bytes of one tile: K, V and, for int8, their scales
 inline int64_t tile_bytes(Kv kind, int head_dim) {

@@ -145,6 +145,24 @@ void round_group(const float* x, uint16_t* scale, uint16_t* low, uint8_t* levels
   for (int i = 0; i < kGroup; ++i) levels[i] = uint8_t(bits[i] & 15u);
 }
 
+// The power of two of which 4-bit weights have whole numbers of 16 bits for scales and minimums, the largest of them
+// `top`. Halves that are at least a sixteenth of it lose nothing. NaN where there is none.
+float step_of(float top) {
+  if (!(top < INFINITY)) return NAN;
+  return top > 0 ? std::ldexp(1.0f, std::ilogb(top) - 14) : 1.0f;
+}
+
+uint16_t steps_of(float x, float step) {
+  const float steps = x / step;
+  // not for what is not a number
+  if (!(std::fabs(steps) < 65536)) return 0;
+  const long whole = std::lrint(steps);
+  return uint16_t(int16_t(whole > 32767 ? 32767 : whole < -32767 ? -32767 : whole));
+}
+
+// the larger of two, or what is not a number
+float larger(float top, float x) { return x <= top || top != top ? top : x; }
+
 }  // namespace
 
 int64_t source_row_bytes(Source type, int64_t columns) {
@@ -243,7 +261,7 @@ Matrix::Matrix(Weights kind, int64_t rows, int64_t columns, Arena& arena)
     default: panel_bytes_ = units_ * kPanel * 4;
   }
   data_ = arena.take(size_t(panel_count() * panel_bytes_));
-  if (kind == Weights::kI8) {
+  if (kind == Weights::kI8 || kind == Weights::kQ4 || kind == Weights::kQ40) {
     // zero for the rows that fill up the last panel, whatever their bytes
     scale_ = reinterpret_cast<float*>(arena.take(size_t(panel_count()) * kPanel * 4));
   }
@@ -277,31 +295,42 @@ void Matrix::pack_q4(int64_t row, Source type, const void* source, float* scratc
   const bool stored = type == Source::kQ4_0 || type == Source::kQ4_1;
   const uint8_t* in = static_cast<const uint8_t*>(source);
   if (!stored && type != Source::kQ4_K) decode_row(type, source, 0, columns_, scratch);
-  const int64_t lane = row % kPanel;
-  uint8_t* out = data_ + row / kPanel * panel_bytes_;
-  for (int64_t g = 0; g < columns_ / kGroup; ++g, out += kQ4GroupBytes) {
+  const int64_t lane = row % kPanel, groups = columns_ / kGroup;
+  uint8_t* const panel = data_ + row / kPanel * panel_bytes_;
+  // of nibbles - 8: a scale and a minimum of each group
+  float *scales = scratch + columns_, *lows = scales + groups, top = 0;
+  for (int64_t g = 0; g < groups; ++g) {
     uint8_t nibbles[16];
-    uint16_t scale, low;
+    float low;
     if (stored) {
-      scale = read<uint16_t>(in);
-      low = type == Source::kQ4_1 ? read<uint16_t>(in + 2) : float_to_half(-8.0f * half_to_float(scale));
+      scales[g] = half_to_float(read<uint16_t>(in));
+      low = type == Source::kQ4_1 ? half_to_float(read<uint16_t>(in + 2)) : -8.0f * scales[g];
       in += type == Source::kQ4_1 ? 4 : 2;
       memcpy(nibbles, in, 16);
       in += 16;
     } else if (type == Source::kQ4_K) {
       const GroupOfK group(in + g / kGroupsOfBlock * kQ4KBytes, g % kGroupsOfBlock);
-      scale = float_to_half(group.scale);
-      low = float_to_half(-group.minimum);
+      scales[g] = group.scale;
+      low = -group.minimum;
       for (int i = 0; i < 16; ++i)
         nibbles[i] = uint8_t((group.low[i] >> group.shift & 15) | (group.low[i + 16] >> group.shift & 15) << 4);
     } else {
+      uint16_t scale, least;
       uint8_t levels[kGroup];
-      round_group(scratch + g * kGroup, &scale, &low, levels);
+      round_group(scratch + g * kGroup, &scale, &least, levels);
+      scales[g] = half_to_float(scale);
+      low = half_to_float(least);
       for (int i = 0; i < 16; ++i) nibbles[i] = uint8_t(levels[i] | levels[i + 16] << 4);
     }
+    lows[g] = low + 8.0f * scales[g];
+    top = larger(larger(top, std::fabs(scales[g])), std::fabs(lows[g]));
+    uint8_t* out = panel + g * kQ4GroupBytes;
     for (int j = 0; j < 4; ++j) memcpy(out + j * 128 + lane * 4, nibbles + j * 4, 4);
-    memcpy(out + 512 + lane * 2, &scale, 2);
-    memcpy(out + 576 + lane * 2, &low, 2);
+  }
+  const float step = scale_[row] = step_of(top);
+  for (int64_t g = 0; g < groups; ++g) {
+    const uint16_t pair[2] = {steps_of(scales[g], step), steps_of(lows[g], step)};
+    memcpy(panel + g * kQ4GroupBytes + kNibbleBytes + lane * 4, pair, 4);
   }
 }
 
@@ -339,9 +368,14 @@ void Matrix::pack_block(int64_t row, const uint8_t* in) {
   const int64_t lane = row % kPanel;
   uint8_t* out = data_ + row / kPanel * panel_bytes_;
   if (kind_ == Weights::kQ40) {
-    for (int64_t g = 0; g < columns_ / kGroup; ++g, in += 18, out += kQ40GroupBytes) {
+    const int64_t groups = columns_ / kGroup;
+    float top = 0;
+    for (int64_t g = 0; g < groups; ++g) top = larger(top, std::fabs(half_to_float(read<uint16_t>(in + g * 18))));
+    const float step = scale_[row] = step_of(top);
+    for (int64_t g = 0; g < groups; ++g, in += 18, out += kQ40GroupBytes) {
       for (int j = 0; j < 4; ++j) memcpy(out + j * 128 + lane * 4, in + 2 + j * 4, 4);
-      memcpy(out + 512 + lane * 2, in, 2);
+      const uint16_t scale = steps_of(half_to_float(read<uint16_t>(in)), step);
+      memcpy(out + kNibbleBytes + lane * 2, &scale, 2);
     }
     return;
   }
@@ -425,7 +459,7 @@ void Matrix::unpack_block(int64_t row, float* out) const {
 
 size_t Matrix::pack_scratch() const {
   if (kind_ >= Weights::kQ40) return 0;
-  if (kind_ == Weights::kQ4) return size_t(columns_);
+  if (kind_ == Weights::kQ4) return size_t(columns_ + 2 * (columns_ / kGroup));
   return size_t((columns_ + kActGroup - 1) / kActGroup * kActGroup * kPanel);
 }
 
@@ -494,14 +528,14 @@ void Matrix::unpack_row(int64_t row, float* out) const {
   const int64_t lane = row % kPanel;
   if (kind_ == Weights::kQ4 || kind_ == Weights::kQ40) {
     const bool minimum = kind_ == Weights::kQ4;
-    for (int64_t g = 0; g < columns_; g += kGroup, p += minimum ? kQ4GroupBytes : kQ40GroupBytes) {
-      const float scale = half_to_float(read<uint16_t>(p + 512 + lane * 2));
-      const float low = minimum ? half_to_float(read<uint16_t>(p + 576 + lane * 2)) : -8.0f * scale;
-      for (int i = 0; i < 16; ++i) {
-        const uint8_t both = p[i / 4 * 128 + lane * 4 + i % 4];
-        out[g + i] = scale * float(both & 15) + low;
-        out[g + 16 + i] = scale * float(both >> 4) + low;
-      }
+    const int64_t group_bytes = minimum ? kQ4GroupBytes : kQ40GroupBytes, width = minimum ? 4 : 2;
+    const float step = scale_[row];
+    for (int64_t g = 0; g < columns_; g += kGroup, p += group_bytes) {
+      const uint8_t* own = p + kNibbleBytes + lane * width;
+      const int scale = read<int16_t>(own), low = minimum ? read<int16_t>(own + 2) : 0;
+      uint8_t values[kGroup];
+      get_nibbles(p, lane, values);
+      for (int i = 0; i < kGroup; ++i) out[g + i] = step * float(scale * (values[i] - 8) + low);
     }
     return;
   }

@@ -64,7 +64,7 @@ class Matrix {
   Weights kind_ = Weights::kF32;
   int64_t rows_ = 0, columns_ = 0, units_ = 0, panel_bytes_ = 0;
   uint8_t* data_ = nullptr;
-  float* scale_ = nullptr;  // kI8
+  float* scale_ = nullptr;  // kI8, kQ4 and kQ40
 };
 
 }  // namespace paceline

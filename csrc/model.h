@@ -10,6 +10,7 @@
 #include "kernels.h"
 #include "matrix.h"
 #include "paceline_native.h"
+#include "paces.h"
 #include "pool.h"
 #include "sample.h"
 
@@ -93,7 +94,8 @@ struct MergeItem {
 };
 
 struct AttendPlan {
-  std::vector<AttendItem> items;
+  // every row's keys in one item, and what cut_long makes of them (cut.h)
+  std::vector<AttendItem> whole, items;
   std::vector<MergeItem> merges;
   // rows of results that items leave; those of each member's own lie behind
   int64_t parts = 0;
@@ -243,6 +245,7 @@ class Model {
   Weights weights_;
   Kv kv_;
   Team team_;
+  Paces paces_{team_.size()};
   Arena arena_;
   std::vector<Layer> layers_;
   Matrix embedding_;

@@ -25,9 +25,7 @@ constexpr int kIdleYields = 0;
 
 constexpr uint32_t kOneRun = 1u << 16, kMembers = kOneRun - 1;
 
-// A share of lost time is taken over so many seconds, and believed the second time in a row: a hypervisor
-// that stops everything once is no neighbour.
-constexpr double kWindow = 0.1;
+// A share of lost time is believed the second time in a row: a hypervisor that stops everything once is no neighbour.
 constexpr int kWindows = 2;
 // of the share at which one member fewer is as quick; and below the second one nobody is sent to rest
 constexpr double kClearly = 1.2, kLeastShare = 0.15;
@@ -35,11 +33,9 @@ constexpr double kClearly = 1.2, kLeastShare = 0.15;
 constexpr unsigned kFewBarriers = 8;
 // seconds that waking up may take
 constexpr double kPrompt = 200e-6;
-// Seconds of rest: twice as many each time that a member is sent back within `kSettled` of its return.
-constexpr double kPause = 1, kLongestPause = 16, kSettled = 10;
-// A member that looks for a processor computes nothing for so long, and must have had one for this share of it:
-// a neighbour that never sleeps leaves it a half.
-constexpr double kLook = 0.02, kFree = 0.75;
+// A member that looks for a processor must have had one for this share of the time: a neighbour that never sleeps
+// leaves it a half.
+constexpr double kFree = 0.75;
 
 // of the calling thread, since its run began, asleep while it waited for the others
 thread_local double slept = 0;
@@ -85,7 +81,7 @@ void wait_change(const std::atomic<T>& value, T old, int yields) {
 bool Contention::add(int members, double seconds, double lost) {
   seconds_ += seconds;
   lost_ += lost;
-  if (seconds_ < kWindow) return false;
+  if (seconds_ < window_) return false;
   const double share = lost_ / seconds_;
   seconds_ = lost_ = 0;
   windows_ = share > std::max(kClearly / members, kLeastShare) ? windows_ + 1 : 0;
@@ -94,7 +90,8 @@ bool Contention::add(int members, double seconds, double lost) {
   return true;
 }
 
-Team::Team(int threads) : shares_(size_t(threads)), members_(threads), pause_(kPause) {
+Team::Team(int threads, const RestTimes& times)
+    : shares_(size_t(threads)), members_(threads), times_(times), contention_(times.window), pause_(times.pause) {
   threads_.reserve(size_t(threads - 1));
   try {
     for (int member = 1; member < threads; ++member)
@@ -161,16 +158,16 @@ void Team::work(int member) {
 void Team::look(int members, double seconds) {
   if (offer_.exchange(-1, std::memory_order_acq_rel) == members) {
     returned_ = seconds_now();
-    contention_ = Contention();
+    contention_ = Contention(times_.window);
     return resize(members + 1);
   }
   double lost = 0;
   for (int member = 0; member < members; ++member) lost = std::max(lost, shares_[size_t(member)].lost);
   if (members == 1 || !contention_.add(members, seconds, lost)) return;
-  const bool again = seconds_now() - returned_ < kSettled;
+  const bool again = seconds_now() - returned_ < times_.settled;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    pause_ = again ? std::min(2 * pause_, kLongestPause) : kPause;
+    pause_ = again ? std::min(2 * pause_, times_.longest) : times_.pause;
   }
   resize(members - 1);
 }
@@ -184,35 +181,44 @@ void Team::resize(int members) {
 }
 
 void Team::serve(int member) {
-  for (uint32_t seen = 0;;) {
-    wait_change(job_, seen, kIdleYields);
-    seen = job_.load(std::memory_order_acquire);
-    if (stop_.load()) return;
-    if (member >= int(seen & kMembers)) {
-      rest(member, seen);
+  uint32_t run = 0;
+  wait_change(job_, run, kIdleYields);
+  for (run = job_.load(std::memory_order_acquire); !stop_.load();) {
+    if (leaves_out(run, member)) {
+      run = rest(member);
       continue;
     }
     work(member);
     barrier();
+    wait_change(job_, run, kIdleYields);
+    run = job_.load(std::memory_order_acquire);
   }
 }
 
-void Team::rest(int member, uint32_t seen) {
-  auto called = [&] { return stop_.load() || member < size(); };
+bool Team::leaves_out(uint32_t run, int member) { return member >= int(run & kMembers); }
+
+uint32_t Team::rest(int member) {
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (recall_.wait_for(lock, std::chrono::duration<double>(pause_), called)) return;
+    recall_.wait_for(lock, std::chrono::duration<double>(pause_), [&] { return called(member); });
   }
-  // it is another one's turn to come back
-  if (member != size()) return;
-  wait_change(job_, seen, kIdleYields);
+  // Other runs went by meanwhile. The last of them may have this member again, and then waits for it. One that leaves
+  // it out may be over for long, so the next one is waited for: a processor is looked for while there is work
+  const uint32_t run = job_.load(std::memory_order_acquire);
+  if (stop_.load() || !leaves_out(run, member)) return run;
+  wait_change(job_, run, kIdleYields);
+  // else it is another one's turn to come back
+  if (member == size() && finds_processor(member)) offer_.store(member, std::memory_order_release);
+  return job_.load(std::memory_order_acquire);
+}
+
+bool Team::finds_processor(int member) const {
   const double began = seconds_now(), ran = processor_seconds();
-  double now = began;
-  while (now - began < kLook && !called()) {
+  for (double now = began; now - began < times_.look; now = seconds_now()) {
+    if (called(member)) return false;
     for (int i = 0; i < kSpins; ++i) relax();
-    now = seconds_now();
   }
-  if (processor_seconds() - ran >= kFree * kLook && !called()) offer_.store(member, std::memory_order_release);
+  return processor_seconds() - ran >= kFree * times_.look;
 }
 
 }  // namespace paceline

@@ -21,19 +21,31 @@ namespace paceline {
 // n - 1 takes n / (n - 1) times: equal at a share of 1 / n. Knows no threads and no clock.
 class Contention {
  public:
+  // `window`: seconds over which a share is taken
+  explicit Contention(double window) : window_(window) {}
   // Told of every run: its seconds, and for how many of them the member that was kept from its processor
   // longest was so. True: let one go, and begin anew.
   bool add(int members, double seconds, double lost);
 
  private:
-  double seconds_ = 0, lost_ = 0;
+  double window_, seconds_ = 0, lost_ = 0;
   int windows_ = 0;
+};
+
+// Seconds after which a team does something about a member that is in the way.
+struct RestTimes {
+  // over which a share of lost time is taken
+  double window = 0.1;
+  // of rest: at first, and at most; twice as many each time that a member is sent back within `settled` of its return
+  double pause = 1, longest = 16, settled = 10;
+  // of computing nothing, to find out whether a processor is free
+  double look = 0.02;
 };
 
 class Team {
  public:
   // threads >= 1; `threads - 1` are started. Throws std::runtime_error where the system grants fewer
-  explicit Team(int threads);
+  explicit Team(int threads, const RestTimes& times = {});
   ~Team();
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
@@ -76,8 +88,14 @@ class Team {
   void stop();
   void serve(int member);
   void work(int member);
-  // of a member that is not among the next run's, until it may be among a later one's
-  void rest(int member, uint32_t seen);
+  // whether a member has no part in what job_ was
+  static bool leaves_out(uint32_t run, int member);
+  // of a member that a run has left out: returns what job_ is once it may have that member again, or at the end
+  uint32_t rest(int member);
+  // whether a member that rests is to return at once
+  bool called(int member) const { return stop_.load() || member < size(); }
+  // by computing nothing for a while; no, where it is called meanwhile
+  bool finds_processor(int member) const;
   // after a run
   void look(int members, double seconds);
   void resize(int members);
@@ -100,6 +118,7 @@ class Team {
   std::atomic<bool> stop_{false};
   // the resting member that found a processor free, or -1
   std::atomic<int> offer_{-1};
+  const RestTimes times_;
   Contention contention_;
   // when a member came back last, and how long one rests before it looks for a processor
   double returned_ = 0, pause_;

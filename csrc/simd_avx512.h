@@ -92,6 +92,17 @@ template <int N>
 PL_INLINE vi down(vi a) { return _mm512_srli_epi32(a, N); }
 // 16 unsigned bytes
 PL_INLINE vi load_u8(const void* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))); }
+PL_INLINE vi load_u16(const void* p) {
+  return _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+}
+PL_INLINE vi upper_16(vi a) { return _mm512_srai_epi32(a, 16); }
+PL_INLINE vi twice_lower_16(vi a) {
+  const __m128i places = _mm_set_epi8(13, 12, 13, 12, 9, 8, 9, 8, 5, 4, 5, 4, 1, 0, 1, 0);
+  return _mm512_shuffle_epi8(a, _mm512_broadcast_i32x4(places));
+}
+PL_INLINE vi xori(vi a, vi b) { return _mm512_xor_si512(a, b); }
+// of a lane's two halves, signed, the sum of products
+PL_INLINE vi multiply_pairs(vi a, vi b) { return _mm512_madd_epi16(a, b); }
 PL_INLINE vi low_nibbles(vi a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 PL_INLINE vi high_nibbles(vi a) {
   return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15));

@@ -88,6 +88,12 @@ template <int N>
 PL_INLINE vi down(vi a) { PL_LANES(vi, int32_t(uint32_t(a.x[i]) >> N)); }
 // 16 unsigned bytes
 PL_INLINE vi load_u8(const void* p) { PL_LANES(vi, static_cast<const uint8_t*>(p)[i]); }
+PL_INLINE vi load_u16(const void* p) { PL_LANES(vi, u16_at(p, i)); }
+PL_INLINE vi xori(vi a, vi b) { PL_LANES(vi, a.x[i] ^ b.x[i]); }
+// of a lane's two halves, signed, the sum of products
+PL_INLINE vi multiply_pairs(vi a, vi b) {
+  PL_LANES(vi, int16_t(a.x[i]) * int16_t(b.x[i]) + (a.x[i] >> 16) * (b.x[i] >> 16));
+}
 PL_INLINE vi low_nibbles(vi a) { PL_LANES(vi, a.x[i] & 0x0f0f0f0f); }
 PL_INLINE vi high_nibbles(vi a) { PL_LANES(vi, int32_t((uint32_t(a.x[i]) >> 4) & 0x0f0f0f0fu)); }
 PL_INLINE vi dot_bytes(vi acc, vi u, vi s) {

@@ -124,7 +124,7 @@ struct TileLooked {
     using T = Looked<Kind>;
     const int64_t groups = g.w.columns / kGroup, s = g.a_stride;
     const uint8_t* a = g.a + row * s;
-    const float* scales = g.a_scale + row * 4 * groups;
+    const float* scales = g.a_scale + row * kActScales * groups;
     for (int64_t k = 0; k < groups; ++k, a += kGroup) {
       leave_registers(sums);
       const uint8_t* nibbles = T::nibbles(w, k);
@@ -137,7 +137,7 @@ struct TileLooked {
       PL_UNROLL
       for (int r = 0; r < R; ++r)
         PL_UNROLL
-        for (int i = 0; i < H; ++i) sum[r][i] = _mm256_set1_epi32(T::start(scales + r * 4 * groups, groups, k));
+        for (int i = 0; i < H; ++i) sum[r][i] = _mm256_set1_epi32(T::start(scales + r * kActScales * groups, groups, k));
       multiply_looked<R, H>(T::whole, nibbles + first * 4, a, s, sum);
 #else
       __m256i part[R][H];
@@ -147,7 +147,7 @@ struct TileLooked {
       for (int r = 0; r < R; ++r)
         PL_UNROLL
         for (int i = 0; i < H; ++i)
-          sum[r][i] = _mm256_add_epi32(_mm256_set1_epi32(T::start(scales + r * 4 * groups, groups, k)),
+          sum[r][i] = _mm256_add_epi32(_mm256_set1_epi32(T::start(scales + r * kActScales * groups, groups, k)),
                                        widen(part[r][i]));
       clear(part);
       multiply_looked<R, H>(T::upper, nibbles + first * 4, a, s, part);
@@ -163,7 +163,7 @@ struct TileLooked {
         PL_UNROLL
         for (int r = 0; r < R; ++r) {
           float* out = sums[r] + first + 8 * i;
-          const __m256 x = _mm256_set1_ps(scales[r * 4 * groups + k]);
+          const __m256 x = _mm256_set1_ps(scales[r * kActScales * groups + k]);
           _mm256_store_ps(out, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r][i]), _mm256_mul_ps(step, x),
                                                _mm256_load_ps(out)));
         }
@@ -257,7 +257,7 @@ static void tile_looked(const GemmArgs& g, int64_t row, int64_t panel) {
   const uint8_t* w = g.w.data + panel * g.w.panel_bytes;
   const int64_t groups = g.w.columns / kGroup, s = g.a_stride;
   const uint8_t* a = g.a + row * s;
-  const float* scales = g.a_scale + row * 4 * groups;
+  const float* scales = g.a_scale + row * kActScales * groups;
   vf out[2 * R];
   PL_UNROLL
   for (int i = 0; i < 2 * R; ++i) out[i] = zero();
@@ -266,7 +266,7 @@ static void tile_looked(const GemmArgs& g, int64_t row, int64_t panel) {
     for (int line = 0; line < T::bytes; line += 64) prefetch(nibbles + kAhead + line);
     vi acc[2 * R];
     PL_UNROLL
-    for (int i = 0; i < 2 * R; ++i) acc[i] = set1i(T::start(scales + i / 2 * 4 * groups, groups, k));
+    for (int i = 0; i < 2 * R; ++i) acc[i] = set1i(T::start(scales + i / 2 * kActScales * groups, groups, k));
 #if PL_BYTE_DOTS
     add_looked<R>(acc, table_of(T::whole.x), nibbles, a, s);
 #else
@@ -283,7 +283,7 @@ static void tile_looked(const GemmArgs& g, int64_t row, int64_t panel) {
     const vf s0 = looked_scales<Kind>(w, k, 0), s1 = looked_scales<Kind>(w, k, 1);
     PL_UNROLL
     for (int r = 0; r < R; ++r) {
-      const vf x = set1(scales[r * 4 * groups + k]);
+      const vf x = set1(scales[r * kActScales * groups + k]);
       out[2 * r] = fma(to_float(acc[2 * r]), mul(s0, x), out[2 * r]);
       out[2 * r + 1] = fma(to_float(acc[2 * r + 1]), mul(s1, x), out[2 * r + 1]);
     }

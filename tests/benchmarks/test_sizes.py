@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks import sizes
+from benchmarks.common.setup import Places
+from benchmarks.peers.levels import LEVELS
 from paceline.checkpoints.gguf import GGUFCheckpoint
 
 TINY = sizes.Shape(2, 64, 128, 4, 2, 16, 300)
@@ -44,7 +46,13 @@ def test_the_named_shapes_are_as_large_as_they_say() -> None:
 
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
-    [("SIZES", "7b", "7b not among 0.6b, 1.7b, moe"), ("ROWS", "8x", "row '8x' is neither")],
+    [
+        ("SIZES", "7b", "7b not among 0.6b, 1.7b, moe"),
+        ("ROWS", "8x", "row '8x' is neither"),
+        ("KINDS", "Q4_0,Q3_K", "Q3_K not among Q4_0, Q4_K_M"),
+        ("ROUNDS", "0", "ROUNDS=0 is not a number from 1 to 99"),
+        ("LEVEL", "mmx", "LEVEL=mmx does not run here"),
+    ],
 )
 def test_unknown_names_are_refused_before_anything_is_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
@@ -55,3 +63,24 @@ def test_unknown_names_are_refused_before_anything_is_written(
     assert sizes.main() == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "peers").exists()
+
+
+def test_what_the_environment_asks_for() -> None:
+    usual = sizes.Wanted.of({}, ("avx2",))
+    assert usual == sizes.Wanted(tuple(sizes.SHAPES), sizes.ROWS, tuple(sizes.FORMATS), 3, None)
+    quick = sizes.Wanted.of({"QUICK": "1", "MEMORY": "1"}, ("avx2",))
+    assert (quick.sizes, quick.rows, quick.rounds) == (("0.6b",), (), 1)
+    chosen = {"KINDS": "Q4_0, Q4_0 native", "LEVEL": "avx2", "ROWS": "1x1x128", "ROUNDS": "2"}
+    wanted = sizes.Wanted.of(chosen, ("avx512", "avx2"))
+    assert wanted.kinds == ("Q4_0", "Q4_0 native") and wanted.level == LEVELS["avx2"]
+    assert (wanted.rows, wanted.rounds) == (("1x1x128",), 2)
+
+
+def test_both_engines_get_the_kinds_and_the_level_that_are_wanted(tmp_path: Path) -> None:
+    places = Places(tmp_path, tmp_path / "m.gguf", (0, 1))
+    kinds = sizes._Kinds(places, ("Q4_0", "Q4_0 native"))
+    ours, theirs = sizes._Ours(places, kinds), sizes._Theirs(places, kinds, LEVELS["avx2"])
+    assert ours.variants == ("Q4_0", "Q4_0 native") and theirs.variants == ("Q4_0",)
+    assert "native/int8" in ours.worker("Q4_0 native", prefix_caching=False).argv
+    assert theirs.quantiser.parts[-3:] == ("build-avx2", "bin", "llama-quantize")
+    assert sizes._Theirs(places, kinds, None).quantiser.parts[-3] == "build"

@@ -36,6 +36,8 @@ _GROUP_BYTES: Final = {
     "q4": (32, 640), "q4_0": (32, 576), "q4_k": (256, 4608), "q5_k": (256, 5632),
     "q6_k": (256, 6720), "iq4_nl": (32, 576), "iq4_xs": (256, 4352), "mxfp4": (32, 544),
 }  # fmt: skip
+# kinds with a float for each row
+_SCALED: Final = ("int8", "q4", "q4_0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,8 @@ def _decoded(checkpoint: Checkpoint) -> str:
 
 def packed_bytes(checkpoint: Checkpoint, dtype: str, *, has_head: bool = True) -> int:
     """Bytes of the matrices as the library packs them, ``NativeModel.weight_bytes``, without
-    loading any: in panels of 32 rows, with a scale for each row of int8 (csrc/matrix.cpp).
+    loading any: in panels of 32 rows, with a float for each row of int8, q4 and q4_0
+    (csrc/matrix.cpp).
 
     Args:
         has_head: False: hidden states are wanted, and no head is packed.
@@ -161,11 +164,12 @@ def packed_bytes(checkpoint: Checkpoint, dtype: str, *, has_head: bool = True) -
         else:
             name = _INT8 if dtype == "q4" and (table or columns % _GROUP) else dtype
         rows = _padded(rows, _PANEL)
+        own = 4 * rows * (name in _SCALED)
         if name in _GROUP_BYTES:
             columns_of, size = _GROUP_BYTES[name]
-            return rows // _PANEL * (columns // columns_of) * size
+            return own + rows // _PANEL * (columns // columns_of) * size
         width = {"float32": 4, "bfloat16": 2, "int8": 1}[name]
-        return rows * (_padded(columns * width, 4) + 4 * (name == _INT8))
+        return own + rows * _padded(columns * width, 4)
 
     head, embedding = numbers[count:] or (None, None)
     total = packed(config.vocab_size, hidden, head, True) if has_head else 0

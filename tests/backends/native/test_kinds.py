@@ -83,8 +83,15 @@ def test_kept_blocks_lose_nothing(kind: Q) -> None:
     # in both halves of a panel
     for row in (3, 20):
         _spoil(stored, kind, row)
-    matrix = PackedMatrix(RawTensor(stored, kind.name, 768), BLOCKS[kind.name])
-    np.testing.assert_array_equal(matrix.unpack(), gguf.quants.dequantize(stored, kind))
+    unpacked = PackedMatrix(RawTensor(stored, kind.name, 768), BLOCKS[kind.name]).unpack()
+    expected = gguf.quants.dequantize(stored, kind)
+    if kind == Q.Q4_0:
+        # but for what is below a sixteenth of a row's largest scale, which has whole steps of it
+        step = 2.0 ** (np.floor(np.log2(2.0**-6)) - 1 - 14)
+        small = np.s_[[3, 20], :32]
+        assert 0 < np.abs(unpacked[small] - expected[small]).max() <= 8 * step / 2
+        unpacked[small] = expected[small]
+    np.testing.assert_array_equal(unpacked, expected)
 
 
 def test_kept_blocks_are_of_their_own_type() -> None:
@@ -98,12 +105,13 @@ def test_q4_rounds_nothing_of_q4_k_but_scales() -> None:
     stored = _blocks(Q.Q4_K, 37, 768, 2)
     expected = gguf.quants.dequantize(stored, Q.Q4_K)
     packed = PackedMatrix(RawTensor(stored, "Q4_K", 768), "q4").unpack()
-    # a value is a scale times at most 15, less a minimum; both are rounded to halves of 11 bits
+    # a value is a scale times at most 15, less a minimum; both are whole steps of 2^-14 of the
+    # largest of the row at most
     grouped = expected.reshape(37, -1, 32)
     span = grouped.max(axis=2) - grouped.min(axis=2)
-    most = span + np.abs(grouped).max(axis=2)
+    most = (span + np.abs(grouped).max(axis=2)).max(axis=1, keepdims=True)
     error = np.abs(packed - expected).reshape(grouped.shape).max(axis=2)
-    assert (error <= most * 2.0**-10 + 1e-7).all()
+    assert (error <= 4.5 * 2.0**-14 * most + 1e-7).all()
     assert error.max() > 0
 
 

@@ -203,6 +203,71 @@ def test_no_sum_of_bytes_leaves_its_register(isa: str, sign: int, columns: int) 
     np.testing.assert_allclose(matrix.multiply(x[:1]), expected[:1], rtol=0.02)
 
 
+def _q4_blocks(
+    scales: NDArray[np.float16], minimums: NDArray[np.float16] | None, nibbles: int | None = None
+) -> RawTensor:
+    """Rows of blocks with these scales [rows, groups]: of Q4_1, or of Q4_0 without minimums. The
+    nibbles are random, or all the same."""
+    low, high = (0, 16) if nibbles is None else (nibbles, nibbles + 1)
+    values = np.random.default_rng(8).integers(low, high, (*scales.shape, 2, 16), dtype=np.uint8)
+    halves = scales[..., None] if minimums is None else np.stack((scales, minimums), axis=-1)
+    packed = values[:, :, 0] | values[:, :, 1] << 4
+    blocks = np.concatenate((halves.astype("<f2").view(np.uint8), packed), axis=-1)
+    name = "Q4_1" if minimums is not None else "Q4_0"
+    return RawTensor(blocks.reshape(len(scales), -1), name, 32 * scales.shape[1])
+
+
+def test_scales_of_4_bits_are_whole_steps_of_their_row() -> None:
+    """As good as in the file, but where a group's scale is far below the row's largest."""
+    random = np.random.default_rng(9)
+    scales = random.uniform(0.06, 1, (40, 12)).astype(np.float16)
+    scales[20:] *= (10.0 ** random.uniform(-6, 0, (20, 12))).astype(np.float16)
+    minimums = (-7.5 * scales * random.uniform(0.9, 1.1, scales.shape)).astype(np.float16)
+    for lows in (minimums, None):
+        raw = _q4_blocks(scales, lows)
+        expected = quants.dequantize(raw.data, GGMLQuantizationType[raw.type])
+        unpacked = PackedMatrix(raw, "q4").unpack()
+        np.testing.assert_allclose(unpacked[:20], expected[:20], rtol=2e-7, atol=2e-7)
+        # half a step of 2^-14 of the largest at most: 8 times of the scale, and of the minimum
+        top = np.abs(scales[20:].astype(np.float64)).max(axis=1, keepdims=True)
+        error = np.abs(unpacked[20:] - expected[20:])
+        assert (error <= 4.5 * 2.0**-14 * top + 1e-7).all()
+        assert error.max() > 1e-6
+
+
+@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("nibble", [0, 15])
+@pytest.mark.parametrize("minimum", [None, -30.0, 1.9, 30.0])
+def test_no_sum_of_nibbles_leaves_its_register(
+    isa: str, sign: int, nibble: int, minimum: float | None
+) -> None:
+    """All activations are at their largest, beside the largest weights of the largest scale."""
+    # 11 bits, all of them ones: the largest part of a power of two
+    scales = np.full((70, 3), 1.9990234375 * sign, dtype=np.float16)
+    lows = None if minimum is None else np.full_like(scales, minimum)
+    matrix = PackedMatrix(_q4_blocks(scales, lows, nibble), "q4", isa=isa)
+    weights = matrix.unpack().astype(np.float64)
+    x = np.full((7, 96), 127, dtype=np.float32)
+    x[3] = -127
+    x[5, 1::2] *= -1
+    np.testing.assert_allclose(matrix.multiply(x), x @ weights.T, rtol=1e-6, atol=1e-3)
+
+
+@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("place", ["scale", "minimum"])
+def test_a_broken_scale_of_4_bits_is_not_hidden(isa: str, bad: float, place: str) -> None:
+    scales, minimums = np.ones((40, 4), np.float16), np.zeros((40, 4), np.float16)
+    good = PackedMatrix(_q4_blocks(scales, minimums), "q4", isa=isa)
+    (scales if place == "scale" else minimums)[7, 2] = bad
+    broken = PackedMatrix(_q4_blocks(scales, minimums), "q4", isa=isa)
+    x = _random((9, 128), 13)
+    expected = good.multiply(x)
+    expected[:, 7] = np.nan
+    np.testing.assert_array_equal(broken.multiply(x), expected)
+
+
 @pytest.mark.parametrize("isa", variants())
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "q4"])
 @pytest.mark.parametrize("columns", [576, 160, 67])

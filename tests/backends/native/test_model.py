@@ -213,8 +213,9 @@ def test_a_sequence_does_not_depend_on_those_beside_it(isa: str, dtype: str, kv_
 def test_weights_of_four_bits_take_the_memory_of_five(isa: str) -> None:
     config = tiny_config(hidden_size=768, intermediate_size=3072, num_hidden_layers=3)
     weights = random_weights(config, 1)
-    # with a scale and a minimum in 16 bits for each 32; the head is int8 with a scale in 32 bits
-    layers = sum(w.size for name, w in weights.items() if "proj" in name) * 5 / 8
+    # with a scale and a minimum in 16 bits for each 32, and 32 bits a row; the head is int8 with
+    # those 32 bits too
+    layers = sum(w.size * 5 / 8 + 4 * len(w) for name, w in weights.items() if "proj" in name)
     head = sum(w.size + 4 * len(w) for name, w in weights.items() if "embed" in name)
     taken = _make(config, weights, "q4", isa=isa).weight_bytes
     assert layers + head <= taken <= 1.01 * (layers + head)

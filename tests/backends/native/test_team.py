@@ -28,6 +28,8 @@ PROGRAM = r"""
 #include <cstdlib>
 #include <cstring>
 
+#include <time.h>
+
 using namespace paceline;
 using Clock = std::chrono::steady_clock;
 
@@ -76,7 +78,7 @@ int uneven() {
 
 struct Steps {
   Team team;
-  explicit Steps(int threads) : team(threads) {}
+  explicit Steps(int threads, const RestTimes& times = {}) : team(threads, times) {}
   // one run of 20 deals, in each of which members from `off_from` on are off their processors so
   // long; whether it computed what it was to
   bool run(double off_ms, int off_from = 1) {
@@ -100,6 +102,66 @@ struct Steps {
   }
 };
 
+double processor_seconds() {
+  timespec time{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return double(time.tv_sec) + 1e-9 * double(time.tv_nsec);
+}
+
+// processor seconds while a member rests, for several of its pauses, and nothing is to be done
+double idle() {
+  RestTimes times;
+  times.pause = 0.2;
+  times.look = 0.4;
+  Steps steps(2, times);
+  steps.until(1, 20, 2);
+  // the first of these sends the member to rest, the others go by meanwhile
+  for (int i = 0; i < 4; ++i) {
+    steps.run(0);
+    sleep_ms(20);
+  }
+  const double ran = processor_seconds();
+  sleep_ms(1500);
+  return processor_seconds() - ran;
+}
+
+// Runs of teams whose members rest and return all the time, with idle moments between them. What
+// went wrong, and how often a team changed its size: times are far below the usual ones.
+void stress(double seconds) {
+  RestTimes times;
+  times.window = 2e-3;
+  times.pause = 1e-3;
+  times.longest = 4e-3;
+  times.settled = 1e-3;
+  times.look = 2e-4;
+  int64_t lost = 0, twice = 0, absent = 0, changes = 0, runs = 0;
+  uint32_t random = 1;
+  const auto began = Clock::now();
+  for (int number = 0; since(began) < seconds; ++number) {
+    const int threads = 2 + number % 3;
+    Team team(threads, times);
+    for (int run = 0; run < 300 && since(began) < seconds; ++run, ++runs) {
+      const int members = team.size();
+      const bool off = run % 60 < 30;
+      std::atomic<int> items[16] = {}, entered[4] = {};
+      team.run([&](int member) {
+        ++entered[member];
+        for (int deal = 0; deal < 9; ++deal) {
+          if (off && member > 0) sleep_ms(0.3);
+          team.each(member, 16, 1, [&](int64_t i) { ++items[i]; });
+        }
+      });
+      for (std::atomic<int>& count : items) lost += count < 9, twice += count > 9;
+      for (int member = 0; member < threads; ++member)
+        absent += entered[member] != (member < members);
+      changes += team.size() != members;
+      random = random * 1664525 + 1013904223;
+      if (random >> 28 == 0) sleep_ms(double(random >> 8 & 1023) / 300);
+    }
+  }
+  for (int64_t number : {lost, twice, absent, changes, runs}) std::printf("%ld ", long(number));
+}
+
 int main(int, char** arguments) {
   const char* what = arguments[1];
   if (!std::strcmp(what, "items")) std::printf("%d", items());
@@ -122,17 +184,19 @@ int main(int, char** arguments) {
     }
     std::printf("ended");
   }
+  if (!std::strcmp(what, "idle")) std::printf("%.3f", idle());
+  if (!std::strcmp(what, "stress")) stress(std::atof(arguments[2]));
   if (!std::strcmp(what, "share")) {
     // of runs of 30 ms: how many until one is let go, of 1000
     int members = std::atoi(arguments[2]), runs = 0;
     const double share = std::atof(arguments[3]);
-    Contention contention;
+    Contention contention(0.1);
     while (++runs < 1000 && !contention.add(members, 0.03, 0.03 * share)) {}
     std::printf("%d", runs);
   }
   if (!std::strcmp(what, "once")) {
     // everything stops for a second in every ten
-    Contention contention;
+    Contention contention(0.1);
     bool gone = false;
     for (int i = 0; i < 5000; ++i) gone = gone || contention.add(2, 0.01, i % 1000 ? 0 : 1);
     std::printf("%d", gone);
@@ -181,6 +245,19 @@ def test_as_many_rest_as_are_in_the_way(program: Path) -> None:
 
 def test_a_team_ends_whoever_rests(program: Path) -> None:
     assert run(program, "end") == "ended"
+
+
+def test_who_rests_sleeps_while_there_is_nothing_to_do(program: Path) -> None:
+    """A look for a processor, 0.4 s of computing nothing here, is for when there is work."""
+    assert float(run(program, "idle")) < 0.1
+
+
+def test_no_run_is_lost_or_computed_twice_while_members_come_and_go(program: Path) -> None:
+    lost, twice, absent, changes, runs = map(int, run(program, "stress", 4).split())
+    assert (lost, twice, absent) == (0, 0, 0)
+    # members did rest and return, and runs went on in between
+    assert changes >= 20
+    assert runs > 5 * changes
 
 
 @pytest.mark.parametrize(
