@@ -146,6 +146,7 @@ void Model::prepare(const PacelineStep& step) {
   check_range("token_ids", step.token_ids, n, c.vocab);
   check_range("positions", step.positions, n, c.max_positions);
   check_range("sample_rows", step.sample_rows, step.sampled, n);
+  if (c.num_window_blocks && !step.window_tables) throw std::invalid_argument("window_tables are missing");
   for (int64_t i = 1; i < step.sampled; ++i)
     if (step.sample_rows[i] <= step.sample_rows[i - 1])
       throw std::invalid_argument("sample_rows must ascend, entry " + std::to_string(i) + " does not");
@@ -166,6 +167,8 @@ void Model::prepare(const PacelineStep& step) {
       throw std::invalid_argument("sequence " + std::to_string(s) + " reaches block " + std::to_string(blocks) +
                                   " of a table of " + std::to_string(step.table_width));
     check_range("block_tables", step.tables + s * step.table_width, blocks, c.num_blocks);
+    if (c.num_window_blocks)
+      check_range("window_tables", step.window_tables + s * step.table_width, blocks, c.num_window_blocks);
   }
   sampled_before_.assign(size_t(n + 1), 0);
   for (int64_t i = 0; i < step.sampled; ++i) sampled_before_[size_t(step.sample_rows[i] + 1)] = 1;
@@ -291,9 +294,10 @@ void Model::multiply_into(int member, const Share& share, const Linear& linear, 
 }
 
 uint8_t* Model::tile_of(const PacelineStep& step, int64_t token, int64_t layer_index) {
+  const Layer& layer = layers_[size_t(layer_index)];
   const int64_t position = step.positions[token], slot = position % config_.block_size;
-  const int32_t* table = step.tables + int64_t(sequence_of_[size_t(token)]) * step.table_width;
-  return cache_.data() + layer_index * layer_bytes_ + table[position / config_.block_size] * block_bytes_ +
+  const int32_t* table = tables_of(step, layer) + int64_t(sequence_of_[size_t(token)]) * step.table_width;
+  return cache_.data() + layer.cache_offset + table[position / config_.block_size] * stride_of(layer) +
          slot / kTile * tile_bytes_;
 }
 
@@ -342,7 +346,7 @@ void Model::rope_and_store(int member, const Share& share, const PacelineStep& s
   });
 }
 
-void Model::attend(int member, const PacelineStep& step, const Layer& layer, int64_t layer_index, bool last, float* out) {
+void Model::attend(int member, const PacelineStep& step, const Layer& layer, bool last, float* out) {
   const PacelineConfig& c = config_;
   const AttendPlan& plan = layer.sliding ? sliding_plan_ : plan_;
   const int window = layer.sliding ? int(c.sliding_window) : 0;
@@ -363,13 +367,13 @@ void Model::attend(int member, const PacelineStep& step, const Layer& layer, int
     args.q = queries_.data() + query * query_bytes;
     args.q_stride = query_bytes;
     args.q_scale = reinterpret_cast<const float*>(query_scales_.data()) + query;
-    args.layer = cache_.data() + layer_index * layer_bytes_;
-    args.block_bytes = block_bytes_;
+    args.layer = cache_.data() + layer.cache_offset;
+    args.block_bytes = stride_of(layer);
     args.head_bytes = head_bytes_;
     args.kv_head = item.kv_head;
     args.head_dim = int(d);
     args.tiles_per_block = int(c.block_size / kTile);
-    args.table = step.tables + item.sequence * step.table_width;
+    args.table = tables_of(step, layer) + item.sequence * step.table_width;
     args.rows = item.rows;
     int32_t first[kMaxRows], limit[kMaxRows];
     float* outs[kMaxRows];
@@ -394,7 +398,7 @@ void Model::attend(int member, const PacelineStep& step, const Layer& layer, int
         args.next_end = item.key_end;
       } else if (i + 1 < int64_t(plan.items.size())) {
         const AttendItem& next = plan.items[size_t(i + 1)];
-        args.next_table = step.tables + next.sequence * step.table_width;
+        args.next_table = tables_of(step, layer) + next.sequence * step.table_width;
         args.next_head = next.kv_head;
         args.next_begin = next.key_begin;
         args.next_end = next.key_end;
@@ -461,7 +465,7 @@ void Model::run_step(const PacelineStep& step, int member) {
     if (share.alone) team_.barrier();
     mark(member, kRope);
     if (last && step.sampled == 0) return;
-    attend(member, step, layer, int64_t(i), last, attended);
+    attend(member, step, layer, last, attended);
     mark(member, kAttend);
     if (last) {
       // from here on only the sampled rows matter
@@ -522,7 +526,7 @@ void Model::attention_only(const PacelineStep& step, float* qkv, float* out) {
   if (stride != qkv_rows_) throw std::invalid_argument("unpadded rows only");
   team_.run([&](int member) {
     rope_and_store(member, {0, step.tokens, step.tokens, false, nullptr, nullptr}, step, layers_[0], 0, qkv);
-    attend(member, step, layers_[0], 0, false, out);
+    attend(member, step, layers_[0], false, out);
   });
 }
 

@@ -68,6 +68,12 @@ class EngineCore:
                 f"the scheduler wants {cache.num_blocks} KV blocks of {cache.block_size} tokens, "
                 f"the backend has {info.num_blocks} of {info.block_size}"
             )
+        windows = cache.num_window_blocks, cache.window
+        if windows != (info.num_window_blocks, info.window):
+            raise ConfigError(
+                f"the scheduler wants {windows[0]} window blocks for a window of {windows[1]} "
+                f"tokens, the backend has {info.num_window_blocks} for one of {info.window}"
+            )
         if cache.num_host_blocks > info.num_host_blocks:
             raise ConfigError(
                 f"the scheduler wants {cache.num_host_blocks} host blocks to swap to, the backend "
