@@ -96,13 +96,7 @@ class Driver:
         }
         self.config = SchedulerConfig(**(defaults | config))
         # as few as are enough
-        needed = window_blocks_needed(
-            window,
-            block_size,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            max_model_len=self.config.max_model_len,
-        )
+        needed = window_blocks_needed(self.config, window, block_size)
         windows: dict[str, Any] = {
             "window": window,
             "num_window_blocks": min(num_blocks, needed) if window else 0,

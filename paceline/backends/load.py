@@ -42,6 +42,7 @@ from paceline.checkpoints.gguf_parts import read_gguf_parts
 from paceline.checkpoints.hf import HFCheckpoint
 from paceline.checkpoints.pooling import PoolingFiles, find_pooling
 from paceline.core.backend import BackendInfo
+from paceline.core.config import SchedulerConfig
 from paceline.core.errors import ConfigError
 from paceline.core.memory.windows import window_blocks_needed
 from paceline.core.pooling import EMBED
@@ -389,13 +390,12 @@ def _choose_window_blocks(
     if not loader.window:
         return 0, num_blocks
     max_num_seqs, max_num_batched_tokens = limits
-    needed = window_blocks_needed(
-        loader.window,
-        settings.block_size,
+    scheduler = SchedulerConfig(
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
         max_model_len=max_model_len,
     )
+    needed = window_blocks_needed(scheduler, loader.window, settings.block_size)
     if needed >= num_blocks:
         return 0, num_blocks
     taken = needed * loader.window_block_bytes

@@ -80,11 +80,9 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         _check(self, _CACHE)
-        if self.num_window_blocks and (self.num_host_blocks or not self.window):
-            raise ConfigError(
-                f"num_window_blocks={self.num_window_blocks} needs a window, got {self.window}, and "
-                f"no blocks to swap to, got num_host_blocks={self.num_host_blocks}"
-            )
+        if self.num_window_blocks and self.num_host_blocks:
+            windows = f"num_window_blocks={self.num_window_blocks}"
+            raise ConfigError(f"{windows} are not swapped: num_host_blocks must be 0 with them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

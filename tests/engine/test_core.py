@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.backends.null import NullBackend
@@ -97,3 +99,14 @@ def test_a_scheduler_that_does_not_know_the_backends_windows_is_refused() -> Non
         EngineCore(backend, config, CACHE)
     cache = CacheConfig(block_size=4, num_blocks=64, window=8, num_window_blocks=64)
     EngineCore(backend, config, cache).close()
+
+
+def test_too_few_window_blocks_are_refused_with_the_number() -> None:
+    backend = NullBackend(num_blocks=400, block_size=4, window=9, num_window_blocks=119)
+    config = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=1024)
+    cache = CacheConfig(block_size=4, num_blocks=400, window=9, num_window_blocks=119)
+    # 8 x (41 / 4 + 2) + 64 / 4
+    with pytest.raises(ConfigError, match=r"num_window_blocks=119: 8 requests .* may need 120"):
+        EngineCore(backend, config, cache)
+    # all that there are blocks for are enough
+    EngineCore(backend, config, replace(cache, num_blocks=119)).close()

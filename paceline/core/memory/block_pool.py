@@ -58,10 +58,6 @@ class BlockPool:
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]
 
-    def is_cached(self, block_id: int) -> bool:
-        """Whether the prefix cache can find the block."""
-        return self._hashes[block_id] is not None
-
     def forget(self, block_id: int) -> None:
         """Take a cached block out of the prefix cache."""
         block_hash = self._hashes[block_id]

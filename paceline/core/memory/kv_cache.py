@@ -27,7 +27,7 @@ from typing import NamedTuple
 from paceline.core.config import CacheConfig
 from paceline.core.memory.block_pool import BlockPool
 from paceline.core.memory.windows import WindowBlocks
-from paceline.core.outputs import BlockCopy, BlockSwap, WindowBlock
+from paceline.core.outputs import BlockCopy, BlockSwap
 from paceline.core.request import Request, RequestStatus
 
 __all__ = ["Extension", "KVCacheManager", "blocks_for", "fits", "hash_block"]
@@ -195,10 +195,8 @@ class KVCacheManager:
         """Copy what a request has computed to host memory, before ``free``. The caller has checked
         ``num_free_host_blocks``; IndexError otherwise."""
         self._forget_host(request)
-        request.num_swapped_tokens = request.num_computed_tokens
-        for block_id in request.block_ids[
-            : blocks_for(request.num_swapped_tokens, self.block_size)
-        ]:
+        request.num_swapped_tokens = computed = request.num_computed_tokens
+        for block_id in request.block_ids[: blocks_for(computed, self.block_size)]:
             host_id = self._free_host.pop()
             request.host_block_ids.append(host_id)
             self._swaps.append(BlockSwap(block_id, host_id, True))
@@ -213,10 +211,6 @@ class KVCacheManager:
         swaps = tuple(self._swaps)
         self._swaps.clear()
         return swaps
-
-    def take_window_blocks(self) -> tuple[WindowBlock, ...]:
-        """Window blocks given out since the last plan; the one in the making is complete."""
-        return () if self.windows is None else self.windows.end_plan()
 
     def _forget_host(self, request: Request) -> None:
         # latest first, so that they are handed out again in the same order
@@ -256,14 +250,12 @@ class KVCacheManager:
             (target,) = self.pool.allocate(1)
             self.pool.release([source])
             request.block_ids[index] = target
-            if windows is not None:
-                windows.copy(source, target)
             copy = BlockCopy(request.request_id, index, source, target)
         request.shares_tail = False
         new_block_ids = self.pool.allocate(missing) if missing > 0 else []
         request.block_ids.extend(new_block_ids)
         if windows is not None:
-            windows.extend(request, end)
+            windows.extend(request, end, copy)
         return Extension(tuple(new_block_ids), copy)
 
     def land_prefix(self, request: Request) -> None:

@@ -12,8 +12,6 @@ layers. What layers with a window keep of it is in a *window block*, of which th
 There are enough for all that run, whatever they do, so no request waits for one. A cached prefix is
 of use if the blocks that its last window reaches still have theirs. A fork that waits holds none,
 and starts as a request of its own if one is gone when its turn comes.
-
-This module does not know queues, budgets or time.
 """
 
 from __future__ import annotations
@@ -22,13 +20,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError
 from paceline.core.memory.block_pool import BlockPool
-from paceline.core.outputs import WindowBlock
+from paceline.core.outputs import BlockCopy, WindowBlock
 from paceline.core.request import Request, RequestStatus
 from paceline.core.speculation.settings import MOST_TOKENS
 
-__all__ = ["WindowBlocks", "check_window_blocks", "window_blocks_needed"]
+__all__ = ["WindowBlocks", "window_blocks_needed"]
 
 
 def _most_held(window: int, block_size: int) -> int:
@@ -36,31 +33,11 @@ def _most_held(window: int, block_size: int) -> int:
     return -(-(window + MOST_TOKENS) // block_size) + 2
 
 
-def window_blocks_needed(
-    window: int,
-    block_size: int,
-    *,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    max_model_len: int,
-) -> int:
+def window_blocks_needed(config: SchedulerConfig, window: int, block_size: int) -> int:
     """So many that running requests never lack one: for all their windows and a step's tokens. As
     many as there are blocks are enough, too."""
-    most = min(_most_held(window, block_size), -(-max_model_len // block_size))
-    return max_num_seqs * most + -(-max_num_batched_tokens // block_size)
-
-
-def check_window_blocks(config: SchedulerConfig, cache: CacheConfig) -> None:
-    """Raises ConfigError where running requests could lack window blocks."""
-    needed = window_blocks_needed(
-        cache.window, cache.block_size, max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len,
-    )  # fmt: skip
-    if 0 < cache.num_window_blocks < min(needed, cache.num_blocks):
-        raise ConfigError(
-            f"num_window_blocks={cache.num_window_blocks}: {config.max_num_seqs} requests with a "
-            f"window of {cache.window} tokens may need {min(needed, cache.num_blocks)}"
-        )
+    most = min(_most_held(window, block_size), -(-config.max_model_len // block_size))
+    return config.max_num_seqs * most + -(-config.max_num_batched_tokens // block_size)
 
 
 class WindowBlocks:
@@ -70,20 +47,17 @@ class WindowBlocks:
         self._pool, self._window, self._block_size = pool, config.window, config.block_size
         self._count = config.num_window_blocks
         self._max_idle = self._count if config.max_idle_blocks is None else config.max_idle_blocks
-        # by block: its window block, and how many requests hold that
+        # by block: its window block, kept until another block takes it, and how many hold that
         self._places: dict[int, int] = {}
         self._holders: dict[int, int] = {}
         # blocks whose window block is held by none, least recently dropped first
         self._idle: OrderedDict[int, None] = OrderedDict()
-        # window blocks of no block; those from ``_num_used`` on were never taken
-        self._free: list[int] = []
-        self._num_used = 0
         # given out for the next plan, in order, and requests that have rows in it
         self._given: list[WindowBlock] = []
         self._moved: list[Request] = []
 
     def usable(self, found: Sequence[int]) -> int:
-        """With how many of a cached prefix's blocks a request can start."""
+        """With how many of these blocks, a cached prefix, a request can start."""
         index = end = len(found)
         while index > self._first(end * self._block_size):
             index -= 1
@@ -93,8 +67,7 @@ class WindowBlocks:
 
     def can_start(self, fork: Request) -> bool:
         """Whether what it reads first is there."""
-        first = self._first(fork.num_computed_tokens)
-        return all(block_id in self._places for block_id in fork.block_ids[first:])
+        return self._places.keys() >= set(fork.block_ids[self._first(fork.num_computed_tokens) :])
 
     def start(self, request: Request) -> None:
         """Hold what a request reads first that is admitted with these blocks."""
@@ -105,12 +78,16 @@ class WindowBlocks:
             self._holders[block_id] = self._holders.get(block_id, 0) + 1
 
     def has_room(self, request: Request, num_tokens: int, copies: bool) -> bool:
-        """Whether ``extend`` to so many tokens will do, and a copy before that."""
+        """Whether ``extend`` to so many tokens, with a copy or without, is possible."""
         wanted = -(-num_tokens // self._block_size) - request.window_indices.stop
         return max(0, wanted) + copies <= self._count - len(self._holders)
 
-    def extend(self, request: Request, num_tokens: int) -> None:
-        """Window blocks for all that a row writes which ends with this token."""
+    def extend(self, request: Request, num_tokens: int, copy: BlockCopy | None) -> None:
+        """Window blocks for all that a row writes which ends with this token and begins with a
+        copy of a block."""
+        if copy is not None:
+            self._give(copy.dst, self._places[copy.src])
+            self._drop([copy.src])
         held = request.window_indices
         stop = max(held.stop, -(-num_tokens // self._block_size))
         for block_id in request.block_ids[held.stop : stop]:
@@ -118,32 +95,23 @@ class WindowBlocks:
         request.window_indices = range(held.start, stop)
         self._moved.append(request)
 
-    def copy(self, source: int, target: int) -> None:
-        """A request that holds ``source`` takes a copy of it as ``target`` instead."""
-        self._give(target, self._places[source])
-        self._drop(source)
-
     def end_plan(self) -> tuple[WindowBlock, ...]:
         """All that was given out for a plan; and drop what no later row reads: whoever takes that
         writes to it in a later step."""
         for request in self._moved:
             held = request.window_indices
             # guesses may be wrong, and their positions are computed again
-            known = request.num_computed_tokens - request.num_draft_tokens
-            request.window_indices = range(max(held.start, self._first(known)), held.stop)
-            for block_id in request.block_ids[held.start : request.window_indices.start]:
-                self._drop(block_id)
-        given = tuple(self._given)
-        self._moved.clear()
-        self._given.clear()
+            first = self._first(request.num_computed_tokens - request.num_draft_tokens)
+            request.window_indices = range(max(held.start, first), held.stop)
+            self._drop(request.block_ids[held.start : request.window_indices.start])
+        given, self._moved, self._given = tuple(self._given), [], []
         return given
 
     def free(self, request: Request) -> None:
-        """Drop all that a request holds, whose blocks have just gone back to the pool."""
+        """Drop all that a request holds."""
+        held, request.window_indices = request.window_indices, range(0)
         # the last first, as the pool has it
-        for index in reversed(request.window_indices):
-            self._drop(request.block_ids[index])
-        request.window_indices = range(0)
+        self._drop(request.block_ids[held.start : held.stop][::-1])
 
     def prefer(self, block_ids: Sequence[int], block_hashes: Sequence[bytes]) -> None:
         """Of blocks with these contents the pool is to find those that have window blocks: forget
@@ -158,46 +126,38 @@ class WindowBlocks:
         return max(0, position - self._window + 1) // self._block_size
 
     def _give(self, block_id: int, source: int = -1) -> None:
-        place = self._places.get(block_id, -1)
-        if place >= 0:
+        place = len(self._places)
+        if block_id in self._places:
             # left of what the block held before
             del self._idle[block_id]
-        elif self._free:
-            place = self._free.pop()
-        elif self._num_used < self._count and len(self._idle) <= self._max_idle:
-            place = self._num_used
-            self._num_used += 1
-        else:
+            place = self._places[block_id]
+        elif place == self._count or len(self._idle) > self._max_idle:
             place = self._places.pop(self._idle.popitem(last=False)[0])
         self._places[block_id], self._holders[block_id] = place, 1
         self._given.append(WindowBlock(block_id, place, source))
 
-    def _drop(self, block_id: int) -> None:
-        self._holders[block_id] -= 1
-        if self._holders[block_id]:
-            return
-        del self._holders[block_id]
-        if self._pool.is_cached(block_id) or self._pool.ref_count(block_id):
-            # who finds the block may want it, or a fork that waits and has the block
-            self._idle[block_id] = None
-        else:
-            self._free.append(self._places.pop(block_id))
+    def _drop(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            self._holders[block_id] -= 1
+            if not self._holders[block_id]:
+                del self._holders[block_id]
+                self._idle[block_id] = None
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """AssertionError unless none is lost, and what rows will read is held, and little more."""
         holders: Counter[int] = Counter()
         for request in requests:
             held, where = request.window_indices, f"request {request.request_id}"
-            holders.update(request.block_ids[index] for index in held)
-            running = request.status is RequestStatus.RUNNING
-            assert running or not held, f"{where} waits and holds window blocks {held}"
-            computed, size = request.num_computed_tokens, self._block_size
-            first = self._first(computed - request.num_draft_tokens)
-            covered = held.start <= first and held.stop * size >= computed
-            assert covered or not running, f"{where}: {first} to {computed} of {size}, holds {held}"
-            assert len(held) <= _most_held(self._window, size), f"{where} holds {held}"
+            holders.update(request.block_ids[held.start : held.stop])
+            assert len(held) <= _most_held(self._window, self._block_size), f"{where} holds {held}"
+            if request.status is not RequestStatus.RUNNING:
+                assert not held, f"{where} waits and holds window blocks {held}"
+                continue
+            first = self._first(request.num_computed_tokens - request.num_draft_tokens)
+            covers = held.start <= first and held.stop * self._block_size >= request.num_computed_tokens
+            assert covers, f"{where} reads from block {first} on and holds {held}"
         assert holders == self._holders, "window blocks are held by who does not read them"
         assert self._idle.keys() == self._places.keys() - self._holders.keys(), "idle ones are lost"
-        places = sorted([*self._places.values(), *self._free])
-        assert places == list(range(self._num_used)), "window blocks are lost, or in two places"
-        assert self._num_used <= self._count, f"{self._num_used} window blocks of {self._count}"
+        places = sorted(self._places.values())
+        assert places == list(range(len(places))), "a window block is lost, or in two places"
+        assert len(places) <= self._count

@@ -14,7 +14,6 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.memory.preemption import Preemption
 from paceline.core.memory.pressure import PressureValve
-from paceline.core.memory.windows import check_window_blocks
 from paceline.core.policies import PolicyContext, SchedulingPolicy, make_policy
 from paceline.core.predict.chunk import ChunkSize
 from paceline.core.predict.output_length import LengthHistory, WorkEstimator
@@ -80,7 +79,6 @@ def make_state(
     config: SchedulerConfig, cache: CacheConfig, policy: SchedulingPolicy | None
 ) -> SchedulerState:
     """All parts at rest; ``policy`` overrides ``config.policy``."""
-    check_window_blocks(config, cache)
     step_time, lengths, kv = StepTimeModel(), LengthHistory(), KVCacheManager(cache)
     work = WorkEstimator(step_time, lengths)
     policy = policy or make_policy(PolicyContext(config, work))

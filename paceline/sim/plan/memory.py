@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.core.config import SchedulerConfig
 from paceline.core.errors import ConfigError
 from paceline.core.memory.kv_cache import blocks_for, fits
 from paceline.core.memory.windows import window_blocks_needed
@@ -116,13 +117,12 @@ def plan_memory(
     )
     _require(kv_bytes > 0, f"nothing is left for keys and values: {budget}")
     num_blocks, windows = int(kv_bytes / (kv_bytes_per_token * block_size)), 0
-    needed = window_blocks_needed(
-        window,
-        block_size,
+    limits = SchedulerConfig(
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
         max_model_len=max_len,
     )
+    needed = window_blocks_needed(limits, window, block_size)
     window_bytes, of_others = 0.0, kv_bytes_per_token - window_bytes_per_token
     if window and needed < num_blocks:
         windows, window_bytes = needed, needed * block_size * window_bytes_per_token

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from paceline.backends.null import NullBackend, expected_tokens
-from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.config import CacheConfig
 from paceline.core.errors import ConfigError
 from paceline.core.memory.windows import WindowBlocks
 from paceline.core.outputs import SchedulerOutput
-from paceline.core.scheduler import Scheduler
 from tests.driving import Driver, make_request
 
 VOCAB = 997
@@ -194,7 +193,7 @@ def test_the_check_finds_a_window_block_dropped_too_soon() -> None:
     request.window_indices = range(held.start + 1, held.stop)
     with pytest.raises(AssertionError, match="held by who does not read"):
         each.scheduler.check_integrity()
-    windows_of(each)._drop(request.block_ids[held.start])
+    windows_of(each)._drop([request.block_ids[held.start]])
     with pytest.raises(AssertionError, match="request a"):
         each.scheduler.check_integrity()
 
@@ -210,17 +209,6 @@ def test_the_null_backend_finds_a_window_block_that_somebody_else_wrote() -> Non
         each.run()
 
 
-def test_too_few_are_refused_with_the_number() -> None:
-    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=1024)
-    # 8 x (41 / 4 + 2) + 64 / 4
-    with pytest.raises(ConfigError, match=r"num_window_blocks=119: 8 requests .* may need 120"):
-        Scheduler(config, CacheConfig(block_size=4, num_blocks=400, window=9, num_window_blocks=119))
-    # all that there are blocks for are enough
-    Scheduler(config, CacheConfig(block_size=4, num_blocks=100, window=9, num_window_blocks=100))
-
-
-@pytest.mark.parametrize("change", [{"num_host_blocks": 1}, {"window": 0}])
-def test_what_they_do_not_go_with(change: dict[str, int]) -> None:
-    values = {"block_size": 4, "num_blocks": 9, "window": 5, "num_window_blocks": 9}
-    with pytest.raises(ConfigError, match="num_window_blocks=9 needs a window"):
-        CacheConfig(**(values | change))  # type: ignore[arg-type]
+def test_they_are_not_swapped() -> None:
+    with pytest.raises(ConfigError, match="num_window_blocks=9 are not swapped: num_host_blocks must be 0"):
+        CacheConfig(block_size=4, num_blocks=9, window=5, num_window_blocks=9, num_host_blocks=1)
