@@ -269,7 +269,9 @@ def _run_memory(args: argparse.Namespace) -> int:
     )
     of_windows: list[tuple[str, str]] = []
     if plan.num_window_blocks:
-        text = f"{plan.num_window_blocks}, {plan.window_bytes / 1e9:.3f} GB for layers with a window"
+        text = (
+            f"{plan.num_window_blocks}, {plan.window_bytes / 1e9:.3f} GB for layers with a window"
+        )
         of_windows.append(("  window blocks", text))
     of_weights = of_values = ""
     where = "here" if served is None or served.device == "cpu" else f"on {served.device}"

@@ -73,7 +73,7 @@ class CacheConfig:
     num_host_blocks: int = 0
     # seconds to move one block to or from host memory, for weighing it against recomputing
     swap_block_seconds: float = 0.0
-    # where layers with a sliding window have blocks of their own: tokens that a position may read of
+    # where layers with a sliding window have window blocks: tokens that a position may read of
     # them, itself included, and how many there are; 0: such layers keep what the others keep
     window: int = 0
     num_window_blocks: int = 0

@@ -100,12 +100,12 @@ def check(model: Any, driver: Told, name: str, tokens: list[int]) -> None:
 @pytest.mark.parametrize("path", ["torch", pytest.param("native", marks=NATIVE)])
 @pytest.mark.parametrize("name", ["gemma3", "mistral-sliding"])
 def test_tokens_are_those_of_transformers(name: str, path: str, tmp_path: Path) -> None:
-    """Prompts around the window's edges at once, in chunks; again with their prefixes cached; forks;
-    and two that preempt one another."""
+    """Prompts around the window's edges at once, in chunks; again with their prefixes cached;
+    forks; and two that preempt one another."""
     model = save_model(tmp_path, name, sliding_window=7)
     backend = grouped(tmp_path, path, 6, 400)
     driver, window = Told(backend, WINDOWS[path], 6), WINDOWS[path]
-    lengths = [1, 6, 7, 8, window - 1, window, window + 3, 100, 133]
+    lengths = sorted({1, 6, 7, 8, 10, window - 1, window, window + 3, 100, 133})
     for turn in range(2):
         for length in reversed(lengths) if turn else lengths:
             driver.add(ask(f"{length}/{turn}", prompt(length)))
@@ -125,10 +125,10 @@ def test_tokens_are_those_of_transformers(name: str, path: str, tmp_path: Path) 
     backend = grouped(tmp_path, path, 2, PATHS[path][1])
     driver = Told(backend, WINDOWS[path], 2)
     for index in range(3):
-        driver.add(ask(f"{index}", prompt(120 + index)))
+        driver.add(ask(f"{index}", prompt(120 + index, first=index)))
     driver.run()
     for index in range(3):
-        check(model, driver, f"{index}", prompt(120 + index))
+        check(model, driver, f"{index}", prompt(120 + index, first=index))
     assert driver.scheduler.stats().num_preemptions > 0
     backend.close()
 

@@ -357,8 +357,10 @@ def test_windows_are_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert found["num_blocks"] == pytest.approx(left, abs=1)
     few = plan(capsys, *flags, "--max-num-seqs", "16")
     assert few["num_window_blocks"] == 16 * each + 128
-    assert few["num_blocks"] > found["num_blocks"] > 5 * found["kv_bytes"] / (
-        16 * served.kv_bytes_per_token
+    assert (
+        few["num_blocks"]
+        > found["num_blocks"]
+        > 5 * found["kv_bytes"] / (16 * served.kv_bytes_per_token)
     )
     assert (few["paged"], found["paged"]) == (16, 256)
     assert main(["plan", *flags]) == 0

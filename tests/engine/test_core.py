@@ -95,7 +95,9 @@ def test_deeper_pipelines_plan_as_soon_as_there_is_a_place() -> None:
 def test_a_scheduler_that_does_not_know_the_backends_windows_is_refused() -> None:
     backend = NullBackend(num_blocks=64, block_size=4, window=8, num_window_blocks=64)
     config = SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=4, max_model_len=128)
-    with pytest.raises(ConfigError, match="wants 0 window blocks .* the backend has 64 for one of 8"):
+    with pytest.raises(
+        ConfigError, match=r"wants 0 window blocks .* the backend has 64 for one of 8"
+    ):
         EngineCore(backend, config, CACHE)
     cache = CacheConfig(block_size=4, num_blocks=64, window=8, num_window_blocks=64)
     EngineCore(backend, config, cache).close()

@@ -216,8 +216,8 @@ class TorchAttention:
 
     @property
     def cache(self) -> torch.Tensor:
-        """[layers, blocks + 1, 2, kv_heads, block_size, head_dim], for tests and transfer: of layers
-        without window blocks."""
+        """[layers, blocks + 1, 2, kv_heads, block_size, head_dim], for tests and transfer; without
+        those of window blocks."""
         return self._cache
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

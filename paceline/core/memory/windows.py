@@ -154,7 +154,9 @@ class WindowBlocks:
                 assert not held, f"{where} waits and holds window blocks {held}"
                 continue
             first = self._first(request.num_computed_tokens - request.num_draft_tokens)
-            covers = held.start <= first and held.stop * self._block_size >= request.num_computed_tokens
+            covers = (
+                held.start <= first and held.stop * self._block_size >= request.num_computed_tokens
+            )
             assert covers, f"{where} reads from block {first} on and holds {held}"
         assert holders == self._holders, "window blocks are held by who does not read them"
         assert self._idle.keys() == self._places.keys() - self._holders.keys(), "idle ones are lost"
