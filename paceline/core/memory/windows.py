@@ -91,7 +91,7 @@ class WindowBlocks:
         held = request.window_indices
         stop = max(held.stop, -(-num_tokens // self._block_size))
         for block_id in request.block_ids[held.stop : stop]:
-            self._give(block_id)
+            self._give(block_id, -1)
         request.window_indices = range(held.start, stop)
         self._moved.append(request)
 
@@ -125,7 +125,7 @@ class WindowBlocks:
         """The first block that a row from this position on reads."""
         return max(0, position - self._window + 1) // self._block_size
 
-    def _give(self, block_id: int, source: int = -1) -> None:
+    def _give(self, block_id: int, source: int) -> None:
         place = len(self._places)
         if block_id in self._places:
             # left of what the block held before
