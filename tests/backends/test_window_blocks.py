@@ -97,8 +97,16 @@ def check(model: Any, driver: Told, name: str, tokens: list[int]) -> None:
     assert np.abs(np.array(driver.logprobs[name]) - theirs).max() < 1e-4
 
 
-@pytest.mark.parametrize("path", ["torch", pytest.param("native", marks=NATIVE)])
-@pytest.mark.parametrize("name", ["gemma3", "mistral-sliding"])
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("gemma3", "torch"),
+        ("gpt-oss", "torch"),
+        ("mistral-sliding", "torch"),
+        pytest.param("gemma3", "native", marks=NATIVE),
+        pytest.param("mistral-sliding", "native", marks=NATIVE),
+    ],
+)
 def test_tokens_are_those_of_transformers(name: str, path: str, tmp_path: Path) -> None:
     """Prompts around the window's edges at once, in chunks; again with their prefixes cached;
     forks; and two that preempt one another."""
