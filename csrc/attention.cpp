@@ -37,9 +37,10 @@ void Model::plan_attention(const PacelineStep& step, int window, AttendPlan& pla
 }
 
 uint8_t* Model::tile_of(const PacelineStep& step, int64_t token, int64_t layer_index) {
+  const Layer& layer = layers_[size_t(layer_index)];
   const int64_t position = step.positions[token], slot = position % config_.block_size;
-  const int32_t* table = step.tables + int64_t(sequence_of_[size_t(token)]) * step.table_width;
-  return cache_.data() + layer_index * layer_bytes_ + table[position / config_.block_size] * block_bytes_ +
+  const int32_t* table = tables_of(step, layer) + int64_t(sequence_of_[size_t(token)]) * step.table_width;
+  return cache_.data() + layer.cache_offset + table[position / config_.block_size] * stride_of(layer) +
          slot / kTile * tile_bytes_;
 }
 
@@ -88,7 +89,7 @@ void Model::rope_and_store(int member, const Share& share, const PacelineStep& s
   });
 }
 
-void Model::attend(int member, const PacelineStep& step, const Layer& layer, int64_t layer_index, bool last, float* out) {
+void Model::attend(int member, const PacelineStep& step, const Layer& layer, bool last, float* out) {
   const PacelineConfig& c = config_;
   const AttendPlan& plan = layer.sliding ? sliding_plan_ : plan_;
   const int window = layer.sliding ? int(c.sliding_window) : 0;
@@ -115,13 +116,13 @@ void Model::attend(int member, const PacelineStep& step, const Layer& layer, int
     args.q = queries_.data() + query * query_bytes;
     args.q_stride = query_bytes;
     args.q_scale = reinterpret_cast<const float*>(query_scales_.data()) + query;
-    args.layer = cache_.data() + layer_index * layer_bytes_;
-    args.block_bytes = block_bytes_;
+    args.layer = cache_.data() + layer.cache_offset;
+    args.block_bytes = stride_of(layer);
     args.head_bytes = head_bytes_;
     args.kv_head = item.kv_head;
     args.head_dim = int(d);
     args.tiles_per_block = int(c.block_size / kTile);
-    args.table = step.tables + item.sequence * step.table_width;
+    args.table = tables_of(step, layer) + item.sequence * step.table_width;
     args.rows = item.rows;
     int32_t first[kMaxRows], limit[kMaxRows];
     float* outs[kMaxRows];
@@ -146,7 +147,7 @@ void Model::attend(int member, const PacelineStep& step, const Layer& layer, int
         args.next_end = item.key_end;
       } else if (i + 1 < int64_t(plan.items.size())) {
         const AttendItem& next = plan.items[size_t(i + 1)];
-        args.next_table = step.tables + next.sequence * step.table_width;
+        args.next_table = tables_of(step, layer) + next.sequence * step.table_width;
         args.next_head = next.kv_head;
         args.next_begin = next.key_begin;
         args.next_end = next.key_end;
@@ -189,7 +190,7 @@ void Model::attention_only(const PacelineStep& step, float* qkv, float* out) {
   if (stride != qkv_rows_) throw std::invalid_argument("unpadded rows only");
   team_.run([&](int member) {
     rope_and_store(member, {0, step.tokens, step.tokens, false, nullptr, nullptr}, step, layers_[0], 0, qkv);
-    attend(member, step, layers_[0], 0, false, out);
+    attend(member, step, layers_[0], false, out);
   });
 }
 

@@ -84,6 +84,7 @@ void Model::prepare(const PacelineStep& step) {
   check_range("token_ids", step.token_ids, n, c.vocab);
   check_range("positions", step.positions, n, c.max_positions);
   check_range("sample_rows", step.sample_rows, step.sampled, n);
+  if (c.num_window_blocks && !step.window_tables) throw std::invalid_argument("window_tables are missing");
   for (int64_t i = 1; i < step.sampled; ++i)
     if (step.sample_rows[i] <= step.sample_rows[i - 1])
       throw std::invalid_argument("sample_rows must ascend, entry " + std::to_string(i) + " does not");
@@ -104,6 +105,8 @@ void Model::prepare(const PacelineStep& step) {
       throw std::invalid_argument("sequence " + std::to_string(s) + " reaches block " + std::to_string(blocks) +
                                   " of a table of " + std::to_string(step.table_width));
     check_range("block_tables", step.tables + s * step.table_width, blocks, c.num_blocks);
+    if (c.num_window_blocks)
+      check_range("window_tables", step.window_tables + s * step.table_width, blocks, c.num_window_blocks);
   }
   sampled_before_.assign(size_t(n + 1), 0);
   for (int64_t i = 0; i < step.sampled; ++i) sampled_before_[size_t(step.sample_rows[i] + 1)] = 1;
@@ -267,7 +270,7 @@ void Model::run_step(const PacelineStep& step, int member) {
     }
     mark(member, kRope);
     if (last && step.sampled == 0) return;
-    attend(member, step, layer, int64_t(i), last, attended);
+    attend(member, step, layer, last, attended);
     if (share.alone) since = seconds_now();
     mark(member, kAttend);
     if (last) {

@@ -67,10 +67,21 @@ Model::Model(const PacelineConfig& config)
   tile_bytes_ = tile_bytes(kv_, int(c.head_dim));
   head_bytes_ = tile_bytes_ * (c.block_size / kTile);
   layer_bytes_ = head_bytes_ * c.kv_heads;
-  block_bytes_ = layer_bytes_ * c.layers;
-  reserve_cache();
-
+  require(c.num_window_blocks >= 0, "num_window_blocks must not be negative");
   layers_.resize(size_t(c.layers));
+  int64_t windowed = 0;
+  for (int64_t i = 0; i < c.layers; ++i) {
+    Layer& layer = layers_[size_t(i)];
+    layer.sliding = c.sliding_window > 0 && c.sliding && c.sliding[i];
+    layer.windowed = layer.sliding && c.num_window_blocks > 0;
+    layer.cache_offset = layer_bytes_ * (layer.windowed ? windowed : i - windowed);
+    windowed += layer.windowed;
+  }
+  block_bytes_ = layer_bytes_ * (c.layers - windowed);
+  window_block_bytes_ = layer_bytes_ * windowed;
+  reserve_cache();
+  for (Layer& layer : layers_)
+    if (layer.windowed) layer.cache_offset += block_bytes_ * c.num_blocks;
   for (int64_t i = 0; i < c.layers; ++i) {
     Layer& layer = layers_[size_t(i)];
     auto kind = [&](int what) { return c.kinds ? int(c.kinds[i * PL_KINDS + what]) : -1; };
@@ -103,7 +114,6 @@ Model::Model(const PacelineConfig& config)
     }
     layer.rope = c.ropes ? int(c.ropes[i]) - 1 : 0;
     require(layer.rope < int(cos_.size()), "there are two rotary tables");
-    layer.sliding = c.sliding_window > 0 && c.sliding && c.sliding[i];
   }
   config_.sliding = nullptr;
   config_.ropes = nullptr;
@@ -119,11 +129,16 @@ Model::Model(const PacelineConfig& config)
 }
 
 void Model::reserve_cache() {
-  const std::string what = std::to_string(config_.num_blocks) + " KV blocks of " + std::to_string(block_bytes_) + " bytes each";
+  std::string what = std::to_string(config_.num_blocks) + " KV blocks of " + std::to_string(block_bytes_) + " bytes each";
+  if (window_block_bytes_)
+    what += " and " + std::to_string(config_.num_window_blocks) + " of " + std::to_string(window_block_bytes_);
   // more than processors address, and products that no integer holds
-  require(config_.num_blocks <= (int64_t(1) << 47) / block_bytes_, what + " are more than memory can be");
+  const int64_t most = int64_t(1) << 46;
+  require((!block_bytes_ || config_.num_blocks <= most / block_bytes_) &&
+              (!window_block_bytes_ || config_.num_window_blocks <= most / window_block_bytes_),
+          what + " are more than memory can be");
   try {
-    cache_.reserve(size_t(block_bytes_ * config_.num_blocks));
+    cache_.reserve(size_t(block_bytes_ * config_.num_blocks + window_block_bytes_ * config_.num_window_blocks));
   } catch (const std::bad_alloc&) {
     throw std::runtime_error("no memory for " + what);
   }

@@ -60,6 +60,8 @@ struct Layer {
   Linear router;
   std::vector<Expert> experts;
   bool sliding = false;
+  bool windowed = false;     // its keys and values are in window blocks
+  int64_t cache_offset = 0;  // of what the first block has of it
   int rope = 0;  // its tables; -1: not rotated
 };
 
@@ -205,6 +207,10 @@ class Model {
   // x, the share's rows, plus what half a layer gave, normed first where it has a norm for that
   void multiply_into(int member, const Share& share, const Linear& linear, const uint8_t* acts, int64_t acts_stride,
                      const std::vector<float>& norm, float* x);
+  const int32_t* tables_of(const PacelineStep& step, const Layer& layer) const {
+    return layer.windowed ? step.window_tables : step.tables;
+  }
+  int64_t stride_of(const Layer& layer) const { return layer.windowed ? window_block_bytes_ : block_bytes_; }
   // where a token's keys and values go in a layer: the first head's tile
   uint8_t* tile_of(const PacelineStep& step, int64_t token, int64_t layer_index);
   // asks for the lines that a row of the share will be written to
@@ -224,7 +230,7 @@ class Model {
                 Epilogue epilogue, void* out, int64_t out_stride, bool out_bf16);
   void rope_and_store(int member, const Share& share, const PacelineStep& step, const Layer& layer, int64_t layer_index,
                       float* qkv);
-  void attend(int member, const PacelineStep& step, const Layer& layer, int64_t layer_index, bool last, float* out);
+  void attend(int member, const PacelineStep& step, const Layer& layer, bool last, float* out);
   // a member's own, of the widest row
   float* scratch_of(int member) {
     return reinterpret_cast<float*>(rows_.data()) + member * int64_t(rows_.size() / 4 / size_t(team_.size()));
@@ -260,9 +266,11 @@ class Model {
   std::array<std::vector<float>, 2> cos_, sin_;
   std::vector<uint8_t> loaded_;
 
-  // block after block, of each all layers: the pages that are touched are those of the blocks in use
+  // block after block, of each all layers (but those with window blocks, which lie behind): the pages that are
+  // touched are those of the blocks in use
   Memory cache_;
   int64_t block_bytes_ = 0;
+  int64_t window_block_bytes_ = 0;
   int64_t layer_bytes_ = 0;  // of one layer of a block
   int64_t head_bytes_ = 0;
   int64_t tile_bytes_ = 0;

@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 /* changes whenever a struct or a signature below does */
-#define PACELINE_ABI 15
+#define PACELINE_ABI 16
 
 typedef enum {
   PL_EMBEDDING = 0, PL_FINAL_NORM, PL_HEAD,
@@ -30,6 +30,8 @@ typedef enum {
 typedef struct {
   int64_t layers, hidden, heads, kv_heads, head_dim, inner, vocab, max_positions;
   int64_t num_blocks, block_size;
+  /* blocks of layers with a sliding window alone, behind the others; 0: these layers use the others' too */
+  int64_t num_window_blocks;
   int64_t sliding_window; /* 0: none */
   int64_t experts;        /* of a layer's MLP, which of them a row goes to, and their width; 0: one MLP for all rows */
   int64_t experts_per_token, expert_inner;
@@ -65,6 +67,8 @@ typedef struct {
   const int32_t* positions;   /* [tokens], consecutive within a sequence */
   const int32_t* query_start; /* [sequences + 1] */
   const int32_t* tables;      /* [sequences, table_width] block ids */
+  /* the same of window blocks; what a window does not reach is not read. Null where there are none */
+  const int32_t* window_tables;
   const int32_t* sample_rows; /* [sampled], ascending token rows */
   float* logits;              /* [sampled, vocab]; null where only `likeliest` is wanted, which takes less */
   /* [sampled] first of the largest logits, -1 where one is not finite. Without `logits`, and with `screens`, it

@@ -10,6 +10,7 @@ from typing import Any
 from paceline.backends.null import NullBackend
 from paceline.core.backend import ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.memory.windows import window_blocks_needed
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepResult, Timeline
 from paceline.core.pacing.door import Expired
 from paceline.core.predict.step_time import StepShape
@@ -82,6 +83,7 @@ class Driver:
         seconds: Callable[[StepShape], float] | None = None,
         drafter: DrafterMaker | None = None,
         draft_wrong: Collection[int] | None = None,
+        window: int = 0,
         **config: Any,
     ) -> None:
         defaults: dict[str, Any] = {
@@ -93,6 +95,12 @@ class Driver:
             "max_token_gap_s": None,
         }
         self.config = SchedulerConfig(**(defaults | config))
+        # as few as are enough
+        needed = window_blocks_needed(self.config, window, block_size)
+        windows: dict[str, Any] = {
+            "window": window,
+            "num_window_blocks": min(num_blocks, needed) if window else 0,
+        }
         self.cache = CacheConfig(
             block_size=block_size,
             num_blocks=num_blocks,
@@ -101,6 +109,7 @@ class Driver:
             max_idle_blocks=max_idle_blocks,
             num_host_blocks=num_host_blocks,
             swap_block_seconds=swap_block_seconds,
+            **windows,
         )
         self.scheduler = Scheduler(self.config, self.cache, drafter=drafter)
         self.backend = backend or NullBackend(
@@ -111,6 +120,7 @@ class Driver:
             poison_token=poison_token,
             num_host_blocks=num_host_blocks,
             draft_wrong=draft_wrong,
+            **windows,
         )
         self.depth = depth
         self.seconds = seconds

@@ -42,7 +42,9 @@ from paceline.checkpoints.gguf_parts import read_gguf_parts
 from paceline.checkpoints.hf import HFCheckpoint
 from paceline.checkpoints.pooling import PoolingFiles, find_pooling
 from paceline.core.backend import BackendInfo
+from paceline.core.config import SchedulerConfig
 from paceline.core.errors import ConfigError
+from paceline.core.memory.windows import window_blocks_needed
 from paceline.core.pooling import EMBED
 
 __all__ = ["load_backend"]
@@ -55,13 +57,15 @@ def load_backend(
     settings: BackendSettings,
     *,
     max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 2048,
     own_process: bool = False,
 ) -> WorkerBackend:
     """Open a checkpoint and get ready to run plans.
 
     Args:
         checkpoint_path: a Hugging Face folder or a .gguf file.
-        max_num_seqs: requests that run at once; sizes buffers, more are possible.
+        max_num_seqs: requests that run at once; sizes buffers, and window blocks.
+        max_num_batched_tokens: of a step; sizes window blocks.
         own_process: this process is there for the backend, so all its threads go to the nodes; else
             only those that compute do, which is none of the caller's.
 
@@ -71,14 +75,18 @@ def load_backend(
     """
     if max_num_seqs < 1:
         raise ConfigError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
-    return WorkerBackend(lambda: _load(checkpoint_path, settings, max_num_seqs, own_process))
+    limits = max_num_seqs, max_num_batched_tokens
+    return WorkerBackend(lambda: _load(checkpoint_path, settings, limits, own_process))
 
 
 def _load(
-    checkpoint_path: Path, settings: BackendSettings, max_num_seqs: int, own_process: bool
+    checkpoint_path: Path,
+    settings: BackendSettings,
+    limits: tuple[int, int],
+    own_process: bool,
 ) -> tuple[Runner, BackendInfo]:
     """On the thread that will compute."""
-    started = time.monotonic()
+    started, max_num_seqs = time.monotonic(), limits[0]
     parts = read_gguf_parts(checkpoint_path) if checkpoint_path.is_file() else None
     metadata = None if parts is None else parts[0].metadata
     pooling = find_pooling(checkpoint_path, settings.runner, settings.convert, metadata)
@@ -138,8 +146,14 @@ def _load(
             settings, checkpoint_path, checkpoint, formats, device, length, placement.threads
         )
     blocks, host_blocks = _choose_sizes(loader, settings, max_num_seqs, length, draft)
+    window_blocks = 0
+    if settings.window_blocks and not settings.swap_bytes and pooling is None and draft is None:
+        window_blocks, with_windows = _choose_window_blocks(
+            loader, settings, limits, length, blocks
+        )
+        blocks, host_blocks = (with_windows, 0) if window_blocks else (blocks, host_blocks)
     chosen = time.monotonic()
-    loaded = loader.load(blocks, host_blocks)
+    loaded = loader.load(blocks, host_blocks, window_blocks)
     _log.info(
         "loaded checkpoint=%.2f choice=%.2f weights=%.2f",
         opened - started, chosen - opened, time.monotonic() - chosen,
@@ -171,7 +185,9 @@ def _load(
         max_model_len=length,
         block_size=settings.block_size,
         num_blocks=blocks,
-        block_bytes=loader.block_bytes + (0 if draft is None else draft.block_bytes),
+        block_bytes=loader.block_bytes
+        + (0 if draft is None else draft.block_bytes)
+        - (loader.window_block_bytes if window_blocks else 0),
         dtype=formats.dtype,
         device=device,
         kv_dtype=formats.kv_dtype,
@@ -191,6 +207,9 @@ def _load(
         numa_nodes=placement.nodes,
         num_host_blocks=host_blocks,
         swap_block_seconds=loaded.swap_block_seconds,
+        window=loader.window if window_blocks else 0,
+        num_window_blocks=window_blocks,
+        window_block_bytes=loader.window_block_bytes if window_blocks else 0,
         drafter="" if draft is None else draft.described,
         pooling=pooled,
     )
@@ -357,3 +376,43 @@ def _choose_sizes(
         # the limit may be infinity, which cannot be divided into blocks
         swap_bytes = int(min(num_blocks * block_bytes // 2, loader.max_host_bytes))
     return num_blocks, swap_bytes // block_bytes
+
+
+def _choose_window_blocks(
+    loader: ModelLoader,
+    settings: BackendSettings,
+    limits: tuple[int, int],
+    max_model_len: int,
+    num_blocks: int,
+) -> tuple[int, int]:
+    """Window blocks, and the blocks that memory then has room for, which is more than
+    ``num_blocks``, those of all layers; or 0 and whatever where nothing is gained."""
+    if not loader.window:
+        return 0, num_blocks
+    max_num_seqs, max_num_batched_tokens = limits
+    scheduler = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
+        max_model_len=max_model_len,
+    )
+    needed = window_blocks_needed(scheduler, loader.window, settings.block_size)
+    if needed >= num_blocks:
+        return 0, num_blocks
+    taken = needed * loader.window_block_bytes
+    of_others = loader.block_bytes - loader.window_block_bytes
+    if not of_others and settings.num_blocks is None:
+        # blocks are numbers, of which there may be as many as all requests can use
+        return needed, max(num_blocks, max_num_seqs * -(-max_model_len // settings.block_size))
+    if settings.num_blocks is not None:
+        return needed, num_blocks
+    free_bytes, share = loader.pool_memory()
+    kv_cache_bytes = settings.kv_cache_bytes
+    return needed, choose_num_blocks(
+        None if kv_cache_bytes is None else kv_cache_bytes - taken,
+        block_bytes=of_others,
+        block_size=settings.block_size,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        free_bytes=max(0, free_bytes - int(taken / share)),
+        share=share,
+    )

@@ -9,6 +9,8 @@ the vocabulary::
     then   [3, 5, 13, 52]:     52 + 52*4 = 260 % 100   -> 60
 
 So a wrong block, a missed copy or a reused slot shows as a wrong number, not as a plausible text.
+With a ``window``, all is written to window blocks too, and a row whose window does not find there
+what belongs there fails.
 Greedy and sampled requests get the same tokens; logit_bias of 100 or more forces a token. A token
 that may not be sampled (a grammar, allowed_token_ids, bad_words, min_tokens) gives way to the next
 one that may, counting up and around.
@@ -31,6 +33,7 @@ from paceline.core.outputs import (
     SchedulerOutput,
     StepResult,
     TokenLogprobs,
+    WindowBlock,
 )
 from paceline.core.speculation.guess import MODEL
 from paceline.core.speculation.settings import MOST_TOKENS
@@ -100,6 +103,8 @@ class NullBackend:
         num_host_blocks: int = 0,
         draft_wrong: Collection[int] | None = None,
         draft_most: int = MOST_TOKENS,
+        window: int = 0,
+        num_window_blocks: int = 0,
     ) -> None:
         self._info = BackendInfo(
             name="null",
@@ -112,12 +117,18 @@ class NullBackend:
             device="cpu",
             num_host_blocks=num_host_blocks,
             drafter="" if draft_wrong is None else "null",
+            window=window,
+            num_window_blocks=num_window_blocks,
+            window_block_bytes=8 * block_size if num_window_blocks else 0,
         )
         self._draft_wrong = draft_wrong
         self._draft_most = draft_most
         self._step_time = step_time
         self._poison_token = poison_token
         self._cache = [[0] * block_size for _ in range(num_blocks)]
+        self._window_cache = [[0] * block_size for _ in range(num_window_blocks)]
+        # block -> its window block
+        self._places: dict[int, int] = {}
         self._host = [[0] * block_size for _ in range(num_host_blocks)]
         self._states: dict[str, _State] = {}
         self._executor = ThreadPoolExecutor(max_workers=1) if step_time > 0 else None
@@ -148,6 +159,7 @@ class NullBackend:
         for request_id in plan.released:
             self._states.pop(request_id, None)
         self._swap(plan.swaps)
+        self._place(plan.window_blocks)
         for new in plan.new_requests:
             state = self._states[new.request_id] = _State(new)
             if new.sampling.grammar is not None and self._matchers is not None:
@@ -175,6 +187,8 @@ class NullBackend:
                 state.tokens += guessed.get(index, ())
                 self._write(row)
                 del state.tokens[known:]
+        for row in rows if self._window_cache else ():
+            self._check_window(row)
         sampled: list[tuple[int, ...]] = []
         logprobs: list[tuple[TokenLogprobs, ...] | None] = []
         errors: list[tuple[str, str]] = []
@@ -240,13 +254,34 @@ class NullBackend:
             else:
                 self._cache[dst] = list(self._host[src])
 
+    def _place(self, given: Sequence[WindowBlock]) -> None:
+        for block, place, source in given:
+            copied = [0] * self._info.block_size if source < 0 else self._window_cache[source]
+            self._window_cache[place] = list(copied)
+            self._places[block] = place
+
+    def _check_window(self, row: ScheduledRow) -> None:
+        """After all rows of the step have written."""
+        state, size = self._states[row.request_id], self._info.block_size
+        known = min(len(state.tokens), row.start + row.num_tokens)
+        for position in range(max(0, row.start - self._info.window + 1), known):
+            place = self._places[state.block_ids[position // size]]
+            found, right = self._window_cache[place][position % size], state.tokens[position]
+            if not state.failed and found != right * (position + 1):
+                raise AssertionError(
+                    f"{row.request_id}: window block {place} has {found} for position {position}"
+                )
+
     def _write(self, row: ScheduledRow) -> None:
         state = self._states[row.request_id]
         state.block_ids.extend(row.new_block_ids)
         size = self._info.block_size
         for position in range(row.start, row.start + row.num_tokens):
-            block = self._cache[state.block_ids[position // size]]
-            block[position % size] = state.tokens[position] * (position + 1)
+            block_id = state.block_ids[position // size]
+            value = state.tokens[position] * (position + 1)
+            self._cache[block_id][position % size] = value
+            if self._window_cache:
+                self._window_cache[self._places[block_id]][position % size] = value
 
     def _draw(self, row: ScheduledRow, state: _State, guesses: Sequence[int]) -> tuple[int, ...]:
         """Append the row's tokens: one, and one more for each guess that is right."""

@@ -22,7 +22,13 @@ from paceline.backends.constraint import OutputConstraint
 from paceline.backends.drafting import Drafting, DraftRow, Made
 from paceline.backends.prompt_logprobs import PromptLogprobs
 from paceline.backends.sampling import PreparedSampling, SampleRow
-from paceline.backends.steps import AttentionBatch, Likeliest, LoadedModel, Logits
+from paceline.backends.steps import (
+    AttentionBatch,
+    Likeliest,
+    LoadedModel,
+    Logits,
+    WindowedModel,
+)
 from paceline.core.errors import NAN_LOGITS, InvalidRequestError, PacelineError
 from paceline.core.grammar import MatcherSource
 from paceline.core.outputs import (
@@ -182,6 +188,9 @@ class ModelRunner:
             self._release(request_id)
         for new in plan.new_requests:
             self._add(new)
+        if plan.window_blocks:
+            assert isinstance(self.model, WindowedModel), "it was loaded with window blocks"
+            self.model.place(plan.window_blocks)
         if plan.block_copies:
             for copy in plan.block_copies:
                 slot = self._slots[copy.request_id]

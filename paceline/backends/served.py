@@ -14,7 +14,7 @@ from paceline.backends.devices import choose_device
 from paceline.backends.formats import Formats, choose_formats
 from paceline.backends.machine import multiplies_bfloat16
 from paceline.backends.native import packed_bytes
-from paceline.backends.native.step import native_block_bytes, native_step_bytes
+from paceline.backends.native.step import native_block_bytes, native_step_bytes, native_window
 from paceline.backends.rope import longest_sequence
 from paceline.checkpoints.base import Checkpoint, open_checkpoint
 from paceline.checkpoints.config import ModelConfig
@@ -51,6 +51,9 @@ class ServedMemory:
     kv_dtype: str
     weight_bytes: int
     kv_bytes_per_token: float
+    # of these, those of layers that may have window blocks, and the tokens of a window; 0: none may
+    window_bytes_per_token: float
+    window: int
     # of what else is in the processes while prompts are computed, about; on a GPU, whose own share
     # was not measured, 0
     process_bytes: int
@@ -111,8 +114,12 @@ def served_memory(
     process_bytes = 0
     if formats.compute == "native":
         block = native_block_bytes(config, block_size, formats.kv_dtype)
+        window = native_window(config)
     else:
         block = _torch_block_bytes(config, block_size, formats.dtype)
+        window = (config.sliding_window or 0) if config.sliding_layers else 0
+    if pooling is not None:
+        window = 0
     if device == "cpu":
         length = longest_sequence(config)
         if pooling is not None:
@@ -125,6 +132,8 @@ def served_memory(
         formats.kv_dtype,
         weight_bytes(checkpoint, formats, has_head=has_head),
         block / block_size,
+        block * len(config.sliding_layers) / config.num_hidden_layers / block_size if window else 0,
+        window,
         process_bytes,
     )
 

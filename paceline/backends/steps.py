@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.backends.sampling import SampleRow, Samples
-from paceline.core.outputs import BlockSwap, TokenLogprobs
+from paceline.core.outputs import BlockSwap, TokenLogprobs, WindowBlock
 
 __all__ = [
     "AttentionBatch",
@@ -25,6 +25,7 @@ __all__ = [
     "Sampler",
     "Scorer",
     "StepModel",
+    "WindowedModel",
 ]
 
 # [rows, vocab] in float32
@@ -91,6 +92,16 @@ class StepModel(Protocol):
         ...
 
 
+@runtime_checkable
+class WindowedModel(Protocol):
+    """A ``StepModel`` whose layers with a sliding window may have window blocks."""
+
+    def place(self, given: Sequence[WindowBlock]) -> None:
+        """Where these layers keep their part of blocks from now on, in order. Between steps; the
+        first of a block comes before it is written."""
+        ...
+
+
 class Sampler(Protocol):
     """Chooses tokens from its model's logits, which are left as they are."""
 
@@ -129,6 +140,17 @@ class ModelLoader(Protocol):
         ...
 
     @property
+    def window(self) -> int:
+        """Tokens that a position may read of layers with a sliding window, itself included; 0:
+        there are none, or they cannot have window blocks."""
+        ...
+
+    @property
+    def window_block_bytes(self) -> int:
+        """Of ``block_bytes``, those of layers with a sliding window."""
+        ...
+
+    @property
     def max_host_bytes(self) -> float:
         """Of memory to swap to, unless more is asked for; infinity where it is taken as it is
         used."""
@@ -138,8 +160,11 @@ class ModelLoader(Protocol):
         """Free bytes where the KV pool will be, and the share of them to take."""
         ...
 
-    def load(self, num_blocks: int, num_host_blocks: int) -> LoadedModel:
-        """Read the weights and make the KV pool.
+    def load(
+        self, num_blocks: int, num_host_blocks: int, num_window_blocks: int = 0
+    ) -> LoadedModel:
+        """Read the weights and make the KV pool; with window blocks the model is a
+        ``WindowedModel``, and there is no host memory to swap to.
 
         Raises CheckpointError or ConfigError for a model that this path cannot compute.
         """

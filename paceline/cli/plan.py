@@ -134,6 +134,14 @@ def _add_memory(plans: argparse._SubParsersAction[Parser]) -> None:
         "--block-size", type=bounded_int(1), default=16, metavar="N", help="default 16"
     )
     parser.add_argument(
+        "--max-num-seqs",
+        type=bounded_int(1),
+        default=256,
+        metavar="N",
+        help="as serve takes it: layers with a sliding window have blocks for so many sequences, "
+        "where --model is a checkpoint that has such layers (default 256)",
+    )
+    parser.add_argument(
         "--speculative-config",
         type=json_object,
         metavar="JSON",
@@ -243,6 +251,10 @@ def _run_memory(args: argparse.Namespace) -> int:
         draft_per_token = known["kv-per-token"] if itself else guesser.kv_bytes_per_token
         text = f"{draft_weights / 1e9:.3f} GB in {guesser.dtype}, {draft_per_token / 1024:.0f} KiB"
         of_draft.append(("  draft model", f"{text} a token, both counted here"))
+    windows: dict[str, Any] = {}
+    if served is not None and draft is None and not (args.kv_per_token or args.kv_dtype):
+        windows["window"] = served.window
+        windows["window_bytes_per_token"] = served.window_bytes_per_token
     plan = plan_memory(
         memory_bytes=known["memory"],
         weight_bytes=known["weights"] + draft_weights,
@@ -252,7 +264,15 @@ def _run_memory(args: argparse.Namespace) -> int:
         utilization=known["utilization"],
         reserve_bytes=reserve,
         block_size=args.block_size,
+        max_num_seqs=args.max_num_seqs,
+        **windows,
     )
+    of_windows: list[tuple[str, str]] = []
+    if plan.num_window_blocks:
+        text = (
+            f"{plan.num_window_blocks}, {plan.window_bytes / 1e9:.3f} GB for layers with a window"
+        )
+        of_windows.append(("  window blocks", text))
     of_weights = of_values = ""
     where = "here" if served is None or served.device == "cpu" else f"on {served.device}"
     if served is not None and not (args.weights or args.weight_dtype):
@@ -270,6 +290,7 @@ def _run_memory(args: argparse.Namespace) -> int:
         ("keys and values", f"{plan.kv_bytes / 1e9:.1f} GB"),
         ("  per token", f"{plan.kv_bytes_per_token / 1024:.0f} KiB{of_values}"),
         ("  blocks", f"{plan.num_blocks} of {plan.block_size} tokens"),
+        *of_windows,
         ("preallocated", _sequences(plan.preallocated, plan.max_len, plan.preallocated_waste)),
         ("paged", _sequences(plan.paged, plan.mean_len, plan.paged_waste)),
         ("paged is", f"{plan.gain:.1f}x"),

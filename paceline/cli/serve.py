@@ -300,11 +300,14 @@ def ready_line(info: EngineInfo, name: str, host: str, port: int, *, tls: bool =
         f"curl {address}{path} -H 'Content-Type: application/json' "
         f"-d {shlex.quote(json.dumps(body))}"
     )
+    kv_bytes, windows = info.num_blocks * info.block_bytes + info.window_bytes, ""
+    if info.num_window_blocks:
+        windows = f" and {info.num_window_blocks} for layers with a window"
     cache = (
-        f"{info.num_blocks} KV blocks of {info.block_size} in {info.kv_dtype}, which is "
-        f"{info.num_blocks * info.block_bytes / 2**20:.0f} MiB when full"
+        f"{info.num_blocks} KV blocks of {info.block_size}{windows} in {info.kv_dtype}, which is "
+        f"{kv_bytes / 2**20:.0f} MiB when full"
     )
-    if not info.block_bytes:
+    if not kv_bytes:
         cache = "no KV cache"
     why = f"; auto: {info.choice}" if info.choice else ""
     return (

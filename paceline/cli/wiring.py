@@ -105,6 +105,9 @@ def _model_backend(settings: EngineSettings, own_process: bool) -> ModelBackend:
     if settings.scheduler.preemption == "recompute":
         # memory that could never be used
         load = replace(load, swap_bytes=0)
+    elif settings.scheduler.preemption == "swap":
+        # what layers with a window keep in blocks of their own is not swapped
+        load = replace(load, window_blocks=False)
     draft = draft_of(settings.scheduler.speculative_config, settings.model_path)
     if draft is not None:
         load = replace(load, draft_path=draft[0], draft_dtype=draft[1])
@@ -112,6 +115,7 @@ def _model_backend(settings: EngineSettings, own_process: bool) -> ModelBackend:
         Path(settings.model_path),
         load,
         max_num_seqs=settings.scheduler.max_num_seqs,
+        max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
         own_process=own_process,
     )
 
@@ -135,10 +139,12 @@ def choose_max_model_len(
         )
     if not fits(wanted - 1, block_size=info.block_size, num_blocks=blocks):
         needed = blocks_for(wanted - 1, info.block_size)
+        of_windows = info.num_window_blocks * info.window_block_bytes
+        size = (needed * info.block_bytes + of_windows) / 2**20
         raise ConfigError(
             f"--max-model-len {wanted} needs {needed} KV blocks of {info.block_size} tokens "
-            f"({needed * info.block_bytes / 2**20:.0f} MiB) and the pool has {blocks}: give "
-            f"--kv-cache-memory {needed * info.block_bytes / 2**20:.0f}MiB or more, or "
+            f"({size:.0f} MiB) and the pool has {blocks}: give "
+            f"--kv-cache-memory {size:.0f}MiB or more, or "
             f"--max-model-len {largest} or less"
         )
     return wanted
@@ -158,7 +164,8 @@ def idle_blocks(settings: EngineSettings, info: BackendInfo) -> int | None:
         files = path.glob("*.safetensors") if path.is_dir() else gguf_files(path)
         size = max(_IDLE_BYTES, sum(file.stat().st_size for file in files))
     # an encoder's blocks are numbers without memory
-    return size // info.block_bytes if info.block_bytes else None
+    block_bytes = info.block_bytes + info.window_block_bytes
+    return size // block_bytes if block_bytes else None
 
 
 def _pooled(
@@ -226,6 +233,8 @@ def build_core(
             watermark=settings.watermark,
             num_host_blocks=info.num_host_blocks,
             swap_block_seconds=info.swap_block_seconds,
+            window=info.window,
+            num_window_blocks=info.num_window_blocks,
         )
         matchers = None
         if isinstance(backend, ConstrainedBackend):

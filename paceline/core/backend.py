@@ -28,7 +28,7 @@ class BackendInfo:
     block_size: int
     # blocks in the KV pool
     num_blocks: int
-    # bytes of one block over all layers, keys and values
+    # bytes of one block over all layers that do not have window blocks, keys and values
     block_bytes: int
     # of weights
     dtype: str
@@ -43,6 +43,10 @@ class BackendInfo:
     num_host_blocks: int = 0
     # seconds to move one block to or from host memory
     swap_block_seconds: float = 0.0
+    # see ``CacheConfig``, and bytes of one window block over all layers that have them
+    window: int = 0
+    num_window_blocks: int = 0
+    window_block_bytes: int = 0
     # the model that guesses tokens of ``Draft`` rows, for people; "": there is none
     drafter: str = ""
     # None: the model generates tokens; else it pools, and serves no other requests

@@ -23,6 +23,8 @@ _CACHE: Final = {
     "watermark": Range(0, 1, below=True),
     "num_host_blocks": Range(0),
     "swap_block_seconds": Range(0),
+    "window": Range(0),
+    "num_window_blocks": Range(0),
 }
 _SCHEDULER: Final = {
     "max_num_seqs": Range(1),
@@ -71,9 +73,16 @@ class CacheConfig:
     num_host_blocks: int = 0
     # seconds to move one block to or from host memory, for weighing it against recomputing
     swap_block_seconds: float = 0.0
+    # where layers with a sliding window have window blocks: tokens that a position may read of
+    # them, itself included, and how many there are; 0: such layers keep what the others keep
+    window: int = 0
+    num_window_blocks: int = 0
 
     def __post_init__(self) -> None:
         _check(self, _CACHE)
+        if self.num_window_blocks and self.num_host_blocks:
+            windows = f"num_window_blocks={self.num_window_blocks}"
+            raise ConfigError(f"{windows} are not swapped: num_host_blocks must be 0 with them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

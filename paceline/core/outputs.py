@@ -20,7 +20,7 @@ from paceline.core.sampling_params import SamplingParams
 
 __all__ = [
     "BlockCopy", "BlockSwap", "Draft", "NewRequest", "RequestUpdate", "ScheduledRow",
-    "SchedulerOutput", "StepNote", "StepResult", "Timeline", "TokenLogprobs",
+    "SchedulerOutput", "StepNote", "StepResult", "Timeline", "TokenLogprobs", "WindowBlock",
 ]  # fmt: skip
 
 
@@ -59,6 +59,15 @@ class BlockSwap(NamedTuple):
     dst: int
     # True: src is a block of the pool and dst one of the host's; False: the other way
     to_host: bool
+
+
+class WindowBlock(NamedTuple):
+    """Where layers with a sliding window keep their part of a block from now on."""
+
+    block: int
+    window_block: int
+    # the window block to copy there; -1: none, and what it holds is to be forgotten
+    source: int
 
 
 class Draft(NamedTuple):
@@ -117,6 +126,8 @@ class SchedulerOutput:
     drafts: tuple[Draft, ...] = ()
     # rows whose request has a grammar, for which ``StepResult.forced`` is wanted
     forces: tuple[int, ...] = ()
+    # in this order, before anything of this step is written; where such layers have their own
+    window_blocks: tuple[WindowBlock, ...] = ()
 
 
 class StepNote(NamedTuple):

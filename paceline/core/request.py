@@ -198,6 +198,8 @@ class Request:
     # host blocks that hold the first num_swapped_tokens tokens' keys and values
     host_block_ids: list[int] = field(default_factory=list)
     num_swapped_tokens: int = 0
+    # indices of block_ids whose window blocks it holds, see ``memory.windows``
+    window_indices: range = range(0)
 
     # pacing
     tier: Tier = field(init=False)

@@ -191,6 +191,7 @@ class Scheduler:
             self._num_steps, tuple(step.rows), tuple(step.new), tuple(step.copies),
             self._running.take_released(), step.num_tokens, self.kv.take_swaps(), drafts,
             () if self._drafts is None else self._drafts.forces(step),
+            () if self.kv.windows is None else self.kv.windows.end_plan(),
         )  # fmt: skip
         self._num_steps += 1
         shape, alone = step.shape, limits.ordinary_seconds

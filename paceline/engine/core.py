@@ -15,6 +15,7 @@ from paceline.core.backend import BackendInfo, ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError, EngineDeadError
 from paceline.core.grammar import ConstrainedBackend, MatcherSource
+from paceline.core.memory.windows import window_blocks_needed
 from paceline.core.outputs import (
     RequestUpdate,
     SchedulerOutput,
@@ -67,6 +68,18 @@ class EngineCore:
             raise ConfigError(
                 f"the scheduler wants {cache.num_blocks} KV blocks of {cache.block_size} tokens, "
                 f"the backend has {info.num_blocks} of {info.block_size}"
+            )
+        windows = cache.num_window_blocks, cache.window
+        if windows != (info.num_window_blocks, info.window):
+            raise ConfigError(
+                f"the scheduler wants {windows[0]} window blocks for a window of {windows[1]} "
+                f"tokens, the backend has {info.num_window_blocks} for one of {info.window}"
+            )
+        needed = window_blocks_needed(scheduler, cache.window, cache.block_size)
+        if 0 < cache.num_window_blocks < (least := min(needed, cache.num_blocks)):
+            raise ConfigError(
+                f"num_window_blocks={cache.num_window_blocks}: {scheduler.max_num_seqs} requests "
+                f"with a window of {cache.window} tokens may need {least}"
             )
         if cache.num_host_blocks > info.num_host_blocks:
             raise ConfigError(

@@ -178,6 +178,8 @@ def null_core(
         block_size=info.block_size,
         num_blocks=info.num_blocks,
         enable_prefix_caching=enable_prefix_caching,
+        window=info.window,
+        num_window_blocks=info.num_window_blocks,
     )
     return EngineCore(
         backend,

@@ -165,8 +165,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool
     # of the KV cache
     kv_dtype: str
-    # of one KV block over all layers
+    # of one KV block over all layers that have no window blocks
     block_bytes: int
+    # of all window blocks, and how many there are
+    window_bytes: int = 0
+    num_window_blocks: int = 0
     # why these formats and this place, for people; "" where nothing was left to choose
     choice: str = ""
     # the NUMA nodes that the engine is bound to, such as "0" or "0-3"; "": to none

@@ -139,7 +139,8 @@ def _config(record: dict[str, Any]) -> ReplicaConfig:
         raise ValueError(f"version {version!r} of the format, this reads {RECORDING_VERSION}")
     return ReplicaConfig(
         scheduler=SchedulerConfig(**record["scheduler"]),
-        cache=CacheConfig(**record["cache"]),
+        # requests never wait for window blocks, and what is simulated has no windows
+        cache=CacheConfig(**record["cache"] | {"window": 0, "num_window_blocks": 0}),
         pipeline_depth=int(record["pipeline_depth"]),
     )
 

@@ -16,9 +16,16 @@ def load_backend(
     folder: Path,
     *,
     max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 2048,
     own_process: bool = False,
     compute: str = "torch",
     **settings: Any,
 ) -> WorkerBackend:
     asked = BackendSettings(compute=compute, **settings)
-    return load.load_backend(folder, asked, max_num_seqs=max_num_seqs, own_process=own_process)
+    return load.load_backend(
+        folder,
+        asked,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        own_process=own_process,
+    )

@@ -312,6 +312,8 @@ def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
     elsewhere.add("enable_chunked_prefill")
     # follows from --speculative-config
     elsewhere |= {"draft_path", "draft_dtype"}
+    # follows from --preemption
+    elsewhere.add("window_blocks")
     for part in (EngineSettings, BackendSettings, SchedulerConfig):
         for field in fields(part):
             if field.name not in elsewhere:

@@ -20,6 +20,7 @@ from paceline.sim.plan import find_model
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.step_times.roofline import HardwareCard, RooflineStepTimes
 from tests.backends.torch.heads import save_eagle3
+from tests.backends.torch.models import save_model
 from tests.checkpoints.builders import write_gguf
 from tests.cli.recordings import record_with_policy
 from tests.engine.test_recorder import run as record
@@ -337,6 +338,36 @@ def test_a_checkpoint_is_planned_for_another_device(
     assert "needs --model FILE" in refused(capsys, *MEMORY, "--device", "cuda")
     assert "neither --hardware" in refused(capsys, *flags, "--hardware", "h100-sxm")
     assert "device 'tpu'" in refused(capsys, *flags[:-1], "tpu")
+
+
+def test_windows_are_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    save_model(tmp_path, "gemma3", sliding_window=40, max_position_embeddings=4096)
+    served = served_memory(tmp_path)
+    flags = ("memory", "--model", str(tmp_path), "--memory", "1GB", "--max-len", "4096")
+    flags = (*flags, "--mean-len", "1000")
+    found = plan(capsys, *flags)
+    # windows and 32 guesses, a block's rest and one to begin with; a step of 2,048
+    each = -(-(served.window + 32) // 16) + 2
+    assert found["num_window_blocks"] == 256 * each + 128
+    size = found["num_window_blocks"] * 16 * served.window_bytes_per_token
+    assert found["window_bytes"] == pytest.approx(size)
+    others = served.kv_bytes_per_token - served.window_bytes_per_token
+    assert others == pytest.approx(served.kv_bytes_per_token / 7)
+    left = (found["kv_bytes"] - size) / (16 * others)
+    assert found["num_blocks"] == pytest.approx(left, abs=1)
+    few = plan(capsys, *flags, "--max-num-seqs", "16")
+    assert few["num_window_blocks"] == 16 * each + 128
+    assert (
+        few["num_blocks"]
+        > found["num_blocks"]
+        > 5 * found["kv_bytes"] / (16 * served.kv_bytes_per_token)
+    )
+    assert (few["paged"], found["paged"]) == (16, 256)
+    assert main(["plan", *flags]) == 0
+    assert "GB for layers with a window" in capsys.readouterr().out
+    # it is not known which part of other bytes is theirs
+    for change in (("--kv-per-token", "1KB"), ("--kv-dtype", "float32")):
+        assert plan(capsys, *flags, *change)["num_window_blocks"] == 0
 
 
 def test_a_draft_model_is_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -116,6 +116,13 @@ def test_the_address_is_one_to_try(host: str, address: str) -> None:
     assert "it's" in shlex.split(line.partition("try: ")[2])[-1]
 
 
+def test_the_ready_line_counts_window_blocks() -> None:
+    info = msgspec.structs.replace(INFO, num_window_blocks=5, window_bytes=3 << 20)
+    assert "8 KV blocks of 16 in int64, which is 1 MiB when full" in ready_line(INFO, "m", "h", 80)
+    line = ready_line(info, "m", "h", 80)
+    assert "8 KV blocks of 16 and 5 for layers with a window in int64, which is 4 MiB when" in line
+
+
 def test_the_log_says_where_the_time_of_the_start_went() -> None:
     began = time.monotonic()
     with start_server(*NULL, "--log-format", "json") as server:

@@ -24,6 +24,7 @@ from paceline.core.errors import ConfigError, NeverFitsError
 from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.server.config import ServerConfig
+from tests.backends.torch.models import save_model
 
 NULL = EngineSettings.of(model_name="null", model_path=None, backend="null", num_blocks=8)
 
@@ -250,6 +251,28 @@ def test_the_default_model_is_sampled_as_its_authors_say(tmp_path: Path) -> None
     assert default_sampling(NULL) == {}
     # it is a valid default of a server
     ServerConfig(default_sampling=default_sampling(known))
+
+
+def test_a_model_with_windows_has_window_blocks_unless_requests_are_swapped(tmp_path: Path) -> None:
+    save_model(tmp_path, "gemma3", sliding_window=40)
+    settings = EngineSettings.of(
+        model_name="m", model_path=str(tmp_path), backend="torch", kv_cache_bytes=8 << 20,
+        max_num_seqs=4, max_num_batched_tokens=64, threads=1,
+    )  # fmt: skip
+    core, engine = build_core(settings)
+    cache, windows, num_blocks = core.scheduler.cache, engine.num_window_blocks, engine.num_blocks
+    assert cache.num_window_blocks == windows > 0 == cache.num_host_blocks
+    assert cache.window == core.info.window >= 40
+    # six of seven layers have them
+    assert engine.window_bytes == windows * core.info.block_bytes * 6
+    size = engine.num_blocks * engine.block_bytes + engine.window_bytes
+    assert (8 << 20) - engine.block_bytes < size <= 8 << 20
+    core.close()
+    core, engine = build_core(settings.changed(preemption="swap"))
+    assert engine.num_window_blocks == engine.window_bytes == core.scheduler.cache.window == 0
+    assert core.scheduler.cache.num_host_blocks > 0
+    assert 3 * engine.num_blocks < num_blocks, "fewer tokens fit"
+    core.close()
 
 
 def test_a_timeline_is_told_where_it_was_asked_for_and_is_absent_otherwise(tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.backends.null import NullBackend
 from paceline.backends.simulated import SimulatedBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.errors import ConfigError
 from paceline.core.outputs import SchedulerOutput
 from paceline.engine.core import EngineCore
 from tests.driving import make_request
@@ -87,3 +90,25 @@ def test_steps_follow_one_another_without_a_gap() -> None:
 def test_deeper_pipelines_plan_as_soon_as_there_is_a_place() -> None:
     planned = [at for at, _ in run(0.002, depth=3)][20:50]
     assert planned == pytest.approx([18.0 + n for n in range(30)])
+
+
+def test_a_scheduler_that_does_not_know_the_backends_windows_is_refused() -> None:
+    backend = NullBackend(num_blocks=64, block_size=4, window=8, num_window_blocks=64)
+    config = SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=4, max_model_len=128)
+    with pytest.raises(
+        ConfigError, match=r"wants 0 window blocks .* the backend has 64 for one of 8"
+    ):
+        EngineCore(backend, config, CACHE)
+    cache = CacheConfig(block_size=4, num_blocks=64, window=8, num_window_blocks=64)
+    EngineCore(backend, config, cache).close()
+
+
+def test_too_few_window_blocks_are_refused_with_the_number() -> None:
+    backend = NullBackend(num_blocks=400, block_size=4, window=9, num_window_blocks=119)
+    config = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=1024)
+    cache = CacheConfig(block_size=4, num_blocks=400, window=9, num_window_blocks=119)
+    # 8 x (41 / 4 + 2) + 64 / 4
+    with pytest.raises(ConfigError, match=r"num_window_blocks=119: 8 requests .* may need 120"):
+        EngineCore(backend, config, cache)
+    # all that there are blocks for are enough
+    EngineCore(backend, config, replace(cache, num_blocks=119)).close()

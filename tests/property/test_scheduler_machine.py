@@ -49,6 +49,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_speculative_tokens=st.sampled_from([0, 1, 5]),
         # places where a draft model is wrong; None: there is none
         draft_wrong=st.sampled_from([None, (), (1,)]),
+        # of layers that have window blocks; 0: there are none
+        window=st.sampled_from([0, 0, 1, 3, 9]),
     )
     def start(
         self,
@@ -73,6 +75,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         best_effort_delay_s: float,
         num_speculative_tokens: int,
         draft_wrong: tuple[int, ...] | None,
+        window: int,
     ) -> None:
         self.driver = Driver(
             num_blocks=num_blocks,
@@ -101,7 +104,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             else None,
             draft_wrong=draft_wrong,
             future_memory_check=future_memory_check,
-            num_host_blocks=num_host_blocks,
+            num_host_blocks=0 if window else num_host_blocks,
+            window=window,
             preemption=preemption,
             swap_block_seconds=0.01,
             pressure_threshold=pressure_threshold,

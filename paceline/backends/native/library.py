@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 # PACELINE_ABI of the header that the structures below mirror
-ABI: Final = 15
+ABI: Final = 16
 _PATH: Final = Path(__file__).parent / "_lib.so"
 _AGAIN: Final = "build it again: python -m paceline.backends.native.build"
 
@@ -55,6 +55,7 @@ class Config(ctypes.Structure):
         ("max_positions", c_int64),
         ("num_blocks", c_int64),
         ("block_size", c_int64),
+        ("num_window_blocks", c_int64),
         ("sliding_window", c_int64),
         ("experts", c_int64),
         ("experts_per_token", c_int64),
@@ -100,6 +101,7 @@ class Step(ctypes.Structure):
         ("positions", c_void_p),
         ("query_start", c_void_p),
         ("tables", c_void_p),
+        ("window_tables", c_void_p),
         ("sample_rows", c_void_p),
         ("logits", c_void_p),
         ("likeliest", c_void_p),

@@ -125,6 +125,8 @@ class NativeModel:
         has_head: False: only ``hidden`` will be asked for, and ``tensors`` have no head.
         copies: where a copy of the packed weights may lie, which is read instead of ``tensors``,
             or else is to be kept.
+        num_window_blocks: blocks behind the others for layers with a sliding window alone; 0: these
+            use the others' too.
 
     Raises:
         ConfigError: no library, an unsupported shape, or tensors missing or of a wrong shape.
@@ -147,6 +149,7 @@ class NativeModel:
         kinds: bytes = b"",
         has_head: bool = True,
         copies: PackedCopies | None = None,
+        num_window_blocks: int = 0,
     ) -> None:
         self._handle: int | None = None
         self._library = library()
@@ -199,6 +202,7 @@ class NativeModel:
             # what 64 bits do not hold is refused for its size, not taken for another number
             num_blocks=min(num_blocks, 2**63 - 1),
             block_size=block_size,
+            num_window_blocks=min(num_window_blocks, 2**63 - 1),
             sliding_window=window or 0,
             experts=config.num_experts,
             experts_per_token=config.experts_per_token,
@@ -283,7 +287,7 @@ class NativeModel:
 
     @property
     def kv_bytes_per_block(self) -> int:
-        """Bytes of one block over all layers, keys and values."""
+        """Bytes of one block over all layers without window blocks, keys and values."""
         return int(self._library.paceline_block_bytes(self.handle))
 
     @property
@@ -306,6 +310,7 @@ class NativeModel:
         sample_rows: Integers,
         *,
         needs_logits: bool = True,
+        window_tables: Integers | None = None,
     ) -> NDArray[np.float32]:
         """Run one step: store keys and values of all tokens, attend causally, give logits.
 
@@ -319,6 +324,7 @@ class NativeModel:
             needs_logits: False: ``likeliest`` is enough, which for a few rows takes less to find
                 (csrc/screen.cpp); it is then that of the logits unless screening is more than 6
                 standard deviations off with one of them.
+            window_tables: window blocks in place of ``block_tables``'s blocks, where there are any.
 
         Returns:
             [R, vocab] float32, a view that the next call overwrites; [0, vocab] unless
@@ -329,6 +335,11 @@ class NativeModel:
         """
         step, arrays = _step(token_ids, positions, query_start, block_tables, sample_rows)
         rows = arrays[-1]
+        if window_tables is not None:
+            arrays.append(np.ascontiguousarray(window_tables, dtype=np.int32))
+            if arrays[-1].shape != arrays[3].shape:
+                raise ConfigError("window tables are not of the block tables' shape")
+            step.window_tables = arrays[-1].ctypes.data
         if needs_logits and len(self._logits) < len(rows):
             self._logits = np.empty((len(rows), self._vocab), dtype=np.float32)
         if len(self._most_likely) < len(rows):

@@ -22,10 +22,18 @@ from paceline.backends.rope import rotary_tables
 from paceline.backends.steps import AttentionBatch, LoadedModel
 from paceline.checkpoints.base import Checkpoint
 from paceline.checkpoints.config import ModelConfig
-from paceline.core.outputs import BlockSwap
+from paceline.core.outputs import BlockSwap, WindowBlock
 
-__all__ = ["NativeLoader", "NativeStep", "native_block_bytes", "native_step_bytes"]
+__all__ = [
+    "NativeLoader",
+    "NativeStep",
+    "native_block_bytes",
+    "native_step_bytes",
+    "native_window",
+]
 
+# keys before a window's first that the kernels may read, masked: they begin at a pair of tiles
+_BEFORE_WINDOW: Final = 31
 _HUGE_PAGE: Final = 2 << 20
 # kPassPairs in csrc/experts.cpp
 _PASS_PAIRS: Final = 8192
@@ -38,6 +46,13 @@ def native_block_bytes(config: ModelConfig, block_size: int, kv_dtype: str) -> i
     """Bytes of one KV block over all layers, as ``NativeModel.kv_bytes_per_block`` will say."""
     per_head = 2 * (config.head_dim * _VALUE_BYTES[kv_dtype] + _SCALE_BYTES[kv_dtype])
     return config.num_hidden_layers * block_size * config.num_key_value_heads * per_head
+
+
+def native_window(config: ModelConfig) -> int:
+    """See ``steps.ModelLoader.window``."""
+    if not config.sliding_layers or config.sliding_window is None:
+        return 0
+    return config.sliding_window + _BEFORE_WINDOW
 
 
 def native_step_bytes(config: ModelConfig, tokens: int, rows: int) -> int:
@@ -78,7 +93,11 @@ class NativeStep:
         model: NativeModel,
         num_blocks: int,
         norm: tuple[NDArray[np.float32], float] | None = None,
+        window_block_bytes: int = 0,
     ) -> None:
+        self._window_block_bytes = window_block_bytes
+        # block -> its window block, where there are any
+        self._places = np.zeros(num_blocks if window_block_bytes else 0, dtype=np.int32)
         self._model = model
         self._num_blocks = num_blocks
         # weight and epsilon of the last norm, where hidden states are wanted
@@ -104,9 +123,11 @@ class NativeStep:
     ) -> NDArray[np.float32]:
         starts = np.zeros(len(batch.counts) + 1, dtype=np.int32)
         np.cumsum(batch.counts, out=starts[1:])
+        tables = batch.block_tables
         return self._model.forward(
-            token_ids, positions, starts, batch.block_tables, sampled, needs_logits=needs_logits
-        )
+            token_ids, positions, starts, tables, sampled, needs_logits=needs_logits,
+            window_tables=self._places[tables] if len(self._places) else None,
+        )  # fmt: skip
 
     def hidden(
         self,
@@ -127,6 +148,19 @@ class NativeStep:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         self._model.copy_blocks(pairs)
+
+    def place(self, given: Sequence[WindowBlock]) -> None:
+        """See ``steps.WindowedModel``; they lie behind the other blocks."""
+        size = self._window_block_bytes
+        for block, place, source in given:
+            self._places[block] = place
+            if source >= 0:
+                windows = cache_bytes(self._model)[
+                    self._num_blocks * self._model.kv_bytes_per_block :
+                ]
+                windows[place * size : (place + 1) * size] = windows[
+                    source * size : (source + 1) * size
+                ]
 
     def swap_blocks(self, swaps: Sequence[BlockSwap]) -> None:
         first = self._num_blocks
@@ -172,6 +206,15 @@ class NativeLoader:
     def block_bytes(self) -> int:
         return native_block_bytes(self.checkpoint.config, self.block_size, self.kv_dtype)
 
+    @property
+    def window(self) -> int:
+        return native_window(self.checkpoint.config)
+
+    @property
+    def window_block_bytes(self) -> int:
+        config = self.checkpoint.config
+        return self.block_bytes * len(config.sliding_layers) // config.num_hidden_layers
+
     def pool_memory(self) -> tuple[int, float]:
         return available_memory(), CPU_SHARE
 
@@ -180,7 +223,9 @@ class NativeLoader:
         in_bits = self.dtype in ("q4", OWN_BITS)
         return checkpoint_tensors(self.checkpoint, has_head=self.has_head, in_bits=in_bits)
 
-    def load(self, num_blocks: int, num_host_blocks: int) -> LoadedModel:
+    def load(
+        self, num_blocks: int, num_host_blocks: int, num_window_blocks: int = 0
+    ) -> LoadedModel:
         config, norm = self.checkpoint.config, None
         if not self.has_head:
             weight = self.checkpoint.tensor("model.norm.weight") + np.float32(config.norm_offset)
@@ -205,6 +250,7 @@ class NativeLoader:
             kinds=choose_kinds(self.checkpoint, self.dtype, screen_head=self.screen_head).numbers,
             has_head=self.has_head,
             copies=self.copies,
+            num_window_blocks=num_window_blocks,
         )
 
         def move(count: int) -> None:
@@ -214,7 +260,9 @@ class NativeLoader:
 
         swapped = min(num_blocks, num_host_blocks)
         return LoadedModel(
-            NativeStep(model, num_blocks, norm),
+            NativeStep(
+                model, num_blocks, norm, self.window_block_bytes if num_window_blocks else 0
+            ),
             NativeSampler(model),
             partial(token_logprobs, model=model),
             swap_seconds(move, swapped, self.block_bytes),

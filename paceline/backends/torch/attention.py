@@ -14,6 +14,9 @@ matrix [group * queries, head_dim] per kv head, so keys and values are never rep
 Requests are padded to a common shape in groups of similar shape. A padded position reads the null
 block, which stays zero, or the unwritten tail of a request's last block, which was cleared when the
 block was handed out: a masked weight of 0 times a stale NaN would be NaN.
+
+Where layers with a sliding window have window blocks, theirs lie in a tensor of the same kind, and
+what a row's window does not reach is read as the null block.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from numpy.typing import NDArray
 
 from paceline.backends.steps import AttentionBatch
 from paceline.checkpoints.config import ModelConfig
-from paceline.core.outputs import BlockSwap
+from paceline.core.outputs import BlockSwap, WindowBlock
 
 __all__ = ["AttentionBackend", "TorchAttention", "block_bytes"]
 
@@ -102,6 +105,8 @@ class _Group:
     keys: int
     # cache rows (of block_size * head_dim numbers) in the order keys | values, request, head, block
     gather: torch.Tensor
+    # the same of layers with window blocks
+    window_gather: torch.Tensor
     # token of each query, [size * queries]; None: all tokens of the step in order
     tokens: torch.Tensor | None
     # which of these are not padding; None: all
@@ -156,6 +161,7 @@ class TorchAttention:
     Args:
         num_blocks: blocks in the pool; ids are [0, num_blocks).
         num_host_blocks: blocks of host memory to swap to; it is taken when first needed.
+        num_window_blocks: for layers with a sliding window; 0: they use the blocks of the others.
         sinks: of each layer, [heads]: scores that are in the softmax's sum and have no value; None
             for a layer, or for all: there are none.
     """
@@ -169,6 +175,7 @@ class TorchAttention:
         dtype: torch.dtype,
         device: torch.device,
         num_host_blocks: int = 0,
+        num_window_blocks: int = 0,
         sinks: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -180,31 +187,37 @@ class TorchAttention:
         sliding = frozenset(config.sliding_layers) if config.sliding_window else frozenset()
         self._slides = [layer in sliding for layer in range(config.num_hidden_layers)]
         self._window = config.sliding_window if any(self._slides) else None
-        # not zeroed: blocks are cleared when handed out, so memory is touched when it is used
-        self._cache = torch.empty(
-            config.num_hidden_layers,
-            num_blocks + 1,
-            2,
-            self._kv_heads,
-            block_size,
-            config.head_dim,
-            dtype=dtype,
-            device=device,
-        )
-        self.clear_blocks([self._null_block])
+        # layers that have window blocks
+        self._windowed = self._slides if num_window_blocks else [False] * len(self._slides)
+
+        def make_cache(layers: int, blocks: int) -> torch.Tensor:
+            # not zeroed: blocks are cleared when handed out, so memory is touched when it is used
+            shape = layers, blocks + 1, 2, self._kv_heads, block_size, config.head_dim
+            cache = torch.empty(*shape, dtype=dtype, device=device)
+            cache[:, blocks] = 0
+            return cache
+
+        self._null_window_block, num_windowed = num_window_blocks, sum(self._windowed)
+        self._cache = make_cache(len(self._windowed) - num_windowed, num_blocks)
+        self._window_cache = make_cache(num_windowed, num_window_blocks)
+        # block -> its window block
+        self._places = np.full(num_blocks if num_window_blocks else 0, -1, dtype=np.int64)
         self._num_host_blocks = num_host_blocks
         # made when the first block is swapped out
         self._host: torch.Tensor | None = None
-        self._by_block = [layer.view(-1, block_size * config.head_dim) for layer in self._cache]
-        self._by_slot = [layer.view(-1, config.head_dim) for layer in self._cache]
+        others, windowed = iter(self._cache), iter(self._window_cache)
+        layers = [next(windowed if own else others) for own in self._windowed]
+        self._by_block = [layer.view(-1, block_size * config.head_dim) for layer in layers]
+        self._by_slot = [layer.view(-1, config.head_dim) for layer in layers]
         # gathered keys and values, used by one group of one layer at a time
         self._workspace = torch.empty(0, dtype=dtype, device=device)
-        self._slots = torch.empty(0, dtype=torch.int64, device=device)
+        self._slots = self._window_slots = torch.empty(0, dtype=torch.int64, device=device)
         self._groups: list[_Group] = []
 
     @property
     def cache(self) -> torch.Tensor:
-        """[layers, blocks + 1, 2, kv_heads, block_size, head_dim], for tests and transfer."""
+        """[layers, blocks + 1, 2, kv_heads, block_size, head_dim], for tests and transfer; without
+        those of window blocks."""
         return self._cache
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -233,9 +246,19 @@ class TorchAttention:
         if block_ids:
             self._cache[:, self._to_device(np.asarray(block_ids, dtype=np.int64))] = 0
 
+    def place(self, given: Sequence[WindowBlock]) -> None:
+        for block, place, source in given:
+            self._window_cache[:, place] = 0 if source < 0 else self._window_cache[:, source]
+            self._places[block] = place
+
     def prepare(self, batch: AttentionBatch) -> None:
         firsts = np.cumsum(batch.counts) - batch.counts
-        self._slots = self._to_device(self._slot_mapping(batch, firsts))
+        blocks = self._written_blocks(batch, firsts)
+        self._slots = self._window_slots = self._to_device(self._slot_mapping(*blocks))
+        if len(self._places):
+            places = self._places[blocks[0]]
+            assert (places >= 0).all(), "a block is written that has no window block"
+            self._window_slots = self._to_device(self._slot_mapping(places, blocks[1]))
         segments = self._segments(batch, firsts)
         total = int(batch.counts.sum())
         self._groups = [
@@ -246,12 +269,19 @@ class TorchAttention:
         if self._workspace.numel() < needed:
             self._workspace = torch.empty(needed, dtype=self._dtype, device=self._device)
 
-    def _slot_mapping(self, batch: AttentionBatch, firsts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Row of ``_by_slot`` for each token's keys, then values, by head: [T, 2 * kv_heads]."""
+    def _written_blocks(
+        self, batch: AttentionBatch, firsts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of each token the block that it is written to, and where in it: [T] both."""
         row = np.repeat(np.arange(len(batch.counts)), batch.counts)
         position = np.arange(len(row)) + (batch.starts - firsts)[row]
         index, offset = np.divmod(position, self._block_size)
-        block = batch.block_tables[row, index]
+        return batch.block_tables[row, index], offset
+
+    def _slot_mapping(
+        self, block: NDArray[np.int64], offset: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Row of ``_by_slot`` for each token's keys, then values, by head: [T, 2 * kv_heads]."""
         part = np.arange(2 * self._kv_heads)
         slots: NDArray[np.int64] = (block[:, None] * len(part) + part) * self._block_size + offset[
             :, None
@@ -280,10 +310,14 @@ class TorchAttention:
         held = index < -(-seen // self._block_size)[:, None]
         width = batch.block_tables.shape[1]
         tables = batch.block_tables[row[:, None], np.minimum(index, width - 1)]
-        tables = np.where(held, tables, self._null_block)
-        # [2, size, kv_heads, num_blocks]
-        part = np.arange(2 * self._kv_heads).reshape(2, 1, self._kv_heads, 1)
-        gather = tables[None, :, None, :] * (2 * self._kv_heads) + part
+        gather = self._gather(np.where(held, tables, self._null_block))
+        window_gather = gather
+        if len(self._places) and self._window is not None:
+            oldest = np.maximum(0, seen - count - self._window + 1) // self._block_size
+            held &= index >= oldest[:, None]
+            window_gather = self._gather(
+                np.where(held, self._places[tables], self._null_window_block)
+            )
         # a padded query repeats the segment's last one; its result is dropped
         query = np.arange(queries)
         step = np.minimum(query, count[:, None] - 1)
@@ -296,12 +330,20 @@ class TorchAttention:
             size=size,
             queries=queries,
             keys=keys,
-            gather=self._to_device(gather.reshape(-1)),
+            gather=gather,
+            window_gather=window_gather,
             tokens=None if everything else self._to_device(tokens),
             real=None if real.all() else self._to_device(np.flatnonzero(real)),
             mask=full,
             window_mask=windowed,
         )
+
+    def _gather(self, tables: NDArray[np.int64]) -> torch.Tensor:
+        """See ``_Group.gather``, of block tables [size, num_blocks]."""
+        # [2, size, kv_heads, num_blocks]
+        part = np.arange(2 * self._kv_heads).reshape(2, 1, self._kv_heads, 1)
+        rows = tables[None, :, None, :] * (2 * self._kv_heads) + part
+        return self._to_device(rows.reshape(-1))
 
     def _masks(
         self, last_seen: NDArray[np.int64], keys: int
@@ -324,7 +366,8 @@ class TorchAttention:
         return bias.masked_fill_(hidden, float("-inf"))
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        self._by_slot[layer].index_put_((self._slots,), qkv[:, self._heads :])
+        slots = self._window_slots if self._windowed[layer] else self._slots
+        self._by_slot[layer].index_put_((slots,), qkv[:, self._heads :])
         if len(self._groups) == 1 and self._groups[0].tokens is None:
             return self._attend_group(layer, self._groups[0], qkv[:, : self._heads])
         out = qkv.new_empty(qkv.shape[0], self._heads * self._head_dim)
@@ -346,7 +389,8 @@ class TorchAttention:
         shared = self._heads // kv_heads
         buffer = self._workspace[: group.gather.numel() * self._block_size * head_dim]
         buffer = buffer.view(-1, self._block_size * head_dim)
-        torch.index_select(self._by_block[layer], 0, group.gather, out=buffer)
+        gather = group.window_gather if self._windowed[layer] else group.gather
+        torch.index_select(self._by_block[layer], 0, gather, out=buffer)
         key, value = buffer.view(2, size * kv_heads, keys, head_dim)
         scaled = query * self._scale
         if queries > 1:

@@ -52,6 +52,16 @@ class TorchLoader:
         return block_bytes(self.checkpoint.config, self.block_size, dtype)
 
     @property
+    def window(self) -> int:
+        config = self.checkpoint.config
+        return (config.sliding_window or 0) if config.sliding_layers and self.block_bytes else 0
+
+    @property
+    def window_block_bytes(self) -> int:
+        config = self.checkpoint.config
+        return self.block_bytes * len(config.sliding_layers) // config.num_hidden_layers
+
+    @property
     def max_host_bytes(self) -> float:
         # on CUDA it is pinned, so taken at once
         return _PINNED_BYTES if self._on_cuda else math.inf
@@ -65,7 +75,9 @@ class TorchLoader:
             return torch.cuda.mem_get_info(torch.device(self.device))[0], _CUDA_SHARE
         return available_memory(), CPU_SHARE
 
-    def load(self, num_blocks: int, num_host_blocks: int) -> LoadedModel:
+    def load(
+        self, num_blocks: int, num_host_blocks: int, num_window_blocks: int = 0
+    ) -> LoadedModel:
         # of this thread only, with OpenMP
         torch.set_num_threads(self.threads)
         config, device = self.checkpoint.config, torch.device(self.device)
@@ -96,6 +108,7 @@ class TorchLoader:
                     dtype=dtype,
                     device=device,
                     num_host_blocks=num_host_blocks,
+                    num_window_blocks=num_window_blocks,
                     sinks=[layer.sinks for layer in weights.layers],
                 )
         step = TorchStep(decoder, attention, device)

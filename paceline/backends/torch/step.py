@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from paceline.backends.sampling import SampleRow, Samples
 from paceline.backends.steps import AttentionBatch
-from paceline.backends.torch.attention import AttentionBackend
+from paceline.backends.torch.attention import AttentionBackend, TorchAttention
 from paceline.backends.torch.model import Decoder
 from paceline.backends.torch.sampler import sample
-from paceline.core.outputs import BlockSwap
+from paceline.core.outputs import BlockSwap, WindowBlock
 
 __all__ = ["TorchSampler", "TorchStep"]
 
@@ -86,6 +86,12 @@ class TorchStep:
     @torch.inference_mode()
     def swap_blocks(self, swaps: Sequence[BlockSwap]) -> None:
         self._attention.swap_blocks(swaps)
+
+    @torch.inference_mode()
+    def place(self, given: Sequence[WindowBlock]) -> None:
+        """See ``steps.WindowedModel``."""
+        assert isinstance(self._attention, TorchAttention), "others have no KV cache"
+        self._attention.place(given)
 
     @torch.inference_mode()
     def clear_blocks(self, block_ids: Sequence[int]) -> None:

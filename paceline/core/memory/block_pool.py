@@ -58,6 +58,16 @@ class BlockPool:
     def ref_count(self, block_id: int) -> int:
         return self._ref_counts[block_id]
 
+    def forget(self, block_id: int) -> None:
+        """Take a cached block out of the prefix cache."""
+        block_hash = self._hashes[block_id]
+        assert block_hash is not None, "only what is cached can be forgotten"
+        del self._cached[block_hash]
+        self._hashes[block_id] = None
+        if self._ref_counts[block_id] == 0:
+            del self._findable[block_id]
+            self._blank.append(block_id)
+
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` free blocks with reference count 1, evicting what they cached.
 

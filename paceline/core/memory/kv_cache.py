@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from paceline.core.config import CacheConfig
 from paceline.core.memory.block_pool import BlockPool
+from paceline.core.memory.windows import WindowBlocks
 from paceline.core.outputs import BlockCopy, BlockSwap
 from paceline.core.request import Request, RequestStatus
 
@@ -94,6 +95,8 @@ class KVCacheManager:
         self.config = config
         self.pool = BlockPool(config.num_blocks, config.max_idle_blocks)
         self.block_size = config.block_size
+        # None: layers with a sliding window, if there are any, keep what the others keep
+        self.windows = WindowBlocks(config, self.pool) if config.num_window_blocks else None
         self._watermark_blocks = int(config.watermark * config.num_blocks)
         self._free_host = list(range(config.num_host_blocks - 1, -1, -1))
         # moves the next plan has to carry out, in order
@@ -116,6 +119,9 @@ class KVCacheManager:
 
         It starts with ``starting_blocks``.
         """
+        windows = self.windows
+        if windows is not None and request.block_ids and not windows.can_start(request):
+            self.free(request)
         shared = self.starting_blocks(request)
         if self._shortfall(request, shared, beside_others) > 0:
             return False
@@ -131,6 +137,8 @@ class KVCacheManager:
                 self.num_queried_tokens += request.num_tokens
                 self.num_hit_tokens += request.num_computed_tokens
                 request.num_cached_tokens = request.num_computed_tokens
+        if windows is not None:
+            windows.start(request)
         needed = blocks_for(request.num_tokens, self.block_size) - len(request.block_ids)
         request.block_ids.extend(self.pool.allocate(max(0, needed)))
         if request.num_swapped_tokens:
@@ -187,10 +195,8 @@ class KVCacheManager:
         """Copy what a request has computed to host memory, before ``free``. The caller has checked
         ``num_free_host_blocks``; IndexError otherwise."""
         self._forget_host(request)
-        request.num_swapped_tokens = request.num_computed_tokens
-        for block_id in request.block_ids[
-            : blocks_for(request.num_swapped_tokens, self.block_size)
-        ]:
+        request.num_swapped_tokens = computed = request.num_computed_tokens
+        for block_id in request.block_ids[: blocks_for(computed, self.block_size)]:
             host_id = self._free_host.pop()
             request.host_block_ids.append(host_id)
             self._swaps.append(BlockSwap(block_id, host_id, True))
@@ -227,12 +233,15 @@ class KVCacheManager:
         Returns the change to the block table, or None, with nothing changed, when the pool is
         short of blocks.
         """
-        start = request.num_computed_tokens
-        missing = blocks_for(start + num_tokens, self.block_size) - len(request.block_ids)
-        if missing <= 0 and not request.shares_tail:
+        start, windows = request.num_computed_tokens, self.windows
+        end = start + num_tokens
+        missing = blocks_for(end, self.block_size) - len(request.block_ids)
+        if missing <= 0 and not request.shares_tail and windows is None:
             return _UNCHANGED
         copies_tail = request.shares_tail and self._tail_is_shared(request)
         if max(missing, 0) + copies_tail > self.pool.num_free:
+            return None
+        if windows is not None and not windows.has_room(request, end, copies_tail):
             return None
         copy = None
         if copies_tail:
@@ -245,11 +254,14 @@ class KVCacheManager:
         request.shares_tail = False
         new_block_ids = self.pool.allocate(missing) if missing > 0 else []
         request.block_ids.extend(new_block_ids)
+        if windows is not None:
+            windows.extend(request, end, copy)
         return Extension(tuple(new_block_ids), copy)
 
     def land_prefix(self, request: Request) -> None:
         """Put the whole blocks of a prompt that was computed elsewhere into the prefix cache, where
         the first plan finds them, unless others needed the room before that."""
+        assert self.windows is None, "what layers with a window keep does not come along"
         held = self.starting_blocks(request)
         usable = (request.num_tokens - 1) // self.block_size
         missing = request.block_hashes[len(held) : usable]
@@ -290,7 +302,10 @@ class KVCacheManager:
             return
         if full > len(request.block_hashes):
             self._extend_hashes(request, full)
-        self.pool.register(request.block_ids[first:full], request.block_hashes[first:full])
+        block_ids, block_hashes = request.block_ids[first:full], request.block_hashes[first:full]
+        if self.windows is not None:
+            self.windows.prefer(block_ids, block_hashes)
+        self.pool.register(block_ids, block_hashes)
         request.num_hashed_blocks = full
 
     def end(self, request: Request, *, forget: bool = False) -> None:
@@ -301,6 +316,8 @@ class KVCacheManager:
     def free(self, request: Request, *, forget: bool = False) -> None:
         """Give all blocks back; hashed ones stay findable until evicted, unless ``forget``."""
         self.pool.release(request.block_ids, forget=forget)
+        if self.windows is not None:
+            self.windows.free(request)
         request.block_ids = []
         request.num_computed_tokens = request.num_draft_tokens = 0
         request.num_hashed_blocks = 0
@@ -321,7 +338,7 @@ class KVCacheManager:
             if block_id is None:
                 break
             found.append(block_id)
-        return found
+        return found if self.windows is None else found[: self.windows.usable(found)]
 
     def _extend_hashes(self, request: Request, count: int) -> None:
         hashes = request.block_hashes
@@ -337,7 +354,7 @@ class KVCacheManager:
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """AssertionError unless tables, counters and the pool agree."""
-        references: Counter[int] = Counter()
+        requests, references = list(requests), Counter[int]()
         host = list(self._free_host)
         for request in requests:
             held = len(request.block_ids)
@@ -357,4 +374,6 @@ class KVCacheManager:
                 tail = request.block_ids[computed // self.block_size :]
                 assert all(self.pool.ref_count(b) == 1 for b in tail), f"{where}: shared tail"
         self.pool.check_integrity(references)
+        if self.windows is not None:
+            self.windows.check_integrity(requests)
         assert sorted(host) == list(range(self.config.num_host_blocks)), "host blocks are lost"

@@ -55,6 +55,7 @@ class Rows:
         asks = limited and limits.seconds < math.inf
         meters = limited and limits.background_seconds < math.inf
         plain = self._mixes and not self._forks.by_parent and not meters
+        plain = plain and self._kv.windows is None
         index = 0
         while index < len(running):
             if plain:

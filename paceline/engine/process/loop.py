@@ -270,6 +270,8 @@ def engine_info(core: EngineCore, model: str) -> EngineInfo:
         enable_prefix_caching=cache.enable_prefix_caching,
         kv_dtype=backend.kv_dtype or backend.dtype,
         block_bytes=backend.block_bytes,
+        window_bytes=backend.num_window_blocks * backend.window_block_bytes,
+        num_window_blocks=backend.num_window_blocks,
         choice=backend.choice,
         numa_nodes=backend.numa_nodes,
         max_num_waiting=config.max_num_waiting,

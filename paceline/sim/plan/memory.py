@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.core.config import SchedulerConfig
 from paceline.core.errors import ConfigError
 from paceline.core.memory.kv_cache import blocks_for, fits
+from paceline.core.memory.windows import window_blocks_needed
 
 __all__ = ["PRESETS", "MemoryPlan", "Preset", "plan_memory"]
 
@@ -44,6 +46,9 @@ class MemoryPlan:
     preallocated: int
     # sequences that run at once if each holds the blocks of mean_len tokens
     paged: int
+    # for layers with a sliding window, whose keys and values the blocks then do not hold
+    num_window_blocks: int = 0
+    window_bytes: float = 0.0
 
     @property
     def preallocated_waste(self) -> float:
@@ -76,6 +81,10 @@ def plan_memory(
     utilization: float = 0.9,
     reserve_bytes: float = 0.0,
     block_size: int = 16,
+    window: int = 0,
+    window_bytes_per_token: float = 0.0,
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int = 2048,
 ) -> MemoryPlan:
     """The budget, by arithmetic.
 
@@ -84,6 +93,11 @@ def plan_memory(
         reserve_bytes: of that, for activations and the runtime.
         max_len: prompt and output of the longest sequence.
         mean_len: prompt and output of a mean one.
+        window: tokens that layers with a sliding window read, where such layers may have window
+            blocks; 0: none may.
+        window_bytes_per_token: of ``kv_bytes_per_token``, those of such layers.
+        max_num_seqs: sequences that run at once at most, whose windows are counted.
+        max_num_batched_tokens: tokens of a step, which windows lag behind.
 
     Raises:
         ConfigError: nothing is left for keys and values, or not enough for one sequence of
@@ -102,7 +116,20 @@ def plan_memory(
         f"{reserve_bytes / _GB:.1f} GB reserved = {kv_bytes / _GB:.1f} GB"
     )
     _require(kv_bytes > 0, f"nothing is left for keys and values: {budget}")
-    num_blocks = int(kv_bytes / (kv_bytes_per_token * block_size))
+    num_blocks, windows = int(kv_bytes / (kv_bytes_per_token * block_size)), 0
+    limits = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
+        max_model_len=max_len,
+    )
+    needed = window_blocks_needed(limits, window, block_size)
+    window_bytes, of_others = 0.0, kv_bytes_per_token - window_bytes_per_token
+    if window and needed < num_blocks:
+        windows, window_bytes = needed, needed * block_size * window_bytes_per_token
+        if of_others:
+            num_blocks = int((kv_bytes - window_bytes) / (of_others * block_size))
+        else:
+            num_blocks = max(num_blocks, max_num_seqs * blocks_for(max_len, block_size))
     _require(
         fits(max_len, block_size=block_size, num_blocks=num_blocks),
         f"one sequence of {max_len} tokens needs {max_len * kv_bytes_per_token / _GB:.2f} GB, "
@@ -111,6 +138,10 @@ def plan_memory(
     # a sequence of mean length holds half a block more than it writes
     held = mean_len + _mean_slack(block_size)
     paged = int(num_blocks * block_size / held)
+    preallocated = num_blocks // blocks_for(max_len, block_size)
+    if windows:
+        # there are windows for no more
+        paged, preallocated = min(paged, max_num_seqs), min(preallocated, max_num_seqs)
     return MemoryPlan(
         memory_bytes=memory_bytes,
         weight_bytes=weight_bytes,
@@ -120,8 +151,10 @@ def plan_memory(
         max_len=max_len,
         mean_len=mean_len,
         num_blocks=num_blocks,
-        preallocated=num_blocks // blocks_for(max_len, block_size),
+        preallocated=preallocated,
         paged=paged,
+        num_window_blocks=windows,
+        window_bytes=window_bytes,
     )
 
 
