@@ -35,7 +35,6 @@ from paceline.core.policies import SchedulingPolicy
 from paceline.core.request import FinishReason, Request, RequestStatus
 from paceline.core.stats import ClassUse, SchedulerStats, take_census
 from paceline.core.step.admission import Admission
-from paceline.core.step.builder import StepBuilder
 from paceline.core.step.displacement import Displacement
 from paceline.core.step.drafts import DrafterMaker, Drafts
 from paceline.core.step.limits import Pacing, Plain
@@ -176,13 +175,13 @@ class Scheduler:
         starts = self._steps.starts(now)
         self.wake_at = self.policy.holds_until(self._waiting.ordinary, len(running), now)
         held = self.wake_at is not None
-        limits = self._pacing.limits(now, starts, held=held)
-        step = StepBuilder(limits.tokens)
-        held_by = self._planner.fill(step, limits, now, held=held)
+        step = self._pacing.begin(now, starts, held=held)
+        budget = step.budget
+        held_by = self._planner.fill(step, held=held)
         held_by = held_by if len(self._waiting) else None
         self._waiting.clocks.note(held_by, now)
-        self._last.held_by, self._last.chunk_tokens = held_by, limits.chunk_tokens
-        self._last.pressing = limits.pressing
+        self._last.held_by, self._last.chunk_tokens = held_by, step.chunk_tokens
+        self._last.pressing = step.pressing
         if not step.rows:
             self._steps.note_ordinary(starts, 0.0)
             return SchedulerOutput(self._num_steps, (), (), (), (), 0)
@@ -193,14 +192,14 @@ class Scheduler:
             () if self._drafts is None else self._drafts.forces(step),
         )  # fmt: skip
         self._num_steps += 1
-        shape, alone = step.shape, limits.ordinary_seconds
+        shape, alone = step.shape, step.ordinary_seconds
         making = self._drafts.making_seconds if self._drafts is not None else 0.0
         seconds = self.step_time.predict(shape) + making
         self._steps.push(plan.step_id, step.requests, shape, starts, seconds, alone, making)
         self._last.version += 1
         waiting = len(self._waiting) + (len(self._forks) if self._forks.by_parent else 0)
         self.note = StepNote(
-            budget=limits.tokens, limit_s=limits.seconds, predicted_s=seconds, held_by=held_by,
+            budget=budget, limit_s=step.seconds, predicted_s=seconds, held_by=held_by,
             pressure=self.valve.level, num_free_blocks=self.kv.pool.num_free, num_waiting=waiting,
         )  # fmt: skip
         return plan

@@ -7,6 +7,7 @@ from typing import Any
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.request import Request
 from paceline.core.step.builder import StepBuilder
+from paceline.core.step.limits import Step
 from paceline.core.step.state import SchedulerState, make_state
 from tests.driving import make_request
 
@@ -50,6 +51,12 @@ def computed(state: SchedulerState, *requests: Request, output: int = 1) -> None
         request.num_tokens += output
         assert state.kv.extend(request, request.num_tokens - 1) is not None
         request.num_computed_tokens = request.num_tokens - 1
+
+
+def step_of(state: SchedulerState, tokens: int = 64, kind: type[Step] = Step, **more: Any) -> Step:
+    """A step of these many tokens, planned at 0."""
+    facts: dict[str, Any] = {"now": 0.0, "chunk_tokens": tokens, "passes": (), "reserved": 0}
+    return kind(budget=tokens, state=state, **(facts | more))
 
 
 def rows_of(step: StepBuilder) -> dict[str, tuple[int, int]]:

@@ -17,7 +17,7 @@ _new = tuple.__new__
 
 @dataclass(slots=True, eq=False)
 class StepBuilder:
-    """Made anew for each step."""
+    """Made anew for each step; ``limits.Step`` is one that knows what it may do."""
 
     # tokens left to hand out
     budget: int

@@ -1,15 +1,15 @@
-"""What one step may do: the seam between the plain step and everything that exists for targets.
+"""A step and what it may do: the seam between plain steps and all that exists for targets.
 
-A ``Pacing`` makes the limits anew for each step. ``Plain`` is the null object: it serves requests
-without targets, and nothing that exists for targets is on its call path; it does not know tenants
-or forecasts either. ``pacing.paced.Paced`` is the other one.
+A ``Pacing`` begins each step anew. ``Plain`` is the null object: its steps serve requests without
+targets, and nothing that exists for targets is on their call path; it does not know tenants or
+forecasts either. ``pacing.paced.Paced`` is the other one.
 
 ::
 
-    limits = pacing.limits(now, starts, held=...)        tokens, passes, gates
-    for part in limits.passes:
+    step = pacing.begin(now, starts, held=...)           tokens, passes, gates
+    for part in step.passes:
         rows for part.running, then for part.must_run
-        admit waiting requests up to tier part.last      limits.next / demotes / obstacle / admitted
+        admit waiting requests up to tier part.last      step.next / demotes / obstacle / admitted
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.core.step.displacement import Displacement
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
-__all__ = ["Pacing", "Pass", "Plain", "StepLimits", "cap_chunk"]
+__all__ = ["Pacing", "Pass", "Plain", "Step", "cap_chunk"]
 
 # prompt tokens of a step under memory pressure, at least
 _MIN_CHUNK = 32
@@ -47,12 +47,12 @@ class Pass(NamedTuple):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class StepLimits:
-    """The limits of a plain step, and the base of others. Good for one step."""
+class Step(StepBuilder):
+    """A plain step with its rows so far, and the base of others."""
 
     state: SchedulerState
-    # of all rows together; one for each running request and one more at least
-    tokens: int
+    # when it is planned
+    now: float
     # prompt tokens of the step before memory pressure, for forecasts
     chunk_tokens: int
     # in order; a token is kept for every running request of later passes
@@ -66,16 +66,14 @@ class StepLimits:
     # predicted seconds of the step beyond which best-effort rows stay out of it, and ask ``takes``
     # for that; infinite: they need not ask
     seconds: float = math.inf
-    # the same for requests without targets; infinite: their rows are not metered by ``added``
+    # the same for requests without targets, whose rows are metered then; infinite: they are not
     background_seconds: float = math.inf
     # predicted seconds of ordinary rows alone; None: there are no others
     ordinary_seconds: float | None = None
 
     # ------------------------------------------------------------------ admission
 
-    def next(
-        self, step: StepBuilder, last: Tier, passed: Sequence[Request]
-    ) -> Request | Reason | None:
+    def next(self, last: Tier, passed: Sequence[Request]) -> Request | Reason | None:
         """The waiting request that is tried next, or why no other is tried in this pass.
 
         Args:
@@ -86,7 +84,7 @@ class StepLimits:
         head = state.waiting.ordinary.peek()
         if head is None:
             return None
-        if step.budget <= 0:
+        if self.budget <= 0:
             return Reason.BUDGET
         is_full = len(state.running.requests) >= state.config.max_num_seqs
         return Reason.SLOTS if is_full else head
@@ -104,31 +102,29 @@ class StepLimits:
 
     # ------------------------------------------------------------------ rows of later passes
 
-    def takes(self, step: StepBuilder, request: Request) -> bool:
+    def takes(self, request: Request) -> bool:
         """Whether a running request of a later pass gets a row."""
         return True
 
-    def chunk(self, step: StepBuilder, request: Request, *, admission: bool) -> int:
-        """Tokens of the largest chunk of a best-effort request that this step has room for."""
-        return max(1, step.budget)
+    def chunk(self, request: Request, *, admission: bool) -> int:
+        """Tokens of the largest chunk of a best-effort request that there is room for."""
+        return max(1, self.budget)
 
-    def added(self, step: StepBuilder, request: Request, before: StepShape) -> None:
-        """A row was added; ``before`` is the step without it. Called only if these are metered."""
-
-    def lengthened(self, step: StepBuilder, before: StepShape) -> None:
+    def lengthened(self, before: StepShape) -> None:
         """Best-effort rows were added in the first pass, or a best-effort request was admitted;
         ``before`` is the step without that."""
 
-    def first_pass_done(self, step: StepBuilder, num_must_run: int) -> None:
+    def first_pass_done(self, num_must_run: int) -> None:
         """The first of several passes is over; ``num_must_run`` of its rows are best effort."""
 
 
 class Pacing(Protocol):
-    """Makes the limits of steps. The scheduler asks one of two, see ``Scheduler``."""
+    """Begins steps. The scheduler asks one of two, see ``Scheduler``."""
 
-    def limits(self, now: float, starts: float, *, held: bool) -> StepLimits:
-        """The limits of the step that is planned now. Moves requests between tiers first, and
-        preempts running requests for a better one that waits.
+    def begin(self, now: float, starts: float, *, held: bool) -> Step:
+        """The step that is planned now, without rows. Moves requests between tiers first, and
+        preempts running requests for a better one that waits. The step's budget is one token for
+        each running request and one more at least.
 
         Args:
             starts: when the step is predicted to start.
@@ -154,7 +150,7 @@ class Plain:
         displaces = overrides(state.policy, "displaces")
         self._displacement = displacement if displaces else None
 
-    def limits(self, now: float, starts: float, *, held: bool) -> StepLimits:
+    def begin(self, now: float, starts: float, *, held: bool) -> Step:
         state = self._state
         running = state.running.requests
         num_running, tokens = len(running), state.chunk.plain_tokens(running)
@@ -163,9 +159,10 @@ class Plain:
             head = state.waiting.ordinary.peek()
             if head is not None:
                 reserved = self._displacement.make_way(head, now, state.policy.displaces)
-        return StepLimits(
+        return Step(
+            budget=cap_chunk(tokens, num_running, state.valve.level),
             state=state,
-            tokens=cap_chunk(tokens, num_running, state.valve.level),
+            now=now,
             chunk_tokens=tokens - num_running,
             passes=(Pass(list(running), [], Tier.ORDINARY),),
             reserved=reserved,
