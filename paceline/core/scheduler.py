@@ -40,7 +40,7 @@ from paceline.core.step.drafts import DrafterMaker, Drafts
 from paceline.core.step.limits import Pacing, Plain
 from paceline.core.step.planner import Planner
 from paceline.core.step.rows import Rows
-from paceline.core.step.state import check_integrity, make_state, take_stats
+from paceline.core.step.state import SchedulerState, check_integrity, take_stats
 from paceline.core.step.update import Updates, update_of
 from paceline.core.tenant_weights import TenantWeights
 
@@ -66,7 +66,7 @@ class Scheduler:
         drafter: DrafterMaker | None = None,
     ) -> None:
         self.config, self.cache = config, cache
-        self.state = state = make_state(config, cache, policy)
+        self.state = state = SchedulerState(config, cache, policy)
         self.policy, self.kv, self.valve = state.policy, state.kv, state.valve
         self.step_time, self.lengths = state.step_time, state.lengths
         self._waiting, self._forks, self._running = state.waiting, state.forks, state.running
@@ -142,6 +142,7 @@ class Scheduler:
         ended = [r for r in map(self._requests.get, dict.fromkeys(request_ids)) if r is not None]
         for request in ended:
             self._finish(request, reason)
+        self._running.prune()
         return tuple(update_of(request, (), None) for request in ended)
 
     def take_expired(self) -> tuple[Expired, ...]:
@@ -219,15 +220,15 @@ class Scheduler:
         if self._drafts is not None:
             self._drafts.take_in(plan, requests, result, now)
         updates = self._updates.take_in(plan, requests, result, now, tell_all=tell_all)
-        if self._running.num_ended:
-            self._running.prune()
+        self._running.prune()
         return updates
 
-    def _finish(self, request: Request, reason: FinishReason, *, prune: bool = True) -> None:
-        """End a request and free its blocks; ``prune`` takes it out of the running list too."""
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request and free its blocks; one that ran is in the running list until that is
+        pruned."""
         self._last.version += 1
         if request.status is RequestStatus.RUNNING:
-            self._running.stop(request, prune=prune)
+            self._running.stop(request)
         elif request in self._waiting:
             self._waiting.remove(request)
         else:

@@ -8,7 +8,7 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.request import Request
 from paceline.core.step.builder import StepBuilder
 from paceline.core.step.limits import Step
-from paceline.core.step.state import SchedulerState, make_state
+from paceline.core.step.state import SchedulerState
 from tests.driving import make_request
 
 
@@ -24,7 +24,7 @@ def parts(*, num_blocks: int = 64, prefix_caching: bool = True, **config: Any) -
     cache = CacheConfig(
         block_size=4, num_blocks=num_blocks, watermark=0.0, enable_prefix_caching=prefix_caching
     )
-    return make_state(SchedulerConfig(**(defaults | config)), cache, None)
+    return SchedulerState(SchedulerConfig(**(defaults | config)), cache)
 
 
 def numbered(

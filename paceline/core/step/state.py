@@ -28,7 +28,7 @@ from paceline.core.speculation.tally import Tally
 from paceline.core.stats import SchedulerStats
 from paceline.core.step.in_flight import StepsInFlight
 
-__all__ = ["LastPlan", "SchedulerState", "check_integrity", "make_state", "take_stats"]
+__all__ = ["LastPlan", "SchedulerState", "check_integrity", "take_stats"]
 
 
 @dataclass(slots=True)
@@ -48,57 +48,36 @@ class LastPlan:
     first_tokens: list[tuple[Forecast, float]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
 class SchedulerState:
-    """Owned by the scheduler; the members change, the references do not."""
+    """The parts, made at rest and owned by the scheduler; they change, the references do not.
 
-    config: SchedulerConfig
-    cache: CacheConfig
-    policy: SchedulingPolicy
-    # how full memory is
-    valve: PressureValve
-    # seconds of a step and lengths of outputs, learned online, and what follows from both
-    step_time: StepTimeModel
-    lengths: LengthHistory
-    work: WorkEstimator
-    # sizes of chunks, as these predict
-    chunk: ChunkSize
-    kv: KVCacheManager
-    waiting: WaitingRoom
-    forks: Forks
-    running: RunningList
-    # steps whose results are not in
-    steps: StepsInFlight
-    last: LastPlan
-    # who may guess tokens, and what became of guesses
-    speculation: SpeculationSettings
-    tally: Tally
+    Args:
+        policy: overrides ``config.policy``.
+    """
 
-
-def make_state(
-    config: SchedulerConfig, cache: CacheConfig, policy: SchedulingPolicy | None
-) -> SchedulerState:
-    """All parts at rest; ``policy`` overrides ``config.policy``."""
-    step_time, lengths, kv = StepTimeModel(), LengthHistory(), KVCacheManager(cache)
-    work = WorkEstimator(step_time, lengths)
-    policy = policy or make_policy(PolicyContext(config, work))
-    # where tenants are not kept apart, all requests make one row
-    group = attrgetter("asked.tenant") if policy.keeps_tenants_apart else lambda _: ""
-    waiting = WaitingRoom(policy.make_queue, policy.later, kv, group)
-    preemption = Preemption(config, cache, kv, work)
-    tokens, gap = config.max_num_batched_tokens, math.inf
-    if policy.bounds_gaps and config.max_token_gap_s is not None:
-        gap = config.max_token_gap_s
-    return SchedulerState(
-        config=config, cache=cache, policy=policy, valve=PressureValve(config.pressure_threshold),
-        step_time=step_time, lengths=lengths, work=work,
-        chunk=ChunkSize(step_time, tokens, adaptive=config.adaptive_token_budget, gap=gap),
-        kv=kv, waiting=waiting, forks=Forks(),
-        running=RunningList(preemption, waiting, cache.block_size),
-        steps=StepsInFlight(step_time, config.plan_lead_s),
-        last=LastPlan(tokens), tally=Tally(),
-        speculation=SpeculationSettings.of(config.speculative_config),
-    )  # fmt: skip
+    def __init__(
+        self, config: SchedulerConfig, cache: CacheConfig, policy: SchedulingPolicy | None = None
+    ) -> None:
+        self.config, self.cache = config, cache
+        # seconds of a step and lengths of outputs, learned online, and what follows from both
+        self.step_time, self.lengths = StepTimeModel(), LengthHistory()
+        self.work = WorkEstimator(self.step_time, self.lengths)
+        self.policy = policy = policy or make_policy(PolicyContext(config, self.work))
+        tokens, gap = config.max_num_batched_tokens, math.inf
+        if policy.bounds_gaps and config.max_token_gap_s is not None:
+            gap = config.max_token_gap_s
+        adaptive = config.adaptive_token_budget
+        self.chunk = ChunkSize(self.step_time, tokens, adaptive=adaptive, gap=gap)
+        self.kv, self.valve = KVCacheManager(cache), PressureValve(config.pressure_threshold)
+        # where tenants are not kept apart, all requests make one row
+        group = attrgetter("asked.tenant") if policy.keeps_tenants_apart else lambda _: ""
+        self.waiting = WaitingRoom(policy.make_queue, policy.later, self.kv, group)
+        self.forks = Forks()
+        preemption = Preemption(config, cache, self.kv, self.work)
+        self.running = RunningList(preemption, self.waiting, cache.block_size)
+        self.steps, self.last = StepsInFlight(self.step_time, config.plan_lead_s), LastPlan(tokens)
+        # who may guess tokens, and what became of guesses
+        self.speculation, self.tally = SpeculationSettings.of(config.speculative_config), Tally()
 
 
 def take_stats(

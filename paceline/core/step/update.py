@@ -5,8 +5,8 @@ This module does not know how the step was chosen.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import itemgetter
-from typing import Protocol
 
 from paceline.core.outputs import (
     RequestUpdate,
@@ -33,18 +33,16 @@ _SECONDS = itemgetter(1)
 _Logprobs = tuple[TokenLogprobs, ...] | None
 
 
-class _Finish(Protocol):
-    def __call__(self, request: Request, reason: FinishReason, *, prune: bool) -> None: ...
-
-
 class Updates:
     """Takes results in.
 
     Args:
-        finish: ends a request; without ``prune`` it stays among the running ones for now.
+        finish: ends a request, which stays among the running ones for now.
     """
 
-    def __init__(self, state: SchedulerState, finish: _Finish) -> None:
+    def __init__(
+        self, state: SchedulerState, finish: Callable[[Request, FinishReason], None]
+    ) -> None:
         self._last = state.last
         self._steps = state.steps
         self._finish = finish
@@ -99,7 +97,7 @@ class Updates:
                     append(_new(RequestUpdate, news))
                 continue
             if row.request_id in failed:
-                self._finish(request, FinishReason.ERROR, prune=False)
+                self._finish(request, FinishReason.ERROR)
                 updates.append(update_of(request, (), None, failed[row.request_id]))
             elif row[samples_at]:
                 token_ids = self._append(request, token_ids, now)
@@ -120,7 +118,7 @@ class Updates:
             if forecast is not None and (forecast.late or not request.history.demoted):
                 self._last.first_tokens.append((forecast, now - request.asked.arrival_time))
         if not token_ids:
-            self._finish(request, FinishReason.STOP, prune=False)
+            self._finish(request, FinishReason.STOP)
         sampling = request.asked.sampling
         for count, token_id in enumerate(token_ids, 1):
             request.output_token_ids.append(token_id)
@@ -129,9 +127,9 @@ class Updates:
             if token_id in request.stop_ids and num_output >= sampling.min_tokens:
                 if token_id not in sampling.eos_token_ids:
                     request.stop_reason = token_id
-                self._finish(request, FinishReason.STOP, prune=False)
+                self._finish(request, FinishReason.STOP)
             elif request.num_tokens >= request.max_total_tokens:
-                self._finish(request, FinishReason.LENGTH, prune=False)
+                self._finish(request, FinishReason.LENGTH)
             else:
                 continue
             return token_ids[:count]
