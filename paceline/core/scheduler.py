@@ -23,8 +23,7 @@ This module does not know time (``now`` is an argument), tensors, text or transp
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Collection, Iterable
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote, StepResult
@@ -33,7 +32,7 @@ from paceline.core.pacing.paced import Paced
 from paceline.core.pacing.tenants import TenantShares
 from paceline.core.policies import SchedulingPolicy
 from paceline.core.request import FinishReason, Request, RequestStatus
-from paceline.core.stats import ClassUse, SchedulerStats, take_census
+from paceline.core.stats import SchedulerStats
 from paceline.core.step.admission import Admission
 from paceline.core.step.displacement import Displacement
 from paceline.core.step.drafts import DrafterMaker, Drafts
@@ -268,6 +267,11 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
+    @property
+    def requests(self) -> Collection[Request]:
+        """Those that have not ended, to look at."""
+        return self._requests.values()
+
     def stats(self) -> SchedulerStats:
         """A snapshot, cheap enough to take every step."""
         return take_stats(
@@ -277,10 +281,6 @@ class Scheduler:
             num_discarded_tokens=self._num_discarded_tokens,
             refused=tuple(self._door.refused.items()),
         )
-
-    def census(self) -> tuple[ClassUse, ...]:
-        """Running and waiting requests by SLO class; takes too long for every step."""
-        return take_census(self._running.requests, chain(self._waiting, self._forks))
 
     def check_integrity(self) -> None:
         """AssertionError unless every invariant of scheduler, queue, tables and pool holds."""

@@ -21,7 +21,7 @@ This module does not know requests, queues or when a move is due.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from paceline.core.slo import Slo
@@ -52,20 +52,13 @@ class Move(enum.Enum):
     FAVOUR = "favour"
 
 
-_TRANSITIONS: Final[Mapping[Move, Mapping[Tier, Tier]]] = {
-    Move.DEMOTE: {Tier.ORDINARY: Tier.RELEGATED, Tier.PROMISED: Tier.RELEGATED},
-    Move.REJOIN: {Tier.RELEGATED: Tier.ORDINARY},
-    Move.RESTORE: {Tier.RELEGATED: Tier.PROMISED},
-    Move.AGE: {
-        Tier.PROMISED: Tier.ORDINARY,
-        Tier.RELEGATED: Tier.ORDINARY,
-        Tier.BACKGROUND: Tier.ORDINARY,
-    },
-    Move.FAVOUR: {
-        Tier.ORDINARY: Tier.ORDINARY,
-        Tier.PROMISED: Tier.PROMISED,
-        Tier.BACKGROUND: Tier.BACKGROUND,
-    },
+_ORDINARY, _PROMISED, _RELEGATED, _BACKGROUND = Tier
+# the table above: a column for each move, in order
+_AFTER: Final[Mapping[Tier, Sequence[Tier | None]]] = {
+    _ORDINARY: (_RELEGATED, None, None, None, _ORDINARY),
+    _PROMISED: (_RELEGATED, None, None, _ORDINARY, _PROMISED),
+    _RELEGATED: (None, _ORDINARY, _PROMISED, _ORDINARY, None),
+    _BACKGROUND: (None, None, None, _ORDINARY, _BACKGROUND),
 }
 
 
@@ -82,7 +75,7 @@ def after(tier: Tier, move: Move) -> Tier:
     Raises:
         ValueError: the table has no such move from this tier.
     """
-    try:
-        return _TRANSITIONS[move][tier]
-    except KeyError:
-        raise ValueError(f"a request of tier {tier.name} cannot {move.value}") from None
+    found = dict(zip(Move, _AFTER[tier], strict=True))[move]
+    if found is None:
+        raise ValueError(f"a request of tier {tier.name} cannot {move.value}")
+    return found

@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
 from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.queues.request_queue import WaitingQueue
@@ -43,6 +43,14 @@ def _promise(request: Request) -> tuple[float, int, Request] | None:
     if deadline is None or request.tier is not Tier.PROMISED:
         return None
     return request.asked.arrival_time + deadline, request.order[1], request
+
+
+def _change(members: list[Any], member: Any, more: int, key: Any = None) -> None:
+    """Put one into a sorted list, or take it out."""
+    if more > 0:
+        insort(members, member, key=key)
+    else:
+        del members[bisect_left(members, member if key is None else key(member), key=key)]
 
 
 class WaitingRoom:
@@ -139,33 +147,21 @@ class WaitingRoom:
 
     def push(self, request: Request) -> None:
         """Put a request at its place; one that was taken goes on waiting."""
-        tier = request.tier
-        self._size += 1
-        self._num_tokens[tier] += request.num_new_tokens
-        if request.favoured:
-            self._num_favoured[tier] += 1
-            self._favoured_tokens[tier] += request.num_new_tokens
         if request.block_ids:
             self._holders[request.request_id] = request
-        if request.targets is not NO_SLO:
-            if _is_targeted(request):
-                self.num_changes += 1
-                insort(self.targeted.setdefault(self.group(request), []), request, key=_ORDER)
-                insort(self._dues, _first_token_due(request))
-            if (promise := _promise(request)) is not None:
-                insort(self.promised, promise)
-        self._queues[tier].push(request)
+        self._count(request, 1)
+        self._queues[request.tier].push(request)
 
     def take(self, head: Request) -> None:
         """Take out the first of its tier."""
         taken = self._queues[head.tier].pop()
         assert taken is head, "another request came first"
-        self._uncount(head)
+        self._count(head, -1)
 
     def remove(self, request: Request) -> None:
         """Take a member out, wherever it stands."""
         self._queues[request.tier].remove(request)
-        self._uncount(request)
+        self._count(request, -1)
 
     def drop_blocks(self) -> bool:
         """Take the blocks of all members that hold some; True if there were any."""
@@ -183,26 +179,28 @@ class WaitingRoom:
         finally:
             self.push(request)
 
-    def _uncount(self, request: Request) -> None:
-        tier = request.tier
-        self._size -= 1
-        self._num_tokens[tier] -= request.num_new_tokens
+    def _count(self, request: Request, more: int) -> None:
+        """A member comes (1) or goes (-1): sums, and what there is to look at."""
+        tier, tokens = request.tier, more * request.num_new_tokens
+        self._size += more
+        self._num_tokens[tier] += tokens
         if request.favoured:
-            self._num_favoured[tier] -= 1
-            self._favoured_tokens[tier] -= request.num_new_tokens
-        self._holders.pop(request.request_id, None)
+            self._num_favoured[tier] += more
+            self._favoured_tokens[tier] += tokens
+        if more < 0:
+            self._holders.pop(request.request_id, None)
         if request.targets is NO_SLO:
             return
         if _is_targeted(request):
             self.num_changes += 1
             group = self.group(request)
-            own = self.targeted[group]
-            del own[bisect_left(own, request.order, key=_ORDER)]
+            own = self.targeted.setdefault(group, [])
+            _change(own, request, more, _ORDER)
             if not own:
                 del self.targeted[group]
-            del self._dues[bisect_left(self._dues, _first_token_due(request))]
+            _change(self._dues, _first_token_due(request), more)
         if (promise := _promise(request)) is not None:
-            del self.promised[bisect_left(self.promised, promise)]
+            _change(self.promised, promise, more)
 
     # ------------------------------------------------------------------ views
 
@@ -256,10 +254,10 @@ class WaitingRoom:
         that the policy's queue has before it, all of earlier tiers; before a favoured one only
         favoured ones. Best effort with targets counts as one tier."""
         tier = request.tier
-        if request.favoured:
-            tiers = Tier.BACKGROUND if Tier.ORDINARY < tier < Tier.BACKGROUND else tier + 1
-            return sum(self._num_favoured[:tiers]), sum(self._favoured_tokens[:tiers])
         between = Tier.ORDINARY < tier < Tier.BACKGROUND
+        if request.favoured:
+            tiers = Tier.BACKGROUND if between else tier + 1
+            return sum(self._num_favoured[:tiers]), sum(self._favoured_tokens[:tiers])
         before = Tier.BACKGROUND if between else tier
         requests, tokens = sum(map(len, self._queues[:before])), sum(self._num_tokens[:before])
         own = self._queues[tier]
