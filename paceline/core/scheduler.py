@@ -75,8 +75,7 @@ class Scheduler:
         self._tenants = TenantShares(weights) if self.policy.keeps_tenants_apart else None
         self._door = Door(state, self._tenants)
         rows = Rows(state)
-        self._admission = Admission(state, rows)
-        self._planner = Planner(state, rows, self._admission)
+        self._planner = Planner(state, rows, Admission(state, rows))
         displacement = Displacement(state)
         self._plain = Plain(state, displacement)
         self._paced = Paced(state, displacement, self._tenants)
@@ -92,7 +91,6 @@ class Scheduler:
         self.note: StepNote | None = None
         self._num_added = 0
         self._num_steps = 0
-        self._num_discarded_tokens = 0
         self._rest()
 
     # ------------------------------------------------------------------ events in
@@ -242,7 +240,7 @@ class Scheduler:
             self.lengths.observe(request.label, request.num_output_tokens)
         elif request.first_scheduled_time is not None:
             computed = max(request.num_computed_tokens, request.history.num_lost_tokens)
-            self._num_discarded_tokens += max(0, computed - request.history.num_found_tokens)
+            self.state.totals.num_discarded_tokens += max(0, computed - request.history.num_found_tokens)
         self.kv.end(request, forget=reason is FinishReason.ERROR)
         del self._requests[request.request_id]
         if self._tenants is not None:
@@ -274,13 +272,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """A snapshot, cheap enough to take every step."""
-        return take_stats(
-            self.state,
-            num_recomputed_tokens=self._admission.num_recomputed_tokens,
-            num_relegated=self._paced.feasibility.num_demoted,
-            num_discarded_tokens=self._num_discarded_tokens,
-            refused=tuple(self._door.refused.items()),
-        )
+        return take_stats(self.state)
 
     def check_integrity(self) -> None:
         """AssertionError unless every invariant of scheduler, queue, tables and pool holds."""

@@ -30,7 +30,6 @@ ELSEWHERE = {
     "stats.py": "a value without code: tests/engine/supervision/test_totals.py",
     "step/draft_choice.py": "step/test_drafts.py",
     "speculation/row_price.py": "step/test_row_price.py",
-    "speculation/tally.py": "step/test_drafts.py",
     "step/state.py": "makes the parts of all tests in parts.py; its checks run in tests/driving.py",
 }
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
@@ -58,8 +57,6 @@ class Door:
         self._state = state
         self._tenants = tenants
         self.forecast = FirstTokenForecast(state)
-        # by QueueFullError.reason
-        self.refused: Counter[str] = Counter()
         # limits on waiting: (when, order of arrival, request)
         self._limits: list[tuple[float, int, Request]] = []
         # how many of them there may be until those of requests that wait no more are dropped
@@ -154,7 +151,7 @@ class Door:
             )
 
     def _refusal(self, reason: str, why: str, seconds: float | None) -> QueueFullError:
-        self.refused[reason] += 1
+        self._state.totals.refused[reason] += 1
         wait = _RETRY_SECONDS if seconds is None else max(seconds, _LEAST_RETRY)
         return QueueFullError(f"not accepted: {why}; retry in {wait:.1f} s", wait, reason)
 

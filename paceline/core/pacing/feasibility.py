@@ -60,7 +60,6 @@ class Feasibility:
         self._service_order = state.policy.service_order
         self._budget = budget
         self.deadlines = Deadlines(state, budget, self.demote)
-        self.num_demoted = 0
         # changes among those waiting that the last triage knew of, and steps since then
         self._triaged_at = -1
         self._since_triage = 0
@@ -144,7 +143,7 @@ class Feasibility:
         an order to match."""
         request.order = (self._later(request.order[0]), request.order[1])
         request.move(Move.DEMOTE)
-        self.num_demoted += 1
+        self._state.totals.num_relegated += 1
 
     # ------------------------------------------------------------------ all of them
 

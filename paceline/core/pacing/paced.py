@@ -20,7 +20,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from paceline.core.memory.outlook import look_ahead
 from paceline.core.memory.pressure import Pressure
 from paceline.core.pacing.ageing import Ageing
 from paceline.core.pacing.budget import BackgroundBucket, StepBudget
@@ -155,8 +154,7 @@ class Paced:
         ):
             return 0
         if state.config.future_memory_check and num_running:
-            # best effort makes way
-            outlook = look_ahead(state.kv, state.work, view.ordinary)
+            outlook = state.outlook(Tier.ORDINARY, view.ordinary)
             if not outlook.admits(head, state.kv.num_in_use(head)):
                 return 0
         return state.kv.num_lacking(head)

@@ -19,7 +19,10 @@ from paceline.core.request import Request
 from paceline.core.slo import NO_SLO
 from paceline.core.tier import Tier
 
-__all__ = ["WaitingRoom"]
+__all__ = ["Promise", "WaitingRoom", "is_promised", "promise_of"]
+
+# (deadline, number of arrival, request): the earliest first
+Promise = tuple[float, int, Request]
 
 _ORDER: Final = attrgetter("order")
 
@@ -37,12 +40,15 @@ def _first_token_due(request: Request) -> float:
     return request.asked.arrival_time + request.late_after
 
 
-def _promise(request: Request) -> tuple[float, int, Request] | None:
-    # unlike any other: requests themselves are never compared
-    deadline = request.targets.deadline
-    if deadline is None or request.tier is not Tier.PROMISED:
-        return None
-    return request.asked.arrival_time + deadline, request.order[1], request
+def is_promised(request: Request) -> bool:
+    """Whether it is best effort with a deadline that can still be met."""
+    return request.targets.deadline is not None and request.tier is Tier.PROMISED
+
+
+def promise_of(request: Request) -> Promise:
+    """Of best effort with a deadline; no two are alike, so requests themselves are not compared."""
+    due = request.asked.arrival_time + (request.targets.deadline or 0.0)
+    return due, request.order[1], request
 
 
 def _change(members: list[Any], member: Any, more: int, key: Any = None) -> None:
@@ -90,9 +96,8 @@ class WaitingRoom:
         self._dues: list[float] = []
         # arrivals and departures of these
         self.num_changes = 0
-        # members of tier PROMISED with a deadline, the earliest first: (deadline, number of
-        # arrival, request)
-        self.promised: list[tuple[float, int, Request]] = []
+        # sorted
+        self.promised: list[Promise] = []
         # by tier: prompt tokens that were not in the prefix cache when their request arrived
         self._num_tokens = [0] * len(Tier)
         # favoured members, and such tokens of these
@@ -199,8 +204,8 @@ class WaitingRoom:
             if not own:
                 del self.targeted[group]
             _change(self._dues, _first_token_due(request), more)
-        if (promise := _promise(request)) is not None:
-            _change(self.promised, promise, more)
+        if is_promised(request):
+            _change(self.promised, promise_of(request), more)
 
     # ------------------------------------------------------------------ views
 
@@ -273,7 +278,7 @@ class WaitingRoom:
         assert self._holders == {r.request_id: r for r in members if r.block_ids}, (
             "a request waits with blocks that cannot be taken back"
         )
-        assert sorted(filter(None, map(_promise, members))) == self.promised
+        assert sorted(map(promise_of, filter(is_promised, members))) == self.promised
         targeted = sorted(filter(_is_targeted, members), key=_ORDER)
         assert sorted(chain(*self.targeted.values()), key=_ORDER) == targeted
         assert self._dues == sorted(map(_first_token_due, targeted))

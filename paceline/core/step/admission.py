@@ -9,9 +9,7 @@ This module does not know what running requests get, or who makes way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from paceline.core.memory.outlook import MemoryOutlook, capacity, look_ahead
+from paceline.core.memory.outlook import MemoryOutlook, capacity
 from paceline.core.outputs import NewRequest
 from paceline.core.policies import overrides
 from paceline.core.queues.wait_clocks import Reason
@@ -28,31 +26,20 @@ class Admission:
     """Admits waiting requests into steps."""
 
     def __init__(self, state: SchedulerState, rows: Rows) -> None:
+        self._state = state
         self._config = state.config
-        self._served = state.policy.served
-        self._charges = overrides(state.policy, "served")
         self._kv = state.kv
         self._waiting = state.waiting
         self._running = state.running
         self._rows = rows
-        self._work = state.work
-        self._block_size = state.cache.block_size
+        self._charges = overrides(state.policy, "served")
         self._capacity = capacity(state.cache.num_blocks, state.cache.block_size)
-        self.num_recomputed_tokens = 0
 
     def let_in(self, step: Step, last: Tier) -> Reason | None:
         """Admit requests up to tier ``last`` until something is short, and return what."""
+        window, most, tried = self._config.bypass_window, self._config.max_bypasses, 0
         passed: list[Request] = []
-        try:
-            return self._let_in(step, last, passed)
-        finally:
-            for request in passed:
-                self._waiting.push(request)
-
-    def _let_in(self, step: Step, last: Tier, passed: list[Request]) -> Reason | None:
-        window, most = self._config.bypass_window, self._config.max_bypasses
         head: Request | None = None
-        tried = 0
         outlook: MemoryOutlook | None = None
         held_by: Reason | None = None
         while isinstance(request := step.next(last, passed), Request):
@@ -65,7 +52,7 @@ class Admission:
                 self._waiting.push(request)
                 continue
             if outlook is None and not self._surely_lasts(request, last):
-                outlook = self.outlook(last)
+                outlook = self._state.outlook(last, self._running.requests)
             obstacle = self._obstacle(step, request, outlook)
             if obstacle is None:
                 self._admit(step, request)
@@ -79,25 +66,21 @@ class Admission:
                     continue
                 held_by, head, tried = held_by or obstacle, head or request, tried + 1
             if tried > window or head.times_bypassed >= most:
-                return held_by
-        return held_by or request
+                break
+        else:
+            held_by = held_by or request
+        for each in passed:
+            self._waiting.push(each)
+        return held_by
 
     def _surely_lasts(self, request: Request, last: Tier) -> bool:
         """Whether memory lasts with this request even if every output becomes as long as it may, or
         need not; ``MemoryOutlook`` would say the same."""
         if not self._config.future_memory_check or not self._running.requests:
             return True
-        most = request.max_total_tokens + self._block_size
+        most = request.max_total_tokens + self._kv.block_size
         counted = self._running.most_tokens[: last + 1 if last is Tier.ORDINARY else None]
         return sum(counted) + most <= self._capacity
-
-    def outlook(self, last: Tier) -> MemoryOutlook:
-        """Of running requests' memory; best effort makes way, so ordinary requests need not count
-        it."""
-        running: Sequence[Request] = self._running.requests
-        if last is (ordinary := Tier.ORDINARY):
-            running = [request for request in running if request.tier is ordinary]
-        return look_ahead(self._kv, self._work, running)
 
     def _obstacle(
         self, step: Step, request: Request, outlook: MemoryOutlook | None
@@ -135,12 +118,13 @@ class Admission:
         assert extension is not None and not extension.new_block_ids, "admit() gave the blocks"
         if self._charges and not request.num_preemptions and request.asked.resumed is None:
             # a preemption or an engine that ends loses tokens, but they are charged once
-            self._served(request, request.num_tokens - request.num_computed_tokens, 0)
+            uncached = request.num_tokens - request.num_computed_tokens
+            self._state.policy.served(request, uncached, 0)
         history = request.history
         recomputed = max(0, history.num_lost_tokens - request.num_computed_tokens)
         history.num_lost_tokens = 0
         history.num_recomputed_tokens += recomputed
-        self.num_recomputed_tokens += recomputed
+        self._state.totals.num_recomputed_tokens += recomputed
         request.times_bypassed = 0
         if request.first_scheduled_time is None:
             request.first_scheduled_time = step.now

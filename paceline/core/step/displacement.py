@@ -12,7 +12,6 @@ from operator import attrgetter
 from typing import Final
 
 from paceline.core.memory.kv_cache import KVCacheManager
-from paceline.core.memory.outlook import look_ahead
 from paceline.core.request import Request
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
@@ -104,10 +103,8 @@ class Displacement:
         if not state.config.future_memory_check or len(gone) == len(running):
             return True
         names = {request.request_id for request in gone}
-        counted = rest = [r for r in running if r.request_id not in names]
-        if head.tier is Tier.ORDINARY:
-            counted = [request for request in rest if request.tier is Tier.ORDINARY]
-        outlook = look_ahead(state.kv, state.work, counted, freed)
+        rest = [request for request in running if request.request_id not in names]
+        outlook = state.outlook(head.tier, rest, freed)
         # what they alone hold of its prompt comes free with them
         num_shared = state.kv.num_in_use(head, gone)
         if not outlook.admits(head, num_shared):

@@ -60,7 +60,7 @@ class Drafts:
     """
 
     def __init__(self, state: SchedulerState, make: DrafterMaker | None = None) -> None:
-        self._settings, self._tally, self._make = state.speculation, state.tally, make
+        self._settings, self._totals, self._make = state.speculation, state.totals, make
         self._acceptance, self._row_price = Acceptance(), RowPrice()
         self._waiting, self._forks, self._running = state.waiting, state.forks, state.running
         self._kv, self._step_time, self._work = state.kv, state.step_time, state.work
@@ -147,7 +147,7 @@ class Drafts:
             right = max(0, len(sampled) - 1)
             if token_ids:
                 counted = min(right, _until_end(request, sampled))
-                self._tally.note(source, len(token_ids), counted)
+                self._totals.note_draft(source, len(token_ids), counted)
                 verified, so_far = request.history.drafts.get(source, (0, 0))
                 request.history.drafts[source] = verified + len(token_ids), so_far + counted
             # the caller is told with the next tokens

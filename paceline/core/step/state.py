@@ -6,12 +6,14 @@ This module does not decide anything.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.memory.kv_cache import KVCacheManager
+from paceline.core.memory.outlook import MemoryOutlook, look_ahead
 from paceline.core.memory.preemption import Preemption
 from paceline.core.memory.pressure import PressureValve
 from paceline.core.policies import PolicyContext, SchedulingPolicy, make_policy
@@ -24,11 +26,11 @@ from paceline.core.queues.wait_clocks import REASONS, Reason
 from paceline.core.queues.waiting import WaitingRoom
 from paceline.core.request import Forecast, Request, RequestStatus
 from paceline.core.speculation.settings import SpeculationSettings
-from paceline.core.speculation.tally import Tally
 from paceline.core.stats import SchedulerStats
 from paceline.core.step.in_flight import StepsInFlight
+from paceline.core.tier import Tier
 
-__all__ = ["LastPlan", "SchedulerState", "check_integrity", "take_stats"]
+__all__ = ["LastPlan", "SchedulerState", "Totals", "check_integrity", "take_stats"]
 
 
 @dataclass(slots=True)
@@ -46,6 +48,32 @@ class LastPlan:
     # of requests that had their first token since forecasts were last asked for: what was said on
     # arrival, and the seconds that it took
     first_tokens: list[tuple[Forecast, float]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counted from the start on, over all requests."""
+
+    num_recomputed_tokens: int = 0
+    num_relegated: int = 0
+    # tokens that were computed for requests that were aborted or failed
+    num_discarded_tokens: int = 0
+    # refused requests by QueueFullError.reason
+    refused: Counter[str] = field(default_factory=Counter)
+    # rows with guesses; by source the guesses and those that were right, and these by their place in
+    # the row
+    num_drafts: int = 0
+    drafted: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
+    accepted_by_place: Counter[int] = field(default_factory=Counter)
+
+    def note_draft(self, source: str, num_guesses: int, num_right: int) -> None:
+        """A row with so many guesses has come back, of which the first ``num_right`` were right."""
+        self.num_drafts += 1
+        self.drafted[source] += num_guesses
+        self.accepted[source] += num_right
+        for place in range(num_guesses):
+            self.accepted_by_place[place] += place < num_right
 
 
 class SchedulerState:
@@ -76,34 +104,36 @@ class SchedulerState:
         preemption = Preemption(config, cache, self.kv, self.work)
         self.running = RunningList(preemption, self.waiting, cache.block_size)
         self.steps, self.last = StepsInFlight(self.step_time, config.plan_lead_s), LastPlan(tokens)
-        # who may guess tokens, and what became of guesses
-        self.speculation, self.tally = SpeculationSettings.of(config.speculative_config), Tally()
+        self.speculation = SpeculationSettings.of(config.speculative_config)
+        self.totals = Totals()
+
+    def outlook(
+        self, tier: Tier, running: Sequence[Request], num_freed: int = 0
+    ) -> MemoryOutlook:
+        """Of the memory of running requests, as one of ``tier`` finds it once so many blocks have
+        come free. Best effort makes way, so ordinary requests need not count it."""
+        if tier is Tier.ORDINARY:
+            running = [request for request in running if request.tier is tier]
+        return look_ahead(self.kv, self.work, running, num_freed)
 
 
-def take_stats(
-    state: SchedulerState,
-    *,
-    num_recomputed_tokens: int,
-    num_relegated: int,
-    num_discarded_tokens: int,
-    refused: tuple[tuple[str, int], ...],
-) -> SchedulerStats:
-    """A snapshot of the parts, with what others have counted."""
-    drafts = state.tally
+def take_stats(state: SchedulerState) -> SchedulerStats:
+    """A snapshot of the parts."""
+    totals = state.totals
     kv, waiting, steps, held_by = state.kv, state.waiting, state.steps, state.last.held_by
     return SchedulerStats(
         num_running=len(state.running.requests), num_waiting=len(waiting) + len(state.forks),
         num_waiting_capacity=len(waiting), num_waiting_deferred=len(state.forks),
         num_blocks=kv.pool.num_blocks, num_free_blocks=kv.pool.num_free,
-        num_preemptions=state.running.num_preemptions, num_drafts=drafts.num_rows,
-        num_draft_tokens=sum(drafts.verified.values()),
-        num_accepted_tokens=sum(drafts.right.values()),
-        drafted=tuple(drafts.verified.items()), accepted=tuple(drafts.right.items()),
-        accepted_by_place=tuple((str(i), n) for i, n in enumerate(drafts.right_by_place)),
+        num_preemptions=state.running.num_preemptions, num_drafts=totals.num_drafts,
+        num_draft_tokens=totals.drafted.total(), num_accepted_tokens=totals.accepted.total(),
+        drafted=tuple(totals.drafted.items()), accepted=tuple(totals.accepted.items()),
+        accepted_by_place=tuple((str(i), n) for i, n in totals.accepted_by_place.items()),
         prefix_cache_queries=kv.num_queried_tokens, prefix_cache_hits=kv.num_hit_tokens,
-        num_recomputed_tokens=num_recomputed_tokens,
+        num_recomputed_tokens=totals.num_recomputed_tokens,
         num_swapped_out_blocks=kv.num_swapped_out, num_swapped_in_blocks=kv.num_swapped_in,
-        num_relegated=num_relegated, num_discarded_tokens=num_discarded_tokens, refused=refused,
+        num_relegated=totals.num_relegated, num_discarded_tokens=totals.num_discarded_tokens,
+        refused=tuple(totals.refused.items()),
         waited=tuple(zip(REASONS, waiting.clocks.reading(), strict=True)),
         pressure_level=state.valve.level,
         predicted_step_seconds=steps.predicted_seconds, actual_step_seconds=steps.actual_seconds,
