@@ -6,7 +6,6 @@ from typing import Any
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.request import Request
-from paceline.core.step.builder import StepBuilder
 from paceline.core.step.limits import Step
 from paceline.core.step.state import SchedulerState
 from tests.driving import make_request
@@ -59,6 +58,6 @@ def step_of(state: SchedulerState, tokens: int = 64, kind: type[Step] = Step, **
     return kind(budget=tokens, state=state, **(facts | more))
 
 
-def rows_of(step: StepBuilder) -> dict[str, tuple[int, int]]:
+def rows_of(step: Step) -> dict[str, tuple[int, int]]:
     """By request: (first position, tokens)."""
     return {row.request_id: (row.start, row.num_tokens) for row in step.rows}

@@ -135,7 +135,7 @@ class Deadlines:
         per_row = self._state.step_time.row_seconds(0)
         # a step of rows alone, and how long steps filled up with prompts last
         short = self._state.step_time.predict(StepShape(0, 0.0, max(1, num_running), 0))
-        filling = self._state.waiting.num_new_tokens * per_token
+        filling = sum(self._state.waiting.num_tokens) * per_token
         # share of the time to come that ordinary requests are taken to need
         taken = min(1.0, self._state.steps.ordinary_share)
         left_out = self._left_out

@@ -27,7 +27,6 @@ from paceline.core.pacing.tpot_guard import TpotGuard
 from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Request
-from paceline.core.step.builder import StepBuilder
 from paceline.core.step.limits import Step
 from paceline.core.tier import Tier
 
@@ -237,7 +236,7 @@ class PacedStep(Step):
 
     def add(self, request: Request, num_tokens: int, new_block_ids: tuple[int, ...]) -> None:
         before = self.shape
-        StepBuilder.add(self, request, num_tokens, new_block_ids)
+        Step.add(self, request, num_tokens, new_block_ids)
         if self.background_seconds < math.inf and request.tier is Tier.BACKGROUND:
             self.bucket.charge(self._seconds_since(before))
 

@@ -5,7 +5,6 @@ This module does not know which policy orders the queues or what runs.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -93,13 +92,13 @@ class WaitingRoom:
         # order; no group is empty
         self.targeted: dict[str, list[Request]] = {}
         # when their first tokens are due, sorted
-        self._dues: list[float] = []
+        self.dues: list[float] = []
         # arrivals and departures of these
         self.num_changes = 0
         # sorted
         self.promised: list[Promise] = []
         # by tier: prompt tokens that were not in the prefix cache when their request arrived
-        self._num_tokens = [0] * len(Tier)
+        self.num_tokens = [0] * len(Tier)
         # favoured members, and such tokens of these
         self._num_favoured = [0] * len(Tier)
         self._favoured_tokens = [0] * len(Tier)
@@ -188,7 +187,7 @@ class WaitingRoom:
         """A member comes (1) or goes (-1): sums, and what there is to look at."""
         tier, tokens = request.tier, more * request.num_new_tokens
         self._size += more
-        self._num_tokens[tier] += tokens
+        self.num_tokens[tier] += tokens
         if request.favoured:
             self._num_favoured[tier] += more
             self._favoured_tokens[tier] += tokens
@@ -203,7 +202,7 @@ class WaitingRoom:
             _change(own, request, more, _ORDER)
             if not own:
                 del self.targeted[group]
-            _change(self._dues, _first_token_due(request), more)
+            _change(self.dues, _first_token_due(request), more)
         if is_promised(request):
             _change(self.promised, promise_of(request), more)
 
@@ -234,26 +233,6 @@ class WaitingRoom:
         """Whether a request of an earlier tier waits."""
         return any(map(len, self._queues[:tier]))
 
-    @property
-    def num_targeted(self) -> int:
-        """Members whose first token is due at some time and has not come."""
-        return len(self._dues)
-
-    @property
-    def earliest_due(self) -> float:
-        """When the first of these first tokens is due; never, if there are none."""
-        return self._dues[0] if self._dues else math.inf
-
-    @property
-    def num_ordinary_tokens(self) -> int:
-        """Of members that are not best effort: prompt tokens that were not in the prefix cache."""
-        return self._num_tokens[Tier.ORDINARY]
-
-    @property
-    def num_new_tokens(self) -> int:
-        """The same of all members."""
-        return sum(self._num_tokens)
-
     def ahead_of(self, request: Request) -> tuple[int, int]:
         """(requests, new prompt tokens) taken to be served before a newcomer: of its own tier those
         that the policy's queue has before it, all of earlier tiers; before a favoured one only
@@ -264,12 +243,12 @@ class WaitingRoom:
             tiers = Tier.BACKGROUND if between else tier + 1
             return sum(self._num_favoured[:tiers]), sum(self._favoured_tokens[:tiers])
         before = Tier.BACKGROUND if between else tier
-        requests, tokens = sum(map(len, self._queues[:before])), sum(self._num_tokens[:before])
+        requests, tokens = sum(map(len, self._queues[:before])), sum(self.num_tokens[:before])
         own = self._queues[tier]
         if between or not own:
             return requests, tokens
         ahead = min(len(own), own.num_ahead(request))
-        return requests + ahead, tokens + self._num_tokens[tier] * ahead // len(own)
+        return requests + ahead, tokens + self.num_tokens[tier] * ahead // len(own)
 
     def check_integrity(self) -> None:
         """AssertionError unless sums and members agree."""
@@ -281,13 +260,13 @@ class WaitingRoom:
         assert sorted(map(promise_of, filter(is_promised, members))) == self.promised
         targeted = sorted(filter(_is_targeted, members), key=_ORDER)
         assert sorted(chain(*self.targeted.values()), key=_ORDER) == targeted
-        assert self._dues == sorted(map(_first_token_due, targeted))
+        assert self.dues == sorted(map(_first_token_due, targeted))
         for group, own in self.targeted.items():
             assert own and all(self.group(request) == group for request in own)
             assert own == sorted(own, key=_ORDER)
         for tier, queue in enumerate(self._queues):
             assert all(request.tier == tier for request in queue)
-            assert sum(request.num_new_tokens for request in queue) == self._num_tokens[tier]
+            assert sum(request.num_new_tokens for request in queue) == self.num_tokens[tier]
             favoured = [request.num_new_tokens for request in queue if request.favoured]
             assert len(favoured) == self._num_favoured[tier]
             assert sum(favoured) == self._favoured_tokens[tier]

@@ -22,8 +22,8 @@ from paceline.core.speculation.guesser import Acceptance, Guesser
 from paceline.core.speculation.ngram import NgramDrafter
 from paceline.core.speculation.prediction import PredictionDrafter
 from paceline.core.speculation.row_price import RowPrice
-from paceline.core.step.builder import StepBuilder
 from paceline.core.step.draft_choice import DraftChoice, StepCosts
+from paceline.core.step.limits import Step
 from paceline.core.step.state import SchedulerState
 
 __all__ = ["DrafterMaker", "Drafts"]
@@ -82,7 +82,7 @@ class Drafts:
         # predicted seconds of the last step in which guesses are made
         self.making_seconds = 0.0
 
-    def add(self, step: StepBuilder, now: float) -> tuple[Draft, ...]:
+    def add(self, step: Step, now: float) -> tuple[Draft, ...]:
         """Lengthen rows of a step that is otherwise complete; see ``SchedulerOutput.drafts``."""
         requests = step.requests
         self._note_bubble(requests, now)
@@ -108,7 +108,7 @@ class Drafts:
         self._predict_making(requests, drafts)
         return tuple(drafts)
 
-    def _has_room(self, step: StepBuilder) -> bool:
+    def _has_room(self, step: Step) -> bool:
         """Whether guesses take nothing that anybody else wants, once no prompt is computed."""
         return not (
             len(self._running.requests) > _MOST_ROWS
@@ -117,7 +117,7 @@ class Drafts:
             or any(request.best_effort for request in step.requests)
         )
 
-    def forces(self, step: StepBuilder) -> tuple[int, ...]:
+    def forces(self, step: Step) -> tuple[int, ...]:
         """See ``SchedulerOutput.forces``: where guesses may be worth something in the next step."""
         if not self._settings.grammars or not self._has_room(step):
             return ()
@@ -220,7 +220,7 @@ class Drafts:
             drafters.append(ModelDrafter())
         return drafters
 
-    def _choose(self, step: StepBuilder, guesses: list[Guess]) -> Sequence[int]:
+    def _choose(self, step: Step, guesses: list[Guess]) -> Sequence[int]:
         """How many guesses of each row are worth it; (): of none."""
         model, requests = self._step_time, step.requests
         if not model.ready and any(request.targets.aims for request in requests):
@@ -265,7 +265,7 @@ class Drafts:
         if waited < 2 * step:
             self._bubble += _NEWEST * (waited - self._bubble)
 
-    def _worth_waiting(self, step: StepBuilder) -> bool:
+    def _worth_waiting(self, step: Step) -> bool:
         """Whether guesses of the next step are likely to bring more than the next plan's waiting
         for this step's tokens costs."""
         shares = [r.guesser.acceptance.share for r in step.requests if r.guesser is not None]
@@ -291,7 +291,7 @@ class Drafts:
         short = self._kv.pool.num_free <= count + len(self._running.requests)
         return max(0, min(count, held)) if short else count
 
-    def _lengthen(self, step: StepBuilder, index: int, count: int) -> None:
+    def _lengthen(self, step: Step, index: int, count: int) -> None:
         """Make a row one of so many guesses more, whose blocks are there."""
         request = step.requests[index]
         extension = self._kv.extend(request, count)

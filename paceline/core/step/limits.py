@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from paceline.core.memory.pressure import Pressure
+from paceline.core.outputs import BlockCopy, NewRequest, ScheduledRow
 from paceline.core.policies import overrides
 from paceline.core.predict.step_time import StepShape
 from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Request
-from paceline.core.step.builder import StepBuilder
 from paceline.core.step.displacement import Displacement
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
@@ -33,6 +33,9 @@ __all__ = ["Pacing", "Pass", "Plain", "Step", "cap_chunk"]
 
 # prompt tokens of a step under memory pressure, at least
 _MIN_CHUNK = 32
+# a NamedTuple made by tuple's constructor costs half of one made by its own, and there is one for
+# every token of every request
+_new = tuple.__new__
 
 
 class Pass(NamedTuple):
@@ -47,12 +50,14 @@ class Pass(NamedTuple):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Step(StepBuilder):
-    """A plain step with its rows so far, and the base of others."""
+class Step:
+    """A plain step with its rows so far, and the base of others. Made anew for each step."""
 
     state: SchedulerState
     # when it is planned
     now: float
+    # tokens left to hand out
+    budget: int
     # prompt tokens of the step before memory pressure, for forecasts
     chunk_tokens: int
     # in order; a token is kept for every running request of later passes
@@ -70,6 +75,57 @@ class Step(StepBuilder):
     background_seconds: float = math.inf
     # predicted seconds of ordinary rows alone; None: there are no others
     ordinary_seconds: float | None = None
+    # which rows this step takes; both where the policy mixes
+    narrow: bool = True
+    wide: bool = True
+    # what ``shape`` is made of
+    wide_tokens: int = 0
+    wide_keys: float = 0.0
+    narrow_rows: int = 0
+    narrow_keys: int = 0
+    num_tokens: int = 0
+    # the rows so far, and whose they are
+    rows: list[ScheduledRow] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    new: list[NewRequest] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    # forks that got their blocks in this step: copies come before writes, so they may run from the
+    # next step on
+    forked: list[Request] = field(default_factory=list)
+
+    @property
+    def shape(self) -> StepShape:
+        """Of the rows so far."""
+        return StepShape(self.wide_tokens, self.wide_keys, self.narrow_rows, self.narrow_keys)
+
+    def add(self, request: Request, num_tokens: int, new_block_ids: tuple[int, ...]) -> None:
+        """Give a request the next tokens it lacks, and count them as computed."""
+        start = request.num_computed_tokens
+        end = start + num_tokens
+        samples = end == request.num_tokens + request.num_pending_tokens
+        self.rows.append(
+            _new(ScheduledRow, (request.request_id, start, num_tokens, new_block_ids, samples))
+        )
+        self.requests.append(request)
+        self.budget -= num_tokens
+        self.num_tokens += num_tokens
+        request.num_computed_tokens = end
+        if samples:
+            request.num_pending_tokens += 1
+        if num_tokens > 1:
+            request.history.num_chunks += 1
+            self.wide_tokens += num_tokens
+            self.wide_keys += num_tokens * (start + num_tokens / 2)
+        else:
+            self.narrow_rows += 1
+            self.narrow_keys += start
+
+    def count_plain(self, num_rows: int, num_keys: int) -> None:
+        """Count rows of one token that ``Rows`` added by itself, with the tokens before them."""
+        self.budget -= num_rows
+        self.num_tokens += num_rows
+        self.narrow_rows += num_rows
+        self.narrow_keys += num_keys
 
     # ------------------------------------------------------------------ admission
 

@@ -27,7 +27,6 @@ class Planner:
 
     def __init__(self, state: SchedulerState, rows: Rows, admission: Admission) -> None:
         self._state = state
-        self._mixes = state.policy.mixes
         self._waiting = state.waiting
         self._running = state.running
         self._rows = rows
@@ -39,7 +38,7 @@ class Planner:
         Args:
             held: the policy admits no request for now.
         """
-        if not self._mixes:
+        if not self._state.policy.mixes:
             self._choose_kind(step, held)
         if step.evicted is not None:
             self._running.preempt(step.evicted, step.now)

@@ -16,7 +16,7 @@ from paceline.core.tier import Tier
 
 __all__ = ["Rows"]
 
-# see builder.py
+# see limits.py
 _new = tuple.__new__
 
 
