@@ -23,7 +23,7 @@ from paceline.core.errors import InvalidRequestError
 
 __all__ = ["ConstrainedBackend", "Grammar", "MatcherSource", "TokenMatcher"]
 
-# by kind, characters; the largest schema that people generate from in public collections is far below
+# characters, by kind; the largest schema that people generate from in public collections is below
 _MAX_SOURCE: Final = {"json_schema": 1 << 18, "regex": 1 << 14, "lark": 1 << 16}
 
 

@@ -240,7 +240,9 @@ class Scheduler:
             self.lengths.observe(request.label, request.num_output_tokens)
         elif request.first_scheduled_time is not None:
             computed = max(request.num_computed_tokens, request.history.num_lost_tokens)
-            self.state.totals.num_discarded_tokens += max(0, computed - request.history.num_found_tokens)
+            self.state.totals.num_discarded_tokens += max(
+                0, computed - request.history.num_found_tokens
+            )
         self.kv.end(request, forget=reason is FinishReason.ERROR)
         del self._requests[request.request_id]
         if self._tenants is not None:

@@ -152,15 +152,8 @@ class Feasibility:
         that gain by it, and let those demoted rejoin once there are none. Returns whether a request
         changed its tier."""
         # one that has rejoined does not go to and fro: what it has computed would be lost
-        late = [
-            r
-            for r in view.wide
-            if (r.targets.ttft is not None or r.tier is not Tier.ORDINARY) and self.is_late(r, now)
-        ]
-        # because their first tokens were late, and not best effort by themselves
-        demoted = [
-            r for r in view.best_effort if r.tier is Tier.RELEGATED and not r.asked.slo.best_effort
-        ]
+        late = [r for r in view.wide if not _has_rejoined(r) and self.is_late(r, now)]
+        demoted = [r for r in view.best_effort if _was_late(r)]
         if not late and not demoted:
             return False
         others = self.others(view, now)
@@ -213,6 +206,15 @@ class Feasibility:
                 # none can be on time, so the first yields to none
                 late = [request for request in late if request is not first[0]]
         return [request for request in late if not request.favoured]
+
+
+def _was_late(request: Request) -> bool:
+    """Whether it is demoted because its first token was late, and not best effort by itself."""
+    return request.tier is Tier.RELEGATED and not request.asked.slo.best_effort
+
+
+def _has_rejoined(request: Request) -> bool:
+    return request.targets.ttft is None and request.tier is Tier.ORDINARY
 
 
 def _is_aimless(request: Request) -> bool:

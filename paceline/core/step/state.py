@@ -60,8 +60,7 @@ class Totals:
     num_discarded_tokens: int = 0
     # refused requests by QueueFullError.reason
     refused: Counter[str] = field(default_factory=Counter)
-    # rows with guesses; by source the guesses and those that were right, and these by their place in
-    # the row
+    # rows with guesses; guesses and right ones by source, and these by their place in the row
     num_drafts: int = 0
     drafted: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
@@ -107,9 +106,7 @@ class SchedulerState:
         self.speculation = SpeculationSettings.of(config.speculative_config)
         self.totals = Totals()
 
-    def outlook(
-        self, tier: Tier, running: Sequence[Request], num_freed: int = 0
-    ) -> MemoryOutlook:
+    def outlook(self, tier: Tier, running: Sequence[Request], num_freed: int = 0) -> MemoryOutlook:
         """Of the memory of running requests, as one of ``tier`` finds it once so many blocks have
         come free. Best effort makes way, so ordinary requests need not count it."""
         if tier is Tier.ORDINARY:

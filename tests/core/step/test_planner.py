@@ -222,7 +222,5 @@ def test_a_step_for_a_prompt_that_does_not_fit_after_all_is_not_wasted() -> None
     run(state, stream, night)
     computed(state, stream, night)
     waits(state, numbered("w", 5, 9))
-    step, held_by = fill(
-        state, Pass(list(state.running.requests), [], Tier.ORDINARY), kind=Closed
-    )
+    step, held_by = fill(state, Pass(list(state.running.requests), [], Tier.ORDINARY), kind=Closed)
     assert rows_of(step) == {"s": (5, 1), "n": (5, 1)} and held_by is Reason.PACE
