@@ -85,6 +85,7 @@ class Scheduler:
         guesses = drafter is not None or state.speculation.guesses_alone
         self._drafts = Drafts(state, drafter) if guesses else None
         self._requests: dict[str, Request] = {}
+        self._expired: list[Expired] = []
         # the policy holds all waiting requests back until then; None: it does not
         self.wake_at: float | None = None
         # of the newest plan with rows
@@ -144,7 +145,8 @@ class Scheduler:
 
     def take_expired(self) -> tuple[Expired, ...]:
         """Requests that ``schedule`` dropped before they were started, once each."""
-        return self._door.take_expired()
+        expired, self._expired = tuple(self._expired), []
+        return expired
 
     # ------------------------------------------------------------------ plans out
 
@@ -167,7 +169,7 @@ class Scheduler:
         running = self._running.requests
         self._waiting.begin_plan(now)
         if now >= self._door.next_expiry:
-            self._door.drop_expired(now, self._finish)
+            self._expired += self._door.drop_expired(now, self._finish)
         if self.valve.threshold < 1.0:
             self.valve.update(1.0 - self.kv.pool.num_free / self.cache.num_blocks)
         starts = self._steps.starts(now)

@@ -1,13 +1,5 @@
 """Tiers: what a request has to lose by waiting, and the only moves that change it.
 
-::
-
-    from \\ move   demote      rejoin     restore    age         favour
-    ORDINARY       RELEGATED   -          -          -           ORDINARY
-    PROMISED       RELEGATED   -          -          ORDINARY    PROMISED
-    RELEGATED      -           ORDINARY   PROMISED   ORDINARY    -
-    BACKGROUND     -           -          -          ORDINARY    BACKGROUND
-
 *Demote*: a target can no longer be met, so the request yields to those whose targets can.
 *Rejoin*: no request whose target can be met gains by it any more: the request is ordinary again,
 without the target that it missed. It asked for more than others did, and gets no less.
@@ -53,7 +45,7 @@ class Move(enum.Enum):
 
 
 _ORDINARY, _PROMISED, _RELEGATED, _BACKGROUND = Tier
-# the table above: a column for each move, in order
+# by tier, where each move leads: demote, rejoin, restore, age, favour
 _AFTER: Final[Mapping[Tier, Sequence[Tier | None]]] = {
     _ORDINARY: (_RELEGATED, None, None, None, _ORDINARY),
     _PROMISED: (_RELEGATED, None, None, _ORDINARY, _PROMISED),

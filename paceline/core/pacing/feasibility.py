@@ -56,8 +56,6 @@ class Feasibility:
     def __init__(self, state: SchedulerState, budget: StepBudget) -> None:
         self._state = state
         self._enabled = state.config.relegate_late
-        self._later = state.policy.later
-        self._service_order = state.policy.service_order
         self._budget = budget
         self.deadlines = Deadlines(state, budget, self.demote)
         # changes among those waiting that the last triage knew of, and steps since then
@@ -141,7 +139,7 @@ class Feasibility:
     def demote(self, request: Request) -> None:
         """Move the request, which is in no ordered place, to the tier of those that are late, with
         an order to match."""
-        request.order = (self._later(request.order[0]), request.order[1])
+        request.order = (self._state.policy.later(request.order[0]), request.order[1])
         request.move(Move.DEMOTE)
         self._state.totals.num_relegated += 1
 
@@ -181,7 +179,7 @@ class Feasibility:
         )
         # else no request will be late, in whatever order
         if starts + (unfinished + room.num_tokens[Tier.ORDINARY]) * per_token > room.dues[0]:
-            first = list(islice(self._service_order(room.targeted), _MAX_TRIAGED))
+            first = list(islice(self._state.policy.service_order(room.targeted), _MAX_TRIAGED))
             losers = triage(
                 first,
                 starts + unfinished * per_token,

@@ -1,12 +1,9 @@
 """A step while requests have targets, or tenants are kept apart, and what it may do.
 
-Ordinary requests are served first. Best effort gets what they leave of the step's time:
-
-* a best-effort row or chunk is added only while the step is predicted to stay within the seconds
-  that the targets of others leave (``takes``, ``chunk``);
-* a running best-effort request that was passed over in many steps gets a row anyway, a few in each
-  step, so that it never stops altogether;
-* requests without targets are metered besides (``BackgroundBucket``).
+Ordinary requests are served first. Best effort gets what they leave of the step's time: a row or
+chunk is added only while the step is predicted to stay within the seconds that the targets of
+others leave, but now and then one for a request that was passed over in many steps, so that it
+never stops altogether. Requests without targets are metered besides (``BackgroundBucket``).
 
 This module does not know how the seconds are found (``budget``), nor which requests are late
 (``feasibility``).

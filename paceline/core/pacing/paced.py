@@ -50,10 +50,7 @@ class Paced:
     """
 
     def __init__(
-        self,
-        state: SchedulerState,
-        displacement: Displacement,
-        tenants: TenantShares | None,
+        self, state: SchedulerState, displacement: Displacement, tenants: TenantShares | None
     ) -> None:
         config, model, chunk = state.config, state.step_time, state.chunk
         self._state = state

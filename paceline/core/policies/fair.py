@@ -69,11 +69,6 @@ class FairPolicy(FcfsPolicy):
         self._turns.append(turns)
         return turns.queue
 
-    def counter(self, tenant: str, tier: Tier = Tier.ORDINARY) -> float:
-        """Weighted tokens served to ``tenant``'s requests of one tier, by its weight; lifts
-        included."""
-        return self._turns[tier].counter(tenant)
-
     def service_order(self, waiting: Mapping[str, Sequence[Request]]) -> Iterator[Request]:
         # as if each were served whole before the next is chosen
         heads: list[tuple[float, tuple[float, int], str, int]] = []
@@ -150,6 +145,7 @@ class _Turns:
         self._heap: list[tuple[float, str]] = []
 
     def counter(self, tenant: str) -> float:
+        """Weighted tokens served to a tenant, by its weight; lifts included."""
         return self._counters.get(tenant, 0.0)
 
     def charge(self, tokens: Mapping[str, float]) -> None:

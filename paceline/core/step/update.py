@@ -5,7 +5,7 @@ This module does not know how the step was chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import itemgetter
 
 from paceline.core.outputs import (
@@ -43,8 +43,7 @@ class Updates:
     def __init__(
         self, state: SchedulerState, finish: Callable[[Request, FinishReason], None]
     ) -> None:
-        self._last = state.last
-        self._steps = state.steps
+        self._state = state
         self._finish = finish
         self._sampled = state.policy.sampled
         # most policies do not count what was served
@@ -102,7 +101,7 @@ class Updates:
             elif row[samples_at]:
                 token_ids = self._append(request, token_ids, now)
                 counted += [request] * len(token_ids)
-                self._tell(updates, request, token_ids, row_logprobs, tell_all)
+                updates += self._tell(request, token_ids, row_logprobs, tell_all)
         if counts:
             self._sampled(counted)
         return tuple(updates)
@@ -112,11 +111,12 @@ class Updates:
         Returns those that count."""
         if request.first_token_time is None:
             request.first_token_time = now
-            self._steps.num_prompt_tokens += request.num_prompt_tokens
+            self._state.steps.num_prompt_tokens += request.num_prompt_tokens
             forecast = request.history.forecast
             # one that was demoted against what was foreseen says nothing of the others
             if forecast is not None and (forecast.late or not request.history.demoted):
-                self._last.first_tokens.append((forecast, now - request.asked.arrival_time))
+                actual = now - request.asked.arrival_time
+                self._state.last.first_tokens.append((forecast, actual))
         if not token_ids:
             self._finish(request, FinishReason.STOP)
         sampling = request.asked.sampling
@@ -136,20 +136,14 @@ class Updates:
         return token_ids
 
     def _tell(
-        self,
-        updates: list[RequestUpdate],
-        request: Request,
-        token_ids: tuple[int, ...],
-        logprobs: _Logprobs,
-        tell_all: bool,
-    ) -> None:
-        """Add the news of a request with these new tokens, and its story if it has changed."""
-        tells = not request.told
-        request.told = True
+        self, request: Request, token_ids: tuple[int, ...], logprobs: _Logprobs, tell_all: bool
+    ) -> Iterator[RequestUpdate]:
+        """The news of a request with these new tokens, and its story if it has changed."""
+        tells, request.told = not request.told, True
         if tell_all or request.finish_reason is not None:
             # of tokens behind the one that ended it nothing is told
             logprobs = None if logprobs is None else logprobs[: len(token_ids)]
-            updates.append(update_of(request, token_ids, logprobs, tells=tells))
+            yield update_of(request, token_ids, logprobs, tells=tells)
 
 
 def update_of(
