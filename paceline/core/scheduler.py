@@ -185,7 +185,7 @@ class Scheduler:
         if not step.rows:
             self._steps.note_ordinary(starts, 0.0)
             return SchedulerOutput(self._num_steps, (), (), (), (), 0)
-        drafts = self._drafts.add(step, now) if self._drafts is not None else ()
+        drafts = self._drafts.add(step) if self._drafts is not None else ()
         plan = SchedulerOutput(
             self._num_steps, tuple(step.rows), tuple(step.new), tuple(step.copies),
             self._running.take_released(), step.num_tokens, self.kv.take_swaps(), drafts,

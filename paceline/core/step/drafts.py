@@ -82,10 +82,10 @@ class Drafts:
         # predicted seconds of the last step in which guesses are made
         self.making_seconds = 0.0
 
-    def add(self, step: Step, now: float) -> tuple[Draft, ...]:
+    def add(self, step: Step) -> tuple[Draft, ...]:
         """Lengthen rows of a step that is otherwise complete; see ``SchedulerOutput.drafts``."""
         requests = step.requests
-        self._note_bubble(requests, now)
+        self._note_bubble(requests, step.now)
         self.awaits_tokens, self.making_seconds = False, 0.0
         if not requests or step.wide_tokens or not self._has_room(step):
             return ()
