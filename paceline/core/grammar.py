@@ -23,8 +23,7 @@ from paceline.core.errors import InvalidRequestError
 
 __all__ = ["ConstrainedBackend", "Grammar", "MatcherSource", "TokenMatcher"]
 
-_KINDS: Final = ("json_schema", "regex", "lark")
-# characters; the largest schema that people generate from in public collections is far below
+# characters, by kind; the largest schema that people generate from in public collections is below
 _MAX_SOURCE: Final = {"json_schema": 1 << 18, "regex": 1 << 14, "lark": 1 << 16}
 
 
@@ -46,7 +45,7 @@ class Grammar:
         limit = _MAX_SOURCE.get(self.kind)
         if limit is None:
             raise InvalidRequestError(
-                f"a grammar is one of {', '.join(_KINDS)}, not {self.kind!r}", self.field
+                f"a grammar is one of {', '.join(_MAX_SOURCE)}, not {self.kind!r}", self.field
             )
         if len(self.source) > limit:
             raise InvalidRequestError(

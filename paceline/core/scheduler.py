@@ -23,8 +23,7 @@ This module does not know time (``now`` is an argument), tensors, text or transp
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Collection, Iterable
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote, StepResult
@@ -33,15 +32,14 @@ from paceline.core.pacing.paced import Paced
 from paceline.core.pacing.tenants import TenantShares
 from paceline.core.policies import SchedulingPolicy
 from paceline.core.request import FinishReason, Request, RequestStatus
-from paceline.core.stats import ClassUse, SchedulerStats, take_census
+from paceline.core.stats import SchedulerStats
 from paceline.core.step.admission import Admission
-from paceline.core.step.builder import StepBuilder
 from paceline.core.step.displacement import Displacement
 from paceline.core.step.drafts import DrafterMaker, Drafts
 from paceline.core.step.limits import Pacing, Plain
 from paceline.core.step.planner import Planner
 from paceline.core.step.rows import Rows
-from paceline.core.step.state import check_integrity, make_state, take_stats
+from paceline.core.step.state import SchedulerState, check_integrity, take_stats
 from paceline.core.step.update import Updates, update_of
 from paceline.core.tenant_weights import TenantWeights
 
@@ -67,7 +65,7 @@ class Scheduler:
         drafter: DrafterMaker | None = None,
     ) -> None:
         self.config, self.cache = config, cache
-        self.state = state = make_state(config, cache, policy)
+        self.state = state = SchedulerState(config, cache, policy)
         self.policy, self.kv, self.valve = state.policy, state.kv, state.valve
         self.step_time, self.lengths = state.step_time, state.lengths
         self._waiting, self._forks, self._running = state.waiting, state.forks, state.running
@@ -77,8 +75,7 @@ class Scheduler:
         self._tenants = TenantShares(weights) if self.policy.keeps_tenants_apart else None
         self._door = Door(state, self._tenants)
         rows = Rows(state)
-        self._admission = Admission(state, rows)
-        self._planner = Planner(state, rows, self._admission)
+        self._planner = Planner(state, rows, Admission(state, rows))
         displacement = Displacement(state)
         self._plain = Plain(state, displacement)
         self._paced = Paced(state, displacement, self._tenants)
@@ -88,13 +85,13 @@ class Scheduler:
         guesses = drafter is not None or state.speculation.guesses_alone
         self._drafts = Drafts(state, drafter) if guesses else None
         self._requests: dict[str, Request] = {}
+        self._expired: list[Expired] = []
         # the policy holds all waiting requests back until then; None: it does not
         self.wake_at: float | None = None
         # of the newest plan with rows
         self.note: StepNote | None = None
         self._num_added = 0
         self._num_steps = 0
-        self._num_discarded_tokens = 0
         self._rest()
 
     # ------------------------------------------------------------------ events in
@@ -143,11 +140,13 @@ class Scheduler:
         ended = [r for r in map(self._requests.get, dict.fromkeys(request_ids)) if r is not None]
         for request in ended:
             self._finish(request, reason)
+        self._running.prune()
         return tuple(update_of(request, (), None) for request in ended)
 
     def take_expired(self) -> tuple[Expired, ...]:
         """Requests that ``schedule`` dropped before they were started, once each."""
-        return self._door.take_expired()
+        expired, self._expired = tuple(self._expired), []
+        return expired
 
     # ------------------------------------------------------------------ plans out
 
@@ -170,23 +169,23 @@ class Scheduler:
         running = self._running.requests
         self._waiting.begin_plan(now)
         if now >= self._door.next_expiry:
-            self._door.drop_expired(now, self._finish)
+            self._expired += self._door.drop_expired(now, self._finish)
         if self.valve.threshold < 1.0:
             self.valve.update(1.0 - self.kv.pool.num_free / self.cache.num_blocks)
         starts = self._steps.starts(now)
         self.wake_at = self.policy.holds_until(self._waiting.ordinary, len(running), now)
         held = self.wake_at is not None
-        limits = self._pacing.limits(now, starts, held=held)
-        step = StepBuilder(limits.tokens)
-        held_by = self._planner.fill(step, limits, now, held=held)
+        step = self._pacing.begin(now, starts, held=held)
+        budget = step.budget
+        held_by = self._planner.fill(step, held=held)
         held_by = held_by if len(self._waiting) else None
         self._waiting.clocks.note(held_by, now)
-        self._last.held_by, self._last.chunk_tokens = held_by, limits.chunk_tokens
-        self._last.pressing = limits.pressing
+        self._last.held_by, self._last.chunk_tokens = held_by, step.chunk_tokens
+        self._last.pressing = step.pressing
         if not step.rows:
             self._steps.note_ordinary(starts, 0.0)
             return SchedulerOutput(self._num_steps, (), (), (), (), 0)
-        drafts = self._drafts.add(step, now) if self._drafts is not None else ()
+        drafts = self._drafts.add(step) if self._drafts is not None else ()
         plan = SchedulerOutput(
             self._num_steps, tuple(step.rows), tuple(step.new), tuple(step.copies),
             self._running.take_released(), step.num_tokens, self.kv.take_swaps(), drafts,
@@ -194,14 +193,14 @@ class Scheduler:
             () if self.kv.windows is None else self.kv.windows.end_plan(),
         )  # fmt: skip
         self._num_steps += 1
-        shape, alone = step.shape, limits.ordinary_seconds
+        shape, alone = step.shape, step.ordinary_seconds
         making = self._drafts.making_seconds if self._drafts is not None else 0.0
         seconds = self.step_time.predict(shape) + making
         self._steps.push(plan.step_id, step.requests, shape, starts, seconds, alone, making)
         self._last.version += 1
         waiting = len(self._waiting) + (len(self._forks) if self._forks.by_parent else 0)
         self.note = StepNote(
-            budget=limits.tokens, limit_s=limits.seconds, predicted_s=seconds, held_by=held_by,
+            budget=budget, limit_s=step.seconds, predicted_s=seconds, held_by=held_by,
             pressure=self.valve.level, num_free_blocks=self.kv.pool.num_free, num_waiting=waiting,
         )  # fmt: skip
         return plan
@@ -221,15 +220,15 @@ class Scheduler:
         if self._drafts is not None:
             self._drafts.take_in(plan, requests, result, now)
         updates = self._updates.take_in(plan, requests, result, now, tell_all=tell_all)
-        if self._running.num_ended:
-            self._running.prune()
+        self._running.prune()
         return updates
 
-    def _finish(self, request: Request, reason: FinishReason, *, prune: bool = True) -> None:
-        """End a request and free its blocks; ``prune`` takes it out of the running list too."""
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request and free its blocks; one that ran is in the running list until that is
+        pruned."""
         self._last.version += 1
         if request.status is RequestStatus.RUNNING:
-            self._running.stop(request, prune=prune)
+            self._running.stop(request)
         elif request in self._waiting:
             self._waiting.remove(request)
         else:
@@ -244,7 +243,9 @@ class Scheduler:
             self.lengths.observe(request.label, request.num_output_tokens)
         elif request.first_scheduled_time is not None:
             computed = max(request.num_computed_tokens, request.history.num_lost_tokens)
-            self._num_discarded_tokens += max(0, computed - request.history.num_found_tokens)
+            self.state.totals.num_discarded_tokens += max(
+                0, computed - request.history.num_found_tokens
+            )
         self.kv.end(request, forget=reason is FinishReason.ERROR)
         del self._requests[request.request_id]
         if self._tenants is not None:
@@ -269,19 +270,14 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
+    @property
+    def requests(self) -> Collection[Request]:
+        """Those that have not ended, to look at."""
+        return self._requests.values()
+
     def stats(self) -> SchedulerStats:
         """A snapshot, cheap enough to take every step."""
-        return take_stats(
-            self.state,
-            num_recomputed_tokens=self._admission.num_recomputed_tokens,
-            num_relegated=self._paced.feasibility.num_demoted,
-            num_discarded_tokens=self._num_discarded_tokens,
-            refused=tuple(self._door.refused.items()),
-        )
-
-    def census(self) -> tuple[ClassUse, ...]:
-        """Running and waiting requests by SLO class; takes too long for every step."""
-        return take_census(self._running.requests, chain(self._waiting, self._forks))
+        return take_stats(self.state)
 
     def check_integrity(self) -> None:
         """AssertionError unless every invariant of scheduler, queue, tables and pool holds."""

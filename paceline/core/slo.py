@@ -70,20 +70,15 @@ class Slo:
         longest_gap: float = 0.0,
     ) -> tuple[str, ...]:
         """Which targets a finished request missed: of "ttft", "tpot", "itl", "deadline"."""
-        missed = []
-        if self.ttft is not None and first_token - arrival > self.ttft:
-            missed.append("ttft")
-        if (
-            self.tpot is not None
-            and num_output > 1
-            and (last_token - first_token) / (num_output - 1) > self.tpot
-        ):
-            missed.append("tpot")
-        if self.itl is not None and longest_gap > self.itl:
-            missed.append("itl")
-        if self.deadline is not None and last_token - arrival > self.deadline:
-            missed.append("deadline")
-        return tuple(missed)
+        # one token has no time between tokens
+        each = (last_token - first_token) / (num_output - 1) if num_output > 1 else 0.0
+        came = (
+            ("ttft", self.ttft, first_token - arrival),
+            ("tpot", self.tpot, each),
+            ("itl", self.itl, longest_gap),
+            ("deadline", self.deadline, last_token - arrival),
+        )
+        return tuple(n for n, target, seconds in came if target is not None and seconds > target)
 
 
 NO_SLO = Slo()

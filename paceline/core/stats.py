@@ -1,4 +1,4 @@
-"""What a scheduler tells of itself: counters, and requests by SLO class.
+"""What a scheduler tells of itself.
 
 A ``SchedulerStats`` is embedded as it is in what an engine sends, so a field that is declared here
 is there for metrics to read. This module does not decide anything.
@@ -6,13 +6,10 @@ is there for metrics to read. This module does not decide anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
-from paceline.core.request import Request
-
-__all__ = ["COUNTERS", "ClassUse", "SchedulerStats", "take_census"]
+__all__ = ["SchedulerStats"]
 
 
 def _counter(default: Any = 0) -> Any:
@@ -22,7 +19,8 @@ def _counter(default: Any = 0) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """A snapshot of the scheduler, cheap enough to take every step."""
+    """A snapshot of the scheduler, cheap enough to take every step. What is no ``_counter`` is how
+    things are now."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -69,46 +67,3 @@ class SchedulerStats:
     num_free_host_blocks: int = 0
     # what holds the head of the queue up, a name of ``queues.wait_clocks``; None: none waits
     held_by: str | None = None
-
-    def after(self, before: SchedulerStats) -> SchedulerStats:
-        """This snapshot with its counters continuing those of ``before``, another scheduler's, as
-        if there had been one."""
-        return replace(
-            self,
-            **{name: _sum(getattr(before, name), getattr(self, name)) for name in COUNTERS},
-        )
-
-
-# the fields of SchedulerStats that add up; the rest is how things are now
-COUNTERS = tuple(entry.name for entry in fields(SchedulerStats) if entry.metadata.get("counts"))
-
-
-def _sum(before: Any, now: Any) -> Any:
-    if not isinstance(now, tuple):
-        return before + now
-    total = dict(before)
-    for name, count in now:
-        total[name] = total.get(name, 0) + count
-    return tuple(total.items())
-
-
-class ClassUse(NamedTuple):
-    """One class of requests at one moment."""
-
-    slo_class: str
-    num_running: int
-    num_waiting: int
-    # entries of block tables: a block that several requests share counts for each
-    num_blocks: int
-
-
-def take_census(running: Iterable[Request], waiting: Iterable[Request]) -> tuple[ClassUse, ...]:
-    """Classes that have a request, sorted by name. Takes time in proportion to the requests, not to
-    their blocks."""
-    counts: dict[str, list[int]] = {}
-    for place, requests in enumerate((running, waiting)):
-        for request in requests:
-            use = counts.setdefault(request.asked.slo.slo_class, [0, 0, 0])
-            use[place] += 1
-            use[2] += len(request.block_ids)
-    return tuple(ClassUse(name, *counts[name]) for name in sorted(counts))

@@ -18,10 +18,6 @@ class TenantWeights:
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = dict(weights)
 
-    def __bool__(self) -> bool:
-        """Whether any tenant has a weight of its own."""
-        return bool(self._weights)
-
     def of(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)
 

@@ -1,13 +1,5 @@
 """Tiers: what a request has to lose by waiting, and the only moves that change it.
 
-::
-
-    from \\ move   demote      rejoin     restore    age         favour
-    ORDINARY       RELEGATED   -          -          -           ORDINARY
-    PROMISED       RELEGATED   -          -          ORDINARY    PROMISED
-    RELEGATED      -           ORDINARY   PROMISED   ORDINARY    -
-    BACKGROUND     -           -          -          ORDINARY    BACKGROUND
-
 *Demote*: a target can no longer be met, so the request yields to those whose targets can.
 *Rejoin*: no request whose target can be met gains by it any more: the request is ordinary again,
 without the target that it missed. It asked for more than others did, and gets no less.
@@ -21,7 +13,7 @@ This module does not know requests, queues or when a move is due.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from paceline.core.slo import Slo
@@ -52,20 +44,13 @@ class Move(enum.Enum):
     FAVOUR = "favour"
 
 
-_TRANSITIONS: Final[Mapping[Move, Mapping[Tier, Tier]]] = {
-    Move.DEMOTE: {Tier.ORDINARY: Tier.RELEGATED, Tier.PROMISED: Tier.RELEGATED},
-    Move.REJOIN: {Tier.RELEGATED: Tier.ORDINARY},
-    Move.RESTORE: {Tier.RELEGATED: Tier.PROMISED},
-    Move.AGE: {
-        Tier.PROMISED: Tier.ORDINARY,
-        Tier.RELEGATED: Tier.ORDINARY,
-        Tier.BACKGROUND: Tier.ORDINARY,
-    },
-    Move.FAVOUR: {
-        Tier.ORDINARY: Tier.ORDINARY,
-        Tier.PROMISED: Tier.PROMISED,
-        Tier.BACKGROUND: Tier.BACKGROUND,
-    },
+_ORDINARY, _PROMISED, _RELEGATED, _BACKGROUND = Tier
+# by tier, where each move leads: demote, rejoin, restore, age, favour
+_AFTER: Final[Mapping[Tier, Sequence[Tier | None]]] = {
+    _ORDINARY: (_RELEGATED, None, None, None, _ORDINARY),
+    _PROMISED: (_RELEGATED, None, None, _ORDINARY, _PROMISED),
+    _RELEGATED: (None, _ORDINARY, _PROMISED, _ORDINARY, None),
+    _BACKGROUND: (None, None, None, _ORDINARY, _BACKGROUND),
 }
 
 
@@ -82,7 +67,7 @@ def after(tier: Tier, move: Move) -> Tier:
     Raises:
         ValueError: the table has no such move from this tier.
     """
-    try:
-        return _TRANSITIONS[move][tier]
-    except KeyError:
-        raise ValueError(f"a request of tier {tier.name} cannot {move.value}") from None
+    found = dict(zip(Move, _AFTER[tier], strict=True))[move]
+    if found is None:
+        raise ValueError(f"a request of tier {tier.name} cannot {move.value}")
+    return found

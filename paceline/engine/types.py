@@ -9,7 +9,7 @@ Times are seconds of ``time.monotonic()``, which all processes of one host share
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -18,7 +18,7 @@ from paceline.core.pooling import PoolingInfo
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import NO_SLO, Slo
 from paceline.core.speculation.settings import MOST_TOKENS
-from paceline.core.stats import ClassUse, SchedulerStats
+from paceline.core.stats import SchedulerStats
 
 __all__ = [
     "TOO_AMBIGUOUS",
@@ -194,6 +194,16 @@ class EngineFaults(msgspec.Struct, frozen=True, kw_only=True):
     num_resent: int = 0
     num_lost: int = 0
     num_poisoned: int = 0
+
+
+class ClassUse(NamedTuple):
+    """One class of requests at one moment."""
+
+    slo_class: str
+    num_running: int
+    num_waiting: int
+    # entries of block tables: a block that several requests share counts for each
+    num_blocks: int
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

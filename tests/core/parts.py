@@ -6,8 +6,8 @@ from typing import Any
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.request import Request
-from paceline.core.step.builder import StepBuilder
-from paceline.core.step.state import SchedulerState, make_state
+from paceline.core.step.limits import Step
+from paceline.core.step.state import SchedulerState
 from tests.driving import make_request
 
 
@@ -23,7 +23,7 @@ def parts(*, num_blocks: int = 64, prefix_caching: bool = True, **config: Any) -
     cache = CacheConfig(
         block_size=4, num_blocks=num_blocks, watermark=0.0, enable_prefix_caching=prefix_caching
     )
-    return make_state(SchedulerConfig(**(defaults | config)), cache, None)
+    return SchedulerState(SchedulerConfig(**(defaults | config)), cache)
 
 
 def numbered(
@@ -52,6 +52,12 @@ def computed(state: SchedulerState, *requests: Request, output: int = 1) -> None
         request.num_computed_tokens = request.num_tokens - 1
 
 
-def rows_of(step: StepBuilder) -> dict[str, tuple[int, int]]:
+def step_of(state: SchedulerState, tokens: int = 64, kind: type[Step] = Step, **more: Any) -> Step:
+    """A step of these many tokens, planned at 0."""
+    facts: dict[str, Any] = {"now": 0.0, "chunk_tokens": tokens, "passes": (), "reserved": 0}
+    return kind(budget=tokens, state=state, **(facts | more))
+
+
+def rows_of(step: Step) -> dict[str, tuple[int, int]]:
     """By request: (first position, tokens)."""
     return {row.request_id: (row.start, row.num_tokens) for row in step.rows}

@@ -27,9 +27,9 @@ ELSEWHERE = {
     "predict/chunk.py": "test_step_size.py; with targets pacing/test_budget.py",
     "request.py": "counters that the tests of all other parts move; its moves: test_tier.py",
     "speculation/guess.py": "a value and a protocol: tests/contract/test_guesses.py",
+    "stats.py": "a value without code: tests/engine/supervision/test_totals.py",
     "step/draft_choice.py": "step/test_drafts.py",
     "speculation/row_price.py": "step/test_row_price.py",
-    "speculation/tally.py": "step/test_drafts.py",
     "step/state.py": "makes the parts of all tests in parts.py; its checks run in tests/driving.py",
 }
 

@@ -233,10 +233,17 @@ def times(scheduler: Any) -> dict[str, Any]:
 
 
 def census_line(scheduler: Any) -> str:
-    return " ".join(
-        f"{use.slo_class}={use.num_running}+{use.num_waiting}/{use.num_blocks}"
-        for use in scheduler.census()
-    )
+    """By class: requests that run and that wait, and entries of their block tables. An older core
+    counts them itself."""
+    if (census := getattr(scheduler, "census", None)) is not None:
+        counts = {c.slo_class: [c.num_running, c.num_waiting, c.num_blocks] for c in census()}
+    else:
+        counts = {}
+        for request in scheduler.requests:
+            own = counts.setdefault(request.asked.slo.slo_class, [0, 0, 0])
+            own[request.status.name == "WAITING"] += 1
+            own[2] += len(request.block_ids)
+    return " ".join("{}={}+{}/{}".format(name, *own) for name, own in sorted(counts.items()))
 
 
 def tier(request: Any) -> str:

@@ -1,16 +1,10 @@
 """Ageing: best-effort requests that are never admitted become ordinary, one at a time.
 
-Best-effort work yields in many ways: its turn, room in a step, memory, the pressure valve, an
-earlier tier. Under a steady stream of other work each of them may last for ever, and what is
-admitted may be preempted before it gets anywhere, again and again. So the best-effort request that
-is the first to wait, and has been that for long enough altogether while requests of earlier tiers
-ran or waited, ages: it becomes ordinary work without targets. It holds others up if it must, is not
-preempted before them, and waits for none of them that arrive later, whatever the policy's order,
-nor for tenants that were served less. Among its equals alone a request only waits its turn.
-
-One at a time, or the requests that are late would take over an engine that has too much to do. So
-the cost for others is one request's share of the engine at most, and a request waits no longer than
-it takes those before it, one after another: later arrivals make no difference.
+The best-effort request that is the first to wait, and has been that for long enough altogether
+while requests of earlier tiers ran or waited, ages: it becomes ordinary work without targets. It
+holds others up if it must, is not preempted before them, and waits for none of them that arrive
+later, whatever the policy's order, nor for tenants that were served less. Among its equals alone a
+request only waits its turn. docs/adr/0012-ageing.md says why, and why one at a time.
 
 This module does not know why a request was not admitted.
 """

@@ -23,6 +23,7 @@ from paceline.core.pacing.budget import PACE_SHARE, StepBudget, least_target
 from paceline.core.pacing.triage import all_in_time, triage
 from paceline.core.pacing.view import NO_VIEW, RunningView
 from paceline.core.predict.step_time import StepShape
+from paceline.core.queues.waiting import Promise, is_promised, promise_of
 from paceline.core.request import Request, RequestStatus
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Move, Tier
@@ -47,14 +48,6 @@ _MUST_RUN_SHARE: Final = 0.25
 
 # puts a request that was left out back
 _RESTORE: Final = methodcaller("move", Move.RESTORE)
-
-# (deadline, number of arrival, request)
-_Entry = tuple[float, int, Request]
-
-
-def _entry(request: Request) -> _Entry:
-    due = request.asked.arrival_time + (request.targets.deadline or 0.0)
-    return due, request.order[1], request
 
 
 class Deadlines:
@@ -92,11 +85,7 @@ class Deadlines:
         self._steps_until_look -= 1
         if self._steps_until_look > 0:
             return False
-        running = [
-            _entry(request)
-            for request in view.best_effort
-            if request.targets.deadline is not None and request.tier is Tier.PROMISED
-        ]
+        running = list(map(promise_of, filter(is_promised, view.best_effort)))
         left_before = self._that_may_come_back(now)
         if not running and not self._state.waiting.promised and not left_before:
             self.pressing, self._hurried = False, ()
@@ -112,7 +101,7 @@ class Deadlines:
         back = [request for _, _, request in left_before if request.request_id not in gone]
         return self._change(late, back)
 
-    def _judge(self, jobs: list[_Entry], view: RunningView, now: float) -> list[Request]:
+    def _judge(self, jobs: list[Promise], view: RunningView, now: float) -> list[Request]:
         """Requests to be left out so that the others are in time; whether these press, and which
         of them must run."""
         requests = [request for _, _, request in jobs]
@@ -134,7 +123,7 @@ class Deadlines:
         return late
 
     def _work_of(
-        self, jobs: list[_Entry], lefts: list[int], num_running: int, now: float, full: float
+        self, jobs: list[Promise], lefts: list[int], num_running: int, now: float, full: float
     ) -> tuple[list[float], list[float]]:
         """Seconds of the machine's time that each job needs, and when it must have been given them.
 
@@ -146,7 +135,7 @@ class Deadlines:
         per_row = self._state.step_time.row_seconds(0)
         # a step of rows alone, and how long steps filled up with prompts last
         short = self._state.step_time.predict(StepShape(0, 0.0, max(1, num_running), 0))
-        filling = self._state.waiting.num_new_tokens * per_token
+        filling = sum(self._state.waiting.num_tokens) * per_token
         # share of the time to come that ordinary requests are taken to need
         taken = min(1.0, self._state.steps.ordinary_share)
         left_out = self._left_out
@@ -223,11 +212,11 @@ class Deadlines:
 
         return those[: bisect_right(range(1, len(those) + 1), most, key=seconds)]
 
-    def _that_may_come_back(self, now: float) -> list[_Entry]:
+    def _that_may_come_back(self, now: float) -> list[Promise]:
         """Requests left out that still wait in that tier; the others are forgotten."""
-        found: list[_Entry] = []
+        found: list[Promise] = []
         for name, request in list(self._left_out.items()):
-            entry = _entry(request)
+            entry = promise_of(request)
             if (
                 request.status is RequestStatus.WAITING
                 and request.tier is Tier.RELEGATED

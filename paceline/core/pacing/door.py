@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
@@ -58,13 +57,10 @@ class Door:
         self._state = state
         self._tenants = tenants
         self.forecast = FirstTokenForecast(state)
-        # by QueueFullError.reason
-        self.refused: Counter[str] = Counter()
         # limits on waiting: (when, order of arrival, request)
         self._limits: list[tuple[float, int, Request]] = []
         # how many of them there may be until those of requests that wait no more are dropped
         self._most = _FEW
-        self._expired: list[Expired] = []
         # when ``drop_expired`` has something to do at the earliest
         self.next_expiry = math.inf
 
@@ -154,7 +150,7 @@ class Door:
             )
 
     def _refusal(self, reason: str, why: str, seconds: float | None) -> QueueFullError:
-        self.refused[reason] += 1
+        self._state.totals.refused[reason] += 1
         wait = _RETRY_SECONDS if seconds is None else max(seconds, _LEAST_RETRY)
         return QueueFullError(f"not accepted: {why}; retry in {wait:.1f} s", wait, reason)
 
@@ -180,8 +176,11 @@ class Door:
         self._limits.clear()
         self.next_expiry = math.inf
 
-    def drop_expired(self, now: float, finish: Callable[[Request, FinishReason], None]) -> None:
-        """End requests that wait and whose time to be started is over, and their forks."""
+    def drop_expired(
+        self, now: float, finish: Callable[[Request, FinishReason], None]
+    ) -> list[Expired]:
+        """End requests that wait and whose time to be started is over, and their forks. Returns
+        what to tell their callers."""
         dropped: list[tuple[Request, tuple[Request, ...]]] = []
         while self._limits and self._limits[0][0] <= now:
             request = heapq.heappop(self._limits)[2]
@@ -192,13 +191,7 @@ class Door:
             for each in (*forks, request):
                 finish(each, FinishReason.ABORT)
         # once none of them waits any more, or it would wait for itself
-        self._expired += [self._expiry(*each, now) for each in dropped]
-
-    def take_expired(self) -> tuple[Expired, ...]:
-        """What to tell the callers of requests that were dropped, once each."""
-        expired = tuple(self._expired)
-        self._expired.clear()
-        return expired
+        return [self._expiry(*each, now) for each in dropped]
 
     def _expiry(self, request: Request, forks: Iterable[Request], now: float) -> Expired:
         waited = now - request.asked.arrival_time
@@ -208,10 +201,7 @@ class Door:
 
 
 def check_door(
-    request: Request,
-    live: Mapping[str, Request],
-    config: SchedulerConfig,
-    cache: CacheConfig,
+    request: Request, live: Mapping[str, Request], config: SchedulerConfig, cache: CacheConfig
 ) -> None:
     """Return if ``request`` can be served some day on an empty engine.
 

@@ -56,11 +56,8 @@ class Feasibility:
     def __init__(self, state: SchedulerState, budget: StepBudget) -> None:
         self._state = state
         self._enabled = state.config.relegate_late
-        self._later = state.policy.later
-        self._service_order = state.policy.service_order
         self._budget = budget
         self.deadlines = Deadlines(state, budget, self.demote)
-        self.num_demoted = 0
         # changes among those waiting that the last triage knew of, and steps since then
         self._triaged_at = -1
         self._since_triage = 0
@@ -113,7 +110,7 @@ class Feasibility:
         runs = late.status is RequestStatus.RUNNING and late.tier is Tier.ORDINARY
         if not passed and not num_waiting and others.num <= runs:
             return False
-        aimless = len(waiting.ordinary) > waiting.num_targeted or any(map(_is_aimless, passed))
+        aimless = len(waiting.ordinary) > len(waiting.dues) or any(map(_is_aimless, passed))
         if not aimless and not others.aimless:
             return True
         if others.urgent or waiting.promised:
@@ -142,9 +139,9 @@ class Feasibility:
     def demote(self, request: Request) -> None:
         """Move the request, which is in no ordered place, to the tier of those that are late, with
         an order to match."""
-        request.order = (self._later(request.order[0]), request.order[1])
+        request.order = (self._state.policy.later(request.order[0]), request.order[1])
         request.move(Move.DEMOTE)
-        self.num_demoted += 1
+        self._state.totals.num_relegated += 1
 
     # ------------------------------------------------------------------ all of them
 
@@ -181,8 +178,8 @@ class Feasibility:
             request.num_uncomputed_tokens for request in view.wide if request.tier is Tier.ORDINARY
         )
         # else no request will be late, in whatever order
-        if starts + (unfinished + room.num_ordinary_tokens) * per_token > room.earliest_due:
-            first = list(islice(self._service_order(room.targeted), _MAX_TRIAGED))
+        if starts + (unfinished + room.num_tokens[Tier.ORDINARY]) * per_token > room.dues[0]:
+            first = list(islice(self._state.policy.service_order(room.targeted), _MAX_TRIAGED))
             losers = triage(
                 first,
                 starts + unfinished * per_token,

@@ -1,12 +1,9 @@
-"""The limits of one step while requests have targets, or tenants are kept apart.
+"""A step while requests have targets, or tenants are kept apart, and what it may do.
 
-Ordinary requests are served first. Best effort gets what they leave of the step's time:
-
-* a best-effort row or chunk is added only while the step is predicted to stay within the seconds
-  that the targets of others leave (``takes``, ``chunk``);
-* a running best-effort request that was passed over in many steps gets a row anyway, a few in each
-  step, so that it never stops altogether;
-* requests without targets are metered besides (``BackgroundBucket``).
+Ordinary requests are served first. Best effort gets what they leave of the step's time: a row or
+chunk is added only while the step is predicted to stay within the seconds that the targets of
+others leave, but now and then one for a request that was passed over in many steps, so that it
+never stops altogether. Requests without targets are metered besides (``BackgroundBucket``).
 
 This module does not know how the seconds are found (``budget``), nor which requests are late
 (``feasibility``).
@@ -27,11 +24,10 @@ from paceline.core.pacing.tpot_guard import TpotGuard
 from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Request
-from paceline.core.step.builder import StepBuilder
-from paceline.core.step.limits import StepLimits
+from paceline.core.step.limits import Step
 from paceline.core.tier import Tier
 
-__all__ = ["PacedLimits"]
+__all__ = ["PacedStep"]
 
 # a best-effort request that was passed over in so many steps gets a row, late or not
 _MAX_SKIPPED_STEPS: Final = 8
@@ -49,10 +45,9 @@ _MAX_DEMOTED: Final = 64
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class PacedLimits(StepLimits):
+class PacedStep(Step):
     """Made by ``Paced``."""
 
-    now: float
     model: StepTimeModel
     feasibility: Feasibility
     bucket: BackgroundBucket
@@ -77,17 +72,15 @@ class PacedLimits(StepLimits):
 
     # ------------------------------------------------------------------ admission
 
-    def next(
-        self, step: StepBuilder, last: Tier, passed: Sequence[Request]
-    ) -> Request | Reason | None:
+    def next(self, last: Tier, passed: Sequence[Request]) -> Request | Reason | None:
         state = self.state
-        request = self._first(step, last, passed)
+        request = self._first(last, passed)
         if request is None:
             return None
         if last is not self._last:
             self._last, self._num_demoted = last, 0
         many_demoted = self._num_demoted >= _MAX_DEMOTED
-        if step.budget <= 0 or (many_demoted and step.rows):
+        if self.budget <= 0 or (many_demoted and self.rows):
             return Reason.BUDGET
         if many_demoted and last is Tier.ORDINARY:
             # a step without ordinary rows is for the requests just found to be late
@@ -99,15 +92,15 @@ class PacedLimits(StepLimits):
             return request
         if state.valve.level >= Pressure.HOLD_BEST_EFFORT:
             return Reason.PRESSURE
-        return request if self._has_room(step, request, math.inf) else Reason.BUDGET
+        return request if self._has_room(request, math.inf) else Reason.BUDGET
 
-    def _first(self, step: StepBuilder, last: Tier, passed: Sequence[Request]) -> Request | None:
+    def _first(self, last: Tier, passed: Sequence[Request]) -> Request | None:
         """The first request of the pass. Among ordinary ones it may be a best-effort one that has
         waited so long that its turn has come: it is tried with them, but never in their way, nor
         before the one for which others were preempted."""
         waiting = self.state.waiting
         if last is Tier.ORDINARY and not passed:
-            self._let_rejoin(step)
+            self._let_rejoin()
         head, patient = waiting.ordinary.peek(), waiting.peek_best_effort(pressing=self.pressing)
         if last is not Tier.ORDINARY:
             return None if patient is None or patient.tier > last else patient
@@ -118,12 +111,12 @@ class PacedLimits(StepLimits):
             and patient.order < head.order
             and self.state.valve.level < Pressure.HOLD_BEST_EFFORT
             and not any(request.tier is not Tier.ORDINARY for request in passed)
-            and self._has_room(step, patient, self._most_seconds(step))
+            and self._has_room(patient, self._most_seconds())
         ):
             return patient
         return head
 
-    def _let_rejoin(self, step: StepBuilder) -> None:
+    def _let_rejoin(self) -> None:
         """If there is room, let a late request be ordinary again beside those that asked for
         nothing: if it comes before the first of them, or if it endangers no target."""
         state = self.state
@@ -131,7 +124,7 @@ class PacedLimits(StepLimits):
         if (
             late is None
             or late.asked.slo.best_effort
-            or step.budget <= 0
+            or self.budget <= 0
             or len(state.running.requests) >= state.config.max_num_seqs
         ):
             return
@@ -182,45 +175,45 @@ class PacedLimits(StepLimits):
             return self.background_seconds
         return self.seconds
 
-    def _most_seconds(self, step: StepBuilder) -> float:
+    def _most_seconds(self) -> float:
         """Predicted seconds that a step with the rows so far may take with best effort, or the next
         request to arrive would wait for a long step of work without hurry."""
         if not self.model.ready:
             return math.inf
-        own = self.model.predict(step.shape) - self._best_effort_cost if step.rows else 0.0
+        own = self.model.predict(self.shape) - self._best_effort_cost if self.rows else 0.0
         return own + self.added_seconds
 
-    def _has_room(self, step: StepBuilder, request: Request, most: float) -> bool:
+    def _has_room(self, request: Request, most: float) -> bool:
         """Whether the step stays within its limit, and ``most`` seconds, with the first tile of a
         best-effort request too."""
         limit = min(most, self._limit(request))
         return (
             limit == math.inf
-            or not step.rows
-            or self.model.predict(step.shape.plus(0, _TILE)) <= limit
+            or not self.rows
+            or self.model.predict(self.shape.plus(0, _TILE)) <= limit
         )
 
-    def chunk(self, step: StepBuilder, request: Request, *, admission: bool) -> int:
+    def chunk(self, request: Request, *, admission: bool) -> int:
         limit, start = self._limit(request), request.num_computed_tokens
         if admission:
-            limit = min(limit, self._most_seconds(step))
+            limit = min(limit, self._most_seconds())
         if limit == math.inf:
-            return max(1, step.budget)
-        sizes = range(1, max(1, step.budget // _TILE) + 1)
-        shape, predict = step.shape, self.model.predict
+            return max(1, self.budget)
+        sizes = range(1, max(1, self.budget // _TILE) + 1)
+        shape, predict = self.shape, self.model.predict
         fitting = bisect_right(sizes, limit, key=lambda n: predict(shape.plus(start, n * _TILE)))
         return max(1, fitting) * _TILE
 
-    def takes(self, step: StepBuilder, request: Request) -> bool:
+    def takes(self, request: Request) -> bool:
         """If there is room, or if the request was passed over long enough and not too many others
         have been given a row for that reason."""
         limit = self._limit(request)
-        if limit == math.inf or not step.rows:
+        if limit == math.inf or not self.rows:
             request.num_skipped_steps = 0
             return True
-        if self._predicted_at != len(step.rows):
-            self._predicted_at = len(step.rows)
-            self._predicted = self.model.predict(step.shape)
+        if self._predicted_at != len(self.rows):
+            self._predicted_at = len(self.rows)
+            self._predicted = self.model.predict(self.shape)
         wanted = self._predicted + self.model.row_seconds(request.num_computed_tokens)
         if wanted <= _ROUNDING * limit:
             # the next one asks once this one has its row
@@ -238,14 +231,20 @@ class PacedLimits(StepLimits):
         request.num_skipped_steps = 0
         return True
 
-    def added(self, step: StepBuilder, request: Request, before: StepShape) -> None:
-        if request.tier is Tier.BACKGROUND:
-            self.bucket.charge(self.model.predict(step.shape) - self.model.predict(before))
+    def add(self, request: Request, num_tokens: int, new_block_ids: tuple[int, ...]) -> None:
+        before = self.shape
+        Step.add(self, request, num_tokens, new_block_ids)
+        if self.background_seconds < math.inf and request.tier is Tier.BACKGROUND:
+            self.bucket.charge(self._seconds_since(before))
 
-    def lengthened(self, step: StepBuilder, before: StepShape) -> None:
-        self._best_effort_cost += self.model.predict(step.shape) - self.model.predict(before)
+    def _seconds_since(self, before: StepShape) -> float:
+        """By which the step is predicted to take longer than when it had this shape."""
+        return self.model.predict(self.shape) - self.model.predict(before)
 
-    def first_pass_done(self, step: StepBuilder, num_must_run: int) -> None:
-        if len(step.rows) > num_must_run:
-            self.ordinary_seconds = self.model.predict(step.shape) - self._best_effort_cost
-        self.seconds = min(self.seconds, self._most_seconds(step))
+    def lengthened(self, before: StepShape) -> None:
+        self._best_effort_cost += self._seconds_since(before)
+
+    def first_pass_done(self, num_must_run: int) -> None:
+        if len(self.rows) > num_must_run:
+            self.ordinary_seconds = self.model.predict(self.shape) - self._best_effort_cost
+        self.seconds = min(self.seconds, self._most_seconds())

@@ -10,7 +10,7 @@ At the start of each step, in this order:
 4. *Make way* for the first waiting request, if it beats running ones.
 5. *Passes*: ordinary requests, then best effort tier by tier.
 
-All of it becomes one ``PacedLimits``, made anew for each step.
+All of it becomes one ``PacedStep``, made anew for each step.
 
 This module does not know how rows are written or requests admitted.
 """
@@ -20,12 +20,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from paceline.core.memory.outlook import look_ahead
 from paceline.core.memory.pressure import Pressure
 from paceline.core.pacing.ageing import Ageing
 from paceline.core.pacing.budget import BackgroundBucket, StepBudget
 from paceline.core.pacing.feasibility import Feasibility, Others
-from paceline.core.pacing.limits import PacedLimits
+from paceline.core.pacing.limits import PacedStep
 from paceline.core.pacing.tenants import TenantShares
 from paceline.core.pacing.tpot_guard import TpotGuard
 from paceline.core.pacing.view import RunningView
@@ -51,10 +50,7 @@ class Paced:
     """
 
     def __init__(
-        self,
-        state: SchedulerState,
-        displacement: Displacement,
-        tenants: TenantShares | None,
+        self, state: SchedulerState, displacement: Displacement, tenants: TenantShares | None
     ) -> None:
         config, model, chunk = state.config, state.step_time, state.chunk
         self._state = state
@@ -67,7 +63,7 @@ class Paced:
         self._deadlines = self.feasibility.deadlines
         self._ageing = Ageing(state.waiting, config.best_effort_delay_s)
 
-    def limits(self, now: float, starts: float, *, held: bool) -> PacedLimits:
+    def begin(self, now: float, starts: float, *, held: bool) -> PacedStep:
         state, feasibility = self._state, self.feasibility
         view, waiting_favoured = self._settle(starts)
         num_running, allowance = view.num_running, self.budget.allow(view, starts)
@@ -92,9 +88,10 @@ class Paced:
             # memory is nearly full and others run: the last of the latest tier goes
             evicted = max(view.best_effort, key=lambda r: (r not in view.must_run, r.tier, r.order))
         pressing = self._deadlines.pressing
-        return PacedLimits(
+        return PacedStep(
+            budget=tokens,
             state=state,
-            tokens=tokens,
+            now=now,
             chunk_tokens=allowance.tokens - num_running,
             passes=_passes(view, evicted, pressing=pressing),
             reserved=reserved,
@@ -103,7 +100,6 @@ class Paced:
             seconds=allowance.seconds,
             background_seconds=background_seconds,
             ordinary_seconds=0.0,
-            now=now,
             model=state.step_time,
             feasibility=feasibility,
             bucket=self._bucket,
@@ -155,8 +151,7 @@ class Paced:
         ):
             return 0
         if state.config.future_memory_check and num_running:
-            # best effort makes way
-            outlook = look_ahead(state.kv, state.work, view.ordinary)
+            outlook = state.outlook(Tier.ORDINARY, view.ordinary)
             if not outlook.admits(head, state.kv.num_in_use(head)):
                 return 0
         return state.kv.num_lacking(head)

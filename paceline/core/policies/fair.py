@@ -24,7 +24,7 @@ OUTPUT_WEIGHT = 2.0
 # whose tokens are counted, at most, beside those that wait
 _MAX_TENANTS: Final = 10_000
 # largest steps whose tokens light tenants can save up: now and then the requests of one come close
-# together, and would wait for a flood's, though it asks for far less than its share
+# together
 _SAVED_STEPS: Final = 4.0
 # tenants that can be told to come next, at most: each costs microseconds, in nearly every step. A
 # tenant's own requests alone are left out for one another, so others' are judged as well later
@@ -38,19 +38,12 @@ class FairPolicy(FcfsPolicy):
     count, so sharing a prefix is rewarded, not charged.
 
     A tenant that comes back from idle is lifted to a level that rises with what is served
-    (``_Turns``), or to the least counter of those that wait if that is more. The least alone would
-    not do: while tenants that ask once and never again keep coming, it stays where it is, and who
-    was served once waits above it for ever. A light one is lifted less high: what the largest steps
-    may compute, a few of them, can be saved up, so that the next requests of one that asks for
-    little need not wait because the first was large. That is shared among those who ask, or many
-    light ones, each of whom is before the others for what it saved, would keep those out who wait.
-    Those that come back one after another go in that order, not each below the one before it. Two
-    tenants that both always have requests waiting then differ by at most
+    (``_Turns``), or to the least counter of those that wait if that is more. A light one is lifted
+    less high: what a few of the largest steps may compute can be saved up, shared among those who
+    ask. Two tenants that both always have requests waiting then differ by at most
     ``2 * max(PROMPT_WEIGHT * longest prompt, OUTPUT_WEIGHT * tokens the cache holds)``, and what
-    one of them had saved up: each divided by its tenant's weight, as all that is served is.
-
-    Each tier counts for itself: what a tenant's best-effort requests were served, where others left
-    room, is not held against its ordinary ones.
+    one of them had saved up: each divided by its tenant's weight, as all that is served is. Each
+    tier counts for itself. docs/adr/0015-virtual-time.md has the reasons.
 
     Wins: a light tenant is served at once whatever a heavy one floods. Loses: order of arrival
     across tenants, and some prefix hits.
@@ -75,11 +68,6 @@ class FairPolicy(FcfsPolicy):
         turns = _Turns(PROMPT_WEIGHT * _SAVED_STEPS * step, self._weights)
         self._turns.append(turns)
         return turns.queue
-
-    def counter(self, tenant: str, tier: Tier = Tier.ORDINARY) -> float:
-        """Weighted tokens served to ``tenant``'s requests of one tier, by its weight; lifts
-        included."""
-        return self._turns[tier].counter(tenant)
 
     def service_order(self, waiting: Mapping[str, Sequence[Request]]) -> Iterator[Request]:
         # as if each were served whole before the next is chosen
@@ -157,6 +145,7 @@ class _Turns:
         self._heap: list[tuple[float, str]] = []
 
     def counter(self, tenant: str) -> float:
+        """Weighted tokens served to a tenant, by its weight; lifts included."""
         return self._counters.get(tenant, 0.0)
 
     def charge(self, tokens: Mapping[str, float]) -> None:

@@ -7,6 +7,7 @@ parent ends before that, the fork stands on its own.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from paceline.core.request import Request
 
@@ -19,24 +20,19 @@ class Forks:
     def __init__(self) -> None:
         # to look at: empty in most steps, which costs a plain step no call
         self.by_parent: dict[str, list[Request]] = {}
-        self._size = 0
 
     def __len__(self) -> int:
-        return self._size
+        return sum(map(len, self.by_parent.values()))
 
     def __iter__(self) -> Iterator[Request]:
-        for children in self.by_parent.values():
-            yield from children
+        return chain.from_iterable(self.by_parent.values())
 
     def add(self, parent: Request, child: Request) -> None:
         self.by_parent.setdefault(parent.request_id, []).append(child)
-        self._size += 1
 
     def take(self, parent: Request) -> list[Request]:
         """Take out all that wait for ``parent``; empty when none does."""
-        children = self.by_parent.pop(parent.request_id, [])
-        self._size -= len(children)
-        return children
+        return self.by_parent.pop(parent.request_id, [])
 
     def of(self, parent: Request) -> tuple[Request, ...]:
         """Those that wait for ``parent``."""
@@ -47,6 +43,5 @@ class Forks:
         assert child.asked.fork_of is not None
         siblings = self.by_parent[child.asked.fork_of]
         siblings.remove(child)
-        self._size -= 1
         if not siblings:
             del self.by_parent[child.asked.fork_of]

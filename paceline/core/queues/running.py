@@ -36,7 +36,7 @@ class RunningList:
         self._released: list[str] = []
         self.num_preemptions = 0
         # requests in the list that have ended
-        self.num_ended = 0
+        self._num_ended = 0
 
     def start(self, request: Request) -> None:
         """The request was admitted and has its blocks."""
@@ -56,20 +56,17 @@ class RunningList:
         self._released.append(request.request_id)
         self._waiting.enter(request, now)
 
-    def stop(self, request: Request, *, prune: bool) -> None:
-        """The request ends; without ``prune`` it stays in the list until ``prune`` is called."""
+    def stop(self, request: Request) -> None:
+        """The request ends; it stays in the list until ``prune`` is called."""
         self._released.append(request.request_id)
         self.most_tokens[request.tier] -= request.max_total_tokens + self._block_size
-        if prune:
-            self.requests.remove(request)
-        else:
-            self.num_ended += 1
+        self._num_ended += 1
 
     def prune(self) -> None:
-        """Forget requests that have ended."""
-        self.num_ended = 0
-        running = RequestStatus.RUNNING
-        self.requests[:] = [r for r in self.requests if r.status is running]
+        """Forget requests that have ended: all at once, for many of hundreds may end together."""
+        if self._num_ended:
+            self._num_ended, running = 0, RequestStatus.RUNNING
+            self.requests[:] = [r for r in self.requests if r.status is running]
 
     def move(self, request: Request, change: Callable[[Request], None]) -> None:
         """Change a running request's tier or order, and put it at its new place."""

@@ -5,12 +5,11 @@ This module does not know which policy orders the queues or what runs.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
 from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.queues.request_queue import WaitingQueue
@@ -19,7 +18,10 @@ from paceline.core.request import Request
 from paceline.core.slo import NO_SLO
 from paceline.core.tier import Tier
 
-__all__ = ["WaitingRoom"]
+__all__ = ["Promise", "WaitingRoom", "is_promised", "promise_of"]
+
+# (deadline, number of arrival, request): the earliest first
+Promise = tuple[float, int, Request]
 
 _ORDER: Final = attrgetter("order")
 
@@ -37,12 +39,23 @@ def _first_token_due(request: Request) -> float:
     return request.asked.arrival_time + request.late_after
 
 
-def _promise(request: Request) -> tuple[float, int, Request] | None:
-    # unlike any other: requests themselves are never compared
-    deadline = request.targets.deadline
-    if deadline is None or request.tier is not Tier.PROMISED:
-        return None
-    return request.asked.arrival_time + deadline, request.order[1], request
+def is_promised(request: Request) -> bool:
+    """Whether it is best effort with a deadline that can still be met."""
+    return request.targets.deadline is not None and request.tier is Tier.PROMISED
+
+
+def promise_of(request: Request) -> Promise:
+    """Of best effort with a deadline; no two are alike, so requests themselves are not compared."""
+    due = request.asked.arrival_time + (request.targets.deadline or 0.0)
+    return due, request.order[1], request
+
+
+def _change(members: list[Any], member: Any, more: int, key: Any = None) -> None:
+    """Put one into a sorted list, or take it out."""
+    if more > 0:
+        insort(members, member, key=key)
+    else:
+        del members[bisect_left(members, member if key is None else key(member), key=key)]
 
 
 class WaitingRoom:
@@ -79,14 +92,13 @@ class WaitingRoom:
         # order; no group is empty
         self.targeted: dict[str, list[Request]] = {}
         # when their first tokens are due, sorted
-        self._dues: list[float] = []
+        self.dues: list[float] = []
         # arrivals and departures of these
         self.num_changes = 0
-        # members of tier PROMISED with a deadline, the earliest first: (deadline, number of
-        # arrival, request)
-        self.promised: list[tuple[float, int, Request]] = []
+        # sorted
+        self.promised: list[Promise] = []
         # by tier: prompt tokens that were not in the prefix cache when their request arrived
-        self._num_tokens = [0] * len(Tier)
+        self.num_tokens = [0] * len(Tier)
         # favoured members, and such tokens of these
         self._num_favoured = [0] * len(Tier)
         self._favoured_tokens = [0] * len(Tier)
@@ -139,33 +151,21 @@ class WaitingRoom:
 
     def push(self, request: Request) -> None:
         """Put a request at its place; one that was taken goes on waiting."""
-        tier = request.tier
-        self._size += 1
-        self._num_tokens[tier] += request.num_new_tokens
-        if request.favoured:
-            self._num_favoured[tier] += 1
-            self._favoured_tokens[tier] += request.num_new_tokens
         if request.block_ids:
             self._holders[request.request_id] = request
-        if request.targets is not NO_SLO:
-            if _is_targeted(request):
-                self.num_changes += 1
-                insort(self.targeted.setdefault(self.group(request), []), request, key=_ORDER)
-                insort(self._dues, _first_token_due(request))
-            if (promise := _promise(request)) is not None:
-                insort(self.promised, promise)
-        self._queues[tier].push(request)
+        self._count(request, 1)
+        self._queues[request.tier].push(request)
 
     def take(self, head: Request) -> None:
         """Take out the first of its tier."""
         taken = self._queues[head.tier].pop()
         assert taken is head, "another request came first"
-        self._uncount(head)
+        self._count(head, -1)
 
     def remove(self, request: Request) -> None:
         """Take a member out, wherever it stands."""
         self._queues[request.tier].remove(request)
-        self._uncount(request)
+        self._count(request, -1)
 
     def drop_blocks(self) -> bool:
         """Take the blocks of all members that hold some; True if there were any."""
@@ -183,26 +183,28 @@ class WaitingRoom:
         finally:
             self.push(request)
 
-    def _uncount(self, request: Request) -> None:
-        tier = request.tier
-        self._size -= 1
-        self._num_tokens[tier] -= request.num_new_tokens
+    def _count(self, request: Request, more: int) -> None:
+        """A member comes (1) or goes (-1): sums, and what there is to look at."""
+        tier, tokens = request.tier, more * request.num_new_tokens
+        self._size += more
+        self.num_tokens[tier] += tokens
         if request.favoured:
-            self._num_favoured[tier] -= 1
-            self._favoured_tokens[tier] -= request.num_new_tokens
-        self._holders.pop(request.request_id, None)
+            self._num_favoured[tier] += more
+            self._favoured_tokens[tier] += tokens
+        if more < 0:
+            self._holders.pop(request.request_id, None)
         if request.targets is NO_SLO:
             return
         if _is_targeted(request):
             self.num_changes += 1
             group = self.group(request)
-            own = self.targeted[group]
-            del own[bisect_left(own, request.order, key=_ORDER)]
+            own = self.targeted.setdefault(group, [])
+            _change(own, request, more, _ORDER)
             if not own:
                 del self.targeted[group]
-            del self._dues[bisect_left(self._dues, _first_token_due(request))]
-        if (promise := _promise(request)) is not None:
-            del self.promised[bisect_left(self.promised, promise)]
+            _change(self.dues, _first_token_due(request), more)
+        if is_promised(request):
+            _change(self.promised, promise_of(request), more)
 
     # ------------------------------------------------------------------ views
 
@@ -231,42 +233,22 @@ class WaitingRoom:
         """Whether a request of an earlier tier waits."""
         return any(map(len, self._queues[:tier]))
 
-    @property
-    def num_targeted(self) -> int:
-        """Members whose first token is due at some time and has not come."""
-        return len(self._dues)
-
-    @property
-    def earliest_due(self) -> float:
-        """When the first of these first tokens is due; never, if there are none."""
-        return self._dues[0] if self._dues else math.inf
-
-    @property
-    def num_ordinary_tokens(self) -> int:
-        """Of members that are not best effort: prompt tokens that were not in the prefix cache."""
-        return self._num_tokens[Tier.ORDINARY]
-
-    @property
-    def num_new_tokens(self) -> int:
-        """The same of all members."""
-        return sum(self._num_tokens)
-
     def ahead_of(self, request: Request) -> tuple[int, int]:
         """(requests, new prompt tokens) taken to be served before a newcomer: of its own tier those
         that the policy's queue has before it, all of earlier tiers; before a favoured one only
         favoured ones. Best effort with targets counts as one tier."""
         tier = request.tier
-        if request.favoured:
-            tiers = Tier.BACKGROUND if Tier.ORDINARY < tier < Tier.BACKGROUND else tier + 1
-            return sum(self._num_favoured[:tiers]), sum(self._favoured_tokens[:tiers])
         between = Tier.ORDINARY < tier < Tier.BACKGROUND
+        if request.favoured:
+            tiers = Tier.BACKGROUND if between else tier + 1
+            return sum(self._num_favoured[:tiers]), sum(self._favoured_tokens[:tiers])
         before = Tier.BACKGROUND if between else tier
-        requests, tokens = sum(map(len, self._queues[:before])), sum(self._num_tokens[:before])
+        requests, tokens = sum(map(len, self._queues[:before])), sum(self.num_tokens[:before])
         own = self._queues[tier]
         if between or not own:
             return requests, tokens
         ahead = min(len(own), own.num_ahead(request))
-        return requests + ahead, tokens + self._num_tokens[tier] * ahead // len(own)
+        return requests + ahead, tokens + self.num_tokens[tier] * ahead // len(own)
 
     def check_integrity(self) -> None:
         """AssertionError unless sums and members agree."""
@@ -275,16 +257,16 @@ class WaitingRoom:
         assert self._holders == {r.request_id: r for r in members if r.block_ids}, (
             "a request waits with blocks that cannot be taken back"
         )
-        assert sorted(filter(None, map(_promise, members))) == self.promised
+        assert sorted(map(promise_of, filter(is_promised, members))) == self.promised
         targeted = sorted(filter(_is_targeted, members), key=_ORDER)
         assert sorted(chain(*self.targeted.values()), key=_ORDER) == targeted
-        assert self._dues == sorted(map(_first_token_due, targeted))
+        assert self.dues == sorted(map(_first_token_due, targeted))
         for group, own in self.targeted.items():
             assert own and all(self.group(request) == group for request in own)
             assert own == sorted(own, key=_ORDER)
         for tier, queue in enumerate(self._queues):
             assert all(request.tier == tier for request in queue)
-            assert sum(request.num_new_tokens for request in queue) == self._num_tokens[tier]
+            assert sum(request.num_new_tokens for request in queue) == self.num_tokens[tier]
             favoured = [request.num_new_tokens for request in queue if request.favoured]
             assert len(favoured) == self._num_favoured[tier]
             assert sum(favoured) == self._favoured_tokens[tier]

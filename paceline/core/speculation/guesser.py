@@ -46,8 +46,6 @@ class Acceptance:
         others: of all requests, for what is known before this one has seen much; None: this is it.
     """
 
-    __slots__ = ("_counts", "_most_tries", "_others", "share")
-
     def __init__(self, others: Acceptance | None = None) -> None:
         self._most_tries = _MOST_TRIES_OF_ALL if others is None else _MOST_TRIES
         self._others = others
@@ -94,11 +92,6 @@ class Guesser:
     Args:
         others: of all requests.
     """
-
-    __slots__ = (
-        "_chosen", "_drafters", "_forced", "_forced_from", "_from", "_guesses", "_seen", "_tokens",
-        "acceptance",
-    )  # fmt: skip
 
     def __init__(
         self, drafters: Sequence[Drafter], prompt: Sequence[int], others: Acceptance

@@ -37,8 +37,6 @@ _BETTER: Final = 1e-5
 class RowPrice:
     """Fed with steps; ``of`` is None until enough of them were different."""
 
-    __slots__ = ("_fitted", "_num_new", "_seen")
-
     def __init__(self) -> None:
         # rows -> mean seconds, and how many steps that is of
         self._seen: dict[int, tuple[float, float]] = {}

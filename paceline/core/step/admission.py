@@ -9,15 +9,12 @@ This module does not know what running requests get, or who makes way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from paceline.core.memory.outlook import MemoryOutlook, capacity, look_ahead
+from paceline.core.memory.outlook import MemoryOutlook, capacity
 from paceline.core.outputs import NewRequest
 from paceline.core.policies import overrides
 from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Request
-from paceline.core.step.builder import StepBuilder
-from paceline.core.step.limits import StepLimits
+from paceline.core.step.limits import Step
 from paceline.core.step.rows import Rows
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
@@ -29,87 +26,64 @@ class Admission:
     """Admits waiting requests into steps."""
 
     def __init__(self, state: SchedulerState, rows: Rows) -> None:
+        self._state = state
         self._config = state.config
-        self._served = state.policy.served
-        self._charges = overrides(state.policy, "served")
         self._kv = state.kv
         self._waiting = state.waiting
         self._running = state.running
         self._rows = rows
-        self._work = state.work
-        self._block_size = state.cache.block_size
+        self._charges = overrides(state.policy, "served")
         self._capacity = capacity(state.cache.num_blocks, state.cache.block_size)
-        self.num_recomputed_tokens = 0
 
-    def let_in(
-        self, step: StepBuilder, limits: StepLimits, last: Tier, now: float
-    ) -> Reason | None:
+    def let_in(self, step: Step, last: Tier) -> Reason | None:
         """Admit requests up to tier ``last`` until something is short, and return what."""
+        window, most, tried = self._config.bypass_window, self._config.max_bypasses, 0
         passed: list[Request] = []
-        try:
-            return self._let_in(step, limits, last, now, passed)
-        finally:
-            for request in passed:
-                self._waiting.push(request)
-
-    def _let_in(
-        self, step: StepBuilder, limits: StepLimits, last: Tier, now: float, passed: list[Request]
-    ) -> Reason | None:
-        window, most = self._config.bypass_window, self._config.max_bypasses
         head: Request | None = None
-        tried = 0
         outlook: MemoryOutlook | None = None
         held_by: Reason | None = None
-        while isinstance(request := limits.next(step, last, passed), Request):
+        while isinstance(request := step.next(last, passed), Request):
             self._waiting.take(request)
             if request.num_pending_tokens:
                 # preempted while its token was being computed: ready once that is known
                 passed.append(request)
                 continue
-            if limits.demotes(request, passed):
+            if step.demotes(request, passed):
                 self._waiting.push(request)
                 continue
             if outlook is None and not self._surely_lasts(request, last):
-                outlook = self.outlook(last)
-            obstacle = self._obstacle(step, limits, request, outlook)
+                outlook = self._state.outlook(last, self._running.requests)
+            obstacle = self._obstacle(step, request, outlook)
             if obstacle is None:
-                self._admit(step, limits, request, now)
+                self._admit(step, request)
                 if head is None:
                     continue
                 head.times_bypassed += 1
-                if head.times_bypassed >= most:
-                    return held_by
-                continue
-            passed.append(request)
-            if request.tier > last:
-                # its turn had come among earlier tiers, but it holds none of them up
-                continue
-            held_by = held_by or obstacle
-            head = head or request
-            tried += 1
+            else:
+                passed.append(request)
+                if request.tier > last:
+                    # its turn had come among earlier tiers, but it holds none of them up
+                    continue
+                held_by, head, tried = held_by or obstacle, head or request, tried + 1
             if tried > window or head.times_bypassed >= most:
-                return held_by
-        return held_by or request
+                break
+        else:
+            held_by = held_by or request
+        for each in passed:
+            self._waiting.push(each)
+        return held_by
 
     def _surely_lasts(self, request: Request, last: Tier) -> bool:
         """Whether memory lasts with this request even if every output becomes as long as it may, or
         need not; ``MemoryOutlook`` would say the same."""
         if not self._config.future_memory_check or not self._running.requests:
             return True
-        most = request.max_total_tokens + self._block_size
+        most = request.max_total_tokens + self._kv.block_size
         counted = self._running.most_tokens[: last + 1 if last is Tier.ORDINARY else None]
         return sum(counted) + most <= self._capacity
 
-    def outlook(self, last: Tier) -> MemoryOutlook:
-        """Of running requests' memory; best effort makes way, so ordinary requests need not count
-        it."""
-        running: Sequence[Request] = self._running.requests
-        if last is (ordinary := Tier.ORDINARY):
-            running = [request for request in running if request.tier is ordinary]
-        return look_ahead(self._kv, self._work, running)
-
     def _obstacle(
-        self, step: StepBuilder, limits: StepLimits, request: Request, outlook: MemoryOutlook | None
+        self, step: Step, request: Request, outlook: MemoryOutlook | None
     ) -> Reason | None:
         """What keeps a waiting request out; None: nothing does, and it has its blocks now."""
         kv = self._kv
@@ -124,8 +98,7 @@ class Admission:
             and request.num_tokens > step.budget
         ):
             return Reason.BUDGET
-        obstacle = limits.obstacle(request)
-        if obstacle is not None:
+        if (obstacle := step.obstacle(request)) is not None:
             return obstacle
         if outlook is None:
             return None if kv.admit(request, beside_others=True) else Reason.MEMORY
@@ -135,29 +108,28 @@ class Admission:
         outlook.add(request, num_shared)
         return None
 
-    def _admit(self, step: StepBuilder, limits: StepLimits, request: Request, now: float) -> None:
+    def _admit(self, step: Step, request: Request) -> None:
         num_tokens = request.num_tokens - request.num_computed_tokens
         if self._config.enable_chunked_prefill:
             num_tokens = min(num_tokens, step.budget)
         if request.tier is not Tier.ORDINARY and self._config.enable_chunked_prefill:
-            num_tokens = min(num_tokens, limits.chunk(step, request, admission=True))
+            num_tokens = min(num_tokens, step.chunk(request, admission=True))
         extension = self._kv.extend(request, num_tokens)
-        assert extension is not None, "admit() promised the blocks"
-        if extension.copy is not None:
-            step.copies.append(extension.copy)
+        assert extension is not None and not extension.new_block_ids, "admit() gave the blocks"
         if self._charges and not request.num_preemptions and request.asked.resumed is None:
             # a preemption or an engine that ends loses tokens, but they are charged once
-            self._served(request, request.num_tokens - request.num_computed_tokens, 0)
+            uncached = request.num_tokens - request.num_computed_tokens
+            self._state.policy.served(request, uncached, 0)
         history = request.history
         recomputed = max(0, history.num_lost_tokens - request.num_computed_tokens)
         history.num_lost_tokens = 0
         history.num_recomputed_tokens += recomputed
-        self.num_recomputed_tokens += recomputed
+        self._state.totals.num_recomputed_tokens += recomputed
         request.times_bypassed = 0
         if request.first_scheduled_time is None:
-            request.first_scheduled_time = now
+            request.first_scheduled_time = step.now
             history.num_found_tokens = request.num_computed_tokens
-        self._waiting.leave(request, now)
+        self._waiting.leave(request, step.now)
         self._running.start(request)
         step.new.append(
             NewRequest(
@@ -168,8 +140,8 @@ class Admission:
                 block_ids=tuple(request.block_ids),
             )
         )
-        limits.admitted(request)
+        step.admitted(request)
         before = step.shape
-        self._rows.add(step, limits, request, num_tokens, ())
+        self._rows.add(step, request, num_tokens, extension)
         if request.tier is not Tier.ORDINARY:
-            limits.lengthened(step, before)
+            step.lengthened(before)

@@ -22,8 +22,8 @@ from paceline.core.speculation.guesser import Acceptance, Guesser
 from paceline.core.speculation.ngram import NgramDrafter
 from paceline.core.speculation.prediction import PredictionDrafter
 from paceline.core.speculation.row_price import RowPrice
-from paceline.core.step.builder import StepBuilder
 from paceline.core.step.draft_choice import DraftChoice, StepCosts
+from paceline.core.step.limits import Step
 from paceline.core.step.state import SchedulerState
 
 __all__ = ["DrafterMaker", "Drafts"]
@@ -60,7 +60,7 @@ class Drafts:
     """
 
     def __init__(self, state: SchedulerState, make: DrafterMaker | None = None) -> None:
-        self._settings, self._tally, self._make = state.speculation, state.tally, make
+        self._settings, self._totals, self._make = state.speculation, state.totals, make
         self._acceptance, self._row_price = Acceptance(), RowPrice()
         self._waiting, self._forks, self._running = state.waiting, state.forks, state.running
         self._kv, self._step_time, self._work = state.kv, state.step_time, state.work
@@ -82,10 +82,10 @@ class Drafts:
         # predicted seconds of the last step in which guesses are made
         self.making_seconds = 0.0
 
-    def add(self, step: StepBuilder, now: float) -> tuple[Draft, ...]:
+    def add(self, step: Step) -> tuple[Draft, ...]:
         """Lengthen rows of a step that is otherwise complete; see ``SchedulerOutput.drafts``."""
         requests = step.requests
-        self._note_bubble(requests, now)
+        self._note_bubble(requests, step.now)
         self.awaits_tokens, self.making_seconds = False, 0.0
         if not requests or step.wide_tokens or not self._has_room(step):
             return ()
@@ -108,7 +108,7 @@ class Drafts:
         self._predict_making(requests, drafts)
         return tuple(drafts)
 
-    def _has_room(self, step: StepBuilder) -> bool:
+    def _has_room(self, step: Step) -> bool:
         """Whether guesses take nothing that anybody else wants, once no prompt is computed."""
         return not (
             len(self._running.requests) > _MOST_ROWS
@@ -117,7 +117,7 @@ class Drafts:
             or any(request.best_effort for request in step.requests)
         )
 
-    def forces(self, step: StepBuilder) -> tuple[int, ...]:
+    def forces(self, step: Step) -> tuple[int, ...]:
         """See ``SchedulerOutput.forces``: where guesses may be worth something in the next step."""
         if not self._settings.grammars or not self._has_room(step):
             return ()
@@ -147,7 +147,7 @@ class Drafts:
             right = max(0, len(sampled) - 1)
             if token_ids:
                 counted = min(right, _until_end(request, sampled))
-                self._tally.note(source, len(token_ids), counted)
+                self._totals.note_draft(source, len(token_ids), counted)
                 verified, so_far = request.history.drafts.get(source, (0, 0))
                 request.history.drafts[source] = verified + len(token_ids), so_far + counted
             # the caller is told with the next tokens
@@ -220,7 +220,7 @@ class Drafts:
             drafters.append(ModelDrafter())
         return drafters
 
-    def _choose(self, step: StepBuilder, guesses: list[Guess]) -> Sequence[int]:
+    def _choose(self, step: Step, guesses: list[Guess]) -> Sequence[int]:
         """How many guesses of each row are worth it; (): of none."""
         model, requests = self._step_time, step.requests
         if not model.ready and any(request.targets.aims for request in requests):
@@ -265,7 +265,7 @@ class Drafts:
         if waited < 2 * step:
             self._bubble += _NEWEST * (waited - self._bubble)
 
-    def _worth_waiting(self, step: StepBuilder) -> bool:
+    def _worth_waiting(self, step: Step) -> bool:
         """Whether guesses of the next step are likely to bring more than the next plan's waiting
         for this step's tokens costs."""
         shares = [r.guesser.acceptance.share for r in step.requests if r.guesser is not None]
@@ -291,7 +291,7 @@ class Drafts:
         short = self._kv.pool.num_free <= count + len(self._running.requests)
         return max(0, min(count, held)) if short else count
 
-    def _lengthen(self, step: StepBuilder, index: int, count: int) -> None:
+    def _lengthen(self, step: Step, index: int, count: int) -> None:
         """Make a row one of so many guesses more, whose blocks are there."""
         request = step.requests[index]
         extension = self._kv.extend(request, count)

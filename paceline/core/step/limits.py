@@ -1,38 +1,41 @@
-"""What one step may do: the seam between the plain step and everything that exists for targets.
+"""A step and what it may do: the seam between plain steps and all that exists for targets.
 
-A ``Pacing`` makes the limits anew for each step. ``Plain`` is the null object: it serves requests
-without targets, and nothing that exists for targets is on its call path; it does not know tenants
-or forecasts either. ``pacing.paced.Paced`` is the other one.
+A ``Pacing`` begins each step anew. ``Plain`` is the null object: its steps serve requests without
+targets, and nothing that exists for targets is on their call path; it does not know tenants or
+forecasts either. ``pacing.paced.Paced`` is the other one.
 
 ::
 
-    limits = pacing.limits(now, starts, held=...)        tokens, passes, gates
-    for part in limits.passes:
+    step = pacing.begin(now, starts, held=...)           tokens, passes, gates
+    for part in step.passes:
         rows for part.running, then for part.must_run
-        admit waiting requests up to tier part.last      limits.next / demotes / obstacle / admitted
+        admit waiting requests up to tier part.last      step.next / demotes / obstacle / admitted
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from paceline.core.memory.pressure import Pressure
+from paceline.core.outputs import BlockCopy, NewRequest, ScheduledRow
 from paceline.core.policies import overrides
 from paceline.core.predict.step_time import StepShape
 from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Request
-from paceline.core.step.builder import StepBuilder
 from paceline.core.step.displacement import Displacement
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
-__all__ = ["Pacing", "Pass", "Plain", "StepLimits", "cap_chunk"]
+__all__ = ["Pacing", "Pass", "Plain", "Step", "cap_chunk"]
 
 # prompt tokens of a step under memory pressure, at least
 _MIN_CHUNK = 32
+# a NamedTuple made by tuple's constructor costs half of one made by its own, and there is one for
+# every token of every request
+_new = tuple.__new__
 
 
 class Pass(NamedTuple):
@@ -47,12 +50,14 @@ class Pass(NamedTuple):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class StepLimits:
-    """The limits of a plain step, and the base of others. Good for one step."""
+class Step:
+    """A plain step with its rows so far, and the base of others. Made anew for each step."""
 
     state: SchedulerState
-    # of all rows together; one for each running request and one more at least
-    tokens: int
+    # when it is planned
+    now: float
+    # tokens left to hand out
+    budget: int
     # prompt tokens of the step before memory pressure, for forecasts
     chunk_tokens: int
     # in order; a token is kept for every running request of later passes
@@ -66,16 +71,65 @@ class StepLimits:
     # predicted seconds of the step beyond which best-effort rows stay out of it, and ask ``takes``
     # for that; infinite: they need not ask
     seconds: float = math.inf
-    # the same for requests without targets; infinite: their rows are not metered by ``added``
+    # the same for requests without targets, whose rows are metered then; infinite: they are not
     background_seconds: float = math.inf
     # predicted seconds of ordinary rows alone; None: there are no others
     ordinary_seconds: float | None = None
+    # which rows this step takes; both where the policy mixes
+    narrow: bool = True
+    wide: bool = True
+    # what ``shape`` is made of
+    wide_tokens: int = 0
+    wide_keys: float = 0.0
+    narrow_rows: int = 0
+    narrow_keys: int = 0
+    num_tokens: int = 0
+    # the rows so far, and whose they are
+    rows: list[ScheduledRow] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    new: list[NewRequest] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    # forks that got their blocks in this step: copies come before writes, so they may run from the
+    # next step on
+    forked: list[Request] = field(default_factory=list)
+
+    @property
+    def shape(self) -> StepShape:
+        """Of the rows so far."""
+        return StepShape(self.wide_tokens, self.wide_keys, self.narrow_rows, self.narrow_keys)
+
+    def add(self, request: Request, num_tokens: int, new_block_ids: tuple[int, ...]) -> None:
+        """Give a request the next tokens it lacks, and count them as computed."""
+        start = request.num_computed_tokens
+        end = start + num_tokens
+        samples = end == request.num_tokens + request.num_pending_tokens
+        self.rows.append(
+            _new(ScheduledRow, (request.request_id, start, num_tokens, new_block_ids, samples))
+        )
+        self.requests.append(request)
+        self.budget -= num_tokens
+        self.num_tokens += num_tokens
+        request.num_computed_tokens = end
+        if samples:
+            request.num_pending_tokens += 1
+        if num_tokens > 1:
+            request.history.num_chunks += 1
+            self.wide_tokens += num_tokens
+            self.wide_keys += num_tokens * (start + num_tokens / 2)
+        else:
+            self.narrow_rows += 1
+            self.narrow_keys += start
+
+    def count_plain(self, num_rows: int, num_keys: int) -> None:
+        """Count rows of one token that ``Rows`` added by itself, with the tokens before them."""
+        self.budget -= num_rows
+        self.num_tokens += num_rows
+        self.narrow_rows += num_rows
+        self.narrow_keys += num_keys
 
     # ------------------------------------------------------------------ admission
 
-    def next(
-        self, step: StepBuilder, last: Tier, passed: Sequence[Request]
-    ) -> Request | Reason | None:
+    def next(self, last: Tier, passed: Sequence[Request]) -> Request | Reason | None:
         """The waiting request that is tried next, or why no other is tried in this pass.
 
         Args:
@@ -86,7 +140,7 @@ class StepLimits:
         head = state.waiting.ordinary.peek()
         if head is None:
             return None
-        if step.budget <= 0:
+        if self.budget <= 0:
             return Reason.BUDGET
         is_full = len(state.running.requests) >= state.config.max_num_seqs
         return Reason.SLOTS if is_full else head
@@ -104,31 +158,29 @@ class StepLimits:
 
     # ------------------------------------------------------------------ rows of later passes
 
-    def takes(self, step: StepBuilder, request: Request) -> bool:
+    def takes(self, request: Request) -> bool:
         """Whether a running request of a later pass gets a row."""
         return True
 
-    def chunk(self, step: StepBuilder, request: Request, *, admission: bool) -> int:
-        """Tokens of the largest chunk of a best-effort request that this step has room for."""
-        return max(1, step.budget)
+    def chunk(self, request: Request, *, admission: bool) -> int:
+        """Tokens of the largest chunk of a best-effort request that there is room for."""
+        return max(1, self.budget)
 
-    def added(self, step: StepBuilder, request: Request, before: StepShape) -> None:
-        """A row was added; ``before`` is the step without it. Called only if these are metered."""
-
-    def lengthened(self, step: StepBuilder, before: StepShape) -> None:
+    def lengthened(self, before: StepShape) -> None:
         """Best-effort rows were added in the first pass, or a best-effort request was admitted;
         ``before`` is the step without that."""
 
-    def first_pass_done(self, step: StepBuilder, num_must_run: int) -> None:
+    def first_pass_done(self, num_must_run: int) -> None:
         """The first of several passes is over; ``num_must_run`` of its rows are best effort."""
 
 
 class Pacing(Protocol):
-    """Makes the limits of steps. The scheduler asks one of two, see ``Scheduler``."""
+    """Begins steps. The scheduler asks one of two, see ``Scheduler``."""
 
-    def limits(self, now: float, starts: float, *, held: bool) -> StepLimits:
-        """The limits of the step that is planned now. Moves requests between tiers first, and
-        preempts running requests for a better one that waits.
+    def begin(self, now: float, starts: float, *, held: bool) -> Step:
+        """The step that is planned now, without rows. Moves requests between tiers first, and
+        preempts running requests for a better one that waits. The step's budget is one token for
+        each running request and one more at least.
 
         Args:
             starts: when the step is predicted to start.
@@ -154,7 +206,7 @@ class Plain:
         displaces = overrides(state.policy, "displaces")
         self._displacement = displacement if displaces else None
 
-    def limits(self, now: float, starts: float, *, held: bool) -> StepLimits:
+    def begin(self, now: float, starts: float, *, held: bool) -> Step:
         state = self._state
         running = state.running.requests
         num_running, tokens = len(running), state.chunk.plain_tokens(running)
@@ -163,9 +215,10 @@ class Plain:
             head = state.waiting.ordinary.peek()
             if head is not None:
                 reserved = self._displacement.make_way(head, now, state.policy.displaces)
-        return StepLimits(
+        return Step(
+            budget=cap_chunk(tokens, num_running, state.valve.level),
             state=state,
-            tokens=cap_chunk(tokens, num_running, state.valve.level),
+            now=now,
             chunk_tokens=tokens - num_running,
             passes=(Pass(list(running), [], Tier.ORDINARY),),
             reserved=reserved,

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Request, RequestStatus
 from paceline.core.step.admission import Admission
-from paceline.core.step.builder import StepBuilder
-from paceline.core.step.limits import Pass, StepLimits
+from paceline.core.step.limits import Pass, Step
 from paceline.core.step.rows import Rows
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
@@ -28,44 +27,41 @@ class Planner:
 
     def __init__(self, state: SchedulerState, rows: Rows, admission: Admission) -> None:
         self._state = state
-        self._mixes = state.policy.mixes
         self._waiting = state.waiting
         self._running = state.running
         self._rows = rows
         self._admission = admission
 
-    def fill(
-        self, step: StepBuilder, limits: StepLimits, now: float, *, held: bool
-    ) -> Reason | None:
+    def fill(self, step: Step, *, held: bool) -> Reason | None:
         """Plan rows, and return what holds the head of the queue up; None if nothing does.
 
         Args:
             held: the policy admits no request for now.
         """
-        if not self._mixes:
-            self._choose_kind(step, limits, held)
-        if limits.evicted is not None:
-            self._running.preempt(limits.evicted, now)
+        if not self._state.policy.mixes:
+            self._choose_kind(step, held)
+        if step.evicted is not None:
+            self._running.preempt(step.evicted, step.now)
         held_by = Reason.POLICY if held or not step.wide else None
-        passes, num_preemptions = limits.passes, self._running.num_preemptions
+        passes, num_preemptions = step.passes, self._running.num_preemptions
         for number in range(len(passes)):
             if self._running.num_preemptions > num_preemptions:
                 num_preemptions = self._running.num_preemptions
                 passes = [part._replace(running=_still_running(part.running)) for part in passes]
-            held_by = self._run(step, limits, passes[number:], held_by, now)
+            held_by = self._run(step, passes[number:], held_by)
         if not step.rows and not step.narrow:
-            self._fill_narrow(step, limits, now)
+            self._fill_narrow(step)
         for child in step.forked:
-            self._waiting.enter(child, now)
+            self._waiting.enter(child, step.now)
         return held_by
 
-    def _choose_kind(self, step: StepBuilder, limits: StepLimits, held: bool) -> None:
+    def _choose_kind(self, step: Step, held: bool) -> None:
         """For policies that do not mix: wide rows while there are any to compute, or a waiting
         request that would bring some."""
         running = self._running.requests
         step.wide = any(request.num_uncomputed_tokens > 1 for request in running)
         if not step.wide and not held:
-            head = self._waiting.first(pressing=limits.pressing)
+            head = self._waiting.first(pressing=step.pressing)
             step.wide = not running or (
                 head is not None
                 and len(running) < self._state.config.max_num_seqs
@@ -73,49 +69,40 @@ class Planner:
             )
         step.narrow = not step.wide
 
-    def _fill_narrow(self, step: StepBuilder, limits: StepLimits, now: float) -> None:
+    def _fill_narrow(self, step: Step) -> None:
         """No wide row could be had after all (memory): do not waste the step."""
         step.narrow = True
         ordinary = [r for r in self._running.requests if r.tier is Tier.ORDINARY]
         rest = [r for r in self._running.requests if r.best_effort]
-        self._rows.extend(step, limits, ordinary, len(rest), now, limited=False)
-        self._rows.extend(step, limits, _still_running(rest), 0, now, limited=True)
+        self._rows.extend(step, ordinary, len(rest), limited=False)
+        self._rows.extend(step, _still_running(rest), 0, limited=True)
 
-    def _run(
-        self,
-        step: StepBuilder,
-        limits: StepLimits,
-        passes: Sequence[Pass],
-        held_by: Reason | None,
-        now: float,
-    ) -> Reason | None:
+    def _run(self, step: Step, passes: Sequence[Pass], held_by: Reason | None) -> Reason | None:
         """The first of the passes that are left; no request is admitted if ``held_by`` says why.
         Returns what does now."""
-        part, is_first = passes[0], len(passes) == len(limits.passes)
+        part, is_first = passes[0], len(passes) == len(step.passes)
         reserved = later = sum(len(following.running) for following in passes[1:])
         if is_first:
-            reserved += len(part.must_run) + limits.reserved
+            reserved += len(part.must_run) + step.reserved
         preempted = bool(part.running) and self._rows.extend(
-            step, limits, part.running, reserved, now, limited=not is_first
+            step, part.running, reserved, limited=not is_first
         )
         if held_by is None and preempted and self._running.requests:
             held_by = Reason.MEMORY
         num_rows = len(step.rows)
-        preempted = bool(part.must_run) and self._must_run(step, limits, part.must_run, now)
+        preempted = bool(part.must_run) and self._must_run(step, part.must_run)
         num_must_run = len(step.rows) - num_rows
         if held_by is None and len(self._waiting):
             step.budget -= later
-            held_by = self._admission.let_in(step, limits, part.last, now)
+            held_by = self._admission.let_in(step, part.last)
             step.budget += later
         if held_by is None and preempted:
             held_by = Reason.MEMORY
         if is_first and len(passes) > 1:
-            limits.first_pass_done(step, num_must_run)
+            step.first_pass_done(num_must_run)
         return held_by
 
-    def _must_run(
-        self, step: StepBuilder, limits: StepLimits, must_run: Sequence[Request], now: float
-    ) -> bool:
+    def _must_run(self, step: Step, must_run: Sequence[Request]) -> bool:
         """Rows for best effort that must not sit the step out. Returns whether a request had to
         give way for them."""
         running = _still_running(must_run)
@@ -125,8 +112,8 @@ class Planner:
             request.num_skipped_steps = 0
         before = step.shape
         # they are narrow: no token has to be left for others
-        preempted = self._rows.extend(step, limits, running, 0, now, limited=False)
-        limits.lengthened(step, before)
+        preempted = self._rows.extend(step, running, 0, limited=False)
+        step.lengthened(before)
         return preempted
 
 

@@ -10,14 +10,13 @@ import math
 from paceline.core.memory.kv_cache import Extension
 from paceline.core.outputs import ScheduledRow
 from paceline.core.request import Request
-from paceline.core.step.builder import StepBuilder
-from paceline.core.step.limits import StepLimits
+from paceline.core.step.limits import Step
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
 __all__ = ["Rows"]
 
-# see builder.py
+# see limits.py
 _new = tuple.__new__
 
 
@@ -34,60 +33,43 @@ class Rows:
         self._block_size = state.cache.block_size
         self._caches = state.cache.enable_prefix_caching
 
-    def extend(
-        self,
-        step: StepBuilder,
-        limits: StepLimits,
-        running: list[Request],
-        later: int,
-        now: float,
-        *,
-        limited: bool,
-    ) -> bool:
+    def extend(self, step: Step, running: list[Request], later: int, *, limited: bool) -> bool:
         """Rows for ``running``, in order, leaving a token for each of ``later`` others. Requests
         that have to give way are taken out of the list. Returns whether any had to.
 
         Args:
             running: of best effort all, or none.
-            limited: they get rows only as far as ``limits`` has room for best effort.
+            limited: they get rows only as far as the step has room for best effort.
         """
         preempted = False
-        asks = limited and limits.seconds < math.inf
-        meters = limited and limits.background_seconds < math.inf
+        asks = limited and step.seconds < math.inf
+        meters = limited and step.background_seconds < math.inf
         plain = self._mixes and not self._forks.by_parent and not meters
         plain = plain and self._kv.windows is None
         index = 0
         while index < len(running):
             if plain:
-                index = self._plain_rows(step, limits if asks else None, running, index)
+                index = self._plain_rows(step, running, index, asks=asks)
                 if index == len(running):
                     break
             request = running[index]
-            num_tokens = self._num_tokens(step, limits, running, index, later, limited)
+            num_tokens = self._num_tokens(step, running, index, later, limited)
             if not num_tokens:
                 index += 1
                 continue
             extension = self._kv.extend(request, num_tokens)
             if extension is None:
                 preempted = True
-                extension = self._make_room(step, running, index, num_tokens, now, limited)
+                extension = self._make_room(step, running, index, num_tokens, limited)
                 if extension is None:
                     # the request itself gave way
                     continue
-            if extension.copy is not None:
-                step.copies.append(extension.copy)
-            self.add(step, limits, request, num_tokens, extension.new_block_ids)
+            self.add(step, request, num_tokens, extension)
             index += 1
         return preempted
 
     def _num_tokens(
-        self,
-        step: StepBuilder,
-        limits: StepLimits,
-        running: list[Request],
-        index: int,
-        later: int,
-        limited: bool,
+        self, step: Step, running: list[Request], index: int, later: int, limited: bool
     ) -> int:
         """Tokens of the row of ``running[index]``; 0: it gets none. See ``extend``."""
         request = running[index]
@@ -98,24 +80,22 @@ class Rows:
         if not self._mixes:
             takes = step.narrow if behind == 1 else step.wide
         else:
-            takes = not limited or limits.takes(step, request)
+            takes = not limited or step.takes(request)
         if not takes or behind == 1:
             return int(takes)
         reserved = len(running) - index - 1 + later
         num_tokens = max(1, min(behind, step.budget - reserved))
         if limited:
-            num_tokens = min(num_tokens, limits.chunk(step, request, admission=False))
+            num_tokens = min(num_tokens, step.chunk(request, admission=False))
         return num_tokens
 
-    def _plain_rows(
-        self, step: StepBuilder, limits: StepLimits | None, running: list[Request], index: int
-    ) -> int:
+    def _plain_rows(self, step: Step, running: list[Request], index: int, *, asks: bool) -> int:
         """Rows of one token for the requests from ``index`` on, by the shortest way, up to the
         first that needs more than that; ``extend`` would do the same for each. Most rows of most
         steps are such. Returns where it stopped.
 
         Args:
-            limits: asked before each row; None: every request gets one.
+            asks: the step is asked before each row; else every request gets one.
         """
         rows, requests = step.rows, step.requests
         pool, block_size, caches = self._kv.pool, self._block_size, self._caches
@@ -133,10 +113,10 @@ class Rows:
             ):
                 break
             index += 1
-            if limits is not None:
+            if asks:
                 step.count_plain(index - 1 - first - skipped, num_keys)
                 first, num_keys, skipped = index - 1, 0, 0
-                if not limits.takes(step, request):
+                if not step.takes(request):
                     skipped = 1
                     continue
             block_ids: tuple[int, ...] = ()
@@ -154,13 +134,7 @@ class Rows:
         return index
 
     def _make_room(
-        self,
-        step: StepBuilder,
-        running: list[Request],
-        index: int,
-        num_tokens: int,
-        now: float,
-        limited: bool,
+        self, step: Step, running: list[Request], index: int, num_tokens: int, limited: bool
     ) -> Extension | None:
         """Blocks for ``num_tokens`` tokens of ``running[index]`` from waiting requests, else from
         running ones; None: the request itself had to give its own up."""
@@ -168,7 +142,7 @@ class Rows:
         while True:
             if not self._waiting.drop_blocks():
                 victim = self._victim(step, running, index, limited)
-                self._running.preempt(victim, now)
+                self._running.preempt(victim, step.now)
                 if victim in running:
                     running.remove(victim)
                 if victim is request:
@@ -177,9 +151,7 @@ class Rows:
             if extension is not None:
                 return extension
 
-    def _victim(
-        self, step: StepBuilder, running: list[Request], index: int, limited: bool
-    ) -> Request:
+    def _victim(self, step: Step, running: list[Request], index: int, limited: bool) -> Request:
         """The request that gives blocks up for ``running[index]``: none that has a row already,
         and of ``running`` none before it."""
         candidates = running[index:]
@@ -194,21 +166,12 @@ class Rows:
                 candidates = [r for r in rest if r.best_effort] or candidates
         return self._running.preemption.victim(candidates, self._expendable)
 
-    def add(
-        self,
-        step: StepBuilder,
-        limits: StepLimits,
-        request: Request,
-        num_tokens: int,
-        new_block_ids: tuple[int, ...],
-    ) -> None:
-        """A row of the next ``num_tokens`` tokens, whose blocks the request has."""
-        if limits.background_seconds < math.inf:
-            before = step.shape
-            step.add(request, num_tokens, new_block_ids)
-            limits.added(step, request, before)
-        else:
-            step.add(request, num_tokens, new_block_ids)
+    def add(self, step: Step, request: Request, num_tokens: int, extension: Extension) -> None:
+        """A row of the next ``num_tokens`` tokens, whose blocks the request has; ``extension`` is
+        what that took."""
+        if extension.copy is not None:
+            step.copies.append(extension.copy)
+        step.add(request, num_tokens, extension.new_block_ids)
         end = request.num_computed_tokens
         if end // self._block_size > request.num_hashed_blocks:
             self._kv.cache_computed(request)

@@ -6,12 +6,14 @@ This module does not decide anything.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.memory.kv_cache import KVCacheManager
+from paceline.core.memory.outlook import MemoryOutlook, look_ahead
 from paceline.core.memory.preemption import Preemption
 from paceline.core.memory.pressure import PressureValve
 from paceline.core.policies import PolicyContext, SchedulingPolicy, make_policy
@@ -24,11 +26,11 @@ from paceline.core.queues.wait_clocks import REASONS, Reason
 from paceline.core.queues.waiting import WaitingRoom
 from paceline.core.request import Forecast, Request, RequestStatus
 from paceline.core.speculation.settings import SpeculationSettings
-from paceline.core.speculation.tally import Tally
 from paceline.core.stats import SchedulerStats
 from paceline.core.step.in_flight import StepsInFlight
+from paceline.core.tier import Tier
 
-__all__ = ["LastPlan", "SchedulerState", "check_integrity", "make_state", "take_stats"]
+__all__ = ["LastPlan", "SchedulerState", "Totals", "check_integrity", "take_stats"]
 
 
 @dataclass(slots=True)
@@ -48,83 +50,87 @@ class LastPlan:
     first_tokens: list[tuple[Forecast, float]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class Totals:
+    """Counted from the start on, over all requests."""
+
+    num_recomputed_tokens: int = 0
+    num_relegated: int = 0
+    # tokens that were computed for requests that were aborted or failed
+    num_discarded_tokens: int = 0
+    # refused requests by QueueFullError.reason
+    refused: Counter[str] = field(default_factory=Counter)
+    # rows with guesses; guesses and right ones by source, and these by their place in the row
+    num_drafts: int = 0
+    drafted: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
+    accepted_by_place: Counter[int] = field(default_factory=Counter)
+
+    def note_draft(self, source: str, num_guesses: int, num_right: int) -> None:
+        """A row with so many guesses has come back, of which the first ``num_right`` were right."""
+        self.num_drafts += 1
+        self.drafted[source] += num_guesses
+        self.accepted[source] += num_right
+        for place in range(num_guesses):
+            self.accepted_by_place[place] += place < num_right
+
+
 class SchedulerState:
-    """Owned by the scheduler; the members change, the references do not."""
+    """The parts, made at rest and owned by the scheduler; they change, the references do not.
 
-    config: SchedulerConfig
-    cache: CacheConfig
-    policy: SchedulingPolicy
-    # how full memory is
-    valve: PressureValve
-    # seconds of a step and lengths of outputs, learned online, and what follows from both
-    step_time: StepTimeModel
-    lengths: LengthHistory
-    work: WorkEstimator
-    # sizes of chunks, as these predict
-    chunk: ChunkSize
-    kv: KVCacheManager
-    waiting: WaitingRoom
-    forks: Forks
-    running: RunningList
-    # steps whose results are not in
-    steps: StepsInFlight
-    last: LastPlan
-    # who may guess tokens, and what became of guesses
-    speculation: SpeculationSettings
-    tally: Tally
+    Args:
+        policy: overrides ``config.policy``.
+    """
 
+    def __init__(
+        self, config: SchedulerConfig, cache: CacheConfig, policy: SchedulingPolicy | None = None
+    ) -> None:
+        self.config, self.cache = config, cache
+        # seconds of a step and lengths of outputs, learned online, and what follows from both
+        self.step_time, self.lengths = StepTimeModel(), LengthHistory()
+        self.work = WorkEstimator(self.step_time, self.lengths)
+        self.policy = policy = policy or make_policy(PolicyContext(config, self.work))
+        tokens, gap = config.max_num_batched_tokens, math.inf
+        if policy.bounds_gaps and config.max_token_gap_s is not None:
+            gap = config.max_token_gap_s
+        adaptive = config.adaptive_token_budget
+        self.chunk = ChunkSize(self.step_time, tokens, adaptive=adaptive, gap=gap)
+        self.kv, self.valve = KVCacheManager(cache), PressureValve(config.pressure_threshold)
+        # where tenants are not kept apart, all requests make one row
+        group = attrgetter("asked.tenant") if policy.keeps_tenants_apart else lambda _: ""
+        self.waiting = WaitingRoom(policy.make_queue, policy.later, self.kv, group)
+        self.forks = Forks()
+        preemption = Preemption(config, cache, self.kv, self.work)
+        self.running = RunningList(preemption, self.waiting, cache.block_size)
+        self.steps, self.last = StepsInFlight(self.step_time, config.plan_lead_s), LastPlan(tokens)
+        self.speculation = SpeculationSettings.of(config.speculative_config)
+        self.totals = Totals()
 
-def make_state(
-    config: SchedulerConfig, cache: CacheConfig, policy: SchedulingPolicy | None
-) -> SchedulerState:
-    """All parts at rest; ``policy`` overrides ``config.policy``."""
-    step_time, lengths, kv = StepTimeModel(), LengthHistory(), KVCacheManager(cache)
-    work = WorkEstimator(step_time, lengths)
-    policy = policy or make_policy(PolicyContext(config, work))
-    # where tenants are not kept apart, all requests make one row
-    group = attrgetter("asked.tenant") if policy.keeps_tenants_apart else lambda _: ""
-    waiting = WaitingRoom(policy.make_queue, policy.later, kv, group)
-    preemption = Preemption(config, cache, kv, work)
-    tokens, gap = config.max_num_batched_tokens, math.inf
-    if policy.bounds_gaps and config.max_token_gap_s is not None:
-        gap = config.max_token_gap_s
-    return SchedulerState(
-        config=config, cache=cache, policy=policy, valve=PressureValve(config.pressure_threshold),
-        step_time=step_time, lengths=lengths, work=work,
-        chunk=ChunkSize(step_time, tokens, adaptive=config.adaptive_token_budget, gap=gap),
-        kv=kv, waiting=waiting, forks=Forks(),
-        running=RunningList(preemption, waiting, cache.block_size),
-        steps=StepsInFlight(step_time, config.plan_lead_s),
-        last=LastPlan(tokens), tally=Tally(),
-        speculation=SpeculationSettings.of(config.speculative_config),
-    )  # fmt: skip
+    def outlook(self, tier: Tier, running: Sequence[Request], num_freed: int = 0) -> MemoryOutlook:
+        """Of the memory of running requests, as one of ``tier`` finds it once so many blocks have
+        come free. Best effort makes way, so ordinary requests need not count it."""
+        if tier is Tier.ORDINARY:
+            running = [request for request in running if request.tier is tier]
+        return look_ahead(self.kv, self.work, running, num_freed)
 
 
-def take_stats(
-    state: SchedulerState,
-    *,
-    num_recomputed_tokens: int,
-    num_relegated: int,
-    num_discarded_tokens: int,
-    refused: tuple[tuple[str, int], ...],
-) -> SchedulerStats:
-    """A snapshot of the parts, with what others have counted."""
-    drafts = state.tally
+def take_stats(state: SchedulerState) -> SchedulerStats:
+    """A snapshot of the parts."""
+    totals = state.totals
     kv, waiting, steps, held_by = state.kv, state.waiting, state.steps, state.last.held_by
     return SchedulerStats(
         num_running=len(state.running.requests), num_waiting=len(waiting) + len(state.forks),
         num_waiting_capacity=len(waiting), num_waiting_deferred=len(state.forks),
         num_blocks=kv.pool.num_blocks, num_free_blocks=kv.pool.num_free,
-        num_preemptions=state.running.num_preemptions, num_drafts=drafts.num_rows,
-        num_draft_tokens=sum(drafts.verified.values()),
-        num_accepted_tokens=sum(drafts.right.values()),
-        drafted=tuple(drafts.verified.items()), accepted=tuple(drafts.right.items()),
-        accepted_by_place=tuple((str(i), n) for i, n in enumerate(drafts.right_by_place)),
+        num_preemptions=state.running.num_preemptions, num_drafts=totals.num_drafts,
+        num_draft_tokens=totals.drafted.total(), num_accepted_tokens=totals.accepted.total(),
+        drafted=tuple(totals.drafted.items()), accepted=tuple(totals.accepted.items()),
+        accepted_by_place=tuple((str(i), n) for i, n in totals.accepted_by_place.items()),
         prefix_cache_queries=kv.num_queried_tokens, prefix_cache_hits=kv.num_hit_tokens,
-        num_recomputed_tokens=num_recomputed_tokens,
+        num_recomputed_tokens=totals.num_recomputed_tokens,
         num_swapped_out_blocks=kv.num_swapped_out, num_swapped_in_blocks=kv.num_swapped_in,
-        num_relegated=num_relegated, num_discarded_tokens=num_discarded_tokens, refused=refused,
+        num_relegated=totals.num_relegated, num_discarded_tokens=totals.num_discarded_tokens,
+        refused=tuple(totals.refused.items()),
         waited=tuple(zip(REASONS, waiting.clocks.reading(), strict=True)),
         pressure_level=state.valve.level,
         predicted_step_seconds=steps.predicted_seconds, actual_step_seconds=steps.actual_seconds,

@@ -5,8 +5,8 @@ This module does not know how the step was chosen.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from operator import itemgetter
-from typing import Protocol
 
 from paceline.core.outputs import (
     RequestUpdate,
@@ -33,20 +33,17 @@ _SECONDS = itemgetter(1)
 _Logprobs = tuple[TokenLogprobs, ...] | None
 
 
-class _Finish(Protocol):
-    def __call__(self, request: Request, reason: FinishReason, *, prune: bool) -> None: ...
-
-
 class Updates:
     """Takes results in.
 
     Args:
-        finish: ends a request; without ``prune`` it stays among the running ones for now.
+        finish: ends a request, which stays among the running ones for now.
     """
 
-    def __init__(self, state: SchedulerState, finish: _Finish) -> None:
-        self._last = state.last
-        self._steps = state.steps
+    def __init__(
+        self, state: SchedulerState, finish: Callable[[Request, FinishReason], None]
+    ) -> None:
+        self._state = state
         self._finish = finish
         self._sampled = state.policy.sampled
         # most policies do not count what was served
@@ -99,12 +96,12 @@ class Updates:
                     append(_new(RequestUpdate, news))
                 continue
             if row.request_id in failed:
-                self._finish(request, FinishReason.ERROR, prune=False)
+                self._finish(request, FinishReason.ERROR)
                 updates.append(update_of(request, (), None, failed[row.request_id]))
             elif row[samples_at]:
                 token_ids = self._append(request, token_ids, now)
                 counted += [request] * len(token_ids)
-                self._tell(updates, request, token_ids, row_logprobs, tell_all)
+                updates += self._tell(request, token_ids, row_logprobs, tell_all)
         if counts:
             self._sampled(counted)
         return tuple(updates)
@@ -114,13 +111,14 @@ class Updates:
         Returns those that count."""
         if request.first_token_time is None:
             request.first_token_time = now
-            self._steps.num_prompt_tokens += request.num_prompt_tokens
+            self._state.steps.num_prompt_tokens += request.num_prompt_tokens
             forecast = request.history.forecast
             # one that was demoted against what was foreseen says nothing of the others
             if forecast is not None and (forecast.late or not request.history.demoted):
-                self._last.first_tokens.append((forecast, now - request.asked.arrival_time))
+                actual = now - request.asked.arrival_time
+                self._state.last.first_tokens.append((forecast, actual))
         if not token_ids:
-            self._finish(request, FinishReason.STOP, prune=False)
+            self._finish(request, FinishReason.STOP)
         sampling = request.asked.sampling
         for count, token_id in enumerate(token_ids, 1):
             request.output_token_ids.append(token_id)
@@ -129,29 +127,23 @@ class Updates:
             if token_id in request.stop_ids and num_output >= sampling.min_tokens:
                 if token_id not in sampling.eos_token_ids:
                     request.stop_reason = token_id
-                self._finish(request, FinishReason.STOP, prune=False)
+                self._finish(request, FinishReason.STOP)
             elif request.num_tokens >= request.max_total_tokens:
-                self._finish(request, FinishReason.LENGTH, prune=False)
+                self._finish(request, FinishReason.LENGTH)
             else:
                 continue
             return token_ids[:count]
         return token_ids
 
     def _tell(
-        self,
-        updates: list[RequestUpdate],
-        request: Request,
-        token_ids: tuple[int, ...],
-        logprobs: _Logprobs,
-        tell_all: bool,
-    ) -> None:
-        """Add the news of a request with these new tokens, and its story if it has changed."""
-        tells = not request.told
-        request.told = True
+        self, request: Request, token_ids: tuple[int, ...], logprobs: _Logprobs, tell_all: bool
+    ) -> Iterator[RequestUpdate]:
+        """The news of a request with these new tokens, and its story if it has changed."""
+        tells, request.told = not request.told, True
         if tell_all or request.finish_reason is not None:
             # of tokens behind the one that ended it nothing is told
             logprobs = None if logprobs is None else logprobs[: len(token_ids)]
-            updates.append(update_of(request, token_ids, logprobs, tells=tells))
+            yield update_of(request, token_ids, logprobs, tells=tells)
 
 
 def update_of(

@@ -22,9 +22,9 @@ from msgspec.structs import replace
 from paceline.core.errors import RequestError
 from paceline.core.outputs import RequestUpdate
 from paceline.core.request import FinishReason
-from paceline.core.stats import ClassUse
 from paceline.engine.core import EngineCore
 from paceline.engine.fanout import add_to_core, request_of
+from paceline.engine.process.census import take_census
 from paceline.engine.process.in_flight import InFlightFile
 from paceline.engine.process.messages import (
     Abort,
@@ -37,7 +37,7 @@ from paceline.engine.process.messages import (
     TimelineNews,
 )
 from paceline.engine.process.readiness import Readiness
-from paceline.engine.types import EngineInfo, EngineStats, GenerationRequest
+from paceline.engine.types import ClassUse, EngineInfo, EngineStats, GenerationRequest
 
 __all__ = ["EngineLoop", "Inbox", "engine_info", "engine_stats"]
 
@@ -214,7 +214,7 @@ class EngineLoop:
     def _flush(self) -> None:
         now = self._clock()
         if now >= self._next_census or not self._core.has_work:
-            self._classes = self._core.scheduler.census()
+            self._classes = take_census(self._core.scheduler.requests)
             counted = sum(use.num_running + use.num_waiting for use in self._classes)
             self._next_census = now + max(_CENSUS, counted * _CENSUS_PER_REQUEST)
         stats = engine_stats(self._core, now, self._classes)

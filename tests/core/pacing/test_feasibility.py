@@ -283,14 +283,14 @@ def test_who_comes_when_is_asked_only_if_somebody_could_be_late(
     ttft: float, looks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(max_num_seqs=1)
-    feasibility = machine.scheduler._paced.feasibility
-    service_order, asked = feasibility._service_order, []
+    policy = machine.scheduler.policy
+    service_order, asked = policy.service_order, []
 
     def counted(waiting: Any) -> Any:
         asked.append(len(waiting))
         return service_order(waiting)
 
-    monkeypatch.setattr(feasibility, "_service_order", counted)
+    monkeypatch.setattr(policy, "service_order", counted)
     # 0.6 s each
     machine.add(*(make_request(f"r{i}", 600, 2, slo=Slo(ttft=ttft)) for i in range(6)))
     machine.until_done()

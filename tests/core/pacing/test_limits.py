@@ -1,8 +1,7 @@
-"""The limits of one step: which best-effort rows get into it."""
+"""Which best-effort rows get into it."""
 
 from __future__ import annotations
 
-from paceline.core.step.builder import StepBuilder
 from tests.core.pacing.models import batch, running, trained_on_rows
 from tests.driving import Driver, make_request
 
@@ -14,10 +13,9 @@ def test_whoever_saves_up_has_the_longer_patience_in_every_kind_of_step() -> Non
     for seconds, background in ((0.0, 0.02), (9.0, 0.0), (9.0, 1e-3)):
         given = []
         for number in range(65):
-            limits = scheduler._paced.limits(0.0, 0.0, held=False)
-            limits.seconds, limits.background_seconds = seconds, background
-            step = StepBuilder(limits.tokens)
+            step = scheduler._paced.begin(0.0, 0.0, held=False)
+            step.seconds, step.background_seconds = seconds, background
             step.add(make_request("prompt", 8), 8, ())
-            if limits.takes(step, night):
+            if step.takes(night):
                 given.append(number)
         assert given == [64]

@@ -19,6 +19,11 @@ from tests.core.machine import Machine
 from tests.driving import Driver, make_request
 
 
+def counter_of(policy: FairPolicy, tenant: str, tier: Tier = Tier.ORDINARY) -> float:
+    """Weighted tokens served to a tenant's requests of one tier."""
+    return policy._turns[tier].counter(tenant)
+
+
 def test_a_light_tenant_is_not_held_up_by_a_flood() -> None:
     def position(policy: str) -> int:
         driver = Driver(max_num_seqs=2, policy=policy, num_blocks=256)
@@ -39,11 +44,11 @@ def test_cached_prefixes_are_not_charged() -> None:
     assert isinstance(policy, FairPolicy)
     driver.add(make_request("a", 13, 1, tenant="x"))
     driver.run()
-    assert policy.counter("x") == PROMPT_WEIGHT * 13 + OUTPUT_WEIGHT * 1
+    assert counter_of(policy, "x") == PROMPT_WEIGHT * 13 + OUTPUT_WEIGHT * 1
     driver.add(make_request("b", 13, 1, tenant="y"))
     driver.run()
     # nobody waited, so it began where the other one was
-    cost = policy.counter("y") - policy.counter("x")
+    cost = counter_of(policy, "y") - counter_of(policy, "x")
     assert cost == PROMPT_WEIGHT * 1 + OUTPUT_WEIGHT * 1
 
 
@@ -59,14 +64,14 @@ def test_output_is_charged_once_a_step_however_many_tokens_it_brings(
     while len(driver.scheduler._running.requests) < 8:
         driver.step()
     turns = policy._turns[Tier.ORDINARY]
-    before = policy.counter("t0"), policy.counter("t1")
+    before = counter_of(policy, "t0"), counter_of(policy, "t1")
     charged = []
     charge = turns.charge
     monkeypatch.setattr(turns, "charge", lambda tokens: charged.append(tokens) or charge(tokens))
     driver.step()
     assert charged == [{"t0": 4 * OUTPUT_WEIGHT, "t1": 4 * OUTPUT_WEIGHT}]
-    assert policy.counter("t0") == before[0] + 4 * OUTPUT_WEIGHT
-    assert policy.counter("t1") == before[1] + 4 * OUTPUT_WEIGHT
+    assert counter_of(policy, "t0") == before[0] + 4 * OUTPUT_WEIGHT
+    assert counter_of(policy, "t1") == before[1] + 4 * OUTPUT_WEIGHT
     driver.run()
 
 
@@ -86,7 +91,7 @@ def test_what_a_step_gave_to_many_raises_the_level_as_if_it_came_token_by_token(
             policy.sampled(requests)
         turns = policy._turns[Tier.ORDINARY]
         assert turns._ahead
-        levels.append([turns._level, *(policy.counter(name) for name in "abcde")])
+        levels.append([turns._level, *(counter_of(policy, name) for name in "abcde")])
         driver.run()
     assert levels[0] == pytest.approx(levels[1])
 
@@ -103,7 +108,7 @@ def test_a_preempted_request_is_charged_once(steps: int) -> None:
     running = driver.scheduler._running
     running.preempt(running.requests[0], driver.now)
     driver.run()
-    assert policy.counter("x") == PROMPT_WEIGHT * 100 + OUTPUT_WEIGHT * 5
+    assert counter_of(policy, "x") == PROMPT_WEIGHT * 100 + OUTPUT_WEIGHT * 5
 
 
 class _CountsOnly(FairPolicy):
@@ -164,7 +169,7 @@ def widest_gap(
                     driver.add(request)
                     num_added += 1
         driver.step()
-        widest = max(widest, abs(policy.counter("a") - policy.counter("b")) / bound)
+        widest = max(widest, abs(counter_of(policy, "a") - counter_of(policy, "b")) / bound)
     driver.run()
     return widest
 
@@ -283,11 +288,11 @@ def test_tenants_without_number_are_not_remembered_for_ever() -> None:
     driver.step()
     driver.add(make_request("waiting", 8, 2, tenant="waiting"))
     policy.served(driver.scheduler._requests["waiting"], 1, 0)
-    before = policy.counter("heavy"), policy.counter("waiting")
+    before = counter_of(policy, "heavy"), counter_of(policy, "waiting")
     for number in range(25_000):
         policy.served(make_request("r", 2, tenant=f"t{number}"), 2, 0)
-    assert sum(policy.counter(f"t{number}") > 0 for number in range(25_000)) <= 10_000
-    assert (policy.counter("heavy"), policy.counter("waiting")) == before
+    assert sum(counter_of(policy, f"t{number}") > 0 for number in range(25_000)) <= 10_000
+    assert (counter_of(policy, "heavy"), counter_of(policy, "waiting")) == before
     driver.scheduler.check_integrity()
     driver.run()
 
@@ -305,8 +310,8 @@ def test_half_of_those_who_do_not_wait_are_forgotten_however_many_wait() -> None
     # those who wait were served least of all; with the fifth of these there are too many
     for number in range(5):
         policy.served(make_request("r", 2, tenant=f"idle{number}"), 1000 + number, 0)
-    assert [policy.counter(f"idle{number}") for number in range(5)] == [0, 0, 1002, 1003, 1004]
-    assert all(policy.counter(f"w{number}") > 0 for number in range(6))
+    assert [counter_of(policy, f"idle{number}") for number in range(5)] == [0, 0, 1002, 1003, 1004]
+    assert all(counter_of(policy, f"w{number}") > 0 for number in range(6))
     driver.run()
 
 
@@ -319,14 +324,14 @@ def test_a_tenant_saves_up_a_few_steps_and_no_more_while_it_is_idle() -> None:
         driver.add(make_request(f"heavy{index}", 30, 2, tenant="heavy"))
     for _ in range(40):
         driver.step()
-    spent = policy.counter("heavy")
+    spent = counter_of(policy, "heavy")
     assert spent > 600
     names = []
     for index in range(12):
         names.append(f"light{index}")
         driver.add(make_request(names[-1], 30, 2, arrival=driver.now, tenant="light"))
     saved = PROMPT_WEIGHT * _SAVED_STEPS * 64
-    assert spent - saved <= policy.counter("light") < spent
+    assert spent - saved <= counter_of(policy, "light") < spent
     driver.run()
     admitted = [new.request_id for plan in driver.plans for new in plan.new_requests]
     first = admitted.index("light0")
@@ -346,12 +351,12 @@ def test_who_had_the_machine_alone_does_not_wait_for_that_when_others_come(known
     for index in range(20):
         driver.add(make_request(f"alone{index}", 30, 4, arrival=driver.now, tenant="light"))
         driver.run()
-    alone = policy.counter("light")
+    alone = counter_of(policy, "light")
     assert alone >= 20 * (PROMPT_WEIGHT * 30 + OUTPUT_WEIGHT * 4)
     for index in range(20):
         driver.add(make_request(f"heavy{index}", 30, 4, arrival=driver.now, tenant="heavy"))
     # whoever floods has saved up nothing
-    assert policy.counter("heavy") == alone
+    assert counter_of(policy, "heavy") == alone
     driver.step()
     driver.add(make_request("light", 30, 4, arrival=driver.now, tenant="light"))
     driver.run()
@@ -367,12 +372,12 @@ def test_tenants_that_come_back_share_what_can_be_saved_and_go_in_that_order() -
         driver.add(make_request(f"heavy{index}", 30, 2, tenant="heavy"))
     for _ in range(40):
         driver.step()
-    spent = policy.counter("heavy")
+    spent = counter_of(policy, "heavy")
     assert spent > 5 * 64
     names = ["first", "second", "third", "fourth"]
     for name in names:
         driver.add(make_request(name, 30, 2, arrival=driver.now, tenant=name))
-    saved = [spent - policy.counter(name) for name in names]
+    saved = [spent - counter_of(policy, name) for name in names]
     # one of the others waits before the first comes, and so on
     most = PROMPT_WEIGHT * _SAVED_STEPS * 64
     assert saved == pytest.approx([most / others for others in (1, 2, 3, 4)])
@@ -413,13 +418,13 @@ def test_what_one_kind_of_requests_was_served_lifts_nobody_of_another_kind() -> 
         driver.add(make_request(f"night{index}", 30, 2, tenant="night", slo=night))
     for _ in range(40):
         driver.step()
-    assert policy.counter("night", Tier.BACKGROUND) > 7 * 64
+    assert counter_of(policy, "night", Tier.BACKGROUND) > 7 * 64
     # the level of that queue is high now
     driver.add(make_request("other", 30, 2, arrival=driver.now, tenant="other", slo=night))
     driver.add(make_request("a", 30, 2, arrival=driver.now, tenant="a"))
     driver.add(make_request("b", 30, 2, arrival=driver.now, tenant="b"))
-    assert policy.counter("other", Tier.BACKGROUND) > 3 * 64
-    assert policy.counter("a") == policy.counter("b") == policy.counter("night") == 0.0
+    assert counter_of(policy, "other", Tier.BACKGROUND) > 3 * 64
+    assert counter_of(policy, "a") == counter_of(policy, "b") == counter_of(policy, "night") == 0.0
     driver.run()
 
 
@@ -437,7 +442,7 @@ def test_service_goes_to_whoever_was_served_least_as_if_each_were_served_at_once
         if rng.random() < 0.3:
             driver.step()
     waiting = driver.scheduler._waiting.targeted
-    served = {tenant: policy.counter(tenant) for tenant in waiting}
+    served = {tenant: counter_of(policy, tenant) for tenant in waiting}
     left = {tenant: list(own) for tenant, own in waiting.items()}
     expected = []
     while left:
@@ -462,7 +467,7 @@ def test_service_order_looks_at_no_more_tenants_than_it_must(
     for index in range(500):
         driver.add(make_request(f"r{index}", 4, 1, tenant=f"t{index}", slo=Slo(ttft=9e3)))
     looks = []
-    counter = policy.counter
+    counter = policy._turns[Tier.ORDINARY].counter
     monkeypatch.setattr(
         policy._turns[Tier.ORDINARY].queue,
         "_counter",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import pytest
@@ -45,7 +44,7 @@ def test_tiers_wait_apart_and_are_served_in_turn() -> None:
         room.take(head)
         room.check_integrity()
     assert names == ["early", "late", "promise", "night"]
-    assert not room and room.num_new_tokens == 0
+    assert not room and not any(room.num_tokens)
 
 
 def test_only_the_first_of_a_tier_can_be_taken() -> None:
@@ -73,7 +72,7 @@ def test_sums_follow_those_that_come_go_and_move() -> None:
     favoured.favoured = True
     plain, night = numbered("plain", 1, 7), numbered("night", 2, 5, slo=NIGHT)
     room = room_of(favoured, plain, night)
-    assert (len(room), room.num_ordinary_tokens, room.num_new_tokens) == (3, 17, 22)
+    assert (len(room), room.num_tokens[0], sum(room.num_tokens)) == (3, 17, 22)
     newcomer = numbered("new", 9, 1)
     assert room.ahead_of(newcomer) == (2, 17)
     newcomer.favoured = True
@@ -81,9 +80,9 @@ def test_sums_follow_those_that_come_go_and_move() -> None:
     background = numbered("background", 9, 1, slo=NIGHT)
     assert room.ahead_of(background) == (3, 22)
     room.remove(favoured)
-    assert (len(room), room.num_ordinary_tokens, room.num_new_tokens) == (2, 7, 12)
+    assert (len(room), room.num_tokens[0], sum(room.num_tokens)) == (2, 7, 12)
     room.move(plain, relegated)
-    assert plain in room and room.num_ordinary_tokens == 0 and room.num_new_tokens == 12
+    assert plain in room and room.num_tokens[0] == 0 and sum(room.num_tokens) == 12
     room.check_integrity()
 
 
@@ -111,23 +110,23 @@ def test_first_tokens_that_are_due_are_known_by_group_and_by_time() -> None:
     changes = room.num_changes
     for request in reversed(requests):
         room.push(request)
-    assert room.num_targeted == 3 and room.earliest_due == 2.0
+    assert room.dues == [2.0, 5.0, 5.0]
     assert {g: [r.request_id for r in own] for g, own in room.targeted.items()} == {
         "x": ["a", "c"],
         "y": ["b"],
     }
     room.remove(requests[1])
-    assert room.earliest_due == 5.0 and set(room.targeted) == {"x"}
+    assert room.dues == [5.0, 5.0] and set(room.targeted) == {"x"}
     assert room.num_changes == changes + 4
     room.remove(requests[0])
     room.remove(requests[2])
-    assert room.earliest_due == math.inf and not room.targeted
+    assert not room.dues and not room.targeted
     # who was started before, and best effort, has no first token that is due
     started = numbered("s", 3, 4, slo=Slo(ttft=1.0))
     started.first_scheduled_time = 0.0
     room.push(started)
     room.push(numbered("n", 4, 4, slo=Slo(ttft=1.0, best_effort=True)))
-    assert room.num_targeted == 0
+    assert not room.dues
     room.check_integrity()
 
 

@@ -128,7 +128,7 @@ def test_the_first_request_with_a_target_switches_and_the_end_of_the_last_switch
     driver.add(plain(2, arrival=driver.now, slo=slo))
     assert scheduler._pacing is scheduler._paced
     entered = driver.entered()
-    assert entered["paced.py:Paced.limits"] == 1
+    assert entered["paced.py:Paced.begin"] == 1
     # without the one that asked for it, the others may still yield to what it brought about
     driver.abort("r2")
     assert scheduler._pacing is scheduler._paced
@@ -150,6 +150,6 @@ def test_tenants_that_are_kept_apart_need_pacing_always() -> None:
     driver = Watched(policy="fair")
     for number in range(2):
         driver.add(plain(number, arrival=driver.now))
-        assert driver.entered()["paced.py:Paced.limits"] == 1
+        assert driver.entered()["paced.py:Paced.begin"] == 1
         driver.run()
         assert driver.scheduler._pacing is driver.scheduler._paced

@@ -12,32 +12,29 @@ from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Request, RequestStatus
 from paceline.core.slo import Slo
 from paceline.core.step.admission import Admission
-from paceline.core.step.builder import StepBuilder
-from paceline.core.step.limits import Pass, StepLimits
+from paceline.core.step.limits import Pass, Step
 from paceline.core.step.planner import Planner
 from paceline.core.step.rows import Rows
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
-from tests.core.parts import computed, numbered, parts, rows_of, run
+from tests.core.parts import computed, numbered, parts, rows_of, run, step_of
 
 NIGHT = Slo(best_effort=True)
 
 
-class Limits(StepLimits):
-    """Those of a plain step, which counts what passes tell it."""
+class Counting(Step):
+    """Admits from every tier, and counts what passes tell it."""
 
     told: Sequence[int] = ()
 
-    def next(
-        self, step: StepBuilder, last: Tier, passed: Sequence[Request]
-    ) -> Request | Reason | None:
+    def next(self, last: Tier, passed: Sequence[Request]) -> Request | Reason | None:
         head = self.state.waiting.first(pressing=False)
         if head is None or head.tier > last:
             return None
-        return Reason.BUDGET if step.budget <= 0 else head
+        return Reason.BUDGET if self.budget <= 0 else head
 
-    def first_pass_done(self, step: StepBuilder, num_must_run: int) -> None:
-        self.told = (*self.told, len(step.rows), num_must_run)
+    def first_pass_done(self, num_must_run: int) -> None:
+        self.told = (*self.told, len(self.rows), num_must_run)
 
 
 def fill(
@@ -47,20 +44,22 @@ def fill(
     held: bool = False,
     reserved: int = 0,
     evicted: Request | None = None,
-) -> tuple[StepBuilder, Reason | None, Limits]:
-    limits = Limits(
-        state=state,
-        tokens=tokens,
-        chunk_tokens=tokens,
+    kind: type[Counting] = Counting,
+) -> tuple[Counting, Reason | None]:
+    step = step_of(
+        state,
+        tokens,
+        kind,
+        now=5.0,
         passes=passes or (Pass(list(state.running.requests), [], Tier.BACKGROUND),),
         reserved=reserved,
         evicted=evicted,
     )
+    assert isinstance(step, kind)
     rows = Rows(state)
-    step = StepBuilder(tokens)
-    held_by = Planner(state, rows, Admission(state, rows)).fill(step, limits, 5.0, held=held)
+    held_by = Planner(state, rows, Admission(state, rows)).fill(step, held=held)
     state.kv.check_integrity([*state.running.requests, *state.waiting])
-    return step, held_by, limits
+    return step, held_by
 
 
 def waits(state: SchedulerState, *requests: Request) -> None:
@@ -74,7 +73,7 @@ def test_rows_come_before_admissions_and_the_head_is_held_up_by_what_is_short() 
     run(state, stream, long)
     computed(state, stream)
     waits(state, numbered("new", 2, 20), numbered("next", 3, 20))
-    step, held_by, _ = fill(state, tokens=40)
+    step, held_by = fill(state, tokens=40)
     assert rows_of(step) == {"stream": (5, 1), "long": (0, 30), "new": (0, 9)}
     assert [new.request_id for new in step.new] == ["new"]
     assert held_by is Reason.BUDGET and len(state.waiting) == 1
@@ -83,9 +82,9 @@ def test_rows_come_before_admissions_and_the_head_is_held_up_by_what_is_short() 
 def test_a_policy_that_holds_requests_back_lets_none_in() -> None:
     state = parts()
     waits(state, numbered("new", 0, 20))
-    step, held_by, _ = fill(state, held=True)
+    step, held_by = fill(state, held=True)
     assert held_by is Reason.POLICY and not step.rows and len(state.waiting) == 1
-    step, held_by, _ = fill(state)
+    step, held_by = fill(state)
     assert held_by is None and rows_of(step) == {"new": (0, 20)}
 
 
@@ -93,7 +92,7 @@ def test_what_is_reserved_for_a_newcomer_is_not_given_to_those_that_run() -> Non
     for reserved, share in ((0, 20), (7, 13)):
         state = parts()
         run(state, numbered("long", 0, 60))
-        step, _, _ = fill(state, tokens=20, reserved=reserved)
+        step, _ = fill(state, tokens=20, reserved=reserved)
         assert rows_of(step) == {"long": (0, share)}
 
 
@@ -104,7 +103,7 @@ def test_a_later_pass_gets_the_tokens_that_were_kept_for_it() -> None:
     run(state, chat, *nights)
     computed(state, *nights)
     waits(state, numbered("new", 4, 30))
-    step, held_by, limits = fill(
+    step, held_by = fill(
         state,
         Pass([chat], [], Tier.ORDINARY),
         Pass(list(nights), [], Tier.BACKGROUND),
@@ -113,7 +112,7 @@ def test_a_later_pass_gets_the_tokens_that_were_kept_for_it() -> None:
     # two tokens are kept from the admission too
     assert rows_of(step) == {"chat": (0, 38), "night0": (5, 1), "night1": (5, 1)}
     assert held_by is Reason.BUDGET
-    assert limits.told == (1, 0)
+    assert step.told == (1, 0)
 
 
 def test_rows_that_must_run_come_in_the_first_pass_and_begin_to_count_anew() -> None:
@@ -122,7 +121,7 @@ def test_rows_that_must_run_come_in_the_first_pass_and_begin_to_count_anew() -> 
     run(state, chat, night)
     computed(state, night)
     night.num_skipped_steps = 9
-    step, _, limits = fill(
+    step, _ = fill(
         state,
         Pass([chat], [night], Tier.ORDINARY),
         Pass([], [], Tier.BACKGROUND),
@@ -130,7 +129,7 @@ def test_rows_that_must_run_come_in_the_first_pass_and_begin_to_count_anew() -> 
     )
     assert rows_of(step) == {"chat": (0, 19), "night": (5, 1)}
     assert night.num_skipped_steps == 0
-    assert limits.told == (2, 1)
+    assert step.told == (2, 1)
 
 
 def test_memory_holds_the_head_up_in_the_step_that_preempts() -> None:
@@ -142,7 +141,7 @@ def test_memory_holds_the_head_up_in_the_step_that_preempts() -> None:
     grows.num_tokens += 1
     grows.num_computed_tokens += 1
     waits(state, numbered("new", 3, 1))
-    step, held_by, _ = fill(state)
+    step, held_by = fill(state)
     assert "new" not in rows_of(step) and len(step.rows) == 2
     assert state.kv.pool.num_free == 1
     assert held_by is Reason.MEMORY, "the block that is left is not the newcomer's"
@@ -153,7 +152,7 @@ def test_the_evicted_make_way_before_anything_is_planned() -> None:
     night = numbered("night", 0, 13, slo=NIGHT)
     run(state, night)
     waits(state, numbered("new", 1, 9))
-    step, held_by, _ = fill(state, Pass([], [], Tier.ORDINARY), evicted=night)
+    step, held_by = fill(state, Pass([], [], Tier.ORDINARY), evicted=night)
     assert rows_of(step) == {"new": (0, 9)} and held_by is None
     assert night.status is RequestStatus.WAITING
 
@@ -166,7 +165,7 @@ def test_a_request_that_made_way_in_the_first_pass_has_no_row_in_a_later_one() -
     chat.output_token_ids.append(1)
     chat.num_tokens += 1
     chat.num_computed_tokens += 1
-    step, _, _ = fill(
+    step, _ = fill(
         state, Pass([chat], [], Tier.ORDINARY), Pass([night], [], Tier.ORDINARY), tokens=20
     )
     assert rows_of(step) == {"chat": (8, 1)}
@@ -178,7 +177,7 @@ def test_forks_of_a_step_wait_from_then_on() -> None:
     parent, child = numbered("p", 0, 10), numbered("c", 1, 10, fork_of="p")
     run(state, parent)
     state.forks.add(parent, child)
-    _, held_by, _ = fill(state)
+    _, held_by = fill(state)
     assert child in state.waiting and child.history.waiting_since == 5.0
     assert held_by is None, "it came after admissions"
 
@@ -206,7 +205,7 @@ def test_policies_that_do_not_mix_compute_prompts_first(
     run(state, *streams)
     computed(state, *streams)
     waits(state, *(numbered(f"w{i}", 5 + i, 9) for i in range(waiting)))
-    step, held_by, _ = fill(state)
+    step, held_by = fill(state)
     assert rows_of(step) == ({"w0": (0, 9)} if wide else {"s0": (5, 1)})
     assert (held_by is Reason.POLICY) == (not wide)
 
@@ -214,7 +213,7 @@ def test_policies_that_do_not_mix_compute_prompts_first(
 def test_a_step_for_a_prompt_that_does_not_fit_after_all_is_not_wasted() -> None:
     """Its memory seems to be there, but the limits let nobody in."""
 
-    class Closed(Limits):
+    class Closed(Counting):
         def next(self, *_: object) -> Reason:
             return Reason.PACE
 
@@ -223,14 +222,5 @@ def test_a_step_for_a_prompt_that_does_not_fit_after_all_is_not_wasted() -> None
     run(state, stream, night)
     computed(state, stream, night)
     waits(state, numbered("w", 5, 9))
-    limits = Closed(
-        state=state,
-        tokens=64,
-        chunk_tokens=64,
-        passes=(Pass(list(state.running.requests), [], Tier.ORDINARY),),
-        reserved=0,
-    )
-    rows = Rows(state)
-    step = StepBuilder(64)
-    held_by = Planner(state, rows, Admission(state, rows)).fill(step, limits, 0.0, held=False)
+    step, held_by = fill(state, Pass(list(state.running.requests), [], Tier.ORDINARY), kind=Closed)
     assert rows_of(step) == {"s": (5, 1), "n": (5, 1)} and held_by is Reason.PACE

@@ -7,30 +7,22 @@ import pytest
 from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Request, RequestStatus
 from paceline.core.slo import Slo
-from paceline.core.step.builder import StepBuilder
-from paceline.core.step.limits import StepLimits
+from paceline.core.step.limits import Step
 from paceline.core.step.rows import Rows
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
-from tests.core.parts import computed, numbered, parts, rows_of, run
-
-
-def limits_of(state: SchedulerState) -> StepLimits:
-    return StepLimits(state=state, tokens=64, chunk_tokens=64, passes=(), reserved=0)
+from tests.core.parts import computed, numbered, parts, rows_of, run, step_of
 
 
 def extend(
     state: SchedulerState,
-    step: StepBuilder,
+    step: Step,
     running: list[Request],
     later: int = 0,
     *,
-    limits: StepLimits | None = None,
+    limited: bool = False,
 ) -> bool:
-    limits_now = limits or limits_of(state)
-    preempted = Rows(state).extend(
-        step, limits_now, running, later, 0.0, limited=limits is not None
-    )
+    preempted = Rows(state).extend(step, running, later, limited=limited)
     state.kv.check_integrity([*state.running.requests, *state.waiting])
     return preempted
 
@@ -40,7 +32,7 @@ def test_the_first_far_behind_takes_what_the_others_do_not_need() -> None:
     long, other, short = numbered("long", 0, 50), numbered("other", 1, 50), numbered("short", 2, 5)
     run(state, long, other, short)
     computed(state, short)
-    step = StepBuilder(20)
+    step = step_of(state, 20)
     assert not extend(state, step, list(state.running.requests), later=3)
     # one for each of two behind it, and three for later ones
     assert rows_of(step) == {"long": (0, 15), "other": (0, 1), "short": (5, 1)}
@@ -63,7 +55,7 @@ def test_the_short_way_of_a_row_is_the_long_way(num_blocks: int) -> None:
             state.forks.add(numbered("parent", 8, 3), numbered("child", 9, 3, fork_of="parent"))
         seen = []
         for _ in range(9):
-            step = StepBuilder(64)
+            step = step_of(state)
             extend(state, step, list(state.running.requests))
             hashed = [request.num_hashed_blocks for request in step.requests]
             seen.append((rows_of(step), step.shape, hashed))
@@ -87,7 +79,7 @@ def test_who_has_nothing_to_compute_has_no_row() -> None:
     computed(state, last, ready)
     # its last token is under way: the answer ends with it
     last.num_pending_tokens = 1
-    step = StepBuilder(10)
+    step = step_of(state, 10)
     extend(state, step, [last, ready])
     assert rows_of(step) == {"ready": (4, 1)}
 
@@ -102,7 +94,7 @@ def test_without_memory_the_last_in_order_gives_way_and_leaves_the_list() -> Non
         request.num_tokens += 1
         request.num_computed_tokens += 1
     running = list(state.running.requests)
-    step = StepBuilder(64)
+    step = step_of(state)
     assert extend(state, step, running)
     assert rows_of(step) == {"r0": (8, 1), "r1": (8, 1)}
     assert running == [first, second] == state.running.requests
@@ -120,7 +112,7 @@ def test_a_request_that_has_its_row_gives_nothing_up() -> None:
     last.num_tokens += 1
     last.num_computed_tokens += 1
     running = list(state.running.requests)
-    step = StepBuilder(64)
+    step = step_of(state)
     assert extend(state, step, running)
     assert rows_of(step) == {"first": (5, 1)}
     assert running == [first] and last.status is RequestStatus.WAITING
@@ -135,7 +127,7 @@ def test_best_effort_gives_way_before_any_ordinary_request() -> None:
     chat.output_token_ids.append(1)
     chat.num_tokens += 1
     chat.num_computed_tokens += 1
-    step = StepBuilder(64)
+    step = step_of(state)
     # a pass over ordinary requests alone
     assert extend(state, step, [chat])
     assert night.tier is Tier.BACKGROUND and night.status is RequestStatus.WAITING
@@ -143,12 +135,12 @@ def test_best_effort_gives_way_before_any_ordinary_request() -> None:
 
 
 def test_a_limited_pass_asks_before_each_row() -> None:
-    class Every(StepLimits):
+    class Every(Step):
         asked: int = 0
 
-        def takes(self, step: StepBuilder, request: Request) -> bool:
+        def takes(self, request: Request) -> bool:
             # what the step has so far is known whenever it is asked
-            assert step.narrow_rows == len(step.rows)
+            assert self.narrow_rows == len(self.rows)
             self.asked += 1
             return request.request_id != "r1"
 
@@ -156,11 +148,10 @@ def test_a_limited_pass_asks_before_each_row() -> None:
     requests = [numbered(f"r{i}", i, 5, slo=Slo(best_effort=True)) for i in range(3)]
     run(state, *requests)
     computed(state, *requests)
-    limits = Every(state=state, tokens=64, chunk_tokens=64, passes=(), reserved=0, seconds=1.0)
-    step = StepBuilder(64)
-    extend(state, step, list(state.running.requests), limits=limits)
+    step = step_of(state, kind=Every, seconds=1.0)
+    extend(state, step, list(state.running.requests), limited=True)
     assert rows_of(step) == {"r0": (5, 1), "r2": (5, 1)}
-    assert limits.asked == 3
+    assert isinstance(step, Every) and step.asked == 3
 
 
 def test_forks_take_over_the_prompt_in_the_step_that_computes_it() -> None:
@@ -168,17 +159,17 @@ def test_forks_take_over_the_prompt_in_the_step_that_computes_it() -> None:
     parent, child = numbered("p", 0, 10), numbered("c", 1, 10, fork_of="p")
     run(state, parent)
     state.forks.add(parent, child)
-    step = StepBuilder(6)
-    Rows(state).extend(step, limits_of(state), [parent], 0, 0.0, limited=False)
+    step = step_of(state, 6)
+    Rows(state).extend(step, [parent], 0, limited=False)
     assert not step.forked and not child.block_ids
-    step = StepBuilder(6)
-    Rows(state).extend(step, limits_of(state), [parent], 0, 0.0, limited=False)
+    step = step_of(state, 6)
+    Rows(state).extend(step, [parent], 0, limited=False)
     assert step.forked == [child] and not state.forks.by_parent
     assert child.block_ids == parent.block_ids
     assert child.num_computed_tokens == 9
     # both may write the last block of the prompt next: the first of them copies it
-    step = StepBuilder(6)
-    Rows(state).extend(step, limits_of(state), [parent], 0, 0.0, limited=False)
+    step = step_of(state, 6)
+    Rows(state).extend(step, [parent], 0, limited=False)
     assert rows_of(step) == {"p": (10, 1)}
     assert [copy.request_id for copy in step.copies] == ["p"]
 
@@ -190,6 +181,6 @@ def test_a_policy_that_does_not_mix_gets_rows_of_one_kind() -> None:
     computed(state, narrow)
     # a token is left for the request behind, though its row is of the other kind
     for kind, expected in ((True, {"wide": (0, 3)}), (False, {"narrow": (5, 1)})):
-        step = StepBuilder(4, wide=kind, narrow=not kind)
+        step = step_of(state, 4, wide=kind, narrow=not kind)
         extend(state, step, list(state.running.requests))
         assert rows_of(step) == expected

@@ -29,13 +29,13 @@ class Taking:
         run(state, *requests)
         for request in requests:
             request.first_scheduled_time = 0.75
-        self.ended: list[tuple[str, FinishReason, bool]] = []
+        self.ended: list[tuple[str, FinishReason]] = []
         self.updates = Updates(state, self._finish)
 
-    def _finish(self, request: Request, reason: FinishReason, *, prune: bool) -> None:
+    def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         request.status = RequestStatus.FINISHED
-        self.ended.append((request.request_id, reason, prune))
+        self.ended.append((request.request_id, reason))
 
     def take(
         self,
@@ -93,7 +93,7 @@ def test_the_short_way_of_a_token_is_the_long_way() -> None:
         a = taking.requests[0]
         told.append((update, a.output_token_ids, a.num_tokens, a.num_pending_tokens))
     assert told[0] == told[1]
-    assert taking.ended == [("other", FinishReason.ERROR, False)]
+    assert taking.ended == [("other", FinishReason.ERROR)]
 
 
 def test_a_chunk_that_samples_nothing_says_nothing() -> None:
@@ -141,7 +141,7 @@ def test_of_several_tokens_those_up_to_the_end_count(
     assert update.logprobs == logprobs[0][: len(kept)]
     assert (update.finish_reason, update.stop_reason) == (reason, stop_reason)
     # its place in the list of running requests is given up once for all that end in a step
-    assert taking.ended == ([] if reason is None else [("a", reason, False)])
+    assert taking.ended == ([] if reason is None else [("a", reason)])
 
 
 def test_a_failure_is_told_with_its_message_and_without_its_token() -> None:

@@ -1,6 +1,12 @@
+"""What goes on from an engine to the one that replaces it, and what does not."""
+
+from __future__ import annotations
+
 from dataclasses import fields
 
-from paceline.core.stats import COUNTERS, SchedulerStats
+from paceline.core.stats import SchedulerStats
+from paceline.engine.supervision.totals import COUNTERS, added
+from paceline.engine.types import EngineStats
 
 # how things are now; everything else in a snapshot goes on from scheduler to scheduler
 MOMENTARY = {
@@ -21,7 +27,12 @@ def test_counters_go_on_and_the_rest_is_as_it_is() -> None:
     now = SchedulerStats(
         num_running=1, num_preemptions=1, refused=(("pressure", 3),), actual_step_seconds=0.25
     )
-    assert now.after(before) == SchedulerStats(
+    both = added(
+        EngineStats(time=5.0, num_steps=7, scheduler=before),
+        EngineStats(time=9.0, num_steps=2, scheduler=now),
+    )
+    assert (both.time, both.num_steps) == (9.0, 9)
+    assert both.scheduler == SchedulerStats(
         num_running=1,
         num_preemptions=3,
         refused=(("queue-full", 1), ("pressure", 5)),
