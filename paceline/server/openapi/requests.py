@@ -45,12 +45,12 @@ from paceline.server.pooling.ollama import OllamaEmbedBody, OllamaEmbeddingsBody
 
 __all__ = ["BODIES", "EXAMPLES", "request_schemas", "shared_schemas"]
 
-_ASKED: Final = [{"role": "user", "content": "What is the capital of France?"}]
+_ASKED: Final = [{"role": "user", "content": "Name the capital of France."}]
 # a body that is served, by path
 EXAMPLES: Final[dict[str, Schema]] = {
     "/v1/chat/completions": {"messages": _ASKED, "max_tokens": 16, "temperature": 0},
     "/v1/completions": {"prompt": "One, two,", "max_tokens": 8},
-    "/v1/responses": {"input": "What is the capital of France?", "max_output_tokens": 16},
+    "/v1/responses": {"input": "Name the capital of France.", "max_output_tokens": 16},
     "/v1/messages": {"messages": _ASKED, "max_tokens": 16},
     "/v1/messages/count_tokens": {"messages": _ASKED},
     "/inference/v1/generate": {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 4}},

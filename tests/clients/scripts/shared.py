@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-QUESTION = "What is the capital of France?"
+QUESTION = "Name the capital of France."
 # a base to go on from: to the question alone the model says nothing
 COUNTING = "One, two, three,"
 MESSAGES = [{"role": "user", "content": QUESTION}]
