@@ -28,6 +28,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,7 +70,7 @@ class Curve:
         points = [point.partition(":") for point in text.split(",")]
         self._rows = [int(rows) for rows, _, _ in points]
         self._seconds = [float(ms) / 1e3 for _, _, ms in points]
-        if len(self._rows) < 2 or any(a >= b for a, b in zip(self._rows, self._rows[1:])):
+        if len(self._rows) < 2 or any(a >= b for a, b in pairwise(self._rows)):
             raise ValueError(f"CURVE needs two or more numbers of rows that rise, got {text!r}")
 
     def __call__(self, num_rows: int) -> float:

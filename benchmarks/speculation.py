@@ -26,7 +26,8 @@ median of the turns, with the lowest and the highest, and the 95 % interval of t
                        logits depend on how many rows are computed (docs/accuracy.md)
 
 PROMPTS=FILE names a JSON file {"group": ["prompt", ...]} that replaces the prompts, MODEL=FOLDER
-the model, DTYPE=NAME its format, TOKENS=N the length of answers. TURNS=N is how many there are; QUICK=1 is one short turn.
+the model, DTYPE=NAME its format, TOKENS=N what an answer has at most: it ends where the model ends
+it, as on a server. TURNS=N is how many turns there are; QUICK=1 is one short turn.
 PARTS=NAME[:TURNS],... plays these parts alone (a group's name is its part of "single"), the others
 are null. The last line is JSON. Whether "auto" loses anything where it can gain nothing:
 

@@ -177,7 +177,7 @@ class HeadDraft(Drafting):
         self.model = model
         self._sampler = sampler
         self._block_size = block_size
-        # by block, so many of its first positions are entered, and the token behind the last of them
+        # by block, so many of its first positions are entered, and the token behind the last one
         self._held = np.zeros(num_blocks, dtype=np.int64)
         self._behind = np.zeros(num_blocks, dtype=np.int64)
         # by block, the one written last comes last
