@@ -54,6 +54,7 @@
 #   make bench-metrics    how long /metrics takes under load
 #   make bench-background what a large batch in the background does to those who wait for tokens
 #   make bench-speculation  what guessing tokens brings, with and without in turns (PROMPTS=FILE, PARTS=NAME:TURNS,...)
+#   make bench-drafters     tokens a step by what guesses them, of recorded answers (RECORD=FILE or ANSWERS=FILE)
 #   make bench-gaps       how long streams stop when a long prompt comes
 #   make bench-neighbours a server whose processors others use, and one with a quota of 1.5: are predictions true, promises kept?
 #   make bench-faults     what clients see when something breaks, and how long until it is well
@@ -114,7 +115,7 @@ export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX LITELLM PARTS P
 	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
 	bench-kernels bench-peers bench-grammars \
 	bench-metrics bench-background bench-gaps bench-neighbours bench-faults bench-overhead bench-startup bench-templates \
-	bench-gateway bench-speculation bench-sizes bench-ui bench-kinds bench-memory
+	bench-gateway bench-speculation bench-drafters bench-sizes bench-ui bench-kinds bench-memory
 .DEFAULT_GOAL := test
 
 serve: $(READY)
@@ -271,6 +272,9 @@ bench-neighbours: $(READY) model
 
 bench-speculation: $(READY) model
 	@PROMPTS=$(PROMPTS) $(BIN)/python -m benchmarks.speculation
+
+bench-drafters: $(READY) model
+	@PROMPTS=$(PROMPTS) $(BIN)/python -m benchmarks.drafters
 
 bench-faults: $(READY) model
 	@$(BIN)/python -m benchmarks.faults

@@ -26,7 +26,8 @@ median of the turns, with the lowest and the highest, and the 95 % interval of t
                        logits depend on how many rows are computed (docs/accuracy.md)
 
 PROMPTS=FILE names a JSON file {"group": ["prompt", ...]} that replaces the prompts, MODEL=FOLDER
-the model, DTYPE=NAME its format. TURNS=N is how many there are; QUICK=1 is one short turn.
+the model, DTYPE=NAME its format, TOKENS=N what an answer has at most: it ends where the model ends
+it, as on a server. TURNS=N is how many turns there are; QUICK=1 is one short turn.
 PARTS=NAME[:TURNS],... plays these parts alone (a group's name is its part of "single"), the others
 are null. The last line is JSON. Whether "auto" loses anything where it can gain nothing:
 
@@ -61,6 +62,7 @@ from paceline.core.slo import NO_SLO, Slo
 from paceline.engine.core import EngineCore
 from paceline.engine.fanout import add_to_core
 from paceline.engine.llm import LLM
+from paceline.engine.protocol import Tokenizer
 from paceline.engine.text.tokenizer import load_tokenizer
 from paceline.engine.types import GenerationOutput, GenerationRequest
 
@@ -68,7 +70,7 @@ Entry = dict[str, Any]
 
 QUICK = bool(os.environ.get("QUICK"))
 TURNS = int(os.environ.get("TURNS") or (1 if QUICK else 3))
-TOKENS = 48 if QUICK else 96
+TOKENS = int(os.environ.get("TOKENS") or (48 if QUICK else 96))
 # requests that come by chance at each rate, by the rate that one stream at a time would serve; the
 # last ones are more than a full batch serves, where targets are missed
 RATES = (0.7, 2.0, 4.0, 8.0)
@@ -124,7 +126,10 @@ class Pair:
         self, path: Path, config: dict[str, Any] = SPECULATION, dtype: str = DTYPE
     ) -> None:
         self.tokenizer = load_tokenizer(path)
-        self.off, self.on = _open(path, {"method": "off"}, dtype), _open(path, config, dtype)
+        self.off, self.on = (
+            open_engine(path, {"method": "off"}, dtype),
+            open_engine(path, config, dtype),
+        )
         self.same = self.total = 0
         self._num_ratios = 0
 
@@ -134,8 +139,7 @@ class Pair:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Prompts as the model's chat template has them."""
-        chats = [self.tokenizer.render_chat([{"role": "user", "content": text}]) for text in texts]
-        return [self.tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
+        return encode(self.tokenizer, texts)
 
     def ratio(
         self,
@@ -158,7 +162,7 @@ class Pair:
             salt = f"{self._num_ratios} {turn}"
             for engine in order:
                 for _ in range(1 + again):
-                    played[engine is self.on] = _play(
+                    played[engine is self.on] = play_prompts(
                         engine, prompts, count, turn, temperature, salt
                     )
             without, guessed = played[False], played[True]
@@ -184,12 +188,35 @@ class Pair:
 class Engine(NamedTuple):
     llm: LLM
     core: EngineCore
+    # an answer ends with one of these, as it does on a server
+    ends: frozenset[int]
 
     def close(self) -> None:
         self.llm.close()
 
 
-def _open(path: Path, speculative_config: dict[str, Any], dtype: str) -> Engine:
+def encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    """Prompts as the model's chat template has them."""
+    chats = [tokenizer.render_chat([{"role": "user", "content": text}]) for text in texts]
+    return [tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
+
+
+def model_path() -> Path:
+    """Raises SystemExit where there is none."""
+    path = Path(MODEL) if MODEL else find_local("smollm2-135m")
+    if path is None:
+        raise SystemExit("no model: run make model, or set MODEL")
+    return path
+
+
+def prompt_groups() -> dict[str, list[str]]:
+    """As ``PROMPTS`` has them."""
+    file = os.environ.get("PROMPTS")
+    groups: dict[str, list[str]] = json.loads(Path(file).read_text()) if file else GROUPS
+    return groups
+
+
+def open_engine(path: Path, speculative_config: dict[str, Any], dtype: str) -> Engine:
     draft = draft_of(speculative_config, str(path)) or (None, "auto")
     settings = BackendSettings(
         device="cpu", dtype=dtype, max_model_len=1024, draft_path=draft[0], draft_dtype=draft[1]
@@ -201,10 +228,12 @@ def _open(path: Path, speculative_config: dict[str, Any], dtype: str) -> Engine:
         SchedulerConfig(max_model_len=1024, speculative_config=speculative_config, policy="fcfs"),
         CacheConfig(block_size=info.block_size, num_blocks=info.num_blocks),
     )
-    return Engine(LLM(core, load_tokenizer(path)), core)
+    tokenizer = load_tokenizer(path)
+    return Engine(LLM(core, tokenizer), core, frozenset(tokenizer.eos_token_ids))
 
 
 def _request(
+    engine: Engine,
     name: str,
     prompt: list[int],
     turn: int,
@@ -215,14 +244,16 @@ def _request(
     return GenerationRequest(
         request_id=name,
         prompt_token_ids=prompt,
-        sampling=SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=turn),
+        sampling=SamplingParams(
+            max_tokens=TOKENS, temperature=temperature, seed=turn, eos_token_ids=engine.ends
+        ),
         arrival_time=time.monotonic(),
         cache_salt=salt or str(turn),
         slo=slo,
     )
 
 
-def _play(
+def play_prompts(
     engine: Engine,
     prompts: list[list[int]],
     size: int,
@@ -241,7 +272,7 @@ def _play(
         for number, batch in enumerate(batches)
         for output in engine.llm.generate(
             [
-                _request(f"r{i}", prompt, turn, temperature, salt=f"{salt} {number} {i}")
+                _request(engine, f"r{i}", prompt, turn, temperature, salt=f"{salt} {number} {i}")
                 for i, prompt in enumerate(batch)
             ]
         )
@@ -253,7 +284,7 @@ def _attainment(engine: Engine, prompts: list[list[int]], slo: Slo, turn: int) -
     """The share of requests, one at a time, that met their targets."""
     met = 0
     for prompt in prompts:
-        (output,) = engine.llm.generate([_request("r", prompt, turn, slo=slo)])
+        (output,) = engine.llm.generate([_request(engine, "r", prompt, turn, slo=slo)])
         met += _met(output, slo)
     return met / len(prompts)
 
@@ -284,7 +315,7 @@ def _goodput(
             prompt = prompts[index % len(prompts)]
             # of salts of their own, as the same question comes again
             name = f"g{turn}-{index}"
-            request = _request(name, prompt, turn, slo=slo, salt=name)
+            request = _request(engine, name, prompt, turn, slo=slo, salt=name)
             add_to_core(core, structs.replace(request, arrival_time=arrival))
             times[f"g{turn}-{index}/0"] = [arrival]
 
@@ -419,12 +450,7 @@ def _chosen(groups: dict[str, list[str]]) -> dict[str, int]:
 def main() -> int:
     from paceline.bench.machine import machine
 
-    path = Path(MODEL) if MODEL else find_local("smollm2-135m")
-    if path is None:
-        raise SystemExit("no model: run make model, or set MODEL")
-    groups = GROUPS
-    if os.environ.get("PROMPTS"):
-        groups = json.loads(Path(os.environ["PROMPTS"]).read_text())
+    path, groups = model_path(), prompt_groups()
     turns = _chosen(groups)
     results: dict[str, Any] = {"single": dict.fromkeys(groups), **dict.fromkeys(PARTS)}
 
@@ -440,7 +466,7 @@ def main() -> int:
     prompts = {group: pair.encode(texts) for group, texts in groups.items()}
     everything = [prompt for group in prompts.values() for prompt in group]
     for engine in (pair.off, pair.on):
-        _play(engine, everything, 1, -1, 0.0)
+        play_prompts(engine, everything, 1, -1, 0.0)
     for group in [name for name in groups if name in turns]:
         entry = pair.ratio(prompts[group], 1, turns=turns[group])
         results["single"][group] = show(f"single {group}", entry)
@@ -462,7 +488,7 @@ def main() -> int:
             "sixtyfour", pair.ratio(everything, 64, turns=turns["sixtyfour"])
         )
     edits = prompts.get("code_edit", everything)
-    seconds, answers = _play(pair.off, edits, 1, 97, 0.0)
+    seconds, answers = play_prompts(pair.off, edits, 1, 97, 0.0)
     plain = seconds / sum(map(len, answers))
     if "tpot_attainment" in turns:
         results["tpot_attainment"] = show(
@@ -496,7 +522,7 @@ def main() -> int:
     if info.name == "native" and "draft_bf16" in turns:
         drafted = Pair(path, {"method": "self"}, "bfloat16")
         for engine in (drafted.off, drafted.on):
-            _play(engine, everything, 1, -1, 0.0)
+            play_prompts(engine, everything, 1, -1, 0.0)
         entry = drafted.ratio(everything, 1, turns=turns["draft_bf16"])
         entry["identical"] = round(drafted.same / drafted.total, 4)
         results["draft_bf16"] = show("draft_bf16", entry)

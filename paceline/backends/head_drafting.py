@@ -16,6 +16,10 @@ blocks that came back from host memory) shortens what the head sees, and changes
 begins at the first block from which on all is there. An entry of guesses, beyond what is known, is
 written over when that is known.
 
+The last entry of a block that two requests share is made of the token that follows there, which may
+be another in each. So it is entered anew for whoever is guessed and goes on otherwise, as long as
+the features of that position are kept.
+
 This module does not know plans, formats of heads, or how many guesses are worth their time.
 """
 
@@ -141,6 +145,16 @@ class _Reach(NamedTuple):
     begin: int
 
 
+class _Part(NamedTuple):
+    """Positions of a row to enter."""
+
+    row: DraftRow
+    # where it begins for the head
+    first: int
+    begin: int
+    until: int
+
+
 class HeadDraft(Drafting):
     """A ``drafting.Drafting``: a head and what its blocks hold. Called from one thread, between
     steps.
@@ -163,11 +177,14 @@ class HeadDraft(Drafting):
         self.model = model
         self._sampler = sampler
         self._block_size = block_size
-        # by block, so many of its first positions are entered
+        # by block, so many of its first positions are entered, and the token behind the last one
         self._held = np.zeros(num_blocks, dtype=np.int64)
+        self._behind = np.zeros(num_blocks, dtype=np.int64)
         # by block, the one written last comes last
         self._blocks: OrderedDict[int, _Block] = OrderedDict()
         self._most_blocks = max(2 * _MOST_ROWS, _KEPT // block_size)
+        # by block that is entered whole, the features of its last position; the newest come last
+        self._ends: OrderedDict[int, Features] = OrderedDict()
 
     # ------------------------------------------------------------------ told of the served model
 
@@ -180,7 +197,8 @@ class HeadDraft(Drafting):
             last = (start + count - 1) // size
             for index in range(max(start // size, last + 1 - self._most_blocks), last + 1):
                 low, high = max(start, index * size), min(start + count, (index + 1) * size)
-                piece = features[at + low - start : at + high - start]
+                # a copy: a slice would keep the features of the whole step
+                piece = features[[*range(at + low - start, at + high - start)]]
                 block = self._blocks.setdefault(int(table[index]), _Block(0, 0, []))
                 block.add(low - index * size, piece)
                 self._blocks.move_to_end(int(table[index]))
@@ -189,7 +207,8 @@ class HeadDraft(Drafting):
             self._blocks.popitem(last=False)
 
     def lose(self) -> None:
-        """A step of the served model went by unseen: features may be of other tokens now."""
+        """A step of the served model went by unseen: features may be of other tokens now, but for
+        those of blocks that are entered whole, whose tokens are known for good."""
         self._blocks.clear()
 
     def forget(self, block_ids: Sequence[int], *, clear: bool = False) -> None:
@@ -197,6 +216,7 @@ class HeadDraft(Drafting):
         self._held[list(block_ids)] = 0
         for block_id in block_ids:
             self._blocks.pop(block_id, None)
+            self._ends.pop(block_id, None)
         if clear:
             self.model.clear_blocks(block_ids)
 
@@ -205,10 +225,13 @@ class HeadDraft(Drafting):
         self.model.copy_blocks(pairs)
         for source, destination in pairs:
             self._held[destination] = self._held[source]
+            self._behind[destination] = self._behind[source]
             self._blocks.pop(destination, None)
             block = self._blocks.get(source)
             if block is not None:
                 self._blocks[destination] = _Block(block.first, block.end, list(block.pieces))
+            if source in self._ends:
+                self._keep_end(destination, self._ends[source])
 
     # ------------------------------------------------------------------ guesses
 
@@ -237,7 +260,7 @@ class HeadDraft(Drafting):
         entered now."""
         left = _COMPUTED
         going: list[tuple[int, int]] = []
-        taken: list[tuple[DraftRow, int, int, int]] = []
+        taken: list[_Part] = []
         for r, row in enumerate(rows):
             reach = self._reach(row)
             if reach is None or not left:
@@ -246,7 +269,8 @@ class HeadDraft(Drafting):
             left -= until - reach.begin
             # the last position comes with every guess
             self.caught_up[r] = max(0, until - reach.begin - 1)
-            taken.append((row, reach.first, reach.begin, until))
+            taken += self._of_others(row, reach)
+            taken.append(_Part(row, reach.first, reach.begin, until))
             if until == row.last:
                 going.append((r, reach.first))
         if not taken:
@@ -254,15 +278,30 @@ class HeadDraft(Drafting):
         tokens = [row.tokens[begin + 1 : until + 1] for row, _, begin, until in taken]
         positions = [np.arange(begin, until) for _, _, begin, until in taken]
         ends = np.cumsum([len(each) for each in positions])
-        whole = [index for index, (row, _, _, until) in enumerate(taken) if until == row.last]
+        whole = [index for index, part in enumerate(taken) if part.until == part.row.last]
         logits = self.model.start(
             np.concatenate(tokens).astype(np.int64),
             np.concatenate(positions),
             self._batch(taken),
-            [piece for row, _, begin, until in taken for piece in self._pieces(row, begin, until)],
+            [piece for part in taken for piece in self._pieces(part)],
             ends[whole] - 1,
         )
         return going, logits, [(row, begin, until) for row, _, begin, until in taken]
+
+    def _of_others(self, row: DraftRow, reach: _Reach) -> list[_Part]:
+        """Last positions of whole blocks that were entered with another token behind them, as the
+        request that entered them goes on otherwise. Of two that are guessed in one step both see
+        the later one's."""
+        size = self._block_size
+        low, high = reach.first // size, reach.begin // size
+        blocks = row.table[low:high]
+        follows = row.tokens[(low + 1) * size : high * size + 1 : size]
+        others = np.flatnonzero(self._behind[blocks] != follows).tolist()
+        return [
+            _Part(row, reach.first, (low + place + 1) * size - 1, (low + place + 1) * size)
+            for place in others
+            if int(blocks[place]) in self._ends
+        ]
 
     def _go_on(
         self,
@@ -275,14 +314,14 @@ class HeadDraft(Drafting):
         at = [rows[r].last - 1 + made[r] for r, _ in going]
         tokens = [rows[r].tokens[position + 1] for (r, _), position in zip(going, at, strict=True)]
         parts = [
-            (rows[r], first, position, position + 1)
+            _Part(rows[r], first, position, position + 1)
             for (r, first), position in zip(going, at, strict=True)
         ]
         return self.model.go_on(
             np.array(tokens, dtype=np.int64), np.array(at), self._batch(parts), places
         )
 
-    def _batch(self, parts: Sequence[tuple[DraftRow, int, int, int]]) -> AttentionBatch:
+    def _batch(self, parts: Sequence[_Part]) -> AttentionBatch:
         """Rows, each with where it begins for the head, and the positions to enter."""
         size = self._block_size
         widths = [(until - 1) // size + 1 - first // size for _, first, _, until in parts]
@@ -304,7 +343,14 @@ class HeadDraft(Drafting):
         while index >= 0:
             block_id, low = int(row.table[index]), index * size
             held = int(self._held[block_id])
+            if 0 < held < size and self._behind[block_id] != row.tokens[low + held]:
+                # a copy of another's block, whose last entry is of how that one goes on
+                held -= 1
             if low + held >= high:
+                if begin is None and held == size and block_id in self._ends:
+                    # all is entered, by others: the last position once more, for what follows it
+                    begin = high - 1
+                    index -= 1
                 break
             block = self._blocks.get(block_id)
             if block is None or block.first > held or low + block.end < high:
@@ -320,24 +366,32 @@ class HeadDraft(Drafting):
         before = int(full[-1]) + 1 if len(full) else 0
         return _Reach(before * size, begin)
 
-    def _pieces(self, row: DraftRow, begin: int, until: int) -> list[Features]:
-        size = self._block_size
-        return [
-            piece
-            for index in range(begin // size, (until - 1) // size + 1)
-            for piece in self._blocks[int(row.table[index])].between(
-                begin - index * size, until - index * size
-            )
-        ]
+    def _pieces(self, part: _Part) -> list[Features]:
+        row, _, begin, until = part
+        size, found = self._block_size, list[Features]()
+        for index in range(begin // size, (until - 1) // size + 1):
+            block_id, low = int(row.table[index]), index * size
+            if self._held[block_id] == size:
+                found.append(self._ends[block_id])
+            else:
+                found += self._blocks[block_id].between(begin - low, until - low)
+        return found
+
+    def _keep_end(self, block_id: int, features: Features) -> None:
+        self._ends[block_id] = features
+        self._ends.move_to_end(block_id)
+        while len(self._ends) > _KEPT:
+            self._ends.popitem(last=False)
 
     def _note(self, row: DraftRow, begin: int, until: int) -> None:
         """The row's positions from ``begin`` to before ``until`` are entered."""
         size = self._block_size
         for index in range(begin // size, (until - 1) // size + 1):
-            block_id = int(row.table[index])
-            self._held[block_id] = min(size, until - index * size)
-            if until >= (index + 1) * size:
-                self._blocks.pop(block_id, None)
+            block_id, end = int(row.table[index]), min(until, (index + 1) * size)
+            self._held[block_id] = end - index * size
+            self._behind[block_id] = row.tokens[end]
+            if end == (index + 1) * size and (block := self._blocks.pop(block_id, None)):
+                self._keep_end(block_id, block.between(size - 1, size)[0])
 
 
 class FeatureTap:

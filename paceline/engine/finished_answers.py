@@ -39,8 +39,11 @@ _LEAST_BYTES: Final = 128 << 10
 _MOST_BYTES: Final = 1 << 30
 # one tenant has so much of all at most, or its flood would drop everybody else's answers
 _TENANT_SHARE: Final = 3
-# tokens of the smallest ring; rings grow by doubling
+# tokens of the smallest ring, and of the largest; rings grow by doubling, between two steps
 _SMALLEST: Final = 1024
+_LARGEST: Final = 1 << 20
+# tokens from before a ring grew that one call takes in at most: a step waits
+_INDEXED: Final = 2048
 # tokens of a prompt's end that are kept with its answer: they tell which question was answered
 _CONTEXT: Final = 32
 # tokens of one answer that are kept: it is taken in between two steps
@@ -75,13 +78,18 @@ class _Ring:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._tokens = np.full(capacity, _END, dtype=np.int32)
+        # something was found here, or a second answer came
+        self.was_of_use = False
+        # what no answer was written to is never read, so its memory is not touched
+        self._tokens = np.zeros(capacity, dtype=np.int32)
         # by length and hash, the place behind the latest such tokens. It may have been overwritten,
         # or be that of others with the same hash, so tokens are compared; of those that another
         # has taken the place of, a shorter match is found
         self._places = np.zeros((len(_LENGTHS), _HASHES * capacity), dtype=np.int32)
         self._shift = 64 - ((_HASHES * capacity).bit_length() - 1)
         self._next = 0
+        # places from before it grew that are not in ``_places`` yet
+        self._left = 0, 0
 
     @property
     def num_bytes(self) -> int:
@@ -93,20 +101,25 @@ class _Ring:
 
     def grown(self) -> _Ring:
         """Twice as large, with the answers up to the latest: where some were overwritten, those
-        that are older than that are left."""
+        that are older than that are left. They are found once later calls have taken them in."""
         ring = _Ring(2 * self.capacity)
         ring._tokens[: self._next] = self._tokens[: self._next]
         ring._next = self._next
-        ring._index(0, self._next)
+        ring._left = 0, self._next
+        ring.was_of_use = self.was_of_use
         return ring
 
     def add(self, tokens: Sequence[int]) -> None:
         """Fewer tokens than the capacity. The oldest answers give way."""
         first = self._next
+        self.was_of_use = first > 0
+        self._catch_up()
         if not self.has_room(len(tokens)):
             # an answer lies in one piece
             self._tokens[first:] = _END
             first = 0
+            # from here on what comes later is not what lies further back
+            self._left = 0, 0
         self._next = last = first + len(tokens) + 1
         self._tokens[first : last - 1] = tokens
         self._tokens[last - 1] = _END
@@ -114,6 +127,7 @@ class _Ring:
 
     def find(self, tokens: Sequence[int], count: int) -> Guess:
         """Up to ``count`` tokens that followed the latest occurrence of the longest match."""
+        self._catch_up()
         tail = list(tokens[-_LENGTHS[-1] :])
         total, power = 0, 1
         found: list[tuple[int, int]] = []
@@ -131,11 +145,20 @@ class _Ring:
             if _END in following:
                 following = following[: following.index(_END)]
             if following:
+                self.was_of_use = True
                 return Guess(following, length, SOURCE)
         return NO_GUESS
 
-    def _index(self, first: int, last: int) -> None:
-        """Take in the tokens of these places, answers as a whole."""
+    def _catch_up(self) -> None:
+        first, end = self._left
+        if first < end:
+            last = min(end, first + _INDEXED)
+            self._index(max(0, first - _LENGTHS[-1]), last, older=True)
+            self._left = last, end
+
+    def _index(self, first: int, last: int, *, older: bool = False) -> None:
+        """Take in the tokens of these places, answers as a whole; ``older``: they were there before
+        those that are in already."""
         text = self._tokens[first:last]
         words = text.astype(np.uint64)
         # of the tokens before each place, the nearest counting least; as ``find`` has it
@@ -148,8 +171,11 @@ class _Ring:
                 # where something follows; of equal hashes the last is kept
                 places = length + np.flatnonzero(text[length:] != _END)
                 buckets = (hashes[places] * np.uint64(_MIXER)) >> np.uint64(self._shift)
-                row = _LENGTHS.index(length)
-                self._places[row, buckets.astype(np.int64)] = first + places
+                row, at = _LENGTHS.index(length), buckets.astype(np.int64)
+                found = first + places
+                if older:
+                    found = np.maximum(found, self._places[row, at])
+                self._places[row, at] = found
 
 
 class AnswerDrafter:
@@ -256,14 +282,32 @@ class FinishedAnswers:
         if ring is None:
             self._drop_for(owner, _SMALLEST * _BYTES_PER_TOKEN)
             ring = self._put(owner, _Ring(_SMALLEST))
-        while not ring.has_room(len(tokens)):
+        while not ring.has_room(len(tokens)) and ring.capacity < _LARGEST:
             # as much again as there is
-            if self._bytes_of[owner.tenant] + ring.num_bytes > self._most_of_tenant:
+            if not self._clear_for(owner, ring.num_bytes):
                 break
             self._drop_for(owner, ring.num_bytes)
             ring = self._put(owner, ring.grown())
         ring.add(tokens[: ring.capacity - 1])
         self._rings.move_to_end(owner)
+
+    def _clear_for(self, owner: Owner, size: int) -> bool:
+        """Whether a ring may grow by ``size`` within its tenant's share, in which those of salts
+        that never came back give way to it."""
+        over = self._bytes_of[owner.tenant] + size - self._most_of_tenant
+        useless = [
+            each
+            for each, ring in self._rings.items()
+            if each.tenant == owner.tenant and each != owner and not ring.was_of_use
+        ]
+        if over > sum(self._rings[each].num_bytes for each in useless):
+            return False
+        for each in useless:
+            if over <= 0:
+                break
+            over -= self._rings[each].num_bytes
+            self._drop(each)
+        return True
 
     def _drop_for(self, owner: Owner, size: int) -> None:
         """Let ``size`` bytes more be had: first of the tenant's other rings, then of anybody's,

@@ -299,8 +299,80 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     row = _row(tokens, blocks)
     assert rig.guess(row) == [4]
     assert _guesses(row, 4) == _expected(tokens, 40, 4)
-    # entered whole, they are kept no more
+    # entered whole, they are kept no more, but for the position whose entry others may want anew
     assert not rig.draft._blocks
+    assert [len(features) for features in rig.draft._ends.values()] == [1] * 5
+    monkeypatch.setattr(head_drafting, "_KEPT", 3)
+    rig.step(([*tokens, 1, 2, 3], 60, blocks))
+    rig.guess(_row([*tokens, 1, 2, 3, 4], blocks, 1))
+    assert list(rig.draft._ends) == [13, 14, 15]
+
+
+def test_features_of_a_long_step_are_not_kept_for_a_few_positions() -> None:
+    rig = _Rig()
+    tokens = [(i * 37) % VOCAB for i in range(61)]
+    rig.step((tokens[:-1], 0, list(range(16))))
+    row = _row(tokens, list(range(16)))
+    rig.guess(row)
+    rig.step(([*tokens, 5], 60, list(range(16))))
+    kept = [piece for block in rig.draft._blocks.values() for piece in block.pieces]
+    kept += rig.draft._ends.values()
+    assert len(kept) == 16
+    # what each holds of memory is its own numbers
+    assert all(piece.base is None or piece.base.nbytes <= 8 * SIZE for piece in kept)
+
+
+def test_a_shared_block_s_last_entry_is_that_of_whoever_is_guessed() -> None:
+    rig = _Rig()
+    first = [3, 5, 8, 13, 2, 6, 1, 9, 4]
+    # the same two blocks, and then another token
+    second = [*first[:8], 7, 11]
+    rig.step((first, 0, [9, 4, 1]))
+    rig.step((second[:-1], 8, [9, 4, 20]))
+    row = _row([*first, 30], [9, 4, 1])
+    assert rig.guess(row) == [4]
+    for _ in range(2):
+        rig.head.calls.clear()
+        row = _row(second, [9, 4, 20])
+        assert rig.guess(row) == [4]
+        assert _guesses(row, 4) == _expected(second, 0, 4)
+        # one position of the other's, and its own
+        assert rig.head.calls == [2, 1, 1, 1]
+        second = [*second, 12]
+        rig.step((second[:-1], len(second) - 2, [9, 4, 20]))
+        first = [*first, 30]
+        rig.step((first, len(first) - 1, [9, 4, 1]))
+        row = _row([*first, 31], [9, 4, 1])
+        assert rig.guess(row) == [4]
+        assert _guesses(row, 4) == _expected([*first, 31], 0, 4)
+
+
+def test_a_prompt_that_others_entered_whole_is_guessed_at_once() -> None:
+    rig = _Rig()
+    first = [3, 5, 8, 13, 2, 6, 1, 9, 4, 10]
+    rig.step((first[:-1], 0, [9, 4, 1]))
+    rig.guess(_row(first, [9, 4, 1]))
+    # eight of nine tokens are in the prefix cache
+    second = [*first[:8], 77]
+    rig.step((second, 8, [9, 4, 20]))
+    row = _row(second, [9, 4, 20])
+    assert rig.guess(row) == [4]
+    assert _guesses(row, 4) == _expected(second, 0, 4)
+
+
+def test_a_fork_s_copy_has_its_own_last_entry() -> None:
+    rig = _Rig()
+    parent = [3, 5, 8, 13, 2, 6]
+    rig.step((parent, 0, [9, 4]))
+    parent = [*parent, 1]
+    rig.guess(_row(parent, [9, 4]))
+    # the child says another token where the parent said 1
+    rig.draft.copied([(4, 7)])
+    child = [*parent[:-1], 50, 51]
+    rig.step((child[:-1], 6, [9, 7]))
+    row = _row(child, [9, 7])
+    assert rig.guess(row) == [4]
+    assert _guesses(row, 4) == _expected(child, 0, 4)
 
 
 def test_blocks_that_change_hands_hold_nothing() -> None:
@@ -330,12 +402,11 @@ def test_blocks_that_change_hands_hold_nothing() -> None:
         if len(live) < 4 and len(free) > 20:
             tokens, blocks = [random.randrange(VOCAB) for _ in range(random.randint(2, 19))], []
             if live and random.random() < 0.5:
-                # the full blocks of another; what follows them there is in their last entry, so
-                # it follows here too
+                # the full blocks of another, which may go on otherwise
                 first, theirs = random.choice(list(live.values()))
                 count = (len(first) - 1) // SIZE
                 blocks = theirs[:count]
-                tokens = first[: count * SIZE + 1] + tokens
+                tokens = first[: count * SIZE] + tokens
                 for block in blocks:
                     held[block] += 1
             shared = len(blocks) * SIZE

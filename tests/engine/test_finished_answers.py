@@ -124,6 +124,62 @@ def test_the_newest_answers_overwrite_the_oldest() -> None:
     assert _found(answers, ME, list(range(2900, 2916)))[0] == [2916, 2917, 2918, 2919]
 
 
+def test_a_ring_that_grows_is_taken_in_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finished_answers, "_INDEXED", 100)
+    indexed: list[int] = []
+    plain = finished_answers._Ring._index
+
+    def index(self: Any, first: int, last: int, **older: bool) -> None:
+        indexed.append(last - first)
+        plain(self, first, last, **older)
+
+    monkeypatch.setattr(finished_answers._Ring, "_index", index)
+    answers = FinishedAnswers(1 << 20)
+    said = [[number, *range(300, 480), 7, number] for number in range(6)]
+    for number, output in enumerate(said):
+        _keep(answers, ME, [1000 + number] * 16, output)
+    assert answers._rings[ME].capacity == 2048
+    # no call took in more than an answer, or than it may of what was there before
+    assert max(indexed) <= 202
+    # the newest is found at once, and of equal matches it stays the one
+    assert _found(answers, ME, [1005] * 16)[0] == said[5][:4]
+    assert _found(answers, ME, [478, 479])[0][:2] == [7, 5]
+    for _ in range(12):
+        _found(answers, ME, [0])
+    assert max(indexed) <= 202
+    assert _found(answers, ME, [478, 479])[0][:2] == [7, 5]
+    for number in range(6):
+        assert _found(answers, ME, [1000 + number] * 16)[0] == said[number][:4]
+
+
+def test_no_ring_is_larger_than_what_may_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finished_answers, "_LARGEST", 4096)
+    answers = FinishedAnswers(1 << 24)
+    for number in range(60):
+        _keep(answers, ME, [1000 + number] * 16, list(range(300, 500)))
+    assert answers._rings[ME].capacity == 4096
+
+
+def test_salts_that_never_come_back_make_way_for_a_ring_that_grows() -> None:
+    # nine of the smallest rings for each tenant
+    answers = FinishedAnswers(1 << 20)
+    for number in range(2):
+        _keep(answers, ME, [1000 + number] * 16, list(range(300, 500)))
+    back = Owner("a", "back")
+    for _ in range(2):
+        _keep(answers, back, [1, 2, 3], [4, 5, 6])
+    for number in range(7):
+        _keep(answers, Owner("a", f"once {number}"), [1, 2, 3], [4, 5, 6])
+    assert len(answers._rings) == 9
+    for number in range(100):
+        _keep(answers, ME, [2000 + number] * 16, list(range(300, 500)))
+    # a ring of 8,192 takes 294,912 bytes, and another doubling is more than the tenant's third
+    assert answers._rings[ME].capacity == 8192
+    # one that came back is nobody's room
+    assert back in answers._rings and len(answers._rings) < 9
+    assert answers.num_bytes <= (1 << 20) // 3
+
+
 def test_what_is_refused() -> None:
     assert FinishedAnswers.of(None) is FinishedAnswers.of({"method": "off"}) is None
     assert FinishedAnswers.of({"method": "ngram"}) is None

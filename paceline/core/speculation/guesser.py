@@ -172,5 +172,4 @@ class Guesser:
                 self.acceptance.note(source, match, not place, right)
                 if not right:
                     break
-        chosen = self._chosen.token_ids
-        self.acceptance.note_place(bool(chosen) and chosen[0] == known[0])
+        self.acceptance.note_place(list(self._chosen.token_ids[:1]) == known[:1])

@@ -61,8 +61,7 @@ class PredictionDrafter:
             self._read(tokens, end)
         if self._num_read < len(tokens):
             return NO_GUESS
-        following = self._prediction[self._at : self._at + count]
-        return Guess(following, self._match, PREDICTION) if following else NO_GUESS
+        return Guess(self._prediction[self._at : self._at + count], self._match, PREDICTION)
 
     def _read(self, tokens: Sequence[int], end: int) -> None:
         """Move the finger over the token before ``end``."""

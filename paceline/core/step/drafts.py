@@ -79,6 +79,8 @@ class Drafts:
         # which it took in so many in a step at most
         self._pass_seconds = self._token_seconds = 0.0
         self._most_taken = 0
+        # known tokens of a request that it takes in at most: a head sees no more; 0: not known
+        self._most_seen = 0
         # predicted seconds of the last step in which guesses are made
         self.making_seconds = 0.0
 
@@ -142,6 +144,9 @@ class Drafts:
             request, sampled = requests[index], result.sampled[index]
             token_ids = planned if source != MODEL else made.get(index, ())
             if source == MODEL and request.guesser is not None:
+                passed = request.guesser.num_unseen - caught_up.get(index, 0)
+                if token_ids and passed >= _MANY:
+                    self._most_seen = max(self._most_seen, request.num_tokens - passed)
                 request.guesser.learn(token_ids, caught_up.get(index, 0), busy)
             num_guesses += len(token_ids)
             right = max(0, len(sampled) - 1)
@@ -164,8 +169,7 @@ class Drafts:
             self._learn_making(max(map(len, made.values())), result)
         for index, token_ids in result.forced:
             if (guesser := self._guesser(requests[index])) is not None:
-                known = requests[index].num_tokens + len(result.sampled[index])
-                guesser.force(known, token_ids)
+                guesser.force(requests[index].num_tokens + len(result.sampled[index]), token_ids)
 
     def _learn_making(self, passes: int, result: StepResult) -> None:
         """The backend's model took some time for so many passes, and to take in known tokens."""
@@ -235,7 +239,8 @@ class Drafts:
             survivals[index] = guesser.acceptance.survivals(guess)
             if guess.source == MODEL:
                 left = max(1, self._work.output_tokens(request) - request.num_output_tokens)
-                catching_up[index] = guesser.num_unseen * self._token_seconds / left
+                unseen = min(guesser.num_unseen, self._most_seen or guesser.num_unseen)
+                catching_up[index] = unseen * self._token_seconds / left
         costs = StepCosts(
             making=self._pass_seconds,
             catching_up=catching_up,

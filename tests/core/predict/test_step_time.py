@@ -119,6 +119,25 @@ def test_it_follows_a_clock_within_seconds(slow: float) -> None:
     assert statistics.mean(relative_errors(model, rng, slow)) < 0.05
 
 
+def test_what_the_new_fit_explains_is_no_change_of_the_machine() -> None:
+    """Steps of many rows come for the first time shortly before a fit: until then they are far too
+    long, and then the fit says more of the newest than what was lacking of late on average."""
+    model = StepTimeModel()
+    alone, many = StepShape(narrow_rows=1), StepShape(narrow_rows=40)
+    for _ in range(117):
+        model.observe(alone, 0.005)
+    for _ in range(11):
+        model.observe(many, 0.01475)
+    assert model.num_observations % 32 == 0
+    # the machine is what it was
+    assert model._scale == 1.0
+    for _ in range(64):
+        model.observe(alone, 0.005)
+        model.observe(many, 0.01475)
+    assert model.predict(alone) == pytest.approx(0.005, rel=0.05)
+    assert model.predict(many) == pytest.approx(0.01475, rel=0.05)
+
+
 def test_steps_that_stop_now_and_then_are_predicted_on_average() -> None:
     """A thread that is off its processor for 15 ms in every 30: most steps of 5 ms notice nothing,
     and every fourth takes 20. A fit of relative errors follows the many."""
