@@ -210,11 +210,11 @@ def play(
         clock=clock,
         drafter=make,
     )
-    tally, began, steps = core.scheduler.state.tally, 0.0, 0
-    verified, right = dict(tally.verified), dict(tally.right)
+    totals, began, steps = core.scheduler.state.totals, 0.0, 0
+    verified, right = dict(totals.drafted), dict(totals.accepted)
     for turn in range(2):
         began, steps = clock.now, core.num_steps
-        verified, right = dict(tally.verified), dict(tally.right)
+        verified, right = dict(totals.drafted), dict(totals.accepted)
         for first in range(0, len(answers), streams):
             for number in range(first, min(first + streams, len(answers))):
                 add_to_core(core, _request(answers[number], number, turn, clock.now))
@@ -228,8 +228,8 @@ def play(
         sum(len(answer.output) for answer in answers),
         steps,
         seconds,
-        {name: count - verified.get(name, 0) for name, count in tally.verified.items()},
-        {name: count - right.get(name, 0) for name, count in tally.right.items()},
+        {name: count - verified.get(name, 0) for name, count in totals.drafted.items()},
+        {name: count - right.get(name, 0) for name, count in totals.accepted.items()},
     )
 
 
