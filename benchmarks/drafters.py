@@ -32,6 +32,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from paceline.bench.machine import machine
 from paceline.core.backend import BackendInfo
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import ScheduledRow, SchedulerOutput, StepResult
@@ -307,7 +308,7 @@ def main() -> int:
                 f"{f'{right}/{verified}':>15} {entry['ratio']:13.2f}",
                 flush=True,
             )
-    print(json.dumps({"bench": "drafters", "results": results}))
+    print(json.dumps({"bench": "drafters", "machine": machine(), "results": results}))
     return 0
 
 

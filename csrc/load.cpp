@@ -133,7 +133,7 @@ void Model::reserve_cache() {
   if (window_block_bytes_)
     what += " and " + std::to_string(config_.num_window_blocks) + " of " + std::to_string(window_block_bytes_);
   // more than processors address, and products that no integer holds
-  const int64_t most = int64_t(1) << 46;
+  const int64_t most = int64_t(1) << 47;
   require((!block_bytes_ || config_.num_blocks <= most / block_bytes_) &&
               (!window_block_bytes_ || config_.num_window_blocks <= most / window_block_bytes_),
           what + " are more than memory can be");

@@ -16,8 +16,8 @@ from typing import Final
 __all__ = ["Aliases", "fill", "is_alias", "stem_of"]
 
 # what a caller may have written there: it becomes a part of what engines are sent, of paths and
-# headers too
-_STEM: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/@+-]{0,199}")
+# headers too, so no step of a path may be empty or lead upwards
+_STEM: Final = re.compile(r"(?!.*(?:^|/)\.{0,2}(?:/|$))[A-Za-z0-9][A-Za-z0-9_.:/@+-]{0,199}")
 
 
 def is_alias(name: str) -> bool:

@@ -276,10 +276,10 @@ def test_a_model_with_windows_has_window_blocks_unless_requests_are_swapped(tmp_
 
 
 def test_a_timeline_is_told_where_it_was_asked_for_and_is_absent_otherwise(tmp_path: Path) -> None:
-    silent, _ = build_core(NULL)
+    silent, _ = build_core(NULL.changed(speculative_config={"method": "off"}))
     assert silent.timeline is None and silent._recorder is None
     silent.close()
-    told, _ = build_core(NULL.changed(timeline=True))
+    told, _ = build_core(NULL.changed(timeline=True, speculative_config={"method": "off"}))
     assert told.timeline is not None and told._recorder is told.timeline
     told.close()
     # beside a recording, which goes on as it did

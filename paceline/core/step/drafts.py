@@ -144,9 +144,8 @@ class Drafts:
             request, sampled = requests[index], result.sampled[index]
             token_ids = planned if source != MODEL else made.get(index, ())
             if source == MODEL and request.guesser is not None:
-                passed = request.guesser.num_unseen - caught_up.get(index, 0)
-                if token_ids and passed >= _MANY:
-                    self._most_seen = max(self._most_seen, request.num_tokens - passed)
+                if token_ids:
+                    self._note_passed(request, request.guesser.num_unseen - caught_up.get(index, 0))
                 request.guesser.learn(token_ids, caught_up.get(index, 0), busy)
             num_guesses += len(token_ids)
             right = max(0, len(sampled) - 1)
@@ -170,6 +169,11 @@ class Drafts:
         for index, token_ids in result.forced:
             if (guesser := self._guesser(requests[index])) is not None:
                 guesser.force(requests[index].num_tokens + len(result.sampled[index]), token_ids)
+
+    def _note_passed(self, request: Request, passed: int) -> None:
+        """A model has guessed without having seen so many of the request's tokens."""
+        if passed >= _MANY:
+            self._most_seen = max(self._most_seen, request.num_tokens - passed)
 
     def _learn_making(self, passes: int, result: StepResult) -> None:
         """The backend's model took some time for so many passes, and to take in known tokens."""
@@ -241,14 +245,7 @@ class Drafts:
                 left = max(1, self._work.output_tokens(request) - request.num_output_tokens)
                 unseen = min(guesser.num_unseen, self._most_seen or guesser.num_unseen)
                 catching_up[index] = unseen * self._token_seconds / left
-        costs = StepCosts(
-            making=self._pass_seconds,
-            catching_up=catching_up,
-            seconds=model.predict(step.shape) if model.ready else 0.0,
-            late=max(1.0, model.quantile(LATE_QUANTILE)) if model.ready else 1.0,
-            price=self._price,
-            known=known,
-        )
+        costs = self._costs(step, catching_up, known)
         due = self._num_steps >= self._try_at
         choice = DraftChoice(requests, costs, most=step.budget, tries=due)
         choice.take(survivals)
@@ -258,6 +255,17 @@ class Drafts:
             # waiting for the tokens that follow takes longer than all of them would
             return ()
         return choice.counts
+
+    def _costs(self, step: Step, catching_up: dict[int, float], known: bool) -> StepCosts:
+        model = self._step_time
+        return StepCosts(
+            making=self._pass_seconds,
+            catching_up=catching_up,
+            seconds=model.predict(step.shape) if model.ready else 0.0,
+            late=max(1.0, model.quantile(LATE_QUANTILE)) if model.ready else 1.0,
+            price=self._price,
+            known=known,
+        )
 
     def _note_bubble(self, requests: Sequence[Request], now: float) -> None:
         """Learn from a plan that waited for tokens; what is not tried is forgotten, to be tried

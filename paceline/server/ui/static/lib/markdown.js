@@ -7,8 +7,8 @@
  */
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
-const HEADING = /^ {0,3}(#{1,6}) +(.*)$/;
-const ITEM = /^( *)([-*+]|\d{1,9}[.)]) +(.*)$/;
+const HEADING = /^ {0,3}(#{1,6}) +(.*)$/s;
+const ITEM = /^( *)([-*+]|\d{1,9}[.)]) +(.*)$/s;
 const QUOTE = /^ {0,3}> ?/;
 const RULE = /^ {0,3}([-*_])( *\1){2,} *$/;
 /** A line of marks alone below a head. No pattern here can match one stretch of blanks in two ways: that makes long ones slow. @param {string} line @param {string} next */
@@ -27,7 +27,7 @@ function kindOf(line, next) {
 
 /** The blocks of a text; while it grows, all but the last stay as they are. @param {string} text @returns {Block[]} */
 export function blocksOf(text) {
-  const lines = text.split("\n");
+  const lines = text.split(/\r\n|\r|\n/);
   /** @type {Block[]} */
   const found = [];
   for (let at = 0; at < lines.length;) {
