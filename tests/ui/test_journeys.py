@@ -407,7 +407,10 @@ def test_each_page_is_scrolled_by_itself(server: LiveServer, open_page: OpenPage
     # long from the first look on
     page.get_by_role("link", name="Operations").click()
     page.get_by_role("cell", name="ready", exact=True).wait_for()
+    eventually(lambda: page.title().startswith("Operations"))
     page.get_by_role("link", name="Playground").click()
+    # it is scrolled to where it was in the same turn
+    eventually(lambda: page.title().startswith("Playground"))
     page.evaluate("scrollTo(0, 300)")
     page.get_by_role("link", name="Operations").evaluate("(link) => link.click()")
     eventually(lambda: page.evaluate("scrollY") == 0)
