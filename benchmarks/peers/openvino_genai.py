@@ -8,6 +8,7 @@ row, and the tokens of a step: 2048 as the other engines have, which prompts wan
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import time
 from pathlib import Path
@@ -21,6 +22,8 @@ __all__ = ["OpenVino"]
 
 _PACKAGE = "openvino-genai>=2026.4"
 _CACHE_GB = 3
+# set by ``levels.impose``
+_LIMIT = "ONEDNN_MAX_CPU_ISA"
 # of its CPU device, as they are without being set
 _PROPERTIES = (
     "INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATION_GROUP_SIZE",
@@ -64,18 +67,26 @@ class _Pipeline:
         config.max_num_batched_tokens = int(max_tokens)
         config.enable_prefix_caching = bool(int(prefix_caching))
         self._genai = genai
-        self._pipeline = genai.ContinuousBatchingPipeline(
-            Path(model), config, "CPU", {"INFERENCE_NUM_THREADS": int(threads)}
-        )
+        properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": int(threads)}
+        # It asks the processor whether to multiply in bfloat16 and to quantise activations, finds
+        # no such kernel below oneDNN's limit and fails. A processor of these levels has float32,
+        # and one without VNNI no quantised activations.
+        limit = os.environ.get(_LIMIT, "")
+        if limit.startswith("AVX2"):
+            properties["INFERENCE_PRECISION_HINT"] = "f32"
+        if limit == "AVX2":
+            properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0
+        self._pipeline = genai.ContinuousBatchingPipeline(Path(model), config, "CPU", properties)
         known = self._openvino.Core()
-        properties = {name: str(known.get_property("CPU", name)) for name in _PROPERTIES}
-        multiplied, kept = (properties[name] for name in _PROPERTIES[:2])
+        told = {name: str(known.get_property("CPU", name)) for name in _PROPERTIES}
+        told |= {name: str(value) for name, value in properties.items() if name in told}
+        multiplied, kept = (told[name] for name in _PROPERTIES[:2])
         self.about = {
             "version": importlib.import_module("importlib.metadata").version("openvino-genai"),
             "weights": Path(model).name,
             # the file's kind, multiplied in another where it is decompressed
             "precision": f"file in {multiplied}/{kept}",
-            "properties": properties,
+            "properties": told,
         }
         self._count = 0
 
