@@ -141,6 +141,11 @@ int paceline_forward(PacelineModel* model, const PacelineStep* step) {
   return guarded([&] { model->model.forward(*step); });
 }
 
+void paceline_limits(int64_t* out) {
+  out[0] = kWindowTiles * kTile - 1;
+  out[1] = kPassPairs;
+}
+
 int paceline_copy_blocks(PacelineModel* model, const int64_t* from, const int64_t* to, int64_t count) {
   return guarded([&] { model->model.copy_blocks(from, to, count); });
 }
