@@ -220,7 +220,7 @@ PacelineMatrix* paceline_matrix(int weights, int type, const void* data, int64_t
     std::vector<float> scratch(made->matrix.pack_scratch(), 0.0f);
     for (int64_t r = 0; r < rows; r += kPanel)
       made->matrix.pack_rows(r, rows - r < kPanel ? rows - r : kPanel, Source(type),
-                             static_cast<const uint8_t*>(data) + r * stride, stride, scratch.data());
+                             static_cast<const uint8_t*>(data) + r * stride, stride, *made->kernels, scratch.data());
   });
   return failed ? nullptr : made.release();
 }
