@@ -63,8 +63,9 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = Fals
     where rounding hurts most, and those become int8 instead of being rounded to 4. Matrices that
     are one in memory (gate and up), multiply the same rows (q, k and v), or are those of a layer's
     experts become int8 together if any of them must. Only k and v that a kernel has stay in their
-    bits beside a q of 4: that costs less than more bits for q, which has most of the rows. In a
-    file that is mainly of other types q4 was asked for by somebody, and rounds all of it.
+    bits beside a q of 4: that costs less than more bits for q, which has most of the rows. A table
+    of embeddings that is not the head too is kept as well. In a file that is mainly of other types
+    q4 was asked for by somebody, and rounds all of it.
 
     Args:
         dtype: a key of ``DTYPES``, or ``native``.
@@ -93,7 +94,9 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = Fals
             continue
         if kind not in _PLACES:
             tables[kind] = stored
-            if dtype != OWN_BITS or not _fits(blocks, stored, shape[1]):
+            # rows are looked up in a table that is no head, which takes as long in any bits
+            looked_up = kind == _EMBEDDING and not config.tie_word_embeddings
+            if not _fits(BLOCKS, stored, shape[1]) or not (dtype == OWN_BITS or looked_up):
                 others.add((-1, kind))
             continue
         place = _PLACES[kind]
@@ -124,7 +127,7 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = Fals
         source = _EMBEDDING if config.tie_word_embeddings else place
         head = place == _HEAD or config.tie_word_embeddings
         own_bits = source in tables and (-1, source) not in others and not (screen_head and head)
-        name = blocks[tables[source]] if own_bits else _INT8
+        name = BLOCKS[tables[source]] if own_bits else _INT8
         numbers.append(PACKED[name])
         if place in tables:
             (decoded if name == _INT8 else kept)[tables[place]] += 1

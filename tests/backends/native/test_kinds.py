@@ -168,7 +168,9 @@ def test_a_row_s_product_is_the_same_whatever_is_beside_it(isa: str) -> None:
     np.testing.assert_array_equal(matrix.multiply(x[:7]), together[:7])
 
 
-def _file(path: Path, kinds: dict[str, Q], experts: int = 0) -> GGUFCheckpoint:
+def _file(
+    path: Path, kinds: dict[str, Q], experts: int = 0, *, tied: bool = True
+) -> GGUFCheckpoint:
     """Two layers, mainly of Q4_K; ``kinds`` of other matrices by the ends of their names."""
     writer = gguf.GGUFWriter(path, "llama")
     metadata: dict[str, Any] = llama_metadata("llama") | {
@@ -198,6 +200,7 @@ def _file(path: Path, kinds: dict[str, Q], experts: int = 0) -> GGUFCheckpoint:
     }  # fmt: skip
     rng = np.random.default_rng(5)
     names = ["token_embd", *(f"blk.{i}.{name}" for i in range(LAYERS) for name in shapes)]
+    names += [] if tied else ["output"]
     for seed, name in enumerate(names):
         rows, columns = shapes.get(name.split(".")[-1], (VOCAB, HIDDEN))
         kind = next((k for end, k in kinds.items() if name.endswith(end)), Q.Q4_K)
@@ -292,6 +295,30 @@ def test_q_and_what_multiplies_the_same_rows_are_kept_or_bytes(
         checkpoint = _file(tmp_path / f"{len(list(tmp_path.iterdir()))}.gguf", kinds)
         numbers = choose_kinds(checkpoint, "q4").numbers
         assert numbers[:3] == numbers[6:9] == bytes(expected)
+
+
+@pytest.mark.parametrize("kind", [Q.Q4_K, Q.Q6_K], ids=lambda kind: kind.name)
+def test_a_table_that_is_no_head_stays_in_its_bits(tmp_path: Path, kind: Q) -> None:
+    checkpoint = _file(tmp_path / "m.gguf", {"token_embd": kind, "output": Q.Q6_K}, tied=False)
+    assert not checkpoint.config.tie_word_embeddings
+    own, six, int8 = PACKED[BLOCKS[kind.name]], PACKED["q6_k"], PACKED["int8"]
+    assert choose_kinds(checkpoint, "native").numbers[-2:] == bytes([six, own])
+    kinds = choose_kinds(checkpoint, "q4")
+    assert kinds.numbers[-2:] == bytes([int8, own])
+    assert choose_kinds(checkpoint, "q4", screen_head=True) == kinds
+    exact = _logits(checkpoint, "float32", b"")
+    out = _logits(checkpoint, "q4", kinds.numbers)
+    assert np.sqrt(((out - exact) ** 2).mean()) < 0.1 * exact.std()
+    model = NativeModel(
+        checkpoint.config, checkpoint_tensors(checkpoint), rotary_tables(checkpoint.config, 32),
+        dtype="q4", num_blocks=2, threads=1, kinds=kinds.numbers,
+    )  # fmt: skip
+    told = packed_bytes(checkpoint, "q4")
+    assert 0 <= model.weight_bytes - told <= 64 * 2 * (6 * LAYERS + 2)
+    model.close()
+    # but not what no kernel has
+    spoilt = _file(tmp_path / "n.gguf", {"token_embd": Q.Q8_0, "output": Q.Q6_K}, tied=False)
+    assert choose_kinds(spoilt, "q4").numbers[-2:] == bytes([int8, int8])
 
 
 def test_what_no_kernel_has_is_int8(tmp_path: Path) -> None:
