@@ -141,6 +141,11 @@ int paceline_forward(PacelineModel* model, const PacelineStep* step) {
   return guarded([&] { model->model.forward(*step); });
 }
 
+void paceline_limits(int64_t* out) {
+  out[0] = kWindowTiles * kTile - 1;
+  out[1] = kPassPairs;
+}
+
 int paceline_copy_blocks(PacelineModel* model, const int64_t* from, const int64_t* to, int64_t count) {
   return guarded([&] { model->model.copy_blocks(from, to, count); });
 }
@@ -215,7 +220,7 @@ PacelineMatrix* paceline_matrix(int weights, int type, const void* data, int64_t
     std::vector<float> scratch(made->matrix.pack_scratch(), 0.0f);
     for (int64_t r = 0; r < rows; r += kPanel)
       made->matrix.pack_rows(r, rows - r < kPanel ? rows - r : kPanel, Source(type),
-                             static_cast<const uint8_t*>(data) + r * stride, stride, scratch.data());
+                             static_cast<const uint8_t*>(data) + r * stride, stride, *made->kernels, scratch.data());
   });
   return failed ? nullptr : made.release();
 }

@@ -23,8 +23,7 @@ void Model::plan_attention(const PacelineStep& step, int window, AttendPlan& pla
         const int last_position = step.positions[begin + (item.row + item.rows - 1) / group_];
         item.key_end = last_position + 1;
         const int oldest = window > 0 && first_position >= window ? first_position - window + 1 : 0;
-        // from an even tile on, see AttendArgs
-        item.key_begin = oldest / (2 * kTile) * (2 * kTile);
+        item.key_begin = oldest / (kWindowTiles * kTile) * (kWindowTiles * kTile);
         item.part = -1;
         plan.whole.push_back(item);
       }

@@ -51,16 +51,40 @@ PL_INLINE float reach(const vf* v, int n) {
 #endif
 }
 
-// 64 values times the Hadamard matrix of order 64 (Sylvester's, over 8, which makes it orthonormal),
-// as bytes; receives the scale of the bytes and their sum
-PL_INLINE void encode_group(const float* x, uint8_t* y, float* scale, float* sum) {
+// 64 values times the Hadamard matrix of order 64 (Sylvester's), which over 8 is its own inverse
+PL_INLINE void rotate_group(const float* x, vf* v) {
   static_assert(kActGroup == 64);
-  vf v[4];
   PL_UNROLL
   for (int i = 0; i < 4; ++i)
     v[i] = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(load(x + 16 * i)))));
   const vf a = add(v[0], v[1]), b = sub(v[0], v[1]), c = add(v[2], v[3]), d = sub(v[2], v[3]);
   v[0] = add(a, c), v[1] = add(b, d), v[2] = sub(a, c), v[3] = sub(b, d);
+}
+
+// See Kernels.
+static float rotate(float* x, int64_t n) {
+  vf high = zero();
+  int64_t i = 0;
+  for (; i + kActGroup <= n; i += kActGroup) {
+    vf v[4];
+    rotate_group(x + i, v);
+    PL_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      v[j] = mul(v[j], set1(0.125f));
+      high = vmax(vabs(v[j]), high);
+      store(x + i + 16 * j, v[j]);
+    }
+  }
+  const float top = hmax(high), rest = largest(x + i, n - i);
+  return rest > top ? rest : top;
+}
+
+static void raised_bytes(const float* x, int64_t n, float factor, uint8_t* y) { to_bytes(x, n, factor, 128, y); }
+
+// 64 rotated values as bytes; receives the scale of the bytes and their sum
+PL_INLINE void encode_group(const float* x, uint8_t* y, float* scale, float* sum) {
+  vf v[4];
+  rotate_group(x, v);
   const float top = reach<4>(v, 4);
   const vf f = set1(steps_in(top));
   vf total = zero();

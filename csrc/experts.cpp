@@ -16,10 +16,6 @@
 namespace paceline {
 namespace {
 
-// Pairs computed in one pass over the rows, which bounds the memory that their activations take (and is part of
-// native_step_bytes in step.py). Each pass reads the matrices again, which is hidden behind the products of so many.
-constexpr int64_t kPassPairs = 8192;
-
 // So few that one member sorts them and copies their activations in less time than two meetings take.
 constexpr int64_t kFewPairs = 16;
 

@@ -182,6 +182,8 @@ static const Kernels table = {
     tops,
     sum_at_least,
     collect,
+    rotate,
+    raised_bytes,
 };
 
 }  // namespace PL_NAMESPACE

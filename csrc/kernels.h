@@ -192,6 +192,13 @@ struct Kernels {
   void (*at_least)(const float* x, int64_t n, float t, double* sum, int64_t* count);
   // places of the floats in [low, high), ascending; returns how many, or limit + 1 if there are more
   int64_t (*collect)(const float* x, int64_t n, float low, float high, int64_t limit, int32_t* places);
+
+  // Packing of int8 weights.
+  // every whole group of 64 of n floats times the Hadamard matrix of order 64 over 8, in place; returns the largest
+  // of all n without its sign, NaN left out
+  float (*rotate)(float* x, int64_t n);
+  // round(x * factor) + 128 of n floats
+  void (*raised_bytes)(const float* x, int64_t n, float factor, uint8_t* y);
 };
 
 // floats of a row's scales beside 4-bit weights and the K kinds, see GemmArgs: so many for each group

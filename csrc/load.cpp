@@ -224,7 +224,7 @@ void Model::pack(Matrix& matrix, Source type, const void* data, int64_t rows, in
       const int64_t end = (i + 1) * run - lead < rows ? (i + 1) * run - lead : rows;
       const int64_t to = spread ? begin / 16 * spread + phase : offset + begin;
       const void* from = static_cast<const uint8_t*>(data) + begin * stride;
-      matrix.pack_rows(to, end - begin, type, from, stride, own);
+      matrix.pack_rows(to, end - begin, type, from, stride, *kernels_, own);
     });
   });
 }

@@ -17,6 +17,9 @@ T read(const uint8_t* p) {
   return x;
 }
 
+// between rows of floats that are packed together: 32 at a multiple of 4 KiB would share one set of the cache
+constexpr int64_t kRowGap = 16;
+
 int unit_columns(Weights kind) {
   return kind == Weights::kF32 ? 1 : kind == Weights::kBF16 ? 2 : 4;
 }
@@ -24,26 +27,8 @@ int unit_columns(Weights kind) {
 // Values of one column, a row of a panel each.
 using Lanes = float[kPanel];
 
-// The rotation of int8 matrices: every whole group of 64 columns times the Hadamard matrix of order 64
-// over 8. Its own inverse. For all rows of a panel at once: plain loops over lanes become vector code.
-void rotate(Lanes* group) {
-  static_assert(kActGroup == 64);
-  for (int step = 1; step < kActGroup; step *= 2)
-    for (int i = 0; i < kActGroup; i += 2 * step)
-      for (int j = i; j < i + step; ++j) {
-        float* __restrict low = group[j];
-        float* __restrict high = group[j + step];
-        for (int lane = 0; lane < kPanel; ++lane) {
-          const float a = low[lane], b = high[lane];
-          low[lane] = a + b;
-          high[lane] = a - b;
-        }
-      }
-  for (int i = 0; i < kActGroup; ++i)
-    for (int lane = 0; lane < kPanel; ++lane) group[i][lane] *= 0.125f;
-}
-
-// The same for one row, of `columns` values.
+// The rotation of int8 matrices, for one row of `columns` values: every whole group of 64 columns times the Hadamard
+// matrix of order 64 over 8. Its own inverse, and what Kernels::rotate computes.
 void rotate_row(float* x, int64_t columns) {
   for (float* group = x; columns >= kActGroup; columns -= kActGroup, group += kActGroup) {
     for (int step = 1; step < kActGroup; step *= 2)
@@ -103,10 +88,12 @@ void decode_q6k(const uint8_t* row, int64_t group, float* out) {
   const uint8_t* low = block + half * 64 + quarter % 2 * 32;
   const uint8_t* high = block + 128 + half * 32;
   const float scale = half_to_float(read<uint16_t>(block + 208));
-  for (int i = 0; i < 32; ++i) {
-    const int q = (low[i] >> quarter / 2 * 4 & 15) | (high[i] >> quarter * 2 & 3) << 4;
-    const int factor = int8_t(block[192 + half * 8 + quarter * 2 + i / 16]);
-    out[i] = scale * float(factor) * float(q - 32);
+  for (int part = 0; part < 32; part += 16) {
+    const float step = scale * float(int8_t(block[192 + half * 8 + quarter * 2 + part / 16]));
+    for (int i = part; i < part + 16; ++i) {
+      const int q = (low[i] >> quarter / 2 * 4 & 15) | (high[i] >> quarter * 2 & 3) << 4;
+      out[i] = step * float(q - 32);
+    }
   }
 }
 
@@ -460,12 +447,40 @@ void Matrix::unpack_block(int64_t row, float* out) const {
 size_t Matrix::pack_scratch() const {
   if (kind_ >= Weights::kQ40) return 0;
   if (kind_ == Weights::kQ4) return size_t(columns_ + 2 * (columns_ / kGroup));
-  return size_t((columns_ + kActGroup - 1) / kActGroup * kActGroup * kPanel);
+  return size_t((padded_columns() + (kind_ == Weights::kI8 ? kRowGap : 0)) * kPanel);
+}
+
+// Each row is decoded and rotated, and its scale found. Then the bytes of 64 columns are made of all rows, and the
+// panel is written in order.
+void Matrix::pack_i8(int64_t row, int64_t count, Source type, const uint8_t* from, int64_t stride,
+                     const Kernels& kernels, float* scratch) {
+  const int64_t padded = padded_columns(), apart = padded + kRowGap;
+  float factor[kPanel];
+  for (int64_t r = 0; r < count; ++r) {
+    float* x = scratch + r * apart;
+    decode_row(type, from + r * stride, 0, columns_, x);
+    for (int64_t i = columns_; i < padded; ++i) x[i] = 0;
+    const float top = kernels.rotate(x, columns_);
+    // none where it is no number: what is below 2^-120 is nothing beside other weights
+    const float steps = 127.0f / top;
+    factor[r] = steps < INFINITY ? steps : 0.0f;
+    scale_[row + r] = top / 127.0f;
+  }
+  uint8_t* out = data_ + row / kPanel * panel_bytes_ + row % kPanel * 4;
+  alignas(64) uint8_t bytes[kPanel][kActGroup];
+  for (int64_t c = 0; c < columns_; c += kActGroup) {
+    for (int64_t r = 0; r < count; ++r)
+      kernels.raised_bytes(scratch + r * apart + c, kActGroup, factor[r], bytes[r]);
+    const int64_t units = units_ - c / 4 < kActGroup / 4 ? units_ - c / 4 : kActGroup / 4;
+    for (int64_t u = 0; u < units; ++u, out += kPanel * 4)
+      for (int64_t r = 0; r < count; ++r) memcpy(out + r * 4, bytes[r] + u * 4, 4);
+  }
 }
 
 // Row by row, every value would go to a cache line of its own. So the values are turned first, and the
 // panel is written in order.
-void Matrix::pack_rows(int64_t row, int64_t count, Source type, const void* source, int64_t stride, float* scratch) {
+void Matrix::pack_rows(int64_t row, int64_t count, Source type, const void* source, int64_t stride,
+                       const Kernels& kernels, float* scratch) {
   const uint8_t* from = static_cast<const uint8_t*>(source);
   if (kind_ >= Weights::kQ40) {
     for (int64_t r = 0; r < count; ++r) pack_block(row + r, from + r * stride);
@@ -475,6 +490,7 @@ void Matrix::pack_rows(int64_t row, int64_t count, Source type, const void* sour
     for (int64_t r = 0; r < count; ++r) pack_q4(row + r, type, from + r * stride, scratch);
     return;
   }
+  if (kind_ == Weights::kI8) return pack_i8(row, count, type, from, stride, kernels, scratch);
   // [columns, kPanel]; what is beyond the rows and columns is zero
   Lanes* turned = reinterpret_cast<Lanes*>(scratch);
   for (int64_t c = 0; c < columns_; c += kActGroup) {
@@ -485,37 +501,15 @@ void Matrix::pack_rows(int64_t row, int64_t count, Source type, const void* sour
       decode_row(type, from + r * stride, c, width, values);
       for (int64_t i = 0; i < kActGroup; ++i) turned[c + i][r] = values[i];
     }
-    if (kind_ == Weights::kI8 && width == kActGroup) rotate(turned + c);
-  }
-  float top[kPanel] = {}, factor[kPanel] = {};
-  if (kind_ == Weights::kI8) {
-    for (int64_t c = 0; c < columns_; ++c)
-      for (int lane = 0; lane < kPanel; ++lane) {
-        const float x = std::fabs(turned[c][lane]);
-        top[lane] = x > top[lane] ? x : top[lane];
-      }
-    for (int lane = 0; lane < kPanel; ++lane) factor[lane] = top[lane] > 0 ? 127.0f / top[lane] : 0.0f;
-    for (int64_t r = 0; r < count; ++r) scale_[row + r] = top[r] / 127.0f;
   }
   uint8_t* out = data_ + row / kPanel * panel_bytes_ + row % kPanel * 4;
   for (int64_t u = 0; u < units_; ++u) {
     uint32_t words[kPanel];
     if (kind_ == Weights::kF32) {
       memcpy(words, turned[u], sizeof words);
-    } else if (kind_ == Weights::kBF16) {
+    } else {
       for (int lane = 0; lane < kPanel; ++lane)
         words[lane] = float_to_bf16(turned[2 * u][lane]) | uint32_t(float_to_bf16(turned[2 * u + 1][lane])) << 16;
-    } else {
-      for (int lane = 0; lane < kPanel; ++lane) words[lane] = 0x80808080u;
-      for (int64_t i = 0; i < 4 && 4 * u + i < columns_; ++i) {
-        float shifted[kPanel];
-        uint32_t bits[kPanel];
-        // adding 1.5 * 2^23 rounds to nearest even and leaves the integer in the low bits
-        for (int lane = 0; lane < kPanel; ++lane) shifted[lane] = turned[4 * u + i][lane] * factor[lane] + 12582912.0f;
-        memcpy(bits, shifted, sizeof bits);
-        // flips the sign bit: the value plus 128
-        for (int lane = 0; lane < kPanel; ++lane) words[lane] ^= (bits[lane] & 255u) << (8 * i);
-      }
     }
     memcpy(out + u * kPanel * 4, words, size_t(count) * 4);
   }

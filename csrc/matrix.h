@@ -40,7 +40,8 @@ class Matrix {
   // `count` rows that follow each other in one panel, stored `stride` bytes apart. Different rows may be
   // packed from different threads. `scratch`: `pack_scratch()` floats. kQ40 and the K kinds hold blocks of their own
   // type alone, see `takes`.
-  void pack_rows(int64_t row, int64_t count, Source type, const void* source, int64_t stride, float* scratch);
+  void pack_rows(int64_t row, int64_t count, Source type, const void* source, int64_t stride, const Kernels& kernels,
+                 float* scratch);
   size_t pack_scratch() const;
   bool takes(Source type) const;
   // f(address, bytes) of its packed values, and of its scales where they lie apart
@@ -54,6 +55,10 @@ class Matrix {
   Panels view() const;
 
  private:
+  // columns in whole groups of 64
+  int64_t padded_columns() const { return (columns_ + kActGroup - 1) / kActGroup * kActGroup; }
+  void pack_i8(int64_t row, int64_t count, Source type, const uint8_t* from, int64_t stride, const Kernels& kernels,
+               float* scratch);
   void pack_q4(int64_t row, Source type, const void* source, float* scratch);
   void pack_block(int64_t row, const uint8_t* source);
   void unpack_block(int64_t row, float* out) const;

@@ -21,6 +21,11 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr int64_t kRowBlock = 208;
 
 constexpr int64_t kMaxExperts = 4096;
+// Pairs of a row and an expert computed in one pass over the rows, which bounds the memory that their activations
+// take. Each pass reads the matrices again, which is hidden behind the products of so many.
+constexpr int64_t kPassPairs = 8192;
+// attention begins at an even tile, see AttendArgs
+constexpr int kWindowTiles = 2;
 
 inline int64_t pad_to(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 

@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 /* changes whenever a struct or a signature below does */
-#define PACELINE_ABI 16
+#define PACELINE_ABI 17
 
 typedef enum {
   PL_EMBEDDING = 0, PL_FINAL_NORM, PL_HEAD,
@@ -130,6 +130,9 @@ int paceline_ready(PacelineModel* model);
 void* paceline_piece(PacelineModel* model, int64_t index, int64_t* bytes);
 int paceline_restored(PacelineModel* model);
 int paceline_forward(PacelineModel* model, const PacelineStep* step);
+/* For whoever counts memory before there is a model, out: keys before a window's first that attention reads, masked,
+ * at most, and pairs of a row and an expert that are computed at once. */
+void paceline_limits(int64_t* out);
 int paceline_copy_blocks(PacelineModel* model, const int64_t* from, const int64_t* to, int64_t count);
 /* By the model's team and with its kernels; model may be null: on the calling thread, with the best. */
 int paceline_draw(PacelineModel* model, const PacelineDraw* draw);

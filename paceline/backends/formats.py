@@ -41,6 +41,11 @@ _KV_BESIDE: Final = {
     "bfloat16": ("bfloat16",),
     "float32": ("float32",),
 }
+# files whose 4 bits are places in a table: q4's blocks do not hold them, kernels of their own do
+_LOOKED_UP: Final = "MXFP4"
+# levels whose products of bytes have an instruction (``Traits.narrow_sums``): on others such
+# kernels take up to three times as long as int8
+_BYTE_PRODUCTS: Final = frozenset({"avxvnni", "avx512", "avx512bf16"})
 # formats of weights that hold a file's numbers, by its own
 _UNROUNDED: Final = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
 
@@ -183,7 +188,8 @@ def _levels_for(isa: str | None, config: ModelConfig, dtype: str) -> tuple[str, 
             return False
         if dtype != "auto":
             return pair.weights == _like(dtype)
-        return pair.passes and pair.steady and _suits(pair.weights, config.stored_dtype)
+        # whichever level it is of: lesser ones than those of a table's kernels are slower for it
+        return pair.passes and pair.steady and _suits(pair.weights, config.stored_dtype, levels[0])
 
     return preferred(levels, suits)
 
@@ -229,19 +235,27 @@ def _native_formats(
         why = f"{choice.kv} in the KV cache {because} beside {dtype} weights (docs/processors.md)"
         return dtype, choice.kv, why
     stored = config.stored_dtype
-    found = [pair for pair in pairs if pair.passes and pair.steady and _suits(pair.weights, stored)]
+    found = [
+        pair
+        for pair in pairs
+        if pair.passes and pair.steady and _suits(pair.weights, stored, levels[0])
+    ]
     if not found:
         raise ConfigError(
             f"nothing that was measured on {level} and passes the accuracy gate suits weights "
             f"stored as {stored}: name formats with --dtype and --kv-dtype (docs/processors.md)"
         )
     choice = fastest(found)
-    what = f"{choice.weights} weights by default for this file{_finer(choice.weights)},"
+    weights = choice.weights
+    if weights == "q4" and stored == _LOOKED_UP:
+        # whose products take as long, by the file's own numbers
+        weights = OWN_BITS
+    what = f"{weights} weights by default for this file{_finer(weights)},"
     if kv_dtype == "auto":
         kv_dtype = choice.kv
         what += f" {kv_dtype} in the KV cache,"
     suits = f"in any batch alike and suits weights stored as {stored} (docs/processors.md)"
-    return choice.weights, kv_dtype, f"{what} {because} {suits}"
+    return weights, kv_dtype, f"{what} {because} {suits}"
 
 
 def _like(dtype: str) -> str:
@@ -254,18 +268,19 @@ def _finer(weights: str) -> str:
     finer = {
         # int8 would round the 4 bits that q4 keeps
         "q4": "bfloat16 or float32",
+        OWN_BITS: "bfloat16 or float32",
         "int8": "bfloat16 or float32",
         "bfloat16": "float32",
     }
     return f" (--dtype {finer[weights]} rounds less)" if weights in finer else ""
 
 
-def _suits(weights: str, stored: str) -> bool:
+def _suits(weights: str, stored: str, level: str) -> bool:
     """Whether auto may take weights for a file of this type: they round no more than the file's
     own, but for 16 bits, which hold any file well, and files of so many bits never take twice
-    theirs."""
+    theirs. Beside a table's 4 bits q4 stands for these."""
     if weights == "q4":
-        return stored in KEPT
+        return stored in KEPT or (stored == _LOOKED_UP and level in _BYTE_PRODUCTS)
     bits = stored_bits(stored)
     if weights == "int8":
         return bits <= _BYTES

@@ -32,6 +32,7 @@ from paceline.backends.runner import ModelRunner
 from paceline.backends.settings import BackendSettings
 from paceline.backends.steps import ModelLoader
 from paceline.backends.topology import bind, format_list
+from paceline.backends.windows import choose_windows
 from paceline.backends.worker import Runner, WorkerBackend
 from paceline.checkpoints.base import Checkpoint, open_checkpoint
 from paceline.checkpoints.config import ModelConfig
@@ -42,9 +43,7 @@ from paceline.checkpoints.gguf_parts import read_gguf_parts
 from paceline.checkpoints.hf import HFCheckpoint
 from paceline.checkpoints.pooling import PoolingFiles, find_pooling
 from paceline.core.backend import BackendInfo
-from paceline.core.config import SchedulerConfig
 from paceline.core.errors import ConfigError
-from paceline.core.memory.windows import window_blocks_needed
 from paceline.core.pooling import EMBED
 
 __all__ = ["load_backend"]
@@ -146,14 +145,13 @@ def _load(
             settings, checkpoint_path, checkpoint, formats, device, length, placement.threads
         )
     blocks, host_blocks = _choose_sizes(loader, settings, max_num_seqs, length, draft)
-    window_blocks = 0
-    if settings.window_blocks and not settings.swap_bytes and pooling is None and draft is None:
-        window_blocks, with_windows = _choose_window_blocks(
-            loader, settings, limits, length, blocks
-        )
-        blocks, host_blocks = (with_windows, 0) if window_blocks else (blocks, host_blocks)
+    windows = choose_windows(
+        loader, settings, limits, length, blocks,
+        pooled=pooling is not None, drafted=draft is not None,
+    )  # fmt: skip
+    blocks, host_blocks = windows.num_blocks, 0 if windows.num_window_blocks else host_blocks
     chosen = time.monotonic()
-    loaded = loader.load(blocks, host_blocks, window_blocks)
+    loaded = loader.load(blocks, host_blocks, windows.num_window_blocks)
     _log.info(
         "loaded checkpoint=%.2f choice=%.2f weights=%.2f",
         opened - started, chosen - opened, time.monotonic() - chosen,
@@ -187,7 +185,7 @@ def _load(
         num_blocks=blocks,
         block_bytes=loader.block_bytes
         + (0 if draft is None else draft.block_bytes)
-        - (loader.window_block_bytes if window_blocks else 0),
+        - (loader.window_block_bytes if windows.num_window_blocks else 0),
         dtype=formats.dtype,
         device=device,
         kv_dtype=formats.kv_dtype,
@@ -200,6 +198,7 @@ def _load(
                     _decoded(checkpoint, formats, in_bits),
                     kinds,
                     "" if draft is None else draft.described,
+                    windows.why,
                     placement.describe(settings.threads),
                 ),
             )
@@ -207,9 +206,9 @@ def _load(
         numa_nodes=placement.nodes,
         num_host_blocks=host_blocks,
         swap_block_seconds=loaded.swap_block_seconds,
-        window=loader.window if window_blocks else 0,
-        num_window_blocks=window_blocks,
-        window_block_bytes=loader.window_block_bytes if window_blocks else 0,
+        window=loader.window if windows.num_window_blocks else 0,
+        num_window_blocks=windows.num_window_blocks,
+        window_block_bytes=loader.window_block_bytes if windows.num_window_blocks else 0,
         drafter="" if draft is None else draft.described,
         pooling=pooled,
     )
@@ -376,43 +375,3 @@ def _choose_sizes(
         # the limit may be infinity, which cannot be divided into blocks
         swap_bytes = int(min(num_blocks * block_bytes // 2, loader.max_host_bytes))
     return num_blocks, swap_bytes // block_bytes
-
-
-def _choose_window_blocks(
-    loader: ModelLoader,
-    settings: BackendSettings,
-    limits: tuple[int, int],
-    max_model_len: int,
-    num_blocks: int,
-) -> tuple[int, int]:
-    """Window blocks, and the blocks that memory then has room for, which is more than
-    ``num_blocks``, those of all layers; or 0 and whatever where nothing is gained."""
-    if not loader.window:
-        return 0, num_blocks
-    max_num_seqs, max_num_batched_tokens = limits
-    scheduler = SchedulerConfig(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
-        max_model_len=max_model_len,
-    )
-    needed = window_blocks_needed(scheduler, loader.window, settings.block_size)
-    if needed >= num_blocks:
-        return 0, num_blocks
-    taken = needed * loader.window_block_bytes
-    of_others = loader.block_bytes - loader.window_block_bytes
-    if not of_others and settings.num_blocks is None:
-        # blocks are numbers, of which there may be as many as all requests can use
-        return needed, max(num_blocks, max_num_seqs * -(-max_model_len // settings.block_size))
-    if settings.num_blocks is not None:
-        return needed, num_blocks
-    free_bytes, share = loader.pool_memory()
-    kv_cache_bytes = settings.kv_cache_bytes
-    return needed, choose_num_blocks(
-        None if kv_cache_bytes is None else kv_cache_bytes - taken,
-        block_bytes=of_others,
-        block_size=settings.block_size,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        free_bytes=max(0, free_bytes - int(taken / share)),
-        share=share,
-    )

@@ -60,9 +60,9 @@ class BackendSettings:
     # host memory for swapped KV blocks; None: half the KV pool's size, taken as it is used; on
     # CUDA 4 GiB at most, pinned at once
     swap_bytes: int | None = None
-    # layers with a sliding window may have window blocks; False: they keep what the others keep, as
-    # they do with host memory to swap to (``swap_bytes``)
-    window_blocks: bool = True
+    # why layers with a sliding window have no window blocks, for the ready line; empty: they may
+    # have some, see ``windows.choose_windows``
+    without_windows: str = ""
     # processor threads; None: as many as it may use of the nodes'
     threads: int | None = None
     # the NUMA nodes to compute on: "auto", "off" for all of them, or a list such as "0-1"; see

@@ -107,7 +107,7 @@ def _model_backend(settings: EngineSettings, own_process: bool) -> ModelBackend:
         load = replace(load, swap_bytes=0)
     elif settings.scheduler.preemption == "swap":
         # what layers with a window keep in blocks of their own is not swapped
-        load = replace(load, window_blocks=False)
+        load = replace(load, without_windows="--preemption swap moves whole blocks")
     draft = draft_of(settings.scheduler.speculative_config, settings.model_path)
     if draft is not None:
         load = replace(load, draft_path=draft[0], draft_dtype=draft[1])

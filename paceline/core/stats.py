@@ -63,6 +63,9 @@ class SchedulerStats:
     num_prompt_tokens: int = _counter()
     # free blocks that the prefix cache can still find
     num_cached_free_blocks: int = 0
+    # of layers with a sliding window, where they have blocks of their own
+    num_window_blocks: int = 0
+    num_free_window_blocks: int = 0
     num_host_blocks: int = 0
     num_free_host_blocks: int = 0
     # what holds the head of the queue up, a name of ``queues.wait_clocks``; None: none waits

@@ -225,7 +225,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def at_rest(cls, info: EngineInfo) -> EngineStats:
         """Of an engine that has done nothing and does nothing."""
-        idle = SchedulerStats(num_blocks=info.num_blocks, num_free_blocks=info.num_blocks)
+        idle = SchedulerStats(
+            num_blocks=info.num_blocks,
+            num_free_blocks=info.num_blocks,
+            num_window_blocks=info.num_window_blocks,
+            num_free_window_blocks=info.num_window_blocks,
+        )
         return cls(time=0.0, num_steps=0, scheduler=idle)
 
 

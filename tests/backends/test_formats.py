@@ -12,6 +12,7 @@ from paceline.backends import formats, levels
 from paceline.backends.formats import Formats, choose_formats
 from paceline.backends.levels import Measured
 from paceline.backends.native import library, unavailable_reason, variants
+from paceline.backends.native.pieces import traits
 from paceline.backends.native.step import NativeStep
 from paceline.backends.worker import WorkerBackend
 from paceline.checkpoints.config import ModelConfig
@@ -139,6 +140,8 @@ def test_what_the_documents_say_of_quantised_folders(
         ("Q4_K", ("q4", "int8"), ("int8", "int8")),
         # 4 bits on another grid, or more of them; int8 KV is not 5 % faster on the best level
         ("IQ4_NL", ("int8", "bfloat16"), ("int8", "int8")),
+        # in their own bits where products of bytes have an instruction
+        ("MXFP4", ("native", "int8"), ("int8", "int8")),
         ("Q6_K", ("int8", "bfloat16"), ("int8", "int8")),
         ("Q8_0", ("int8", "bfloat16"), ("int8", "int8")),
         ("Q2_K", ("int8", "bfloat16"), ("int8", "int8")),
@@ -159,6 +162,13 @@ def test_auto_takes_the_fastest_that_passes_and_suits_the_file(
         level = isa or "avx512bf16"
         for words in (f"native kernels for {level}", f"fastest on {level} of what passes", stored):
             assert words in chosen.why
+
+
+@pytest.mark.skipif(not variants(), reason="there is no native library")
+def test_levels_that_multiply_bytes_are_those_of_the_kernels() -> None:
+    """As far as they run here; plain C++ takes no 4 bits, whatever it multiplies."""
+    for level in set(variants()) - {"portable"}:
+        assert (level in formats._BYTE_PRODUCTS) == (not traits(level).narrow_sums), level
 
 
 def test_auto_takes_nothing_that_changes_with_who_else_is_served(

@@ -17,6 +17,7 @@ from paceline.backends.native import (
     packed_bytes,
     unavailable_reason,
 )
+from paceline.backends.native.library import limits
 from paceline.backends.native.step import native_step_bytes
 from paceline.backends.rope import rotary_tables
 from paceline.backends.served import served_memory
@@ -137,6 +138,7 @@ def test_what_has_no_cache_is_not_planned(tmp_path: Path) -> None:
         served_memory(tmp_path)
 
 
+@NATIVE
 def test_a_step_takes_what_it_is_computed_in(tmp_path: Path) -> None:
     save_model(tmp_path, "llama")
     config = open_checkpoint(tmp_path).config
@@ -153,13 +155,14 @@ def test_a_step_takes_what_it_is_computed_in(tmp_path: Path) -> None:
     assert 0 <= logits - 400 * config.vocab_size < page
 
 
+@NATIVE
 def test_a_step_through_experts_takes_what_their_pairs_do(tmp_path: Path) -> None:
     save_model(tmp_path, "mixtral")
     config = replace(open_checkpoint(tmp_path).config, expert_intermediate_size=8000)
     dense = replace(config, num_experts=0)
     wide = max(config.hidden_size, config.expert_intermediate_size)
     per_pair = config.hidden_size + config.expert_intermediate_size + wide + wide // 8 + 2
-    most = 8192 // config.experts_per_token
+    most = limits().pass_pairs // config.experts_per_token
     for rows in (1024, most, 4 * most):
         # there is no MLP for all rows
         other = 4 * rows * config.intermediate_size

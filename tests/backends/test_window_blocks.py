@@ -3,7 +3,7 @@ in chunks, many at once, after preemption, with prefix hits and forks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,24 +11,28 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backends.load import _choose_window_blocks
 from paceline.backends.native import unavailable_reason
+from paceline.backends.native.step import NativeLoader, NativeStep
 from paceline.backends.served import served_memory
 from paceline.backends.settings import BackendSettings
 from paceline.backends.steps import ModelLoader
+from paceline.backends.windows import choose_windows
 from paceline.backends.worker import WorkerBackend
-from paceline.core.outputs import RequestUpdate
+from paceline.checkpoints.base import open_checkpoint
+from paceline.core.errors import ConfigError
+from paceline.core.outputs import BlockSwap, RequestUpdate, WindowBlock
 from paceline.core.request import Request
 from paceline.sim.plan import plan_memory
 from tests.backends.conftest import load
 from tests.backends.torch.models import VOCAB, save_model
 from tests.driving import Driver, make_request
+from tests.pooling.models import add_modules
 
 NATIVE = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 # path -> tokens of a block, and a pool that two requests of 190 tokens do not fit into at once
 PATHS = {"torch": (4, 70), "native": (16, 18)}
-# what each path reads of a window of 7: the native kernels begin at pairs of tiles
-WINDOWS = {"torch": 7, "native": 38}
+# what each path reads of a window of 7: the native kernels begin at pairs of tiles of 16
+WINDOWS = {"torch": 7, "native": 7 + 31}
 LENGTH = 208
 CHUNK = 16
 GREEDY = 64
@@ -144,14 +148,64 @@ def test_tokens_are_those_of_transformers(name: str, path: str, tmp_path: Path) 
 @pytest.mark.parametrize("path", ["torch", pytest.param("native", marks=NATIVE)])
 def test_where_layers_keep_what_the_others_keep(path: str, tmp_path: Path) -> None:
     save_model(tmp_path, "gemma3")
-    for settings in ({"window_blocks": False}, {"swap_bytes": 1 << 20}):
-        backend = grouped(tmp_path, path, 2, 60, **settings)
+    for num_blocks, settings, why in (
+        (60, {"without_windows": "for a test"}, "of whole requests: for a test"),
+        (60, {"swap_bytes": 1 << 20}, "host memory to swap to takes whole blocks (--swap-space)"),
+        # no fewer than there are blocks
+        (12, {}, "windows of --max-num-seqs 2 would take "),
+    ):
+        backend = grouped(tmp_path, path, 2, num_blocks, **settings)
         assert backend.info.num_window_blocks == backend.info.window == 0
+        assert why in backend.info.choice
         backend.close()
-    # no fewer than there are blocks
-    backend = grouped(tmp_path, path, 2, 12)
-    assert backend.info.num_window_blocks == 0
+    backend = grouped(tmp_path, path, 2, 60)
+    assert backend.info.num_window_blocks > 0
+    assert "sliding window" not in backend.info.choice, "what is as it should be is not told"
     backend.close()
+
+
+@pytest.mark.parametrize("path", ["torch", pytest.param("native", marks=NATIVE)])
+def test_beside_a_draft_model_they_keep_what_the_others_keep(path: str, tmp_path: Path) -> None:
+    for name in ("served", "draft"):
+        (tmp_path / name).mkdir()
+        save_model(tmp_path / name, "gemma3")
+    backend = grouped(tmp_path / "served", path, 2, 60, draft_path=str(tmp_path / "draft"))
+    assert backend.info.num_window_blocks == 0
+    assert "a draft model or head shares its blocks with the model" in backend.info.choice
+    backend.close()
+
+
+def test_a_pooled_model_has_none(tmp_path: Path) -> None:
+    save_model(tmp_path, "gemma3")
+    add_modules(tmp_path, "lasttoken", max_seq_length=LENGTH)
+    backend = grouped(tmp_path, "torch", 2, 60)
+    assert backend.info.pooling is not None and backend.info.num_window_blocks == 0
+    assert "a pooled model has hidden states of whole prompts" in backend.info.choice
+    backend.close()
+
+
+@NATIVE
+def test_the_native_model_refuses_what_window_blocks_do_not_go_with(tmp_path: Path) -> None:
+    save_model(tmp_path, "gemma3")
+    loader = NativeLoader(
+        checkpoint=open_checkpoint(tmp_path), dtype="float32", kv_dtype="float32", block_size=16,
+        max_model_len=64, threads=1,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="5 window blocks do not go with 2 host blocks"):
+        loader.load(8, 2, 5)
+    with pytest.raises(ConfigError, match="5 window blocks do not go with hidden states"):
+        replace(loader, has_head=False).load(8, 0, 5)
+    windowed, plain = loader.load(8, 0, 5).model, loader.load(8, 0).model
+    assert isinstance(windowed, NativeStep) and isinstance(plain, NativeStep)
+    with pytest.raises(AssertionError, match="window blocks lie where swapped blocks would"):
+        windowed.swap_blocks([BlockSwap(0, 0, True)])
+    for served, draft in ((windowed, plain), (plain, windowed)):
+        with pytest.raises(AssertionError, match="a draft has no window blocks"):
+            draft.mirror(served, np.array([0]))
+    plain.mirror(plain, np.array([0]))
+    with pytest.raises(AssertionError, match="it was loaded without window blocks"):
+        plain.place([WindowBlock(0, 0, -1)])
+    plain.place([])
 
 
 @dataclass(frozen=True)
@@ -172,10 +226,9 @@ def choose(loader: Sizes, limits: tuple[int, int], **settings: Any) -> tuple[int
     asked = BackendSettings(**settings)
     size = asked.kv_cache_bytes or loader.free_bytes // 2
     without = asked.num_blocks or size // loader.block_bytes
-    windows, blocks = _choose_window_blocks(
-        cast("ModelLoader", loader), asked, limits, 32768, without
-    )
-    return without, windows, blocks
+    found = choose_windows(cast("ModelLoader", loader), asked, limits, 32768, without)
+    assert (found.why == "") == (found.num_window_blocks > 0 or not loader.window)
+    return without, found.num_window_blocks, found.num_blocks
 
 
 def test_memory_is_divided_so_that_more_tokens_fit() -> None:

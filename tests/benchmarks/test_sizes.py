@@ -80,7 +80,10 @@ def test_both_engines_get_the_kinds_and_the_level_that_are_wanted(tmp_path: Path
     places = Places(tmp_path, tmp_path / "m.gguf", (0, 1))
     kinds = sizes._Kinds(places, ("Q4_0", "Q4_0 native"))
     ours, theirs = sizes._Ours(places, kinds), sizes._Theirs(places, kinds, LEVELS["avx2"])
-    assert ours.variants == ("Q4_0", "Q4_0 native") and theirs.variants == ("Q4_0",)
+    assert ours.variants == ("Q4_0", "Q4_0 native") and theirs.variants == ("Q4_0", "Q4_0@2048")
     assert "native/int8" in ours.worker("Q4_0 native", prefix_caching=False).argv
+    for variant, pieces in zip(theirs.variants, ("512", "2048"), strict=True):
+        argv = theirs.worker(variant, prefix_caching=False).argv
+        assert argv[-4:] == (str(tmp_path / "m.Q4_0.gguf"), "Q4_0", pieces, "2")
     assert theirs.quantiser.parts[-3:] == ("build-avx2", "bin", "llama-quantize")
     assert sizes._Theirs(places, kinds, None).quantiser.parts[-3] == "build"

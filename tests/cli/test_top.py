@@ -261,6 +261,9 @@ def test_eighty_columns_are_enough() -> None:
         "preemptions/s 0.0   host blocks 0/10000   pressure valve refusing",
     ):  # fmt: skip
         assert words in text, text
+    # there are never blocks of both kinds
+    windows = replace(frame, kv_host_total=0, kv_windows_used=3, kv_windows_total=1280)
+    assert "preemptions/s 0.0   window blocks 3/1280   pressure valve" in text_of(windows, width=80)
 
 
 @pytest.mark.parametrize(

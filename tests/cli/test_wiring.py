@@ -271,6 +271,7 @@ def test_a_model_with_windows_has_window_blocks_unless_requests_are_swapped(tmp_
     core, engine = build_core(settings.changed(preemption="swap"))
     assert engine.num_window_blocks == engine.window_bytes == core.scheduler.cache.window == 0
     assert core.scheduler.cache.num_host_blocks > 0
+    assert "of whole requests: --preemption swap moves whole blocks" in engine.choice
     assert 3 * engine.num_blocks < num_blocks, "fewer tokens fit"
     core.close()
 

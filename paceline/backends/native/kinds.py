@@ -62,8 +62,10 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = Fals
     no speed at any number of rows; a mixed file (Q4_K_M has matrices of Q6_K) spends more bits
     where rounding hurts most, and those become int8 instead of being rounded to 4. Matrices that
     are one in memory (gate and up), multiply the same rows (q, k and v), or are those of a layer's
-    experts become int8 together if any of them must. In a file that is mainly of other types q4 was
-    asked for by somebody, and rounds all of it.
+    experts become int8 together if any of them must. Only k and v that a kernel has stay in their
+    bits beside a q of 4: that costs less than more bits for q, which has most of the rows. A table
+    of embeddings that is not the head too is kept as well. In a file that is mainly of other types
+    q4 was asked for by somebody, and rounds all of it.
 
     Args:
         dtype: a key of ``DTYPES``, or ``native``.
@@ -79,8 +81,9 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = Fals
     }
     layers = [[Counter[str]() for _ in _MATRICES] for _ in range(config.num_hidden_layers)]
     tables: dict[int, str] = {}
-    # places whose matrices the kernels do not take as they are
+    # places whose matrices are not taken as they are, and those that no kernel takes so
     others: set[tuple[int, int]] = set()
+    broken: set[tuple[int, int]] = set()
     for name in checkpoint.tensor_names():
         shape = checkpoint.tensor_shape(name)
         if len(shape) != 2:
@@ -91,13 +94,17 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = Fals
             continue
         if kind not in _PLACES:
             tables[kind] = stored
-            if dtype != OWN_BITS or not _fits(blocks, stored, shape[1]):
+            # rows are looked up in a table that is no head, which takes as long in any bits
+            looked_up = kind == _EMBEDDING and not config.tie_word_embeddings
+            if not _fits(BLOCKS, stored, shape[1]) or not (dtype == OWN_BITS or looked_up):
                 others.add((-1, kind))
             continue
         place = _PLACES[kind]
         layers[layer][place][stored] += 1
         if not _fits(blocks, stored, shape[1]):
             others.add((layer, place))
+        if not _fits(BLOCKS, stored, shape[1]):
+            broken.add((layer, place))
     kept, decoded, numbers = Counter[str](), Counter[str](), bytearray()
     for index, of_layer in enumerate(layers):
         own = [
@@ -105,7 +112,13 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = Fals
             for place, types in enumerate(of_layer)
         ]
         if _INT8 in own[_TOGETHER]:
-            own[_TOGETHER] = [_INT8] * 3
+            taken = own[0] != _INT8 and all(
+                len(types) == 1 and (index, place) not in broken
+                for place, types in enumerate(of_layer[_TOGETHER])
+            )
+            own[_TOGETHER] = [
+                BLOCKS[next(iter(types))] if taken else _INT8 for types in of_layer[_TOGETHER]
+            ]
         for types, kind_name in zip(of_layer, own, strict=True):
             (decoded if kind_name == _INT8 else kept).update(types)
         numbers += bytes(PACKED[name] for name in own)
@@ -114,7 +127,7 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = Fals
         source = _EMBEDDING if config.tie_word_embeddings else place
         head = place == _HEAD or config.tie_word_embeddings
         own_bits = source in tables and (-1, source) not in others and not (screen_head and head)
-        name = blocks[tables[source]] if own_bits else _INT8
+        name = BLOCKS[tables[source]] if own_bits else _INT8
         numbers.append(PACKED[name])
         if place in tables:
             (decoded if name == _INT8 else kept)[tables[place]] += 1

@@ -18,7 +18,7 @@ from ctypes import (
     c_void_p,
 )
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from paceline.core.errors import ConfigError
 
@@ -26,17 +26,19 @@ __all__ = [
     "ABI",
     "Config",
     "Draw",
+    "Limits",
     "Logprobs",
     "Step",
     "check",
     "digest",
     "library",
+    "limits",
     "unavailable_reason",
     "variants",
 ]
 
 # PACELINE_ABI of the header that the structures below mirror
-ABI: Final = 16
+ABI: Final = 17
 _PATH: Final = Path(__file__).parent / "_lib.so"
 _AGAIN: Final = "build it again: python -m paceline.backends.native.build"
 
@@ -158,6 +160,7 @@ _SIGNATURES: Final = {
     "paceline_piece": (c_void_p, (c_void_p, c_int64, POINTER(c_int64))),
     "paceline_restored": (c_int, (c_void_p,)),
     "paceline_forward": (c_int, (c_void_p, POINTER(Step))),
+    "paceline_limits": (None, (POINTER(c_int64),)),
     "paceline_copy_blocks": (c_int, (c_void_p, c_void_p, c_void_p, c_int64)),
     "paceline_draw": (c_int, (c_void_p, POINTER(Draw))),
     "paceline_logprobs": (c_int, (c_void_p, POINTER(Logprobs))),
@@ -215,6 +218,23 @@ def library() -> ctypes.CDLL:
     if isinstance(loaded, str):
         raise ConfigError(loaded)
     return loaded
+
+
+class Limits(NamedTuple):
+    """What counting a step's memory takes of the library, the same for all models."""
+
+    # keys before a window's first that attention reads, masked, at most
+    keys_before_window: int
+    # pairs of a row and an expert that are computed at once
+    pass_pairs: int
+
+
+@functools.cache
+def limits() -> Limits:
+    """Raises ConfigError with ``unavailable_reason()`` where there is no library."""
+    out = (c_int64 * len(Limits._fields))()
+    library().paceline_limits(out)
+    return Limits(*out)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from paceline.backends.machine import CPU_SHARE, available_memory, swap_seconds
 from paceline.backends.native.kinds import choose_kinds
+from paceline.backends.native.library import limits
 from paceline.backends.native.model import NativeModel
 from paceline.backends.native.packed import PackedCopies
 from paceline.backends.native.pieces import cache_bytes
@@ -22,6 +23,7 @@ from paceline.backends.rope import rotary_tables
 from paceline.backends.steps import AttentionBatch, LoadedModel
 from paceline.checkpoints.base import Checkpoint
 from paceline.checkpoints.config import ModelConfig
+from paceline.core.errors import ConfigError
 from paceline.core.outputs import BlockSwap, WindowBlock
 
 __all__ = [
@@ -32,11 +34,7 @@ __all__ = [
     "native_window",
 ]
 
-# keys before a window's first that the kernels may read, masked: they begin at a pair of tiles
-_BEFORE_WINDOW: Final = 31
 _HUGE_PAGE: Final = 2 << 20
-# kPassPairs in csrc/experts.cpp
-_PASS_PAIRS: Final = 8192
 _VALUE_BYTES: Final = {"float32": 4, "bfloat16": 2, "int8": 1}
 # int8: float32 scales, one for a token's keys and one for its values in every head
 _SCALE_BYTES: Final = {"float32": 0, "bfloat16": 0, "int8": 4}
@@ -52,7 +50,7 @@ def native_window(config: ModelConfig) -> int:
     """See ``steps.ModelLoader.window``."""
     if not config.sliding_layers or config.sliding_window is None:
         return 0
-    return config.sliding_window + _BEFORE_WINDOW
+    return config.sliding_window + limits().keys_before_window
 
 
 def native_step_bytes(config: ModelConfig, tokens: int, rows: int) -> int:
@@ -73,7 +71,7 @@ def native_step_bytes(config: ModelConfig, tokens: int, rows: int) -> int:
     sizes = [4 * tokens * width for width in widths] + [4 * rows * config.vocab_size]
     if config.num_experts:
         # rows of one pass, and their pairs with experts (csrc/experts.cpp)
-        passed = min(tokens, max(1, _PASS_PAIRS // config.experts_per_token))
+        passed = min(tokens, max(1, limits().pass_pairs // config.experts_per_token))
         pairs, inner = passed * config.experts_per_token, config.expert_intermediate_size
         widest = max(hidden, inner)
         sizes += [4 * passed * width for width in (hidden, config.num_experts)]
@@ -139,6 +137,7 @@ class NativeStep:
     ) -> NDArray[np.float32]:
         """See ``pooling.runner.HiddenModel``; decoders do not tell kinds of tokens apart."""
         assert self._norm is not None, "loaded for its logits"
+        assert not len(self._places), "hidden states are not computed from window blocks"
         starts = np.zeros(len(batch.counts) + 1, dtype=np.int32)
         np.cumsum(batch.counts, out=starts[1:])
         x = self._model.hidden(token_ids, positions, starts, batch.block_tables, wanted)
@@ -152,6 +151,7 @@ class NativeStep:
     def place(self, given: Sequence[WindowBlock]) -> None:
         """See ``steps.WindowedModel``; they lie behind the other blocks."""
         size = self._window_block_bytes
+        assert size or not given, "it was loaded without window blocks"
         for block, place, source in given:
             self._places[block] = place
             if source >= 0:
@@ -164,6 +164,7 @@ class NativeStep:
 
     def swap_blocks(self, swaps: Sequence[BlockSwap]) -> None:
         first = self._num_blocks
+        assert not len(self._places), "window blocks lie where swapped blocks would"
         self._model.copy_blocks(
             [(s.src, first + s.dst) if s.to_host else (first + s.src, s.dst) for s in swaps]
         )
@@ -171,6 +172,9 @@ class NativeStep:
     def mirror(self, other: NativeStep, block_ids: NDArray[np.int64]) -> None:
         """Copy blocks of the KV cache of ``other``, which has the same layout, under the same
         numbers."""
+        assert not len(self._places) + len(other._places), (
+            "a draft has no window blocks, and the model that it mirrors must have none"
+        )
         own, theirs = cache_bytes(self._model), cache_bytes(other._model)
         size = self._model.kv_bytes_per_block
         for block in block_ids.tolist():
@@ -227,6 +231,9 @@ class NativeLoader:
         self, num_blocks: int, num_host_blocks: int, num_window_blocks: int = 0
     ) -> LoadedModel:
         config, norm = self.checkpoint.config, None
+        if num_window_blocks and (num_host_blocks or not self.has_head):
+            beside = "hidden states" if num_host_blocks == 0 else f"{num_host_blocks} host blocks"
+            raise ConfigError(f"{num_window_blocks} window blocks do not go with {beside}")
         if not self.has_head:
             weight = self.checkpoint.tensor("model.norm.weight") + np.float32(config.norm_offset)
             # of the sum as the library keeps it, see NativeModel

@@ -167,6 +167,8 @@ def _memory(frame: Frame) -> RenderableType:
         bar.append("█" * max(1, round(_BAR * count / total)), colour)
         legend.append(f"  {owner} {count}", colour)
     parts = [f"preemptions/s {frame.preemptions_per_s:.1f}"]
+    if frame.kv_windows_total:
+        parts.append(f"window blocks {frame.kv_windows_used}/{frame.kv_windows_total}")
     if frame.kv_host_total:
         parts.append(f"host blocks {frame.kv_host_used}/{frame.kv_host_total}")
     level = min(frame.pressure_level, len(_PRESSURE) - 1)

@@ -56,6 +56,11 @@ class WindowBlocks:
         self._given: list[WindowBlock] = []
         self._moved: list[Request] = []
 
+    @property
+    def num_free(self) -> int:
+        """Of all window blocks, those that no request holds."""
+        return self._count - len(self._holders)
+
     def usable(self, found: Sequence[int]) -> int:
         """With how many of these blocks, a cached prefix, a request can start."""
         index = end = len(found)
@@ -80,7 +85,7 @@ class WindowBlocks:
     def has_room(self, request: Request, num_tokens: int, copies: bool) -> bool:
         """Whether ``extend`` to so many tokens, with a copy or without, is possible."""
         wanted = -(-num_tokens // self._block_size) - request.window_indices.stop
-        return max(0, wanted) + copies <= self._count - len(self._holders)
+        return max(0, wanted) + copies <= self.num_free
 
     def extend(self, request: Request, num_tokens: int, copy: BlockCopy | None) -> None:
         """Window blocks for all that a row writes which ends with this token and begins with a

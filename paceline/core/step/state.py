@@ -136,6 +136,8 @@ def take_stats(state: SchedulerState) -> SchedulerStats:
         predicted_step_seconds=steps.predicted_seconds, actual_step_seconds=steps.actual_seconds,
         num_prefill_tokens=steps.num_prefill_tokens, num_decode_tokens=steps.num_decode_tokens,
         num_prompt_tokens=steps.num_prompt_tokens, num_cached_free_blocks=kv.pool.num_cached_free,
+        num_window_blocks=state.cache.num_window_blocks,
+        num_free_window_blocks=0 if kv.windows is None else kv.windows.num_free,
         num_host_blocks=state.cache.num_host_blocks, num_free_host_blocks=kv.num_free_host_blocks,
         held_by=None if held_by is None else REASONS[held_by],
     )  # fmt: skip

@@ -167,6 +167,16 @@ class EngineMetrics:
                 "free": "num_free_host_blocks",
             },
         )
+        each(
+            gauge,
+            "paceline:kv_window_blocks",
+            "Blocks of layers with a sliding window; none where these share the other KV blocks.",
+            "state",
+            {
+                "used": lambda now: now.num_window_blocks - now.num_free_window_blocks,
+                "free": "num_free_window_blocks",
+            },
+        )
         self._held = new(
             gauge,
             "paceline:queue_held",

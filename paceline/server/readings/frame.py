@@ -94,6 +94,9 @@ class Frame:
     kv_blocks: Mapping[str, int]
     kv_host_used: int
     kv_host_total: int
+    # of layers with a sliding window; 0 where these share the other blocks
+    kv_windows_used: int
+    kv_windows_total: int
     pressure_level: int
     preemptions_per_s: float
     # tokens a second, by cause
@@ -119,6 +122,7 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
     held = after.by("paceline:queue_held", "reason")
     good = grew("paceline:goodput_requests_total")
     host = after.by("paceline:kv_host_blocks", "state")
+    windows = after.by("paceline:kv_window_blocks", "state")
     queries = grew("vllm:prefix_cache_queries_total")
     waited = grew_by("paceline:queue_held_seconds_total", "reason")
     guesses = grew_by("paceline:spec_decode_draft_tokens_total", "source")
@@ -160,6 +164,8 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
         },
         kv_host_used=int(host.get("used", 0)),
         kv_host_total=int(sum(host.values())),
+        kv_windows_used=int(windows.get("used", 0)),
+        kv_windows_total=int(sum(windows.values())),
         pressure_level=int(after.total("paceline:memory_pressure_level")),
         preemptions_per_s=grew("vllm:num_preemptions_total") / seconds,
         wasted_tokens_per_s={

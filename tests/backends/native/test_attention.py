@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from paceline.backends.native import NativeModel, unavailable_reason, variants
+from paceline.backends.native.library import limits
 from paceline.backends.native.pieces import attend, cache_bytes
 from tests.backends.native import reference
 from tests.backends.native.reference import random_weights, tiny_config
@@ -114,6 +115,13 @@ class Harness:
             worst = max(worst, float(np.sqrt((error**2).mean() / (expected**2).mean())))
         return worst
 
+    def spoils(self) -> bool:
+        """Whether a token after what the only sequence has makes numbers that are none."""
+        heads, kv_heads, head_dim = self.shape
+        qkv = np.ones((1, (heads + 2 * kv_heads) * head_dim), dtype=np.float32)
+        place, starts = np.array([len(self.past[0])]), np.array([0, 1])
+        return not np.isfinite(attend(self.model, qkv, place, starts, np.array(self.tables))).all()
+
 
 @pytest.mark.parametrize("isa", variants())
 @pytest.mark.parametrize("kv_dtype", BOUNDS)
@@ -200,6 +208,34 @@ def test_sliding_window(isa: str, kv_dtype: str, window: int) -> None:
     harness.add(2)
     for counts in ([70, 3], [1, 1], [20, 300], [1, 1]):
         assert harness.step(counts) < BOUNDS[kv_dtype]
+
+
+@pytest.mark.parametrize("isa", variants())
+# whose bytes can be none; int8 begins at the same tiles
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [16, 40])
+def test_keys_before_a_window_are_read_as_far_as_the_library_says(
+    isa: str, kv_dtype: str, window: int
+) -> None:
+    """At every position: with NaN in all blocks before that nothing changes, and at some position
+    one block more is missed."""
+    harness = Harness(4, 2, 64, kv_dtype, isa=isa, window=window)
+    harness.add(1)
+    harness.step([100])
+    tables, missed = harness.tables[0], 0
+    cache = cache_bytes(harness.model).reshape(BLOCKS, -1)
+    for position in range(100, 180):
+        first = max(0, position - window + 1 - limits().keys_before_window) // 16
+        for block in tables[:first]:
+            cache[block] = 0xFF
+        assert harness.step([1]) < BOUNDS[kv_dtype], position
+        held = cache[tables[first]].copy()
+        cache[tables[first]] = 0xFF
+        harness.past[0] = harness.past[0][:-1]
+        missed += harness.spoils()
+        cache[tables[first]] = held
+        harness.step([1])
+    assert missed
 
 
 @pytest.mark.parametrize("isa", variants())

@@ -157,7 +157,20 @@ def test_what_is_no_number_is_not_hidden(kind: Q, bad: float, isa: str) -> None:
     assert not np.isfinite(eight[[2, 4, 5]]).any()
 
 
-def _file(path: Path, kinds: dict[str, Q], experts: int = 0) -> GGUFCheckpoint:
+@pytest.mark.parametrize("isa", variants())
+def test_a_row_s_product_is_the_same_whatever_is_beside_it(isa: str) -> None:
+    """Of the kind that ``auto`` takes beside q4 and int8, whose rows benchmarks.levels compares."""
+    matrix = PackedMatrix(RawTensor(_blocks(Q.MXFP4, 70, 768, 4), "MXFP4", 768), "mxfp4", isa=isa)
+    x = np.random.default_rng(6).standard_normal((45, 768)).astype(np.float32)
+    together = matrix.multiply(x)
+    for row in (0, 1, 5, 44):
+        np.testing.assert_array_equal(matrix.multiply(x[row : row + 1])[0], together[row])
+    np.testing.assert_array_equal(matrix.multiply(x[:7]), together[:7])
+
+
+def _file(
+    path: Path, kinds: dict[str, Q], experts: int = 0, *, tied: bool = True
+) -> GGUFCheckpoint:
     """Two layers, mainly of Q4_K; ``kinds`` of other matrices by the ends of their names."""
     writer = gguf.GGUFWriter(path, "llama")
     metadata: dict[str, Any] = llama_metadata("llama") | {
@@ -187,6 +200,7 @@ def _file(path: Path, kinds: dict[str, Q], experts: int = 0) -> GGUFCheckpoint:
     }  # fmt: skip
     rng = np.random.default_rng(5)
     names = ["token_embd", *(f"blk.{i}.{name}" for i in range(LAYERS) for name in shapes)]
+    names += [] if tied else ["output"]
     for seed, name in enumerate(names):
         rows, columns = shapes.get(name.split(".")[-1], (VOCAB, HIDDEN))
         kind = next((k for end, k in kinds.items() if name.endswith(end)), Q.Q4_K)
@@ -233,10 +247,10 @@ def test_a_mixed_file_keeps_the_kind_of_each_matrix(tmp_path: Path, isa: str) ->
     q4, q5, q6, int8 = (PACKED[name] for name in ("q4_k", "q5_k", "q6_k", "int8"))
     assert kinds.numbers == bytes([q4, q4, q4, q4, q4, q5, q4, q4, q6, q4, q4, q5, q6, q6])
     assert kinds.note == "11 Q4_K, 2 Q5_K, 2 Q6_K in their own bits"
-    # q4 keeps those of 4 bits; with v go q and k, which multiply the same rows
+    # q4 keeps those of 4 bits, and what multiplies the same rows as a q of 4 bits
     quick = choose_kinds(checkpoint, "q4")
-    assert quick.numbers == bytes([q4] * 5 + [int8] * 4 + [q4, q4] + [int8] * 3)
-    assert quick.note.startswith("9 Q4_K in their own bits, 2 Q4_K, 2 Q5_K, 2 Q6_K as int8")
+    assert quick.numbers == bytes([q4] * 5 + [int8, q4, q4, q6, q4, q4] + [int8] * 3)
+    assert quick.note.startswith("11 Q4_K, 1 Q6_K in their own bits, 2 Q5_K, 1 Q6_K as int8")
     exact = _logits(checkpoint, "float32", b"")
 
     def error(dtype: str, numbers: bytes = b"") -> float:
@@ -264,6 +278,47 @@ def test_experts_keep_their_kind(tmp_path: Path, isa: str) -> None:
     for numbers in (kinds.numbers, quick.numbers):
         out = _logits(checkpoint, "q4", numbers, isa)
         assert np.sqrt(((out - exact) ** 2).mean()) < 0.1 * exact.std()
+
+
+def test_q_and_what_multiplies_the_same_rows_are_kept_or_bytes(
+    tmp_path: Path,
+) -> None:
+    """With q4: k and v stay beside a q of 4 bits; with another q, or a v that no kernel has, all
+    three are int8."""
+    q4, q6, int8 = (PACKED[name] for name in ("q4_k", "q6_k", "int8"))
+    for kinds, expected in (
+        ({"attn_v": Q.Q6_K}, [q4, q4, q6]),
+        ({"attn_v": Q.Q6_K, "attn_k": Q.Q6_K}, [q4, q6, q6]),
+        ({"attn_q": Q.Q6_K}, [int8] * 3),
+        ({"attn_v": Q.Q8_0}, [int8] * 3),
+    ):
+        checkpoint = _file(tmp_path / f"{len(list(tmp_path.iterdir()))}.gguf", kinds)
+        numbers = choose_kinds(checkpoint, "q4").numbers
+        assert numbers[:3] == numbers[6:9] == bytes(expected)
+
+
+@pytest.mark.parametrize("kind", [Q.Q4_K, Q.Q6_K], ids=lambda kind: kind.name)
+def test_a_table_that_is_no_head_stays_in_its_bits(tmp_path: Path, kind: Q) -> None:
+    checkpoint = _file(tmp_path / "m.gguf", {"token_embd": kind, "output": Q.Q6_K}, tied=False)
+    assert not checkpoint.config.tie_word_embeddings
+    own, six, int8 = PACKED[BLOCKS[kind.name]], PACKED["q6_k"], PACKED["int8"]
+    assert choose_kinds(checkpoint, "native").numbers[-2:] == bytes([six, own])
+    kinds = choose_kinds(checkpoint, "q4")
+    assert kinds.numbers[-2:] == bytes([int8, own])
+    assert choose_kinds(checkpoint, "q4", screen_head=True) == kinds
+    exact = _logits(checkpoint, "float32", b"")
+    out = _logits(checkpoint, "q4", kinds.numbers)
+    assert np.sqrt(((out - exact) ** 2).mean()) < 0.1 * exact.std()
+    model = NativeModel(
+        checkpoint.config, checkpoint_tensors(checkpoint), rotary_tables(checkpoint.config, 32),
+        dtype="q4", num_blocks=2, threads=1, kinds=kinds.numbers,
+    )  # fmt: skip
+    told = packed_bytes(checkpoint, "q4")
+    assert 0 <= model.weight_bytes - told <= 64 * 2 * (6 * LAYERS + 2)
+    model.close()
+    # but not what no kernel has
+    spoilt = _file(tmp_path / "n.gguf", {"token_embd": Q.Q8_0, "output": Q.Q6_K}, tied=False)
+    assert choose_kinds(spoilt, "q4").numbers[-2:] == bytes([int8, int8])
 
 
 def test_what_no_kernel_has_is_int8(tmp_path: Path) -> None:

@@ -137,6 +137,23 @@ def test_large_activations_leave_the_others_their_digits(isa: str) -> None:
     assert np.sqrt((error**2).mean()) < np.sqrt((unrotated**2).mean()) / better
 
 
+@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("shape", [(50, 160), (33, 64), (7, 63), (65, 193)])
+def test_int8_weights_are_packed_alike_on_every_level(isa: str, shape: tuple[int, int]) -> None:
+    """Halves of panels, columns outside whole groups and units, rows of zeros and of what is too
+    small to have steps."""
+    weights = _random(shape, 6)
+    weights[3], weights[5] = 0, 1e-42
+    found = PackedMatrix(weights, "int8", isa=isa).unpack()
+    np.testing.assert_array_equal(found, PackedMatrix(weights, "int8", isa="portable").unpack())
+    np.testing.assert_array_equal(found[[3, 5]], 0)
+    # a whole number of steps of each row, 127 of the largest
+    turned = _rotated(found.astype(np.float64))
+    step = np.abs(turned).max(1, keepdims=True) / 127
+    steps = turned / np.where(step > 0, step, 1)
+    np.testing.assert_allclose(steps, np.rint(steps), atol=1e-3)
+
+
 def test_int8_weights_are_rounded_after_the_rotation() -> None:
     weights = _random((50, 160), 6)
     weights[:, 70] = 40

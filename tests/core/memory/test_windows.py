@@ -141,6 +141,46 @@ def test_no_more_idle_ones_than_prefixes_may_keep() -> None:
     assert len(used) <= 4 + 1 + 3 + 1 < each.cache.num_window_blocks
 
 
+def test_free_ones_are_counted() -> None:
+    each = driver()
+    count = each.cache.num_window_blocks
+    stats = each.scheduler.stats
+    assert (stats().num_window_blocks, stats().num_free_window_blocks) == (count, count)
+    ask(each, "a", prompt(20), 8)
+    each.step()
+    # of 20 tokens of blocks of 4, those that a window of 9 reaches from position 20 on
+    assert stats().num_free_window_blocks == count - 2
+    each.run()
+    # what is findable is free, as in the pool
+    assert stats().num_free_window_blocks == count
+    assert driver(window=0).scheduler.stats().num_window_blocks == 0
+
+
+def test_where_the_other_blocks_run_out_requests_wait_and_are_preempted_for_memory() -> None:
+    """The division is fixed: window blocks may be free meanwhile, and are of no use."""
+    each = driver(num_blocks=24, max_num_batched_tokens=256)
+    for index in range(3):
+        ask(each, f"{index}", prompt(40, first=index), 30)
+    held = set()
+    while each.step():
+        each.now += 1.0
+        stats = each.scheduler.stats()
+        if stats.held_by is not None:
+            held.add(stats.held_by)
+            assert stats.num_free_window_blocks > 0
+    assert held == {"memory"}
+    assert each.scheduler.stats().num_preemptions > 0
+    for index in range(3):
+        assert right(each, f"{index}", prompt(40, first=index), 30)
+    # which is what their callers are told
+    told = [each.finished[f"{index}"].timeline for index in range(3)]
+    assert any(one is not None and one.num_preemptions for one in told)
+    for one in told:
+        assert one is not None
+        assert [reason for reason, seconds in one.waited if seconds] in ([], ["memory"])
+    assert any(one is not None and dict(one.waited).get("memory", 0.0) > 0.0 for one in told)
+
+
 @pytest.mark.parametrize("length", [16, 18, 19])
 def test_forks_take_a_copy_of_the_shared_tail(length: int) -> None:
     each = driver(window=6)
