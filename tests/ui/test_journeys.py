@@ -294,6 +294,25 @@ def test_a_key_is_asked_for_and_kept_out_of_sight(tmp_path: Path, open_page: Ope
         page.close()
 
 
+def test_an_answer_that_is_none_ends(server: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(f"{server.url}/ui/")
+    answers = [
+        ('data: {"choices": [{"delta": {"con\n\n', "text/event-stream"),
+        ("<html>", "application/json"),
+    ]
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(body=answers[0][0], content_type=answers[0][1]),
+    )
+    for _ in range(2):
+        say(page, "hello")
+        page.get_by_role("alert").get_by_text("What came is not JSON").wait_for()
+        # it can be sent again
+        page.get_by_role("button", name="Send").wait_for()
+        assert page.get_by_label("Message").input_value() == "hello"
+        answers.reverse()
+
+
 def test_too_many_requests_count_down(server: LiveServer, open_page: OpenPage) -> None:
     page = open_page(f"{server.url}/ui/")
     body = '{"error": {"message": "one request a second", "param": null, "code": 429}}'
