@@ -38,8 +38,6 @@
 #                         the native kernels that runs here
 #   make bench-levels     steps of every format on every such level, and the gate; WRITE=1 renews the
 #                         table that `auto` chooses formats by (LEVEL=avx2: of one level alone)
-
-#   make bench-accuracy   what reduced precision changes on real text; the gate
 #   make bench-kinds      the same gate on GGUF's kinds of 4 and 6 bits, made of the default model by
 #                         llama.cpp's tool (KINDS=Q4_K_M LEVELS=avx2)
 #   make bench-kernels    products, steps and sampling of the CPU kernels beside what the machine can do

@@ -247,16 +247,16 @@ def _request(answer: Answer, number: int, turn: int, now: float) -> GenerationRe
 
 def _record(file: Path) -> None:
     """Ask the model for an answer to each prompt, one at a time."""
-    from benchmarks import speculation
+    from benchmarks.speculation import asked, engines
     from paceline.engine.text.tokenizer import load_tokenizer
 
-    path = speculation.model_path()
+    path = asked.model_path()
     tokenizer = load_tokenizer(path)
-    engine = speculation.open_engine(path, _OFF, speculation.DTYPE)
+    engine = engines.open_engine(path, _OFF, asked.DTYPE)
     found: dict[str, list[dict[str, list[int]]]] = {}
-    for group, texts in speculation.prompt_groups().items():
-        prompts = speculation.encode(tokenizer, texts)
-        _, outputs = speculation.play_prompts(engine, prompts, 1, 0, 0.0)
+    for group, texts in asked.prompt_groups().items():
+        prompts = engines.encode(tokenizer, texts)
+        _, outputs = engines.play_prompts(engine, prompts, 1, 0, 0.0)
         found[group] = [
             {"prompt": prompt, "output": list(output)}
             for prompt, output in zip(prompts, outputs, strict=True)

@@ -42,7 +42,7 @@ from benchmarks.common.setup import Places
 from benchmarks.peers.ours import Paceline
 from benchmarks.peers.process import Worker
 from benchmarks.peers.rows import make_job, parse_row
-from benchmarks.sizes import SHAPES, Shape
+from benchmarks.sizes import SHAPES, Shape, begin_file, end_file
 from benchmarks.startup import MODEL, starting
 from paceline.backends.served import served_memory
 from paceline.bench.machine import machine
@@ -145,17 +145,7 @@ def _random_blocks(kind: gguf.GGMLQuantizationType, rows: int, columns: int, see
 
 def write_quantised_model(path: Path, shape: Shape) -> None:
     """Random blocks of Q4_0, the table of Q6_K, with a vocabulary."""
-    writer = gguf.GGUFWriter(path, "qwen3")
-    writer.add_context_length(40_960)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.inner)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(1e6)
+    writer = begin_file(path, shape, 40_960)
     tokens, merges = vocabulary(shape.vocab)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
@@ -168,17 +158,7 @@ def write_quantised_model(path: Path, shape: Shape) -> None:
         writer.add_tensor(
             f"{name}.weight", _random_blocks(kind, rows, columns, seed), raw_dtype=kind
         )
-    norms = {"output_norm": shape.hidden}
-    for layer in range(shape.layers):
-        prefix = f"blk.{layer}"
-        norms |= {f"{prefix}.attn_norm": shape.hidden, f"{prefix}.ffn_norm": shape.hidden}
-        norms |= {f"{prefix}.attn_{x}_norm": shape.head_dim for x in "qk"}
-    for name, size in norms.items():
-        writer.add_tensor(f"{name}.weight", np.ones(size, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    end_file(writer, shape)
 
 
 def write_embedding_model(folder: Path, shape: Shape) -> None:

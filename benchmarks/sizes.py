@@ -57,7 +57,7 @@ from paceline.backends.native.pieces import read_bandwidth
 from paceline.bench.machine import machine
 from paceline.checkpoints.resolve import default_cache_dir
 
-__all__ = ["SHAPES", "Shape", "Wanted", "main", "write_model"]
+__all__ = ["SHAPES", "Shape", "Wanted", "begin_file", "end_file", "main", "write_model"]
 
 ROWS: Final = ("1x128x128", "8x128x128", "32x128x128", "4x1024x1")
 # ours, of each kind of file that llama.cpp's tool makes: weights/KV cache
@@ -127,11 +127,10 @@ SHAPES: Final = {
 }
 
 
-def write_model(path: Path, shape: Shape) -> None:
-    """A GGUF file of random weights in float16, whole or not at all."""
-    partial = path.with_suffix(".part")
-    writer = gguf.GGUFWriter(partial, "qwen3moe" if shape.experts else "qwen3")
-    writer.add_context_length(4096)
+def begin_file(path: Path, shape: Shape, context: int) -> gguf.GGUFWriter:
+    """A GGUF file of a shape of Qwen3's kind, without a vocabulary or matrices yet."""
+    writer = gguf.GGUFWriter(path, "qwen3moe" if shape.experts else "qwen3")
+    writer.add_context_length(context)
     writer.add_embedding_length(shape.hidden)
     writer.add_block_count(shape.layers)
     writer.add_feed_forward_length(shape.inner)
@@ -141,6 +140,28 @@ def write_model(path: Path, shape: Shape) -> None:
     writer.add_value_length(shape.head_dim)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(1e6)
+    return writer
+
+
+def end_file(writer: gguf.GGUFWriter, shape: Shape) -> None:
+    """Give a file of which all else is told its norms, and write it."""
+    norms = {"output_norm": shape.hidden}
+    for layer in range(shape.layers):
+        prefix = f"blk.{layer}"
+        norms |= {f"{prefix}.attn_norm": shape.hidden, f"{prefix}.ffn_norm": shape.hidden}
+        norms |= {f"{prefix}.attn_{x}_norm": shape.head_dim for x in "qk"}
+    for name, width in norms.items():
+        writer.add_tensor(f"{name}.weight", np.ones(width, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_model(path: Path, shape: Shape) -> None:
+    """A GGUF file of random weights in float16, whole or not at all."""
+    partial = path.with_suffix(".part")
+    writer = begin_file(partial, shape, 4096)
     writer.add_vocab_size(shape.vocab)
     if shape.experts:
         writer.add_expert_count(shape.experts)
@@ -155,17 +176,7 @@ def write_model(path: Path, shape: Shape) -> None:
         # routers are in float32, as converters write them
         kept = np.float32 if name.endswith("_inp") else np.float16
         writer.add_tensor(f"{name}.weight", values.astype(kept))
-    norms = {"output_norm": shape.hidden}
-    for layer in range(shape.layers):
-        prefix = f"blk.{layer}"
-        norms |= {f"{prefix}.attn_norm": shape.hidden, f"{prefix}.ffn_norm": shape.hidden}
-        norms |= {f"{prefix}.attn_{x}_norm": shape.head_dim for x in "qk"}
-    for name, width in norms.items():
-        writer.add_tensor(f"{name}.weight", np.ones(width, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    end_file(writer, shape)
     partial.rename(path)
 
 

@@ -2,11 +2,13 @@
 
 The real scheduler over the null backend, ``--running`` requests at a time, arrivals as others end,
 prompts of 256 tokens, on a clock by which 200 steps are made in a second, so that keyframes and
-messages come as often as there. Two engines take turns, one with the tap and one without, in blocks
-of steps; what a step costs is the processor time of ``schedule`` and ``update`` and of the
-recorder's calls alone. ``feed_us_per_step`` is what the process that answers HTTP spends on keeping
-the frames, measured with the same ones. Prints a line a block, and JSON last. Not a measurement of
-how fast an engine is.
+messages come as often as there. A step is said to have taken that time as well: how much of a
+prompt is computed beside the others, and so who runs, follows from what steps take. Both engines
+decide the same whatever the machine is held up by, which is checked after each block. They take
+turns, one with the tap and one without, in blocks of steps; what a step costs is the processor time
+of ``schedule`` and ``update`` and of the recorder's calls alone. ``feed_us_per_step`` is what the
+process that answers HTTP spends on keeping the frames, measured with the same ones. Prints a line a
+block, and JSON last. Not a measurement of how fast an engine is.
 
     python -m benchmarks.timeline_tap --running 256 --blocks 12
 """
@@ -20,11 +22,14 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from paceline.backends.null import NullBackend
 from paceline.bench.machine import machine
 from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.core import EngineCore
@@ -57,6 +62,16 @@ class _Timed:
         return timed
 
 
+class _EvenBackend(NullBackend):
+    """Its steps are said to take as long as there is for one."""
+
+    def execute(self, plan: SchedulerOutput) -> Future[StepResult]:
+        result = super().execute(plan).result()
+        future: Future[StepResult] = Future()
+        future.set_result(replace(result, elapsed=1.0 / STEPS_A_SECOND))
+        return future
+
+
 class Side:
     """An engine with or without the tap.
 
@@ -76,7 +91,7 @@ class Side:
         self._clock = clock or (lambda: self._now)
         self.tap = TimelineTap(scheduler, cache) if told else None
         self.core = EngineCore(
-            NullBackend(num_blocks=blocks, block_size=16, max_model_len=4096),
+            _EvenBackend(num_blocks=blocks, block_size=16, max_model_len=4096),
             scheduler,
             cache,
             pipeline_depth=1,
@@ -89,6 +104,8 @@ class Side:
         inner.schedule = decides(inner.schedule)  # type: ignore[method-assign]
         inner.update = decides(inner.update)  # type: ignore[method-assign]
         self.steps = self._number = 0
+        # of the steps so far, the requests that ran in each
+        self.num_run = 0
         self.messages: list[bytes] = []
         self._random = random.Random(1)
         self._running = running
@@ -106,6 +123,7 @@ class Side:
                 core.add_request(self._request())
                 alive = core.stats()
             core.step()
+            self.num_run += core.stats().num_running
             if self.tap is not None:
                 self.tap.ladder.level = 0
                 if frames := self.tap.take(self._clock()):
@@ -159,12 +177,17 @@ def measure(running: int = 256, blocks: int = 12, steps: int = 150) -> dict[str,
     told, silent = Side(running, told=True), Side(running, told=False)
     for side in (told, silent):
         side.run(400)
+        side.steps = side.num_run = 0
     told.messages.clear()
-    told.steps = 0
     rows = []
     for block in range(blocks):
         first, second = (told, silent) if block % 2 else (silent, told)
         took = {id(side): side.run(steps) for side in (first, second)}
+        if told.num_run != silent.num_run:
+            raise RuntimeError(
+                f"the engines had other requests: {told.num_run} ran in all steps so far with the "
+                f"tap, {silent.num_run} without"
+            )
         with_tap, telling = took[id(told)]
         without, _ = took[id(silent)]
         rows.append((with_tap, without, telling))
@@ -178,6 +201,7 @@ def measure(running: int = 256, blocks: int = 12, steps: int = 150) -> dict[str,
     feed = _feed_us(told.messages, told.steps / STEPS_A_SECOND)
     return {
         "running": running,
+        "running_mean": round(told.num_run / told.steps, 1),
         "schedule_us": round(with_tap, 1),
         "schedule_without_us": round(without, 1),
         "tap_us_per_step": round(telling, 1),

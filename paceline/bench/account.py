@@ -11,6 +11,7 @@ This module does not know clocks or sockets.
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +29,8 @@ __all__ = ["LATE_SECONDS", "Report", "make_report"]
 # a generator that is later than this at the 99th percentile is said not to have kept up: what it
 # adds to latencies shows in them
 LATE_SECONDS: Final = 0.01
+# of a terminal; sentences and what servers said are broken between words
+_COLUMNS: Final = 80
 _LATENCIES: Final = (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl"), ("E2E", "e2e"))
 
 
@@ -91,8 +94,9 @@ class Report:
     def table(self) -> str:
         """For a terminal, and for Markdown."""
         parts = [text_table(self.rows()), text_table(self.latency_rows())]
-        kinds = [f"{kind}: {words}" for kind, words in self.details.items() if words]
-        return "\n\n".join([*parts, *(["\n".join(kinds)] if kinds else []), *self.warnings])
+        kinds = [_wrapped(f"{kind}: {words}") for kind, words in self.details.items() if words]
+        warnings = map(_wrapped, self.warnings)
+        return "\n\n".join([*parts, *(["\n".join(kinds)] if kinds else []), *warnings])
 
     def rows(self) -> list[list[str]]:
         """Figures that are one number each; the first row is the head."""
@@ -156,6 +160,12 @@ class Report:
             "warnings": list(self.warnings),
             "requests": [asdict(outcome) for outcome in self.outcomes],
         }
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(
+        text, _COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def make_report(

@@ -8,7 +8,9 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any, Final, NoReturn
 
 __all__ = [
@@ -35,11 +37,39 @@ _UNITS = {
 }
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Descriptions and epilogs stay as they are written where they fit in the terminal. A paragraph
+    that does not is filled anew; where one of several indented lines, which are examples, does not,
+    what stands behind the first wide gap of each goes below it."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(indent + line for line in _fitting(text, width - len(indent)))
+
+
+def _fitting(text: str, width: int) -> Iterator[str]:
+    for is_prose, part in groupby(text.splitlines(), key=lambda line: line[:1] not in ("", " ")):
+        lines = list(part)
+        if all(len(line) <= width for line in lines):
+            yield from lines
+        elif is_prose:
+            yield from textwrap.wrap(" ".join(lines), width, break_on_hyphens=False)
+        else:
+            for line in lines:
+                example = re.fullmatch(r"( +\S.*?)  +(\S.*)", line)
+                if example is None:
+                    yield line
+                else:
+                    yield example[1]
+                    yield from textwrap.wrap(
+                        example[2], width, initial_indent=" " * 6, subsequent_indent=" " * 6
+                    )
+
+
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are one line and name the nearest flag."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        kwargs.setdefault("formatter_class", _HelpFormatter)
         # a prefix that is unique today is ambiguous tomorrow, and scripts outlive both
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]

@@ -20,11 +20,12 @@ __all__ = ["add_parser"]
 
 _EPILOG = """\
 examples:
-  paceline bench --rate 4 --num-requests 200 --slo-ttft-ms 1000 --slo-tpot-ms 100
-  paceline bench --url http://gpu1:8000 --concurrency 64 --duration 60 --ignore-eos
+  paceline bench --rate 4 --num-requests 200 --slo-ttft-ms 1000
+  paceline bench --url http://gpu1:8000 --concurrency 64 --duration 60
   paceline bench --rate 8 --arrivals bursty --input-len 'lognormal(1020,0.8)' \\
       --output-len 'uniform(50,200)' --html report.html
-  paceline bench --trace azure.csv --send-slo --slo-ttft-ms 1000 --output run.json
+  paceline bench --trace azure.csv --send-slo --slo-ttft-ms 1000 \\
+      --output run.json
 
 Any server with OpenAI's streaming chat or completions will do; docs/bench.md says what the figures
 mean. A key is read from PACELINE_API_KEY or OPENAI_API_KEY. The exit code is 1 if no request

@@ -27,7 +27,7 @@ from paceline.checkpoints.base import Checkpoint, open_checkpoint
 from paceline.core.errors import ConfigError
 from paceline.core.pooling import PoolingInfo
 from tests.backends.conftest import load
-from tests.backends.test_quantised import write
+from tests.backends.quantised_folders import write
 from tests.backends.torch.models import save_model
 from tests.pooling.models import add_modules, make_bert, make_decoder
 

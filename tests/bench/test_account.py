@@ -73,6 +73,17 @@ def test_what_people_see() -> None:
         assert words in table, table
 
 
+def test_it_fits_in_a_terminal() -> None:
+    """Of 80 columns; what is longer is broken between words."""
+    long = replace(REFUSED, detail="the prompt has 8998 tokens, " * 5 + "http://" + "x" * 90)
+    report = make_report([replace(GOOD, due=-0.5), long], name="m", interrupted=True)
+    table = report.table()
+    lines = table.splitlines()
+    assert [len(line) for line in lines if len(line) > 80] == [2 + 7 + 90]
+    assert all(warning in " ".join(table.split()) for warning in report.warnings)
+    assert " ".join(f"429: {long.detail}".split()) in " ".join(table.split())
+
+
 def test_a_closed_loop_has_no_offered_rate() -> None:
     outcomes = [replace(o, due=None) for o in (GOOD, LATE)]
     report = make_report(outcomes)

@@ -266,6 +266,26 @@ def test_an_unknown_flag_is_one_line_with_the_nearest(capsys: pytest.CaptureFixt
     assert "paceline test --help" in error
 
 
+@pytest.mark.parametrize("columns", ["80", "60"])
+def test_help_fits_in_a_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    prose = "a paragraph that is as long as this one, and goes on in a second line\nwithout end"
+    example = "  paceline top --json | jq .running      what " + "it is for " * 5
+    command = "  paceline top " + "http://127.0.0.1:8000 " * 4
+    made = Parser(prog="paceline", description=prose, epilog=f"examples:\n{example}\n{command}")
+    lines = made.format_help().splitlines()
+    assert [line for line in lines if len(line) > int(columns)] == [command]
+    assert prose.replace("\n", " ") in " ".join(" ".join(lines).split())
+    below = lines.index("  paceline top --json | jq .running") + 1
+    assert lines[below].startswith("      what it is for") and "examples:" in lines
+
+
+def test_help_that_fits_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = "one\ntwo, a line of its own\n\n  paceline top     watch it\n\nend"
+    assert text in Parser(prog="paceline", epilog=text).format_help()
+
+
 def test_a_mistyped_choice_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parser().parse_args(["--scheduling-policy", "priorty"])

@@ -248,6 +248,10 @@ def test_eighty_columns_are_enough() -> None:
             "free": 1,
         },
     )
+    # as many owners, of which most have next to nothing, do not break its bar
+    many = {f"c{number}": 1 for number in range(15)} | {"free": 100_000}
+    shown = text_of(replace(frame, kv_blocks=many), width=80)
+    assert sum("█" in line for line in shown.splitlines()) == 1
     text = text_of(frame, width=80)
     assert "…" not in text.replace("somebody-with-a-l…", "")
     lines = text.splitlines()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.speculation import GROUPS
+from benchmarks.speculation.asked import GROUPS
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.llm import LLM
 from paceline.engine.types import GenerationRequest

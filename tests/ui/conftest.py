@@ -98,3 +98,11 @@ def open_page(browser: Any) -> Iterator[OpenPage]:
     for context in contexts:
         context.close()
     assert not faults
+
+
+def say(page: Any, text: str, **fields: str) -> None:
+    """Send a message from the playground, with what is written in fields of these labels."""
+    for label, value in fields.items():
+        page.get_by_label(label.replace("_", " "), exact=True).fill(value)
+    page.get_by_label("Message").fill(text)
+    page.get_by_label("Message").press("Enter")

@@ -11,17 +11,15 @@ import gzip
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote
-from paceline.core.request import Request
 from paceline.engine.timeline.codec import Decoder, encode
 from paceline.engine.timeline.events import FrameType, Kind, Plan, Told, vocabulary
+from paceline.engine.timeline.frames import Frames
 from paceline.engine.timeline.model import Model
-from paceline.engine.timeline.tap import TimelineTap
 from paceline.sim.arrival import Arrival
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.simulator import Pool, Simulator
@@ -58,11 +56,10 @@ def arrivals(seed: int = 11) -> Iterator[Arrival]:
 
 
 class Watching:
-    """A ``Recorder``: what a page that follows the server would be sent."""
+    """What a page that follows the server would be sent, of what is told to ``frames``."""
 
     def __init__(self, scheduler: SchedulerConfig, cache: CacheConfig) -> None:
-        # what it takes is nobody's time
-        self._tap = TimelineTap(scheduler, cache, clock=lambda: 0.0)
+        self.frames = Frames(scheduler, cache, self._take, enough=0)
         self._decoder, self._model = Decoder(), Model()
         self._gauged_at, self._free, self._preemptions = 0.0, cache.num_blocks, 0
         self._blocks = cache.num_blocks
@@ -74,40 +71,19 @@ class Watching:
         }
         self.data = bytearray(encode(Told(FrameType.HELLO, hello)))
 
-    def added(self, request: Request, now: float) -> None:
-        self._tap.added(request, now)
-
-    def planned(self, plan: SchedulerOutput, now: float, note: StepNote) -> None:
-        self._tap.planned(plan, now, note)
-
-    def stepped(
-        self,
-        plan: SchedulerOutput,
-        planned: float,
-        done: float,
-        seconds: float,
-        updates: Sequence[RequestUpdate],
-    ) -> None:
-        self._tap.stepped(plan, planned, done, seconds, updates)
-        self._take()
-        if done - self._gauged_at >= 1.0:
-            self._gauge(done)
-
-    def ended(self, request_ids: Sequence[str], now: float) -> None:
-        self._tap.ended(request_ids, now)
-
-    def close(self) -> None:
-        self._take()
+    def end(self) -> None:
+        self.frames.close()
         self._gauge(self._model.now)
 
-    def _take(self) -> None:
-        data = self._tap.take(0.0, idle=True)
+    def _take(self, data: bytes) -> None:
         self.data += data
         for frame in self._decoder.feed(data):
             self._model.take(frame)
             if isinstance(frame, Plan):
                 self._free = frame.free_blocks
                 self._preemptions += sum(event.kind in _PUT_BACK for event in frame.events)
+        if self.frames.until - self._gauged_at >= 1.0:
+            self._gauge(self.frames.until)
 
     def _gauge(self, now: float) -> None:
         self._gauged_at = now
@@ -132,10 +108,10 @@ def made() -> bytes:
     )
     told = Watching(settings.scheduling, settings.cache)
     simulator = Simulator(
-        Pool.single(settings, STEP), lambda _: None, recorder=lambda index, config: told
+        Pool.single(settings, STEP), lambda _: None, recorder=lambda index, config: told.frames
     )
     simulator.run(arrivals())
-    told.close()
+    told.end()
     return bytes(told.data)
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from tests.server.live_process import LiveServer
-from tests.ui.conftest import OpenPage, lacking
-from tests.ui.test_journeys import say
+from tests.ui.conftest import OpenPage, lacking, say
 
 AXE = Path(__file__).parents[2] / "ui" / "node_modules" / "axe-core" / "axe.min.js"
 TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]

@@ -12,20 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.security.keys import KEYS, USER
 from tests.server.live_process import LiveServer, eventually, live_server
-from tests.ui.conftest import LONG, OpenPage
+from tests.ui.conftest import LONG, OpenPage, say
 
 KEY = KEYS[0]
-
-
-def say(page: Any, text: str, **fields: str) -> None:
-    for label, value in fields.items():
-        page.get_by_label(label.replace("_", " "), exact=True).fill(value)
-    page.get_by_label("Message").fill(text)
-    page.get_by_label("Message").press("Enter")
 
 
 def test_a_chat_streams_and_says_what_became_of_it(server: LiveServer, open_page: OpenPage) -> None:
@@ -212,34 +204,6 @@ def test_what_a_model_says_is_text(server: LiveServer, open_page: OpenPage) -> N
     assert shown == hostile.replace("\u202e", "\u27e6U+202E\u27e7")
 
 
-# pixels of the last answer that the field below it covers
-_COVERED = """(() => document.querySelector(".turn:last-child").getBoundingClientRect().bottom
-  - document.querySelector(".ask").getBoundingClientRect().top)()"""
-
-
-@pytest.mark.parametrize("width", [1200, pytest.param(390, marks=LONG)])
-def test_the_end_of_an_answer_stays_in_sight(
-    server: LiveServer, open_page: OpenPage, width: int
-) -> None:
-    page = open_page(f"{server.url}/ui/", viewport={"width": width, "height": 500})
-    say(page, "hello\n" * 30, Max_tokens="60")
-    page.locator(".story").wait_for()
-    eventually(lambda: page.evaluate(_COVERED) <= 0)
-    field = page.get_by_label("Message").bounding_box()
-    assert field["y"] + field["height"] <= 500
-    # a reader who goes back to what was said before is left there
-    page.evaluate("scrollTo(0, 0)")
-    eventually(lambda: page.evaluate("scrollY") == 0)
-    page.wait_for_timeout(100)
-    page.evaluate("document.querySelector('.turn:last-child').append('more ' + 'x\\n'.repeat(99))")
-    page.wait_for_timeout(200)
-    assert page.evaluate("scrollY") == 0
-    # until something is said
-    say(page, "more")
-    page.locator(".story").nth(1).wait_for()
-    eventually(lambda: page.evaluate(_COVERED) <= 0 and page.evaluate("scrollY") > 0)
-
-
 def test_an_answer_is_markdown_and_never_html(server: LiveServer, open_page: OpenPage) -> None:
     page = open_page(f"{server.url}/ui/")
     text = (
@@ -330,6 +294,25 @@ def test_a_key_is_asked_for_and_kept_out_of_sight(tmp_path: Path, open_page: Ope
         page.close()
 
 
+def test_an_answer_that_is_none_ends(server: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(f"{server.url}/ui/")
+    answers = [
+        ('data: {"choices": [{"delta": {"con\n\n', "text/event-stream"),
+        ("<html>", "application/json"),
+    ]
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(body=answers[0][0], content_type=answers[0][1]),
+    )
+    for _ in range(2):
+        say(page, "hello")
+        page.get_by_role("alert").get_by_text("What came is not JSON").wait_for()
+        # it can be sent again
+        page.get_by_role("button", name="Send").wait_for()
+        assert page.get_by_label("Message").input_value() == "hello"
+        answers.reverse()
+
+
 def test_too_many_requests_count_down(server: LiveServer, open_page: OpenPage) -> None:
     page = open_page(f"{server.url}/ui/")
     body = '{"error": {"message": "one request a second", "param": null, "code": 429}}'
@@ -402,22 +385,6 @@ def test_tabs_keep_what_was_said(server: LiveServer, open_page: OpenPage) -> Non
     page.get_by_role("heading", name="Server").wait_for()
 
 
-def test_each_page_is_scrolled_by_itself(server: LiveServer, open_page: OpenPage) -> None:
-    page = open_page(f"{server.url}/ui/", viewport={"width": 390, "height": 500})
-    # long from the first look on
-    page.get_by_role("link", name="Operations").click()
-    page.get_by_role("cell", name="ready", exact=True).wait_for()
-    eventually(lambda: page.title().startswith("Operations"))
-    page.get_by_role("link", name="Playground").click()
-    # it is scrolled to where it was in the same turn
-    eventually(lambda: page.title().startswith("Playground"))
-    page.evaluate("scrollTo(0, 300)")
-    page.get_by_role("link", name="Operations").evaluate("(link) => link.click()")
-    eventually(lambda: page.evaluate("scrollY") == 0)
-    page.go_back()
-    eventually(lambda: page.evaluate("scrollY") == 300)
-
-
 def test_by_keyboard_alone(server: LiveServer, open_page: OpenPage) -> None:
     page = open_page(f"{server.url}/ui/")
     page.get_by_text("ready").wait_for()
@@ -440,19 +407,6 @@ def test_by_keyboard_alone(server: LiveServer, open_page: OpenPage) -> None:
     page.get_by_role("dialog", name="Keys").wait_for()
     page.keyboard.press("Escape")
     page.get_by_role("dialog", name="Keys").wait_for(state="hidden")
-
-
-@pytest.mark.parametrize("width", [360, 640])
-def test_a_narrow_page_does_not_scroll_sideways(
-    server: LiveServer, open_page: OpenPage, width: int
-) -> None:
-    """640 is 1280 at a zoom of 200 %."""
-    page = open_page(f"{server.url}/ui/", viewport={"width": width, "height": 700})
-    say(page, "x" * 300, Max_tokens="40")
-    page.locator(".story").wait_for()
-    for path in ("playground", "server"):
-        page.get_by_role("link", name=path.title()).click()
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_the_theme_is_kept(server: LiveServer, open_page: OpenPage) -> None:

@@ -26,6 +26,39 @@ test("text that only looks like it stays text", () => {
   assert.deepEqual(spans("<b>x</b>"), ["text:<b>x</b>"]);
 });
 
+test("a block of code ends with its fence alone", () => {
+  const code = (/** @type {string} */ text) => codeOf(blocksOf(text)[0].source).text;
+  // a fence with text behind it is a line of the code, be it the last one so far or not
+  assert.equal(code("```md\n```js\n"), "```js\n");
+  assert.equal(code("```md\n```js"), "```js");
+  assert.deepEqual(kinds("```md\n```js\nlet x;\n```\nend"), ["code", "text"]);
+  assert.equal(code("```md\n```js\nlet x;\n```\nend"), "```js\nlet x;");
+  // longer ones end it too, shorter ones, others and those set in like code do not
+  assert.equal(code("````\n```\n~~~~\n    ````\n   `````  \t\nend"), "```\n~~~~\n    ````");
+  // what has backticks behind three of them is code within a line
+  assert.deepEqual(kinds("```let x``` is said\nmore"), ["text"]);
+  assert.deepEqual(kinds("~~~ a`b`\nx\n~~~"), ["code"]);
+});
+
+test("tables are bounded, and what is beyond stays text", () => {
+  const row = (/** @type {number} */ columns, cell = "a") => `|${`${cell}|`.repeat(columns)}`;
+  const table = (/** @type {number} */ columns, rows = 1) => [row(columns), row(columns, "-"), ...Array(rows).fill(row(columns, "1"))].join("\n");
+  const cells = (/** @type {string} */ text) => blocksOf(text).filter(({ kind }) => kind === "table").map(({ source }) => rowsOf(source)).flat(2).length;
+  assert.deepEqual(kinds(table(64)), ["table"]);
+  assert.deepEqual(kinds(table(65)), ["text"]);
+  // each row is as wide as the head, however short it is
+  const short = `${row(64)}\n|-\n${"|\n".repeat(10_000)}`;
+  assert.deepEqual(kinds(short), ["table", "text"]);
+  assert.equal(cells(short), 64 * Math.floor(10_000 / 64));
+  assert.equal(blocksOf(short).map(({ source }) => source).join("\n"), short.trimEnd());
+  // and many tables are no way around it
+  const many = `${table(50, 99)}\n\n`.repeat(4);
+  assert.equal(cells(many), 10_000);
+  assert.deepEqual(kinds(many), ["table", "table", "text", "text"]);
+  // those that came before stay as they are
+  assert.deepEqual(blocksOf(many.slice(0, -300)).slice(0, 2), blocksOf(many).slice(0, 2));
+});
+
 test("spans within a line", () => {
   assert.deepEqual(spans("a **b** `c*d*` *e* _f_ [g](https://h.example/i?j=1) k"),
     ["text:a ", "strong:b", "text: ", "code:c*d*", "text: ", "em:e", "text: ", "em:f", "text: ", "link:g:https://h.example/i?j=1", "text: k"]);
@@ -55,7 +88,7 @@ test("no text makes it slow", () => {
     }
     assert.ok(performance.now() - began < 500, `${text.slice(0, 9)} ${performance.now() - began}`);
   }
-  for (const piece of ["`", "*", "_", "[", "**a", "`a", "[a](", "|", "- ", "> ", "`\n", "_a*"]) {
+  for (const piece of ["`", "*", "_", "[", "**a", "`a", "[a](", "|", "- ", "> ", "`\n", "_a*", "|\n-|\n", "|-|\n"]) {
     const text = piece.repeat(Math.ceil(40_000 / piece.length));
     const began = performance.now();
     blocksOf(text).forEach(({ source }) => spansOf(source));

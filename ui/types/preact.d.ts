@@ -19,6 +19,8 @@ export function render(what: Child, into: Element): void;
 export const Fragment: (props: { children?: Child }) => Child;
 
 export function useEffect(run: () => void | (() => void), inputs?: readonly unknown[]): void;
+/** Before anything is painted; `useEffect` runs after that. */
+export function useLayoutEffect(run: () => void | (() => void), inputs?: readonly unknown[]): void;
 export function useRef<T>(value: T): { current: T };
 
 export interface Signal<T> {

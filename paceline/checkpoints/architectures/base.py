@@ -59,7 +59,7 @@ class Architecture:
     gguf_interleaved: bool = False
     # a tensor's name in a layer of a GGUF file -> in a Hugging Face folder, or ours
     gguf_names: Mapping[str, str] = field(default_factory=dict)
-    # keys that change the arithmetic and that ``gguf_knobs`` reads; see ``gguf.NEUTRAL``
+    # keys that change the arithmetic and that ``gguf_knobs`` reads; see ``gguf_config.NEUTRAL``
     gguf_reads: frozenset[str] = frozenset()
     # arguments of ModelConfig, over those that all GGUF files share
     gguf_knobs: Callable[[GGUFFields], Mapping[str, Any]] = _no_gguf_knobs

@@ -162,9 +162,13 @@ def _memory(frame: Frame) -> RenderableType:
     total = sum(frame.kv_blocks.values()) or 1
     owners = sorted(frame.kv_blocks.items(), key=lambda item: (item[0] in _IDLE, item[0]))
     bar, legend = Text(), Text()
+    cells = [max(1, round(_BAR * count / total)) for _, count in owners]
+    # each is seen, and the bar stays in one line
+    while sum(cells) > max(_BAR, len(cells)):
+        cells[cells.index(max(cells))] -= 1
     for place, (owner, count) in enumerate(owners):
         colour = _IDLE.get(owner, _COLOURS[place % len(_COLOURS)])
-        bar.append("█" * max(1, round(_BAR * count / total)), colour)
+        bar.append("█" * cells[place], colour)
         legend.append(f"  {owner} {count}", colour)
     parts = [f"preemptions/s {frame.preemptions_per_s:.1f}"]
     if frame.kv_windows_total:

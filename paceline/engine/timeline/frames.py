@@ -26,6 +26,7 @@ class Frames:
     Args:
         take: called with each piece.
         most: bytes after which nothing more is told; the last piece may go beyond.
+        enough: bytes that wait to be taken; 0: each step is taken at once.
     """
 
     def __init__(
@@ -35,11 +36,12 @@ class Frames:
         take: Callable[[bytes], object],
         *,
         most: float = math.inf,
+        enough: int = _ENOUGH,
     ) -> None:
         # what it takes is nobody's time
         self._tap = TimelineTap(scheduler, cache, clock=lambda: 0.0)
         self._take = take
-        self._left = most
+        self._left, self._enough = most, enough
         # when the last step that is told was done
         self.until = 0.0
 
@@ -67,7 +69,7 @@ class Frames:
             return
         self._tap.stepped(plan, planned, done, seconds, updates)
         self.until = done
-        if self._tap.num_bytes >= _ENOUGH:
+        if self._tap.num_bytes >= self._enough:
             self.close()
 
     def ended(self, request_ids: Sequence[str], now: float) -> None:

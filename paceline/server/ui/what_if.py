@@ -163,8 +163,9 @@ class WhatIf:
         """Keep the request's body as the caller's trace, in place of an earlier one.
 
         Raises:
-            HttpError: 413 for one that is too long, 409 while a job of the caller's runs, 503 where
-                too many callers have something here, 500 if reading it failed by a fault of ours.
+            HttpError: 413 for one that is too long, 409 while a job of the caller's runs or another
+                trace of the caller's is being sent, 503 where too many callers have something here,
+                500 if reading it failed by a fault of ours.
             InvalidRequestError: there is nothing in it, or it is no trace that can be simulated.
             ClientDisconnectedError: the caller hung up halfway.
             EngineDrainingError: the server ends.
@@ -174,7 +175,7 @@ class WhatIf:
         check_declared(request)
         place = self._places.make(owner)
         place.asked_at = time.monotonic()
-        with place.in_use():
+        with place.receiving():
             file, name = tempfile.mkstemp(dir=place.folder, prefix="upload-")
             try:
                 size = await receive(request, file)

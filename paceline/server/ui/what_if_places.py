@@ -67,6 +67,8 @@ class Place:
     state: dict[str, Any] = field(default_factory=lambda: {"status": "idle"})
     # uploads and jobs that use the folder
     uses: int = 0
+    # an upload is under way: a place has room for one beside the trace that it has
+    receives: bool = False
 
     @property
     def trace(self) -> Path:
@@ -85,6 +87,18 @@ class Place:
             yield
         finally:
             self.uses -= 1
+
+    @contextlib.contextmanager
+    def receiving(self) -> Iterator[None]:
+        """An upload is under way meanwhile. Raises HttpError 409 beside another one."""
+        if self.receives:
+            raise HttpError(409, "another trace of yours is being sent; wait until it was read")
+        self.receives = True
+        try:
+            with self.in_use():
+                yield
+        finally:
+            self.receives = False
 
     def make_runs(self) -> None:
         """An empty folder for the latest job; those before it go. Takes a thread's time."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -18,7 +17,6 @@ from paceline.http.keys import ApiKey
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
 from paceline.server.bodies.body import REFUSED, fields_of
-from paceline.server.other_apis.llama_info import fim_tokens
 from paceline.server.other_apis.llama_request import SAMPLERS, LlamaBody, parse_parts
 from paceline.server.unserved_routes import UNSERVED_METHODS
 from tests.server.helpers import VOCAB, chat_prompt, connect, events, expected_text
@@ -408,65 +406,6 @@ async def test_tokens_of_content(http: httpx.AsyncClient) -> None:
         assert answer.status_code == 400 and says in answer.json()["error"]["message"]
     back = (await http.post("/detokenize", json={"tokens": [104, 105]})).json()
     assert back == {"prompt": "hi", "content": "hi"}
-
-
-class FimTokenizer(ByteTokenizer):
-    """With the tokens of Qwen2.5-Coder."""
-
-    SPECIAL = ByteTokenizer.SPECIAL | {
-        259: "<|fim_prefix|>",
-        260: "<|fim_suffix|>",
-        261: "<|fim_middle|>",
-        262: "<|repo_name|>",
-        263: "<|file_sep|>",
-    }
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        for token_id, special in self.SPECIAL.items():
-            if text == special:
-                return [token_id]
-        return super().encode(text, add_special_tokens=add_special_tokens)
-
-
-@pytest.fixture
-async def coder(anyio_backend: str) -> AsyncIterator[httpx.AsyncClient]:
-    tokenizer = FimTokenizer()
-    backend = NullBackend(vocab_size=tokenizer.vocab_size, max_model_len=512)
-    client = null_client(backend, tokenizer=tokenizer)
-    async with connect(create_app(client, ServerConfig())) as http:
-        yield http
-    await client.close()
-
-
-async def test_the_middle_is_filled_in(coder: httpx.AsyncClient) -> None:
-    body = {"input_prefix": "def f", "input_suffix": "return", "n_predict": 3}
-    body |= {"logit_bias": [["a", 100]]}
-    answer = (await coder.post("/infill", json=body)).json()
-    prompt = "<|bos|><|fim_prefix|>def f<|fim_suffix|>return<|fim_middle|>"
-    assert answer["prompt"] == prompt and answer["tokens_predicted"] == 3
-    files = [{"filename": "a.py", "text": "import b"}, {"text": "x"}]
-    more = body | {"input_extra": files, "prompt": "go"}
-    shown = (await coder.post("/infill", json=more)).json()["prompt"]
-    assert shown == (
-        "<|bos|><|repo_name|>repository\n<|file_sep|>a.py\nimport b\n<|file_sep|>tmp\nx\n"
-        "<|file_sep|>filename\n" + prompt.removeprefix("<|bos|>") + "go"
-    )
-    # where it writes such a token it is done, unless it is to go on
-    end = body | {"logit_bias": [[263, 100]]}
-    assert (await coder.post("/infill", json=end)).json()["stop_type"] == "eos"
-    further = (await coder.post("/infill", json=end | {"ignore_eos": True})).json()
-    assert further["stop_type"] == "limit"
-    for fault in ({"input_suffix": None}, {"input_prefix": 5}, {"input_extra": [5]}):
-        answer = (await coder.post("/infill", json=body | fault)).json()
-        assert next(iter(fault)) in answer["error"]["message"]
-
-
-async def test_a_model_without_such_tokens_says_so(http: httpx.AsyncClient) -> None:
-    answer = await http.post("/infill", json={"input_prefix": "a", "input_suffix": "b"})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
-    assert "no tokens for filling in" in error["message"]
-    assert fim_tokens(ByteTokenizer()) is None
 
 
 def test_parts_are_of_the_vocabulary() -> None:

@@ -97,6 +97,19 @@ async def test_one_trace_is_read_at_a_time(ask: Ask, tmp_path: Path) -> None:
     assert log.read_text().split() == ["begins", "ends"] * 3
 
 
+async def test_a_caller_sends_one_trace_at_a_time(ask: Ask) -> None:
+    """Each is as large as a trace may be, and waits on the disk until it was read."""
+    asker = ask(configured(check=script("time.sleep(0.2); print(json.dumps({'requests': 1}))")))
+    sent = await asyncio.gather(*(asker.send() for _ in range(5)))
+    assert sorted(answer.status_code for answer in sent) == [200, 409, 409, 409, 409]
+    refused = next(answer for answer in sent if answer.status_code == 409)
+    assert "another trace of yours" in refused.json()["error"]["message"]
+    # and the next one once it was
+    assert (await asker.send()).status_code == 200
+    await asker.send("")
+    assert (await asker.send()).status_code == 200
+
+
 async def test_uploads_are_bounded(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     http = ask().http
     assert (await http.put(f"{PATH}/trace", content=b"")).status_code == 400

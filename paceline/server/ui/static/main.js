@@ -1,5 +1,5 @@
 // The shell: tabs, what the server is, the key, the theme, and the page that the address names.
-import { h, render, signal, effect, useEffect, useRef } from "./vendor/preact.js";
+import { h, render, signal, effect, useEffect, useLayoutEffect, useRef } from "./vendor/preact.js";
 import { getJson, key, keyWanted, setKey } from "./lib/api.js";
 import { Playground } from "./pages/playground.js";
 import { Timeline } from "./pages/timeline.js";
@@ -144,7 +144,8 @@ function App() {
   useEffect(() => {
     document.title = `${shown?.title ?? "Not found"} · Paceline`;
   });
-  useEffect(() => scrollTo(0, scrolled[tab.value] ?? 0), [tab.value]);
+  // before the page is painted: one frame would show it as far scrolled as the page before it
+  useLayoutEffect(() => scrollTo(0, scrolled[tab.value] ?? 0), [tab.value]);
   return [
     h("a", { class: "skip", href: "#main" }, "Skip to the page"),
     h("header", null,

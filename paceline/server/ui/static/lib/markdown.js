@@ -6,23 +6,36 @@
  * @typedef {{ kind: "text" | "heading" | "quote" | "code" | "rule" | "list" | "table", source: string }} Block
  */
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
+// as CommonMark has them: nothing behind three backticks has another one, and nothing but blanks stands behind the closing fence
+const FENCE = /^ {0,3}(`{3,}(?=[^`]*$)|~{3,})\s*([\w+#.-]*)/;
+const CLOSING = /^ {0,3}(`{3,}|~{3,})[ \t]*$/;
 const HEADING = /^ {0,3}(#{1,6}) +(.*)$/s;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)]) +(.*)$/s;
 const QUOTE = /^ {0,3}> ?/;
 const RULE = /^ {0,3}([-*_])( *\1){2,} *$/;
-/** A line of marks alone below a head. No pattern here can match one stretch of blanks in two ways: that makes long ones slow. @param {string} line @param {string} next */
-const beginsTable = (line, next) => line.includes("|") && next.includes("|") && next.includes("-") && /^[ |:-]+$/.test(next);
+/** @param {string} line @param {string} fence that the block began with */
+const closes = (line, fence) => line.match(CLOSING)?.[1].startsWith(fence) ?? false;
 
-/** @param {string} line @param {string} next @returns {Block["kind"] | ""} the block that begins with a line; "": it is blank */
-function kindOf(line, next) {
+// a table has a cell for each row and column, however few characters its rows have: one with more columns stays text, and so do the
+// rows behind so many cells of all tables of an answer
+const MOST_COLUMNS = 64;
+const MOST_CELLS = 10_000;
+
+/** @param {string} line of a table */
+const cellsOf = (line) => line.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "").split(/(?<!\\)\|/);
+
+/** A line of marks alone below a head. No pattern here can match one stretch of blanks in two ways: that makes long ones slow. @param {string} line @param {string} next @param {number} columns at most */
+const beginsTable = (line, next, columns) => line.includes("|") && next.includes("|") && next.includes("-") && /^[ |:-]+$/.test(next) && cellsOf(line).length <= columns;
+
+/** @param {string} line @param {string} next @param {number} columns at most, of a table @returns {Block["kind"] | ""} the block that begins with a line; "": it is blank */
+function kindOf(line, next, columns) {
   if (!line.trim()) return "";
   if (FENCE.test(line)) return "code";
   if (HEADING.test(line)) return "heading";
   if (RULE.test(line)) return "rule";
   if (QUOTE.test(line)) return "quote";
   if (ITEM.test(line)) return "list";
-  return beginsTable(line, next) ? "table" : "text";
+  return beginsTable(line, next, columns) ? "table" : "text";
 }
 
 /** The blocks of a text; while it grows, all but the last stay as they are. @param {string} text @returns {Block[]} */
@@ -30,22 +43,28 @@ export function blocksOf(text) {
   const lines = text.split(/\r\n|\r|\n/);
   /** @type {Block[]} */
   const found = [];
+  let cells = MOST_CELLS;
+  const kindAt = (/** @type {number} */ i) => kindOf(lines[i] ?? "", lines[i + 1] ?? "", Math.min(MOST_COLUMNS, cells));
   for (let at = 0; at < lines.length;) {
-    const kind = kindOf(lines[at], lines[at + 1] ?? "");
+    const kind = kindAt(at);
     if (!kind) { at++; continue; }
     let end = at + 1;
     if (kind === "code") {
       const fence = /** @type {RegExpMatchArray} */ (lines[at].match(FENCE))[1];
-      while (end < lines.length && !(lines[end].trim().startsWith(fence) && !lines[end].trim().slice(fence.length).replaceAll(fence[0], ""))) end++;
+      while (end < lines.length && !closes(lines[end], fence)) end++;
       end++;
     } else if (kind !== "heading" && kind !== "rule") {
+      // the marks below its head have no cells
+      const columns = kind === "table" ? cellsOf(lines[at]).length : 0;
+      const most = columns ? Math.min(lines.length, at + 1 + Math.floor(cells / columns)) : lines.length;
       // a list goes on over lines that are indented, and over one blank line before another item
       const goesOn = () => {
-        const line = lines[end] ?? "", next = kindOf(line, lines[end + 1] ?? "");
+        const line = lines[end], next = kindAt(end);
         if (kind === "list") return (next === "" && end + 1 < lines.length && (ITEM.test(lines[end + 1]) || /^ {2,}\S/.test(lines[end + 1]))) || (next !== "" && (next === "list" || /^ {2,}/.test(line)));
         return next === kind || (kind === "table" && line.includes("|"));
       };
-      while (end < lines.length && goesOn()) end++;
+      while (end < most && goesOn()) end++;
+      cells -= columns * (end - at - 1);
     }
     found.push({ kind, source: lines.slice(at, end).join("\n") });
     at = end;
@@ -80,7 +99,7 @@ export function spansOf(text) {
 export function codeOf(source) {
   const [first, ...rest] = source.split("\n");
   const [, fence, language] = /** @type {RegExpMatchArray} */ (first.match(FENCE));
-  if (rest.at(-1)?.trim().startsWith(fence)) rest.pop();
+  if (closes(rest.at(-1) ?? "", fence)) rest.pop();
   return { language, text: rest.join("\n") };
 }
 
@@ -117,6 +136,6 @@ export function itemsOf(source) {
 /** The rows of a table, its head first, each with as many cells as the head. @param {string} source */
 export function rowsOf(source) {
   const rows = source.split("\n").filter((_, i) => i !== 1)
-    .map((line) => line.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "").split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|")));
+    .map((line) => cellsOf(line).map((cell) => cell.trim().replaceAll("\\|", "|")));
   return rows.map((row) => rows[0].map((_, i) => row[i] ?? ""));
 }

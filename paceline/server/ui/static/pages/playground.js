@@ -142,14 +142,15 @@ async function ask(how, path, body, earlier, text, known) {
     else grown.add(JSON.stringify(await response.json(), null, 2));
   } catch (error) {
     fail(error, abort, answer, before, text, outcome, how);
+  } finally {
+    // one that was stopped before it went on is what it began with
+    if (answer.plain || abort.signal.aborted) answer.plain = begun + answer.plain;
+    grown.flush();
+    thought.flush();
+    outcome.total = performance.now() - began;
+    answer.outcome.value = outcome;
+    running.value = null;
   }
-  // one that was stopped before it went on is what it began with
-  if (answer.plain || abort.signal.aborted) answer.plain = begun + answer.plain;
-  grown.flush();
-  thought.flush();
-  outcome.total = performance.now() - began;
-  answer.outcome.value = outcome;
-  running.value = null;
 }
 
 /**
@@ -197,8 +198,10 @@ function fail(error, abort, answer, before, text, outcome, how) {
     outcome.finish = "stopped by you";
     return;
   }
-  if (!(error instanceof ApiError) && !(error instanceof TypeError)) throw error;
-  const told = error instanceof ApiError ? error : new ApiError(0, "The server did not answer, or the stream was cut.", null, 0);
+  if (!(error instanceof ApiError) && !(error instanceof TypeError) && !(error instanceof SyntaxError)) throw error;
+  const garbled = error instanceof SyntaxError;
+  const told = error instanceof ApiError ? error
+    : new ApiError(0, garbled ? "What came is not JSON: is something between this page and the server that changes it?" : "The server did not answer, or the stream was cut.", null, 0);
   refused.value = { message: told.message, field: how === "raw" ? null : fieldOf(told.param), status: told.status,
     until: told.retryAfter ? Date.now() + 1000 * told.retryAfter : 0 };
   if (!answer.plain) {

@@ -1,0 +1,1 @@
+"""What guessing tokens brings; ``python -m benchmarks.speculation``."""
