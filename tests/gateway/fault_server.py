@@ -32,6 +32,8 @@ class Step:
     then: str = "end"
     # raw bytes instead of an answer
     raw: bytes | None = None
+    # and behind a stream, in the same write as its end
+    behind: bytes = b""
 
 
 @dataclass
@@ -162,7 +164,7 @@ async def _one(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.Str
         return False
     await _send(
         writer, step.status, step.headers, step.parts, stream=step.stream, gap=step.gap,
-        ends=step.then == "end",
+        ends=step.then == "end", behind=step.behind,
     )  # fmt: skip
     if step.then == "stall":
         # until the gateway hangs up
@@ -181,6 +183,7 @@ async def _send(
     stream: bool,
     gap: float = 0.0,
     ends: bool = True,
+    behind: bytes = b"",
 ) -> None:
     kind = "text/event-stream" if stream and status == 200 else "application/json"
     head = [f"HTTP/1.1 {status} X", f"content-type: {kind}"]
@@ -197,5 +200,5 @@ async def _send(
         if gap:
             await asyncio.sleep(gap)
     if stream and ends:
-        writer.write(b"0\r\n\r\n")
+        writer.write(b"0\r\n\r\n" + behind)
     await writer.drain()
