@@ -168,11 +168,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     poll_interval: float = 0.25
     # of one poll
     poll_timeout: float = 0.5
-    # engines that neither answered a poll nor sent a byte for so long are taken for gone
+    # engines that neither answered a poll nor sent a byte, of comments too, for so long are taken
+    # for gone
     silence: float = 1.2
     connect_timeout: float = 2.0
-    # from a request to its answer's first byte, and between two parts of it, keep-alive comments
-    # not counted; an engine that answers polls may be slow, not for ever
+    # from a request to its answer's first byte, of a stream to its first token, and between two
+    # parts of it, comments and pings not counted; an engine that answers polls may be slow, not for
+    # ever
     first_byte_timeout: float = 600.0
     stall_timeout: float = 60.0
     # attempts of one request, over all tiers
