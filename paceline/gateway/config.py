@@ -451,7 +451,15 @@ def _check_model(model: ModelConfig, config: GatewayConfig) -> None:
             raise ConfigError(
                 f"model {model.name}: length_over names {longer!r}, which is no other model here"
             )
-        if next(other for other in config.models if other.name == longer).length_over:
+        other = next(other for other in config.models if other.name == longer)
+        if model.local_only and all(
+            engines[Target.parse(text).engine].cloud for tier in other.tiers for text in tier
+        ):
+            raise ConfigError(
+                f"model {model.name} is local_only, and all engines of {longer!r}, which its "
+                "length_over names, are cloud = true"
+            )
+        if other.length_over:
             raise ConfigError(
                 f"model {model.name}: length_over names {longer!r}, which has length_over itself"
             )
