@@ -91,6 +91,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     cloud: bool = False
     # requests at once; 0: as many as come
     max_concurrent: int = 0
+    # how it is found out what it can do: it is asked, or where it says nothing also sent requests
+    # for one token, or neither
+    probe: Literal["ask", "try", "off"] = "ask"
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -410,6 +413,11 @@ def _check_engine(engine: EngineConfig) -> None:
         )
     if not all(engine.models) or len(set(engine.models)) < len(engine.models):
         raise ConfigError(f"engine {engine.name}: models must have names, each once")
+    if engine.probe == "try" and (engine.cloud or engine.kind in ("azure", "anthropic")):
+        raise ConfigError(
+            f'engine {engine.name}: probe = "try" sends requests, which a cloud wants money for; '
+            'say "ask" or "off"'
+        )
     if engine.max_concurrent < 0:
         raise ConfigError(
             f"engine {engine.name}: max_concurrent must be 0 or more, got {engine.max_concurrent}"

@@ -7,6 +7,7 @@ are kept, body and headers.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -49,8 +50,11 @@ class Engine:
     metrics: str = ""
     models: tuple[str, ...] = ("m",)
     max_model_len: int | None = None
-    # what GETs of other paths say
+    # what other paths say, for a body as they say; those that an engine is asked what it can do by
+    # are 404 without
     pages: Mapping[str, Any] = field(default_factory=dict)
+    # of those, which were
+    asked: list[str] = field(default_factory=list)
     # answers nothing at all, polls neither
     frozen: bool = False
 
@@ -102,6 +106,10 @@ def chat_chunks(
     return tuple(found)
 
 
+# beside those that are GET
+_PROBED = frozenset({"/tokenize", "/apply-template", "/api/show"})
+
+
 @asynccontextmanager
 async def scripted(*script: Step, **fields: Any) -> AsyncIterator[Engine]:
     engine = Engine(script=list(script), **fields)
@@ -146,12 +154,20 @@ async def _one(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.Str
         await _send(writer, status, (), (engine.metrics.encode(),), stream=False)
         return True
     if path in engine.pages:
-        body = json.dumps(engine.pages[path]).encode()
-        await _send(writer, 200, (), (body,), stream=False)
+        page = engine.pages[path]
+        engine.asked.append(path)
+        told = page(json.loads(body or b"{}")) if callable(page) else page
+        told = await told if inspect.isawaitable(told) else told
+        status, told = told if isinstance(told, tuple) else (200, told)
+        await _send(writer, status, (), (json.dumps(told).encode(),), stream=False)
         return True
     if path == "/v1/models":
         entries = [{"id": name, "max_model_len": engine.max_model_len} for name in engine.models]
         await _send(writer, 200, (), (json.dumps({"data": entries}).encode(),), stream=False)
+        return True
+    if line.startswith(b"GET") or path in _PROBED:
+        engine.asked.append(path)
+        await _send(writer, 404, (), (b'{"detail": "Not Found"}',), stream=False)
         return True
     engine.bodies.append(json.loads(body))
     engine.headers.append(headers)
