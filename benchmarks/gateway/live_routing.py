@@ -50,8 +50,10 @@ _PREFIX_PIECES: Final = 4
 _PREFIXES: Final = 8
 _TIMEOUT: Final = 60.0
 # of what was seen at engines as busy as they can be: targets of those who read along, and of others
-_TIGHT: Final = (1.5, 1.5)
-_WIDE: Final = (5.0, 4.0)
+_TIGHT: Final = (0.5, 1.0)
+_WIDE: Final = (2.0, 1.6)
+# seconds of a closed loop, at least: a request takes a good part of one
+_LEAST_SECONDS: Final = 6.0
 # a share of none would make every ratio infinite
 _LEAST: Final = 1e-3
 _BYTES_PER_TOKEN: Final = 4
@@ -212,7 +214,7 @@ def _gateway(ports: Sequence[int], log_dir: Path) -> ReadyServer:
 
 
 async def _load(port: int, load: str, seconds: float, turns: int) -> dict[str, Any]:
-    rates, targets = await _measure(port, load, seconds)
+    rates, targets = await _measure(port, load, max(_LEAST_SECONDS, 2.0 * seconds))
     rate = SHARE * sum(rates.values())
     goodput: dict[str, list[float]] = {name: [] for name in POLICIES}
     failed = requests = 0
