@@ -54,8 +54,8 @@ _TIGHT: Final = (0.5, 1.0)
 _WIDE: Final = (2.0, 1.6)
 # seconds of a closed loop, at least: a request takes a good part of one
 _LEAST_SECONDS: Final = 6.0
-# a share of none would make every ratio infinite
-_LEAST: Final = 1e-3
+# a turn in which nothing was in time counts as about half a request: ratios would have no bounds
+_LEAST: Final = 0.02
 _BYTES_PER_TOKEN: Final = 4
 
 

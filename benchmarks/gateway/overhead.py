@@ -252,7 +252,7 @@ def _router(name: str, python: Path, engine: int, log: Path) -> _Other:
     argv = (
         *_pinned(_gateway_core()), str(python), "-m", f"{name.replace('-', '_')}.launch_router",
         "--worker-urls", f"http://127.0.0.1:{engine}", "--host", "127.0.0.1", "--port", str(port),
-        "--policy", "round_robin", "--prometheus-port", str(free_port()), "--log-level", "warn",
+        "--policy", "round_robin", "--prometheus-port", str(free_port()), "--log-level", "error",
     )  # fmt: skip
     return _Other(name, argv, (), port, log)
 
