@@ -1,13 +1,16 @@
 """The gateway: what it adds and costs, what becomes of streams whose engine dies, who gets what.
 
-Three parts, each of which can be run alone (``PARTS=overhead,routing,failover``):
+Four parts, each of which can be run alone (``PARTS=overhead,routing,live_routing,failover``):
 
 * ``overhead``: beside direct access and LiteLLM's proxy, in turns; see ``overhead``. LiteLLM is
   given as ``LITELLM=install``, which sets it up in an environment of its own, or as
-  ``LITELLM=COMMAND``; without either it is left out, and the first line says so. Function calls a
-  chunk: see ``calls``;
+  ``LITELLM=COMMAND``; without either it is left out, and the first line says so.
+  ``ROUTERS=install`` does the same for sglang-router and vllm-router. Function calls a chunk: see
+  ``calls``;
 * ``routing``: policies in the simulator, on pools with names and on random ones (``POOLS=N,SEED``);
   see ``routing``;
+* ``live_routing``: the same policies before three servers of the default model, in int8, q4 and
+  bfloat16; see ``live_routing``. Its figures are ``routing.live``;
 * ``failover``: engines killed, stopped and cut off under 64 streams, ``TIMES`` (20) each with the
   null backend, ``MODEL_TIMES`` (5) each with the default model in int8 and bfloat16; see
   ``failover``.
@@ -32,7 +35,14 @@ from typing import Any
 
 from benchmarks.gateway.calls import calls_per_chunk
 from benchmarks.gateway.failover import FAULTS, failover
-from benchmarks.gateway.options import Options, OptionsError, litellm_command
+from benchmarks.gateway.live_routing import live_routing
+from benchmarks.gateway.options import (
+    ROUTERS,
+    Options,
+    OptionsError,
+    litellm_command,
+    router_pythons,
+)
 from benchmarks.gateway.overhead import overhead
 from benchmarks.gateway.routing import routing
 from paceline.bench.machine import machine
@@ -47,14 +57,30 @@ def _litellm(options: Options) -> str | None:
     """Its command, set up if that was asked for; what is measured is told first."""
     if "overhead" not in options.parts:
         return None
-    root = Path(os.environ.get("PACELINE_PEERS") or default_cache_dir() / "peers")
-    command, why = litellm_command(options.litellm, root / "litellm")
+    command, why = litellm_command(options.litellm, _peers() / "litellm")
     print(f"LiteLLM: {command or f'left out: {why}'}", file=sys.stderr, flush=True)
     return command
 
 
-def _overhead(options: Options, litellm: str | None, folder: Path) -> dict[str, Any]:
-    found = overhead(1 if options.quick else _TURNS, _SECONDS, litellm, folder)
+def _routers(options: Options) -> dict[str, Path]:
+    """By name, interpreters of others in whose environments they are; see ``_litellm``."""
+    if "overhead" not in options.parts:
+        return {}
+    found, missing = router_pythons(options.routers, _peers())
+    for name in ROUTERS:
+        told = found.get(name) or f"left out: {missing[name]}"
+        print(f"{name}: {told}", file=sys.stderr, flush=True)
+    return found
+
+
+def _peers() -> Path:
+    return Path(os.environ.get("PACELINE_PEERS") or default_cache_dir() / "peers")
+
+
+def _overhead(
+    options: Options, litellm: str | None, routers: dict[str, Path], folder: Path
+) -> dict[str, Any]:
+    found = overhead(1 if options.quick else _TURNS, _SECONDS, litellm, routers, folder)
     # at the rate at which requests come often enough to keep a core awake
     ours = found["added_ms"]["paceline 200/s"]
     return {
@@ -93,7 +119,7 @@ def main() -> int:
     except OptionsError as error:
         print(error, file=sys.stderr)
         return 2
-    litellm = _litellm(options)
+    litellm, routers = _litellm(options), _routers(options)
     deadline = time.monotonic() + 60.0 * options.minutes
     results: dict[str, Any] = {}
     seconds: dict[str, float] = {}
@@ -103,10 +129,16 @@ def main() -> int:
             began = time.monotonic()
             print(f"{part}:", file=sys.stderr, flush=True)
             if part == "overhead":
-                results |= _overhead(options, litellm, folder)
+                results |= _overhead(options, litellm, routers, folder)
             elif part == "routing":
                 size = (500, (1,)) if options.quick else (1500, (1, 2, 3))
-                results[part] = routing(size[0], 0.7, size[1], options.pools)
+                found = routing(size[0], 0.7, size[1], options.pools)
+                results[part] = found | results.get(part, {})
+            elif part == "live_routing":
+                # seconds of arrivals in a turn, and turns
+                length = (2.0, 1) if options.quick else (5.0, 5)
+                live = live_routing(*length, folder)
+                results["routing"] = results.get("routing", {}) | {"live": live}
             else:
                 results[part] = _failover(options, deadline, folder)
             seconds[part] = round(time.monotonic() - began, 1)

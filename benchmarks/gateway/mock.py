@@ -100,6 +100,10 @@ class _Mock(asyncio.Protocol):
             self._whole(_METRICS)
         elif self._url == b"/clock":
             self._whole(b"%d" % time.monotonic_ns())
+        elif self._url.startswith(b"/health"):
+            self._whole(b"{}")
+        elif not body:
+            self._transport.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
         else:
             asked = json.loads(body)
             if not asked.get("stream"):

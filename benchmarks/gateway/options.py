@@ -12,11 +12,24 @@ from typing import TypeVar
 from benchmarks.common.processes import Unavailable
 from benchmarks.common.setup import make_venv
 
-__all__ = ["LITELLM_HELP", "PARTS", "Options", "OptionsError", "litellm_command"]
+__all__ = [
+    "LITELLM_HELP",
+    "PARTS",
+    "ROUTERS",
+    "Options",
+    "OptionsError",
+    "litellm_command",
+    "router_pythons",
+]
 
-PARTS = ("overhead", "routing", "failover")
+PARTS = ("overhead", "routing", "live_routing", "failover")
 # the release that docs/lab-log.md has figures of
 _LITELLM = "litellm[proxy]==1.106.2"
+# by name, the package
+ROUTERS: Mapping[str, str] = {
+    "sglang-router": "sglang-router==0.3.2",
+    "vllm-router": "vllm-router==0.1.17",
+}
 _INSTALL = "install"
 LITELLM_HELP = (
     "LITELLM=install sets LiteLLM's proxy up in an environment of its own, once, in the cache's "
@@ -38,6 +51,8 @@ class Options:
     quick: bool = False
     # path of LiteLLM's command, or "install"; None: it is left out
     litellm: str | None = None
+    # whether ROUTERS are set up and measured, too
+    routers: bool = False
     # how often each fault happens: with the null backend, and with the model in each format
     times: int = 20
     model_times: int = 5
@@ -59,6 +74,7 @@ class Options:
             parts=read("PARTS", PARTS, _parts),
             quick=quick,
             litellm=read("LITELLM", None, _litellm),
+            routers=read("ROUTERS", False, _routers),
             times=read("TIMES", 1 if quick else 20, lambda text: int(_number("TIMES", text, 1))),
             model_times=read(
                 "MODEL_TIMES",
@@ -89,6 +105,26 @@ def litellm_command(wanted: str | None, folder: Path) -> tuple[str | None, str]:
     return str(python.with_name("litellm")), ""
 
 
+def router_pythons(wanted: bool, folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
+    """By name, the interpreter of each router's environment, and why others are left out.
+
+    Args:
+        folder: of the cache; each has one of its own in it.
+    """
+    if not wanted:
+        why = "ROUTERS is not set: ROUTERS=install sets it up in an environment of its own"
+        return {}, dict.fromkeys(ROUTERS, why)
+    found, missing = {}, {}
+    for name, package in ROUTERS.items():
+        own = folder / name
+        own.mkdir(parents=True, exist_ok=True)
+        try:
+            found[name] = make_venv(own, [package])
+        except Unavailable as error:
+            missing[name] = str(error)
+    return found, missing
+
+
 def _parts(text: str) -> tuple[str, ...]:
     parts = tuple(part.strip() for part in text.split(","))
     if unknown := [part for part in parts if part not in PARTS]:
@@ -103,6 +139,12 @@ def _litellm(text: str) -> str:
     if found is None:
         raise OptionsError(f"LITELLM={text}: there is no such command. {LITELLM_HELP}")
     return os.path.abspath(found)
+
+
+def _routers(text: str) -> bool:
+    if text != _INSTALL:
+        raise OptionsError(f"ROUTERS may be {_INSTALL}, got {text!r}")
+    return True
 
 
 def _number(name: str, text: str, least: float, *, whole: bool = True) -> float:

@@ -1,6 +1,6 @@
 """What a gateway adds to a request, and what it costs: direct access, a bare relay of bytes (what
-anything in Python costs on this machine), this gateway and LiteLLM's proxy in turns, before the
-same engine that computes nothing.
+anything in Python costs on this machine), this gateway, LiteLLM's proxy, sglang-router and
+vllm-router in turns, before the same engine that computes nothing.
 
 The gateway at hand is pinned to one core; engine and callers share the others.
 
@@ -13,16 +13,16 @@ The gateway at hand is pinned to one core; engine and callers share the others.
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import http.client
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +36,11 @@ __all__ = ["overhead"]
 # requests a second of the runs for added time (the first is what all sides can bear), and for
 # processor time
 _RATES = (10.0, 200.0)
-_CPU_RATES = {"bare": 600.0, "paceline": 600.0, "litellm": 60.0}
+_CPU_RATE = 600.0
 _CHUNK_TOKENS = 60
-_CHUNK_RATE = {"bare": 20.0, "paceline": 20.0, "litellm": 3.0}
+_CHUNK_RATE = 20.0
+# of one that bears less
+_SLOW_RATES = {"litellm": (60.0, 3.0)}
 _GAP = 0.02
 _IDLE_SECONDS = 4.0
 _START_SECONDS = 120.0
@@ -57,8 +59,15 @@ class Side:
     idle: float = 0.0
 
 
-def overhead(turns: int, seconds: float, litellm: str | None, log_dir: Path) -> dict[str, Any]:
-    """All figures; ``litellm`` is its ``litellm`` command, None: it is left out."""
+def overhead(
+    turns: int, seconds: float, litellm: str | None, routers: Mapping[str, Path], log_dir: Path
+) -> dict[str, Any]:
+    """All figures.
+
+    Args:
+        litellm: its ``litellm`` command; None: it is left out.
+        routers: by name, the interpreter of each one's environment.
+    """
     with ExitStack() as stack:
         fast = stack.enter_context(_mock(0.0, log_dir))
         slow = stack.enter_context(_mock(_GAP, log_dir))
@@ -70,24 +79,34 @@ def overhead(turns: int, seconds: float, litellm: str | None, log_dir: Path) -> 
         for engine, found_sides in ((fast, sides), (slow, relays)):
             bare = stack.enter_context(_bare(engine.port, log_dir / f"bare-{engine.port}.log"))
             found_sides["bare"] = Side("bare", bare.port, "mock", bare.pid)
-        why = None
+        others: dict[str, Callable[[int, Path], _Other]] = {}
         if litellm is not None:
+            others["litellm"] = functools.partial(_litellm, litellm)
+        for name, python in routers.items():
+            others[name] = functools.partial(_router, name, python)
+        skipped = {}
+        for name, start in others.items():
             try:
-                other = stack.enter_context(_litellm(litellm, fast.port, log_dir / "litellm.log"))
-                third = stack.enter_context(_litellm(litellm, slow.port, log_dir / "relay-l.log"))
-                sides["litellm"] = Side("litellm", other.port, "mock", other.pid)
-                relays["litellm"] = Side("litellm", third.port, "mock", third.pid)
+                with ExitStack() as both:
+                    ports = [
+                        both.enter_context(
+                            start(engine.port, log_dir / f"{name}-{engine.port}.log")
+                        )
+                        for engine in (fast, slow)
+                    ]
+                    stack.push(both.pop_all())
             except Unavailable as error:
-                why = str(error)
-                print(f"  LiteLLM is left out: {why}", file=sys.stderr, flush=True)
+                skipped[name] = {"skipped": str(error)}
+                print(f"  {name} is left out: {error}", file=sys.stderr, flush=True)
+                continue
+            for found_sides, other in zip((sides, relays), ports, strict=True):
+                found_sides[name] = Side(name, other.port, "mock", other.pid)
         _idle([*sides.values(), *relays.values()])
         found = _turns(sides, turns, seconds)
         found["idle_share"] = {n: round(s.idle, 4) for n, s in sides.items() if s.pid is not None}
         found |= _processor(sides, turns, seconds)
         found |= _relay(relays, found, turns, seconds)
-        if why is not None:
-            found["litellm"] = {"skipped": why}
-        return found
+        return found | skipped
 
 
 def _idle(sides: Sequence[Side]) -> None:
@@ -106,7 +125,7 @@ def _turns(sides: dict[str, Side], turns: int, seconds: float) -> dict[str, Any]
         for rate in _RATES:
             direct: dict[str, Any] = {}
             for side in sides.values():
-                if side.name == "litellm" and rate != _RATES[0]:
+                if side.name in _SLOW_RATES and rate != _RATES[0]:
                     continue
                 run = _load(side, rate, seconds, 8, stream=True)
                 print(f"  first content {rate:g}/s {side.name:9} {run}", file=sys.stderr)
@@ -134,7 +153,8 @@ def _processor(sides: dict[str, Side], turns: int, seconds: float) -> dict[str, 
             if side.pid is None:
                 continue
             before = _cpu(side.pid)
-            run = _load(side, _CPU_RATES[side.name], seconds, 2, stream=False)
+            rate = _SLOW_RATES.get(side.name, (_CPU_RATE, _CHUNK_RATE))[0]
+            run = _load(side, rate, seconds, 2, stream=False)
             spent = _cpu(side.pid) - before - side.idle * run["seconds"]
             print(f"  whole answers {side.name:9} {run} {spent:.2f} s", file=sys.stderr)
             per_core.setdefault(side.name, []).append(run["requests"] / spent)
@@ -149,7 +169,8 @@ def _relay(
         for side in sides.values():
             assert side.pid is not None, "a gateway"
             before = _cpu(side.pid)
-            run = _load(side, _CHUNK_RATE[side.name], seconds, _CHUNK_TOKENS, stream=True)
+            rate = _SLOW_RATES.get(side.name, (_CPU_RATE, _CHUNK_RATE))[1]
+            run = _load(side, rate, seconds, _CHUNK_TOKENS, stream=True)
             spent = _cpu(side.pid) - before - side.idle * run["seconds"]
             spent -= run["requests"] / found["rps_per_core"][side.name]
             print(f"  chunks        {side.name:9} {run} {spent:.2f} s", file=sys.stderr)
@@ -203,7 +224,7 @@ def _bare(engine: int, log: Path) -> ReadyServer:
     return ReadyServer(argv, r"^bare ready: \S+:(\d+)/v1 ", log, seconds=30)
 
 
-def _litellm(command: str, engine: int, log: Path) -> _Litellm:
+def _litellm(command: str, engine: int, log: Path) -> _Other:
     """As its own documentation sets it up for speed: no database, no logging of requests."""
     port = free_port()
     config = Path(tempfile.mkdtemp(dir=log.parent)) / "config.yaml"
@@ -216,29 +237,55 @@ def _litellm(command: str, engine: int, log: Path) -> _Litellm:
         *_pinned(_gateway_core()), command, "--config", str(config), "--port", str(port),
         "--host", "127.0.0.1", "--num_workers", "1",
     )  # fmt: skip
-    return _Litellm(argv, port, log)
+    # its list of prices comes with it, and it does not start without a key
+    env = (
+        ("LITELLM_LOCAL_MODEL_COST_MAP", "True"),
+        ("LITELLM_LOG", "ERROR"),
+        ("LITELLM_MASTER_KEY", "sk-benchmark"),
+    )
+    return _Other("LiteLLM", argv, env, port, log)
 
 
-class _Litellm(Process):
-    """It is ready when it takes connections; the port is the one it was given."""
+def _router(name: str, python: Path, engine: int, log: Path) -> _Other:
+    """The plainest that it does: one worker, in turn, no logging of requests."""
+    port = free_port()
+    argv = (
+        *_pinned(_gateway_core()), str(python), "-m", f"{name.replace('-', '_')}.launch_router",
+        "--worker-urls", f"http://127.0.0.1:{engine}", "--host", "127.0.0.1", "--port", str(port),
+        "--policy", "round_robin", "--prometheus-port", str(free_port()), "--log-level", "error",
+    )  # fmt: skip
+    return _Other(name, argv, (), port, log)
 
-    def __init__(self, argv: Sequence[str], port: int, log: Path) -> None:
+
+class _Other(Process):
+    """Somebody else's gateway, on the port that it was given. It is ready once it answers: some
+    take connections before they know their engine."""
+
+    def __init__(
+        self, name: str, argv: Sequence[str], env: tuple[tuple[str, str], ...], port: int, log: Path
+    ) -> None:
         self.port = port
-        # its list of prices comes with it, and it does not start without a key
-        env = (
-            ("LITELLM_LOCAL_MODEL_COST_MAP", "True"),
-            ("LITELLM_LOG", "ERROR"),
-            ("LITELLM_MASTER_KEY", "sk-benchmark"),
-        )
         super().__init__(Command(tuple(argv), env), log)
         deadline = time.monotonic() + _START_SECONDS
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
-                return
+        while not self._answers():
             if not self.alive or time.monotonic() > deadline:
                 self.close()
-                raise Unavailable(f"LiteLLM did not start: {self.tail()}")
+                raise Unavailable(f"{name} did not start: {self.tail()}")
             time.sleep(0.2)
+
+    def _answers(self) -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5.0)
+        body = json.dumps(
+            {"model": "mock", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+        )
+        headers = {"content-type": "application/json", "authorization": "Bearer sk-benchmark"}
+        try:
+            connection.request("POST", "/v1/chat/completions", body, headers)
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
 
 
 def _cpu(pid: int) -> float:

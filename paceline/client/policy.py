@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
 
 __all__ = ["DEFAULT_POLICY", "Policy", "RetryBudget", "Target"]
+
+
+def _shown(url: str) -> str:
+    """A URL as an error may quote it, whatever it is: without user, password, query and fragment,
+    which may be secrets. A password may hold any character, those that end a host's name too."""
+    shown = re.split("[?#]", url, maxsplit=1)[0]
+    if "@" in url:
+        start, slashes, _ = shown.partition("//")
+        host = shown.rpartition("@")[2] if "@" in shown else "..."
+        shown = f"{start if slashes and '@' not in start else ''}{slashes}***@{host}"
+    return repr(shown[:200])
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +34,18 @@ class Target:
     api_key: str = ""
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"base_url must be http(s)://host..., got {self.base_url!r}")
-        if parts.username is not None or parts.query or parts.fragment:
-            raise ValueError("base_url has a user, a query or a fragment")
+        try:
+            parts = urlsplit(self.base_url)
+            port = parts.port
+        except ValueError:
+            # what is wrong is not repeated: a part of a password may be taken for a port
+            raise ValueError(
+                f"base_url {_shown(self.base_url)} has no valid host or port"
+            ) from None
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+            raise ValueError(f"base_url must be http(s)://host..., got {_shown(self.base_url)}")
+        if "@" in parts.netloc or parts.query or parts.fragment:
+            raise ValueError("base_url has a user, a password, a query or a fragment")
         if any(ord(c) <= 32 or ord(c) > 126 for c in self.base_url + self.api_key):
             raise ValueError("base_url and api_key are printable ASCII without spaces")
 

@@ -209,7 +209,8 @@ class Gateway:
         most = body.most_tokens * body.num_choices
 
         def other(model: str) -> Route:
-            return self.routes.find(model, tokens).serving(call.path, body)
+            found = self.routes.find(model, tokens, local_only=route.local_only)
+            return found.serving(call.path, body)
 
         charge = await self.spending.reserve(
             tenant, route, round(tokens), most, other if allowed.fallback else None

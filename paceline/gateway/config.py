@@ -91,6 +91,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     cloud: bool = False
     # requests at once; 0: as many as come
     max_concurrent: int = 0
+    # how it is found out what it can do: it is asked, or where it says nothing also sent requests
+    # for one token, or neither
+    probe: Literal["ask", "try", "off"] = "ask"
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -168,11 +171,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     poll_interval: float = 0.25
     # of one poll
     poll_timeout: float = 0.5
-    # engines that neither answered a poll nor sent a byte for so long are taken for gone
+    # engines that neither answered a poll nor sent a byte, of comments too, for so long are taken
+    # for gone
     silence: float = 1.2
     connect_timeout: float = 2.0
-    # from a request to its answer's first byte, and between two parts of it, keep-alive comments
-    # not counted; an engine that answers polls may be slow, not for ever
+    # from a request to its answer's first byte, of a stream to its first token, and between two
+    # parts of it, comments and pings not counted; an engine that answers polls may be slow, not for
+    # ever
     first_byte_timeout: float = 600.0
     stall_timeout: float = 60.0
     # attempts of one request, over all tiers
@@ -408,6 +413,11 @@ def _check_engine(engine: EngineConfig) -> None:
         )
     if not all(engine.models) or len(set(engine.models)) < len(engine.models):
         raise ConfigError(f"engine {engine.name}: models must have names, each once")
+    if engine.probe == "try" and (engine.cloud or engine.kind in ("azure", "anthropic")):
+        raise ConfigError(
+            f'engine {engine.name}: probe = "try" sends requests, which a cloud wants money for; '
+            'say "ask" or "off"'
+        )
     if engine.max_concurrent < 0:
         raise ConfigError(
             f"engine {engine.name}: max_concurrent must be 0 or more, got {engine.max_concurrent}"
@@ -449,7 +459,15 @@ def _check_model(model: ModelConfig, config: GatewayConfig) -> None:
             raise ConfigError(
                 f"model {model.name}: length_over names {longer!r}, which is no other model here"
             )
-        if next(other for other in config.models if other.name == longer).length_over:
+        other = next(other for other in config.models if other.name == longer)
+        if model.local_only and all(
+            engines[Target.parse(text).engine].cloud for tier in other.tiers for text in tier
+        ):
+            raise ConfigError(
+                f"model {model.name} is local_only, and all engines of {longer!r}, which its "
+                "length_over names, are cloud = true"
+            )
+        if other.length_over:
             raise ConfigError(
                 f"model {model.name}: length_over names {longer!r}, which has length_over itself"
             )

@@ -64,6 +64,13 @@ class Counts:
         self._opened = registry.numbers(
             "gauge", f"{name}breaker_opened", "Times the engine's breaker has opened.", "engine"
         )
+        self._unasked = registry.numbers(
+            "counter",
+            f"{name}unasked_answers",
+            "Connections closed for bytes on them that no request had asked for: another request "
+            "would have taken them for its answer.",
+            "engine",
+        )
         self._running = registry.numbers(
             "gauge", f"{name}requests_running", "Requests at the engine.", "engine"
         )
@@ -153,6 +160,7 @@ class Counts:
             self._up.at(name).value = 0.0 if engine.trouble else 1.0
             self._state.at(name).value = float(engine.breaker.state(now) != "closed")
             self._opened.at(name).value = engine.breaker.num_opened
+            self._unasked.at(name).value = engine.pool.num_unasked
             self._running.at(name).value = len(engine.running)
             kv = None if pressure is None else pressure.kv
             self._kv.at(name).value = float("nan") if kv is None else kv

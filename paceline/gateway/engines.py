@@ -13,31 +13,33 @@ import logging
 import math
 import os
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 import msgspec
 
+from paceline.gateway.abilities import UNKNOWN, Abilities, find_abilities
+from paceline.gateway.asking import ask
 from paceline.gateway.config import EngineConfig, EngineKind, GatewayConfig, Secret, SecretBytes
 from paceline.gateway.dialects import Dialect, dialect_of
 from paceline.gateway.kinds import KINDS, KindFacts, kind_of_metrics, read_contexts, read_pressure
 from paceline.http.upstream import ConnectError, Headers, Origin, Pool
 from paceline.routing import Breaker, EngineLoad, SlowStart
 
-__all__ = ["Engine", "EngineModel", "Engines", "Running", "ask"]
+__all__ = ["Engine", "EngineModel", "Engines", "Running"]
 
 _log = logging.getLogger("paceline.gateway")
 
 # polls between two looks at an engine's models
 _MODEL_POLLS: Final = 120
-# polls that miss before an engine that never answered is looked for less often
-_MAX_ANSWER_BYTES: Final = 8 << 20
 # a tick of the watch on silence, and the most that one counts: a tick that is later than this was
 # kept waiting by this process itself
 _TICK_SECONDS: Final = 0.1
 _MOST_PER_TICK: Final = 0.15
 _JITTER: Final = 0.1
+# for each question of what an engine can do, at least
+_PROBE_SECONDS: Final = 2.0
 # of a quiet engine's next poll, at most
 _MAX_POLL_WAIT: Final = 2.0
 
@@ -85,6 +87,10 @@ class Engine:
         self.running: set[Running] = set()
         # None: the engine has not told yet
         self.models: dict[str, EngineModel] | None = None
+        # what it said it can do, which stands over its kind's table
+        self.abilities: Abilities = UNKNOWN
+        # it is to be asked, once it answers at all
+        self.wants_probe = config.probe != "off"
         # by an admin
         self.draining = False
         # of the last poll; "": it answered
@@ -168,8 +174,46 @@ class Engine:
     def become(self, kind: EngineKind) -> None:
         """What it is was found out."""
         self.kind = kind
-        self.facts = KINDS[kind]
-        self.pool.idle = self.facts.idle
+        self.pool.idle = KINDS[kind].idle
+        self.forget()
+
+    def forget(self) -> None:
+        """What it can do may be something else now: its kind's table holds until it has said."""
+        self.learn(UNKNOWN)
+        self.wants_probe = self.config.probe != "off"
+
+    def learn(self, found: Abilities) -> None:
+        """What it can do, as far as that was found out."""
+        self.abilities = found
+        kind = KINDS["openai" if self.kind == "auto" else self.kind]
+        token_ids = kind.resumes if found.token_ids is None else found.token_ids
+        resume = kind.resumes if found.resume is None else found.resume
+        self.facts = replace(
+            kind,
+            resumes=token_ids and resume,
+            continues=kind.continues if found.continues is None else found.continues,
+        )
+        if self.models:
+            self.models = {
+                name: replace(model, max_model_len=model.max_model_len or self._context(name))
+                for name, model in self.models.items()
+            }
+
+    def _context(self, model: str) -> int | None:
+        """As it said when it was asked what it can do."""
+        contexts = self.abilities.contexts
+        return contexts.get(model, contexts.get(""))
+
+    def lists(self, entries: Sequence[Mapping[str, Any]], contexts: Mapping[str, int]) -> None:
+        """It told of its models; ``contexts``: how long those are that the list does not say."""
+        models = {}
+        for entry in entries:
+            name, most = entry.get("id"), entry.get("max_model_len")
+            if isinstance(name, str) and name:
+                if not isinstance(most, int):
+                    most = contexts.get(name, contexts.get("")) or self._context(name)
+                models[name] = EngineModel(name, most, entry)
+        self.models = models
 
     def heard(self, text: bytes, now: float) -> None:
         """It answered a poll with ``text``."""
@@ -190,59 +234,6 @@ class Engine:
         self.load.heard(pressure)
 
 
-class _Whole:
-    """A sink that waits for all of a small answer."""
-
-    def __init__(self) -> None:
-        self.done: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
-        self._status = 0
-        self._body = bytearray()
-
-    def on_head(self, status: int, headers: Headers) -> None:
-        self._status = status
-
-    def on_data(self, data: bytes) -> None:
-        self._body += data
-        if len(self._body) > _MAX_ANSWER_BYTES and not self.done.done():
-            self.done.set_exception(ConnectError("the answer is too long"))
-
-    def on_end(self) -> None:
-        if not self.done.done():
-            self.done.set_result((self._status, bytes(self._body)))
-
-    def on_lost(self, why: str) -> None:
-        if not self.done.done():
-            self.done.set_exception(ConnectError(why))
-
-
-async def ask(engine: Engine, path: str, timeout: float) -> tuple[int, bytes]:
-    """Status and body of a GET. Raises ConnectError."""
-    connection = None
-    try:
-        async with asyncio.timeout(timeout):
-            for _ in range(2):
-                reused = engine.pool.free()
-                connection = reused or await engine.pool.connect()
-                sink = _Whole()
-                head = engine.pool.origin.head("GET", path, engine.headers(), None)
-                connection.send(head, sink)
-                try:
-                    answer = await sink.done
-                except ConnectError:
-                    # the engine closed it just as it was used again
-                    if reused is None or connection.begun:
-                        raise
-                    continue
-                connection = None
-                return answer
-            raise ConnectError("two connections were closed")
-    except TimeoutError:
-        raise ConnectError(f"no answer within {timeout:g} s") from None
-    finally:
-        if connection is not None:
-            connection.drop()
-
-
 class Engines:
     """All of them, and the tasks that keep up with them.
 
@@ -256,6 +247,8 @@ class Engines:
         self.by_name = {each.name: Engine(each, config, now()) for each in config.engines}
         # by engine, what follows it
         self._tasks: dict[Engine | None, asyncio.Task[None]] = {}
+        # by engine, what finds out what it can do
+        self._probes: dict[Engine, asyncio.Task[None]] = {}
         # no longer in the configuration, until nothing runs there
         self._retired: set[Engine] = set()
         # called every tick, for what waits on engines
@@ -268,6 +261,8 @@ class Engines:
             self._tasks[engine] = asyncio.create_task(self._follow(engine))
         self._tasks[None] = asyncio.create_task(self._watch())
         await asyncio.gather(*map(self._ask_first, self.by_name.values()))
+        for engine in self.by_name.values():
+            self._start_probe(engine)
         self.asked.set()
 
     async def change(self, config: GatewayConfig) -> list[str]:
@@ -292,6 +287,7 @@ class Engines:
             told.append(f"engine {name} removed")
         await asyncio.gather(*map(self._ask_first, added))
         for engine in added:
+            self._start_probe(engine)
             self._tasks[engine] = asyncio.create_task(self._follow(engine))
         return told
 
@@ -300,9 +296,10 @@ class Engines:
         self._retired.add(engine)
 
     async def close(self) -> None:
-        for task in self._tasks.values():
+        tasks = [*self._tasks.values(), *self._probes.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for engine in (*self.by_name.values(), *self._retired):
             engine.pool.close()
 
@@ -328,6 +325,50 @@ class Engines:
                 await self._read_models(engine)
             elif not engine.polled:
                 engine.num_polls += 1
+            self._start_probe(engine)
+
+    def _start_probe(self, engine: Engine) -> None:
+        """Find out what it can do, beside everything else: no poll or request waits for it."""
+        # one without metrics has its trouble, and answers all the same
+        answers = engine.kind != "auto" and engine.models is not None and not engine.num_misses
+        if engine.wants_probe and answers and engine not in self._probes:
+            engine.wants_probe = False
+            task = asyncio.create_task(self._probe(engine))
+            self._probes[engine] = task
+            task.add_done_callback(lambda done: self._probes.pop(engine, None))
+
+    def is_probed(self, engine: Engine) -> bool:
+        """Whether what it can do was asked for, and it has answered or not."""
+        return not engine.wants_probe and engine not in self._probes
+
+    async def _probe(self, engine: Engine) -> None:
+        timeout = max(_PROBE_SECONDS, self._config.poll_timeout)
+
+        async def asked(path: str, body: Mapping[str, Any] | None) -> tuple[int, Any]:
+            sent = None if body is None else msgspec.json.encode(body)
+            try:
+                status, told = await ask(engine, path, timeout, sent)
+                return status, msgspec.json.decode(told)
+            except (ConnectError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                # whether it lives its polls and its answers show
+                return 0, None
+
+        models = list(engine.models or ())
+        try:
+            tries = engine.config.probe == "try"
+            found = await find_abilities(engine.kind, asked, models, tries=tries)
+        except Exception:
+            # a fault of ours: the kind's table holds
+            _log.exception("probe_failed engine=%s", engine.name)
+            return
+        if engine.wants_probe:
+            # it has gone meanwhile, and is asked again
+            return
+        engine.learn(found)
+        _log.info(
+            "engine_probed engine=%s kind=%s answered=%s %s",
+            engine.name, engine.kind, found.answered, found.sources,
+        )  # fmt: skip
 
     async def poll(self, engine: Engine) -> None:
         """Ask it once how it is."""
@@ -343,6 +384,8 @@ class Engines:
             _log.info("engine_back engine=%s", engine.name)
             engine.back_at = self._now()
             engine.load.prefixes.clear()
+            # it may have been started anew, as something else
+            engine.forget()
         engine.num_misses = 0
         if status == 200:
             engine.trouble = ""
@@ -380,16 +423,10 @@ class Engines:
             if not engine.polled:
                 engine.trouble = f"{path} answers {status}"
             return
-        if not engine.polled:
+        if not engine.polled and engine.trouble:
             engine.trouble = ""
-        contexts = await self._read_contexts(engine)
-        models = {}
-        for entry in entries:
-            name, most = entry.get("id"), entry.get("max_model_len")
-            if isinstance(name, str) and name:
-                most = most if isinstance(most, int) else contexts.get(name, contexts.get(""))
-                models[name] = EngineModel(name, most, entry)
-        engine.models = models
+            engine.forget()
+        engine.lists(entries, await self._read_contexts(engine))
 
     async def _read_contexts(self, engine: Engine) -> Mapping[str, int]:
         path = engine.facts.context_path
@@ -418,6 +455,8 @@ class Engines:
         for engine in [each for each in self._retired if not each.running]:
             self._retired.discard(engine)
             self._tasks.pop(engine).cancel()
+            if engine in self._probes:
+                self._probes[engine].cancel()
             engine.pool.close()
         for engine in (*self.by_name.values(), *self._retired):
             heard = [running.tick(now) for running in list(engine.running)]

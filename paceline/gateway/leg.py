@@ -90,8 +90,8 @@ class Leg:
         self._dispatch = dispatch
         self._streams = False
         self._heard_at = request.now()
-        # of the connection's, at the last tick, and those since that brought comments alone
-        self._num_reads = self._num_comments = 0
+        # of the connection's, at the last tick, and those since that brought no part of the answer
+        self._num_reads = self._num_idle_reads = 0
         splice = request.splice
         self._tokens_before = 0 if splice is None else splice.num_output_tokens
         self._request = b""
@@ -197,7 +197,9 @@ class Leg:
             self._relay(data)
             return
         self._kept += data
+        parts = self._probe.num_events
         self._probe.feed(data)
+        self._num_idle_reads += self._probe.num_events == parts
         if self._probe.failed is not None:
             self.give_up(self._probe.failed)
         elif self._probe.emitted or self._probe.done:
@@ -223,12 +225,12 @@ class Leg:
             # nearly all go this way
             owner.write(out)
             return
+        parts = splice.num_events
         out = splice.feed(data)
         if out:
             owner.write(out)
-        if out.startswith(b":") and b"\ndata:" not in out:
-            # comments show that the server lives, not that it works on this
-            self._num_comments += 1
+        # comments and pings show that the connection lives, not that the engine works on this
+        self._num_idle_reads += splice.num_events == parts
         if splice.emitted and self._dispatch.first_at is None:
             now = owner.now()
             self._dispatch.first_token(now)
@@ -287,11 +289,11 @@ class Leg:
     def tick(self, now: float) -> bool:
         config, connection = self._owner.config, self.connection
         new = 0 if connection is None else connection.num_reads - self._num_reads
-        if connection is not None and (new > self._num_comments or connection.is_paused):
+        if connection is not None and (new > self._num_idle_reads or connection.is_paused):
             # where its caller reads slowly nobody listens to what the engine says
             self._heard_at = now
         self._num_reads += new
-        self._num_comments = 0
+        self._num_idle_reads = 0
         limit = config.stall_timeout if self.status else config.first_byte_timeout
         if self._streams and not self._dispatch.first_at:
             limit = config.first_byte_timeout

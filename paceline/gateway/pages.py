@@ -8,8 +8,10 @@ from typing import Any, Protocol
 import msgspec
 
 from paceline import __version__
+from paceline.gateway.abilities import ABILITIES
 from paceline.gateway.counts import Counts
 from paceline.gateway.engines import Engine, Engines
+from paceline.gateway.kinds import KINDS
 from paceline.gateway.routes import Routes
 from paceline.gateway.spending import Spending
 from paceline.gateway.states import state_of
@@ -106,7 +108,11 @@ class Pages:
             "draining": gateway.draining,
             "retry_budget": round(gateway.budget.left(now), 1),
             "engines": {
-                engine.name: _engine(engine, now) for engine in gateway.engines.by_name.values()
+                engine.name: {
+                    **_engine(engine, now),
+                    "abilities": _abilities(engine, gateway.engines.is_probed(engine)),
+                }
+                for engine in gateway.engines.by_name.values()
             },
             "spend": gateway.spending.status(),
         }
@@ -145,6 +151,31 @@ def _engine(engine: Engine, now: float) -> Mapping[str, Any]:
         "pressure": _pressure(engine, now),
         "lost_signals": sorted(engine.lost_signals),
         "samples": engine.load.latency.num_samples,
+    }
+
+
+def _abilities(engine: Engine, probed: bool) -> Mapping[str, Any]:
+    """What it can do, and who says so: its kind's table, itself, or a request that was tried."""
+    found, facts = engine.abilities, engine.facts
+    kind = KINDS["openai" if engine.kind == "auto" else engine.kind]
+    held = {"token_ids": kind.resumes, "resume": kind.resumes, "continues": kind.continues}
+    told: dict[str, Any] = {}
+    for name, field in ABILITIES.items():
+        value = getattr(found, name)
+        told[field] = {
+            "can": held[name] if value is None else value,
+            "from": found.sources.get(name, "kind"),
+        }
+    probe = "off" if engine.config.probe == "off" else "under way"
+    if probed and probe != "off":
+        probe = "answered" if found.answered else "unanswered"
+    return {
+        "probe": probe,
+        **told,
+        "resumes_exactly": facts.resumes,
+        "contexts": {name: model.max_model_len for name, model in (engine.models or {}).items()},
+        "slots": found.slots,
+        "version": found.version or None,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
@@ -25,13 +26,18 @@ class _Typed(msgspec.Struct):
     type: str = ""
 
 
-def _name_of(event: bytes) -> bytes:
+# of events that keep a connection alive
+_PINGS: Final = frozenset({b"ping", b"keepalive"})
+
+
+def _name_of(event: bytes, payload: bytes) -> bytes:
     """What kind of event it is: its name, or where it has none the type that its data has. Never
     what a text in it says."""
-    if event.startswith(b"event:"):
-        return event[6:].partition(b"\n")[0].strip()
+    at = 0 if event.startswith(b"event:") else event.find(b"\nevent:") + 1
+    if at or event.startswith(b"event:"):
+        return event[at + 6 :].partition(b"\n")[0].strip()
     try:
-        return msgspec.json.decode(payload_of(event) or b"{}", type=_Typed).type.encode()
+        return msgspec.json.decode(payload, type=_Typed).type.encode()
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return b""
 
@@ -61,6 +67,7 @@ class PlainSplice:
     prompt_tokens: int | None = None
     cached_tokens: int = 0
     num_parts: int = 0
+    num_events: int = 0
     # nothing is learned of its events, which have names
     relay: Relay = relay_nothing
     _num_deltas: int = 0
@@ -101,15 +108,18 @@ class PlainSplice:
 
     def _event(self, event: bytes) -> bytes:
         whole = event + b"\n\n"
-        if event.startswith(b":"):
-            return whole
-        name = _name_of(event)
+        payload = payload_of(event)
+        if payload is None:
+            # a comment; a name alone is no event
+            return event.partition(b"\n")[0] + b"\n\n" if event.startswith(b":") else b""
+        name = _name_of(event, payload)
+        self.num_events += name not in _PINGS
         if name in self.fails:
             self.failed = "the engine reported an error"
             self.failure_event = whole
             return b""
         if b'"usage"' in event:
-            self._count(event)
+            self._count(payload)
         if name in self.ends:
             self.done = True
         elif name.endswith(self.says):
@@ -121,11 +131,11 @@ class PlainSplice:
         held, self._held = self._held, b""
         return held + whole
 
-    def _count(self, event: bytes) -> None:
+    def _count(self, payload: bytes) -> None:
         """What the engine says of tokens stands over the number of deltas; what it says before the
         first one is of the prompt."""
         try:
-            told = msgspec.json.decode(payload_of(event) or b"{}", type=_Told)
+            told = msgspec.json.decode(payload, type=_Told)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return
         usage = told.usage or (told.message or told.response or told).usage

@@ -50,6 +50,8 @@ class Route:
     longer: Route | None = None
     # what its caller wrote, where ``model`` has a ``*``
     asked: str = ""
+    # what goes there stays in the house, also by other models that serve it instead
+    local_only: bool = False
 
     @property
     def shown(self) -> str:
@@ -110,8 +112,11 @@ class Routes:
         self._aliased = {name: by_name.pop(name) for name in self._aliases.names}
         self._models = by_name
 
-    def find(self, name: str, prompt_tokens: float) -> Route:
+    def find(self, name: str, prompt_tokens: float, *, local_only: bool = False) -> Route:
         """Where a request for ``name`` goes; "" means the only model there is.
+
+        Args:
+            local_only: it serves for another model, whose requests stay in the house.
 
         Raises UnknownModelError, listing what there is.
         """
@@ -119,15 +124,18 @@ class Routes:
             name = entries[0].id
         config = self._models.get(name)
         if config is not None:
-            route = self._configured(self._by_length(config, prompt_tokens))
+            # a long prompt is no less private than a short one
+            local_only = local_only or config.local_only
+            route = self._configured(self._by_length(config, prompt_tokens), local_only)
             if config.length_over:
                 longest = config.length_over[max(config.length_over, key=int)]
                 if longest != route.model:
-                    route = replace(route, longer=self._configured(self._models[longest]))
+                    longer = self._configured(self._models[longest], local_only)
+                    route = replace(route, longer=longer)
             return route
         if (found := self._aliases.find(name)) is not None:
             alias, stem = found
-            return self._configured(self._aliased[alias], name, stem)
+            return self._configured(self._aliased[alias], local_only, name, stem)
         sites = [] if self._are_named else self._served(name)
         if not sites:
             served = ", ".join(self.names()[:20]) or "none, as no engine has answered yet"
@@ -145,7 +153,7 @@ class Routes:
         found: dict[str, EngineModel] = {}
         if self._are_named:
             for name in self._models:
-                sites = self._configured(self._models[name]).tiers
+                sites = self._configured(self._models[name], False).tiers
                 lengths = [s.max_model_len for tier in sites for s in tier if s.max_model_len]
                 found[name] = EngineModel(name, max(lengths) if lengths else None)
         else:
@@ -161,21 +169,27 @@ class Routes:
                 return self._models[config.length_over[str(bound)]]
         return config
 
-    def _configured(self, config: ModelConfig, asked: str = "", stem: str = "") -> Route:
-        """``asked``: where its name has a ``*``, what was asked for, and what that stands for."""
+    def _configured(
+        self, config: ModelConfig, local_only: bool, asked: str = "", stem: str = ""
+    ) -> Route:
+        """``local_only``: of the model that it serves for; ``asked``: where its name has a ``*``,
+        what was asked for, and what that stands for."""
         name = asked or config.name
+        local_only = local_only or config.local_only
         tiers = []
         for number, texts in enumerate(config.tiers):
             tier = []
             for target in map(Target.parse, texts):
                 engine = self._engines[target.engine]
-                if config.local_only and engine.config.cloud:
+                if local_only and engine.config.cloud:
                     continue
                 model = fill(target.model, stem) or self._own_name(engine, name)
                 tier.append(Site(engine, model, number))
             if tier:
                 tiers.append(tier)
-        return Route(config.name, tiers, config.fallback, config.pressure_fallback, None, asked)
+        return Route(
+            config.name, tiers, config.fallback, config.pressure_fallback, None, asked, local_only
+        )
 
     def _own_name(self, engine: Engine, name: str) -> str:
         """Of a target that names none: the same, or the only one that the engine has."""

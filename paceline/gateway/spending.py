@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.core.errors import UnknownModelError
 from paceline.gateway.budgets import Budgets, Cost, LocalStore, Reservation
 from paceline.gateway.config import GatewayConfig, KeyConfig, budgets_of, prices_of
 from paceline.gateway.leases import LeaseStore
@@ -100,18 +101,31 @@ class Spending:
             return None
         try:
             found = await self._reserve(name, route, prompt_tokens, most_tokens)
-        except HttpError:
+        except HttpError as refused:
             key = self.key(name)
             if other is None or key is None or key.over_budget in ("", route.model):
                 raise
-            route = other(key.over_budget)
+            try:
+                route = other(key.over_budget)
+            except (HttpError, UnknownModelError):
+                # it cannot serve this: what is wrong is the budget
+                raise refused from None
+            if not route.tiers:
+                raise
             found = await self._reserve(name, route, prompt_tokens, most_tokens)
         return Charge(found, route)
 
     async def _reserve(self, name: str, route: Route, prompt: int, most: int) -> Reservation:
         if self._budgets.budget(name) is None:
             return Reservation(name, 0, None)
-        places = [(site.engine.name, site.model) for tier in route.tiers for site in tier]
+        # a prompt that turns out too long goes to another model
+        routes = [route] if route.longer is None else [route, route.longer]
+        places = [
+            (site.engine.name, site.model)
+            for each in routes
+            for tier in each.tiers
+            for site in tier
+        ]
         return await self._budgets.reserve(name, self.prices.worst(places, prompt, most))
 
     def settle(self, charge: Charge, shares: Sequence[tuple[Site, Used]]) -> None:

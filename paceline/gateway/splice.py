@@ -114,6 +114,8 @@ class Splice(Protocol):
     failure_event: bytes
     prompt_tokens: int | None
     cached_tokens: int
+    # fed so far that are a part of the answer, if an empty one: comments and pings are none
+    num_events: int
 
     @property
     def relay(self) -> Relay:
@@ -160,6 +162,7 @@ class OpenAISplice:
     prompt_tokens: int | None = None
     # of the prompt, as the engine says
     cached_tokens: int = 0
+    num_events: int = 0
     relay: Relay = relay_nothing
     _ids: dict[int, list[int]] = field(default_factory=dict)
     # tokens came without their ids: nothing can go on exactly behind them
@@ -220,7 +223,11 @@ class OpenAISplice:
                 break
             shape = self._shape
             found = None if shape is None else shape.relay(event + b"\n\n")
-            out.append(self._event(event) if found is None else found)
+            if found is None:
+                found = self._event(event)
+            else:
+                self.num_events += 1
+            out.append(found)
         if self._events.too_long:
             self.failed = f"an event of more than {MAX_EVENT_BYTES} bytes"
         goes_on = self._events.is_between and not self.done and self.failed is None
@@ -274,6 +281,7 @@ class OpenAISplice:
                 self.failed = "the stream ended without a finish reason"
                 return b""
             self.done = True
+            self.num_events += 1
             return (b"" if self._usage_out else self._counts()) + DONE
         if b"\n" in payload:
             # JSON may have line breaks between its tokens, an event's data may not
@@ -297,6 +305,7 @@ class OpenAISplice:
             self._begin(payload, chunk)
         prompt = chunk.prompt_token_ids
         has_usage = bytes(chunk.usage) not in _NULL
+        self.num_events += bool(chunk.choices) or has_usage
         ends = says = False
         only_roles = bool(chunk.choices)
         for choice in chunk.choices:

@@ -6,6 +6,7 @@ is an InvalidRequestError that names the field and shows the value.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import msgspec
@@ -45,14 +46,14 @@ def show(value: object) -> str:
 
 
 def show_url(url: str) -> str:
-    """A URL as an error may quote it, whatever it is: without user, password and query, which may
-    be secrets."""
-    shown = url.partition("?")[0]
+    """A URL as an error may quote it, whatever it is: without user, password, query and fragment,
+    which may be secrets."""
+    shown = re.split("[?#]", url, maxsplit=1)[0]
     if "@" in url:
         # a password may hold any character, those that end the name of a host too
         start, slashes, _ = shown.partition("//")
         host = shown.rpartition("@")[2] if "@" in shown else "..."
-        shown = f"{start if slashes else ''}{slashes}***@{host}"
+        shown = f"{start if slashes and '@' not in start else ''}{slashes}***@{host}"
     return repr(shown[:200])
 
 

@@ -118,6 +118,8 @@ class Connection(asyncio.Protocol):
         self._interim = False
         self._keep = False
         self._whole = False
+        # a message has begun behind the answer, and no request is under way
+        self._unasked = False
         # of the body, in the read at hand
         self._parts: list[bytes] = []
         # the parser has seen the end of a chunk, and none begin since
@@ -152,6 +154,7 @@ class Connection(asyncio.Protocol):
         """A request, head and body; its answer goes to ``sink``."""
         assert self._sink is None and self._transport is not None, "the connection is in use"
         self._sink = sink
+        self._whole = False
         self.num_reads = 0
         self._transport.write(request)
 
@@ -186,8 +189,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         sink = self._sink
         if sink is None:
-            # nothing was asked for, so these bytes belong to no answer
-            self.drop()
+            self._drop_unasked()
             return
         self.num_reads += 1
         if self._between_chunks:
@@ -210,17 +212,32 @@ class Connection(asyncio.Protocol):
             # its caller gets what was good
             self._deliver()
             if self._whole:
-                # bytes behind the end
-                self.drop()
+                self._drop_unasked()
             else:
                 self._lose(f"the answer is not HTTP: {str(error)[:100]}")
             return
         except Exception:
             self._sink_failed()
             return
-        if self._in_head and self._head_bytes > _MAX_HEAD_BYTES:
+        if self._whole:
+            self._end_read()
+        elif self._in_head and self._head_bytes > _MAX_HEAD_BYTES:
             self._lose(f"the answer's head has more than {_MAX_HEAD_BYTES} bytes")
         self._between_chunks = self._chunk_ended and data.endswith(b"\r\n")
+
+    def _end_read(self) -> None:
+        """Of a read that brought the end of an answer: only now is it known whether there was
+        something behind it."""
+        if self._unasked:
+            self._drop_unasked()
+        elif self._keep and self.is_open:
+            self._pool.give_back(self)
+
+    def _drop_unasked(self) -> None:
+        """Bytes came that no request has asked for: the next one would take them for its answer."""
+        if self.is_open:
+            self._pool.count_unasked()
+        self.drop()
 
     def _deliver(self) -> None:
         """What the read at hand brought."""
@@ -261,6 +278,9 @@ class Connection(asyncio.Protocol):
     # ---------------------------------------------------------------- of the parser
 
     def on_message_begin(self) -> None:
+        if self._whole:
+            self._unasked = True
+            return
         self._head, self._in_head, self._framed, self._whole = [], True, False, False
         self._chunk_ended = self._between_chunks = False
         self._head_bytes = self._parsed_bytes = 0
@@ -308,7 +328,6 @@ class Connection(asyncio.Protocol):
         self._in_head = True
         if self._keep:
             self.resume()
-            self._pool.give_back(self)
         elif self._transport is not None:
             self._transport.close()
         try:
@@ -333,6 +352,8 @@ class Pool:
         self._free: list[Connection] = []
         self._open: set[Connection] = set()
         self._tls = ssl.create_default_context() if origin.tls else None
+        # connections that were closed for bytes which no request had asked for
+        self.num_unasked = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -380,6 +401,10 @@ class Pool:
             self._free.append(connection)
         else:
             connection.drop()
+
+    def count_unasked(self) -> None:
+        self.num_unasked += 1
+        _log.warning("unasked_answer origin=%s num=%d", self.origin.authority, self.num_unasked)
 
     def forget(self, connection: Connection) -> None:
         self._open.discard(connection)

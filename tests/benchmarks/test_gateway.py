@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+import benchmarks.gateway.options as gateway_options
+from benchmarks.common.processes import Unavailable
 from benchmarks.gateway.__main__ import main
 from benchmarks.gateway.calls import calls_per_chunk
 from benchmarks.gateway.failover import Seen, _count, _pause, _pauses
-from benchmarks.gateway.options import PARTS, Options, OptionsError, litellm_command
+from benchmarks.gateway.live_routing import POLICIES, Asked, Outstanding, plan, ratios
+from benchmarks.gateway.options import (
+    PARTS,
+    ROUTERS,
+    Options,
+    OptionsError,
+    litellm_command,
+    router_pythons,
+)
 
 
 def test_the_usual_run_is_the_whole() -> None:
@@ -18,6 +29,7 @@ def test_the_usual_run_is_the_whole() -> None:
     assert (options.parts, options.times, options.model_times) == (PARTS, 20, 5)
     assert options.litellm is None and options.minutes == 12.0 and not options.quick
     quick = Options.read({"QUICK": "1", "TIMES": ""})
+    assert not options.routers
     assert (quick.times, quick.model_times, quick.pools) == (1, 0, (0, 0))
 
 
@@ -40,13 +52,18 @@ def test_what_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("PARTS", "overhead,speed", "PARTS may have overhead, routing, failover, got 'speed'"),
+        (
+            "PARTS",
+            "overhead,speed",
+            "live_routing, failover, got 'speed'",
+        ),
         ("PARTS", ",", "got ''"),
         ("TIMES", "0", "TIMES must be a whole number of at least 1, got '0'"),
         ("TIMES", "many", "got 'many'"),
         ("MODEL_TIMES", "-1", "at least 0"),
         ("MINUTES", "inf", "a number of at least 1, got 'inf'"),
         ("POOLS", "3,x", "got 'x'"),
+        ("ROUTERS", "sglang", "ROUTERS may be install, got 'sglang'"),
         ("LITELLM", "/no/such/litellm", "no such command. LITELLM=install sets"),
     ],
 )
@@ -93,3 +110,56 @@ def test_a_fault_is_weighed_against_the_unhurt_stream() -> None:
     assert _pause(Seen(times=[0.0, 5.0, 5.1, 5.4]), at=5.05) == pytest.approx(0.3)
     assert _pauses([]) == {}
     assert _pauses([1.0, 3.0]) == {"pause_p50_s": 2.0, "pause_p99_s": 2.98}
+
+
+def test_routers_are_left_out_where_nobody_asks_or_they_do_not_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, missing = router_pythons(Options.read({}).routers, tmp_path)
+    assert not found and set(missing) == set(ROUTERS) and not any(tmp_path.iterdir())
+
+    def make_venv(folder: Path, packages: Sequence[str]) -> Path:
+        if packages[0].startswith("vllm"):
+            raise Unavailable("no wheel for this machine")
+        return folder / "python"
+
+    monkeypatch.setattr(gateway_options, "make_venv", make_venv)
+    found, missing = router_pythons(Options.read({"ROUTERS": "install"}).routers, tmp_path)
+    assert found == {"sglang-router": tmp_path / "sglang-router" / "python"}
+    assert missing == {"vllm-router": "no wheel for this machine"}
+
+
+def test_a_turn_is_the_same_for_every_policy() -> None:
+    for load in ("mixed", "shared"):
+        one, two = (plan(load, 20.0, 5.0, 3, mark) for mark in POLICIES[:2])
+        assert len(one) > 50 and all(0.0 < each.at < 5.0 for each in one)
+        for mine, theirs in zip(one, two, strict=True):
+            assert (mine.at, mine.output, mine.tight) == (theirs.at, theirs.output, theirs.tight)
+            assert mine.text.removeprefix(POLICIES[0]) == theirs.text.removeprefix(POLICIES[1])
+            assert mine.text != theirs.text and mine.output > 0
+        assert one != plan(load, 20.0, 5.0, 4, POLICIES[0])
+    first = [each.pieces[:2] for each in plan("shared", 20.0, 5.0, 3, "x")]
+    assert len(set(first)) <= 8 and len(first) > 50
+    assert len({each.pieces for each in plan("mixed", 20.0, 5.0, 3, "x") if each.pieces}) > 40
+
+
+def test_what_is_outstanding_is_given_back() -> None:
+    seen = Outstanding()
+    amount = seen.add(1, Asked(0.0, "x" * 400, 9, True))
+    assert seen.tokens == [0.0, amount, 0.0] and amount == 116.0
+    seen.end(1, amount, 30)
+    assert seen.tokens == [0.0, 0.0, 0.0]
+    assert seen.add(0, Asked(0.0, "x" * 400, 9, True)) == 130.0
+
+
+def test_ratios_are_of_the_best_other() -> None:
+    goodput = {
+        "gateway": [0.8, 0.9, 1.0], "round-robin": [0.4, 0.45, 0.5],
+        "least-outstanding": [0.8, 0.9, 1.0], "prefix-affinity": [0.0, 0.0, 0.0],
+    }  # fmt: skip
+    told = ratios(goodput)
+    assert told["best_other"] == "least-outstanding"
+    assert told["vs_round_robin"] == {"ratio": 2.0, "low": 2.0, "high": 2.0}
+    assert told["vs_best_other"]["ratio"] == 1.0
+    nothing = ratios({name: [0.0] for name in POLICIES})
+    assert nothing["vs_round_robin"]["ratio"] == 1.0

@@ -316,11 +316,40 @@ def test_what_the_client_says_itself() -> None:
         ("http://a?x=1", ""),
         ("http://a", "k\r\nX: y"),
         ("http://a b", ""),
+        ("http://a:99999", ""),
+        ("http://a:0", ""),
     ],
 )
 def test_targets_that_are_none(url: str, key: str) -> None:
     with pytest.raises(ValueError):
         Target(url, "m", key)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://user:secret@host/v1",
+        "https//user:secret@host",
+        "user:secret@host",
+        "http://user:secret@",
+        "http://user:se/cr?et#secret@host",
+        "http://user:secret@host:port",
+        "http://:secret@host",
+        "user:secret@//host",
+        "http://user:secret@[::1",
+        "http://user:secret\u2100@host",
+        "ftp://host?key=secret",
+        "ftp://host#secret",
+        "http://host:0?key=secret",
+    ],
+)
+def test_a_url_that_is_none_does_not_show_its_password(url: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Target(url, "m")
+    error = caught.value
+    assert "secret" not in str(error) and "base_url" in str(error)
+    # a traceback shows what an error was raised from
+    assert error.__context__ is None or error.__suppress_context__
 
 
 def test_a_target_does_not_show_its_key() -> None:

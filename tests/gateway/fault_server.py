@@ -7,6 +7,7 @@ are kept, body and headers.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -32,6 +33,8 @@ class Step:
     then: str = "end"
     # raw bytes instead of an answer
     raw: bytes | None = None
+    # and behind a stream, in the same write as its end
+    behind: bytes = b""
 
 
 @dataclass
@@ -47,8 +50,11 @@ class Engine:
     metrics: str = ""
     models: tuple[str, ...] = ("m",)
     max_model_len: int | None = None
-    # what GETs of other paths say
+    # what other paths say, for a body as they say; those that an engine is asked what it can do by
+    # are 404 without
     pages: Mapping[str, Any] = field(default_factory=dict)
+    # of those, which were
+    asked: list[str] = field(default_factory=list)
     # answers nothing at all, polls neither
     frozen: bool = False
 
@@ -100,6 +106,10 @@ def chat_chunks(
     return tuple(found)
 
 
+# beside those that are GET
+_PROBED = frozenset({"/tokenize", "/apply-template", "/api/show"})
+
+
 @asynccontextmanager
 async def scripted(*script: Step, **fields: Any) -> AsyncIterator[Engine]:
     engine = Engine(script=list(script), **fields)
@@ -144,12 +154,20 @@ async def _one(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.Str
         await _send(writer, status, (), (engine.metrics.encode(),), stream=False)
         return True
     if path in engine.pages:
-        body = json.dumps(engine.pages[path]).encode()
-        await _send(writer, 200, (), (body,), stream=False)
+        page = engine.pages[path]
+        engine.asked.append(path)
+        told = page(json.loads(body or b"{}")) if callable(page) else page
+        told = await told if inspect.isawaitable(told) else told
+        status, told = told if isinstance(told, tuple) else (200, told)
+        await _send(writer, status, (), (json.dumps(told).encode(),), stream=False)
         return True
     if path == "/v1/models":
         entries = [{"id": name, "max_model_len": engine.max_model_len} for name in engine.models]
         await _send(writer, 200, (), (json.dumps({"data": entries}).encode(),), stream=False)
+        return True
+    if line.startswith(b"GET") or path in _PROBED:
+        engine.asked.append(path)
+        await _send(writer, 404, (), (b'{"detail": "Not Found"}',), stream=False)
         return True
     engine.bodies.append(json.loads(body))
     engine.headers.append(headers)
@@ -162,7 +180,7 @@ async def _one(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.Str
         return False
     await _send(
         writer, step.status, step.headers, step.parts, stream=step.stream, gap=step.gap,
-        ends=step.then == "end",
+        ends=step.then == "end", behind=step.behind,
     )  # fmt: skip
     if step.then == "stall":
         # until the gateway hangs up
@@ -181,6 +199,7 @@ async def _send(
     stream: bool,
     gap: float = 0.0,
     ends: bool = True,
+    behind: bytes = b"",
 ) -> None:
     kind = "text/event-stream" if stream and status == 200 else "application/json"
     head = [f"HTTP/1.1 {status} X", f"content-type: {kind}"]
@@ -197,5 +216,5 @@ async def _send(
         if gap:
             await asyncio.sleep(gap)
     if stream and ends:
-        writer.write(b"0\r\n\r\n")
+        writer.write(b"0\r\n\r\n" + behind)
     await writer.drain()

@@ -53,6 +53,13 @@ def test_a_good_one() -> None:
             "numbers of tokens",
         ),
         (
+            ENGINE
+            + '[[engines]]\nname = "far"\nurl = "https://h"\ncloud = true\n[[models]]\nname = "m"\n'
+            'tiers = [["a"]]\nlocal_only = true\nlength_over = {"9" = "l"}\n'
+            '[[models]]\nname = "l"\ntiers = [["far"]]',
+            "which its length_over names, are cloud = true",
+        ),
+        (
             ENGINE + 'cloud = true\n[[models]]\nname = "m"\ntiers = [["a"]]\nlocal_only = true',
             "all its engines are cloud",
         ),

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from paceline.gateway import EngineConfig, GatewayConfig
+from paceline.gateway.config import EngineKind
 from paceline.gateway.engines import Engine
 from paceline.gateway.leg import Leg
 from paceline.gateway.routes import Site
@@ -13,6 +17,7 @@ from paceline.gateway.splice import make_splice
 from paceline.gateway.tracing import NO_TRACE
 from paceline.http.upstream import Connection
 from paceline.routing import Demand
+from tests.gateway.dialects.samples import anthropic_events
 from tests.gateway.fault_server import chat_chunks
 from tests.gateway.helpers import CHAT, WORDS
 
@@ -41,14 +46,14 @@ class Transport:
 class Owner:
     """A request whose caller takes everything."""
 
-    def __init__(self) -> None:
-        engine = EngineConfig(name="e1", url="http://127.0.0.1:1")
+    def __init__(self, path: str = CHAT, kind: EngineKind = "auto") -> None:
+        engine = EngineConfig(name="e1", url="http://127.0.0.1:1", kind=kind)
         self.config = GatewayConfig(
             engines=(engine,), stall_timeout=1.0, first_byte_timeout=5.0, silence=2.0
         )
         self.clock = T
         self.wake = asyncio.Event()
-        self.splice: Any = make_splice(CHAT, num_choices=1, note={})
+        self.splice: Any = make_splice(path, num_choices=1, note={})
         self.trace = NO_TRACE
         self.told: list[bytes] = []
         self.first: list[float] = []
@@ -76,19 +81,26 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def started() -> tuple[Owner, Leg, Connection]:
+def started(
+    path: str = CHAT,
+    kind: EngineKind = "auto",
+    first: Sequence[bytes] = chat_chunks(WORDS)[:2],
+    probe: bool = False,
+) -> tuple[Owner, Leg, Connection]:
     """A leg whose engine has said the first word."""
-    owner = Owner()
+    owner = Owner(path, kind)
     owner.splice.begin_leg()
     engine = Engine(owner.config.engines[0], owner.config, T)
     demand = Demand(prompt_tokens=3.0, max_tokens=9, output_tokens=9.0, prefix=())
     dispatch = engine.load.dispatch(demand, engine.load.view(demand, T), T)
-    leg = Leg(owner, Site(engine, "m", 0), dispatch)  # type: ignore[arg-type]
+    second = make_splice(path, num_choices=1, note={}) if probe else None
+    leg = Leg(owner, Site(engine, "m", 0), dispatch, second)  # type: ignore[arg-type]
+    leg._path = path
     connection = Connection(engine.pool)
     connection.connection_made(Transport())  # type: ignore[arg-type]
     connection.send(b"POST / HTTP/1.1\r\n\r\n", leg)
     leg.connection = connection
-    connection.data_received(HEAD + b"".join(map(chunk, chat_chunks(WORDS)[:2])))
+    connection.data_received(HEAD + b"".join(map(chunk, first)))
     assert leg.tick(T)
     return owner, leg, connection
 
@@ -111,6 +123,71 @@ def test_comments_are_no_part_of_the_answer() -> None:
         leg.tick(T + waited)
     assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 1 s"
     assert 1.0 < waited < 1.3
+
+
+PING = b'event: ping\ndata: {"type": "ping"}\n\n'
+MESSAGES = anthropic_events(WORDS)
+RESPONSES = (
+    b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta"}\n\n',
+) * 3
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "events", "alive"),
+    [
+        (CHAT, "openai", chat_chunks(WORDS), COMMENT * 2),
+        # a comment that never ends, a name alone, a chunk of nothing
+        (CHAT, "openai", chat_chunks(WORDS), b": "),
+        (CHAT, "openai", chat_chunks(WORDS), b"event: ping\n\n"),
+        (CHAT, "openai", chat_chunks(WORDS), b'data: {"choices": []}\n\n'),
+        # translated, and as it is
+        (CHAT, "anthropic", MESSAGES, PING),
+        (CHAT, "anthropic", MESSAGES, PING[:20]),
+        ("/v1/messages", "anthropic", MESSAGES, PING),
+        ("/v1/messages", "paceline", MESSAGES, COMMENT),
+        ("/v1/responses", "openai", RESPONSES, b'data: {"type":"keepalive"}\n\n'),
+    ],
+)
+def test_an_engine_that_only_pings_has_stalled(
+    path: str, kind: EngineKind, events: Sequence[bytes], alive: bytes
+) -> None:
+    """Its connection lives, its stream does not."""
+    _, leg, connection = started(path, kind, events[:4] if events is MESSAGES else events[:2])
+    for step in range(1, 10):
+        connection.data_received(chunk(alive))
+        assert leg.tick(T + 0.1 * step) and leg.verdict is None
+    connection.data_received(chunk(alive))
+    leg.tick(T + 1.1)
+    assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 1 s"
+
+
+def test_a_part_among_pings_is_one() -> None:
+    for path, kind, parts in (
+        ("/v1/messages", "anthropic", MESSAGES),
+        (CHAT, "anthropic", MESSAGES),
+        ("/v1/messages", "anthropic", [b": beside\n" + event for event in MESSAGES]),
+    ):
+        _, leg, connection = started(path, kind, parts[:4])  # type: ignore[arg-type]
+        for step in range(1, 10):
+            connection.data_received(chunk(PING))
+            leg.tick(T + 0.1 * step)
+        connection.data_received(chunk(PING + parts[4]))
+        for step in range(10, 19):
+            connection.data_received(chunk(PING))
+            leg.tick(T + 0.1 * step)
+        assert leg.verdict is None, path
+        connection.data_received(b"".join(map(chunk, parts[5:])))
+        assert leg.verdict is not None and leg.verdict.kind == "done", path
+
+
+def test_a_second_engine_that_only_pings_has_not_begun() -> None:
+    owner, leg, connection = started(first=(COMMENT,), probe=True)
+    for step in range(1, 60):
+        connection.data_received(chunk(COMMENT))
+        leg.tick(T + 0.1 * step)
+    # nothing has come of it in all the time that a first token may take
+    assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 5 s"
+    assert not owner.told
 
 
 def test_parts_of_the_answer_are_whichever_way_they_go() -> None:

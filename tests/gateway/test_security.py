@@ -10,8 +10,16 @@ import pytest
 
 from paceline.gateway.caller import Caller
 from paceline.http.keys import ApiKey
-from tests.gateway.fault_server import PACELINE_METRICS, Step, scripted
-from tests.gateway.helpers import CHAT, chat, configured, gateway_over
+from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
+from tests.gateway.helpers import (
+    CHAT,
+    WORDS,
+    chat,
+    configured,
+    gateway_over,
+    streamed,
+    text_of,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -55,6 +63,25 @@ async def test_engines_headers_stay_there_too() -> None:
     ):
         answer = await client.post(CHAT, json=chat())
         assert not {name for name, _ in names} & set(answer.headers)
+
+
+async def test_an_answer_that_nobody_asked_for_is_nobodys() -> None:
+    """An engine that sends another answer's beginning behind the end of one: who asks next would
+    be given it."""
+    begins = (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
+    faulty = Step(parts=chat_chunks(WORDS), behind=begins)
+    async with (
+        scripted(faulty, metrics=PACELINE_METRICS) as engine,
+        gateway_over(configured(engine, poll_interval=60.0)) as (gateway, client),
+    ):
+        for _ in range(3):
+            told = streamed(await client.post(CHAT, json=chat(stream=True)))
+            assert text_of(told) == "".join(WORDS) and told[-1] == "[DONE]"
+        assert len(engine.bodies) == 3 and gateway.engines.by_name["e1"].pool.num_unasked == 3
+        metrics = (await client.get("/metrics")).text
+        assert 'paceline:gateway_unasked_answers_total{engine="e1"} 3.0' in metrics
 
 
 async def test_a_url_in_a_request_leads_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -346,6 +346,63 @@ async def test_over_its_budget_a_key_may_have_a_cheaper_model(tmp_path: Path) ->
         assert len(big.bodies) == 1
 
 
+@pytest.mark.parametrize("why", ["cloud", "other API"])
+async def test_who_is_over_budget_is_told_so_where_no_other_model_will_do(
+    tmp_path: Path, why: str
+) -> None:
+    """It is at a cloud, and the request is to stay in the house; or it cannot serve it."""
+    models = (
+        ModelConfig(name="big", tiers=(("e1:m",),), local_only=True),
+        ModelConfig(name="small", tiers=(("e2:m",),)),
+    )
+    prices = (
+        PriceConfig(engine="e1", input=10, output=100),
+        PriceConfig(engine="e2", input=0, output=0),
+    )
+    keys = (KeyConfig(name="ann", budget="0.015/day", over_budget="small"),)
+    fields = spending(tmp_path, keys=keys, prices=prices, models=models)
+    kinds = {"e2": "anthropic"} if why == "other API" else {}
+    cloud = {"e2": {"cloud": why == "cloud", "models": ("m",)}}
+    path = "/v1/completions" if why == "other API" else CHAT
+    async with (
+        scripted(answer()) as big,
+        scripted(answer()) as small,
+        gateway_over(
+            configured(big, small, kinds=kinds, engine_fields=cloud, **fields), (ANN,)
+        ) as (_, client),
+    ):
+        body = {**chat(model="big", max_tokens=100), "prompt": "hi"}
+        assert (await client.post(path, json=body, headers=AS_ANN)).status_code == 200
+        refusal = await client.post(path, json=body, headers=AS_ANN)
+        assert refusal.status_code == 429 and "budget" in refusal.text
+        assert len(big.bodies) == 1 and not small.bodies
+
+
+async def test_what_is_reserved_is_enough_for_the_model_of_long_prompts(tmp_path: Path) -> None:
+    """Where an engine finds a prompt too long, it goes to a dearer one."""
+    models = (
+        ModelConfig(name="chat", tiers=(("e1:m",),), length_over={"1000": "long"}),
+        ModelConfig(name="long", tiers=(("e2:m",),)),
+    )
+    prices = (
+        PriceConfig(engine="e1", input=0, output=1),
+        PriceConfig(engine="e2", input=0, output=1000),
+    )
+    keys = (KeyConfig(name="ann", budget="0.015/day"),)
+    fields = spending(tmp_path, keys=keys, prices=prices, models=models)
+    async with (
+        scripted(answer()) as short,
+        scripted(answer()) as long,
+        gateway_over(configured(short, long, **fields), (ANN,)) as (_, client),
+    ):
+        body = chat(model="chat", max_tokens=100)
+        refusal = await client.post(CHAT, json=body, headers=AS_ANN)
+        assert refusal.status_code == 429 and "0.1" in refusal.text
+        body["max_tokens"] = 10
+        assert (await client.post(CHAT, json=body, headers=AS_ANN)).status_code == 200
+        assert len(short.bodies) == 1 and not long.bodies
+
+
 async def test_a_key_may_use_its_models_alone() -> None:
     keys = (KeyConfig(name="ann", models=("m",)),)
     async with (

@@ -49,6 +49,32 @@ async def test_a_long_prompt_goes_to_the_long_model() -> None:
         assert (len(short.bodies), len(long.bodies)) == (1, 1)
 
 
+async def test_local_only_holds_for_the_model_of_long_prompts() -> None:
+    """Which is another entry, and need not say it again."""
+    models = (
+        ModelConfig(name="chat", tiers=(("e1:m",),), local_only=True, length_over={"100": "long"}),
+        ModelConfig(name="long", tiers=(("e2:m", "e1:m"),)),
+    )
+    words = [{"role": "user", "content": "word " * 200}]
+    for step in (WHOLE, refused(503), refused(400)):
+        async with (
+            scripted(step) as local,
+            scripted(WHOLE) as far,
+            gateway_over(
+                configured(local, far, models=models, engine_fields={"e2": {"cloud": True}})
+            ) as (gateway, client),
+        ):
+            for _ in range(4):
+                await client.post(CHAT, json=chat(model="chat", messages=words))
+                await client.post(CHAT, json=chat(model="chat"))
+            assert local.bodies and not far.bodies
+            route = gateway.routes.find("chat", 10.0)
+            assert route.longer is not None and route.longer.local_only
+            # who asks for the other one itself may be served anywhere
+            await client.post(CHAT, json=chat(model="long"))
+            assert len(gateway.routes.find("long", 10.0).tiers[0]) == 2
+
+
 async def test_local_only_never_leaves_the_house() -> None:
     model = ModelConfig(name="chat", tiers=(("e1:m",), ("e2:m",)), local_only=True)
     cloud = {"e2": {"cloud": True}}

@@ -142,6 +142,45 @@ def test_a_sink_that_cannot_take_more_pauses_the_connection() -> None:
     assert sink.end == "whole" and not connection.is_paused and transport.reads
 
 
+@pytest.mark.parametrize(
+    "behind",
+    [
+        b"H",
+        HEAD,
+        HEAD + chunk(b"stolen"),
+        HEAD + chunk(b"stolen") + b"0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nabc",
+        b"HTTP/1.1 100 Continue\r\n\r\n",
+        b"no answer at all\r\n",
+    ],
+)
+@pytest.mark.parametrize("later", [False, True])
+def test_what_nobody_asked_for_is_nobodys_answer(behind: bytes, later: bool) -> None:
+    """A second answer, or its beginning, behind the first: in the same read, or in one that comes
+    while no request is under way."""
+    connection, sink, _ = asked()
+    pool = connection._pool
+    end = chunk(b"mine") + b"0\r\n\r\n"
+    if later:
+        connection.data_received(HEAD + end)
+        assert pool.free() is connection and not pool.num_unasked
+        connection.data_received(behind)
+    else:
+        connection.data_received(HEAD + end + behind)
+    assert (sink.body, sink.end) == (b"mine", "whole")
+    assert not connection.is_open and pool.free() is None and pool.num_unasked == 1
+
+
+def test_line_breaks_behind_an_answer_are_nothing() -> None:
+    connection, sink, _ = asked()
+    connection.data_received(HEAD + chunk(b"1") + b"0\r\n\r\n\r\n")
+    assert sink.end == "whole" and connection._pool.free() is connection
+    again = Sink()
+    connection.send(b"GET / HTTP/1.1\r\n\r\n", again)
+    connection.data_received(HEAD + chunk(b"2") + b"0\r\n\r\n")
+    assert again.body == b"2" and not connection._pool.num_unasked
+
+
 @given(
     st.lists(
         st.sampled_from([b"a", b"\r\n", b"3\r\nabc\r\n", b"0\r\n\r\n", b"x" * 300]), max_size=8
