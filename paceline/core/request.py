@@ -101,6 +101,10 @@ class Forecast(NamedTuple):
     seconds: float
     # the first token comes too late, and the request yields
     late: bool
+    # the same if none came later and went first, and what those who do add for each second of the
+    # wait
+    alone: float
+    overtaken: float
 
 
 @dataclass(slots=True, eq=False)

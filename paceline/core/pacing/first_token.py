@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Hashable
+from operator import mul
 from typing import Final
 
 from paceline.core.predict.step_time import StepShape
@@ -30,15 +31,13 @@ _MOST_WEIGHT: Final = 1.0
 _FULL: Final = frozenset((Reason.SLOTS, Reason.MEMORY, Reason.PACE))
 # equally likely lengths that a request's output is taken to have: the first of many running
 # requests ends long before half of their outputs are over
-_PARTS: Final = 2
+_PARTS: Final = 3
 # arrivals that tell of those to come, not older than so many seconds, and how many tell something
-_ARRIVALS: Final = 64
+_ARRIVALS: Final = 256
 _LATELY: Final = 60.0
 _FEW: Final = 8
-# seconds for which such requests are taken to go on coming
-_AHEAD: Final = 10.0
 # times that those who come during the wait are added to it, at most, and by how much it has to grow
-_ROUNDS: Final = 8
+_ROUNDS: Final = 32
 _GROWS: Final = 1.01
 
 
@@ -48,7 +47,9 @@ class FirstTokenForecast:
     What it waits for is prompt tokens computed before its own, and a place that a running request
     gives back when it ends; both for those ahead of it in the policy's queue, and for those that
     are likely to come and go first. The ratio of what came to what was said is learned for each
-    kind of request, so that what the model leaves out corrects itself.
+    kind of request, so that what the model leaves out corrects itself. What was said counts those
+    who came and went first for as long as the wait really was: or a wait that was told too short
+    would teach, with all that it lacked, to tell others too long.
     """
 
     def __init__(self, state: SchedulerState) -> None:
@@ -76,8 +77,8 @@ class FirstTokenForecast:
 
     def note(self, request: Request) -> float | None:
         """Write down with a newcomer what is predicted for it, and return that."""
-        history = request.history
-        history.forecast = self._forecast(request)
+        history, arrival = request.history, request.asked.arrival_time
+        history.forecast = self._forecast(request, self._state.steps.starts(arrival) - arrival)
         history.predicted_ttft = self._seconds(history.forecast)
         return history.predicted_ttft
 
@@ -91,7 +92,8 @@ class FirstTokenForecast:
         arrivals.append((now, key - self._grows * now, request.tier, request.num_new_tokens))
 
     def predict(self, request: Request) -> float | None:
-        """Seconds to the first token if it were queued now; None while nothing was measured."""
+        """Seconds to the first token if it were queued between two steps; None while nothing was
+        measured."""
         return self._seconds(self._forecast(request))
 
     def _seconds(self, forecast: Forecast | None) -> float | None:
@@ -102,7 +104,8 @@ class FirstTokenForecast:
         came, said = self.outcomes.get(kind, (1.0, 1.0))
         return came / said
 
-    def _forecast(self, request: Request) -> Forecast | None:
+    def _forecast(self, request: Request, rest: float = 0.0) -> Forecast | None:
+        """``rest``: seconds that the step under way still takes."""
         state, last = self._state, self._state.last
         for forecast, actual in last.first_tokens:
             self._learn(forecast, actual)
@@ -113,54 +116,65 @@ class FirstTokenForecast:
             self._seen = last.version
             self._look()
         predict, step = state.step_time.predict, self._tokens_per_step
+        if request.favoured:
+            # it is computed whole, whatever others lack
+            step = max(2, request.num_new_tokens)
         num_steps = -(-request.num_new_tokens // step)
-        rest = max(2, request.num_new_tokens - (num_steps - 1) * step)
-        prompt = (num_steps - 1) * predict(self._base.plus(0, step))
-        prompt += predict(self._base.plus(0, rest))
+        last_tokens = max(2, request.num_new_tokens - (num_steps - 1) * step)
+        prompt = rest + (num_steps - 1) * predict(self._base.plus(0, step))
+        prompt += predict(self._base.plus(0, last_tokens))
         priority = max(-_LEVELS, min(_LEVELS, request.asked.priority))
-        seconds = self._wait(request, self.bias((request.tier, priority, False))) + prompt
+        kind = (request.tier, priority, request.favoured)
+        bias = self.bias((*kind, False))
+        wait, alone = self._wait(request, bias)
+        seconds = wait + prompt
         late = seconds > request.late_after
-        return Forecast((request.tier, priority, late), seconds, late)
+        overtaken = (wait - alone) / max(1e-9, bias * seconds)
+        return Forecast((*kind, late), seconds, late, alone + prompt, overtaken)
 
-    def _wait(self, request: Request, bias: float) -> float:
-        """Seconds until the request has a place, and prompts before its own are computed."""
+    def _wait(self, request: Request, bias: float) -> tuple[float, float]:
+        """Seconds until the request has a place, and prompts before its own are computed; and the
+        same if none came later and went first."""
         num, tokens = self._state.waiting.ahead_of(request)
-        seconds = self._until(num, tokens)
+        seconds = alone = self._until(num, tokens, favoured=request.favoured)
         span, overtakers = self._overtakers(request)
+        longest, sizes = [most for most, _ in overtakers], [size for _, size in overtakers]
         for _ in range(_ROUNDS if overtakers else 0):
             # as many as came lately in so long a time
-            count = more = 0.0
-            for most, each in overtakers:
-                share = min(most, bias * seconds) / span
-                count += share
-                more += share * each
-            longer = self._until(num + count, tokens + more)
+            wait = bias * seconds
+            shares = [most if most < wait else wait for most in longest]
+            more = sum(map(mul, shares, sizes)) / span
+            count = num + sum(shares) / span
+            longer = self._until(count, tokens + more, favoured=request.favoured)
             if longer <= _GROWS * seconds:
                 break
             seconds = longer
-        return seconds
+        return seconds, alone
 
-    def _until(self, num: float, tokens: float) -> float:
+    def _until(self, num: float, tokens: float, *, favoured: bool) -> float:
         """Seconds until places have come free for so many requests and one more, and so many prompt
-        tokens are computed beside those that running requests lack."""
+        tokens are computed beside those that running requests lack: of these, before a favoured
+        one, what fits into the steps until it has a place."""
         predict, step = self._state.step_time.predict, self._tokens_per_step
         row = predict(self._base)
-        tokens += self._num_lacking
+        steps = self._steps_until(num + 1 - self._free_places)
+        tokens += min(self._num_lacking, steps * step) if favoured else self._num_lacking
         each = (predict(self._base.plus(0, step)) - row) / step
-        steps = max(self._steps_until(num + 1 - self._free_places), tokens / step)
+        steps = max(steps, tokens / step)
         return steps * max(row, 1e-9) + tokens * each
 
     def _overtakers(self, request: Request) -> tuple[float, list[tuple[float, int]]]:
         """Seconds, and the requests that came in these whose like will go before ``request``: for
-        how long they will, and their prompt tokens. Keys grow in proportion to the time of arrival;
-        where tenants are kept apart they do not tell which request goes first."""
+        how long they will, of an earlier tier until it ages, and their prompt tokens. Keys grow in
+        proportion to the time of arrival; where tenants are kept apart they do not tell which goes
+        first."""
         arrivals, grows, own = self._arrivals, self._grows, request.tier
         if self._state.policy.keeps_tenants_apart or len(arrivals) < _FEW or not grows:
             return 1.0, []
         now = max(request.asked.arrival_time, arrivals[-1][0])
-        ends = request.key - grows * now
+        ends, ages = request.key - grows * now, self._state.config.best_effort_delay_s
         found = [
-            (min(_AHEAD, (ends - key) / grows) if tier is own else _AHEAD, num_tokens)
+            ((ends - key) / grows if tier is own else ages, num_tokens)
             for _, key, tier, num_tokens in arrivals
             if (key < ends if tier is own else tier < own)
         ]
@@ -198,13 +212,14 @@ class FirstTokenForecast:
 
     def _learn(self, forecast: Forecast, actual: float) -> None:
         """Take in what became of a forecast."""
-        if forecast.seconds > 0.0:
+        if forecast.alone > 0.0:
             # a ratio of sums: what is off by much in a short time counts little, and no forecast is
             # more than one of a second, or those of a whole queue would be learned late, at once
             weight = min(_MOST_WEIGHT, forecast.seconds)
             came, said = self.outcomes.get(forecast.kind, (weight, weight))
             # bounded against outliers
-            ratio = min(_MOST_BIAS, max(1.0 / _MOST_BIAS, actual / forecast.seconds))
+            ratio = actual / (forecast.alone + forecast.overtaken * actual)
+            ratio = min(_MOST_BIAS, max(1.0 / _MOST_BIAS, ratio))
             self.outcomes[forecast.kind] = (
                 came + 0.05 * (weight * ratio - came),
                 said + 0.05 * (weight - said),

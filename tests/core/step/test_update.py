@@ -174,7 +174,7 @@ def test_first_tokens_teach_forecasts_unless_something_else_made_them_late(
 ) -> None:
     state = parts()
     request = numbered("a", 0, 5, arrival=0.5)
-    forecast = Forecast("kind", 0.2, bool(late))
+    forecast = Forecast("kind", 0.2, bool(late), 0.2, 0.0)
     request.history.forecast, request.history.demoted = forecast, bool(demoted)
     Taking(state, request).take((1,), now=2.0)
     assert state.last.first_tokens == [(forecast, 1.5)] * teaches

@@ -1,0 +1,210 @@
+"""What could be known of a first token on arrival: futures, drawn from that very moment on.
+
+``Run`` serves a workload with one replica in virtual time, as ``Simulator`` does. At some promises
+it draws futures: the process forks, and each child goes on from exactly that state with what nobody
+can know drawn again: when others come and what they ask for, how long outputs are, and how long
+steps take, all from their true distributions. A child ends with the request's first token.
+
+The load never ends: a run is over once all requests that are judged have their first tokens.
+
+This module does not know what is said of these futures, or how right forecasts are.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+import traceback
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Final
+from unittest.mock import patch
+
+from benchmarks.studies.ablation import Noisy
+from paceline.core.pacing.first_token import FirstTokenForecast
+from paceline.core.request import Request
+from paceline.sim.arrival import Arrival
+from paceline.sim.prompts import PromptMaker
+from paceline.sim.replica import Job, Replica, ReplicaConfig
+from paceline.sim.workload import open_workload
+
+__all__ = ["Promise", "Run"]
+
+# lengths that stand for their distribution
+_DRAWN: Final = 20_000
+_SECONDS: Final = struct.Struct("d")
+
+
+@dataclass(slots=True)
+class Promise:
+    """What was said of a request on arrival, and what came."""
+
+    request: Request
+    predicted: float
+    # seconds to its first token in each of the futures that were drawn
+    futures: list[float] = field(default_factory=list)
+
+    @property
+    def actual(self) -> float:
+        """Seconds to the first token; known once the run is over."""
+        first = self.request.first_token_time
+        assert first is not None, "the run is not over"
+        return first - self.request.asked.arrival_time
+
+
+class Run:
+    """One run, see the module.
+
+    Args:
+        spec: of the workload, for ``open_workload``; arrivals are a renewal process, and more than
+            are needed.
+        judged: numbers of the requests, in order of arrival, whose promises are returned.
+        config: with ``max_tokens``, since outputs end by themselves, without prefix caching, and
+            with no limit for which a request that could be served would be refused.
+        times: its random source is the run's own.
+        sampled: whether futures are drawn for the promise of this number.
+        num_futures: how many.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        config: ReplicaConfig,
+        times: Noisy,
+        *,
+        seed: int,
+        judged: range,
+        sampled: Callable[[int], bool] = lambda number: False,
+        num_futures: int = 0,
+    ) -> None:
+        self._spec, self._seed = spec, seed
+        self._times, self._config = times, config
+        self._judged, self._sampled, self._num_futures = judged, sampled, num_futures
+        self._arrivals = iter(open_workload(spec, seed=seed))
+        self._next = next(self._arrivals)
+        self._num_jobs = 0
+        self._last_noted = -1
+        self._jobs: dict[str, Job] = {}
+        self._now = self._last_arrival = 0.0
+        self._replica = Replica(
+            0, config, times, PromptMaker(distinct=False, prefix_block=512), self._ended
+        )
+        # sorted
+        self._lengths: list[int] = []
+        # in a child: where its answer goes, and the request it is about
+        self._answer: tuple[int, Request] | None = None
+        self.promises: list[Promise] = []
+
+    def serve(self) -> list[Promise]:
+        """Serve, and return what was promised, in order of arrival."""
+        if self._num_futures:
+            others = islice(open_workload(self._spec, seed=self._seed + 1_000_000), _DRAWN)
+            self._lengths = sorted(arrival.output_tokens for arrival in others)
+        note = FirstTokenForecast.note
+
+        def noted(forecast: FirstTokenForecast, request: Request) -> float | None:
+            predicted = note(forecast, request)
+            number = int(request.request_id.partition("/")[0])
+            self._last_noted = number
+            if self._answer is None and predicted is not None and number in self._judged:
+                self.promises.append(promise := Promise(request, predicted))
+                if self._num_futures and self._sampled(number):
+                    self._draw(promise)
+            return predicted
+
+        try:
+            with patch.object(FirstTokenForecast, "note", noted):
+                self._go()
+        except BaseException:
+            if self._answer is None:
+                raise
+            # a child that failed, of which its parent hears no answer
+            traceback.print_exc()
+            os._exit(1)
+        return self.promises
+
+    def _go(self) -> None:
+        replica = self._replica
+        while not self._is_over():
+            due = replica.due
+            if due is None or self._next.at <= due:
+                self._submit(self._next)
+                self._next = next(self._arrivals)
+                continue
+            self._now = due
+            replica.run(due)
+            if self._answer is not None:
+                pipe, request = self._answer
+                if request.first_token_time is not None:
+                    seconds = request.first_token_time - request.asked.arrival_time
+                    os.write(pipe, _SECONDS.pack(seconds))
+                    os._exit(0)
+
+    def _is_over(self) -> bool:
+        """Whether the last of those that are judged has its first token."""
+        if self._last_noted < self._judged.stop - 1 or self._answer is not None:
+            return False
+        return all(promise.request.first_token_time is not None for promise in self.promises)
+
+    def _submit(self, arrival: Arrival) -> None:
+        self._now = max(self._now, arrival.at)
+        self._last_arrival = arrival.at
+        job = Job(arrival, self._num_jobs, arrival.at, arrival.output_tokens)
+        self._jobs[f"{job.number}/0"] = job
+        self._num_jobs += 1
+        self._replica.submit(job)
+        due = self._replica.wakes_at(job.inbox_at)
+        if due is not None and (self._replica.due is None or due < self._replica.due):
+            self._replica.due = due
+
+    def _ended(self, replica: Replica, job: Job, reason: str, now: float) -> None:
+        # one in a million of drawn prompts is refused, being longer than the context
+        del self._jobs[f"{job.number}/0"]
+
+    # ------------------------------------------------------------------ futures
+
+    def _draw(self, promise: Promise) -> None:
+        for number in range(self._num_futures):
+            inlet, outlet = os.pipe()
+            child = os.fork()
+            if child == 0:
+                os.close(inlet)
+                self._answer = outlet, promise.request
+                self._forget(random.Random(f"{self._seed}/{len(self.promises)}/{number}"))
+                return
+            os.close(outlet)
+            answer = os.read(inlet, _SECONDS.size)
+            assert answer, "a future failed, see above"
+            os.close(inlet)
+            os.waitpid(child, 0)
+            promise.futures.append(_SECONDS.unpack(answer)[0])
+
+    def _forget(self, rng: random.Random) -> None:
+        """Draw again what nobody can know."""
+        self._times.random.seed(rng.random())
+        lengths, known = self._lengths, self._config.max_tokens
+        for job in self._jobs.values():
+            request = job.request
+            if request is None or request.asked.sampling.max_tokens != known:
+                # what it asked for tells its length
+                continue
+            so_far = request.num_output_tokens + request.num_pending_tokens
+            first, end = bisect_right(lengths, so_far), bisect_right(lengths, known)
+            if first < end:
+                job.output_tokens = lengths[rng.randrange(first, end)]
+        self._arrivals = self._others(rng)
+        self._next = next(self._arrivals)
+
+    def _others(self, rng: random.Random) -> Iterator[Arrival]:
+        """Those who come from now on: the gap under way is longer than it has been already."""
+        gone = self._now - self._last_arrival
+        before, offset = 0.0, None
+        for arrival in open_workload(self._spec, seed=rng.randrange(1 << 40)):
+            if offset is None and arrival.at - before > gone:
+                offset = self._last_arrival - before
+            before = arrival.at
+            if offset is not None:
+                yield replace(arrival, at=arrival.at + offset)
