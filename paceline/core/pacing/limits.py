@@ -234,6 +234,8 @@ class PacedStep(Step):
     def add(self, request: Request, num_tokens: int, new_block_ids: tuple[int, ...]) -> None:
         before = self.shape
         Step.add(self, request, num_tokens, new_block_ids)
+        if num_tokens > 1:
+            self._predicted_at = -1  # ``takes`` has counted a row of one token
         if self.background_seconds < math.inf and request.tier is Tier.BACKGROUND:
             self.bucket.charge(self._seconds_since(before))
 
