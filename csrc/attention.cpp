@@ -102,14 +102,16 @@ void Model::attend(int member, const PacelineStep& step, const Layer& layer, boo
     if (sinks) part[d + 1] += std::exp2(std::fmin(sinks[head] - part[d], 126.0f));
     kernels_->finish_parts(part, int(d), to);
   };
+  // of the last layer's outputs nobody reads those of tokens that are not sampled
+  auto unread = [&](const auto& of) {
+    const int64_t start = step.query_start[of.sequence];
+    const int64_t from = start + of.row / group_, to = start + (of.row + of.rows - 1) / group_;
+    return last && sampled_before_[size_t(from)] == sampled_before_[size_t(to + 1)];
+  };
   team_.each(member, int64_t(plan.items.size()), 1, [&](int64_t i) {
     const AttendItem& item = plan.items[size_t(i)];
+    if (unread(item)) return;
     const int64_t start = step.query_start[item.sequence];
-    if (last) {
-      // nobody reads the others' outputs
-      const size_t from = size_t(start + item.row / group_), to = size_t(start + (item.row + item.rows - 1) / group_);
-      if (sampled_before_[from] == sampled_before_[to + 1]) return;
-    }
     AttendArgs args;
     const int64_t query = (item.kv_head * step.tokens + start) * group_ + item.row;
     args.q = queries_.data() + query * query_bytes;
@@ -171,6 +173,7 @@ void Model::attend(int member, const PacelineStep& step, const Layer& layer, boo
   if (plan.merges.empty()) return;
   team_.each(member, int64_t(plan.merges.size()), 1, [&](int64_t i) {
     const MergeItem& merge = plan.merges[size_t(i)];
+    if (unread(merge)) return;
     float* into = parts + merge.part * part_stride;
     for (int p = 1; p < merge.parts; ++p)
       kernels_->merge_part(into + p * kMaxRows * part_stride, merge.rows, part_stride, int(d), into);

@@ -289,9 +289,13 @@ void Model::run_step(const PacelineStep& step, int member) {
     multiply_into(member, share, layer.out, nullptr, 0, layer.attention_out_norm, own);
     mark(member, kOut);
     if (!layer.experts.empty()) {
-      // their rows are everybody's
-      if (share.alone) team_.barrier();
+      // their rows are everybody's, and so is the time that they take
+      if (share.alone) {
+        alone += seconds_now() - since;
+        team_.barrier();
+      }
       run_experts(member, layer, x, share.total);
+      if (share.alone) since = seconds_now();
       continue;
     }
     norm_rows(member, share, own, layer.mlp_norm, layer.gate_up, [](int64_t) {});

@@ -5,17 +5,10 @@
 #include <stdexcept>
 #include <string>
 
-#include "convert.h"
+#include "stored.h"
 
 namespace paceline {
 namespace {
-
-template <class T>
-T read(const uint8_t* p) {
-  T x;
-  memcpy(&x, p, sizeof x);
-  return x;
-}
 
 // between rows of floats that are packed together: 32 at a multiple of 4 KiB would share one set of the cache
 constexpr int64_t kRowGap = 16;
@@ -42,63 +35,12 @@ void rotate_row(float* x, int64_t columns) {
   }
 }
 
-// What GGUF calls K: blocks of 256 values in groups of 32, whose scales and minimums are whole numbers of 6
-// bits times two halves of the block. Q6_K has no minimums and a scale of 8 bits for each 16 values.
-
-constexpr int64_t kQ4KBytes = 144, kQ5KBytes = 176, kQ6KBytes = 210;
-
-// One group of a block of Q4_K or Q5_K: a value is scale * q - minimum.
-struct GroupOfK {
-  // `low` is where the low bits begin; Q5_K has 32 bytes of fifth bits between the scales and them
-  GroupOfK(const uint8_t* block, int64_t group, int64_t between = 0) {
-    const uint8_t* six = block + 4;
-    if (group < 4) {
-      factor = six[group] & 63;
-      lowest = six[group + 4] & 63;
-    } else {
-      factor = (six[group + 4] & 15) | six[group - 4] >> 6 << 4;
-      lowest = six[group + 4] >> 4 | six[group] >> 6 << 4;
-    }
-    scale = half_to_float(read<uint16_t>(block)) * float(factor);
-    minimum = half_to_float(read<uint16_t>(block + 2)) * float(lowest);
-    low = block + 16 + between + group / 2 * 32;
-    shift = int(group % 2) * 4;
-  }
-  // in steps of the block's halves
-  int factor, lowest;
-  float scale, minimum;
-  const uint8_t* low;
-  int shift;
-};
-
-void decode_q45k(const uint8_t* row, int64_t group, bool fifth, float* out) {
-  const uint8_t* block = row + group / kGroupsOfBlock * (fifth ? kQ5KBytes : kQ4KBytes);
-  const int64_t in_block = group % kGroupsOfBlock;
-  const GroupOfK own(block, in_block, fifth ? 32 : 0);
-  for (int i = 0; i < 32; ++i) {
-    const int high = fifth ? (block[16 + i] >> in_block & 1) << 4 : 0;
-    out[i] = own.scale * float((own.low[i] >> own.shift & 15) | high) - own.minimum;
-  }
-}
-
-// 128 values share 64 bytes of low bits, in two halves by nibble, and 32 bytes of two high bits.
-void decode_q6k(const uint8_t* row, int64_t group, float* out) {
-  const uint8_t* block = row + group / kGroupsOfBlock * kQ6KBytes;
-  const int64_t half = group % kGroupsOfBlock / 4, quarter = group % 4;
-  const uint8_t* low = block + half * 64 + quarter % 2 * 32;
-  const uint8_t* high = block + 128 + half * 32;
-  const float scale = half_to_float(read<uint16_t>(block + 208));
-  for (int part = 0; part < 32; part += 16) {
-    const float step = scale * float(int8_t(block[192 + half * 8 + quarter * 2 + part / 16]));
-    for (int i = part; i < part + 16; ++i) {
-      const int q = (low[i] >> quarter / 2 * 4 & 15) | (high[i] >> quarter * 2 & 3) << 4;
-      out[i] = step * float(q - 32);
-    }
-  }
-}
+// the larger of two, or what is not a number
+float larger(float top, float x) { return x <= top || top != top ? top : x; }
 
 // A group of 32 values to 16 levels from the least to the most of them. Plain loops over lanes, which become vector
-// code: calls of nearbyint and its like, one for each value, took most of a start.
+// code: calls of nearbyint and its like, one for each value, took most of a start. What is not a number has no place
+// among levels: the scale says it.
 void round_group(const float* x, uint16_t* scale, uint16_t* low, uint8_t* levels) {
   constexpr int lanes = 8;
   float least[lanes], most[lanes];
@@ -106,11 +48,11 @@ void round_group(const float* x, uint16_t* scale, uint16_t* low, uint8_t* levels
   for (int i = lanes; i < kGroup; i += lanes)
     for (int j = 0; j < lanes; ++j) {
       least[j] = x[i + j] < least[j] ? x[i + j] : least[j];
-      most[j] = x[i + j] > most[j] ? x[i + j] : most[j];
+      most[j] = larger(most[j], x[i + j]);
     }
   for (int j = 1; j < lanes; ++j) {
     least[0] = least[j] < least[0] ? least[j] : least[0];
-    most[0] = most[j] > most[0] ? most[j] : most[0];
+    most[0] = larger(most[0], most[j]);
   }
   *low = float_to_half(least[0]);
   *scale = float_to_half((most[0] - half_to_float(*low)) / 15.0f);
@@ -147,78 +89,7 @@ uint16_t steps_of(float x, float step) {
   return uint16_t(int16_t(whole > 32767 ? 32767 : whole < -32767 ? -32767 : whole));
 }
 
-// the larger of two, or what is not a number
-float larger(float top, float x) { return x <= top || top != top ? top : x; }
-
 }  // namespace
-
-int64_t source_row_bytes(Source type, int64_t columns) {
-  const bool grouped = columns % 32 == 0, blocks = columns % kBlock == 0;
-  switch (type) {
-    case Source::kF32: return columns * 4;
-    case Source::kF16:
-    case Source::kBF16: return columns * 2;
-    case Source::kQ4_0: return grouped ? columns / 32 * 18 : -1;
-    case Source::kQ4_1: return grouped ? columns / 32 * 20 : -1;
-    case Source::kQ8_0: return grouped ? columns / 32 * 34 : -1;
-    case Source::kQ4_K: return blocks ? columns / kBlock * kQ4KBytes : -1;
-    case Source::kQ5_K: return blocks ? columns / kBlock * kQ5KBytes : -1;
-    case Source::kQ6_K: return blocks ? columns / kBlock * kQ6KBytes : -1;
-    case Source::kIQ4_NL: return grouped ? columns / 32 * 18 : -1;
-    case Source::kIQ4_XS: return blocks ? columns / kBlock * 136 : -1;
-    case Source::kMXFP4: return grouped ? columns / 32 * 17 : -1;
-  }
-  return -1;
-}
-
-void decode_row(Source type, const void* row, int64_t first, int64_t columns, float* out) {
-  if (type == Source::kQ4_K || type == Source::kQ5_K || type == Source::kQ6_K) {
-    for (int64_t g = 0; g < columns; g += kGroup) {
-      if (type == Source::kQ6_K)
-        decode_q6k(static_cast<const uint8_t*>(row), (first + g) / kGroup, out + g);
-      else
-        decode_q45k(static_cast<const uint8_t*>(row), (first + g) / kGroup, type == Source::kQ5_K, out + g);
-    }
-    return;
-  }
-  if (type == Source::kIQ4_NL || type == Source::kIQ4_XS || type == Source::kMXFP4) {
-    for (int64_t g = 0; g < columns; g += kGroup)
-      decode_table_group(type, static_cast<const uint8_t*>(row), (first + g) / kGroup, out + g);
-    return;
-  }
-  const uint8_t* p = static_cast<const uint8_t*>(row) + (first ? source_row_bytes(type, first) : 0);
-  switch (type) {
-    case Source::kF32: memcpy(out, p, size_t(columns) * 4); return;
-    case Source::kF16:
-      for (int64_t i = 0; i < columns; ++i) out[i] = half_to_float(read<uint16_t>(p + 2 * i));
-      return;
-    case Source::kBF16:
-      for (int64_t i = 0; i < columns; ++i) out[i] = bf16_to_float(read<uint16_t>(p + 2 * i));
-      return;
-    case Source::kQ4_0:
-    case Source::kQ4_1: {
-      const bool minimum = type == Source::kQ4_1;
-      for (int64_t g = 0; g < columns; g += 32) {
-        const float scale = half_to_float(read<uint16_t>(p));
-        const float low = minimum ? half_to_float(read<uint16_t>(p + 2)) : -8.0f * scale;
-        p += minimum ? 4 : 2;
-        for (int i = 0; i < 16; ++i) {
-          out[g + i] = scale * float(p[i] & 15) + low;
-          out[g + 16 + i] = scale * float(p[i] >> 4) + low;
-        }
-        p += 16;
-      }
-      return;
-    }
-    case Source::kQ8_0:
-      for (int64_t g = 0; g < columns; g += 32, p += 34) {
-        const float scale = half_to_float(read<uint16_t>(p));
-        for (int i = 0; i < 32; ++i) out[g + i] = scale * float(int8_t(p[2 + i]));
-      }
-      return;
-    default: return;
-  }
-}
 
 void Matrix::check_kind(Weights kind, int64_t columns) {
   const bool grouped = kind == Weights::kIQ4NL || kind == Weights::kMXFP4;
@@ -460,7 +331,10 @@ void Matrix::pack_i8(int64_t row, int64_t count, Source type, const uint8_t* fro
     float* x = scratch + r * apart;
     decode_row(type, from + r * stride, 0, columns_, x);
     for (int64_t i = columns_; i < padded; ++i) x[i] = 0;
-    const float top = kernels.rotate(x, columns_);
+    float top = kernels.rotate(x, columns_);
+    // its maximum may pass over what is not a number, which the rotation has spread over the group
+    for (int64_t i = 0; i < columns_; i += i + kActGroup <= columns_ ? kActGroup : 1)
+      if (x[i] != x[i]) top = x[i];
     // none where it is no number: what is below 2^-120 is nothing beside other weights
     const float steps = 127.0f / top;
     factor[r] = steps < INFINITY ? steps : 0.0f;

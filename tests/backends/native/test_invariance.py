@@ -153,3 +153,30 @@ def test_logits_are_the_same_bit_for_bit(isa: str, name: str, dtype: str, kv: st
         if not np.array_equal(got, expected)
     ]
     assert not different
+
+
+@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("name", ["llama", "sliding"])
+@pytest.mark.parametrize("kv", ["float32", "int8"])
+def test_rows_that_nobody_asks_for_change_nothing(isa: str, name: str, kv: str) -> None:
+    """The last layer computes what is asked for, here in contexts that members share."""
+
+    def logits(asked: list[int]) -> Logits:
+        model = _make(CONFIGS[name], isa, "float32", kv, threads=3)
+        cache_bytes(model)[:] = 0xFF
+        tables = np.arange(2 * BLOCKS).reshape(2, BLOCKS)
+        for begin, end, rows in ((0, 590, []), (590, LENGTH, asked)):
+            starts = np.arange(3) * (end - begin)
+            out = model.forward(
+                _ids(name)[:2, begin:end].ravel(),
+                np.tile(np.arange(begin, end), 2),
+                starts,
+                tables,
+                np.array(rows, dtype=np.int64),
+            )
+        return out.copy()
+
+    whole = logits(list(range(2 * (LENGTH - 590))))
+    assert np.isfinite(whole).all()
+    for asked in ([0], [10], [21], [3, 12], [10, 21]):
+        np.testing.assert_array_equal(logits(asked), whole[asked])

@@ -139,6 +139,32 @@ def test_products_are_those_of_the_values(kind: Q, isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("bits", [0, 255])
+@pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.name)
+def test_the_largest_sums_there_are(kind: Q, bits: int, isa: str) -> None:
+    """All bits of all blocks are the same, beside activations at the ends of their range."""
+    stored = np.full_like(_blocks(kind, 70, 1024, 1), bits)
+    _, size = gguf.GGML_QUANT_SIZES[kind]
+    for block in range(0, stored.shape[1], size):
+        for place in HALVES[kind]:
+            half = np.array([2.0**-10], dtype="<f2").view(np.uint8)
+            stored[:, block + place : block + place + 2] = half
+        if kind == Q.MXFP4:
+            stored[:, block] = 120
+    weights = gguf.quants.dequantize(stored, kind).astype(np.float64)
+    x = np.full((13, 1024), 127, dtype=np.float32)
+    x[3] = -127
+    x[5, 1::2] *= -1
+    x[6, 2::4], x[6, 3::4] = -127, -127
+    matrix = PackedMatrix(RawTensor(stored, kind.name, 1024), BLOCKS[kind.name], isa=isa)
+    out = matrix.multiply(x)
+    # of sums that are nearly zero what is left is the rounding of their parts
+    size_of_sums = np.abs(x) @ np.abs(weights).T + 1024 * 127 * 63 * 2.0**-10
+    assert (np.abs(out - x @ weights.T) <= 2.0**-20 * size_of_sums).all()
+    np.testing.assert_array_equal(matrix.multiply(x[:1]), out[:1])
+
+
+@pytest.mark.parametrize("isa", variants())
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.name)
 def test_what_is_no_number_is_not_hidden(kind: Q, bad: float, isa: str) -> None:

@@ -287,6 +287,71 @@ def test_a_broken_scale_of_4_bits_is_not_hidden(isa: str, bad: float, place: str
 
 @pytest.mark.parametrize("isa", variants())
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "q4"])
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("columns", [128, 96])
+def test_a_weight_that_is_no_number_is_not_hidden(
+    isa: str, dtype: str, bad: float, columns: int
+) -> None:
+    """Bytes and nibbles hold no such number, so the scale of its row says it."""
+    weights, x = _random((40, columns), 14), _random((9, columns), 15)
+    expected = PackedMatrix(weights, dtype, isa=isa).multiply(x)
+    # first and last of what is looked at together, and in columns that fill no group of 64
+    for row, column in ((7, 5), (20, 32), (21, 63), (39, columns - 1)):
+        weights[row, column] = bad
+        expected[:, row] = np.nan
+    out = PackedMatrix(weights, dtype, isa=isa).multiply(x)
+    broken = np.isnan(expected)
+    assert not np.isfinite(out[broken]).any()
+    np.testing.assert_array_equal(out[~broken], expected[~broken])
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("name", ["Q8_0", "F16"])
+@pytest.mark.parametrize("dtype", ["int8", "q4"])
+def test_a_broken_half_of_a_file_is_not_hidden(name: str, dtype: str, bad: float) -> None:
+    stored = quants.quantize(_random((40, 128), 16), GGMLQuantizationType[name]).view(np.uint8)
+    x = _random((5, 128), 17)
+    expected = PackedMatrix(RawTensor(stored, name, 128), dtype).multiply(x)
+    # a block's scale, or one value
+    stored[7, 34:36] = np.array([bad], dtype="<f2").view(np.uint8)
+    out = PackedMatrix(RawTensor(stored, name, 128), dtype).multiply(x)
+    assert not np.isfinite(out[:, 7]).any()
+    others = np.arange(40) != 7
+    np.testing.assert_array_equal(out[:, others], expected[:, others])
+
+
+@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "q4"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_sums_of_long_rows(isa: str, dtype: str, sign: int) -> None:
+    """16,384 columns of the largest numbers, alone and among others, by several threads."""
+    columns = 16384
+    if dtype == "q4":
+        scales = np.full((45, columns // 32), 1.9990234375 * sign, dtype=np.float16)
+        weights: Any = _q4_blocks(scales, np.full_like(scales, 30.0), 15)
+    else:
+        # in the rotated basis, which is where bytes are multiplied, all are the largest
+        weights = np.full((45, columns), sign, dtype=np.float32)
+        weights = _rotated(weights).astype(np.float32) if dtype == "int8" else weights
+    matrix = PackedMatrix(weights, dtype, isa=isa)
+    x = np.full((13, columns), 127, dtype=np.float32)
+    x[3] = -127
+    x[5, 1::2] *= -1
+    x[8:] = _random((5, columns), 18)
+    if dtype == "int8":
+        x = _rotated(x).astype(np.float32)
+    out = matrix.multiply(x)
+    expected = _as_multiplied(x, dtype, isa) @ matrix.unpack().T.astype(np.float64)
+    size = np.abs(_as_multiplied(x, dtype, isa)) @ np.abs(matrix.unpack()).T
+    assert (np.abs(out - expected) <= 2e-4 * size).all()
+    for rows in (1, 2, 5):
+        np.testing.assert_array_equal(matrix.multiply(x[:rows]), out[:rows])
+    many = PackedMatrix(weights, dtype, isa=isa, threads=3)
+    np.testing.assert_array_equal(many.multiply(x), out)
+
+
+@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "q4"])
 @pytest.mark.parametrize("columns", [576, 160, 67])
 def test_a_row_does_not_depend_on_the_rows_beside_it(isa: str, dtype: str, columns: int) -> None:
     if dtype == "q4":
