@@ -9,13 +9,19 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.backends.load import load_backend
 from paceline.backends.settings import BackendSettings
+from paceline.backends.steps import AttentionBatch
+from paceline.backends.torch.mtp import MTPStep
+from paceline.backends.torch.weights import load_weights
 from paceline.checkpoints.base import open_checkpoint
+from paceline.checkpoints.hf import HFCheckpoint
+from paceline.checkpoints.mtp import MTPLayers
 from paceline.core.errors import ConfigError
 from tests.backends.gguf_files import write_gguf
 from tests.backends.torch.further import FurtherModel, save_further
@@ -78,6 +84,46 @@ def test_a_prefix_that_is_found_is_seen_too(
     )
     assert len(seen) > 10
     _check(model, seen[:3] + seen[-3:])
+
+
+def test_what_layers_gave_is_copied_with_a_block(tmp_path: Path) -> None:
+    save_further(tmp_path, "mimo", count=2)
+    checkpoint, cpu = open_checkpoint(tmp_path), torch.device("cpu")
+    assert isinstance(checkpoint, HFCheckpoint)
+    with torch.inference_mode():
+        head = MTPStep(
+            MTPLayers(checkpoint),
+            load_weights(checkpoint, dtype=torch.float32, device=cpu),
+            num_blocks=8,
+            block_size=4,
+            max_model_len=64,
+            dtype=torch.float32,
+            device=cpu,
+        )
+        features = torch.randn(7, 96)
+
+    def enter(first: int, end: int, last_block: int) -> list[torch.Tensor]:
+        """Logits of the last position's guess, and of two more behind it."""
+
+        def batch(start: int, stop: int) -> AttentionBatch:
+            table = np.array([[3, last_block, 6]])
+            return AttentionBatch(np.array([start]), np.array([stop - start]), table)
+
+        at, tokens = np.arange(first, end), np.arange(first + 10, end + 10)
+        known = [features[first:end]]
+        found = [head.start(tokens, at, batch(first, end), known, np.array([end - first - 1]))]
+        for place in (end, end + 1):
+            token = np.array([place + 20])
+            given = head.go_on(token, np.array([place]), batch(place, place + 1), np.array([0]))
+            found.append(given)
+        return found
+
+    enter(0, 6, last_block=5)
+    # as a fork's last block is
+    head.copy_blocks([(5, 1)])
+    expected = enter(6, 7, last_block=5)
+    for ours, theirs in zip(enter(6, 7, last_block=1), expected, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["mimo", "qwen3", "qwen3-moe"])
