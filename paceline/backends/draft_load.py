@@ -8,7 +8,7 @@ from typing import Final
 
 from paceline.backends.drafting import DraftModel, DraftPlan
 from paceline.backends.formats import Formats, choose_formats
-from paceline.backends.head_load import choose_head
+from paceline.backends.head_load import choose_head, choose_own_layers
 from paceline.backends.loaders import choose_copies, choose_loader, torch_dtype
 from paceline.backends.rope import longest_sequence
 from paceline.backends.served import weight_bytes
@@ -35,6 +35,8 @@ def choose_draft(
     threads: int,
 ) -> DraftPlan:
     """Raises ConfigError for one that cannot guess for the model of ``served``."""
+    if settings.draft_layers:
+        return choose_own_layers(settings, served, formats, device, length)
     assert settings.draft_path is not None
     path, config = Path(settings.draft_path), served.config
     if is_eagle3(path):

@@ -84,6 +84,8 @@ class Made(NamedTuple):
     num_guesses: int = 0
     # known tokens that the model had not seen and took in
     caught_up: int = 0
+    # known tokens that it has to take in before it guesses
+    behind: int = 0
     # it failed, and would again
     failed: bool = False
 
@@ -97,15 +99,16 @@ class Drafting(ABC):
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        # of each row of the last ``guess``, known tokens that were taken in
+        # of each row of the last ``guess``, known tokens that were taken in, and that are to be
         self.caught_up: list[int] = []
+        self.behind: list[int] = []
         # in a row, of single requests, and of several together
         self._num_faults = self._num_shared_faults = 0
 
     @abstractmethod
     def guess(self, rows: Sequence[DraftRow]) -> list[int]:
         """Write up to ``count`` guesses behind the last known token of each row, and return how
-        many. Rows that there is far to make up for get none for now, see ``caught_up``."""
+        many. Rows that there is far to make up for get none for now, see ``behind``."""
 
     @abstractmethod
     def forget(self, block_ids: Sequence[int], *, clear: bool = False) -> None:
@@ -165,7 +168,7 @@ class Drafting(ABC):
         self._num_faults = 0
         if len(rows) > 1:
             self._num_shared_faults = 0
-        return list(map(Made, counts, self.caught_up))
+        return list(map(Made, counts, self.caught_up, self.behind))
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +261,7 @@ class DraftModel(Drafting):
     def guess(self, rows: Sequence[DraftRow]) -> list[int]:
         """See ``Drafting``."""
         made = [0] * len(rows)
-        self.caught_up = [0] * len(rows)
+        self.caught_up, self.behind = [0] * len(rows), [0] * len(rows)
         # rows, and where each goes on
         going = self._make_up(rows)
         while going:
@@ -312,7 +315,7 @@ class DraftModel(Drafting):
             elif until < row.last:
                 self._compute(row, start, until - start)
                 self._note(row, until)
-            self.caught_up[r] = until - start
+            self.caught_up[r], self.behind[r] = until - start, row.last - until
             if until == row.last:
                 # what is computed goes before the last token in one pass
                 going.append((r, start if self._mirror is None else until))

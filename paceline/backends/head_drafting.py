@@ -239,7 +239,7 @@ class HeadDraft(Drafting):
         """See ``drafting.Drafting``. Rows that the head sees nothing of, or has far to make up for,
         get none for now."""
         made = [0] * len(rows)
-        self.caught_up = [0] * len(rows)
+        self.caught_up, self.behind = [0] * len(rows), [0] * len(rows)
         # rows that are guessed, and where each begins for the head
         going, logits, entered = self._enter(rows)
         while going:
@@ -263,15 +263,19 @@ class HeadDraft(Drafting):
         taken: list[_Part] = []
         for r, row in enumerate(rows):
             reach = self._reach(row)
-            if reach is None or not left:
+            if reach is None:
                 continue
             until = min(row.last, reach.begin + left)
             left -= until - reach.begin
             # the last position comes with every guess
-            self.caught_up[r] = max(0, until - reach.begin - 1)
+            known = until == row.last
+            self.caught_up[r] = until - reach.begin - known
+            self.behind[r] = 0 if known else row.last - until - 1
+            if until == reach.begin:
+                continue
             taken += self._of_others(row, reach)
             taken.append(_Part(row, reach.first, reach.begin, until))
-            if until == row.last:
+            if known:
                 going.append((r, reach.first))
         if not taken:
             return [], None, []

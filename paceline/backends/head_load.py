@@ -1,26 +1,35 @@
-"""A head that guesses for the served model, from its folder."""
+"""Heads that read the served model's hidden states, from their folder or its own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from paceline.backends.drafting import Drafting, DraftPlan
 from paceline.backends.formats import Formats
-from paceline.backends.head_drafting import FeatureTap, HeadDraft
+from paceline.backends.head_drafting import FeatureTap, HeadDraft, HeadModel
 from paceline.backends.settings import BackendSettings
 from paceline.backends.steps import LoadedModel
+from paceline.checkpoints.base import Checkpoint
 from paceline.checkpoints.config import ModelConfig
 from paceline.checkpoints.eagle3 import Eagle3Head
+from paceline.checkpoints.mtp import MTPLayers
 from paceline.core.errors import CheckpointError, ConfigError
 
-__all__ = ["choose_head"]
+if TYPE_CHECKING:
+    from paceline.backends.torch.model import DecoderWeights
+
+__all__ = ["choose_head", "choose_own_layers"]
 
 
 def choose_head(
     settings: BackendSettings, config: ModelConfig, formats: Formats, device: str, length: int
 ) -> DraftPlan:
-    """Args:
+    """An EAGLE-3 head.
+
+    Args:
         config: the served model's.
         length: the longest request.
 
@@ -29,13 +38,7 @@ def choose_head(
     """
     assert settings.draft_path is not None
     path = Path(settings.draft_path)
-    if formats.compute != "torch":
-        raise ConfigError(
-            f"speculative_config: the EAGLE-3 head {path} reads hidden states, which the path "
-            f"{formats.compute!r} does not tell: serve with --compute torch, or have tokens "
-            'guessed by a draft model ("method": "draft_model") or by the same weights in 4 bits '
-            '("self")'
-        )
+    _check_path(f"the EAGLE-3 head {path} reads", formats)
     head = Eagle3Head(path)
     try:
         layers = head.layers(config.num_hidden_layers)
@@ -52,15 +55,51 @@ def choose_head(
     from paceline.backends.torch.machine import choose_dtype
 
     dtype = choose_dtype(formats.dtype, device)
+    place = _Place(settings.block_size, formats.dtype, device, length, config.vocab_size)
     return DraftPlan(
         block_bytes(head.config, settings.block_size, dtype),
         head.num_values * dtype.itemsize,
         f"guesses by the EAGLE-3 head {path.name} in {formats.dtype}, torch",
-        partial(
-            _load, head, layers, settings=settings, dtype=formats.dtype, device=device,
-            length=length, vocab_size=config.vocab_size,
-        ),
-    )  # fmt: skip
+        partial(_load, partial(_eagle3, head), layers, place),
+    )
+
+
+def choose_own_layers(
+    settings: BackendSettings, checkpoint: Checkpoint, formats: Formats, device: str, length: int
+) -> DraftPlan:
+    """The layers for further tokens of the served model's own ``checkpoint``; see ``choose_head``.
+
+    Raises ConfigError where it has none, or none that can guess.
+    """
+    _check_path(f"layers for further tokens of {checkpoint.path} read", formats)
+    try:
+        layers = MTPLayers(checkpoint)
+    except CheckpointError as error:
+        raise ConfigError(f"speculative_config: {error}") from None
+    from paceline.backends.torch.machine import choose_dtype
+    from paceline.backends.torch.mtp import mtp_block_bytes
+
+    config, dtype = checkpoint.config, choose_dtype(formats.dtype, device)
+    place = _Place(settings.block_size, formats.dtype, device, length, config.vocab_size)
+    many = f"{layers.num_layers} layers" if layers.num_layers > 1 else "a layer"
+    return DraftPlan(
+        mtp_block_bytes(layers, settings.block_size, dtype),
+        layers.num_values * dtype.itemsize,
+        f"guesses by {many} for further tokens (MTP) in {formats.dtype}, torch",
+        # what the last layer gives
+        partial(_load, partial(_mtp, layers), (config.num_hidden_layers,), place),
+    )
+
+
+def _check_path(reads: str, formats: Formats) -> None:
+    """Raises ConfigError where hidden states are not told."""
+    if formats.compute != "torch":
+        raise ConfigError(
+            f"speculative_config: {reads} hidden states, which the path "
+            f"{formats.compute!r} does not tell: serve with --compute torch, or have tokens "
+            'guessed by a draft model ("method": "draft_model") or by the same weights in 4 bits '
+            '("self")'
+        )
 
 
 def _check_tokens(head: Eagle3Head, config: ModelConfig) -> None:
@@ -83,40 +122,62 @@ def _check_tokens(head: Eagle3Head, config: ModelConfig) -> None:
         )
 
 
+class _Place(NamedTuple):
+    """Where a head is computed, and how large it is."""
+
+    block_size: int
+    dtype: str
+    device: str
+    # the longest request
+    length: int
+    # of the served model
+    vocab_size: int
+
+
+# (the served model's weights, sizes and place)
+_Make: TypeAlias = Callable[..., HeadModel]
+
+
+def _eagle3(head: Eagle3Head, weights: DecoderWeights, **place: Any) -> HeadModel:
+    from paceline.backends.torch.eagle3 import Eagle3Step
+
+    return Eagle3Step(head, weights.embedding, **place)
+
+
+def _mtp(layers: MTPLayers, weights: DecoderWeights, **place: Any) -> HeadModel:
+    from paceline.backends.torch.mtp import MTPStep
+
+    return MTPStep(layers, weights, **place)
+
+
 def _load(
-    head: Eagle3Head,
+    make: _Make,
     layers: tuple[int, ...],
+    place: _Place,
     served: LoadedModel,
     num_blocks: int,
-    *,
-    settings: BackendSettings,
-    dtype: str,
-    device: str,
-    length: int,
-    vocab_size: int,
 ) -> tuple[LoadedModel, Drafting]:
+    """``layers``: whose input it reads."""
     import torch
 
-    from paceline.backends.torch.eagle3 import Eagle3Step
     from paceline.backends.torch.machine import choose_dtype
     from paceline.backends.torch.step import TorchStep
 
     assert isinstance(served.model, TorchStep)
     with torch.inference_mode():
-        model = Eagle3Step(
-            head,
-            served.model.embedding,
+        model = make(
+            served.model.weights,
             num_blocks=num_blocks,
-            block_size=settings.block_size,
-            max_model_len=length,
-            dtype=choose_dtype(dtype, device),
-            device=torch.device(device),
+            block_size=place.block_size,
+            max_model_len=place.length,
+            dtype=choose_dtype(place.dtype, place.device),
+            device=torch.device(place.device),
         )
     draft = HeadDraft(
         model,
         served.sampler,
-        vocab_size=vocab_size,
+        vocab_size=place.vocab_size,
         num_blocks=num_blocks,
-        block_size=settings.block_size,
+        block_size=place.block_size,
     )
     return served._replace(model=FeatureTap(served.model, layers, draft)), draft

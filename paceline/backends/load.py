@@ -89,7 +89,7 @@ def _load(
     parts = read_gguf_parts(checkpoint_path) if checkpoint_path.is_file() else None
     metadata = None if parts is None else parts[0].metadata
     pooling = find_pooling(checkpoint_path, settings.runner, settings.convert, metadata)
-    if pooling is not None and settings.draft_path is not None:
+    if pooling is not None and settings.drafts:
         raise ConfigError("speculative_config: a model that is pooled makes no tokens to guess")
     if pooling is not None and pooling.encoder in ENCODERS:
         encoder = EncoderCheckpoint(checkpoint_path) if parts is None else GGUFEncoder(*parts)
@@ -140,7 +140,7 @@ def _load(
         copies=choose_copies(checkpoint_path, formats, settings.packed_cache_bytes),
     )
     draft = None
-    if settings.draft_path is not None:
+    if settings.drafts:
         draft = choose_draft(
             settings, checkpoint_path, checkpoint, formats, device, length, placement.threads
         )

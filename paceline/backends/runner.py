@@ -154,10 +154,11 @@ class ModelRunner:
         drafts: dict[int, Sequence[int]] = {draft.row: draft.token_ids for draft in plan.drafts}
         made: dict[int, tuple[int, ...]] = {}
         caught_up: tuple[int, ...] = ()
+        behind: tuple[int, ...] = ()
         drafting = 0.0
         if self._draft is not None and any(draft.source == MODEL for draft in plan.drafts):
             began = time.monotonic()
-            made, caught_up = self._make(self._draft, plan, slots)
+            made, caught_up, behind = self._make(self._draft, plan, slots)
             # as if the plan had asked for so many
             rows = tuple(
                 row._replace(num_tokens=row.num_tokens - len(drafts[r]) + len(made[r]))
@@ -179,6 +180,7 @@ class ModelRunner:
             forced=forced,
             made=tuple(made.items()),
             caught_up=caught_up,
+            behind=behind,
             elapsed=time.monotonic() - started - drafting,
             drafting=drafting,
         )
@@ -233,9 +235,9 @@ class ModelRunner:
 
     def _make(
         self, draft: Drafting, plan: SchedulerOutput, slots: Sequence[_Slot]
-    ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
+    ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...], tuple[int, ...]]:
         """By row, the guesses that the draft model makes where the plan leaves it to it; and in the
-        same order ``StepResult.caught_up``."""
+        same order ``StepResult.caught_up`` and ``StepResult.behind``."""
         wanted: dict[int, DraftRow] = {}
         planned = {r: len(token_ids) for r, token_ids, source in plan.drafts if source == MODEL}
         for r, count in planned.items():
@@ -256,11 +258,12 @@ class ModelRunner:
         results = dict(zip(wanted, draft.make(list(wanted.values())), strict=True))
         made: dict[int, tuple[int, ...]] = {}
         for r in planned:
-            count, _, failed = results.setdefault(r, Made())
+            count, _, _, failed = results.setdefault(r, Made())
             slots[r].guessing_failed |= failed
             first = plan.rows[r].start + 1
             made[r] = tuple(self._tokens[slots[r].index, first : first + count].tolist())
-        return made, tuple(results[r].caught_up for r in planned)
+        told = [results[r] for r in planned]
+        return made, tuple(row.caught_up for row in told), tuple(row.behind for row in told)
 
     def _execute(
         self,

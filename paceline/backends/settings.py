@@ -43,6 +43,8 @@ class BackendSettings:
     # served model's hidden states. None: there is none
     draft_path: str | None = None
     draft_dtype: str = "auto"
+    # the checkpoint's own layers for further tokens guess, instead of a model in ``draft_path``
+    draft_layers: bool = False
     # prompt + output tokens of one request; None: as long as the model and the KV cache allow
     max_model_len: int | None = None
     # what the model is for: "auto" by its files, "generate", or "pooling" and then what it becomes
@@ -76,3 +78,8 @@ class BackendSettings:
         object.__setattr__(self, "matryoshka_dimensions", tuple(self.matryoshka_dimensions))
         for _, message in outside(self, _RANGES):
             raise ConfigError(message)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a model or layers are loaded that guess."""
+        return self.draft_layers or self.draft_path is not None

@@ -41,6 +41,8 @@ _INDEX: Final = "model.safetensors.index.json"
 _PICKLED: Final = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 # of a decoder that classifies, as transformers names them
 HEAD: Final[tuple[str, ...]] = ("score.weight", "score.bias")
+# of layers that guess further tokens, see ``mtp``
+_MTP: Final = ("model.mtp_layers.", "mtp.")
 MAX_SHARDS: Final = 4096
 
 
@@ -62,6 +64,10 @@ class HFCheckpoint:
         self._head: dict[str, SafetensorsEntry] = {
             name: stored.pop(name) for name in HEAD if name in stored
         }
+        # no part of the model: who asks for them checks them
+        self.mtp: Mapping[str, SafetensorsEntry] = {
+            name: stored.pop(name) for name in list(stored) if name.startswith(_MTP)
+        }
         quantisation = quantisation_of(read_json_object(folder / "config.json") or {})
         self._entries: dict[str, _Stored] = {**stored}
         if quantisation is not None:
@@ -76,7 +82,8 @@ class HFCheckpoint:
             # beside matrices of 4 bits an embedding of 16 may be larger than all of them
             if quantisation is None or not isinstance(entry, SafetensorsEntry):
                 sizes[entry.dtype] += entry.num_bytes
-        main_dtype = sizes.most_common(1)[0][0]
+        # of a folder without the model's tensors there is none, which is refused below
+        main_dtype = sizes.most_common(1)[0][0] if sizes else "F32"
         self._config = read_hf_config(folder, DTYPES.get(main_dtype, main_dtype))
         self._parts = _parts_of(folder, self._entries, self._config)
         self._names = self.check_shapes()

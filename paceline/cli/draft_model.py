@@ -12,13 +12,20 @@ from typing import Any, Final
 from paceline.core.errors import ConfigError
 from paceline.core.speculation.settings import SpeculationSettings
 
-__all__ = ["check_vocabulary", "draft_of"]
+__all__ = ["check_vocabulary", "draft_of", "drafts_by_own_layers"]
 
 # the method, and in the place of a model's name, the served one in other weights
 _SELF: Final = "self"
 _FEWER_BITS: Final = "q4"
 # the method that a head of another model's hidden states has, which brings no tokenizer
 _HEAD: Final = "eagle3"
+# the method that layers of the served model's own checkpoint have
+_OWN_LAYERS: Final = "mtp"
+
+
+def drafts_by_own_layers(config: Mapping[str, Any] | None) -> bool:
+    """Whether layers of the served model's checkpoint guess, for which no model is named."""
+    return config is not None and config.get("method") == _OWN_LAYERS
 
 
 def draft_of(config: Mapping[str, Any] | None, model_path: str | None) -> tuple[str, str] | None:
@@ -26,7 +33,7 @@ def draft_of(config: Mapping[str, Any] | None, model_path: str | None) -> tuple[
 
     Raises ConfigError for what are no names, CheckpointError where there is no such model.
     """
-    if config is None or not SpeculationSettings.of(config).models:
+    if config is None or not SpeculationSettings.of(config).models or drafts_by_own_layers(config):
         return None
     name = config.get("model", _SELF)
     quantization = config.get("quantization", _FEWER_BITS if name == _SELF else "auto")

@@ -240,7 +240,8 @@ SCHEDULING: Final = (
         'same tenant), or {"method": "ngram", "num_speculative_tokens": 5, '
         '"prompt_lookup_max": 4, "prompt_lookup_min": 2}, or by a second model of the same '
         'vocabulary: {"model": NAME}, or {"method": "self"} for the served one in 4 bits, or '
-        '{"method": "eagle3", "model": NAME} for an EAGLE-3 head with --compute torch. '
+        '{"method": "eagle3", "model": NAME} for an EAGLE-3 head with --compute torch, or '
+        '{"method": "mtp"} for the checkpoint\'s own layers that predict further tokens, likewise. '
         '{"method": "off"}: nothing is guessed. Answers stay the same',
     ),
     Flag(

@@ -182,9 +182,10 @@ class StepResult:
     forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
     # (row, token ids) of guesses that the backend made, as many as were verified
     made: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    # for each of ``made``, known tokens that the draft model had not seen and took in before; ():
-    # none
+    # for each of ``made``, known tokens that the draft model had not seen and took in before, and
+    # those that it still has to take in before it guesses; (): none
     caught_up: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
     # seconds the backend spent on this step, and before that on making guesses
     elapsed: float = 0.0
     drafting: float = 0.0

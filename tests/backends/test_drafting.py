@@ -254,10 +254,10 @@ def test_what_was_made_up_for_is_told(mirrored: bool, monkeypatch: pytest.Monkey
     told = []
     for _ in range(4):
         draft.guess([_row(tokens, list(range(40))), _row([5, 6, 7], [60, 61], 1)])
-        told.append(draft.caught_up)
+        told.append((draft.caught_up, draft.behind))
     # the last token is no news, and a row that waits for its turn has none
-    assert told[:3] == [[50, 0], [50, 0], [20, 2]]
-    assert sum(told[3]) <= 1
+    assert told[:3] == [([50, 0], [70, 2]), ([50, 0], [20, 2]), ([20, 2], [0, 0])]
+    assert sum(told[3][0]) <= 1
 
 
 def test_tokens_of_a_padded_head_are_no_guesses() -> None:

@@ -282,12 +282,18 @@ def test_a_long_prompt_is_made_up_for_bit_by_bit(monkeypatch: pytest.MonkeyPatch
     rig = _Rig()
     tokens, blocks = [(i * 37) % VOCAB for i in range(100)], list(range(30))
     rig.step((tokens[:60], 0, blocks))
-    rig.step((tokens[:99], 60, blocks))
-    row = _row(tokens, blocks)
-    found = [rig.guess(row)[0] for _ in range(4)]
+    rig.step((tokens[:99], 60, blocks), ([5, 6, 7], 0, [60]))
+    row, waits = _row(tokens, blocks), _row([5, 6, 7, 8], [60, 61], 1)
+    found, told = [], []
+    for _ in range(4):
+        found.append(rig.guess(row, waits)[0])
+        told.append((rig.draft.caught_up, rig.draft.behind))
     assert found == [0, 0, 0, 4]
+    # a row that waits for its turn has none; the last position comes with every guess
+    assert told[0] == ([30, 0], [68, 2]) and told[2] == ([30, 0], [8, 2])
+    assert told[3] == ([8, 2], [0, 0])
     assert _guesses(row, 4) == _expected(tokens, 0, 4)
-    assert rig.head.calls == [30, 30, 30, 9, 1, 1, 1]
+    assert rig.head.calls == [30, 30, 30, 9 + 3, 1, 1, 1]
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,7 +228,7 @@ def test_end_of_sequence_ids_come_from_both_files(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("not supported; these are: ", {"architectures": ["GPT2LMHeadModel"]}),
-    ("LlamaForCausalLM, MistralForCausalLM, ", {"architectures": ["GPT2LMHeadModel"]}),
+    ("LlamaForCausalLM, MiMoForCausalLM, ", {"architectures": ["GPT2LMHeadModel"]}),
     ("attn_logit_softcapping=50.0", {"attn_logit_softcapping": 50.0}),
     ("residual_multiplier=0.22", {"residual_multiplier": 0.22}),
     ("num_local_experts=8", {"num_local_experts": 8}),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
-from paceline.cli.draft_model import check_vocabulary, draft_of
+from paceline.cli.draft_model import check_vocabulary, draft_of, drafts_by_own_layers
 from paceline.core.errors import CheckpointError, ConfigError
 
 
@@ -35,6 +35,12 @@ def test_heads_are_told_from_models(tmp_path: Path) -> None:
         draft_of({"model": str(head)}, served)
     with pytest.raises(ConfigError, match=r'no EAGLE-3 head.* with "method": "draft_model"'):
         draft_of({"method": "eagle3", "model": served}, served)
+
+
+def test_own_layers_are_no_model() -> None:
+    for config, own in (({"method": "mtp"}, True), ({"method": "self"}, False), (None, False)):
+        assert drafts_by_own_layers(config) == own
+    assert draft_of({"method": "mtp"}, "served") is None
 
 
 def test_what_is_named(tmp_path: Path) -> None:

@@ -396,6 +396,8 @@ def test_a_draft_model_is_counted(capsys: pytest.CaptureFixture[str], tmp_path: 
     head = json.dumps({"method": "eagle3", "model": str(tmp_path / "head")})
     said = refused(capsys, *flags, "--speculative-config", head)
     assert "is not counted here: add its bytes to --weights" in said
+    said = refused(capsys, *flags, "--speculative-config", '{"method": "mtp"}')
+    assert "that guess are not counted here: add their bytes to --weights" in said
 
 
 def test_a_model_of_a_file_is_planned_for(

@@ -60,8 +60,6 @@ def load_tiny(folder: Path, *, block_size: int, compute: str, **settings: Any) -
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tests.backends.loading import load_backend
-
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -75,6 +73,12 @@ def load_tiny(folder: Path, *, block_size: int, compute: str, **settings: Any) -
         initializer_range=0.4,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+    return load_folder(folder, block_size=block_size, compute=compute, **settings)
+
+
+def load_folder(folder: Path, *, block_size: int, compute: str, **settings: Any) -> ModelBackend:
+    from tests.backends.loading import load_backend
+
     backend = load_backend(
         folder,
         device="cpu",

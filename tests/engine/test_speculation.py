@@ -19,6 +19,7 @@ from paceline.core.step import draft_choice
 from paceline.engine.llm import LLM
 from paceline.engine.testing import ByteTokenizer, null_core
 from paceline.engine.types import GenerationRequest
+from tests.backends.torch.further import save_further
 from tests.backends.torch.heads import save_eagle3
 from tests.backends.torch.models import VOCAB, save_model
 
@@ -93,13 +94,15 @@ def _answers(
     formats: tuple[str, str],
     size: int,
     blocks: int,
-    draft: tuple[Path, str] | None = None,
+    draft: tuple[Path, str] | str | None = None,
     **config: Any,
 ) -> _Answers:
-    """Of all requests, so many at a time."""
+    """Of all requests, so many at a time. ``draft`` is a model and its format, or own layers."""
+    named = None if isinstance(draft, str) else draft
     settings = BackendSettings(
-        draft_path=None if draft is None else str(draft[0]),
-        draft_dtype="auto" if draft is None else draft[1],
+        draft_path=None if named is None else str(named[0]),
+        draft_dtype="auto" if named is None else named[1],
+        draft_layers=isinstance(draft, str),
         device="cpu",
         dtype=formats[0],
         kv_dtype=formats[1],
@@ -201,12 +204,14 @@ def test_answers_are_those_without_a_draft_model(
         assert on.accepted > 0
 
 
+@pytest.mark.parametrize("head", ["eagle3", "mimo", "qwen3"])
 @pytest.mark.parametrize(
     ("size", "blocks", "chunk"), [(1, 64, 512), (4, 16, 512), (4, 64, 12)], ids=str
 )
 def test_answers_are_those_without_a_head(
     folder: Path,
     tmp_path: Path,
+    head: str,
     size: int,
     blocks: int,
     chunk: int,
@@ -215,13 +220,18 @@ def test_answers_are_those_without_a_head(
     """A head of random weights is nearly always wrong, and costs nothing but time."""
     monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
     monkeypatch.setattr(draft_choice, "_UNLIKELY", 0.0)
-    save_eagle3(tmp_path, served_hidden=96)
-    formats, draft = ("float32", "float32"), (tmp_path, "auto")
-    off = _answers(folder, "torch", formats, size, blocks, max_num_batched_tokens=chunk)
-    config = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 4}
+    formats, served = ("float32", "float32"), folder
+    config: dict[str, Any] = {"method": "eagle3", "model": str(tmp_path)}
+    draft: tuple[Path, str] | str = tmp_path, "auto"
+    if head == "eagle3":
+        save_eagle3(tmp_path, served_hidden=96)
+    else:
+        config, draft, served = {"method": "mtp"}, "own layers", tmp_path
+        save_further(tmp_path, head, count=2, max_position_embeddings=512)
+    off = _answers(served, "torch", formats, size, blocks, max_num_batched_tokens=chunk)
     on = _answers(
-        folder, "torch", formats, size, blocks, draft,
-        max_num_batched_tokens=chunk, speculative_config=config,
+        served, "torch", formats, size, blocks, draft,
+        max_num_batched_tokens=chunk, speculative_config=config | {"num_speculative_tokens": 4},
     )  # fmt: skip
     assert on.tokens == off.tokens
     assert on.drafted > 50

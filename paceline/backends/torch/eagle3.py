@@ -9,16 +9,13 @@ This module does not know requests, or where hidden states come from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from paceline.backends.rope import longest_sequence
 from paceline.backends.steps import AttentionBatch
-from paceline.backends.torch.attention import TorchAttention
+from paceline.backends.torch.head import TorchHead
 from paceline.backends.torch.linear import Linear, make_linear
 from paceline.backends.torch.mlp import DenseMLP
 from paceline.backends.torch.model import RMSNorm
@@ -31,7 +28,7 @@ __all__ = ["Eagle3Step"]
 _NEVER: Final = -1e30
 
 
-class Eagle3Step:
+class Eagle3Step(TorchHead):
     """A ``head_drafting.HeadModel``.
 
     Args:
@@ -50,6 +47,9 @@ class Eagle3Step:
         device: torch.device,
     ) -> None:
         config = head.config
+        super().__init__(
+            config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device
+        )
 
         def get(name: str) -> torch.Tensor:
             return torch.from_numpy(head.tensor(name)).to(device=device, dtype=dtype)
@@ -77,59 +77,31 @@ class Eagle3Step:
         self._norm, self._head = norm("norm"), linear("lm_head")
         self._ids = torch.from_numpy(head.token_ids()).to(device)
         self._norm_before_residual = head.norm_before_residual
-        self._dtype, self._device = dtype, device
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._head_dim = config.head_dim
         length = max(max_model_len, longest_sequence(config))
         self._rotary = RotaryTable(config, length, dtype=dtype, device=device)
-        self._attention = TorchAttention(
-            config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device
-        )
         # of the rows whose logits were wanted last
         self._last = torch.empty(0, config.hidden_size, device=device)
 
-    @torch.inference_mode()
-    def start(
+    def _start(
         self,
-        token_ids: NDArray[np.int64],
-        positions: NDArray[np.int64],
+        tokens: torch.Tensor,
+        at: torch.Tensor,
         batch: AttentionBatch,
-        features: Sequence[torch.Tensor],
-        sampled: NDArray[np.int64],
+        features: torch.Tensor,
+        sampled: torch.Tensor,
     ) -> torch.Tensor:
-        known = self._fuse(torch.cat(list(features))).float()
-        return self._forward(token_ids, positions, batch, known, sampled)
+        return self._forward(tokens, at, self._fuse(features).float(), sampled)
 
-    @torch.inference_mode()
-    def go_on(
-        self,
-        token_ids: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        batch: AttentionBatch,
-        rows: NDArray[np.int64],
-    ) -> torch.Tensor:
-        known = self._last[torch.from_numpy(rows).to(self._device)]
-        return self._forward(token_ids, positions, batch, known, np.arange(len(rows)))
-
-    @torch.inference_mode()
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._attention.copy_blocks(pairs)
-
-    @torch.inference_mode()
-    def clear_blocks(self, block_ids: Sequence[int]) -> None:
-        self._attention.clear_blocks(block_ids)
+    def _go_on(self, tokens: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        every = torch.arange(len(rows), device=self._device)
+        return self._forward(tokens, at, self._last[rows], every)
 
     def _forward(
-        self,
-        token_ids: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        batch: AttentionBatch,
-        known: torch.Tensor,
-        sampled: NDArray[np.int64],
+        self, tokens: torch.Tensor, at: torch.Tensor, known: torch.Tensor, sampled: torch.Tensor
     ) -> torch.Tensor:
         """``known``: [T, hidden] in float32."""
-        self._attention.prepare(batch)
-        tokens, at = (torch.from_numpy(each).to(self._device) for each in (token_ids, positions))
         embedded = torch.nn.functional.embedding(tokens, self._embedding)
         normed = self._hidden_norm(known)
         both = torch.cat((self._input_norm(embedded), normed), dim=-1)
@@ -140,8 +112,7 @@ class Eagle3Step:
         if not len(sampled):
             return self._last.new_empty(0, self._vocab_size)
         x = normed.float() if self._norm_before_residual else known
-        x = x + self._output(attended)
-        x = x[torch.from_numpy(sampled).to(self._device)]
+        x = (x + self._output(attended))[sampled]
         self._last = x + self._mlp(self._mlp_norm(x))
         own = self._head(self._norm(self._last)).float()
         logits = own.new_full((len(sampled), self._vocab_size), _NEVER)

@@ -109,9 +109,8 @@ class Decoder:
         self._head_dim = config.head_dim
 
     @property
-    def embedding(self) -> torch.Tensor:
-        """[vocab, hidden]."""
-        return self._weights.embedding
+    def weights(self) -> DecoderWeights:
+        return self._weights
 
     def keep_inputs(self, layers: tuple[int, ...]) -> None:
         """From now on what these layers are given is in ``kept`` after a step, each [T, hidden] in
@@ -139,7 +138,11 @@ class Decoder:
             self._layers(token_ids, positions, attention)
             return self._weights.embedding.new_empty((0, self._vocab_size), dtype=torch.float32)
         # the head is the largest product: only for the rows that sample
-        logits = self._logits(self.hidden(token_ids, positions, sampled, attention))
+        return self.logits(self.hidden(token_ids, positions, sampled, attention))
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Of what ``hidden`` gives, [S, hidden]: [S, vocab] in float32."""
+        logits = self._logits(x)
         if self._config.logits_divisor != 1.0:
             logits /= self._config.logits_divisor
         if (cap := self._config.logits_softcap) is not None:
@@ -164,29 +167,50 @@ class Decoder:
         x = torch.nn.functional.embedding(token_ids, self._weights.embedding).float()
         if self._config.embedding_scale != 1.0:
             x *= self._config.embedding_scale
-        share = self._config.residual_scale
-        rotations = [table.rows(positions) for table in self._tables]
+        rotations = self.rotations(positions)
         kept: dict[int, torch.Tensor] = {}
-        for index, layer in enumerate(self._weights.layers):
+        for index in range(len(self._weights.layers)):
             if index in self._keeps:
                 kept[index] = x.to(self._dtype, copy=True)
-            table = self._table_of[index]
-            qkv = self._qkv(layer, self._normed(layer.input_norm, x))
-            if table is not None:
-                heads = qkv[:, : self._heads + self._kv_heads]
-                self._tables[table].rotate_(heads, rotations[table])
-            attended = layer.output(attention.attend(index, qkv))
-            if layer.attention_output_norm is not None:
-                attended = layer.attention_output_norm(attended)
-            x.add_(attended, alpha=share)
-            inner = layer.mlp(self._normed(layer.mlp_norm, x))
-            if layer.mlp_output_norm is not None:
-                inner = layer.mlp_output_norm(inner)
-            x.add_(inner, alpha=share)
+            self.add_layer(index, x, rotations, attention)
         if len(self._weights.layers) in self._keeps:
             kept[len(self._weights.layers)] = x.to(self._dtype, copy=True)
         self.kept = [kept[layer] for layer in self._keeps]
         return x
+
+    def rotations(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What ``add_layer`` needs of a step's positions, once for all layers."""
+        return [table.rows(positions) for table in self._tables]
+
+    def add_layer(
+        self,
+        index: int,
+        x: torch.Tensor,
+        rotations: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        attention: AttentionBackend,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Add what a layer gives to ``x``, [T, hidden] in float32, in place. Returns it; or of the
+        rows ``wanted`` alone a copy that has it, and then ``x`` has nothing added."""
+        layer, share = self._weights.layers[index], self._config.residual_scale
+        table = self._table_of[index]
+        qkv = self._qkv(layer, self._normed(layer.input_norm, x))
+        if table is not None:
+            heads = qkv[:, : self._heads + self._kv_heads]
+            self._tables[table].rotate_(heads, rotations[table])
+        attended = attention.attend(index, qkv)
+        if wanted is not None:
+            x, attended = x[wanted], attended[wanted]
+            if not len(x):
+                return x
+        attended = layer.output(attended)
+        if layer.attention_output_norm is not None:
+            attended = layer.attention_output_norm(attended)
+        x.add_(attended, alpha=share)
+        inner = layer.mlp(self._normed(layer.mlp_norm, x))
+        if layer.mlp_output_norm is not None:
+            inner = layer.mlp_output_norm(inner)
+        return x.add_(inner, alpha=share)
 
     def _normed(self, norm: RMSNorm | None, x: torch.Tensor) -> torch.Tensor:
         return x.to(self._dtype) if norm is None else norm(x)

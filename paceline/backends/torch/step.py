@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from paceline.backends.sampling import SampleRow, Samples
 from paceline.backends.steps import AttentionBatch
 from paceline.backends.torch.attention import AttentionBackend, TorchAttention
-from paceline.backends.torch.model import Decoder
+from paceline.backends.torch.model import Decoder, DecoderWeights
 from paceline.backends.torch.sampler import sample
 from paceline.core.outputs import BlockSwap, WindowBlock
 
@@ -37,9 +37,9 @@ class TorchStep:
         return torch.cat(self._decoder.kept, dim=-1)
 
     @property
-    def embedding(self) -> torch.Tensor:
-        """[vocab, hidden]."""
-        return self._decoder.embedding
+    def weights(self) -> DecoderWeights:
+        """For heads that share some of them."""
+        return self._decoder.weights
 
     @torch.inference_mode()
     def forward(

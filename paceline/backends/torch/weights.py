@@ -6,7 +6,7 @@ form plus one layer in the checkpoint's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +24,7 @@ from paceline.checkpoints.hf import HFCheckpoint
 from paceline.checkpoints.shapes import expected_shapes, row_order
 from paceline.core.errors import CheckpointError
 
-__all__ = ["TensorSource", "load_weights"]
+__all__ = ["TensorReader", "TensorSource", "load_weights"]
 
 
 class TensorSource(Protocol):
@@ -41,14 +41,24 @@ class TensorSource(Protocol):
     def release(self) -> None: ...
 
 
-class _Reader:
-    """Tensors by name, of the shape that the config implies, in the wanted dtype and place."""
+class TensorReader:
+    """Tensors by name, of the shape that the config implies, in the wanted dtype and place.
+
+    Args:
+        stack: closes what is opened.
+        shapes: of all tensors that there are; None: those of a whole model of the config.
+    """
 
     def __init__(
-        self, source: TensorSource, dtype: torch.dtype, device: torch.device, stack: ExitStack
+        self,
+        source: TensorSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        stack: ExitStack,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self._source = source
-        self._shapes = expected_shapes(source.config)
+        self._shapes = expected_shapes(source.config) if shapes is None else shapes
         self._dtype, self._device = dtype, device
         self._stack = stack
         # opened safetensors shards, closed with the stack
@@ -142,7 +152,7 @@ def load_weights(
         CheckpointError: a tensor is missing, unreadable, or of another shape than the config says.
     """
     with ExitStack() as stack:
-        reader = _Reader(source, dtype, device, stack)
+        reader = TensorReader(source, dtype, device, stack)
         embedding = reader.get("model.embed_tokens.weight")
         layers = tuple(reader.layers())
         norm = reader.norm("model.norm.weight")

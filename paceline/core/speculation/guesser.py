@@ -105,7 +105,7 @@ class Guesser:
         # what the grammar leaves no choice about, from which position on
         self._forced: Sequence[int] = ()
         self._forced_from = 0
-        # known tokens that the backend's draft model has seen, as far as it said
+        # known tokens that the backend's draft model has seen or never will, as far as it said
         self._seen = 0
         self.acceptance = Acceptance(others)
 
@@ -118,12 +118,12 @@ class Guesser:
         """Known tokens that the backend's draft model takes in before it guesses."""
         return max(0, len(self._tokens) - self._seen)
 
-    def learn(self, token_ids: Sequence[int], caught_up: int = 0, busy: bool = False) -> None:
+    def learn(self, token_ids: Sequence[int], behind: int = 0, busy: bool = False) -> None:
         """What the backend's draft model has guessed where it was chosen, and how many known tokens
-        it took in before. Unless it was ``busy`` with such, none is as good as a wrong one."""
+        it has to take in yet. Unless it was ``busy`` with such, none is as good as a wrong one."""
         self._chosen = Guess(token_ids, 0, MODEL)
         self._guesses = [g for g in self._guesses if g.source != MODEL] + [self._chosen]
-        self._seen = len(self._tokens) if token_ids else self._seen + caught_up
+        self._seen = len(self._tokens) - behind
         if not token_ids and not busy:
             self.acceptance.note(MODEL, 0, True, False)
 

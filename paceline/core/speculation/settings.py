@@ -27,6 +27,7 @@ _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "self": ("num_speculative_tokens", "quantization"),
     "off": (),
     "eagle3": ("num_speculative_tokens", "model"),
+    "mtp": ("num_speculative_tokens",),
 }
 
 
@@ -61,13 +62,13 @@ class SpeculationSettings:
         method = _method(config)
         if method == "off":
             return cls(0, None, None, False, False)
-        models = method == "self" or "model" in config
+        models = method in ("self", "mtp") or "model" in config
         if not models and (method in ("draft_model", "eagle3") or "quantization" in config):
             raise ConfigError(f"{_NAME}: method {method!r} lacks the model that drafts")
         auto = method == "auto"
         usual = None if method == "ngram" else _AUTO_TOKENS
         num_tokens = _number(config, "num_speculative_tokens", usual, MOST_TOKENS)
-        if method in ("self", "draft_model", "eagle3"):
+        if method in ("self", "draft_model", "eagle3", "mtp"):
             return cls(num_tokens, None, None, False, True, models=True)
         # as in vLLM, one stands for both; auto takes whatever match there is, as how often each is
         # right is learned

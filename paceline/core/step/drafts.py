@@ -140,13 +140,16 @@ class Drafts:
         self._told_at = now
         made, num_guesses, busy = dict(result.made), 0, sum(result.caught_up) >= _MANY
         caught_up = dict(zip(made, result.caught_up, strict=False))
+        behind = dict(zip(made, result.behind, strict=False))
         for index, planned, source in plan.drafts:
             request, sampled = requests[index], result.sampled[index]
             token_ids = planned if source != MODEL else made.get(index, ())
             if source == MODEL and request.guesser is not None:
-                if token_ids:
-                    self._note_passed(request, request.guesser.num_unseen - caught_up.get(index, 0))
-                request.guesser.learn(token_ids, caught_up.get(index, 0), busy)
+                left = behind.get(index, 0)
+                if token_ids or left:
+                    entered = caught_up.get(index, 0) + left
+                    self._note_passed(request, request.guesser.num_unseen - entered)
+                request.guesser.learn(token_ids, left, busy)
             num_guesses += len(token_ids)
             right = max(0, len(sampled) - 1)
             if token_ids:
@@ -171,7 +174,7 @@ class Drafts:
                 guesser.force(requests[index].num_tokens + len(result.sampled[index]), token_ids)
 
     def _note_passed(self, request: Request, passed: int) -> None:
-        """A model has guessed without having seen so many of the request's tokens."""
+        """A model guesses without having seen so many of the request's tokens."""
         if passed >= _MANY:
             self._most_seen = max(self._most_seen, request.num_tokens - passed)
 
@@ -190,9 +193,13 @@ class Drafts:
         passes = unseen = 0
         for row, token_ids, source in drafts:
             if source == MODEL and (guesser := requests[row].guesser) is not None:
-                passes, unseen = max(passes, len(token_ids)), unseen + guesser.num_unseen
+                passes, unseen = max(passes, len(token_ids)), unseen + self._unseen(guesser)
         taken = min(unseen, self._most_taken) * self._token_seconds
         self.making_seconds = passes * self._pass_seconds + taken
+
+    def _unseen(self, guesser: Guesser) -> int:
+        """Known tokens that the backend's model is expected to take in."""
+        return min(guesser.num_unseen, self._most_seen or guesser.num_unseen)
 
     def _guesses(self, request: Request) -> Guess:
         most = min(self._settings.num_tokens, _room(request), request.asked.max_draft_tokens)
@@ -243,8 +250,7 @@ class Drafts:
             survivals[index] = guesser.acceptance.survivals(guess)
             if guess.source == MODEL:
                 left = max(1, self._work.output_tokens(request) - request.num_output_tokens)
-                unseen = min(guesser.num_unseen, self._most_seen or guesser.num_unseen)
-                catching_up[index] = unseen * self._token_seconds / left
+                catching_up[index] = self._unseen(guesser) * self._token_seconds / left
         costs = self._costs(step, catching_up, known)
         due = self._num_steps >= self._try_at
         choice = DraftChoice(requests, costs, most=step.budget, tries=due)

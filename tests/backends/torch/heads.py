@@ -1,16 +1,92 @@
-"""Tiny random EAGLE-3 heads in the hub's format, and what one guesses, computed the plain way."""
+"""Heads that read hidden states, at work; tiny random EAGLE-3 heads in the hub's format, and what
+one guesses, computed the plain way."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
+from paceline.backends import head_drafting
+from paceline.backends.drafting import DraftRow
+from paceline.backends.head_drafting import HeadDraft
+from paceline.backends.load import load_backend
+from paceline.backends.settings import BackendSettings
+from paceline.core.sampling_params import SamplingParams
+from paceline.core.step import draft_choice
+from paceline.engine.llm import LLM
+from paceline.engine.testing import ByteTokenizer, null_core
+from paceline.engine.types import GenerationRequest
 from tests.backends.torch.models import VOCAB
+
+
+@dataclass
+class Guessed:
+    """A row that a head was asked about."""
+
+    known: list[int]
+    guesses: list[int]
+    # of each guess, [vocab]
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+
+def play(
+    folder: Path,
+    config: dict[str, Any],
+    prompts: Sequence[Sequence[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    **core: Any,
+) -> list[Guessed]:
+    """All that a head guessed while these prompts were answered."""
+    monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
+    monkeypatch.setattr(draft_choice, "_UNLIKELY", 0.0)
+    seen: list[Guessed] = []
+    asked: dict[int, Guessed] = {}
+    plain, plain_draw = HeadDraft.guess, head_drafting.draw
+
+    def draw(*given: Any) -> list[int]:
+        logits, rows, going = given[1], given[3], given[4]
+        for place, r in enumerate(going):
+            asked[id(rows[r])].logits.append(logits[place].clone())
+        return plain_draw(*given)
+
+    def guess(self: HeadDraft, rows: Sequence[DraftRow]) -> list[int]:
+        asked.clear()
+        for row in rows:
+            asked[id(row)] = Guessed(row.tokens[: row.last + 1].tolist(), [])
+        made = plain(self, rows)
+        for row, number in zip(rows, made, strict=True):
+            asked[id(row)].guesses = row.tokens[row.last + 1 : row.last + 1 + number].tolist()
+            seen.append(asked[id(row)])
+        return made
+
+    monkeypatch.setattr(HeadDraft, "guess", guess)
+    monkeypatch.setattr(head_drafting, "draw", draw)
+    chosen = {"device": "cpu", "dtype": "float32", "compute": "torch", "num_blocks": 64}
+    backend = load_backend(folder, BackendSettings(**(chosen | {"threads": 1} | settings)))
+    engine = null_core(backend, speculative_config=config, **core)
+    engine.scheduler.step_time._min_observations = 10**9
+    with LLM(engine, ByteTokenizer()) as llm:
+        llm.generate(
+            [
+                GenerationRequest(
+                    request_id=str(number),
+                    prompt_token_ids=list(prompt),
+                    sampling=SamplingParams(max_tokens=20, temperature=0.0),
+                    arrival_time=0.0,
+                )
+                for number, prompt in enumerate(prompts)
+            ]
+        )
+        engine.check_integrity()
+    return seen
 
 
 def save_eagle3(

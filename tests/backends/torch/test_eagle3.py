@@ -13,18 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.backends.drafting import DraftRow
-from paceline.backends.head_drafting import HeadDraft
 from paceline.backends.load import load_backend
 from paceline.backends.settings import BackendSettings
 from paceline.checkpoints.eagle3 import Eagle3Head, is_eagle3
 from paceline.core.errors import CheckpointError, ConfigError
-from paceline.core.sampling_params import SamplingParams
-from paceline.core.step import draft_choice
-from paceline.engine.llm import LLM
-from paceline.engine.testing import ByteTokenizer, null_core
-from paceline.engine.types import GenerationRequest
-from tests.backends.torch.heads import reference_guesses, save_eagle3
+from tests.backends.torch.heads import play, reference_guesses, save_eagle3
 from tests.backends.torch.models import VOCAB, save_model
 
 HIDDEN = 48
@@ -35,44 +28,12 @@ def _play(
     head: Path,
     prompts: Sequence[Sequence[int]],
     monkeypatch: pytest.MonkeyPatch,
-    count: int = 4,
     **core: Any,
 ) -> list[tuple[list[int], list[int]]]:
     """Known tokens and the guesses that followed, of all that the head guessed."""
-    monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
-    monkeypatch.setattr(draft_choice, "_UNLIKELY", 0.0)
-    seen: list[tuple[list[int], list[int]]] = []
-    plain = HeadDraft.guess
-
-    def guess(self: HeadDraft, rows: Sequence[DraftRow]) -> list[int]:
-        made = plain(self, rows)
-        for row, number in zip(rows, made, strict=True):
-            known, end = row.tokens[: row.last + 1].tolist(), row.last + 1 + number
-            seen.append((known, row.tokens[row.last + 1 : end].tolist()))
-        return made
-
-    monkeypatch.setattr(HeadDraft, "guess", guess)
-    settings = BackendSettings(
-        device="cpu", dtype="float32", compute="torch", num_blocks=64, threads=1,
-        draft_path=str(head),
-    )  # fmt: skip
-    config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": count}
-    engine = null_core(load_backend(folder, settings), speculative_config=config, **core)
-    engine.scheduler.step_time._min_observations = 10**9
-    with LLM(engine, ByteTokenizer()) as llm:
-        llm.generate(
-            [
-                GenerationRequest(
-                    request_id=str(number),
-                    prompt_token_ids=list(prompt),
-                    sampling=SamplingParams(max_tokens=20, temperature=0.0),
-                    arrival_time=0.0,
-                )
-                for number, prompt in enumerate(prompts)
-            ]
-        )
-        engine.check_integrity()
-    return seen
+    config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 4}
+    seen = play(folder, config, prompts, monkeypatch, {"draft_path": str(head)}, **core)
+    return [(each.known, each.guesses) for each in seen]
 
 
 @pytest.mark.parametrize(

@@ -135,11 +135,11 @@ def test_what_a_model_has_not_seen_is_counted() -> None:
     answer = expected_tokens(PROMPT, 60, VOCAB)
     guesser.guess(len(PROMPT), answer[:20], 3)
     assert guesser.num_unseen == len(PROMPT) + 20
-    # it caught up with some, and then with all
-    guesser.learn((), 16, True)
+    # it caught up with some, is never to see others, and then has nothing left
+    guesser.learn((), len(PROMPT) + 4, True)
     guesser.guess(len(PROMPT), answer[:21], 3)
     assert guesser.num_unseen == len(PROMPT) + 5
-    guesser.learn((1, 2), 9)
+    guesser.learn((1, 2))
     guesser.guess(len(PROMPT), answer[:23], 3)
     assert guesser.num_unseen == 2
 

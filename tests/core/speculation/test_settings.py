@@ -27,6 +27,7 @@ def test_settings_are_checked() -> None:
         ({"method": "self", "prompt_lookup_max": 3}, "not 'prompt_lookup_max'"),
         ({"method": "eagle3"}, "'eagle3' lacks the model"),
         ({"method": "eagle3", "model": "x", "quantization": "q4"}, "not 'quantization'"),
+        ({"method": "mtp", "model": "x"}, "'mtp' takes num_speculative_tokens, not 'model'"),
         ({"finished_answers_bytes": 0}, "'ngram' takes .*, not 'finished_answers_bytes'"),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -52,6 +53,7 @@ def test_settings_are_checked() -> None:
     assert of({"method": "self"}) == of({"model": "x"})
     assert of({"method": "auto", "model": "x"}) == (8, 1, 5, True, True)
     assert of({"method": "eagle3", "model": "x"}) == of({"model": "x"})
+    assert of({"method": "mtp"}) == of({"model": "x"})
     assert of({"method": "auto", "finished_answers_bytes": 0}) == of({"method": "auto"})
 
 
@@ -64,6 +66,7 @@ def test_who_needs_a_draft_model() -> None:
     assert models(method="auto", model="self")
     assert models(method="self")
     assert models(method="eagle3", model="x", num_speculative_tokens=3)
+    assert models(method="mtp", num_speculative_tokens=3)
     assert not models(method="auto")
     assert not models(method="ngram", num_speculative_tokens=3)
     assert SpeculationSettings.of({"method": "self"}).guesses_alone

@@ -218,6 +218,56 @@ def test_what_the_model_has_not_seen_is_part_of_the_price() -> None:
     assert guessed(0.2, 400) > 0.5
 
 
+class _Head(_Timed):
+    """Keeps hidden states of the latest tokens alone, and enters so many of them in a step before
+    it guesses, as ``backends.head_drafting`` does."""
+
+    keeps, at_once = 128, 64
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._entered: dict[str, int] = {}
+        # of the rows of a step, in order: entered in it, and still to enter
+        self._told: list[tuple[int, int]] = []
+
+    def _guess(self, row: ScheduledRow, count: int) -> tuple[int, ...]:
+        first = max(self._entered.get(row.request_id, 0), row.start - self.keeps)
+        until = max(first, min(row.start, first + self.at_once))
+        self._entered[row.request_id] = until
+        behind = max(0, row.start - until)
+        self._told.append((until - first, behind))
+        return () if behind else super()._guess(row, count)
+
+    def execute(self, plan: SchedulerOutput) -> Future[StepResult]:
+        self._told.clear()
+        result = super().execute(plan).result()
+        passes = max((len(token_ids) for _, token_ids in result.made), default=0)
+        caught_up, behind = zip(*self._told, strict=True) if self._told else ((), ())
+        drafting = passes * self.seconds + sum(caught_up) * self.token_seconds
+        future: Future[StepResult] = Future()
+        future.set_result(replace(result, drafting=drafting, caught_up=caught_up, behind=behind))
+        return future
+
+
+def test_a_head_is_priced_by_what_it_takes_in_and_not_by_the_prompt() -> None:
+    backend = _Head(vocab_size=VOCAB, num_blocks=1024, block_size=4, draft_wrong=())
+    backend.seconds, backend.token_seconds = 0.05, 0.04
+    driver = _driver(backend=backend, num_blocks=1024, seconds=_step_seconds)
+    # by these it is known what a pass takes, and a token that was not seen
+    for name, prompt in (("a", PROMPT), ("b", range(90))):
+        driver.add(make_request(name, tuple(prompt), 100, arrival=driver.now))
+        driver.run()
+    accepted = []
+    for number in range(8):
+        before = driver.scheduler.stats().num_accepted_tokens
+        prompt = [number, *(i % VOCAB for i in range(899))]
+        driver.add(make_request(f"r{number}", prompt, 24, arrival=driver.now))
+        driver.run()
+        accepted.append(driver.scheduler.stats().num_accepted_tokens - before)
+    # all 900 tokens would be 36 steps for the sake of 24 tokens; 128 are five
+    assert min(accepted[3:]) > 12, accepted
+
+
 def test_making_guesses_is_part_of_predicted_steps() -> None:
     driver = _dear(0.25)
     driver.add(make_request("a", PROMPT, 200))

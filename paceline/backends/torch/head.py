@@ -1,0 +1,92 @@
+"""What heads that read hidden states share in PyTorch: a KV cache of their own, and arrays in.
+
+This module does not know layers, requests, or where hidden states come from.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.backends.steps import AttentionBatch
+from paceline.backends.torch.attention import TorchAttention
+from paceline.checkpoints.config import ModelConfig
+
+__all__ = ["TorchHead"]
+
+
+class TorchHead(ABC):
+    """A ``head_drafting.HeadModel``.
+
+    Args:
+        config: that of its layers.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._dtype, self._device = dtype, device
+        self._attention = TorchAttention(
+            config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device
+        )
+
+    @torch.inference_mode()
+    def start(
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        batch: AttentionBatch,
+        features: Sequence[torch.Tensor],
+        sampled: NDArray[np.int64],
+    ) -> torch.Tensor:
+        self._attention.prepare(batch)
+        tokens, at, chosen = map(self._tensor, (token_ids, positions, sampled))
+        return self._start(tokens, at, batch, torch.cat(list(features)), chosen)
+
+    @torch.inference_mode()
+    def go_on(
+        self,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        batch: AttentionBatch,
+        rows: NDArray[np.int64],
+    ) -> torch.Tensor:
+        self._attention.prepare(batch)
+        tokens, at, chosen = map(self._tensor, (token_ids, positions, rows))
+        return self._go_on(tokens, at, chosen)
+
+    @torch.inference_mode()
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self._attention.copy_blocks(pairs)
+
+    @torch.inference_mode()
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        self._attention.clear_blocks(block_ids)
+
+    @abstractmethod
+    def _start(
+        self,
+        tokens: torch.Tensor,
+        at: torch.Tensor,
+        batch: AttentionBatch,
+        features: torch.Tensor,
+        sampled: torch.Tensor,
+    ) -> torch.Tensor:
+        """``start``, with attention prepared: [S, vocab] in float32."""
+
+    @abstractmethod
+    def _go_on(self, tokens: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """``go_on``, with attention prepared: [rows, vocab] in float32."""
+
+    def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)

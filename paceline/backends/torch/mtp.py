@@ -1,0 +1,203 @@
+"""A checkpoint's layers for further tokens in PyTorch, over its model's embeddings and head.
+
+What is known of position ``p`` is the served model's hidden state there; with the token at
+``p + 1`` the first layer gives the one at ``p + 2``. Each further guess is made at the next
+position, by the next layer, from what the layer before gave one position earlier; where there are
+no more layers, by the last one from its own. So with layers 0 and 1, and ``j`` the position of the
+last token that is known::
+
+    position       j-2           j-1           j             j+1
+    layer 0        known j-2     known j-1     .             .
+    layer 1        0's of j-3    0's of j-2    0's of j-1    1's of j
+    guess                        first         second        third
+
+A layer's entries of known positions need what the one before gave there, so that is kept, in blocks
+as keys and values are. Where it is missing, as at the beginning, it counts as zero.
+
+This module does not know requests, or where hidden states come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from paceline.backends.steps import AttentionBatch
+from paceline.backends.torch.attention import block_bytes
+from paceline.backends.torch.head import TorchHead
+from paceline.backends.torch.linear import Linear
+from paceline.backends.torch.model import Decoder, DecoderWeights, RMSNorm
+from paceline.backends.torch.rope import RotaryTable
+from paceline.backends.torch.weights import TensorReader
+from paceline.checkpoints.mtp import MTPLayers
+
+__all__ = ["MTPStep", "mtp_block_bytes"]
+
+
+def mtp_block_bytes(layers: MTPLayers, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: keys and values, and what all layers but the last gave."""
+    given = (layers.num_layers - 1) * layers.config.hidden_size * block_size * dtype.itemsize
+    return block_bytes(layers.config, block_size, dtype) + given
+
+
+class _Input(NamedTuple):
+    """What stands before and behind a layer."""
+
+    token_norm: RMSNorm
+    hidden_norm: RMSNorm
+    # [2 * hidden] -> [hidden]
+    projection: Linear
+    final_norm: RMSNorm
+
+
+class MTPStep(TorchHead):
+    """A ``head_drafting.HeadModel``.
+
+    Args:
+        served: the served model's weights.
+        max_model_len: positions of the longest request.
+    """
+
+    def __init__(
+        self,
+        layers: MTPLayers,
+        served: DecoderWeights,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        config = layers.config
+        super().__init__(
+            config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device
+        )
+        self._manner, self._served = layers.manner, served
+        self._vocab_size = config.vocab_size
+        self._block_size = block_size
+        self._inputs: list[_Input] = []
+        with ExitStack() as stack:
+            reader = TensorReader(layers, dtype, device, stack, layers.shapes)
+            for parts in (layers.manner.parts.of(n) for n in range(layers.num_layers)):
+                self._inputs.append(
+                    _Input(
+                        reader.norm(parts.token_norm),
+                        reader.norm(parts.hidden_norm),
+                        reader.linear(parts.projection.removesuffix(".weight")),
+                        reader.norm(parts.final_norm),
+                    )
+                )
+            own = DecoderWeights(
+                embedding=served.embedding,
+                layers=tuple(reader.layers()),
+                norm=served.norm,
+                head=served.head,
+                head_weight=served.head_weight,
+            )
+        rotary = RotaryTable(config, max_model_len, dtype=dtype, device=device)
+        self._decoder = Decoder(config, own, rotary)
+        # what each layer but the last gave by slot; one slot more stays zero
+        self._given = torch.empty(
+            layers.num_layers - 1, num_blocks + 1, block_size, config.hidden_size,
+            dtype=dtype, device=device,
+        )  # fmt: skip
+        self._given[:, num_blocks] = 0
+        self._none = num_blocks * block_size
+        # guesses of the rows whose logits were wanted last, and what each layer gave of these
+        self._num_made = 0
+        self._last: list[torch.Tensor] = []
+
+    @torch.inference_mode()
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        super().copy_blocks(pairs)
+        for source, destination in pairs:
+            self._given[:, destination] = self._given[:, source]
+
+    def _start(
+        self,
+        tokens: torch.Tensor,
+        at: torch.Tensor,
+        batch: AttentionBatch,
+        features: torch.Tensor,
+        sampled: torch.Tensor,
+    ) -> torch.Tensor:
+        embedded, rotations = self._embedded(tokens, at), self._decoder.rotations(at)
+        known = self._served.norm(features) if self._manner.normed else features
+        self._num_made, self._last = 1, []
+        own, before = self._slots(batch) if len(self._inputs) > 1 else (None, None)
+        for layer, kept in enumerate(self._given.flatten(1, 2)):
+            given = self._layer(layer, embedded, known, rotations)
+            self._last.append(given[sampled])
+            kept[own] = given
+            known = kept[before]
+        # nobody asks what the last one gives elsewhere
+        last = len(self._inputs) - 1
+        self._last.append(self._layer(last, embedded, known, rotations, sampled))
+        return self._logits(0)
+
+    def _go_on(self, tokens: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        embedded, rotations = self._embedded(tokens, at), self._decoder.rotations(at)
+        guesses = min(self._num_made, len(self._inputs) - 1)
+        last = [given[rows] for given in self._last]
+        # layers behind the one that guesses need an entry of this position for later guesses
+        for layer in range(guesses, len(self._inputs)):
+            # beyond the last layer it is its own output
+            repeats = self._num_made > layer
+            known = last[layer if repeats else layer - 1]
+            self._last[layer] = self._layer(layer, embedded, known, rotations)
+        # those before it are not asked again
+        for layer in range(guesses):
+            self._last[layer] = last[layer]
+        self._num_made += 1
+        return self._logits(guesses)
+
+    def _embedded(self, tokens: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        embedded = torch.nn.functional.embedding(tokens, self._served.embedding)
+        if self._manner.masks_first:
+            embedded = embedded.masked_fill((at == 0)[:, None], 0.0)
+        return embedded
+
+    def _layer(
+        self,
+        layer: int,
+        embedded: torch.Tensor,
+        known: torch.Tensor,
+        rotations: list[tuple[torch.Tensor, torch.Tensor]],
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What a layer gives of positions, or of those wanted, normed: [T, hidden] in the weights'
+        dtype."""
+        around = self._inputs[layer]
+        both = [around.token_norm(embedded), around.hidden_norm(known)]
+        if self._manner.hidden_first:
+            both.reverse()
+        x = around.projection(torch.cat(both, dim=-1)).float()
+        x = self._decoder.add_layer(layer, x, rotations, self._attention, wanted)
+        return around.final_norm(x)
+
+    def _logits(self, layer: int) -> torch.Tensor:
+        last = self._last[layer]
+        if not len(last):
+            return last.new_empty((0, self._vocab_size), dtype=torch.float32)
+        return self._decoder.logits(last)
+
+    def _slots(self, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each position its slot, and that of the one before; of the first position of a row,
+        which has none before, one that is zero."""
+        size = self._block_size
+        own, before = [], []
+        for start, count, table in zip(
+            batch.starts.tolist(), batch.counts.tolist(), batch.block_tables, strict=True
+        ):
+            at = np.arange(start - 1, start + count)
+            slots = table[at // size] * size + at % size
+            if not start:
+                slots[0] = self._none
+            own.append(slots[1:])
+            before.append(slots[:-1])
+        return self._tensor(np.concatenate(own)), self._tensor(np.concatenate(before))
