@@ -19,6 +19,7 @@ __all__ = ["EXPECTED", "Skips", "unexpected"]
 EXPECTED: Final = (
     # instructions and kernels
     (r"the native library was not built; .*", "the kernels are not compiled"),
+    (r"there is no native library", "the kernels are not compiled"),
     (r"_lib\.so (has interface \d+|cannot be loaded).*", "the kernels are of another version"),
     (r"this machine has no AVX2|this machine has no AVX-VNNI", "x86 instructions"),
     (r"no x86 (processor|kernels here)", "an x86 processor"),
