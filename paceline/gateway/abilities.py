@@ -29,7 +29,7 @@ from typing import Any, Final, Literal
 
 from paceline.gateway.config import EngineKind
 
-__all__ = ["ABILITIES", "UNKNOWN", "Abilities", "Ask", "find_abilities"]
+__all__ = ["ABILITIES", "Abilities", "Ask", "find_abilities"]
 
 # of a path, and of a body that is posted there: status and what the JSON of the answer holds;
 # (0, None) where there is no answer, or no JSON
@@ -79,9 +79,6 @@ class Abilities:
     def learn(self, ability: str, value: bool, source: Source) -> None:
         setattr(self, ability, value)
         self.sources[ability] = source
-
-
-UNKNOWN: Final = Abilities()
 
 
 async def find_abilities(
@@ -219,10 +216,10 @@ async def _try(found: Abilities, ask: Ask, model: str) -> None:
             },
         )
         # who knows both fields refuses them together; who lists them as unknown does not say "both"
-        why = str(told).lower()
-        if status in (200, 400, 422):
-            refused = status != 200 and "both" in why and "continue_final_message" in why
-            found.learn("continues", refused, "tried")
+        if status == 200:
+            found.learn("continues", False, "tried")
+        elif _refuses(status, told, "continue_final_message"):
+            found.learn("continues", "both" in str(told).lower(), "tried")
     if found.token_ids is None:
         status, told = await ask(
             _CHAT,
@@ -233,7 +230,13 @@ async def _try(found: Abilities, ask: Ask, model: str) -> None:
                 "return_token_ids": True,
             },
         )
-        if status in (200, 400, 422):
-            choices = _at(told, "choices")
-            first = choices[0] if isinstance(choices, list) and choices else None
-            found.learn("token_ids", isinstance(_at(first, "token_ids"), list), "tried")
+        choices = _at(told, "choices")
+        if status == 200 and isinstance(choices, list) and choices:
+            found.learn("token_ids", isinstance(_at(choices[0], "token_ids"), list), "tried")
+        elif _refuses(status, told, "return_token_ids"):
+            found.learn("token_ids", False, "tried")
+
+
+def _refuses(status: int, told: Any, field: str) -> bool:
+    """Whether the request failed for this field of it, and not for anything else."""
+    return status in (400, 422) and field in str(told).lower()

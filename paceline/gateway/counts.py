@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from paceline.gateway.engines import Engine
+from paceline.gateway.engine import Engine
 from paceline.gateway.routes import Site
 from paceline.http.exposition import Registry
 
@@ -64,9 +64,9 @@ class Counts:
         self._opened = registry.numbers(
             "gauge", f"{name}breaker_opened", "Times the engine's breaker has opened.", "engine"
         )
-        self._unasked = registry.numbers(
+        self._unsolicited = registry.numbers(
             "counter",
-            f"{name}unasked_answers",
+            f"{name}unsolicited_responses",
             "Connections closed for bytes on them that no request had asked for: another request "
             "would have taken them for its answer.",
             "engine",
@@ -160,7 +160,7 @@ class Counts:
             self._up.at(name).value = 0.0 if engine.trouble else 1.0
             self._state.at(name).value = float(engine.breaker.state(now) != "closed")
             self._opened.at(name).value = engine.breaker.num_opened
-            self._unasked.at(name).value = engine.pool.num_unasked
+            self._unsolicited.at(name).value = engine.pool.num_unsolicited
             self._running.at(name).value = len(engine.running)
             kv = None if pressure is None else pressure.kv
             self._kv.at(name).value = float("nan") if kv is None else kv

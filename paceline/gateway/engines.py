@@ -11,23 +11,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import msgspec
 
-from paceline.gateway.abilities import UNKNOWN, Abilities, find_abilities
+from paceline.gateway.abilities import find_abilities
 from paceline.gateway.asking import ask
-from paceline.gateway.config import EngineConfig, EngineKind, GatewayConfig, Secret, SecretBytes
-from paceline.gateway.dialects import Dialect, dialect_of
-from paceline.gateway.kinds import KINDS, KindFacts, kind_of_metrics, read_contexts, read_pressure
-from paceline.http.upstream import ConnectError, Headers, Origin, Pool
-from paceline.routing import Breaker, EngineLoad, SlowStart
+from paceline.gateway.config import GatewayConfig
+from paceline.gateway.engine import Engine, EngineModel
+from paceline.gateway.kinds import read_contexts
+from paceline.http.upstream import ConnectError
 
-__all__ = ["Engine", "EngineModel", "Engines", "Running"]
+__all__ = ["Engines"]
 
 _log = logging.getLogger("paceline.gateway")
 
@@ -40,198 +37,10 @@ _MOST_PER_TICK: Final = 0.15
 _JITTER: Final = 0.1
 # for each question of what an engine can do, at least
 _PROBE_SECONDS: Final = 2.0
+# answers of one that is not ready, or of a proxy before it
+_NOT_NOW: Final = frozenset({429, 502, 503, 504})
 # of a quiet engine's next poll, at most
 _MAX_POLL_WAIT: Final = 2.0
-
-
-class Running(Protocol):
-    """A request under way at an engine."""
-
-    def tick(self, now: float) -> bool:
-        """A tenth of a second or so has passed; whether the engine sent something meanwhile."""
-        ...
-
-    def engine_gone(self, why: str) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class EngineModel:
-    """As /v1/models tells of it."""
-
-    id: str
-    # None: it does not say
-    max_model_len: int | None = None
-    # the whole entry
-    entry: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Engine:
-    """One engine."""
-
-    def __init__(self, config: EngineConfig, gateway: GatewayConfig, now: float) -> None:
-        self.config = config
-        self.name = config.name
-        self.kind: EngineKind = config.kind
-        self.facts: KindFacts = KINDS["openai" if config.kind == "auto" else config.kind]
-        key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
-        self.key = Secret(key)
-        self.dialect: Dialect = dialect_of(config.kind, config.api_version)
-        self.pool = Pool(
-            Origin.of(config.url), connect_timeout=gateway.connect_timeout, idle=self.facts.idle
-        )
-        # by path and what is accepted: few, as the configuration and the engine name them
-        self._starts: dict[tuple[str, bytes], SecretBytes] = {}
-        self.load = EngineLoad(config.name)
-        self.load.sent_at = now
-        self.breaker = Breaker()
-        self.running: set[Running] = set()
-        # None: the engine has not told yet
-        self.models: dict[str, EngineModel] | None = None
-        # what it said it can do, which stands over its kind's table
-        self.abilities: Abilities = UNKNOWN
-        # it is to be asked, once it answers at all
-        self.wants_probe = config.probe != "off"
-        # by an admin
-        self.draining = False
-        # of the last poll; "": it answered
-        self.trouble = "not asked yet"
-        # seconds in which it gave no sign
-        self.silent = 0.0
-        self.num_polls = 0
-        self.num_misses = 0
-        # signals that it once gave and gives no longer
-        self.lost_signals: frozenset[str] = frozenset()
-        self._signals: frozenset[str] = frozenset()
-        # by the clock, when it came back from being gone or drained
-        self.back_at = -math.inf
-        self._slow_start = SlowStart(gateway.slow_start)
-        # it asked for no requests before
-        self._rests_until = 0.0
-
-    @property
-    def polled(self) -> bool:
-        """Whether it can be asked anything that costs it next to nothing."""
-        return bool(self.facts.metrics_path) or self.kind == "auto"
-
-    def alive(self) -> None:
-        """It gave a sign."""
-        self.silent = 0.0
-
-    def headers(self) -> Headers:
-        """That every request to it has."""
-        return [(b"accept-encoding", b"identity"), *self.dialect.headers(self.key)]
-
-    def start_of(self, target: str, accept: bytes) -> bytes:
-        """Of the head of a request to it, what all to this path have in common."""
-        start = self._starts.get((target, accept))
-        if start is None:
-            headers = [(b"content-type", b"application/json"), (b"accept", accept)]
-            found = self.pool.origin.start("POST", target, [*headers, *self.headers()])
-            start = self._starts[target, accept] = SecretBytes(found)
-        return start
-
-    @property
-    def places_in_all(self) -> float:
-        """Requests that it may have at once."""
-        return self.config.max_concurrent or math.inf
-
-    @property
-    def places(self) -> float:
-        """Requests that it may be sent beside those that run there."""
-        most = self.config.max_concurrent
-        return max(0.0, most - len(self.load.running)) if most else math.inf
-
-    def rest(self, until: float) -> None:
-        """It asked to be left alone; a pause that was asked for before is not shortened."""
-        self._rests_until = max(self._rests_until, until)
-
-    def rests_for(self, now: float) -> float:
-        """Seconds until it may be sent requests again."""
-        return max(0.0, self._rests_until - now)
-
-    def share(self, now: float) -> float:
-        """Of the requests that would come to it, those that it is to get: 1, but for a while after
-        it came back."""
-        since = max(self.back_at, self.breaker.closed_at)
-        return self._slow_start.share(since, now)
-
-    def usable(self, now: float) -> str:
-        """Why it takes no requests; empty where it does, if perhaps not now."""
-        if self.draining:
-            return "draining"
-        if not self.breaker.allows(now):
-            return f"failing ({self.breaker.state(now)})"
-        if self.rests_for(now):
-            return f"asked for a pause, {self.rests_for(now):.1f} s are left"
-        return self.trouble if self.num_misses else ""
-
-    def available(self, now: float) -> str:
-        """Why it may not be sent a request now; empty where it may."""
-        if why := self.usable(now):
-            return why
-        return "" if self.places else f"max_concurrent {self.config.max_concurrent}"
-
-    def become(self, kind: EngineKind) -> None:
-        """What it is was found out."""
-        self.kind = kind
-        self.pool.idle = KINDS[kind].idle
-        self.forget()
-
-    def forget(self) -> None:
-        """What it can do may be something else now: its kind's table holds until it has said."""
-        self.learn(UNKNOWN)
-        self.wants_probe = self.config.probe != "off"
-
-    def learn(self, found: Abilities) -> None:
-        """What it can do, as far as that was found out."""
-        self.abilities = found
-        kind = KINDS["openai" if self.kind == "auto" else self.kind]
-        token_ids = kind.resumes if found.token_ids is None else found.token_ids
-        resume = kind.resumes if found.resume is None else found.resume
-        self.facts = replace(
-            kind,
-            resumes=token_ids and resume,
-            continues=kind.continues if found.continues is None else found.continues,
-        )
-        if self.models:
-            self.models = {
-                name: replace(model, max_model_len=model.max_model_len or self._context(name))
-                for name, model in self.models.items()
-            }
-
-    def _context(self, model: str) -> int | None:
-        """As it said when it was asked what it can do."""
-        contexts = self.abilities.contexts
-        return contexts.get(model, contexts.get(""))
-
-    def lists(self, entries: Sequence[Mapping[str, Any]], contexts: Mapping[str, int]) -> None:
-        """It told of its models; ``contexts``: how long those are that the list does not say."""
-        models = {}
-        for entry in entries:
-            name, most = entry.get("id"), entry.get("max_model_len")
-            if isinstance(name, str) and name:
-                if not isinstance(most, int):
-                    most = contexts.get(name, contexts.get("")) or self._context(name)
-                models[name] = EngineModel(name, most, entry)
-        self.models = models
-
-    def heard(self, text: bytes, now: float) -> None:
-        """It answered a poll with ``text``."""
-        if self.kind == "auto":
-            found = kind_of_metrics(text)
-            if found is not None:
-                _log.info("engine_kind engine=%s kind=%s", self.name, found)
-                self.become(found)
-        pressure = read_pressure(text, self.facts, now)
-        signals = frozenset(
-            name for name in self.facts.signals if getattr(pressure, name) is not None
-        )
-        lost = self._signals - signals
-        if lost and lost != self.lost_signals:
-            _log.warning("engine_signals_lost engine=%s signals=%s", self.name, sorted(lost))
-        self.lost_signals = lost
-        self._signals |= signals
-        self.load.heard(pressure)
 
 
 class Engines:
@@ -251,6 +60,8 @@ class Engines:
         self._probes: dict[Engine, asyncio.Task[None]] = {}
         # no longer in the configuration, until nothing runs there
         self._retired: set[Engine] = set()
+        # configurations come one after the other
+        self._changes = asyncio.Lock()
         # called every tick, for what waits on engines
         self.on_tick: Callable[[], None] = lambda: None
         # each engine was asked once
@@ -268,6 +79,10 @@ class Engines:
     async def change(self, config: GatewayConfig) -> list[str]:
         """Go by another configuration; what became of engines. One that is gone from it, or is
         another one now, gets no new requests and ends what it has."""
+        async with self._changes:
+            return await self._change(config)
+
+    async def _change(self, config: GatewayConfig) -> list[str]:
         self._config = config
         told = []
         wanted = {each.name: each for each in config.engines}
@@ -316,12 +131,14 @@ class Engines:
             if engine.num_misses > 4 and not engine.running:
                 wait = min(wait * engine.num_misses, _MAX_POLL_WAIT)
             await asyncio.sleep(wait)
-            known = engine.models is not None
+            known, back_at = engine.models is not None, engine.back_at
             if engine.polled:
                 await self.poll(engine)
             else:
                 await asyncio.sleep(_MAX_POLL_WAIT)
-            if (not known and not engine.trouble) or engine.num_polls % _MODEL_POLLS == 0:
+            # one that came back may have others
+            news = engine.back_at != back_at or (not known and not engine.trouble)
+            if news or engine.num_polls % _MODEL_POLLS == 0:
                 await self._read_models(engine)
             elif not engine.polled:
                 engine.num_polls += 1
@@ -331,8 +148,9 @@ class Engines:
         """Find out what it can do, beside everything else: no poll or request waits for it."""
         # one without metrics has its trouble, and answers all the same
         answers = engine.kind != "auto" and engine.models is not None and not engine.num_misses
-        if engine.wants_probe and answers and engine not in self._probes:
-            engine.wants_probe = False
+        wanted = engine.wants_probe or self._now() >= engine.probe_again_at
+        if wanted and answers and engine not in self._probes:
+            engine.wants_probe, engine.probe_again_at = False, math.inf
             task = asyncio.create_task(self._probe(engine))
             self._probes[engine] = task
             task.add_done_callback(lambda done: self._probes.pop(engine, None))
@@ -341,16 +159,26 @@ class Engines:
         """Whether what it can do was asked for, and it has answered or not."""
         return not engine.wants_probe and engine not in self._probes
 
+    def is_probing(self, engine: Engine) -> bool:
+        """Whether it is being asked what it can do."""
+        return engine in self._probes
+
     async def _probe(self, engine: Engine) -> None:
         timeout = max(_PROBE_SECONDS, self._config.poll_timeout)
+        missed = False
 
         async def asked(path: str, body: Mapping[str, Any] | None) -> tuple[int, Any]:
+            nonlocal missed
             sent = None if body is None else msgspec.json.encode(body)
             try:
                 status, told = await ask(engine, path, timeout, sent)
+                missed = missed or status in _NOT_NOW
                 return status, msgspec.json.decode(told)
-            except (ConnectError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            except ConnectError:
                 # whether it lives its polls and its answers show
+                missed = True
+                return 0, None
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 return 0, None
 
         models = list(engine.models or ())
@@ -364,7 +192,11 @@ class Engines:
         if engine.wants_probe:
             # it has gone meanwhile, and is asked again
             return
-        engine.learn(found)
+        if missed:
+            # it was not up yet, or too busy
+            engine.probe_again_at = self._now() + _MODEL_POLLS * self._config.poll_interval
+        if found.answered:
+            engine.learn(found)
         _log.info(
             "engine_probed engine=%s kind=%s answered=%s %s",
             engine.name, engine.kind, found.answered, found.sources,
@@ -407,7 +239,7 @@ class Engines:
         path = engine.facts.models_path
         named = engine.config.models
         if named:
-            engine.models = {name: EngineModel(name) for name in named}
+            engine.has_models({name: EngineModel(name) for name in named})
         if named or not path:
             # nobody is asked: whether it lives, its answers show
             if not engine.polled:
@@ -416,7 +248,12 @@ class Engines:
         try:
             status, body = await ask(engine, path, max(2.0, self._config.poll_timeout))
             entries = msgspec.json.decode(body, type=_ModelList).data if status == 200 else None
-        except (ConnectError, msgspec.MsgspecError, UnicodeDecodeError):
+        except ConnectError as error:
+            if not engine.polled:
+                # requests still go there: only missed polls keep them away
+                engine.trouble = str(error)
+            return
+        except (msgspec.MsgspecError, UnicodeDecodeError):
             return
         engine.alive()
         if entries is None:
@@ -454,7 +291,10 @@ class Engines:
     def _tick(self, now: float, elapsed: float) -> None:
         for engine in [each for each in self._retired if not each.running]:
             self._retired.discard(engine)
-            self._tasks.pop(engine).cancel()
+            # one that was retired before it was followed has none
+            task = self._tasks.pop(engine, None)
+            if task is not None:
+                task.cancel()
             if engine in self._probes:
                 self._probes[engine].cancel()
             engine.pool.close()

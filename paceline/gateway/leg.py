@@ -90,8 +90,11 @@ class Leg:
         self._dispatch = dispatch
         self._streams = False
         self._heard_at = request.now()
-        # of the connection's, at the last tick, and those since that brought no part of the answer
-        self._num_reads = self._num_idle_reads = 0
+        # of the connection's, at the last tick
+        self._num_reads = 0
+        # a part of the answer came since then: comments, pings and how they are wrapped show that
+        # the connection lives, not that the engine works on this
+        self._has_moved = False
         splice = request.splice
         self._tokens_before = 0 if splice is None else splice.num_output_tokens
         self._request = b""
@@ -173,6 +176,7 @@ class Leg:
         self._heard_at = self._owner.now()
 
     def _keep_whole(self, data: bytes) -> None:
+        self._has_moved = True
         self.body += data
         if len(self.body) > _MAX_ANSWER_BYTES:
             self.give_up(f"an answer of more than {_MAX_ANSWER_BYTES} bytes")
@@ -188,6 +192,8 @@ class Leg:
                 events.append(event)
         except (ValueError, msgspec.MsgspecError) as error:
             wrong = f"the stream is not of its API: {str(error)[:100]}"
+        if self._translator.is_in_long:
+            self._has_moved = True
         self._take_events(b"".join(events))
         if wrong:
             self.give_up(wrong)
@@ -199,7 +205,8 @@ class Leg:
         self._kept += data
         parts = self._probe.num_events
         self._probe.feed(data)
-        self._num_idle_reads += self._probe.num_events == parts
+        if self._probe.num_events != parts or self._probe.is_in_long:
+            self._has_moved = True
         if self._probe.failed is not None:
             self.give_up(self._probe.failed)
         elif self._probe.emitted or self._probe.done:
@@ -223,14 +230,15 @@ class Leg:
         out = splice.relay(data)
         if out is not None:
             # nearly all go this way
+            self._has_moved = True
             owner.write(out)
             return
         parts = splice.num_events
         out = splice.feed(data)
         if out:
             owner.write(out)
-        # comments and pings show that the connection lives, not that the engine works on this
-        self._num_idle_reads += splice.num_events == parts
+        if splice.num_events != parts or splice.is_in_long:
+            self._has_moved = True
         if splice.emitted and self._dispatch.first_at is None:
             now = owner.now()
             self._dispatch.first_token(now)
@@ -289,11 +297,11 @@ class Leg:
     def tick(self, now: float) -> bool:
         config, connection = self._owner.config, self.connection
         new = 0 if connection is None else connection.num_reads - self._num_reads
-        if connection is not None and (new > self._num_idle_reads or connection.is_paused):
+        if self._has_moved or (connection is not None and connection.is_paused):
             # where its caller reads slowly nobody listens to what the engine says
             self._heard_at = now
         self._num_reads += new
-        self._num_idle_reads = 0
+        self._has_moved = False
         limit = config.stall_timeout if self.status else config.first_byte_timeout
         if self._streams and not self._dispatch.first_at:
             limit = config.first_byte_timeout

@@ -10,7 +10,8 @@ import msgspec
 from paceline import __version__
 from paceline.gateway.abilities import ABILITIES
 from paceline.gateway.counts import Counts
-from paceline.gateway.engines import Engine, Engines
+from paceline.gateway.engine import Engine
+from paceline.gateway.engines import Engines
 from paceline.gateway.kinds import KINDS
 from paceline.gateway.routes import Routes
 from paceline.gateway.spending import Spending
@@ -110,7 +111,7 @@ class Pages:
             "engines": {
                 engine.name: {
                     **_engine(engine, now),
-                    "abilities": _abilities(engine, gateway.engines.is_probed(engine)),
+                    "abilities": _abilities(engine, gateway.engines),
                 }
                 for engine in gateway.engines.by_name.values()
             },
@@ -154,7 +155,7 @@ def _engine(engine: Engine, now: float) -> Mapping[str, Any]:
     }
 
 
-def _abilities(engine: Engine, probed: bool) -> Mapping[str, Any]:
+def _abilities(engine: Engine, engines: Engines) -> Mapping[str, Any]:
     """What it can do, and who says so: its kind's table, itself, or a request that was tried."""
     found, facts = engine.abilities, engine.facts
     kind = KINDS["openai" if engine.kind == "auto" else engine.kind]
@@ -166,9 +167,15 @@ def _abilities(engine: Engine, probed: bool) -> Mapping[str, Any]:
             "can": held[name] if value is None else value,
             "from": found.sources.get(name, "kind"),
         }
-    probe = "off" if engine.config.probe == "off" else "under way"
-    if probed and probe != "off":
+    if engine.config.probe == "off":
+        probe = "off"
+    elif engines.is_probing(engine):
+        probe = "under way"
+    elif engines.is_probed(engine):
         probe = "answered" if found.answered else "unanswered"
+    else:
+        # it has not answered at all yet
+        probe = "waiting"
     return {
         "probe": probe,
         **told,

@@ -76,6 +76,10 @@ class PlainSplice:
     _events: SseEvents = field(default_factory=SseEvents)
 
     @property
+    def is_in_long(self) -> bool:
+        return self._events.is_in_long
+
+    @property
     def num_output_tokens(self) -> int:
         return self._num_deltas if self._counted is None else self._counted
 

@@ -9,7 +9,7 @@ from paceline.core.errors import UnknownModelError
 from paceline.gateway.aliases import Aliases, fill
 from paceline.gateway.bodies import Body
 from paceline.gateway.config import GatewayConfig, ModelConfig, Target
-from paceline.gateway.engines import Engine, EngineModel
+from paceline.gateway.engine import Engine, EngineModel
 from paceline.gateway.kinds import VECTOR_PATHS
 from paceline.http.errors import HttpError
 

@@ -125,6 +125,11 @@ class Splice(Protocol):
         ...
 
     @property
+    def is_in_long(self) -> bool:
+        """Whether what was fed last is of an event that has not ended, and is no ping."""
+        ...
+
+    @property
     def num_output_tokens(self) -> int: ...
 
     def begin_leg(self, *, by_text: bool = False) -> None: ...
@@ -190,6 +195,10 @@ class OpenAISplice:
     # chunks that may still be learned from: of some streams no two look alike
     _lessons: int = 0
     _events: SseEvents = field(default_factory=SseEvents)
+
+    @property
+    def is_in_long(self) -> bool:
+        return self._events.is_in_long
 
     @property
     def num_output_tokens(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from paceline.gateway.engines import Engine
+from paceline.gateway.engine import Engine
 
 __all__ = ["EngineState", "state_of"]
 

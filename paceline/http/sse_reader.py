@@ -9,6 +9,8 @@ __all__ = ["MAX_EVENT_BYTES", "SseEvents", "payload_of"]
 
 # of one event; who sends more without an end sends no stream
 MAX_EVENT_BYTES: Final = 1 << 20
+# more than any ping has
+_LONG_BYTES: Final = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +32,14 @@ class SseEvents:
     def is_between(self) -> bool:
         """Whether nothing of an event is kept whose end has not come."""
         return not self._rest
+
+    @property
+    def is_in_long(self) -> bool:
+        """Whether what is kept is of an event with data, and more than a ping has."""
+        rest = self._rest
+        if len(rest) <= _LONG_BYTES:
+            return False
+        return rest.startswith(b"data:") or b"\ndata:" in rest[:_LONG_BYTES]
 
     @property
     def too_long(self) -> bool:

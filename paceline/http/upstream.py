@@ -119,7 +119,7 @@ class Connection(asyncio.Protocol):
         self._keep = False
         self._whole = False
         # a message has begun behind the answer, and no request is under way
-        self._unasked = False
+        self._unsolicited = False
         # of the body, in the read at hand
         self._parts: list[bytes] = []
         # the parser has seen the end of a chunk, and none begin since
@@ -189,7 +189,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         sink = self._sink
         if sink is None:
-            self._drop_unasked()
+            self._drop_unsolicited()
             return
         self.num_reads += 1
         if self._between_chunks:
@@ -212,7 +212,7 @@ class Connection(asyncio.Protocol):
             # its caller gets what was good
             self._deliver()
             if self._whole:
-                self._drop_unasked()
+                self._drop_unsolicited()
             else:
                 self._lose(f"the answer is not HTTP: {str(error)[:100]}")
             return
@@ -228,15 +228,15 @@ class Connection(asyncio.Protocol):
     def _end_read(self) -> None:
         """Of a read that brought the end of an answer: only now is it known whether there was
         something behind it."""
-        if self._unasked:
-            self._drop_unasked()
+        if self._unsolicited:
+            self._drop_unsolicited()
         elif self._keep and self.is_open:
             self._pool.give_back(self)
 
-    def _drop_unasked(self) -> None:
+    def _drop_unsolicited(self) -> None:
         """Bytes came that no request has asked for: the next one would take them for its answer."""
         if self.is_open:
-            self._pool.count_unasked()
+            self._pool.count_unsolicited()
         self.drop()
 
     def _deliver(self) -> None:
@@ -279,20 +279,26 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self._whole:
-            self._unasked = True
+            self._unsolicited = True
             return
         self._head, self._in_head, self._framed, self._whole = [], True, False, False
         self._chunk_ended = self._between_chunks = False
         self._head_bytes = self._parsed_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._unsolicited:
+            # the list of headers is the sink's by now
+            return
+        self._parsed_bytes += len(name) + len(value)
+        if self._parsed_bytes > _MAX_HEAD_BYTES:
+            raise ValueError("too long a head")
+        if not self._in_head:
+            # a trailer: what it says is not of the head
+            return
         name = name.lower()
         if name in (b"content-length", b"transfer-encoding"):
             self._framed = True
         self._head.append((name, value))
-        self._parsed_bytes += len(name) + len(value)
-        if self._parsed_bytes > _MAX_HEAD_BYTES:
-            raise ValueError("too long a head")
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -353,7 +359,7 @@ class Pool:
         self._open: set[Connection] = set()
         self._tls = ssl.create_default_context() if origin.tls else None
         # connections that were closed for bytes which no request had asked for
-        self.num_unasked = 0
+        self.num_unsolicited = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -402,9 +408,10 @@ class Pool:
         else:
             connection.drop()
 
-    def count_unasked(self) -> None:
-        self.num_unasked += 1
-        _log.warning("unasked_answer origin=%s num=%d", self.origin.authority, self.num_unasked)
+    def count_unsolicited(self) -> None:
+        self.num_unsolicited += 1
+        origin = self.origin.authority
+        _log.warning("unsolicited_response origin=%s num=%d", origin, self.num_unsolicited)
 
     def forget(self, connection: Connection) -> None:
         self._open.discard(connection)

@@ -27,6 +27,7 @@ from paceline.client import (
     Target,
     TextDelta,
 )
+from paceline.http.fields import show_url
 from tests.client.scripted import TEXT, Reply, chat_stream, scripted_server, sse
 
 QUICK = Policy(
@@ -348,6 +349,9 @@ def test_a_url_that_is_none_does_not_show_its_password(url: str) -> None:
         Target(url, "m")
     error = caught.value
     assert "secret" not in str(error) and "base_url" in str(error)
+    # as everything else of ours shows it
+    shown = show_url(url)
+    assert "secret" not in shown and (shown in str(error) or "has a user" in str(error))
     # a traceback shows what an error was raised from
     assert error.__context__ is None or error.__suppress_context__
 

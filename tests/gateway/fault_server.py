@@ -126,7 +126,7 @@ async def scripted(*script: Step, **fields: Any) -> AsyncIterator[Engine]:
             open_writers.discard(writer)
             writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(serve, "127.0.0.1", engine.port)
     engine.port = server.sockets[0].getsockname()[1]
     try:
         yield engine

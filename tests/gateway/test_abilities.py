@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import ConfigError
+from paceline.gateway import engines
 from paceline.gateway.config import EngineConfig, EngineKind, GatewayConfig, check_config
 from paceline.gateway.kinds import KINDS
-from tests.gateway.fault_server import Step, chat_chunks, scripted
+from paceline.http.listening import bind
+from tests.gateway.fault_server import Engine, Step, chat_chunks, scripted
 from tests.gateway.helpers import (
     CHAT,
     GOOD,
@@ -241,6 +243,10 @@ def is_busy(asked: dict[str, Any]) -> tuple[int, Any]:
     return 503, {"error": {"message": "both of continue_final_message are busy"}}
 
 
+def is_too_small(asked: dict[str, Any]) -> tuple[int, Any]:
+    return 400, {"error": {"message": "both messages are longer than the context of m"}}
+
+
 @pytest.mark.parametrize(
     ("page", "known"),
     [
@@ -248,6 +254,8 @@ def is_busy(asked: dict[str, Any]) -> tuple[int, Any]:
         (knows_neither, {"token_ids": False, "continues": False}),
         (is_strict, {"token_ids": False, "continues": False}),
         (is_busy, {}),
+        # it says nothing of the field
+        (is_too_small, {}),
     ],
 )
 @pytest.mark.parametrize("kind", ["vllm", "openai"])
@@ -355,6 +363,74 @@ async def test_who_comes_back_is_asked_again() -> None:
             again = await probed(gateway)
             assert again is not one and not again.facts.resumes
             assert engine.asked.count("/openapi.json") == 3
+
+
+async def test_who_starts_after_the_gateway_is_asked_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engines, "_MODEL_POLLS", 10)
+    monkeypatch.setattr(engines, "_MAX_POLL_WAIT", 0.02)
+    with bind("127.0.0.1", 0) as listener:
+        later = Engine(port=listener.getsockname()[1])
+    fields = {"e1": {"probe": "try", "models": ("m",)}, "e2": {"probe": "try"}}
+    kinds: dict[str, EngineKind] = {"e1": "openai", "e2": "openai", "e3": "vllm"}
+    config = configured(later, later, later, kinds=kinds, engine_fields=fields, poll_interval=0.02)
+    async with gateway_over(config) as (gateway, http):
+        await probed(gateway, "e1")
+        assert (await told(http, "e1"))["probe"] == "unanswered"
+        for name in ("e2", "e3"):
+            assert (await told(http, name))["probe"] == "waiting"
+        one, two = gateway.engines.by_name["e1"], gateway.engines.by_name["e2"]
+        pages = {CHAT: refuses_both, "/openapi.json": described("continue_final_message")}
+        async with scripted(GOOD, port=later.port, pages=pages):
+            for name in kinds:
+                engine = gateway.engines.by_name[name]
+                await until(lambda engine=engine: engine.abilities.continues)
+            assert not two.trouble
+        # one that is not polled shows by its list that it has gone, and takes requests all the same
+        await until(lambda: two.trouble)
+        assert not two.usable(gateway.now())
+        async with scripted(GOOD, port=later.port, pages={CHAT: knows_neither}):
+            await until(lambda: two.abilities.continues is False)
+        # what was found out of one whose models the file names stands until it is asked again
+        assert one.abilities.continues
+
+
+@pytest.mark.parametrize("most", [None, 512])
+async def test_a_context_goes_with_the_engine_that_said_it(most: int | None) -> None:
+    pages: dict[str, Any] = {"/get_server_info": INFO}
+    async with scripted(GOOD, metrics="sglang:token_usage 0.1\n", pages=pages) as engine:
+        config = configured(engine, kinds={"e1": "sglang"}, poll_timeout=0.1)
+        async with gateway_over(config) as (gateway, http):
+            one = await probed(gateway)
+            assert (await told(http))["contexts"] == {"m": 8186}
+            engine.frozen = True
+            await until(lambda: one.num_misses > 5)
+            del pages["/get_server_info"]
+            engine.max_model_len = most
+            engine.frozen = False
+            await until(lambda: one.models["m"].max_model_len == most)
+            await probed(gateway)
+            assert (await told(http))["contexts"] == {"m": most}
+
+
+async def test_reloads_come_one_after_the_other(caplog: pytest.LogCaptureFixture) -> None:
+    async with (
+        scripted(GOOD, metrics=VLLM) as engine,
+        gateway_over(configured(engine)) as (gateway, _),
+    ):
+        # the first is to wait for it
+        engine.frozen = True
+        changed = [
+            configured(engine, engine_fields={"e1": {"max_concurrent": most}}) for most in (8, 9)
+        ]
+        await asyncio.gather(*(gateway.reload(each, gateway.keys) for each in changed))
+        engine.frozen = False
+        one = gateway.engines.by_name["e1"]
+        assert one.config == changed[1].engines[0] == gateway.config.engines[0]
+        before = one.num_polls
+        await until(lambda: one.num_polls > before + 3 and not one.trouble)
+    assert not [record for record in caplog.records if "failed" in record.message]
 
 
 async def test_nobody_waits_for_it() -> None:

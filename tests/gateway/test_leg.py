@@ -10,7 +10,7 @@ import pytest
 
 from paceline.gateway import EngineConfig, GatewayConfig
 from paceline.gateway.config import EngineKind
-from paceline.gateway.engines import Engine
+from paceline.gateway.engine import Engine
 from paceline.gateway.leg import Leg
 from paceline.gateway.routes import Site
 from paceline.gateway.splice import make_splice
@@ -123,6 +123,41 @@ def test_comments_are_no_part_of_the_answer() -> None:
         leg.tick(T + waited)
     assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 1 s"
     assert 1.0 < waited < 1.3
+
+
+@pytest.mark.parametrize("alone", ["the size", "the end", "all"])
+def test_what_wraps_a_comment_is_no_part_of_the_answer(alone: str) -> None:
+    """Where the size of a chunk, or the line break behind it, comes in a read of its own."""
+    _, leg, connection = started()
+    size, end = b"%x\r\n" % len(COMMENT), b"\r\n"
+    reads = {
+        "the size": (size, COMMENT + end),
+        "the end": (size + COMMENT, end),
+        "all": (size, COMMENT, end),
+    }[alone]
+    for step in range(1, 12):
+        assert leg.verdict is None
+        for read in reads:
+            connection.data_received(read)
+            leg.tick(T + 0.1 * step)
+    assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 1 s"
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [(CHAT, "openai"), ("/v1/messages", "anthropic"), (CHAT, "anthropic")]
+)
+def test_parts_of_one_long_event_are_no_silence(path: str, kind: EngineKind) -> None:
+    parts = chat_chunks(WORDS) if kind == "openai" else MESSAGES
+    _, leg, connection = started(path, kind, parts[: 2 if kind == "openai" else 4])
+    begins = b"data: {" if kind == "openai" else b"event: content_block_delta\ndata: {"
+    connection.data_received(chunk(begins))
+    for step in range(1, 30):
+        connection.data_received(chunk(b" " * 300))
+        leg.tick(T + 0.1 * step)
+        assert leg.verdict is None
+    for step in range(30, 42):
+        leg.tick(T + 0.1 * step)
+    assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 1 s"
 
 
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'

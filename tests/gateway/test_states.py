@@ -8,7 +8,7 @@ import pytest
 
 from paceline.gateway import EngineConfig, GatewayConfig
 from paceline.gateway.counts import Counts
-from paceline.gateway.engines import Engine
+from paceline.gateway.engine import Engine
 from paceline.gateway.states import state_of
 from paceline.routing import Demand, Pressure
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted

@@ -16,6 +16,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding
 class Sink:
     def __init__(self) -> None:
         self.parts: list[bytes] = []
+        self.headers: Headers = []
         self.end = ""
 
     @property
@@ -24,6 +25,7 @@ class Sink:
 
     def on_head(self, status: int, headers: Headers) -> None:
         assert status == 200
+        self.headers = headers
 
     def on_data(self, data: bytes) -> None:
         assert data and not self.end
@@ -151,6 +153,8 @@ def test_a_sink_that_cannot_take_more_pauses_the_connection() -> None:
         HEAD + chunk(b"stolen") + b"0\r\n\r\n",
         b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nabc",
         b"HTTP/1.1 100 Continue\r\n\r\n",
+        b"HTTP/1.1 503 Busy\r\nretry-after: 60\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nretry-after: 60\r\nx-begun: ",
         b"no answer at all\r\n",
     ],
 )
@@ -163,12 +167,21 @@ def test_what_nobody_asked_for_is_nobodys_answer(behind: bytes, later: bool) -> 
     end = chunk(b"mine") + b"0\r\n\r\n"
     if later:
         connection.data_received(HEAD + end)
-        assert pool.free() is connection and not pool.num_unasked
+        assert pool.free() is connection and not pool.num_unsolicited
         connection.data_received(behind)
     else:
         connection.data_received(HEAD + end + behind)
     assert (sink.body, sink.end) == (b"mine", "whole")
-    assert not connection.is_open and pool.free() is None and pool.num_unasked == 1
+    # the list of headers, which its sink was given, is left as it was
+    assert [name for name, _ in sink.headers] == [b"content-type", b"transfer-encoding"]
+    assert not connection.is_open and pool.free() is None and pool.num_unsolicited == 1
+
+
+def test_trailers_are_no_headers() -> None:
+    connection, sink, _ = asked()
+    connection.data_received(HEAD + chunk(b"1") + b"0\r\nretry-after: 60\r\n\r\n")
+    assert sink.end == "whole" and connection._pool.free() is connection
+    assert [name for name, _ in sink.headers] == [b"content-type", b"transfer-encoding"]
 
 
 def test_line_breaks_behind_an_answer_are_nothing() -> None:
@@ -178,7 +191,7 @@ def test_line_breaks_behind_an_answer_are_nothing() -> None:
     again = Sink()
     connection.send(b"GET / HTTP/1.1\r\n\r\n", again)
     connection.data_received(HEAD + chunk(b"2") + b"0\r\n\r\n")
-    assert again.body == b"2" and not connection._pool.num_unasked
+    assert again.body == b"2" and not connection._pool.num_unsolicited
 
 
 @given(

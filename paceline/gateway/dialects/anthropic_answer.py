@@ -153,6 +153,10 @@ class AnthropicStream:
         # by index of a content block, the index of its tool call
         self._calls: dict[int, int] = {}
 
+    @property
+    def is_in_long(self) -> bool:
+        return self._events.is_in_long
+
     def feed(self, data: bytes) -> Iterator[bytes]:
         yield from map(self._event, self._events.feed(data))
         if self._events.too_long:

@@ -14,6 +14,11 @@ __all__ = ["Dialect", "OpenAIDialect", "Translator"]
 class Translator(Protocol):
     """Of one stream."""
 
+    @property
+    def is_in_long(self) -> bool:
+        """Whether what was fed last is of an event that has not ended, and is no ping."""
+        ...
+
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Events of the engine in, wherever they were cut; events of the caller's API out, one
         after the other: those before one that is not of its API, which raises ValueError or

@@ -1,0 +1,219 @@
+"""One engine behind a gateway: what is known of it, and how much it may be sent."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from paceline.gateway.abilities import Abilities
+from paceline.gateway.config import EngineConfig, EngineKind, GatewayConfig, Secret, SecretBytes
+from paceline.gateway.dialects import Dialect, dialect_of
+from paceline.gateway.kinds import KINDS, KindFacts, kind_of_metrics, read_pressure
+from paceline.http.upstream import Headers, Origin, Pool
+from paceline.routing import Breaker, EngineLoad, SlowStart
+
+__all__ = ["Engine", "EngineModel", "Running"]
+
+_log = logging.getLogger("paceline.gateway")
+
+
+class Running(Protocol):
+    """A request under way at an engine."""
+
+    def tick(self, now: float) -> bool:
+        """A tenth of a second or so has passed; whether the engine sent something meanwhile."""
+        ...
+
+    def engine_gone(self, why: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineModel:
+    """As /v1/models tells of it."""
+
+    id: str
+    # None: it does not say
+    max_model_len: int | None = None
+    # the whole entry
+    entry: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Engine:
+    """One engine."""
+
+    def __init__(self, config: EngineConfig, gateway: GatewayConfig, now: float) -> None:
+        self.config = config
+        self.name = config.name
+        self.kind: EngineKind = config.kind
+        self.facts: KindFacts = KINDS["openai" if config.kind == "auto" else config.kind]
+        key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
+        self.key = Secret(key)
+        self.dialect: Dialect = dialect_of(config.kind, config.api_version)
+        self.pool = Pool(
+            Origin.of(config.url), connect_timeout=gateway.connect_timeout, idle=self.facts.idle
+        )
+        # by path and what is accepted: few, as the configuration and the engine name them
+        self._starts: dict[tuple[str, bytes], SecretBytes] = {}
+        self.load = EngineLoad(config.name)
+        self.load.sent_at = now
+        self.breaker = Breaker()
+        self.running: set[Running] = set()
+        # None: the engine has not told yet
+        self.models: dict[str, EngineModel] | None = None
+        # the same without what it said otherwise, which goes when the engine does
+        self._listed: dict[str, EngineModel] = {}
+        # what it said it can do, which stands over its kind's table
+        self.abilities = Abilities()
+        # it is to be asked, once it answers at all
+        self.wants_probe = config.probe != "off"
+        # by the clock, when it is asked again, as it gave no answer
+        self.probe_again_at = math.inf
+        # by an admin
+        self.draining = False
+        # of the last poll; "": it answered
+        self.trouble = "not asked yet"
+        # seconds in which it gave no sign
+        self.silent = 0.0
+        self.num_polls = 0
+        self.num_misses = 0
+        # signals that it once gave and gives no longer
+        self.lost_signals: frozenset[str] = frozenset()
+        self._signals: frozenset[str] = frozenset()
+        # by the clock, when it came back from being gone or drained
+        self.back_at = -math.inf
+        self._slow_start = SlowStart(gateway.slow_start)
+        # it asked for no requests before
+        self._rests_until = 0.0
+
+    @property
+    def polled(self) -> bool:
+        """Whether it can be asked anything that costs it next to nothing."""
+        return bool(self.facts.metrics_path) or self.kind == "auto"
+
+    def alive(self) -> None:
+        """It gave a sign."""
+        self.silent = 0.0
+
+    def headers(self) -> Headers:
+        """That every request to it has."""
+        return [(b"accept-encoding", b"identity"), *self.dialect.headers(self.key)]
+
+    def start_of(self, target: str, accept: bytes) -> bytes:
+        """Of the head of a request to it, what all to this path have in common."""
+        start = self._starts.get((target, accept))
+        if start is None:
+            headers = [(b"content-type", b"application/json"), (b"accept", accept)]
+            found = self.pool.origin.start("POST", target, [*headers, *self.headers()])
+            start = self._starts[target, accept] = SecretBytes(found)
+        return start
+
+    @property
+    def places_in_all(self) -> float:
+        """Requests that it may have at once."""
+        return self.config.max_concurrent or math.inf
+
+    @property
+    def places(self) -> float:
+        """Requests that it may be sent beside those that run there."""
+        most = self.config.max_concurrent
+        return max(0.0, most - len(self.load.running)) if most else math.inf
+
+    def rest(self, until: float) -> None:
+        """It asked to be left alone; a pause that was asked for before is not shortened."""
+        self._rests_until = max(self._rests_until, until)
+
+    def rests_for(self, now: float) -> float:
+        """Seconds until it may be sent requests again."""
+        return max(0.0, self._rests_until - now)
+
+    def share(self, now: float) -> float:
+        """Of the requests that would come to it, those that it is to get: 1, but for a while after
+        it came back."""
+        since = max(self.back_at, self.breaker.closed_at)
+        return self._slow_start.share(since, now)
+
+    def usable(self, now: float) -> str:
+        """Why it takes no requests; empty where it does, if perhaps not now."""
+        if self.draining:
+            return "draining"
+        if not self.breaker.allows(now):
+            return f"failing ({self.breaker.state(now)})"
+        if self.rests_for(now):
+            return f"asked for a pause, {self.rests_for(now):.1f} s are left"
+        return self.trouble if self.num_misses else ""
+
+    def available(self, now: float) -> str:
+        """Why it may not be sent a request now; empty where it may."""
+        if why := self.usable(now):
+            return why
+        return "" if self.places else f"max_concurrent {self.config.max_concurrent}"
+
+    def become(self, kind: EngineKind) -> None:
+        """What it is was found out."""
+        self.kind = kind
+        self.pool.idle = KINDS[kind].idle
+        self.forget()
+
+    def forget(self) -> None:
+        """What it can do may be something else now: its kind's table holds until it has said."""
+        self.learn(Abilities())
+        self.wants_probe = self.config.probe != "off"
+
+    def learn(self, found: Abilities) -> None:
+        """What it can do, as far as that was found out."""
+        self.abilities = found
+        kind = KINDS["openai" if self.kind == "auto" else self.kind]
+        token_ids = kind.resumes if found.token_ids is None else found.token_ids
+        resume = kind.resumes if found.resume is None else found.resume
+        self.facts = replace(
+            kind,
+            resumes=token_ids and resume,
+            continues=kind.continues if found.continues is None else found.continues,
+        )
+        if self.models is not None:
+            self.has_models(self._listed)
+
+    def has_models(self, listed: dict[str, EngineModel]) -> None:
+        """These; how long those are that its list does not say, it may have said when it was asked
+        what it can do."""
+        contexts = self.abilities.contexts
+        self._listed = listed
+        self.models = {
+            name: replace(
+                model, max_model_len=model.max_model_len or contexts.get(name, contexts.get(""))
+            )
+            for name, model in listed.items()
+        }
+
+    def lists(self, entries: Sequence[Mapping[str, Any]], contexts: Mapping[str, int]) -> None:
+        """It told of its models; ``contexts``: how long those are that the list does not say."""
+        models = {}
+        for entry in entries:
+            name, most = entry.get("id"), entry.get("max_model_len")
+            if isinstance(name, str) and name:
+                if not isinstance(most, int):
+                    most = contexts.get(name, contexts.get(""))
+                models[name] = EngineModel(name, most, entry)
+        self.has_models(models)
+
+    def heard(self, text: bytes, now: float) -> None:
+        """It answered a poll with ``text``."""
+        if self.kind == "auto":
+            found = kind_of_metrics(text)
+            if found is not None:
+                _log.info("engine_kind engine=%s kind=%s", self.name, found)
+                self.become(found)
+        pressure = read_pressure(text, self.facts, now)
+        signals = frozenset(
+            name for name in self.facts.signals if getattr(pressure, name) is not None
+        )
+        lost = self._signals - signals
+        if lost and lost != self.lost_signals:
+            _log.warning("engine_signals_lost engine=%s signals=%s", self.name, sorted(lost))
+        self.lost_signals = lost
+        self._signals |= signals
+        self.load.heard(pressure)
