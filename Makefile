@@ -60,7 +60,7 @@
 #   make bench-memory     what a server holds, by kind, beside what 'plan memory' says (MODELS=a,b)
 #   make bench-gateway  what the gateway adds, streams whose engine dies, where requests go
 #                       (LITELLM=install or COMMAND, ROUTERS=install beside it; PARTS=overhead,routing,live_routing,
-#                       failover; TIMES, MODEL_TIMES, MINUTES=12; POOLS=N,SEED; QUICK=1)
+#                       failover; TIMES, MODEL_TIMES, MINUTES=6 of failover; POOLS=N,SEED; QUICK=1)
 #   make bench-templates  what rendering chat templates in a process adds, and what attacks are felt of
 #   make bench-ui       what the page at /ui costs the engine, streams and the browser (PARTS=tap,viewers,page; QUICK=1)
 #   make bench-overhead   processor time of the server beyond the engine (BASELINE=CHECKOUT compares)

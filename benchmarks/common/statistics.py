@@ -9,7 +9,15 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["PooledRatio", "Ratio", "paired_ratio", "percentile", "pooled_ratio"]
+__all__ = [
+    "PooledRatio",
+    "Ratio",
+    "RatioOfSums",
+    "paired_ratio",
+    "percentile",
+    "pooled_ratio",
+    "ratio_of_sums",
+]
 
 _RESAMPLES = 2_000
 
@@ -42,6 +50,43 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 
     means = sorted(statistics.fmean(rng.choices(logs, k=len(logs))) for _ in range(_RESAMPLES))
     cut = _RESAMPLES // 40
     return Ratio(statistics.median(ratios), math.exp(means[cut]), math.exp(means[-cut - 1]))
+
+
+class RatioOfSums(NamedTuple):
+    """The sum of one side by that of the other, and its 95 % interval (bootstrap over pairs)."""
+
+    ratio: float
+    low: float
+    high: float
+
+
+def ratio_of_sums(
+    ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0
+) -> RatioOfSums | None:
+    """Of interleaved runs, ``ours[i]`` beside ``theirs[i]``, none negative; single runs may be 0.
+    None: theirs are all 0, and there is no ratio.
+
+    A resample whose denominator is 0 counts as the largest ratio of the others, so the interval's
+    upper end is too low rather than infinite where there are many of them.
+
+    Raises ValueError for no runs, sides of different lengths, and negative values.
+    """
+    pairs = list(zip(ours, theirs, strict=True))
+    if not pairs or min(map(min, pairs)) < 0.0:
+        raise ValueError(f"need runs, none negative, got {pairs}")
+    if not sum(theirs):
+        return None
+    rng = random.Random(seed)
+    found = []
+    for _ in range(_RESAMPLES):
+        drawn = rng.choices(pairs, k=len(pairs))
+        denominator = sum(b for _, b in drawn)
+        if denominator:
+            found.append(sum(a for a, _ in drawn) / denominator)
+    found.sort()
+    found += [found[-1]] * (_RESAMPLES - len(found))
+    cut = _RESAMPLES // 40
+    return RatioOfSums(sum(ours) / sum(theirs), found[cut], found[-cut - 1])
 
 
 class PooledRatio(NamedTuple):

@@ -15,10 +15,15 @@ Four parts, each of which can be run alone (``PARTS=overhead,routing,live_routin
   null backend, ``MODEL_TIMES`` (5) each with the default model in int8 and bfloat16; see
   ``failover``.
 
-After ``MINUTES`` (12) each fault has happened at least once, and no further one begins: ``times``
-says how many there were. All of them take about half an hour (``MINUTES=40``). QUICK=1 takes one
-turn and one time of each. Prints what it finds on standard error as it goes and, last, one JSON
-line.
+Times: ``overhead`` takes about 4 minutes (runs of 4 s: 30 for added time, 20 for processor time,
+of which the streamed half lasts a second longer), LiteLLM one more and each of ``ROUTERS`` one and
+a half more; ``live_routing`` less than 4 (two loads of 16 turns of 5 s, and 10 s of closed loops);
+``routing`` as long as the processors need for 288 simulations of 1,500 requests; and ``failover``
+``MINUTES`` (6) of its own, whatever the others took: then each fault has happened at least once
+with each engine, and no further one begins; ``times`` says how many there were. All ``TIMES`` and
+``MODEL_TIMES`` need ``MINUTES=40``. ``seconds`` in the result says what each part took. QUICK=1
+takes one turn and one time of each. Prints what it finds on standard error as it goes and, last,
+one JSON line.
 
     python -m benchmarks.gateway
 """
@@ -35,7 +40,7 @@ from typing import Any
 
 from benchmarks.gateway.calls import calls_per_chunk
 from benchmarks.gateway.failover import FAULTS, failover
-from benchmarks.gateway.live_routing import live_routing
+from benchmarks.gateway.live_routing import TURNS, live_routing
 from benchmarks.gateway.options import (
     ROUTERS,
     Options,
@@ -93,8 +98,9 @@ def _overhead(
     }
 
 
-def _failover(options: Options, deadline: float, folder: Path) -> dict[str, Any]:
-    """Those that take longest share what time is left."""
+def _failover(options: Options, folder: Path) -> dict[str, Any]:
+    """Those that take longest share what time is left of ``options.minutes`` from now."""
+    deadline = time.monotonic() + 60.0 * options.minutes
     rows = {}
     formats = ("int8", "bfloat16") if options.model_times else ()
     for number, name in enumerate(("null", *formats)):
@@ -120,7 +126,6 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     litellm, routers = _litellm(options), _routers(options)
-    deadline = time.monotonic() + 60.0 * options.minutes
     results: dict[str, Any] = {}
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="gateway-") as made:
@@ -136,11 +141,11 @@ def main() -> int:
                 results[part] = found | results.get(part, {})
             elif part == "live_routing":
                 # seconds of arrivals in a turn, and turns
-                length = (2.0, 1) if options.quick else (5.0, 5)
+                length = (2.0, 1) if options.quick else (5.0, TURNS)
                 live = live_routing(*length, folder)
                 results["routing"] = results.get("routing", {}) | {"live": live}
             else:
-                results[part] = _failover(options, deadline, folder)
+                results[part] = _failover(options, folder)
             seconds[part] = round(time.monotonic() - began, 1)
     print(
         json.dumps(

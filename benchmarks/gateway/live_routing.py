@@ -9,23 +9,33 @@ are a quarter of a second apart, as they are by default.
 
 Loads are those of the simulator's part (mixed, and long prefixes that many share), smaller; a load
 comes at ``SHARE`` of what the three bear together, measured before, at the same time, in closed
-loops. Arrivals, prompts and lengths of one turn are the same for all policies, but for the first
-words of each prompt, so that no policy finds what another one left in the caches. Policies come in
-turns, in an order that moves on by one. Targets are made from what was measured in the closed
-loops. Goodput is the share of requests that meet both of theirs; ratios are of the mean, with the
-95 % interval over turns, in pairs.
+loops: what ended within the time, by the time. Arrivals, prompts and lengths of one turn are the
+same for all policies, but for a mark of fixed width at the beginning of each prompt, so that no
+policy finds what another one left in the caches. Policies come in turns, in an order that moves on
+by one, as many turns as policies, so that each goes first once.
+
+All policies keep what they learned from turn to turn, and all begin with what the closed loops
+showed: the gateway saw those requests pass, the others are told of the same ones. The gateway also
+sees requests of other policies' turns, and its prediction of an engine learns from them. The guard
+of prefix affinity is set for the load: three mean prompts more than elsewhere are too many.
+
+Targets are made from what was measured in the closed loops. Goodput is the share of requests that
+meet both of theirs. Ratios are of sums over turns, with the 95 % interval of the same ratio over
+turns drawn again in pairs; with four turns it is a coarse one. A ratio to a policy whose requests
+all missed their targets is null, and ``undefined`` names the load.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,16 +43,30 @@ from typing import Any, Final
 
 from benchmarks.common.client import Timing, complete
 from benchmarks.common.server import PacelineServer, ReadyServer
-from benchmarks.common.statistics import paired_ratio, percentile
+from benchmarks.common.statistics import percentile, ratio_of_sums
 from paceline.routing import LeastOutstanding, PrefixAffinity, RoundRobin, Router
 
-__all__ = ["DTYPES", "POLICIES", "Asked", "live_routing", "plan", "ratios"]
+__all__ = [
+    "DTYPES",
+    "POLICIES",
+    "TURNS",
+    "Asked",
+    "Chooser",
+    "Outstanding",
+    "headline",
+    "live_routing",
+    "mark",
+    "plan",
+    "ratios",
+]
 
 DTYPES: Final = ("int8", "q4", "bfloat16")
 SHARE: Final = 0.7
 OURS: Final = "gateway"
 POLICIES: Final = (OURS, "round-robin", "least-outstanding", "prefix-affinity")
 LOADS: Final = ("mixed", "shared")
+# each policy goes first in as many of them as every other
+TURNS: Final = len(POLICIES)
 # callers of each engine in a closed loop, as many as make it busy
 _CALLERS: Final = 4
 _PIECE: Final = 256
@@ -54,9 +78,10 @@ _TIGHT: Final = (0.5, 1.0)
 _WIDE: Final = (2.0, 1.6)
 # seconds of a closed loop, at least: a request takes a good part of one
 _LEAST_SECONDS: Final = 6.0
-# a turn in which nothing was in time counts as about half a request: ratios would have no bounds
-_LEAST: Final = 0.02
 _BYTES_PER_TOKEN: Final = 4
+# mean prompts by which an engine may have more than the least loaded one before prefix affinity
+# leaves it: its default suits engines that bear hundreds of requests, these bear a dozen
+_SPREAD_PROMPTS: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +124,8 @@ class Outstanding:
 
     def add(self, index: int, asked: Asked) -> float:
         mean = self.made / self.num_ended if self.num_ended else 16.0
-        amount = len(asked.text) / _BYTES_PER_TOKEN + mean
+        # whole tokens, so that idle engines have exactly 0 outstanding in every turn
+        amount = float(round(len(asked.text) / _BYTES_PER_TOKEN + mean))
         self.tokens[index] += amount
         return amount
 
@@ -109,8 +135,55 @@ class Outstanding:
         self.made += output
 
 
-def plan(load: str, rate: float, seconds: float, seed: int, mark: str) -> list[Asked]:
-    """The requests of one turn; ``mark`` begins each prompt, and makes it nobody else's."""
+class Chooser:
+    """A policy outside the gateway, and what it knows; kept for all turns of a load."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._outstanding = Outstanding()
+
+    def begin(self, asked: Asked) -> tuple[int, float]:
+        """The engine's index, and what ``end`` is to be given."""
+        index = self._router.choose(asked.pieces, self._outstanding.tokens)
+        return index, self._outstanding.add(index, asked)
+
+    def end(self, index: int, amount: float, output: int) -> None:
+        self._outstanding.end(index, amount, output)
+
+    def learn(self, index: int, asked: Asked, output: int) -> None:
+        """Take in a request that went to the engine ``index`` by its name and ended there."""
+        # the engine is the only one that is not full, so the router remembers the prompt there
+        full = [0.0 if other == index else float("inf") for other in range(len(DTYPES))]
+        self._router.choose(asked.pieces, full)
+        self.end(index, self._outstanding.add(index, asked), output)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the closed loops showed."""
+
+    # requests a second of each engine that ended within the time
+    rates: Mapping[str, float]
+    targets: Targets
+    # all of them, in the order in which they ended: engine, request, tokens made
+    ended: Sequence[tuple[int, Asked, int]]
+
+    @property
+    def mean_prompt_tokens(self) -> float:
+        return statistics.fmean(len(asked.text) for _, asked, _ in self.ended) / _BYTES_PER_TOKEN
+
+
+def mark(who: int, turn: int) -> str:
+    """What begins the prompts of one turn of one policy, or of one engine's closed loops; as wide
+    for all, so that prompts are as long for all."""
+    if not (0 <= who < 100 and 0 <= turn < 1000):
+        raise ValueError(f"a mark has two digits and three, got {who} and {turn}")
+    return f"{who:02d}-{turn:03d}"
+
+
+def plan(load: str, rate: float, seconds: float, seed: int, begins: str) -> list[Asked]:
+    """The requests of one turn; each prompt begins with ``begins`` (see ``mark``), which makes it
+    nobody else's."""
     rng = random.Random(f"{load} {seed}")
     found: list[Asked] = []
     at = rng.expovariate(rate)
@@ -122,7 +195,7 @@ def plan(load: str, rate: float, seconds: float, seed: int, mark: str) -> list[A
             prefix = _words(random.Random(f"prefix {which}"), _PIECE * _PREFIX_PIECES)
             text = prefix + _words(rng, rng.randrange(60, 300))
         output = max(4, min(48, round(rng.lognormvariate(2.9, 0.5))))
-        found.append(Asked(at, f"{mark} {text}", output, rng.random() < 0.5))
+        found.append(Asked(at, f"{begins} {text}", output, rng.random() < 0.5))
         at += rng.expovariate(rate)
     return found
 
@@ -139,6 +212,7 @@ def live_routing(seconds: float, turns: int, log_dir: Path) -> dict[str, Any]:
 
     Args:
         seconds: of arrivals in one turn.
+        turns: of each policy; a multiple of ``TURNS``, or else some go first more often.
     """
     with ExitStack() as stack:
         cores = _cores()
@@ -157,27 +231,43 @@ def live_routing(seconds: float, turns: int, log_dir: Path) -> dict[str, Any]:
         "share": SHARE,
         "turns": turns,
         "seconds": seconds,
-        "vs_round_robin": min(row["vs_round_robin"]["ratio"] for row in rows.values()),
-        "vs_best_other": min(row["vs_best_other"]["ratio"] for row in rows.values()),
+        **headline(rows),
         "rows": rows,
     }
 
 
 def ratios(goodput: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Of the gateway's goodput in each turn, to round robin's and to the best other policy's."""
+    """Of the gateway's goodput in each turn, to round robin's and to the best other policy's; null
+    where the other policy had none in any turn."""
     means = {name: statistics.fmean(values) for name, values in goodput.items()}
     best = max((name for name in goodput if name != OURS), key=means.__getitem__)
     told: dict[str, Any] = {"best_other": best}
     for name, other in (("vs_round_robin", "round-robin"), ("vs_best_other", best)):
-        found = paired_ratio(
-            [max(_LEAST, value) for value in goodput[OURS]],
-            [max(_LEAST, value) for value in goodput[other]],
+        found = ratio_of_sums(goodput[OURS], goodput[other])
+        told[name] = (
+            {"ratio": None, "low": None, "high": None}
+            if found is None
+            else {key: round(value, 3) for key, value in found._asdict().items()}
         )
-        told[name] = {
-            "ratio": round(max(_LEAST, means[OURS]) / max(_LEAST, means[other]), 3),
-            "low": round(found.low, 3),
-            "high": round(found.high, 3),
-        }
+    return told
+
+
+def headline(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The worst load's ratio, with its interval, of each kind; loads without a ratio are named.
+
+    Args:
+        rows: by load, what ``ratios`` told.
+    """
+    told: dict[str, Any] = {}
+    for name in ("vs_round_robin", "vs_best_other"):
+        known = {load: row[name] for load, row in rows.items() if row[name]["ratio"] is not None}
+        undefined = [load for load in rows if load not in known]
+        if known:
+            worst = min(known, key=lambda load: known[load]["ratio"])
+            told[name] = {**known[worst], "load": worst, "undefined": undefined}
+        else:
+            nothing = dict.fromkeys(("ratio", "low", "high", "load"))
+            told[name] = {**nothing, "undefined": undefined}
     return told
 
 
@@ -214,17 +304,18 @@ def _gateway(ports: Sequence[int], log_dir: Path) -> ReadyServer:
 
 
 async def _load(port: int, load: str, seconds: float, turns: int) -> dict[str, Any]:
-    rates, targets = await _measure(port, load, max(_LEAST_SECONDS, 2.0 * seconds))
-    rate = SHARE * sum(rates.values())
+    measured = await _measure(port, load, max(_LEAST_SECONDS, 2.0 * seconds))
+    rate = SHARE * sum(measured.rates.values())
+    choosers = {name: _chooser(name, measured) for name in POLICIES}
     goodput: dict[str, list[float]] = {name: [] for name in POLICIES}
     failed = requests = 0
     for turn in range(turns):
         first = turn % len(POLICIES)
         for name in (*POLICIES[first:], *POLICIES[:first]):
-            asked = plan(load, rate, seconds, turn, f"{name} {turn}")
-            timings = await _turn(port, asked, name, targets)
+            asked = plan(load, rate, seconds, turn, mark(POLICIES.index(name), turn))
+            timings = await _turn(port, asked, choosers[name], measured.targets)
             good = [
-                _is_good(timing, targets.of(each))
+                _is_good(timing, measured.targets.of(each))
                 for timing, each in zip(timings, asked, strict=True)
             ]
             goodput[name].append(sum(good) / len(good))
@@ -237,73 +328,96 @@ async def _load(port: int, load: str, seconds: float, turns: int) -> dict[str, A
         "requests": requests,
         "failed": failed,
         "rate": round(rate, 2),
-        "rates": {name: round(value, 2) for name, value in rates.items()},
+        "rates": {name: round(value, 2) for name, value in measured.rates.items()},
         "targets_s": {
-            name: [round(value, 3) for value in getattr(targets, name)]
+            name: [round(value, 3) for value in getattr(measured.targets, name)]
             for name in ("tight", "wide")
         },
     }
 
 
-async def _measure(port: int, load: str, seconds: float) -> tuple[dict[str, float], Targets]:
-    """Requests a second of each engine while all are busy, and targets made from their times. What
-    the gateway's prediction learns from, it learns here."""
+async def _measure(port: int, load: str, seconds: float) -> Measured:
+    """Engines while all are busy; no request begins after ``seconds``. What the gateway's
+    prediction learns from at first, it learns here."""
     found: dict[str, list[Timing]] = {name: [] for name in DTYPES}
+    in_time = dict.fromkeys(DTYPES, 0)
+    ended: list[tuple[int, Asked, int]] = []
+    plans = [
+        (index, _endless(load, 1000 + number, len(POLICIES) + index))
+        for index in range(len(DTYPES))
+        for number in range(_CALLERS)
+    ]
     began = time.monotonic()
 
-    async def call(name: str, number: int) -> None:
-        asked = plan(load, 1.0, 60.0, 1000 + number, f"measured {name}")
+    async def call(index: int, asked: Iterator[Asked]) -> None:
+        name = DTYPES[index]
         for each in asked:
-            if time.monotonic() - began > seconds and found[name]:
+            if time.monotonic() - began > seconds:
                 return
-            found[name].append(await _send(port, name, each, {}))
+            timing = await _send(port, name, each, {})
+            if timing.error:
+                raise RuntimeError(f"{name} failed: {timing.error}")
+            in_time[name] += time.monotonic() - began <= seconds
+            found[name].append(timing)
+            ended.append((index, each, timing.output_tokens))
 
-    await asyncio.gather(*(call(name, n) for name in DTYPES for n in range(_CALLERS)))
-    took = time.monotonic() - began
-    for name, timings in found.items():
-        if wrong := [timing.error for timing in timings if timing.error]:
-            raise RuntimeError(f"{name} failed: {wrong[0]}")
+    await asyncio.gather(*itertools.starmap(call, plans))
+    if slow := [name for name, count in in_time.items() if not count]:
+        raise RuntimeError(f"no request at {slow[0]} ended within {seconds:g} s")
     everybodys = [timing for timings in found.values() for timing in timings]
     ttft = percentile([timing.ttft for timing in everybodys], 0.5)
     tpot = percentile([t.tpot for t in everybodys if t.tpot is not None], 0.5)
     targets = Targets((_TIGHT[0] * ttft, _TIGHT[1] * tpot), (_WIDE[0] * ttft, _WIDE[1] * tpot))
-    return {name: len(timings) / took for name, timings in found.items()}, targets
+    rates = {name: count / seconds for name, count in in_time.items()}
+    return Measured(rates, targets, ended)
+
+
+def _endless(load: str, seed: int, who: int) -> Iterator[Asked]:
+    """A plan that begins again when it is over, with another mark: prompts are in no cache."""
+    # made at once, since it takes time that no engine should be charged for
+    first = plan(load, 1.0, 60.0, seed, mark(who, 0))
+    laps = (plan(load, 1.0, 60.0, seed, mark(who, lap)) for lap in itertools.count(1))
+    return itertools.chain(first, itertools.chain.from_iterable(laps))
 
 
 async def _turn(
-    port: int, asked: Sequence[Asked], policy: str, targets: Targets
+    port: int, asked: Sequence[Asked], chooser: Chooser | None, targets: Targets
 ) -> Sequence[Timing]:
-    """All of a plan's requests, when they are due; ends when all have ended."""
-    router = _router(policy)
-    seen = Outstanding()
+    """All of a plan's requests, when they are due; ends when all have ended. Without ``chooser``
+    the gateway chooses."""
     began = time.monotonic()
 
     async def one(each: Asked) -> Timing:
         ttft, tpot = targets.of(each)
         slo = {"ttft_ms": 1000.0 * ttft, "tpot_ms": 1000.0 * tpot}
         await asyncio.sleep(max(0.0, began + each.at - time.monotonic()))
-        if router is None:
+        if chooser is None:
             return await _send(port, OURS, each, slo)
-        index = router.choose(each.pieces, seen.tokens)
-        amount = seen.add(index, each)
+        index, amount = chooser.begin(each)
         timing = await _send(port, DTYPES[index], each, slo)
-        seen.end(index, amount, timing.output_tokens)
+        chooser.end(index, amount, timing.output_tokens)
         return timing
 
     return await asyncio.gather(*map(one, asked))
 
 
-def _router(policy: str) -> Router | None:
-    """None: the gateway chooses itself."""
+def _chooser(policy: str, measured: Measured) -> Chooser | None:
+    """It knows what was measured. None: the gateway chooses itself."""
+    router: Router
     match policy:
         case "round-robin":
-            return RoundRobin()
+            router = RoundRobin()
         case "least-outstanding":
-            return LeastOutstanding()
+            router = LeastOutstanding()
         case "prefix-affinity":
-            return PrefixAffinity()
-    assert policy == OURS, policy
-    return None
+            router = PrefixAffinity(spread=_SPREAD_PROMPTS * measured.mean_prompt_tokens)
+        case _:
+            assert policy == OURS, policy
+            return None
+    chooser = Chooser(router)
+    for index, asked, output in measured.ended:
+        chooser.learn(index, asked, output)
+    return chooser
 
 
 async def _send(port: int, model: str, asked: Asked, slo: Mapping[str, float]) -> Timing:

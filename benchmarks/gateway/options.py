@@ -56,8 +56,8 @@ class Options:
     # how often each fault happens: with the null backend, and with the model in each format
     times: int = 20
     model_times: int = 5
-    # minutes after which no fault is begun that happened once already
-    minutes: float = 12.0
+    # minutes of failover alone, after which no fault is begun that happened once already
+    minutes: float = 6.0
     # random pools beside those with names, and their seed
     pools: tuple[int, int] = (8, 99)
 
@@ -81,7 +81,7 @@ class Options:
                 0 if quick else 5,
                 lambda text: int(_number("MODEL_TIMES", text, 0)),
             ),
-            minutes=read("MINUTES", 12.0, lambda text: _number("MINUTES", text, 1, whole=False)),
+            minutes=read("MINUTES", 6.0, lambda text: _number("MINUTES", text, 1, whole=False)),
             pools=read("POOLS", (0, 0) if quick else (8, 99), _pools),
         )
 

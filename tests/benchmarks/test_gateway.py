@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+import benchmarks.gateway.live_routing as live
 import benchmarks.gateway.options as gateway_options
+from benchmarks.common.client import Timing
 from benchmarks.common.processes import Unavailable
+from benchmarks.gateway import __main__ as command
 from benchmarks.gateway.__main__ import main
 from benchmarks.gateway.calls import calls_per_chunk
 from benchmarks.gateway.failover import Seen, _count, _pause, _pauses
-from benchmarks.gateway.live_routing import POLICIES, Asked, Outstanding, plan, ratios
+from benchmarks.gateway.live_routing import (
+    DTYPES,
+    POLICIES,
+    Asked,
+    Chooser,
+    Measured,
+    Outstanding,
+    Targets,
+    _chooser,
+    _endless,
+    _measure,
+    headline,
+    mark,
+    plan,
+    ratios,
+)
 from benchmarks.gateway.options import (
     PARTS,
     ROUTERS,
@@ -27,7 +48,7 @@ from benchmarks.gateway.options import (
 def test_the_usual_run_is_the_whole() -> None:
     options = Options.read({})
     assert (options.parts, options.times, options.model_times) == (PARTS, 20, 5)
-    assert options.litellm is None and options.minutes == 12.0 and not options.quick
+    assert options.litellm is None and options.minutes == 6.0 and not options.quick
     quick = Options.read({"QUICK": "1", "TIMES": ""})
     assert not options.routers
     assert (quick.times, quick.model_times, quick.pools) == (1, 0, (0, 0))
@@ -131,13 +152,18 @@ def test_routers_are_left_out_where_nobody_asks_or_they_do_not_install(
 
 def test_a_turn_is_the_same_for_every_policy() -> None:
     for load in ("mixed", "shared"):
-        one, two = (plan(load, 20.0, 5.0, 3, mark) for mark in POLICIES[:2])
+        marks = [mark(who, 3) for who in range(2)]
+        one, two = (plan(load, 20.0, 5.0, 3, begins) for begins in marks)
         assert len(one) > 50 and all(0.0 < each.at < 5.0 for each in one)
         for mine, theirs in zip(one, two, strict=True):
             assert (mine.at, mine.output, mine.tight) == (theirs.at, theirs.output, theirs.tight)
-            assert mine.text.removeprefix(POLICIES[0]) == theirs.text.removeprefix(POLICIES[1])
-            assert mine.text != theirs.text and mine.output > 0
-        assert one != plan(load, 20.0, 5.0, 4, POLICIES[0])
+            assert mine.text.removeprefix(marks[0]) == theirs.text.removeprefix(marks[1])
+            assert len(mine.text) == len(theirs.text) and mine.output > 0
+            assert mine.text != theirs.text and len(mine.pieces) == len(theirs.pieces)
+        assert one != plan(load, 20.0, 5.0, 4, marks[0])
+    assert len({len(mark(who, turn)) for who in (0, 99) for turn in (0, 999)}) == 1
+    with pytest.raises(ValueError, match="got 0 and 1000"):
+        mark(0, 1000)
     first = [each.pieces[:2] for each in plan("shared", 20.0, 5.0, 3, "x")]
     assert len(set(first)) <= 8 and len(first) > 50
     assert len({each.pieces for each in plan("mixed", 20.0, 5.0, 3, "x") if each.pieces}) > 40
@@ -161,5 +187,83 @@ def test_ratios_are_of_the_best_other() -> None:
     assert told["best_other"] == "least-outstanding"
     assert told["vs_round_robin"] == {"ratio": 2.0, "low": 2.0, "high": 2.0}
     assert told["vs_best_other"]["ratio"] == 1.0
+    # one statistic: the ratio lies in its interval, where single turns are 0, too
+    uneven = ratios(goodput | {"gateway": [0.0, 0.9, 1.0], "round-robin": [0.0, 0.1, 0.9]})
+    row = uneven["vs_round_robin"]
+    assert row["ratio"] == 1.9 and row["low"] <= 1.9 <= row["high"] <= 9.0
     nothing = ratios({name: [0.0] for name in POLICIES})
-    assert nothing["vs_round_robin"]["ratio"] == 1.0
+    assert nothing["vs_round_robin"] == {"ratio": None, "low": None, "high": None}
+
+
+def test_the_headline_is_the_worst_load_with_its_interval() -> None:
+    def row(ratio: float | None) -> dict[str, dict[str, float | None]]:
+        known = ratio is not None
+        found = {"ratio": ratio, "low": 0.9 if known else None, "high": 3.0 if known else None}
+        return {"vs_round_robin": found, "vs_best_other": found}
+
+    told = headline({"mixed": row(1.5), "shared": row(1.2)})["vs_round_robin"]
+    assert told == {"ratio": 1.2, "low": 0.9, "high": 3.0, "load": "shared", "undefined": []}
+    told = headline({"mixed": row(1.5), "shared": row(None)})["vs_best_other"]
+    assert (told["ratio"], told["load"], told["undefined"]) == (1.5, "mixed", ["shared"])
+    told = headline({"mixed": row(None)})["vs_best_other"]
+    assert told["ratio"] is None and told["undefined"] == ["mixed"]
+
+
+def test_other_policies_begin_with_what_was_measured_and_keep_it() -> None:
+    prompts = [Asked(0.0, letter * 400, 8, True) for letter in "abc"]
+    targets = Targets((1.0, 1.0), (1.0, 1.0))
+    ended = [(2, prompts[0], 30), (1, prompts[1], 30)]
+    measured = Measured(dict.fromkeys(DTYPES, 1.0), targets, ended)
+    assert measured.mean_prompt_tokens == 100.0 and _chooser("gateway", measured) is None
+    least = _chooser("least-outstanding", measured)
+    assert isinstance(least, Chooser)
+    # outputs were 30 on average, not the 16 of one that knows nothing
+    assert least.begin(prompts[0]) == (0, 130.0)
+    least.end(0, 130.0, 30)
+    assert least.begin(prompts[1]) == (0, 130.0) and least.begin(prompts[2]) == (1, 130.0)
+    affine = _chooser("prefix-affinity", measured)
+    assert affine is not None
+    # where it was measured, until that engine has more than three mean prompts outstanding
+    assert [affine.begin(prompts[0])[0] for _ in range(4)] == [2, 2, 2, 0]
+
+
+def test_an_engine_is_measured_by_what_ended_within_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def send(port: int, model: str, asked: Asked, slo: object) -> Timing:
+        sent = time.monotonic()
+        # each caller ends one request within a second, and one after it
+        await asyncio.sleep(0.6)
+        return Timing(sent, (sent + 0.25, sent + 0.5), asked.output)
+
+    monkeypatch.setattr(live, "_send", send)
+    found = asyncio.run(_measure(0, "mixed", 1.0))
+    assert found.rates == {"int8": 4.0, "q4": 4.0, "bfloat16": 4.0}
+    assert len(found.ended) == 24 and found.targets.tight[0] == pytest.approx(0.125)
+    with pytest.raises(RuntimeError, match=r"no request at int8 ended within 0\.1 s"):
+        asyncio.run(_measure(0, "mixed", 0.1))
+
+
+def test_a_plan_that_is_over_begins_again_in_no_cache() -> None:
+    first = plan("shared", 1.0, 60.0, 1000, mark(4, 0))
+    both = list(itertools.islice(_endless("shared", 1000, 4), 2 * len(first)))
+    assert both[: len(first)] == first
+    for one, two in zip(first, both[len(first) :], strict=True):
+        assert one.text.removeprefix(mark(4, 0)) == two.text.removeprefix(mark(4, 1))
+        assert one.text != two.text and one.output == two.output
+
+
+def test_failover_has_its_own_minutes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    left: list[float] = []
+
+    def failover(*asked: object) -> dict[str, float]:
+        until = asked[3]
+        assert isinstance(until, float)
+        left.append(until - now)
+        return dict.fromkeys(("streams", "lost_tokens", "doubled_tokens", "failed"), 0)
+
+    now = 1000.0
+    monkeypatch.setattr(command, "failover", failover)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    command._failover(Options(minutes=6.0), tmp_path)
+    assert left == [120.0, 180.0, 360.0]

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from benchmarks.common.statistics import paired_ratio, percentile, pooled_ratio
+from benchmarks.common.statistics import paired_ratio, percentile, pooled_ratio, ratio_of_sums
 
 
 def test_percentiles_are_linear_between_ranks() -> None:
@@ -25,6 +25,22 @@ def test_a_ratio_of_pairs_has_an_interval_around_it() -> None:
         [b * s for b, s in zip(theirs, slow, strict=True)],
     )
     assert again == pytest.approx(ratio)
+
+
+def test_a_ratio_of_sums_lies_in_its_own_interval() -> None:
+    # the geometric mean of these pairs is 0, the ratio of the sums is not
+    found = ratio_of_sums([0.0, 3.0, 5.0, 4.0], [2.0, 2.0, 2.0, 2.0])
+    assert found is not None
+    assert found.ratio == 1.5 and 0.3 < found.low < 1.5 < found.high < 2.5
+    # resamples without anything below count as the largest of the others
+    sparse = ratio_of_sums([1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.5])
+    assert sparse is not None
+    assert sparse.ratio == 8.0 and sparse.high == 8.0 and 2.0 < sparse.low < 8.0
+    assert ratio_of_sums([1.0, 1.0], [0.0, 0.0]) is None
+    with pytest.raises(ValueError, match="none negative"):
+        ratio_of_sums([], [])
+    with pytest.raises(ValueError, match="none negative"):
+        ratio_of_sums([1.0], [-1.0])
 
 
 def test_a_quantile_of_short_stretches_is_that_of_all() -> None:
