@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -230,16 +231,23 @@ def test_other_policies_begin_with_what_was_measured_and_keep_it() -> None:
 def test_an_engine_is_measured_by_what_ended_within_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    now = 0.0
+    sent = itertools.count()
+
     async def send(port: int, model: str, asked: Asked, slo: object) -> Timing:
-        sent = time.monotonic()
-        # each caller ends one request within a second, and one after it
-        await asyncio.sleep(0.6)
-        return Timing(sent, (sent + 0.25, sent + 0.5), asked.output)
+        nonlocal now
+        # each of twelve callers ends one request within a second, and one after it
+        end = 0.6 * (1 + next(sent) // 12)
+        await asyncio.sleep(0)
+        now = end
+        return Timing(end - 0.6, (end - 0.35, end), asked.output)
 
     monkeypatch.setattr(live, "_send", send)
+    monkeypatch.setattr(live, "time", SimpleNamespace(monotonic=lambda: now))
     found = asyncio.run(_measure(0, "mixed", 1.0))
     assert found.rates == {"int8": 4.0, "q4": 4.0, "bfloat16": 4.0}
     assert len(found.ended) == 24 and found.targets.tight[0] == pytest.approx(0.125)
+    now, sent = 0.0, itertools.count()
     with pytest.raises(RuntimeError, match=r"no request at int8 ended within 0\.1 s"):
         asyncio.run(_measure(0, "mixed", 0.1))
 
