@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -94,17 +93,27 @@ class RequestSpec:
     drafter: Drafter | None = None
 
 
+class ForecastKind(NamedTuple):
+    """Requests whose forecasts are learned from together."""
+
+    tier: Tier
+    priority: int
+    favoured: bool
+    late: bool
+
+
 class Forecast(NamedTuple):
     """Seconds from arrival to first token, before what is learned of requests of this kind."""
 
-    kind: Hashable
+    kind: ForecastKind
     seconds: float
     # the first token comes too late, and the request yields
     late: bool
-    # the same if none came later and went first, and what those who do add for each second of the
-    # wait
+    # the same if none came later and went first, what those who do add for each second of the
+    # wait, and for how many seconds some do
     alone: float
     overtaken: float
+    overtaken_for: float
 
 
 @dataclass(slots=True, eq=False)

@@ -333,7 +333,7 @@ def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
     # follows from --speculative-config
     elsewhere |= {"draft_path", "draft_dtype", "draft_layers"}
     # follows from --preemption
-    elsewhere.add("window_blocks")
+    elsewhere.add("without_windows")
     for part in (EngineSettings, BackendSettings, SchedulerConfig):
         for field in fields(part):
             if field.name not in elsewhere:

@@ -8,14 +8,14 @@ This module does not decide what becomes of the request.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Hashable
-from operator import mul
+from itertools import accumulate
 from typing import Final
 
 from paceline.core.predict.step_time import StepShape
 from paceline.core.queues.wait_clocks import Reason
-from paceline.core.request import Forecast, Request
+from paceline.core.request import Forecast, ForecastKind, Request
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
@@ -55,7 +55,7 @@ class FirstTokenForecast:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         # lately, by kind of request: seconds that came and that were said
-        self.outcomes: dict[Hashable, tuple[float, float]] = {}
+        self.outcomes: dict[ForecastKind, tuple[float, float]] = {}
         # by how much a key grows with a second
         self._grows = 0.0
         # (time, key of one like it that comes at time 0, tier, prompt tokens) of the last to come
@@ -99,9 +99,11 @@ class FirstTokenForecast:
     def _seconds(self, forecast: Forecast | None) -> float | None:
         return None if forecast is None else self.bias(forecast.kind) * forecast.seconds
 
-    def bias(self, kind: Hashable) -> float:
-        """What came by what was said, lately, for a kind of request."""
-        came, said = self.outcomes.get(kind, (1.0, 1.0))
+    def bias(self, kind: ForecastKind) -> float:
+        """What came by what was said, lately, for a kind of request; for a favoured one, until one
+        has had its first token, that of others like it."""
+        others = kind._replace(favoured=False)
+        came, said = self.outcomes.get(kind) or self.outcomes.get(others, (1.0, 1.0))
         return came / said
 
     def _forecast(self, request: Request, rest: float = 0.0) -> Forecast | None:
@@ -117,39 +119,44 @@ class FirstTokenForecast:
             self._look()
         predict, step = state.step_time.predict, self._tokens_per_step
         if request.favoured:
-            # it is computed whole, whatever others lack
-            step = max(2, request.num_new_tokens)
+            # it is computed whole where a step has room for it, whatever others lack
+            room = state.config.max_num_batched_tokens - self._base.narrow_rows
+            step = max(2, min(request.num_new_tokens, room))
         num_steps = -(-request.num_new_tokens // step)
         last_tokens = max(2, request.num_new_tokens - (num_steps - 1) * step)
         prompt = rest + (num_steps - 1) * predict(self._base.plus(0, step))
         prompt += predict(self._base.plus(0, last_tokens))
         priority = max(-_LEVELS, min(_LEVELS, request.asked.priority))
-        kind = (request.tier, priority, request.favoured)
-        bias = self.bias((*kind, False))
-        wait, alone = self._wait(request, bias)
+        kind = ForecastKind(request.tier, priority, request.favoured, late=False)
+        bias = self.bias(kind)
+        wait, alone, most = self._wait(request, bias)
         seconds = wait + prompt
         late = seconds > request.late_after
         overtaken = (wait - alone) / max(1e-9, bias * seconds)
-        return Forecast((*kind, late), seconds, late, alone + prompt, overtaken)
+        return Forecast(kind._replace(late=late), seconds, late, alone + prompt, overtaken, most)
 
-    def _wait(self, request: Request, bias: float) -> tuple[float, float]:
-        """Seconds until the request has a place, and prompts before its own are computed; and the
-        same if none came later and went first."""
+    def _wait(self, request: Request, bias: float) -> tuple[float, float, float]:
+        """Seconds until the request has a place, and prompts before its own are computed; the same
+        if none came later and went first; and for how long some will."""
         num, tokens = self._state.waiting.ahead_of(request)
         seconds = alone = self._until(num, tokens, favoured=request.favoured)
         span, overtakers = self._overtakers(request)
-        longest, sizes = [most for most, _ in overtakers], [size for _, size in overtakers]
+        longest = [most for most, _ in overtakers]
+        # of the first so many: seconds, tokens times seconds, and tokens
+        seconds_of = list(accumulate(longest, initial=0.0))
+        work_of = list(accumulate((most * size for most, size in overtakers), initial=0.0))
+        tokens_of = list(accumulate((size for _, size in overtakers), initial=0))
         for _ in range(_ROUNDS if overtakers else 0):
-            # as many as came lately in so long a time
+            # as many as came lately in so long a time: some for as long as they go first
             wait = bias * seconds
-            shares = [most if most < wait else wait for most in longest]
-            more = sum(map(mul, shares, sizes)) / span
-            count = num + sum(shares) / span
+            ended = bisect_left(longest, wait)
+            more = (work_of[ended] + (tokens_of[-1] - tokens_of[ended]) * wait) / span
+            count = num + (seconds_of[ended] + (len(longest) - ended) * wait) / span
             longer = self._until(count, tokens + more, favoured=request.favoured)
             if longer <= _GROWS * seconds:
                 break
             seconds = longer
-        return seconds, alone
+        return seconds, alone, longest[-1] if longest else 0.0
 
     def _until(self, num: float, tokens: float, *, favoured: bool) -> float:
         """Seconds until places have come free for so many requests and one more, and so many prompt
@@ -165,19 +172,19 @@ class FirstTokenForecast:
 
     def _overtakers(self, request: Request) -> tuple[float, list[tuple[float, int]]]:
         """Seconds, and the requests that came in these whose like will go before ``request``: for
-        how long they will, of an earlier tier until it ages, and their prompt tokens. Keys grow in
-        proportion to the time of arrival; where tenants are kept apart they do not tell which goes
-        first."""
+        how long they will (least first), of an earlier tier until it ages, and their prompt tokens.
+        Keys grow in proportion to the time of arrival; where tenants are kept apart they do not
+        tell which goes first."""
         arrivals, grows, own = self._arrivals, self._grows, request.tier
         if self._state.policy.keeps_tenants_apart or len(arrivals) < _FEW or not grows:
             return 1.0, []
         now = max(request.asked.arrival_time, arrivals[-1][0])
         ends, ages = request.key - grows * now, self._state.config.best_effort_delay_s
-        found = [
+        found = sorted(
             ((ends - key) / grows if tier is own else ages, num_tokens)
             for _, key, tier, num_tokens in arrivals
             if (key < ends if tier is own else tier < own)
-        ]
+        )
         return max(1e-3, now - arrivals[0][0]), found
 
     def _steps_until(self, places: float) -> float:
@@ -218,7 +225,8 @@ class FirstTokenForecast:
             weight = min(_MOST_WEIGHT, forecast.seconds)
             came, said = self.outcomes.get(forecast.kind, (weight, weight))
             # bounded against outliers
-            ratio = actual / (forecast.alone + forecast.overtaken * actual)
+            waited = min(actual, forecast.overtaken_for)
+            ratio = actual / (forecast.alone + forecast.overtaken * waited)
             ratio = min(_MOST_BIAS, max(1.0 / _MOST_BIAS, ratio))
             self.outcomes[forecast.kind] = (
                 came + 0.05 * (weight * ratio - came),

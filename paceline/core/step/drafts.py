@@ -144,12 +144,9 @@ class Drafts:
         for index, planned, source in plan.drafts:
             request, sampled = requests[index], result.sampled[index]
             token_ids = planned if source != MODEL else made.get(index, ())
-            if source == MODEL and request.guesser is not None:
-                left = behind.get(index, 0)
-                if token_ids or left:
-                    entered = caught_up.get(index, 0) + left
-                    self._note_passed(request, request.guesser.num_unseen - entered)
-                request.guesser.learn(token_ids, left, busy)
+            if source == MODEL:
+                entered, left = caught_up.get(index, 0), behind.get(index, 0)
+                self._taken_in(request, token_ids, entered, left, busy)
             num_guesses += len(token_ids)
             right = max(0, len(sampled) - 1)
             if token_ids:
@@ -172,6 +169,15 @@ class Drafts:
         for index, token_ids in result.forced:
             if (guesser := self._guesser(requests[index])) is not None:
                 guesser.force(requests[index].num_tokens + len(result.sampled[index]), token_ids)
+
+    def _taken_in(
+        self, request: Request, made: Sequence[int], entered: int, left: int, busy: bool
+    ) -> None:
+        """A draft model took in ``entered`` tokens, and has not seen the last ``left``."""
+        if request.guesser is not None:
+            if made or left:
+                self._note_passed(request, request.guesser.num_unseen - entered - left)
+            request.guesser.learn(made, left, busy)
 
     def _note_passed(self, request: Request, passed: int) -> None:
         """A model guesses without having seen so many of the request's tokens."""

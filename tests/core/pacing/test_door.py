@@ -194,9 +194,9 @@ def test_a_light_tenants_wait_is_predicted_with_those_of_its_kind() -> None:
     assert all(request.favoured for request in ours)
     predicted = [request.history.predicted_ttft or 0.0 for request in ours]
     assert predicted == sorted(predicted)
-    # a place is free when the one before has ended, as all so far have after two steps of a second;
-    # nothing was learned yet of favoured requests
-    assert predicted[-1] - predicted[0] > 19 * 2.0
+    # a place is free when the one before has ended, which takes longer than what was said of those
+    # before, and no favoured one has taught another thing
+    assert predicted[-1] - predicted[0] > 190.0
     other = make_request("c", 4, 20, tenant="c", arrival=driver.now)
     driver.add(other)
     assert other.favoured

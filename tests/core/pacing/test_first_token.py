@@ -7,13 +7,15 @@ import pytest
 from paceline.core.errors import QueueFullError
 from paceline.core.pacing.first_token import FirstTokenForecast
 from paceline.core.predict.step_time import StepShape
-from paceline.core.request import Forecast
+from paceline.core.request import Forecast, ForecastKind
 from paceline.core.step.state import SchedulerState
+from paceline.core.tier import Tier
 from tests.driving import Driver, make_request
 
 NEWCOMER = make_request("new", 100)
 # its prompt: one step of 10 ms + 100 tokens at 0.1 ms
 OWN = 0.02
+KIND = ForecastKind(Tier.ORDINARY, 0, favoured=False, late=False)
 
 
 def state_with(
@@ -21,7 +23,8 @@ def state_with(
 ) -> SchedulerState:
     """A step takes 100 tokens, two requests run and so many more could, and prompts of these sizes
     wait. Those that run lack so many prompt tokens and have 1 and 2 times ``outputs`` tokens."""
-    state = Driver(max_num_seqs=2 + places, policy=policy).scheduler.state
+    driver = Driver(max_num_seqs=2 + places, policy=policy, max_num_batched_tokens=1000)
+    state = driver.scheduler.state
     for index in range(200):
         shape = StepShape().plus(10 + index % 7, 1)
         if index % 2:
@@ -155,11 +158,10 @@ def test_refused_requests_do_not_come() -> None:
 def test_what_is_off_by_much_in_a_short_time_counts_little() -> None:
     state = state_with()
     forecast = FirstTokenForecast(state)
-    kind = "any"
     for seconds, actual in ((0.1, 0.4), (1.0, 1.0), (100.0, 100.0)) * 100:
-        forecast._learn(Forecast(kind, seconds, False, seconds, 0.0), actual)
+        forecast._learn(Forecast(KIND, seconds, False, seconds, 0.0, 0.0), actual)
     # 0.1 times 4, and 1 twice, by 2.1
-    assert forecast.bias(kind) == pytest.approx(2.4 / 2.1, rel=0.02)
+    assert forecast.bias(KIND) == pytest.approx(2.4 / 2.1, rel=0.02)
 
 
 def test_an_outcome_is_compared_with_as_many_overtakers_as_had_the_time_to_come() -> None:
@@ -167,8 +169,13 @@ def test_an_outcome_is_compared_with_as_many_overtakers_as_had_the_time_to_come(
     It took 8 s, in which four seconds of their work came: 2 + 4 were to be said, not 3."""
     forecast = FirstTokenForecast(state_with())
     for _ in range(200):
-        forecast._learn(Forecast("kind", 3.0, False, 2.0, 0.5), 8.0)
-    assert forecast.bias("kind") == pytest.approx(8.0 / 6.0, rel=0.01)
+        forecast._learn(Forecast(KIND, 3.0, False, 2.0, 0.5, 100.0), 8.0)
+    assert forecast.bias(KIND) == pytest.approx(8.0 / 6.0, rel=0.01)
+    # after 2 s none of them would go first any more
+    forecast = FirstTokenForecast(state_with())
+    for _ in range(200):
+        forecast._learn(Forecast(KIND, 3.0, False, 2.0, 0.5, 2.0), 8.0)
+    assert forecast.bias(KIND) == pytest.approx(8.0 / 3.0, rel=0.01)
 
 
 def test_a_newcomer_waits_for_the_rest_of_the_step_under_way() -> None:
@@ -200,10 +207,28 @@ def test_a_favoured_request_is_computed_whole_before_what_others_lack() -> None:
     assert until is not None and 0.88 < until - shorter < 0.92
 
 
+def test_a_favoured_prompt_that_no_step_has_room_for_takes_several() -> None:
+    state = state_with()
+    most = state.config.max_num_batched_tokens
+    short, long = make_request("short", most), make_request("long", 3 * most)
+    short.favoured = long.favoured = True
+    forecast = FirstTokenForecast(state)
+    one, three = forecast.predict(short), forecast.predict(long)
+    # steps of 10 ms and 0.1 ms a token
+    assert one is not None and three is not None
+    assert three - one > 2 * (0.010 + 1e-4 * most) - 0.002
+
+
 def test_what_becomes_of_favoured_requests_says_nothing_of_the_others() -> None:
     forecast = FirstTokenForecast(state_with())
     other, favoured = make_request("other", 100), make_request("favoured", 100)
     favoured.favoured = True
+    # until one has had its first token, they are as others are
+    assert forecast.note(other) is not None and other.history.forecast is not None
+    forecast._learn(other.history.forecast, 1.0)
+    said, kind = forecast.note(favoured), favoured.history.forecast
+    assert said is not None and kind is not None and said > 1.01 * kind.seconds
+    forecast._learn(kind, kind.seconds)
     before = forecast.predict(favoured)
     for _ in range(50):
         assert forecast.note(other) is not None and other.history.forecast is not None

@@ -13,7 +13,7 @@ from paceline.core.outputs import (
     StepResult,
     TokenLogprobs,
 )
-from paceline.core.request import FinishReason, Forecast, Request, RequestStatus
+from paceline.core.request import FinishReason, Forecast, ForecastKind, Request, RequestStatus
 from paceline.core.step.state import SchedulerState
 from paceline.core.step.update import Updates, update_of
 from tests.core.parts import numbered, parts, run
@@ -174,7 +174,8 @@ def test_first_tokens_teach_forecasts_unless_something_else_made_them_late(
 ) -> None:
     state = parts()
     request = numbered("a", 0, 5, arrival=0.5)
-    forecast = Forecast("kind", 0.2, bool(late), 0.2, 0.0)
+    kind = ForecastKind(request.tier, 0, favoured=False, late=bool(late))
+    forecast = Forecast(kind, 0.2, bool(late), 0.2, 0.0, 0.0)
     request.history.forecast, request.history.demoted = forecast, bool(demoted)
     Taking(state, request).take((1,), now=2.0)
     assert state.last.first_tokens == [(forecast, 1.5)] * teaches
