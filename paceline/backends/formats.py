@@ -250,6 +250,7 @@ def _native_formats(
     if weights == "q4" and stored == _LOOKED_UP:
         # whose products take as long, by the file's own numbers
         weights = OWN_BITS
+        because += " (q4 stands for these weights, which were not measured)"
     what = f"{weights} weights by default for this file{_finer(weights)},"
     if kv_dtype == "auto":
         kv_dtype = choice.kv

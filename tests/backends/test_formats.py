@@ -162,6 +162,7 @@ def test_auto_takes_the_fastest_that_passes_and_suits_the_file(
         level = isa or "avx512bf16"
         for words in (f"native kernels for {level}", f"fastest on {level} of what passes", stored):
             assert words in chosen.why
+        assert ("q4 stands for these weights" in chosen.why) == (expected[0] == "native")
 
 
 @pytest.mark.skipif(not variants(), reason="there is no native library")
