@@ -127,7 +127,7 @@ SITUATIONS: Final[Mapping[str, Situation]] = {
         settings={
             "background_share": 0.1,
             "max_predicted_wait_s": 8.0,
-            "best_effort_delay_s": 5.0,
+            "best_effort_delay_s": 10.0,
         },
     ),
     "tenants": Situation(

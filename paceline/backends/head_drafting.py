@@ -1,4 +1,4 @@
-"""Guesses of a head that reads the served model's hidden states (EAGLE-3).
+"""Guesses of a head that reads the served model's hidden states (EAGLE-3, MTP layers).
 
 The served model's steps leave hidden states of their tokens, its *features*. The head has a KV
 cache of its own under the same block numbers, and what a block holds is counted, as in
@@ -15,6 +15,10 @@ before. So what is missing at the beginning (a prefix that others computed while
 blocks that came back from host memory) shortens what the head sees, and changes nothing else: it
 begins at the first block from which on all is there. An entry of guesses, beyond what is known, is
 written over when that is known.
+
+Of several MTP layers, each but the first also reads what the layer before it gave for the position
+before. Where that was another request's, at the end of a block that both share, such guesses are
+worse; answers never change.
 
 The last entry of a block that two requests share is made of the token that follows there, which may
 be another in each. So it is entered anew for whoever is guessed and goes on otherwise, as long as
