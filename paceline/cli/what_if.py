@@ -48,6 +48,8 @@ _MOST_TOKENS: Final = 10_000_000
 _EMPTY: Final = "the trace has no request with tokens"
 # bytes of a file: frames of a run, and what it says at last
 _MOST_FILE: Final = 64 * 2**20
+# times that the server's folder is taken away
+_TRIES: Final = 10
 
 
 def choices() -> dict[str, Any]:
@@ -76,12 +78,13 @@ def main() -> int:
     _bound(int(job["memory"]), int(job["seconds"]), idle=not checks)
     whoever = threading.Thread(target=_end_with_whoever_started_this, args=(job,), daemon=True)
     whoever.start()
-    if checks:
-        print(json.dumps(_checked(job)), flush=True)
-        return 0
     try:
-        for told in _run(job):
+        for told in [_checked(job)] if checks else _run(job):
             print(json.dumps(told), flush=True)
+    except BrokenPipeError:
+        # the server is gone: the interpreter may not end before the thread has cleaned up
+        whoever.join()
+        return 1
     except PacelineError as error:
         print(json.dumps(_said(error, job["workload"]["path"])), flush=True)
         return 1
@@ -130,8 +133,11 @@ def _end_with_whoever_started_this(job: Mapping[str, Any]) -> None:
     # not by the buffered reader, whose lock a thread may not hold when the interpreter ends
     while os.read(0, 4096):
         pass
-    # a server that was killed could not
-    shutil.rmtree(job["root"], ignore_errors=True)
+    # a server that was killed could not; the simulation may write another file meanwhile
+    for _ in range(_TRIES):
+        shutil.rmtree(job["root"], ignore_errors=True)
+        if not os.path.exists(job["root"]):
+            break
     # also in the middle of a simulation
     os._exit(1)
 

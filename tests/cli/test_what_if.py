@@ -77,6 +77,23 @@ def test_it_ends_with_whoever_started_it(tmp_path: Path) -> None:
     assert not tmp_path.exists()
 
 
+def test_it_cleans_up_though_nobody_listens(tmp_path: Path) -> None:
+    """Both pipes end with a server that is killed, and the folder takes its time."""
+    root = tmp_path / "root"
+    for folder in range(20):
+        (root / str(folder)).mkdir(parents=True)
+        for number in range(500):
+            (root / str(folder) / str(number)).touch()
+    with start(job(tmp_path, root=str(root))) as child:
+        assert child.stdin is not None and child.stdout is not None
+        while b'"run"' not in child.stdout.readline():
+            pass
+        child.stdout.close()
+        child.stdin.close()
+        assert child.wait(20) == 1
+    assert not root.exists()
+
+
 def test_a_check_ends_with_whoever_started_it(tmp_path: Path) -> None:
     # whoever opens it waits for ever
     os.mkfifo(tmp_path / "trace")
