@@ -8,9 +8,10 @@ This module does not decide what becomes of the request.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import deque
-from itertools import accumulate
+from itertools import accumulate, chain
+from operator import mul
 from typing import Final
 
 from paceline.core.predict.step_time import StepShape
@@ -58,15 +59,18 @@ class FirstTokenForecast:
         self.outcomes: dict[ForecastKind, tuple[float, float]] = {}
         # by how much a key grows with a second
         self._grows = 0.0
-        # (time, key of one like it that comes at time 0, tier, prompt tokens) of the last to come
-        self._arrivals: deque[tuple[float, float, Tier, int]] = deque(maxlen=_ARRIVALS)
+        # (time, tier, what ``_alike`` has of it) of the last to come
+        self._arrivals: deque[tuple[float, Tier, tuple[float, int]]] = deque()
+        # the same by tier: (key of one like it that comes at time 0, prompt tokens), sorted
+        self._alike: tuple[list[tuple[float, int]], ...] = tuple([] for _ in Tier)
         # the plan that was looked at last, and what was seen of it: requests that could run beside
-        # the others, prompt tokens that a step takes, its narrow rows, and prompt tokens that
-        # ordinary requests lack
+        # the others, prompt tokens that a step takes, its narrow rows and seconds of these, seconds
+        # that a prompt token adds, and prompt tokens that ordinary requests lack
         self._seen = -1
         self._free_places = 0
         self._tokens_per_step = 2
         self._base = StepShape()
+        self._step_seconds = self._token_seconds = 0.0
         self._num_lacking = 0
         # steps until running requests end, and those that will run then, each in ``_PARTS`` parts
         # and with its whole length: a heap, empty until asked for; the ends taken from it so far,
@@ -85,11 +89,14 @@ class FirstTokenForecast:
     def came(self, request: Request) -> None:
         """The newcomer is queued."""
         now, key, arrivals = request.asked.arrival_time, request.key, self._arrivals
-        while arrivals and arrivals[0][0] < now - _LATELY:
-            arrivals.popleft()
+        while arrivals and (len(arrivals) == _ARRIVALS or arrivals[0][0] < now - _LATELY):
+            _, tier, oldest = arrivals.popleft()
+            del self._alike[tier][bisect_left(self._alike[tier], oldest)]
         delay = self._state.config.best_effort_delay_s
         self._grows = (self._state.policy.later(key) - key) / delay if delay else 0.0
-        arrivals.append((now, key - self._grows * now, request.tier, request.num_new_tokens))
+        newest = (key - self._grows * now, request.num_new_tokens)
+        arrivals.append((now, request.tier, newest))
+        insort(self._alike[request.tier], newest)
 
     def predict(self, request: Request) -> float | None:
         """Seconds to the first token if it were queued between two steps; None while nothing was
@@ -141,12 +148,14 @@ class FirstTokenForecast:
         num, tokens = self._state.waiting.ahead_of(request)
         seconds = alone = self._until(num, tokens, favoured=request.favoured)
         span, overtakers = self._overtakers(request)
-        longest = [most for most, _ in overtakers]
+        if not overtakers:
+            return seconds, alone, 0.0
+        longest, sizes = zip(*overtakers, strict=True)
         # of the first so many: seconds, tokens times seconds, and tokens
         seconds_of = list(accumulate(longest, initial=0.0))
-        work_of = list(accumulate((most * size for most, size in overtakers), initial=0.0))
-        tokens_of = list(accumulate((size for _, size in overtakers), initial=0))
-        for _ in range(_ROUNDS if overtakers else 0):
+        work_of = list(accumulate(map(mul, longest, sizes), initial=0.0))
+        tokens_of = list(accumulate(sizes, initial=0))
+        for _ in range(_ROUNDS):
             # as many as came lately in so long a time: some for as long as they go first
             wait = bias * seconds
             ended = bisect_left(longest, wait)
@@ -156,35 +165,32 @@ class FirstTokenForecast:
             if longer <= _GROWS * seconds:
                 break
             seconds = longer
-        return seconds, alone, longest[-1] if longest else 0.0
+        return seconds, alone, longest[-1]
 
     def _until(self, num: float, tokens: float, *, favoured: bool) -> float:
         """Seconds until places have come free for so many requests and one more, and so many prompt
         tokens are computed beside those that running requests lack: of these, before a favoured
         one, what fits into the steps until it has a place."""
-        predict, step = self._state.step_time.predict, self._tokens_per_step
-        row = predict(self._base)
+        step = self._tokens_per_step
         steps = self._steps_until(num + 1 - self._free_places)
         tokens += min(self._num_lacking, steps * step) if favoured else self._num_lacking
-        each = (predict(self._base.plus(0, step)) - row) / step
         steps = max(steps, tokens / step)
-        return steps * max(row, 1e-9) + tokens * each
+        return steps * max(self._step_seconds, 1e-9) + tokens * self._token_seconds
 
     def _overtakers(self, request: Request) -> tuple[float, list[tuple[float, int]]]:
         """Seconds, and the requests that came in these whose like will go before ``request``: for
         how long they will (least first), of an earlier tier until it ages, and their prompt tokens.
         Keys grow in proportion to the time of arrival; where tenants are kept apart they do not
         tell which goes first."""
-        arrivals, grows, own = self._arrivals, self._grows, request.tier
+        arrivals, grows, tier = self._arrivals, self._grows, request.tier
         if self._state.policy.keeps_tenants_apart or len(arrivals) < _FEW or not grows:
             return 1.0, []
         now = max(request.asked.arrival_time, arrivals[-1][0])
         ends, ages = request.key - grows * now, self._state.config.best_effort_delay_s
-        found = sorted(
-            ((ends - key) / grows if tier is own else ages, num_tokens)
-            for _, key, tier, num_tokens in arrivals
-            if (key < ends if tier is own else tier < own)
-        )
+        *earlier, own = self._alike[: tier + 1]
+        found = [((ends - key) / grows, size) for key, size in own[: bisect_left(own, (ends, -1))]]
+        found += [(ages, size) for _, size in chain(*earlier)]
+        found.sort()
         return max(1e-3, now - arrivals[0][0]), found
 
     def _steps_until(self, places: float) -> float:
@@ -212,6 +218,9 @@ class FirstTokenForecast:
         self._tokens_per_step = max(2, state.last.chunk_tokens)
         narrow = [r.num_computed_tokens for r in running if r.num_uncomputed_tokens <= 1]
         self._base = StepShape(0, 0.0, len(narrow), sum(narrow))
+        predict, step = state.step_time.predict, self._tokens_per_step
+        self._step_seconds = predict(self._base)
+        self._token_seconds = (predict(self._base.plus(0, step)) - self._step_seconds) / step
         self._num_lacking = sum(
             max(0, r.num_uncomputed_tokens - 1) for r in running if r.tier is Tier.ORDINARY
         )
