@@ -66,7 +66,7 @@ PARTS: Final[Mapping[str, Part]] = {
         ),
     ),
     "scheduler.py": Part(299, ("scheduler.py",)),
-    "core": Part(9290, ("",)),
+    "core": Part(9310, ("",)),
 }
 
 

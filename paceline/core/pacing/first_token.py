@@ -10,8 +10,8 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections import deque
-from itertools import accumulate, chain
-from operator import mul
+from itertools import accumulate, chain, repeat
+from operator import mod, mul
 from typing import Final
 
 from paceline.core.predict.step_time import StepShape
@@ -73,11 +73,12 @@ class FirstTokenForecast:
         self._step_seconds = self._token_seconds = 0.0
         self._num_lacking = 0
         # steps until running requests end, and those that will run then, each in ``_PARTS`` parts
-        # and with its whole length: a heap, empty until asked for; the ends taken from it so far,
-        # in order; and the steps from one to the next later on
-        self._left: list[tuple[int, int]] = []
+        # as ``steps * base + whole length``: a heap, empty until asked for; the ends taken from it
+        # so far, in order; the steps from one to the next later on; and the base
+        self._left: list[int] = []
         self._ends: list[int] = []
         self._each = 0.0
+        self._whole_below = 1
 
     def note(self, request: Request) -> float | None:
         """Write down with a newcomer what is predicted for it, and return that."""
@@ -109,8 +110,8 @@ class FirstTokenForecast:
     def bias(self, kind: ForecastKind) -> float:
         """What came by what was said, lately, for a kind of request; for a favoured one, until one
         has had its first token, that of others like it."""
-        others = kind._replace(favoured=False)
-        came, said = self.outcomes.get(kind) or self.outcomes.get(others, (1.0, 1.0))
+        known = self.outcomes.get(kind) or self.outcomes.get(kind._replace(favoured=False))
+        came, said = known or (1.0, 1.0)
         return came / said
 
     def _forecast(self, request: Request, rest: float = 0.0) -> Forecast | None:
@@ -200,15 +201,17 @@ class FirstTokenForecast:
         if places <= 0.0 or not running:
             return 0.0
         if not self._left:
-            self._left = sorted(self._state.work.spread(running, _PARTS))
-            self._each = sum(whole for _, whole in self._left) / len(self._left) ** 2
+            self._whole_below = base = 1 + max(r.asked.sampling.max_tokens for r in running)
+            self._left = sorted(self._state.work.spread(running, _PARTS, base))
+            self._each = sum(map(mod, self._left, repeat(base))) / len(self._left) ** 2
         number = max(0, int((places - 0.5) * _PARTS))
         known = min(number, len(self._left) - 1)
-        while len(self._ends) <= known:
-            end, whole = self._left[0]
-            heapq.heapreplace(self._left, (end + whole, whole))
-            self._ends.append(end)
-        return self._ends[known] + (number - known) * self._each
+        left, ends, base = self._left, self._ends, self._whole_below
+        for _ in range(len(ends), known + 1):
+            both = left[0]
+            heapq.heapreplace(left, both + both % base * base)
+            ends.append(both // base)
+        return ends[known] + (number - known) * self._each
 
     def _look(self) -> None:
         """Take in what runs. Good until the next plan, result or end of a request."""
@@ -216,14 +219,18 @@ class FirstTokenForecast:
         full = len(state.waiting) > 0 and state.last.held_by in _FULL
         self._free_places = 0 if full else state.config.max_num_seqs - len(running)
         self._tokens_per_step = max(2, state.last.chunk_tokens)
-        narrow = [r.num_computed_tokens for r in running if r.num_uncomputed_tokens <= 1]
+        narrow: list[int] = []
+        self._num_lacking = 0
+        for request in running:
+            lacking = request.num_uncomputed_tokens
+            if lacking <= 1:
+                narrow.append(request.num_computed_tokens)
+            elif request.tier is Tier.ORDINARY:
+                self._num_lacking += lacking - 1
         self._base = StepShape(0, 0.0, len(narrow), sum(narrow))
         predict, step = state.step_time.predict, self._tokens_per_step
         self._step_seconds = predict(self._base)
         self._token_seconds = (predict(self._base.plus(0, step)) - self._step_seconds) / step
-        self._num_lacking = sum(
-            max(0, r.num_uncomputed_tokens - 1) for r in running if r.tier is Tier.ORDINARY
-        )
         self._left, self._ends = [], []
 
     def _learn(self, forecast: Forecast, actual: float) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import repeat
 from typing import Final
 
 from paceline.core.predict.step_time import StepShape, StepTimeModel
@@ -111,22 +112,29 @@ class WorkEstimator:
             left.append(more if more < most else most)
         return left
 
-    def spread(self, requests: Iterable[Request], parts: int) -> list[tuple[int, int]]:
+    def spread(self, requests: Iterable[Request], parts: int, base: int) -> list[int]:
         """Of each request so many equally likely numbers of output tokens that are still to come,
-        each with one of those that an equal request has in all; max_tokens where none is known."""
-        found: list[tuple[int, int]] = []
-        by_label: dict[Hashable, Sequence[int]] = {}
+        times ``base``, plus one of those that an equal request has in all, which are smaller than
+        that: tuples would take twice the memory. max_tokens where no length is known."""
+        found: list[int] = []
+        # of each label: what is known, and its quantiles
+        by_label: dict[Hashable, tuple[Sequence[int], Sequence[int]]] = {}
+        odds = range(1, 2 * parts, 2)
         for request in requests:
-            known = by_label.get(request.label)
-            if known is None:
-                known = by_label[request.label] = self._lengths.known(request.label)
+            alike = by_label.get(request.label)
+            if alike is None:
+                known = self._lengths.known(request.label)
+                quantiles = [known[odd * len(known) // (2 * parts)] for odd in odds if known]
+                alike = by_label[request.label] = known, quantiles
+            known, wholes = alike
             num_output, most = request.num_output_tokens, request.asked.sampling.max_tokens
             first = bisect_right(known, num_output)
             longer = len(known) - first
-            for odd in range(1, 2 * parts, 2):
+            for odd, whole in zip(odds, wholes or repeat(most), strict=False):
                 last = known[first + odd * longer // (2 * parts)] if longer else most
-                whole = known[odd * len(known) // (2 * parts)] if known else most
-                found.append((min(last, most) - num_output, min(whole, most)))
+                # without calls, which many running requests would pay
+                left = (last if last < most else most) - num_output
+                found.append(left * base + (whole if whole < most else most))
         return found
 
     def _quantile(self, request: Request, q: float) -> int | None:
