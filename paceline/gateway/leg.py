@@ -89,7 +89,8 @@ class Leg:
         self._engine = site.engine
         self._dispatch = dispatch
         self._streams = False
-        self._heard_at = request.now()
+        # a part of the answer came last, and anything at all
+        self._heard_at = self._sign_at = request.now()
         # of the connection's, at the last tick
         self._num_reads = 0
         # a part of the answer came since then: comments, pings and how they are wrapped show that
@@ -173,7 +174,7 @@ class Leg:
             self._translator = self._engine.dialect.translator(self._path)
             plain = self._translator is None and self._probe is None
             self.on_data = self._relay if plain else self._take_stream
-        self._heard_at = self._owner.now()
+        self._heard_at = self._sign_at = self._owner.now()
 
     def _keep_whole(self, data: bytes) -> None:
         self._has_moved = True
@@ -295,21 +296,38 @@ class Leg:
     # ---------------------------------------------------------------- of the engine
 
     def tick(self, now: float) -> bool:
-        config, connection = self._owner.config, self.connection
+        connection = self.connection
         new = 0 if connection is None else connection.num_reads - self._num_reads
         if self._has_moved or (connection is not None and connection.is_paused):
             # where its caller reads slowly nobody listens to what the engine says
             self._heard_at = now
+        if new:
+            self._sign_at = now
         self._num_reads += new
         self._has_moved = False
-        limit = config.stall_timeout if self.status else config.first_byte_timeout
-        if self._streams and not self._dispatch.first_at:
-            limit = config.first_byte_timeout
+        limit = self._limit(now)
         if now - self._heard_at > limit:
             self.give_up(f"no part of the answer for {limit:g} s")
         else:
             self._owner.tick(now)
         return new > 0
+
+    def _limit(self, now: float) -> float:
+        """Seconds for which no part of the answer may come."""
+        config = self._owner.config
+        if not self.status or (self._streams and not self._dispatch.first_at):
+            return config.first_byte_timeout
+        reader = self._translator or self._owner.splice
+        if (
+            self._streams
+            and reader is not None
+            and reader.between_parts
+            and now - self._sign_at <= config.stall_timeout
+        ):
+            # it pings, and what it does before the next part of the answer nobody may be told: as
+            # before the first token, it may be slow, not for ever
+            return max(config.first_byte_timeout, config.stall_timeout)
+        return config.stall_timeout
 
     def engine_gone(self, why: str) -> None:
         self.give_up(why)
