@@ -130,7 +130,8 @@ class Leg:
         engine.breaker.begin(now)
         hedge = self._probe is not None
         self._trace = self._owner.trace.attempt(self.site, self._tokens_before, hedge, now)
-        self._request = _with_headers(request, self._trace.headers([]))
+        traced = self._trace is not NO_ATTEMPT
+        self._request = _with_headers(request, self._trace.headers([])) if traced else request
         self._path = path
         connection = engine.pool.free()
         if connection is None:
@@ -381,7 +382,5 @@ def _drop(data: bytes) -> None:
 
 def _with_headers(request: bytes, headers: Headers) -> bytes:
     """A request, head and body, with more headers before its own."""
-    if not headers:
-        return request
     first = request.index(b"\r\n") + 2
     return request[:first] + lines_of(headers) + request[first:]
