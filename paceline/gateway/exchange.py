@@ -108,6 +108,7 @@ class Exchange:
         self.out = self._answer.out
         # of the legs, which call it for every part
         self.write: Callable[[bytes], None] = self.out.write
+        self.write_last: Callable[[bytes], None] = self.out.write_last
         self._waiting = Waiting(
             config, turns, self._attempts, demand, body, caller, self._answer, self, self._arrived
         )

@@ -42,8 +42,9 @@ class Owner(Protocol):
     splice: Splice | None
     trace: Trace
 
-    # to the caller
+    # to the caller; and what ends the answer
     write: Callable[[bytes], None]
+    write_last: Callable[[bytes], None]
 
     def first_token(self, now: float) -> None: ...
     def spare_spoke(self, leg: Leg) -> None:
@@ -238,7 +239,8 @@ class Leg:
         parts = splice.num_events
         out = splice.feed(data)
         if out:
-            owner.write(out)
+            is_last = splice.done and splice.failed is None
+            (owner.write_last if is_last else owner.write)(out)
         if splice.num_events != parts or splice.is_in_long:
             self._has_moved = True
         if splice.emitted and self._dispatch.first_at is None:

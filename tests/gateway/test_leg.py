@@ -65,6 +65,8 @@ class Owner:
     def write(self, data: bytes) -> None:
         self.told.append(data)
 
+    write_last = write
+
     def first_token(self, now: float) -> None:
         self.first.append(now)
 
