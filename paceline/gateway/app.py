@@ -30,7 +30,7 @@ from paceline.gateway.pages import Pages, as_json
 from paceline.gateway.pick import Picker
 from paceline.gateway.routes import Route, Routes
 from paceline.gateway.spending import Spending
-from paceline.gateway.tracing import NO_TRACING, Traces, Tracing
+from paceline.gateway.tracing import NO_TRACE, NO_TRACING, Traces, Tracing
 from paceline.gateway.turns import Turns
 from paceline.http.errors import ClientDisconnectedError, HttpError, Reply, error_body, reply_to
 from paceline.http.keys import ApiKey, KeyRing
@@ -46,8 +46,9 @@ __all__ = ["Gateway"]
 
 _log = logging.getLogger("paceline.gateway")
 
-_REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
+_REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _DRAIN: Final = re.compile(r"/admin/engines/([A-Za-z0-9_.-]{1,64})/(drain|undrain)")
+_JSON: Final = b"application/json"
 # settings of what is made once
 _FIXED: Final = frozenset(
     {
@@ -68,8 +69,8 @@ class _Call:
 
     gateway: Gateway
     scope: Scope
-    # in small letters
-    headers: Mapping[str, str]
+    # names in small letters
+    headers: Mapping[bytes, bytes]
     receive: Receive
     send: Send
     request_id: str
@@ -139,12 +140,13 @@ class Gateway:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        headers = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
-        }
-        given = headers.get("x-request-id", "")
+        headers: Mapping[bytes, bytes] = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"")
         # to tell requests apart in logs; no secret
-        request_id = given if _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
+        if given and _REQUEST_ID.fullmatch(given):
+            request_id = given.decode()
+        else:
+            request_id = f"{random.getrandbits(128):032x}"
 
         async def send_with_id(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -153,9 +155,9 @@ class Gateway:
 
         call = _Call(self, scope, headers, receive, send_with_id, request_id)
         try:
-            if "origin" in headers or "sec-fetch-site" in headers:
+            if b"origin" in headers or b"sec-fetch-site" in headers:
                 refuse_other_origins(scope, ())
-            call.key = self.keys.check(call.path, headers)
+            call.key = self.keys.check(scope["path"], _credentials(headers))
             if self._limiter is not None and call.path in RELAYED:
                 call.ticket = self._limiter.ticket(caller_of(call.tenant, scope.get("client")))
                 if call.ticket is not None:
@@ -205,7 +207,7 @@ class Gateway:
         route = self.routes.find(body.model, tokens).serving(call.path, body)
         alias = route.model if route.asked else ""
         self.spending.check(tenant, body.model or route.model, alias)
-        allowed = Allowed.parse(call.headers.get("x-paceline-allow"))
+        allowed = Allowed.parse(call.headers.get(b"x-paceline-allow"))
         most = body.most_tokens * body.num_choices
 
         def other(model: str) -> Route:
@@ -237,7 +239,7 @@ class Gateway:
                 allowed,
                 call.scope["headers"],
                 Caller.salt_of(self._salt, tenant),
-                call.headers.get("x-stainless-retry-count", "0") != "0",
+                call.headers.get(b"x-stainless-retry-count", b"0") != b"0",
                 trace,
             ),
             call=call,
@@ -247,12 +249,13 @@ class Gateway:
         self.idle.clear()
         try:
             await self._run(exchange, body, round(tokens), call.ticket)
-            if exchange.num_output_tokens:
-                self._learn(route.model, exchange.num_output_tokens)
+            if made := exchange.num_output_tokens:
+                self._learn(route.model, made)
         finally:
             if charge is not None:
                 self.spending.settle(charge, exchange.shares())
-            trace.close(exchange.used, self.now())
+            if trace is not NO_TRACE:
+                trace.close(exchange.used, self.now())
             self.in_flight -= 1
             if not self.in_flight:
                 self.idle.set()
@@ -355,14 +358,24 @@ def _limiter(config: GatewayConfig, keys: KeyRing) -> RateLimiter | None:
     return RateLimiter(limits, own, RateStore(config.rate_limit_storage or None))
 
 
-async def _read(receive: Receive, headers: Mapping[str, str], most: int) -> bytes:
+def _credentials(headers: Mapping[bytes, bytes]) -> Mapping[str, str]:
+    """Of a request's headers those that a key comes in."""
+    return {
+        name.decode(): headers[name].decode("latin-1")
+        for name in (b"authorization", b"x-api-key")
+        if name in headers
+    }
+
+
+async def _read(receive: Receive, headers: Mapping[bytes, bytes], most: int) -> bytes:
     """The body. Raises HttpError 413 and ClientDisconnectedError."""
-    declared = headers.get("content-length", "")
-    if declared.isascii() and declared.isdigit() and int(declared[:20]) > most:
-        raise HttpError(413, f"the request body may have {most} bytes, got {declared[:20]}")
-    kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise HttpError(415, f"Content-Type must be application/json, got {kind[:64]!r}")
+    declared = headers.get(b"content-length", b"")
+    if declared.isdigit() and int(declared[:20]) > most:
+        raise HttpError(413, f"the request body may have {most} bytes, got {int(declared[:20])}")
+    kind = headers.get(b"content-type", _JSON)
+    if kind != _JSON and (kind := kind.partition(b";")[0].strip().lower()) != _JSON:
+        shown = kind[:64].decode("latin-1")
+        raise HttpError(415, f"Content-Type must be application/json, got {shown!r}")
     parts: list[bytes] = []
     size = 0
     while True:

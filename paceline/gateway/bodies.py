@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
@@ -20,11 +20,23 @@ from paceline.http.fields import show
 
 __all__ = ["Body", "read_body"]
 
+
+class _Routed(msgspec.Struct):
+    """The fields that the gateway itself goes by, and that every API has of these types."""
+
+    model: str | None = None
+    stream: bool | None = None
+    n: int | None = None
+    max_completion_tokens: int | None = None
+    max_tokens: int | None = None
+    max_output_tokens: int | None = None
+    seed: int | None = None
+    priority: int | None = None
+
+
 _decode: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_T = TypeVar("_T")
-_decoders: Final[Mapping[type, msgspec.json.Decoder[Any]]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (str, bool, int)
-}
+_decode_routed: Final = msgspec.json.Decoder(_Routed).decode
+_KINDS: Final = {"model": (str, "a string"), "stream": (bool, "true or false")}
 
 # where the prompt of each API lies, in the order in which engines render it
 _PROMPTS: Final = (
@@ -73,13 +85,13 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
     def encode(self, changes: Mapping[str, Any]) -> bytes:
         """The body with some fields set; None takes a field out."""
-        fields: dict[str, bytes | msgspec.Raw] = dict(self.fields)
+        fields = dict(self.fields)
         for name, value in changes.items():
             if value is None:
                 fields.pop(name, None)
             else:
                 fields[name] = msgspec.json.encode(value)
-        return b"{" + b",".join([_key(k) + bytes(v) for k, v in fields.items()]) + b"}"
+        return b"{" + b",".join([_key(k) + v for k, v in fields.items()]) + b"}"
 
     def stream_options(self) -> dict[str, Any]:
         """As the caller sent them."""
@@ -116,10 +128,8 @@ def read_body(data: bytes) -> Body:
             raise InvalidRequestError("the request body must be a JSON object") from None
         raise InvalidRequestError(f"the request body is not valid JSON: {error}") from None
     fields = {name: bytes(value) for name, value in raw.items()}
-    limits = [
-        _read(fields, name, int)
-        for name in ("max_completion_tokens", "max_tokens", "max_output_tokens")
-    ]
+    routed = _routed(data, fields)
+    limits = (routed.max_completion_tokens, routed.max_tokens, routed.max_output_tokens)
     told = [n if n >= 0 else _DEFAULT_MAX_TOKENS for n in limits if n is not None]
     # llama.cpp's own name for it, which others do not read
     predict = fields.get("n_predict", b"")
@@ -130,31 +140,39 @@ def read_body(data: bytes) -> Body:
     return Body(
         fields=fields,
         num_bytes=len(data),
-        model=_read(fields, "model", str) or "",
-        stream=_read(fields, "stream", bool) or False,
-        n=max(1, _read(fields, "n", int) or 1),
+        model=routed.model or "",
+        stream=routed.stream or False,
+        n=max(1, routed.n or 1),
         # some engines take a number below 0 for no limit
         max_tokens=next((n for n in limits if n is not None and n >= 0), _DEFAULT_MAX_TOKENS),
         most_tokens=max(told, default=_DEFAULT_MAX_TOKENS),
         include_usage=options.get("include_usage") is True,
         return_token_ids=_loose_bool(fields, "return_token_ids"),
         num_prompts=_num_prompts(prompt),
-        seed=_read(fields, "seed", int),
+        seed=routed.seed,
         slo=_slo(fields),
-        priority=_read(fields, "priority", int) or 0,
+        priority=routed.priority or 0,
         resumed="resume_output_ids" in fields,
     )
 
 
-def _read(fields: Mapping[str, bytes], name: str, kind: type[_T]) -> _T | None:
-    value = fields.get(name)
-    if value is None or value == b"null":
-        return None
+def _routed(data: bytes, fields: Mapping[str, bytes]) -> _Routed:
     try:
-        found: _T = _decoders[kind].decode(value)
-        return found
+        return _decode_routed(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        # which of them is of another type is told; of one that is there twice the last counts
+        return _Routed(**{name: _read(fields, name) for name in _Routed.__struct_fields__})
+
+
+def _read(fields: Mapping[str, bytes], name: str) -> Any:
+    """One of the routed fields. Raises InvalidRequestError."""
+    kind, words = _KINDS.get(name, (int, "an integer"))
+    value = fields.get(name, b"null")
+    try:
+        return msgspec.json.decode(value, type=kind | None)
+    except UnicodeDecodeError:
+        raise InvalidRequestError(f"{name} must be UTF-8", name) from None
     except msgspec.MsgspecError:
-        words = {str: "a string", bool: "true or false", int: "an integer"}[kind]
         shown = show(msgspec.json.decode(value))
         raise InvalidRequestError(f"{name} must be {words}, got {shown}", name) from None
 

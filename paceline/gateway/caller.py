@@ -6,7 +6,7 @@ import hashlib
 import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -27,12 +27,15 @@ class Allowed:
     hedge: bool = True
 
     @classmethod
-    def parse(cls, value: str | None) -> Allowed:
+    def parse(cls, value: bytes | None) -> Allowed:
         """``retry, resume``: what is not named is not done. None: everything."""
         if value is None:
-            return cls()
-        words = {word.strip().lower() for word in value.split(",")}
+            return _ALL
+        words = {word.strip().lower() for word in value.decode("latin-1").split(",")}
         return cls(*(name in words for name in ("retry", "fallback", "resume", "hedge")))
+
+
+_ALL: Final = Allowed()
 
 
 @dataclass(frozen=True, slots=True)

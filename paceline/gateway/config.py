@@ -177,7 +177,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     connect_timeout: float = 2.0
     # from a request to its answer's first byte, of a stream to its first token, and between two
     # parts of it, comments and pings not counted; an engine that answers polls may be slow, not for
-    # ever
+    # ever. Between two blocks of an answer, one that pings has as long as for the first token
     first_byte_timeout: float = 600.0
     stall_timeout: float = 60.0
     # attempts of one request, over all tiers

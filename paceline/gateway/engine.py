@@ -142,7 +142,7 @@ class Engine:
             return "draining"
         if not self.breaker.allows(now):
             return f"failing ({self.breaker.state(now)})"
-        if self.rests_for(now):
+        if self._rests_until > now:
             return f"asked for a pause, {self.rests_for(now):.1f} s are left"
         return self.trouble if self.num_misses else ""
 
@@ -150,7 +150,8 @@ class Engine:
         """Why it may not be sent a request now; empty where it may."""
         if why := self.usable(now):
             return why
-        return "" if self.places else f"max_concurrent {self.config.max_concurrent}"
+        most = self.config.max_concurrent
+        return f"max_concurrent {most}" if most and not self.places else ""
 
     def become(self, kind: EngineKind) -> None:
         """What it is was found out."""

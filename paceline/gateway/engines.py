@@ -28,7 +28,7 @@ __all__ = ["Engines"]
 
 _log = logging.getLogger("paceline.gateway")
 
-# polls between two looks at an engine's models
+# between two looks at an engine's models, times the interval of polls
 _MODEL_POLLS: Final = 120
 # a tick of the watch on silence, and the most that one counts: a tick that is later than this was
 # kept waiting by this process itself
@@ -126,6 +126,7 @@ class Engines:
     async def _follow(self, engine: Engine) -> None:
         draw = random.Random(engine.name)
         await self.asked.wait()
+        models_at = self._models_again()
         while True:
             wait = self._config.poll_interval * (1.0 + _JITTER * draw.uniform(-1.0, 1.0))
             if engine.num_misses > 4 and not engine.running:
@@ -138,11 +139,16 @@ class Engines:
                 await asyncio.sleep(_MAX_POLL_WAIT)
             # one that came back may have others
             news = engine.back_at != back_at or (not known and not engine.trouble)
-            if news or engine.num_polls % _MODEL_POLLS == 0:
+            # one that is not polled shows by its list alone that it is there
+            away = not engine.polled and (engine.models is None or bool(engine.trouble))
+            if news or away or self._now() >= models_at:
                 await self._read_models(engine)
-            elif not engine.polled:
-                engine.num_polls += 1
+                models_at = self._models_again()
             self._start_probe(engine)
+
+    def _models_again(self) -> float:
+        """When an engine whose models were read just now is asked for them again."""
+        return self._now() + _MODEL_POLLS * self._config.poll_interval
 
     def _start_probe(self, engine: Engine) -> None:
         """Find out what it can do, beside everything else: no poll or request waits for it."""
@@ -194,7 +200,7 @@ class Engines:
             return
         if missed:
             # it was not up yet, or too busy
-            engine.probe_again_at = self._now() + _MODEL_POLLS * self._config.poll_interval
+            engine.probe_again_at = self._models_again()
         if found.answered:
             engine.learn(found)
         _log.info(

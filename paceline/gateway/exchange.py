@@ -108,6 +108,7 @@ class Exchange:
         self.out = self._answer.out
         # of the legs, which call it for every part
         self.write: Callable[[bytes], None] = self.out.write
+        self.write_last: Callable[[bytes], None] = self.out.write_last
         self._waiting = Waiting(
             config, turns, self._attempts, demand, body, caller, self._answer, self, self._arrived
         )
@@ -287,11 +288,8 @@ class Exchange:
         while True:
             if self.out.gone:
                 raise ClientDisconnectedError
-            if self._hedge.is_due(self.now()) and self._hedge.ask(
-                self._leg.site, self, self._path, self._new_splice
-            ):
-                self._answer.note(hedged=True)
-            self._look_after_spare()
+            if self._hedge.is_wanted:
+                self._look_after_hedge()
             if self.out.num_waiting:
                 await self._answer.flush()
             elif self._leg.verdict is not None:
@@ -300,9 +298,13 @@ class Exchange:
                 await self.wake.wait()
                 self.wake.clear()
 
-    def _look_after_spare(self) -> None:
-        """One of two engines has failed: the other one is all there is. Or the second one has
-        answered whole."""
+    def _look_after_hedge(self) -> None:
+        """A second engine is due. Or one of two has failed: the other one is all there is. Or the
+        second one has answered whole."""
+        if self._hedge.is_due(self.now()) and self._hedge.ask(
+            self._leg.site, self, self._path, self._new_splice
+        ):
+            self._answer.note(hedged=True)
         leg, failed = self._leg, self._hedge.second_failed()
         if failed is not None:
             self._note_failure(failed)

@@ -49,7 +49,7 @@ class Hedge:
         self._attempts, self._demand = attempts, demand
         self._sending, self._counts = sending, counts
         # work that can wait, and answers that would be paid for several times, are not hedged
-        self._wanted = bool(config.hedge_share) and not body.slo.best_effort and body.n == 1
+        self.is_wanted = bool(config.hedge_share) and not body.slo.best_effort and body.n == 1
         self._due_at: float | None = None
         self._sent_at = 0.0
         # the second engine's, while both run
@@ -62,7 +62,7 @@ class Hedge:
 
     def arm(self, pick: Pick, now: float) -> None:
         """The first attempt is made."""
-        if self._wanted:
+        if self.is_wanted:
             self._budget.deposit()
             delay = hedge_delay(pick.site.engine.load, pick.view, self._config.hedge_after)
             self._sent_at = now

@@ -42,8 +42,9 @@ class Owner(Protocol):
     splice: Splice | None
     trace: Trace
 
-    # to the caller
+    # to the caller; and what ends the answer
     write: Callable[[bytes], None]
+    write_last: Callable[[bytes], None]
 
     def first_token(self, now: float) -> None: ...
     def spare_spoke(self, leg: Leg) -> None:
@@ -89,7 +90,8 @@ class Leg:
         self._engine = site.engine
         self._dispatch = dispatch
         self._streams = False
-        self._heard_at = request.now()
+        # a part of the answer came last, and anything at all
+        self._heard_at = self._sign_at = request.now()
         # of the connection's, at the last tick
         self._num_reads = 0
         # a part of the answer came since then: comments, pings and how they are wrapped show that
@@ -129,7 +131,8 @@ class Leg:
         engine.breaker.begin(now)
         hedge = self._probe is not None
         self._trace = self._owner.trace.attempt(self.site, self._tokens_before, hedge, now)
-        self._request = _with_headers(request, self._trace.headers([]))
+        traced = self._trace is not NO_ATTEMPT
+        self._request = _with_headers(request, self._trace.headers([])) if traced else request
         self._path = path
         connection = engine.pool.free()
         if connection is None:
@@ -173,7 +176,7 @@ class Leg:
             self._translator = self._engine.dialect.translator(self._path)
             plain = self._translator is None and self._probe is None
             self.on_data = self._relay if plain else self._take_stream
-        self._heard_at = self._owner.now()
+        self._heard_at = self._sign_at = self._owner.now()
 
     def _keep_whole(self, data: bytes) -> None:
         self._has_moved = True
@@ -236,7 +239,8 @@ class Leg:
         parts = splice.num_events
         out = splice.feed(data)
         if out:
-            owner.write(out)
+            is_last = splice.done and splice.failed is None
+            (owner.write_last if is_last else owner.write)(out)
         if splice.num_events != parts or splice.is_in_long:
             self._has_moved = True
         if splice.emitted and self._dispatch.first_at is None:
@@ -295,21 +299,38 @@ class Leg:
     # ---------------------------------------------------------------- of the engine
 
     def tick(self, now: float) -> bool:
-        config, connection = self._owner.config, self.connection
+        connection = self.connection
         new = 0 if connection is None else connection.num_reads - self._num_reads
         if self._has_moved or (connection is not None and connection.is_paused):
             # where its caller reads slowly nobody listens to what the engine says
             self._heard_at = now
+        if new:
+            self._sign_at = now
         self._num_reads += new
         self._has_moved = False
-        limit = config.stall_timeout if self.status else config.first_byte_timeout
-        if self._streams and not self._dispatch.first_at:
-            limit = config.first_byte_timeout
+        limit = self._limit(now)
         if now - self._heard_at > limit:
             self.give_up(f"no part of the answer for {limit:g} s")
         else:
             self._owner.tick(now)
         return new > 0
+
+    def _limit(self, now: float) -> float:
+        """Seconds for which no part of the answer may come."""
+        config = self._owner.config
+        if not self.status or (self._streams and not self._dispatch.first_at):
+            return config.first_byte_timeout
+        reader = self._translator or self._owner.splice
+        if (
+            self._streams
+            and reader is not None
+            and reader.between_parts
+            and now - self._sign_at <= config.stall_timeout
+        ):
+            # it pings, and what it does before the next part of the answer nobody may be told: as
+            # before the first token, it may be slow, not for ever
+            return max(config.first_byte_timeout, config.stall_timeout)
+        return config.stall_timeout
 
     def engine_gone(self, why: str) -> None:
         self.give_up(why)
@@ -363,7 +384,5 @@ def _drop(data: bytes) -> None:
 
 def _with_headers(request: bytes, headers: Headers) -> bytes:
     """A request, head and body, with more headers before its own."""
-    if not headers:
-        return request
     first = request.index(b"\r\n") + 2
     return request[:first] + lines_of(headers) + request[first:]

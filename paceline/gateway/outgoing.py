@@ -81,6 +81,8 @@ class Outgoing:
         self._flushing = False
         # the status is told
         self.started = False
+        # all of the answer is out
+        self.ended = False
         # the caller hung up
         self.gone = False
         # ticks since something was written, and when the first of them was
@@ -112,6 +114,21 @@ class Outgoing:
         if len(self._backlog) > _MAX_BACKLOG:
             self._source.hold_back()
         self._wake.set()
+
+    def write_last(self, data: bytes) -> None:
+        """What an answer in parts ends with. Where it cannot go out now, the end is left to
+        ``end``."""
+        writer = self._writer
+        if (
+            writer is not None
+            and self.started
+            and not self._backlog
+            and not self._flushing
+            and writer.finish(data)
+        ):
+            self.ended = True
+        else:
+            self.write(data)
 
     def _start_with(self, data: bytes, writer: AnswerWriter) -> bool:
         """Head and first part in one; False: they go the usual way."""
@@ -177,4 +194,8 @@ class Outgoing:
             self._flushing = False
 
     async def end(self, body: bytes = b"") -> None:
+        """Whatever is not out yet of an answer's end."""
+        if self.ended:
+            return
+        self.ended = True
         await self._call.send({"type": "http.response.body", "body": body, "more_body": False})

@@ -28,6 +28,9 @@ class _Typed(msgspec.Struct):
 
 # of events that keep a connection alive
 _PINGS: Final = frozenset({b"ping", b"keepalive"})
+# how names of events end behind which no part of the answer begins: more of this one comes, or the
+# end of all (``message_delta``)
+_WITHIN: Final = b"delta"
 
 
 def _name_of(event: bytes, payload: bytes) -> bytes:
@@ -68,6 +71,7 @@ class PlainSplice:
     cached_tokens: int = 0
     num_parts: int = 0
     num_events: int = 0
+    between_parts: bool = True
     # nothing is learned of its events, which have names
     relay: Relay = relay_nothing
     _num_deltas: int = 0
@@ -88,6 +92,7 @@ class PlainSplice:
         self._held = b""
         self._events.clear()
         self.failed, self.failure_event = None, b""
+        self.between_parts = True
 
     def feed(self, data: bytes) -> bytes:
         out = b""
@@ -117,7 +122,9 @@ class PlainSplice:
             # a comment; a name alone is no event
             return event.partition(b"\n")[0] + b"\n\n" if event.startswith(b":") else b""
         name = _name_of(event, payload)
-        self.num_events += name not in _PINGS
+        if name not in _PINGS:
+            self.num_events += 1
+            self.between_parts = not name.endswith(_WITHIN)
         if name in self.fails:
             self.failed = "the engine reported an error"
             self.failure_event = whole

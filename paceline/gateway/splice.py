@@ -130,6 +130,12 @@ class Splice(Protocol):
         ...
 
     @property
+    def between_parts(self) -> bool:
+        """Whether what comes next begins a part of its own, such as a block or an item, before
+        which the engine may be silent: it thinks, or runs a tool of its own."""
+        ...
+
+    @property
     def num_output_tokens(self) -> int: ...
 
     def begin_leg(self, *, by_text: bool = False) -> None: ...
@@ -199,6 +205,11 @@ class OpenAISplice:
     @property
     def is_in_long(self) -> bool:
         return self._events.is_in_long
+
+    @property
+    def between_parts(self) -> bool:
+        # these APIs have no such parts: behind its first token an engine that is silent has stalled
+        return False
 
     @property
     def num_output_tokens(self) -> int:

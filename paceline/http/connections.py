@@ -229,6 +229,14 @@ class _BodyWriter:
         cycle.transport.write(b"%x\r\n%b\r\n" % (size, body))
         return True
 
+    def finish(self, body: bytes) -> bool:
+        if not self.is_ready:
+            return False
+        self.num_bytes += len(body)
+        self._cycle.transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
+        self._complete()
+        return True
+
     def start(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
         if not self._can_start:
             return False
@@ -251,12 +259,17 @@ class _BodyWriter:
         cycle.waiting_for_100_continue = False
         self.num_bytes += len(body)
         cycle.transport.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+        self._complete()
+        return True
+
+    def _complete(self) -> None:
+        """All of the answer is written."""
+        cycle = self._cycle
         cycle.response_complete = True
         cycle.message_event.set()
         if not cycle.keep_alive:
             cycle.transport.close()
         cycle.on_response()
-        return True
 
     @property
     def _can_start(self) -> bool:

@@ -63,6 +63,11 @@ class AnswerWriter(BodyWriter, Protocol):
         """``write`` if it ``is_ready``; whether it was."""
         ...
 
+    def finish(self, body: bytes) -> bool:
+        """The last part of an answer in parts, not empty, and its end, if it ``is_ready``; whether
+        it was."""
+        ...
+
     def start(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
         """The head of an answer in parts, and its first part; False: nothing was written, as the
         connection takes nothing now or the head is out already.

@@ -93,8 +93,7 @@ class Breaker:
 
     def allows(self, now: float) -> bool:
         """Whether a request may be sent now."""
-        state = self.state(now)
-        return state == "closed" or (state == "half-open" and not self._probes)
+        return not self._opened or (now >= self._open_until and not self._probes)
 
     def reopens_in(self, now: float) -> float:
         """Seconds until a probe may be sent; 0.0 where it may be now."""

@@ -23,6 +23,8 @@ _FLOOR: Final = 0.1
 # that is just so far off: an answer that an engine's policy put last says little of the next one
 _FAR_SECONDS: Final = 0.25
 _FAR: Final = 2.0
+# seconds that a first token takes at least, as predicted
+_LEAST_FIRST: Final = 0.001
 # first tokens that say what is late, the fewest of them, and which of them it is
 _FACTORS: Final = 64
 _LEAST_FACTORS: Final = 20
@@ -52,15 +54,18 @@ class LinearModel:
         total: float = sum(map(mul, self._w, x))
         return total
 
-    def learn(self, x: Sequence[float], y: float) -> None:
+    def learn(self, x: Sequence[float], y: float) -> float:
+        """Returns what was predicted until now."""
         predicted = self.predict(x)
         far = _FAR_SECONDS + _FAR * abs(predicted)
         error = min(far, max(-far, y - predicted))
         # the first samples say more than a guess does
         step = max(self._step, 1.0 / (2.0 + self.num_samples))
-        gain = step * error / (_FLOOR + sum(value * value for value in x))
-        self._w = [max(0.0, w + gain * value) for w, value in zip(self._w, x, strict=True)]
+        gain = step * error / (_FLOOR + sum(map(mul, x, x)))
+        moved = [w + gain * value for w, value in zip(self._w, x, strict=True)]
+        self._w = [w if w > 0.0 else 0.0 for w in moved]
         self.num_samples += 1
+        return predicted
 
 
 class LatencyModel:
@@ -92,7 +97,7 @@ class LatencyModel:
                 asked for beyond what there is, by the seconds that a request holds its own.
         """
         x = (1.0, prefill_tokens / 1000.0, num_requests / 10.0, wait)
-        return max(0.001, self._first.predict(x))
+        return max(_LEAST_FIRST, self._first.predict(x))
 
     def next_token(self, num_requests: float) -> float:
         """Seconds per token after the first."""
@@ -103,8 +108,8 @@ class LatencyModel:
     ) -> None:
         """A first token came; arguments as they were when its request was sent."""
         x = (1.0, prefill_tokens / 1000.0, num_requests / 10.0, wait)
-        self._factors.append(seconds / self.first_token(prefill_tokens, num_requests, wait))
-        self._first.learn(x, seconds)
+        predicted = self._first.learn(x, seconds)
+        self._factors.append(seconds / max(_LEAST_FIRST, predicted))
 
     def late_factor(self) -> float | None:
         """How many times as long as predicted one first token of twenty takes; None: too few were

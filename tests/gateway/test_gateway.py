@@ -45,6 +45,26 @@ async def test_an_answer_comes_through_as_it_is() -> None:
         assert answer.json()["choices"][0]["message"]["content"] == "hi"
 
 
+async def test_streams_asked_for_ahead_come_one_after_the_other() -> None:
+    """On one connection; each ends once, with the write that its last event goes out in."""
+    async with scripted(GOOD) as engine, gateway_over(configured(engine)) as (gateway, client):
+        body = json.dumps(chat(stream=True)).encode()
+        request = (
+            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n"
+        ).encode()
+        reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+        writer.write(request + b"\r\n" + body + request + b"Connection: close\r\n\r\n" + body)
+        told = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+        await until(lambda: is_clean(gateway))
+    answers = told.split(b"HTTP/1.1 200 OK\r\n")[1:]
+    assert len(answers) == 2
+    for answer in answers:
+        assert answer.count(b"data: [DONE]") == 1 and answer.count(b"\r\n0\r\n\r\n") == 1
+        assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
 async def test_ids_and_usage_are_shown_to_who_asked() -> None:
     async with (
         scripted(GOOD, metrics=PACELINE_METRICS) as engine,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,6 +64,8 @@ class Owner:
 
     def write(self, data: bytes) -> None:
         self.told.append(data)
+
+    write_last = write
 
     def first_token(self, now: float) -> None:
         self.first.append(now)
@@ -193,6 +196,87 @@ def test_an_engine_that_only_pings_has_stalled(
         assert leg.tick(T + 0.1 * step) and leg.verdict is None
     connection.data_received(chunk(alive))
     leg.tick(T + 1.1)
+    assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 1 s"
+
+
+def named(kind: str, **fields: Any) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
+
+
+# behind a sentence: thoughts that an engine keeps to itself, and a tool that it runs itself
+THINKS = named("content_block_stop", index=0) + named(
+    "content_block_start", index=1, content_block={"type": "thinking", "thinking": ""}
+)
+SEARCHES = named("response.output_item.done", output_index=0) + named(
+    "response.output_item.added", output_index=1, item={"type": "web_search_call"}
+)
+KEEPALIVE = b'data: {"type":"keepalive"}\n\n'
+BETWEEN = (
+    (CHAT, "anthropic", MESSAGES[:4], THINKS, PING),
+    ("/v1/messages", "anthropic", MESSAGES[:4], THINKS, PING),
+    ("/v1/responses", "openai", RESPONSES[:2], SEARCHES, KEEPALIVE),
+)
+
+
+@pytest.mark.parametrize(("path", "kind", "said", "begins", "alive"), BETWEEN)
+def test_who_pings_between_two_parts_may_take_as_long_as_for_the_first(
+    path: str, kind: EngineKind, said: Sequence[bytes], begins: bytes, alive: bytes
+) -> None:
+    _, leg, connection = started(path, kind, said)
+    connection.data_received(chunk(begins))
+    for step in range(1, 50):
+        connection.data_received(chunk(alive))
+        leg.tick(T + 0.1 * step)
+        assert leg.verdict is None, step
+    # not for ever
+    for step in range(50, 53):
+        connection.data_received(chunk(alive))
+        leg.tick(T + 0.1 * step)
+    assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 5 s"
+
+
+@pytest.mark.parametrize(("path", "kind", "said", "begins", "alive"), BETWEEN)
+def test_who_gives_no_sign_between_two_parts_has_stalled(
+    path: str, kind: EngineKind, said: Sequence[bytes], begins: bytes, alive: bytes
+) -> None:
+    _, leg, connection = started(path, kind, said)
+    connection.data_received(chunk(begins))
+    for step in range(1, 21):
+        connection.data_received(chunk(alive))
+        leg.tick(T + 0.1 * step)
+    for step in range(21, 30):
+        leg.tick(T + 0.1 * step)
+        assert leg.verdict is None, step
+    leg.tick(T + 3.1)
+    assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 1 s"
+
+
+@pytest.mark.parametrize(("path", "kind", "said", "begins", "alive"), BETWEEN)
+def test_who_speaks_again_may_stop_no_longer_than_before(
+    path: str, kind: EngineKind, said: Sequence[bytes], begins: bytes, alive: bytes
+) -> None:
+    _, leg, connection = started(path, kind, said)
+    connection.data_received(chunk(begins))
+    for step in range(1, 31):
+        connection.data_received(chunk(alive))
+        leg.tick(T + 0.1 * step)
+    connection.data_received(chunk(said[-1]))
+    for step in range(31, 41):
+        connection.data_received(chunk(alive))
+        leg.tick(T + 0.1 * step)
+        assert leg.verdict is None, step
+    leg.tick(T + 4.2)
+    assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 1 s"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+def test_behind_the_reason_of_its_end_a_message_has_no_other_part(path: str) -> None:
+    _, leg, connection = started(path, "anthropic", MESSAGES[:-1])
+    for step in range(1, 11):
+        connection.data_received(chunk(PING))
+        leg.tick(T + 0.1 * step)
+        assert leg.verdict is None, step
+    leg.tick(T + 1.2)
     assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 1 s"
 
 

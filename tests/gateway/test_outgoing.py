@@ -25,22 +25,55 @@ class Writer:
         self._told.append(data)
         return True
 
+    def finish(self, data: bytes) -> bool:
+        self._told.append(data + b" (the end)")
+        return True
 
-async def test_what_comes_while_an_earlier_part_waits_stays_behind_it() -> None:
-    told: list[bytes] = []
-    reads = asyncio.Event()
+
+def outgoing(told: list[bytes], reads: asyncio.Event) -> Outgoing:
+    """Of a stream that has begun; what its connection does not take at once waits for ``reads``."""
 
     async def send(message: Any) -> None:
-        if body := message.get("body"):
-            await reads.wait()
-            told.append(body)
+        await reads.wait()
+        told.append(message["body"] if message["more_body"] else message["body"] + b"(no more)")
 
     scope: Any = {"extensions": {BODY_WRITER: Writer(told)}, "headers": []}
     call: Any = type("AnyCall", (), {"scope": scope, "send": staticmethod(send)})()
     source: Any = type("Source", (), {"hold_back": lambda self: None, "head": lambda self: None})()
-    wake = asyncio.Event()
-    out = Outgoing(call, stream=True, wake=wake, source=source, now=0.0)
+    out = Outgoing(call, stream=True, wake=asyncio.Event(), source=source, now=0.0)
     out.started = True
+    return out
+
+
+async def test_the_last_part_and_the_end_are_one_write() -> None:
+    told: list[bytes] = []
+    out = outgoing(told, asyncio.Event())
+    out.write(b"one")
+    assert not out.ended
+    out.write_last(b"two")
+    assert out.ended and told == [b"one", b"two (the end)"]
+    # there is nothing left to say: nobody reads, and it returns
+    await out.end()
+    assert told == [b"one", b"two (the end)"]
+
+
+async def test_the_last_part_stays_behind_what_waits() -> None:
+    told: list[bytes] = []
+    reads = asyncio.Event()
+    out = outgoing(told, reads)
+    out._backlog += b"one"
+    out.write_last(b"two")
+    assert not out.ended and told == []
+    reads.set()
+    await out.flush()
+    await out.end()
+    assert told == [b"onetwo", b"(no more)"]
+
+
+async def test_what_comes_while_an_earlier_part_waits_stays_behind_it() -> None:
+    told: list[bytes] = []
+    reads = asyncio.Event()
+    out = outgoing(told, reads)
     out._backlog += b"one"
     flushing = asyncio.ensure_future(out.flush())
     await asyncio.sleep(0)

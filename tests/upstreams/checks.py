@@ -20,11 +20,22 @@ import httpx
 
 from benchmarks.common.processes import Process
 from paceline.gateway import EngineConfig, Gateway, GatewayConfig
+from paceline.gateway.kinds import scan
 from tests.gateway.helpers import gateway_over
 
 __all__ = ["CHECKS", "CheckFailedError", "Pair"]
 
 _TOKENS: Final = 64
+# of an answer that its caller leaves; the fewest steps that one who stays must get
+_LONG: Final = 200
+_LEAST_STEPS: Final = 64
+# by kind, the server's own count of steps, whoever they were for; it rests once none has come for
+# so many seconds, many times what one takes
+_STEPS: Final = {
+    "llama.cpp": "llamacpp:n_decode_total",
+    "vllm": "vllm:iteration_tokens_total_count",
+}
+_REST_SECONDS: Final = 1.0
 # parts of an answer after which its server is stopped
 _PARTS: Final = 8
 _PROMPT: Final = "Tell me the story of the fox and the raven, slowly."
@@ -197,22 +208,43 @@ async def too_long(pair: Pair) -> str:
 
 
 async def hang_up(pair: Pair) -> str:
-    async with pair.gateway() as (gateway, client):
-        load = gateway.engines.by_name["a"].load
-
-        def runs() -> bool:
-            return load.pressure is not None and bool(load.pressure.running)
-
-        body = {**pair.body(CHAT, stream=True), "max_tokens": 1500}
-        async with client.stream("POST", CHAT, json=body, timeout=120) as answer:
-            await answer.aiter_raw().__anext__()
-            await _until(runs)
-        # some tell how many run when something runs alone; the one that was given up would take
-        # many seconds more
-        short = {**pair.body(CHAT), "max_tokens": 1}
-        _must((await client.post(CHAT, json=short, timeout=120)).status_code == 200, "no answer")
-        await _until(lambda: not runs(), 10.0)
+    """The server computes much less for a caller who hangs up than for one who reads on, by its own
+    count of steps, and then nothing more. Whether something runs there would say less: one that had
+    ended would look the same, and some tell it in the next step alone."""
+    body = {**pair.body(CHAT), "max_tokens": _LONG}
+    url = f"http://127.0.0.1:{pair.ports[0]}"
+    async with pair.gateway() as (_, client), httpx.AsyncClient(base_url=url) as server:
+        start = await _rested(pair, server)
+        told = await _stream(client, CHAT, body)
+        _must(told.reason == "length", f"it ends otherwise: {told.reason}")
+        middle = await _rested(pair, server)
+        whole = middle - start
+        _must(whole >= _LEAST_STEPS, f"an answer of {whole:.0f} steps is too short to tell")
+        async with client.stream("POST", CHAT, json={**body, "stream": True}) as answer:
+            told = Told()
+            async for line in answer.aiter_lines():
+                told.take(line)
+                if told.num_parts >= _PARTS:
+                    break
+        made = await _rested(pair, server) - middle
+    _must(told.reason is None and not told.done, f"it ended before: {told}")
+    _must(made < whole / 2, f"{made:.0f} steps without a caller, {whole:.0f} with one")
     return "the server stops"
+
+
+async def _rested(pair: Pair, server: httpx.AsyncClient) -> float:
+    """Steps that the server has computed, once it computes none."""
+    before = -1.0
+    async with asyncio.timeout(60.0):
+        while True:
+            text = (await server.get("/metrics")).content
+            steps = scan(text, _STEPS[pair.kind])
+            if steps is None:
+                raise CheckFailedError(f"no {_STEPS[pair.kind]} in {len(text)} bytes of metrics")
+            if steps == before:
+                return steps
+            before = steps
+            await asyncio.sleep(_REST_SECONDS)
 
 
 # ------------------------------------------------------------------------------ and while it is not

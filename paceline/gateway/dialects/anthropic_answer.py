@@ -152,6 +152,11 @@ class AnthropicStream:
         self._usage = _Usage()
         # by index of a content block, the index of its tool call
         self._calls: dict[int, int] = {}
+        self._between_parts = True
+
+    @property
+    def between_parts(self) -> bool:
+        return self._between_parts
 
     @property
     def is_in_long(self) -> bool:
@@ -168,6 +173,9 @@ class AnthropicStream:
             return event.partition(b"\n")[0] + b"\n\n" if event.startswith(b":") else b""
         found = _decode(payload)
         delta = found.delta
+        if found.type != "ping":
+            # of a block, or of the message, which then ends
+            self._between_parts = not found.type.endswith("delta")
         match found.type:
             case "message_start" if found.message is not None:
                 self._usage.add(found.message.usage)

@@ -19,6 +19,11 @@ class Translator(Protocol):
         """Whether what was fed last is of an event that has not ended, and is no ping."""
         ...
 
+    @property
+    def between_parts(self) -> bool:
+        """See ``Splice``."""
+        ...
+
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Events of the engine in, wherever they were cut; events of the caller's API out, one
         after the other: those before one that is not of its API, which raises ValueError or
