@@ -178,18 +178,17 @@ def usable_levels(isa: str | None) -> tuple[str, ...]:
 
 def _levels_for(isa: str | None, config: ModelConfig, dtype: str) -> tuple[str, ...]:
     """``usable_levels``, where nobody named one from the fastest on, by what may be taken for the
-    file."""
+    file. The first of them computes; those behind it only lend it their figures (``measured``)."""
     levels = usable_levels(isa)
     if isa is not None or os.environ.get("PACELINE_ISA"):
         return levels
 
-    def suits(pair: Measured) -> bool:
+    def suits(level: str, pair: Measured) -> bool:
         if pair.kv not in _KV_BESIDE[pair.weights]:
             return False
         if dtype != "auto":
             return pair.weights == _like(dtype)
-        # whichever level it is of: lesser ones than those of a table's kernels are slower for it
-        return pair.passes and pair.steady and _suits(pair.weights, config.stored_dtype, levels[0])
+        return pair.passes and pair.steady and _suits(pair.weights, config.stored_dtype, level)
 
     return preferred(levels, suits)
 
@@ -217,11 +216,12 @@ def _native_formats(
     config: ModelConfig, dtype: str, kv_dtype: str, levels: Sequence[str]
 ) -> tuple[str, str, str]:
     """Weights, KV cache and the reason, for what is "auto" of the two."""
+    used = levels[0]
     caches = _KV_BESIDE.get(dtype, ())
     if len(caches) == 1:
         return dtype, caches[0], f"{caches[0]} in the KV cache as in the weights"
     level, pairs = measured(levels)
-    proxy = "" if level == levels[0] else f" (whose figures stand for {levels[0]}'s)"
+    proxy = "" if level == used else f" (whose figures stand for {used}'s)"
     because = f"because that is the fastest on {level}{proxy} of what passes the accuracy gate"
     # a cache that was asked for does not change which weights are best
     pairs = tuple(pair for pair in pairs if pair.kv in _KV_BESIDE[pair.weights])
@@ -236,9 +236,7 @@ def _native_formats(
         return dtype, choice.kv, why
     stored = config.stored_dtype
     found = [
-        pair
-        for pair in pairs
-        if pair.passes and pair.steady and _suits(pair.weights, stored, levels[0])
+        pair for pair in pairs if pair.passes and pair.steady and _suits(pair.weights, stored, used)
     ]
     if not found:
         raise ConfigError(
@@ -277,9 +275,9 @@ def _finer(weights: str) -> str:
 
 
 def _suits(weights: str, stored: str, level: str) -> bool:
-    """Whether auto may take weights for a file of this type: they round no more than the file's
-    own, but for 16 bits, which hold any file well, and files of so many bits never take twice
-    theirs. Beside a table's 4 bits q4 stands for these."""
+    """Whether auto may take weights for a file of this type, computed on ``level``: they round no
+    more than the file's own, but for 16 bits, which hold any file well, and files of so many bits
+    never take twice theirs. Beside a table's 4 bits q4 stands for these."""
     if weights == "q4":
         return stored in KEPT or (stored == _LOOKED_UP and level in _BYTE_PRODUCTS)
     bits = stored_bits(stored)

@@ -111,17 +111,21 @@ def _machines() -> dict[str, Any]:
     }
 
 
-def preferred(levels: Sequence[str], suits: Callable[[Measured], bool]) -> tuple[str, ...]:
+def preferred(levels: Sequence[str], suits: Callable[[str, Measured], bool]) -> tuple[str, ...]:
     """``levels``, best first, from the first one on that no lesser one was measured to beat.
 
-    A level counts by the fastest of its pairs that suits. Levels are compared where both were timed
-    on one kind of machine, and one beats the other by more than ``NEAR``. A level without figures
-    keeps its place. The last one, plain C++, is not compared.
+    A level counts by the fastest of its pairs that suits it. Levels are compared where both were
+    timed on one kind of machine, and one beats the other by more than ``NEAR``. A level without
+    figures keeps its place. The last one, plain C++, is not compared.
+
+    Args:
+        suits: told a level and one of its pairs.
     """
     table, machines = _table(), _machines()
 
     def cost(level: str) -> float:
-        return min((pair.cost for pair in table.get(level, ()) if suits(pair)), default=math.inf)
+        pairs = table.get(level, ())
+        return min((pair.cost for pair in pairs if suits(level, pair)), default=math.inf)
 
     best = 0
     for place in range(1, len(levels) - 1):

@@ -144,9 +144,11 @@ def _load(
         draft = choose_draft(
             settings, checkpoint_path, checkpoint, formats, device, length, placement.threads
         )
-    blocks, host_blocks = _choose_sizes(loader, settings, max_num_seqs, length, draft)
+    # read once: a second reading may differ
+    memory = loader.pool_memory()
+    blocks, host_blocks = _choose_sizes(loader, settings, max_num_seqs, length, memory, draft)
     windows = choose_windows(
-        loader, settings, limits, length, blocks,
+        loader, settings, limits, length, blocks, memory,
         pooled=pooling is not None, drafted=draft is not None,
     )  # fmt: skip
     blocks, host_blocks = windows.num_blocks, 0 if windows.num_window_blocks else host_blocks
@@ -347,6 +349,7 @@ def _choose_sizes(
     settings: BackendSettings,
     max_num_seqs: int,
     max_model_len: int,
+    memory: tuple[int, float],
     draft: DraftPlan | None,
 ) -> tuple[int, int]:
     """Blocks of the KV pool and of the memory to swap to, beside the draft model's blocks and
@@ -356,7 +359,7 @@ def _choose_sizes(
         # without a cache blocks are numbers, so many that no prompt waits for one
         return num_blocks or max_num_seqs * -(-max_model_len // settings.block_size), 0
     if num_blocks is None:
-        free_bytes, share = loader.pool_memory()
+        free_bytes, share = memory
         beside = 0
         if draft is not None:
             beside = draft.block_bytes

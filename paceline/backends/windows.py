@@ -32,6 +32,7 @@ def choose_windows(
     limits: tuple[int, int],
     max_model_len: int,
     num_blocks: int,
+    memory: tuple[int, float],
     *,
     pooled: bool = False,
     drafted: bool = False,
@@ -41,6 +42,7 @@ def choose_windows(
 
     Args:
         limits: the scheduler's ``max_num_seqs`` and ``max_num_batched_tokens``.
+        memory: what ``loader.pool_memory`` said when ``num_blocks`` were chosen.
         pooled: hidden states are asked for, which are computed from the others' blocks alone.
         drafted: a model or a head guesses, whose cache has the served one's blocks.
     """
@@ -76,7 +78,7 @@ def choose_windows(
         return WindowChoice(needed, max(num_blocks, largest))
     if settings.num_blocks is not None:
         return WindowChoice(needed, num_blocks)
-    free_bytes, share = loader.pool_memory()
+    free_bytes, share = memory
     kv_cache_bytes = settings.kv_cache_bytes
     return WindowChoice(
         needed,

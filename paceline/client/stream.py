@@ -7,20 +7,10 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
 
+from paceline.client.driver import carry_out
 from paceline.client.events import Event, Finished
 from paceline.client.machine import Machine
-from paceline.client.steps import (
-    Action,
-    Broken,
-    Close,
-    Connected,
-    Emit,
-    Fail,
-    Input,
-    Open,
-    Start,
-    Tick,
-)
+from paceline.client.steps import Broken, Connected, Input, Open, Start, Tick
 from paceline.client.transport import Address, AnswerReader
 
 __all__ = ["Stream"]
@@ -125,21 +115,11 @@ def _events(machine: Machine, addresses: Sequence[Address]) -> Generator[Event, 
     try:
         while True:
             opening: Open | None = None
-            for given in inputs:
-                actions: list[Action] = machine.handle(given, time.monotonic())
-                for action in actions:
-                    match action:
-                        case Emit(event):
-                            yield event
-                        case Open():
-                            opening = action
-                        case Close():
-                            connection.close()
-                        case Fail(error):
-                            raise error
-                if opening is not None or any(isinstance(a, Close) for a in actions):
-                    # what else was read is of the connection that was dropped
-                    break
+            for told in carry_out(machine, inputs, connection.close):
+                if isinstance(told, Open):
+                    opening = told
+                else:
+                    yield told
             if machine.over:
                 return
             inputs = [connection.open(opening)] if opening is not None else connection.wait()

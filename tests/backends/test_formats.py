@@ -235,6 +235,21 @@ def test_a_level_that_was_measured_to_be_slower_than_a_lesser_one_is_not_taken(
     assert choose(QUANTISED).isa == "avx512bf16"
 
 
+def test_a_lesser_level_does_not_count_by_what_it_may_not_take(
+    machine: pytest.MonkeyPatch,
+) -> None:
+    """Its 4 bits are the fastest there are, and do not suit a table's file on this level."""
+    fast = tuple(
+        replace(pair, passes=True, steps_ms={"step": 0.5}) if pair.weights == "q4" else pair
+        for pair in TABLE["avx2"]
+    )
+    machine.setattr(levels, "_table", lambda: TABLE | {"avx2": fast})
+    chosen = choose(replace(PLAIN, stored_dtype="MXFP4"))
+    assert (chosen.isa, names(chosen)) == ("avx512bf16", ("native", "native", "int8"))
+    # where they suit, they decide
+    assert choose(QUANTISED).isa == "avx2"
+
+
 def test_one_of_two_is_chosen_beside_what_was_asked_for(machine: pytest.MonkeyPatch) -> None:
     chosen = choose(QUANTISED, dtype="int8", isa="avx2")
     assert names(chosen) == ("native", "int8", "int8")

@@ -69,14 +69,16 @@ def test_levels_are_compared_where_both_were_timed_on_one_kind_of_machine(
     monkeypatch.setattr(levels, "_machines", lambda: here)
     order = tuple(costs)
     # equally fast is not faster; plain C++ is timed on a part of the model
-    assert preferred(order, lambda pair: True) == order[2:]
-    assert preferred(("new", *order), lambda pair: True) == ("new", *order), "not measured"
-    assert preferred(order, lambda pair: pair.weights == "q4") == order, "nothing suits"
+    assert preferred(order, lambda level, pair: True) == order[2:]
+    assert preferred(("new", *order), lambda level, pair: True) == ("new", *order), "not measured"
+    assert preferred(order, lambda level, pair: pair.weights == "q4") == order, "nothing suits"
     here["fast"] = ("a CPU", "1.2.4", 2)
-    assert preferred(order, lambda pair: True) == order[3:], "the other three are alike"
+    assert preferred(order, lambda level, pair: True) == order[3:], "the other three are alike"
     del here["best"]
-    assert preferred(order, lambda pair: True) == order, "it is not known what that was timed on"
-    assert preferred(("portable",), lambda pair: True) == ("portable",)
+    assert preferred(order, lambda level, pair: True) == order, (
+        "it is not known what that was timed on"
+    )
+    assert preferred(("portable",), lambda level, pair: True) == ("portable",)
 
 
 def test_the_package_s_table_has_figures_for_every_level_that_is_compiled() -> None:

@@ -271,7 +271,7 @@ class Sizes:
 def test_blocks_to_swap_to(max_host_bytes: float, swap_bytes: int | None, expected: int) -> None:
     loader = cast("ModelLoader", Sizes(1000, max_host_bytes))
     settings = BackendSettings(num_blocks=11, swap_bytes=swap_bytes)
-    assert _choose_sizes(loader, settings, 4, 100, 0) == (11, expected)
+    assert _choose_sizes(loader, settings, 4, 100, (0, 1.0), None) == (11, expected)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

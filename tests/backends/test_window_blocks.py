@@ -197,7 +197,7 @@ def test_the_native_model_refuses_what_window_blocks_do_not_go_with(tmp_path: Pa
         replace(loader, has_head=False).load(8, 0, 5)
     windowed, plain = loader.load(8, 0, 5).model, loader.load(8, 0).model
     assert isinstance(windowed, NativeStep) and isinstance(plain, NativeStep)
-    with pytest.raises(AssertionError, match="window blocks lie where swapped blocks would"):
+    with pytest.raises(ConfigError, match=r"destination blocks\[0\] is 8, must be 0 to 7"):
         windowed.swap_blocks([BlockSwap(0, 0, True)])
     for served, draft in ((windowed, plain), (plain, windowed)):
         with pytest.raises(AssertionError, match="a draft has no window blocks"):
@@ -217,16 +217,14 @@ class Sizes:
     window: int = 512
     free_bytes: int = 0
 
-    def pool_memory(self) -> tuple[int, float]:
-        return self.free_bytes, 0.5
-
 
 def choose(loader: Sizes, limits: tuple[int, int], **settings: Any) -> tuple[int, int, int]:
     """Blocks without, window blocks, and blocks beside these."""
     asked = BackendSettings(**settings)
     size = asked.kv_cache_bytes or loader.free_bytes // 2
     without = asked.num_blocks or size // loader.block_bytes
-    found = choose_windows(cast("ModelLoader", loader), asked, limits, 32768, without)
+    memory = loader.free_bytes, 0.5
+    found = choose_windows(cast("ModelLoader", loader), asked, limits, 32768, without, memory)
     assert (found.why == "") == (found.num_window_blocks > 0 or not loader.window)
     return without, found.num_window_blocks, found.num_blocks
 
@@ -246,6 +244,20 @@ def test_what_is_measured_is_divided_likewise() -> None:
     assert choose(Sizes(), (32, 2048), kv_cache_bytes=4 << 30)[1:] == pytest.approx(
         choose(Sizes(free_bytes=8 << 30), (32, 2048))[1:], abs=1
     )
+
+
+@NATIVE
+def test_free_memory_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What blocks and window blocks are divided of is one reading; there is no second here."""
+    save_model(tmp_path, "gemma3", sliding_window=40, max_position_embeddings=4096)
+    readings = [256 << 20]
+    monkeypatch.setattr("paceline.backends.native.step.available_memory", readings.pop)
+    backend = load(
+        tmp_path, compute="native", block_size=16, kv_cache_bytes=None, max_num_seqs=20,
+        max_model_len=4096,
+    )  # fmt: skip
+    assert backend.info.num_window_blocks > 0 and not readings
+    backend.close()
 
 
 def test_no_window_blocks_where_nothing_is_gained() -> None:

@@ -83,7 +83,8 @@ class NativeStep:
     """A ``steps.StepModel``. Its logits are numpy arrays in float32.
 
     Of the model's blocks the first ``num_blocks`` are the pool; swapped blocks lie behind them,
-    since host memory is all there is.
+    since host memory is all there is. Window blocks lie there too, so a model has one or the other
+    (``NativeLoader.load``).
     """
 
     def __init__(
@@ -137,7 +138,6 @@ class NativeStep:
     ) -> NDArray[np.float32]:
         """See ``pooling.runner.HiddenModel``; decoders do not tell kinds of tokens apart."""
         assert self._norm is not None, "loaded for its logits"
-        assert not len(self._places), "hidden states are not computed from window blocks"
         starts = np.zeros(len(batch.counts) + 1, dtype=np.int32)
         np.cumsum(batch.counts, out=starts[1:])
         x = self._model.hidden(token_ids, positions, starts, batch.block_tables, wanted)
@@ -164,7 +164,6 @@ class NativeStep:
 
     def swap_blocks(self, swaps: Sequence[BlockSwap]) -> None:
         first = self._num_blocks
-        assert not len(self._places), "window blocks lie where swapped blocks would"
         self._model.copy_blocks(
             [(s.src, first + s.dst) if s.to_host else (first + s.src, s.dst) for s in swaps]
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from secrets import token_hex
 from typing import Protocol
@@ -20,6 +20,7 @@ from paceline.engine.types import (
     TokenLogprobs,
     tokens_per_second,
 )
+from paceline.http.sse import TextEvents, TokenEvents
 from paceline.server.bodies.protocol import GenerationOptions
 from paceline.server.bodies.wire import (
     UNSET,
@@ -31,7 +32,15 @@ from paceline.server.bodies.wire import (
 )
 from paceline.server.service import Service
 
-__all__ = ["AnswerHead", "Choice", "Collected", "UsageCount", "collect", "generation_request"]
+__all__ = [
+    "AnswerHead",
+    "Choice",
+    "Collected",
+    "PlainEvents",
+    "UsageCount",
+    "collect",
+    "generation_request",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +74,46 @@ class AnswerHead:
     def engine_id(self, index: int) -> str:
         """The engine's id for prompt number ``index``; unique, and found by the caller's id."""
         return f"{self.id}-{self.nonce}-{index}"
+
+
+class PlainEvents:
+    """Events of deliveries that only go on: a choice's text, and the ids of its tokens where these
+    are wanted. All else of such an event is written once for each choice.
+
+    Args:
+        name: of the text in an event.
+        example: an event of a choice with an empty text, and empty ids where they are wanted.
+    """
+
+    def __init__(self, name: str, wants_ids: bool, example: Callable[[int], bytes]) -> None:
+        self._name = name
+        self._wants_ids = wants_ids
+        self._example = example
+        # by choice
+        self._texts: dict[int, TextEvents] = {}
+        self._tokens: dict[int, TokenEvents] = {}
+
+    def of(self, output: GenerationOutput) -> bytes:
+        """Of a delivery that ends no choice. Counts are told at the end, and the last delivery has
+        them."""
+        data = b""
+        if self._wants_ids:
+            for delta in output.choices:
+                if delta.token_ids:
+                    tokens = self._tokens.get(delta.index)
+                    if tokens is None:
+                        tokens = TokenEvents(self._example(delta.index), self._name)
+                        self._tokens[delta.index] = tokens
+                    data += tokens.event(delta.text, delta.token_ids)
+            return data
+        for delta in output.choices:
+            if delta.text:
+                texts = self._texts.get(delta.index)
+                if texts is None:
+                    texts = TextEvents(self._example(delta.index), self._name)
+                    self._texts[delta.index] = texts
+                data += texts.event(delta.text)
+        return data
 
 
 class UsageCount:

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.types import GenerationOutput, TokenLogprobs
 from paceline.http.shortcut import Shortcut
-from paceline.http.sse import DONE, TextEvents, TokenEvents, event
+from paceline.http.sse import DONE, event
 from paceline.server.bodies.protocol import ChatRequest
 from paceline.server.bodies.wire import (
     UNSET,
@@ -26,7 +26,7 @@ from paceline.server.bodies.wire import (
     Usage,
     encode,
 )
-from paceline.server.openai.answers import AnswerHead, Choice
+from paceline.server.openai.answers import AnswerHead, Choice, PlainEvents
 from paceline.server.openai.chat_pieces import ChatPiece, ChatPieces, StartedChat, start_chat
 from paceline.server.openai.logprobs import TokenWriter, chat_logprobs, prompt_logprobs_json
 from paceline.server.service import Service
@@ -162,9 +162,7 @@ class ChatStream:
         self._begun = False
         # a delta that goes on is its text, and ids where they are wanted, and nothing else
         self._plain = not (self._pieces.parses or self._writer or self._continuous)
-        # by choice
-        self._texts: dict[int, TextEvents] = {}
-        self._tokens: dict[int, TokenEvents] = {}
+        self._middle = PlainEvents("content", self._wants_ids, self._example)
 
     def events(self, output: GenerationOutput) -> bytes:
         """The events of one delivery, preceded by the role chunks if it is the first one.
@@ -186,19 +184,7 @@ class ChatStream:
         """``events``, for a delivery that is not the first and ends no choice."""
         if not self._plain:
             return self.events(output)
-        # counts are told at the end, and the last delivery has them
-        data = b""
-        if self._wants_ids:
-            for delta in output.choices:
-                if delta.token_ids:
-                    tokens = self._tokens.get(delta.index) or self._token_events(delta.index)
-                    data += tokens.event(delta.text, delta.token_ids)
-            return data
-        for delta in output.choices:
-            if delta.text:
-                texts = self._texts.get(delta.index) or self._text_events(delta.index)
-                data += texts.event(delta.text)
-        return data
+        return self._middle.of(output)
 
     def end(self) -> bytes:
         """The usage chunk, if asked for, and the end of the stream."""
@@ -217,17 +203,10 @@ class ChatStream:
         )
         return event(encode(chunk)) + DONE
 
-    def _text_events(self, index: int) -> TextEvents:
-        """Of chunks that add text to a choice."""
-        example = self._chunk(ChatChunkChoice(index=index, delta=_NOTHING))
-        self._texts[index] = TextEvents(example, "content")
-        return self._texts[index]
-
-    def _token_events(self, index: int) -> TokenEvents:
-        """Of chunks that add tokens to a choice."""
-        example = self._chunk(ChatChunkChoice(index=index, delta=_NOTHING, token_ids=()))
-        self._tokens[index] = TokenEvents(example, "content")
-        return self._tokens[index]
+    def _example(self, index: int) -> bytes:
+        """Of chunks that add to a choice."""
+        token_ids = () if self._wants_ids else UNSET
+        return self._chunk(ChatChunkChoice(index=index, delta=_NOTHING, token_ids=token_ids))
 
     def _begin(self) -> bytes:
         data = b""

@@ -9,7 +9,7 @@ from typing import Final
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.types import ChoiceDelta, GenerationOutput, TokenLogprobs
 from paceline.http.shortcut import Shortcut
-from paceline.http.sse import DONE, TextEvents, TokenEvents, event
+from paceline.http.sse import DONE, event
 from paceline.server.bodies.protocol import CompletionRequest
 from paceline.server.bodies.wire import (
     UNSET,
@@ -23,6 +23,7 @@ from paceline.server.bodies.wire import (
 from paceline.server.openai.answers import (
     AnswerHead,
     Choice,
+    PlainEvents,
     UsageCount,
     collect,
     generation_request,
@@ -205,9 +206,7 @@ class CompletionStream:
         self._usage = UsageCount.of(len(prompts), options)
         # a delta that goes on is its text and nothing else
         self._plain = not (self._writer or self._continuous)
-        # by choice
-        self._texts: dict[int, TextEvents] = {}
-        self._tokens: dict[int, TokenEvents] = {}
+        self._middle = PlainEvents("text", self._wants_ids, self._example)
         choices = len(prompts) * options.n
         self._begun = [False] * choices
         # characters of the tokens told so far, per choice
@@ -236,19 +235,7 @@ class CompletionStream:
         # the first delivery may have been another choice's
         if not self._plain or not all(self._begun):
             return self.events(0, output)
-        # counts are told at the end, and the last delivery has them
-        data = b""
-        if self._wants_ids:
-            for delta in output.choices:
-                if delta.token_ids:
-                    tokens = self._tokens.get(delta.index) or self._token_events(delta.index)
-                    data += tokens.event(delta.text, delta.token_ids)
-            return data
-        for delta in output.choices:
-            if delta.text:
-                texts = self._texts.get(delta.index) or self._text_events(delta.index)
-                data += texts.event(delta.text)
-        return data
+        return self._middle.of(output)
 
     def end(self) -> bytes:
         """The usage chunk, if asked for, and the end of the stream."""
@@ -273,17 +260,10 @@ class CompletionStream:
             self._wants_ids or self._continuous or self._writer is not None
         )
 
-    def _text_events(self, index: int) -> TextEvents:
-        """Of chunks that add text to a choice that has begun."""
-        example = self._event(CompletionChunkChoice(index=index, text=""))
-        self._texts[index] = TextEvents(example, "text")
-        return self._texts[index]
-
-    def _token_events(self, index: int) -> TokenEvents:
-        """Of chunks that add tokens to a choice that has begun."""
-        example = self._event(CompletionChunkChoice(index=index, text="", token_ids=()))
-        self._tokens[index] = TokenEvents(example, "text")
-        return self._tokens[index]
+    def _example(self, index: int) -> bytes:
+        """Of chunks that add to a choice that has begun."""
+        token_ids = () if self._wants_ids else UNSET
+        return self._event(CompletionChunkChoice(index=index, text="", token_ids=token_ids))
 
     def _chunk(self, index: int, prompt: int, first: bool, delta: ChoiceDelta) -> bytes:
         logprobs = None
