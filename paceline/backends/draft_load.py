@@ -8,7 +8,7 @@ from typing import Final
 
 from paceline.backends.drafting import DraftModel, DraftPlan
 from paceline.backends.formats import Formats, choose_formats
-from paceline.backends.head_load import choose_head, choose_own_layers
+from paceline.backends.head_load import choose_eagle3, choose_mtp
 from paceline.backends.loaders import choose_copies, choose_loader, torch_dtype
 from paceline.backends.rope import longest_sequence
 from paceline.backends.served import weight_bytes
@@ -35,12 +35,12 @@ def choose_draft(
     threads: int,
 ) -> DraftPlan:
     """Raises ConfigError for one that cannot guess for the model of ``served``."""
-    if settings.draft_layers:
-        return choose_own_layers(settings, served, formats, device, length)
+    if settings.draft_mtp:
+        return choose_mtp(settings, served, formats, device, length)
     assert settings.draft_path is not None
     path, config = Path(settings.draft_path), served.config
     if is_eagle3(path):
-        return choose_head(settings, config, formats, device, length)
+        return choose_eagle3(settings, config, formats, device, length)
     itself = path.resolve() == checkpoint_path.resolve()
     checkpoint = open_checkpoint(path)
     own = checkpoint.config

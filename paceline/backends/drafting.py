@@ -94,11 +94,19 @@ class Drafting(ABC):
     """What makes guesses inside a step. Called from one thread, between steps of the served model.
 
     Args:
+        sampler: draws its guesses.
         vocab_size: tokens that it knows.
+        num_blocks: of the served model's pool.
     """
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(
+        self, sampler: Sampler, *, vocab_size: int, num_blocks: int, block_size: int
+    ) -> None:
+        self._sampler = sampler
         self._vocab_size = vocab_size
+        self._block_size = block_size
+        # by block, so many of its first positions are there
+        self._held = np.zeros(num_blocks, dtype=np.int64)
         # of each row of the last ``guess``, known tokens that were taken in, and that are to be
         self.caught_up: list[int] = []
         self.behind: list[int] = []
@@ -239,14 +247,12 @@ class DraftModel(Drafting):
         block_size: int,
         mirror: Mirror | None = None,
     ) -> None:
-        super().__init__(vocab_size)
+        super().__init__(
+            loaded.sampler, vocab_size=vocab_size, num_blocks=num_blocks, block_size=block_size
+        )
         self.model = loaded.model
-        self._sampler = loaded.sampler
         self._served_vocab_size = served_vocab_size
-        self._block_size = block_size
         self._mirror = mirror
-        # by block, so many of its first positions are there
-        self._held = np.zeros(num_blocks, dtype=np.int64)
 
     def forget(self, block_ids: Sequence[int], *, clear: bool = False) -> None:
         """See ``Drafting``."""

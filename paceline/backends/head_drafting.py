@@ -177,12 +177,11 @@ class HeadDraft(Drafting):
         num_blocks: int,
         block_size: int,
     ) -> None:
-        super().__init__(vocab_size)
+        super().__init__(
+            sampler, vocab_size=vocab_size, num_blocks=num_blocks, block_size=block_size
+        )
         self.model = model
-        self._sampler = sampler
-        self._block_size = block_size
-        # by block, so many of its first positions are entered, and the token behind the last one
-        self._held = np.zeros(num_blocks, dtype=np.int64)
+        # by block, the token behind the last position that is entered
         self._behind = np.zeros(num_blocks, dtype=np.int64)
         # by block, the one written last comes last
         self._blocks: OrderedDict[int, _Block] = OrderedDict()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from paceline.backends.drafting import Drafting, DraftPlan
 from paceline.backends.formats import Formats
@@ -19,12 +19,16 @@ from paceline.checkpoints.mtp import MTPLayers
 from paceline.core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from paceline.backends.torch.head import HeadPlace
     from paceline.backends.torch.model import DecoderWeights
 
-__all__ = ["choose_head", "choose_own_layers"]
+    # (the served model's weights, where, blocks): a head that guesses for it
+    _Make: TypeAlias = Callable[[DecoderWeights, HeadPlace, int], HeadModel]
+
+__all__ = ["choose_eagle3", "choose_mtp"]
 
 
-def choose_head(
+def choose_eagle3(
     settings: BackendSettings, config: ModelConfig, formats: Formats, device: str, length: int
 ) -> DraftPlan:
     """An EAGLE-3 head.
@@ -52,22 +56,20 @@ def choose_head(
         )
     _check_tokens(head, config)
     from paceline.backends.torch.attention import block_bytes
-    from paceline.backends.torch.machine import choose_dtype
 
-    dtype = choose_dtype(formats.dtype, device)
-    place = _Place(settings.block_size, formats.dtype, device, length, config.vocab_size)
+    place = _place(settings, formats, device, length)
     return DraftPlan(
-        block_bytes(head.config, settings.block_size, dtype),
-        head.num_values * dtype.itemsize,
+        block_bytes(head.config, place.block_size, place.dtype),
+        head.num_values * place.dtype.itemsize,
         f"guesses by the EAGLE-3 head {path.name} in {formats.dtype}, torch",
-        partial(_load, partial(_eagle3, head), layers, place),
+        partial(_load, partial(_eagle3, head), layers, place, config.vocab_size),
     )
 
 
-def choose_own_layers(
+def choose_mtp(
     settings: BackendSettings, checkpoint: Checkpoint, formats: Formats, device: str, length: int
 ) -> DraftPlan:
-    """The layers for further tokens of the served model's own ``checkpoint``; see ``choose_head``.
+    """The MTP layers of the served model's own ``checkpoint``; see ``choose_eagle3``.
 
     Raises ConfigError where it has none, or none that can guess.
     """
@@ -76,18 +78,18 @@ def choose_own_layers(
         layers = MTPLayers(checkpoint)
     except CheckpointError as error:
         raise ConfigError(f"speculative_config: {error}") from None
-    from paceline.backends.torch.machine import choose_dtype
     from paceline.backends.torch.mtp import mtp_block_bytes
 
-    config, dtype = checkpoint.config, choose_dtype(formats.dtype, device)
-    place = _Place(settings.block_size, formats.dtype, device, length, config.vocab_size)
+    config, place = checkpoint.config, _place(settings, formats, device, length)
     many = f"{layers.num_layers} layers" if layers.num_layers > 1 else "a layer"
     return DraftPlan(
-        mtp_block_bytes(layers, settings.block_size, dtype),
-        layers.num_values * dtype.itemsize,
+        mtp_block_bytes(layers, place.block_size, place.dtype),
+        layers.num_values * place.dtype.itemsize,
         f"guesses by {many} for further tokens (MTP) in {formats.dtype}, torch",
         # what the last layer gives
-        partial(_load, partial(_mtp, layers), (config.num_hidden_layers,), place),
+        partial(
+            _load, partial(_mtp, layers), (config.num_hidden_layers,), place, config.vocab_size
+        ),
     )
 
 
@@ -122,61 +124,56 @@ def _check_tokens(head: Eagle3Head, config: ModelConfig) -> None:
         )
 
 
-class _Place(NamedTuple):
-    """Where a head is computed, and how large it is."""
+def _place(settings: BackendSettings, formats: Formats, device: str, length: int) -> HeadPlace:
+    import torch
 
-    block_size: int
-    dtype: str
-    device: str
-    # the longest request
-    length: int
-    # of the served model
-    vocab_size: int
+    from paceline.backends.torch.head import HeadPlace
+    from paceline.backends.torch.machine import choose_dtype
+
+    dtype = choose_dtype(formats.dtype, device)
+    return HeadPlace(settings.block_size, length, dtype, torch.device(device))
 
 
-# (the served model's weights, sizes and place)
-_Make: TypeAlias = Callable[..., HeadModel]
-
-
-def _eagle3(head: Eagle3Head, weights: DecoderWeights, **place: Any) -> HeadModel:
+def _eagle3(
+    head: Eagle3Head, weights: DecoderWeights, place: HeadPlace, num_blocks: int
+) -> HeadModel:
     from paceline.backends.torch.eagle3 import Eagle3Step
 
-    return Eagle3Step(head, weights.embedding, **place)
+    return Eagle3Step(head, weights.embedding, place, num_blocks)
 
 
-def _mtp(layers: MTPLayers, weights: DecoderWeights, **place: Any) -> HeadModel:
+def _mtp(
+    layers: MTPLayers, weights: DecoderWeights, place: HeadPlace, num_blocks: int
+) -> HeadModel:
     from paceline.backends.torch.mtp import MTPStep
 
-    return MTPStep(layers, weights, **place)
+    return MTPStep(layers, weights, place, num_blocks)
 
 
 def _load(
     make: _Make,
     layers: tuple[int, ...],
-    place: _Place,
+    place: HeadPlace,
+    vocab_size: int,
     served: LoadedModel,
     num_blocks: int,
 ) -> tuple[LoadedModel, Drafting]:
-    """``layers``: whose input it reads."""
+    """
+    Args:
+        layers: whose input it reads.
+        vocab_size: the served model's.
+    """
     import torch
 
-    from paceline.backends.torch.machine import choose_dtype
     from paceline.backends.torch.step import TorchStep
 
     assert isinstance(served.model, TorchStep)
     with torch.inference_mode():
-        model = make(
-            served.model.weights,
-            num_blocks=num_blocks,
-            block_size=place.block_size,
-            max_model_len=place.length,
-            dtype=choose_dtype(place.dtype, place.device),
-            device=torch.device(place.device),
-        )
+        model = make(served.model.weights, place, num_blocks)
     draft = HeadDraft(
         model,
         served.sampler,
-        vocab_size=place.vocab_size,
+        vocab_size=vocab_size,
         num_blocks=num_blocks,
         block_size=place.block_size,
     )

@@ -44,7 +44,7 @@ class BackendSettings:
     draft_path: str | None = None
     draft_dtype: str = "auto"
     # the checkpoint's own layers for further tokens guess, instead of a model in ``draft_path``
-    draft_layers: bool = False
+    draft_mtp: bool = False
     # prompt + output tokens of one request; None: as long as the model and the KV cache allow
     max_model_len: int | None = None
     # what the model is for: "auto" by its files, "generate", or "pooling" and then what it becomes
@@ -82,4 +82,4 @@ class BackendSettings:
     @property
     def drafts(self) -> bool:
         """Whether a model or layers are loaded that guess."""
-        return self.draft_layers or self.draft_path is not None
+        return self.draft_mtp or self.draft_path is not None

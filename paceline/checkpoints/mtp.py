@@ -1,7 +1,7 @@
 """Layers for further tokens (multi-token prediction) that a checkpoint holds beside its model.
 
 Each is a layer of the model's own kind over the embedding of a token and what is known before it,
-both normed, side by side. Two manners are read, by the model's architecture::
+both normed, side by side. Two layouts are read, by the model's architecture::
 
     MiMo                                     Qwen3-Next, Qwen3.5
     model.mtp_layers.N.*                     mtp.layers.N.*             a layer, as model.layers.N.*
@@ -40,7 +40,7 @@ from paceline.checkpoints.safetensors_format import DTYPES, SafetensorsEntry, va
 from paceline.checkpoints.shapes import expected_shapes
 from paceline.core.errors import CheckpointError
 
-__all__ = ["MTPLayers", "Manner", "Parts"]
+__all__ = ["MTPLayers", "MTPLayout", "Parts"]
 
 _MOST_LAYERS: Final = 16
 # fields of a config that say how many there are
@@ -71,7 +71,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
+class MTPLayout:
     """How such layers are stored and what they are given."""
 
     # what comes before a layer's number
@@ -85,7 +85,7 @@ class Manner:
     masks_first: bool
 
 
-_MIMO: Final = Manner(
+_MIMO: Final = MTPLayout(
     prefix="model.mtp_layers.",
     parts=Parts(
         "model.mtp_layers.{}.token_layernorm.weight",
@@ -97,7 +97,7 @@ _MIMO: Final = Manner(
     normed=False,
     masks_first=True,
 )
-_QWEN: Final = Manner(
+_QWEN: Final = MTPLayout(
     prefix="mtp.layers.",
     parts=Parts(
         "mtp.pre_fc_norm_embedding.weight",
@@ -110,7 +110,7 @@ _QWEN: Final = Manner(
     masks_first=False,
 )
 # by the model's model_type
-_MANNERS: Final[Mapping[str, Manner]] = MappingProxyType(
+_LAYOUTS: Final[Mapping[str, MTPLayout]] = MappingProxyType(
     {"mimo": _MIMO, "qwen3": _QWEN, "qwen3_moe": _QWEN}
 )
 
@@ -127,22 +127,22 @@ class MTPLayers:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.path: Path = checkpoint.path
         served = checkpoint.config
-        manner = _MANNERS.get(served.model_type)
+        layout = _LAYOUTS.get(served.model_type)
         if not isinstance(checkpoint, HFCheckpoint):
             raise CheckpointError(
                 f"{self.path} is a GGUF file, of which layers for further tokens are not read: "
                 "serve the safetensors folder"
             )
-        if manner is None:
+        if layout is None:
             stored = f", and this one holds {len(checkpoint.mtp)} tensors of such layers"
             raise CheckpointError(
-                f"layers for further tokens are read beside {', '.join(_MANNERS)}, and {self.path} "
+                f"layers for further tokens are read beside {', '.join(_LAYOUTS)}, and {self.path} "
                 f"is a {served.model_type}{stored if checkpoint.mtp else ''}"
             )
-        self.manner: Manner = manner
+        self.layout: MTPLayout = layout
         stated = _stated(self.path)
         count = self._count(checkpoint.mtp, stated)
-        self._entries = _renamed(checkpoint.mtp, manner, served.model_type)
+        self._entries = _renamed(checkpoint.mtp, layout, served.model_type)
         whole = replace(
             served, num_hidden_layers=count, sliding_window=None, sliding_layers=(),
             sliding_rope=None, unrotated_layers=(), dense_layers=(),
@@ -173,12 +173,12 @@ class MTPLayers:
         """Nothing is kept of what was read."""
 
     def _count(self, entries: Mapping[str, SafetensorsEntry], stated: int | None) -> int:
-        pattern = re.compile(re.escape(self.manner.prefix) + r"([0-9]+)\.")
+        pattern = re.compile(re.escape(self.layout.prefix) + r"([0-9]+)\.")
         found = {int(match[1]) for name in entries if (match := pattern.match(name))}
         if not found:
             says = "" if not stated else f", though its config.json names {stated}"
             raise CheckpointError(
-                f"{self.path} has no layers for further tokens ({self.manner.prefix}*){says}"
+                f"{self.path} has no layers for further tokens ({self.layout.prefix}*){says}"
             )
         count = len(found)
         if found != set(range(count)) or count > _MOST_LAYERS:
@@ -199,7 +199,7 @@ class MTPLayers:
             if name.startswith("model.layers.")
         }
         for layer in range(self.num_layers):
-            shapes |= self.manner.parts.of(layer).shapes(self.config.hidden_size)
+            shapes |= self.layout.parts.of(layer).shapes(self.config.hidden_size)
         return shapes
 
     def _check(self) -> None:
@@ -226,7 +226,7 @@ class MTPLayers:
 
     def _stored(self, name: str) -> str:
         """For people: a tensor by its place in the file."""
-        return name.replace("model.layers.", self.manner.prefix, 1)
+        return name.replace("model.layers.", self.layout.prefix, 1)
 
 
 def _stated(path: Path) -> int | None:
@@ -241,15 +241,15 @@ def _stated(path: Path) -> int | None:
 
 
 def _renamed(
-    entries: Mapping[str, SafetensorsEntry], manner: Manner, model_type: str
+    entries: Mapping[str, SafetensorsEntry], layout: MTPLayout, model_type: str
 ) -> dict[str, SafetensorsEntry]:
     """Under the names of a model's layers; what is of none keeps its own."""
     architecture = ARCHITECTURES[model_type]
-    pattern = re.compile(re.escape(manner.prefix) + r"([0-9]+)\.(.+)")
+    pattern = re.compile(re.escape(layout.prefix) + r"([0-9]+)\.(.+)")
     found: dict[str, SafetensorsEntry] = {}
     for name, entry in entries.items():
         match = pattern.fullmatch(name)
-        if match is None or name in manner.parts.of(int(match[1])).shapes(1):
+        if match is None or name in layout.parts.of(int(match[1])).shapes(1):
             found[name] = entry
             continue
         names = architecture.parts_of(f"model.layers.{match[1]}.{match[2]}")

@@ -12,7 +12,7 @@ from typing import Any, Final
 from paceline.core.errors import ConfigError
 from paceline.core.speculation.settings import SpeculationSettings
 
-__all__ = ["check_vocabulary", "draft_of", "drafts_by_own_layers"]
+__all__ = ["check_vocabulary", "draft_of", "drafts_by_mtp"]
 
 # the method, and in the place of a model's name, the served one in other weights
 _SELF: Final = "self"
@@ -23,7 +23,7 @@ _HEAD: Final = "eagle3"
 _OWN_LAYERS: Final = "mtp"
 
 
-def drafts_by_own_layers(config: Mapping[str, Any] | None) -> bool:
+def drafts_by_mtp(config: Mapping[str, Any] | None) -> bool:
     """Whether layers of the served model's checkpoint guess, for which no model is named."""
     return config is not None and config.get("method") == _OWN_LAYERS
 
@@ -33,7 +33,7 @@ def draft_of(config: Mapping[str, Any] | None, model_path: str | None) -> tuple[
 
     Raises ConfigError for what are no names, CheckpointError where there is no such model.
     """
-    if config is None or not SpeculationSettings.of(config).models or drafts_by_own_layers(config):
+    if config is None or not SpeculationSettings.of(config).models or drafts_by_mtp(config):
         return None
     name = config.get("model", _SELF)
     quantization = config.get("quantization", _FEWER_BITS if name == _SELF else "auto")

@@ -168,7 +168,7 @@ def _draft(args: argparse.Namespace) -> tuple[ServedMemory, bool] | None:
     bits, whose KV cache is a copy; None: none is named."""
     from paceline.backends.served import served_memory
     from paceline.checkpoints.eagle3 import is_eagle3
-    from paceline.cli.draft_model import draft_of, drafts_by_own_layers
+    from paceline.cli.draft_model import draft_of, drafts_by_mtp
 
     config = args.speculative_config
     if config is None or not SpeculationSettings.of(config).models:
@@ -178,7 +178,7 @@ def _draft(args: argparse.Namespace) -> tuple[ServedMemory, bool] | None:
             f"--speculative-config: a draft model is counted beside a checkpoint, and --model "
             f"{args.model} is none: add its bytes to --weights and --kv-per-token"
         )
-    if drafts_by_own_layers(config):
+    if drafts_by_mtp(config):
         raise ConfigError(
             f"--speculative-config: the layers of {args.model} that guess are not counted here: "
             "add their bytes to --weights, and to --kv-per-token those of as many layers"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.checkpoints.aliases import ALIASES
-from paceline.cli.draft_model import draft_of, drafts_by_own_layers
+from paceline.cli.draft_model import draft_of, drafts_by_mtp
 from paceline.cli.plugins import load_policy
 from paceline.cli.settings import EngineSettings
 from paceline.core.backend import BackendInfo, ModelBackend
@@ -111,8 +111,8 @@ def _model_backend(settings: EngineSettings, own_process: bool) -> ModelBackend:
     draft = draft_of(settings.scheduler.speculative_config, settings.model_path)
     if draft is not None:
         load = replace(load, draft_path=draft[0], draft_dtype=draft[1])
-    if drafts_by_own_layers(settings.scheduler.speculative_config):
-        load = replace(load, draft_layers=True)
+    if drafts_by_mtp(settings.scheduler.speculative_config):
+        load = replace(load, draft_mtp=True)
     return load_backend(
         Path(settings.model_path),
         load,

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from operator import mul
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -56,6 +57,8 @@ _WORD: Final = 2**64 - 1
 # odd numbers without a pattern: of the polynomial that hashes tokens, and of what mixes its bits
 _FACTOR: Final = 0x9E3779B97F4A7C15
 _MIXER: Final = 0xD6E8FEB86659FD93
+# what a token counts for in a hash, the latest first
+_POWERS: Final = tuple(_FACTOR**back & _WORD for back in range(_LENGTHS[-1]))
 # hashes for each token that a ring may hold: with fewer, one in three would be another's soon
 _HASHES: Final = 2
 # a token, and places by each length
@@ -129,16 +132,17 @@ class _Ring:
         """Up to ``count`` tokens that followed the latest occurrence of the longest match."""
         self._catch_up()
         tail = list(tokens[-_LENGTHS[-1] :])
-        total, power = 0, 1
-        found: list[tuple[int, int]] = []
-        for length, token in enumerate(reversed(tail), 1):
-            total += token * power
-            power = power * _FACTOR & _WORD
-            if length in _LENGTHS:
-                found.append((length, (total * _MIXER & _WORD) >> self._shift))
-        for row in range(len(found) - 1, -1, -1):
-            length, bucket = found[row]
-            place = int(self._places[row, bucket])
+        latest_first = tail[::-1]
+        total = before = 0
+        buckets: list[int] = []
+        for length in _LENGTHS:
+            if length > len(tail):
+                break
+            total += sum(map(mul, latest_first[before:length], _POWERS[before:length]))
+            before = length
+            buckets.append((total * _MIXER & _WORD) >> self._shift)
+        for row in range(len(buckets) - 1, -1, -1):
+            length, place = _LENGTHS[row], self._places.item(row, buckets[row])
             if place < length or self._tokens[place - length : place].tolist() != tail[-length:]:
                 continue
             following = self._tokens[place : place + count].tolist()

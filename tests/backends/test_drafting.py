@@ -22,12 +22,7 @@ from paceline.backends.sampling import PreparedSampling, SampleRow, Samples
 from paceline.backends.steps import AttentionBatch, LoadedModel
 from paceline.core.outputs import BlockSwap
 from paceline.core.sampling_params import SamplingParams
-
-VOCAB = 97
-SIZE = 4
-BLOCKS = 64
-LONGEST = 600
-GREEDY = PreparedSampling(SamplingParams(max_tokens=1, temperature=0.0), VOCAB)
+from tests.backends.draft_rows import BLOCKS, SIZE, VOCAB, Likeliest, draft_row, guesses_of
 
 
 class _Sums:
@@ -75,13 +70,6 @@ class _Sums:
         self.cache[list(block_ids)] = 7_000_003
 
 
-class _Likeliest:
-    """A ``Sampler``."""
-
-    def sample(self, logits: Any, rows: Sequence[SampleRow], likeliest: Any) -> Samples:
-        return Samples(likeliest.tolist(), [True] * len(rows), [None] * len(rows))
-
-
 def _made(model: _Sums, *, served: _Sums | None = None) -> DraftModel:
     def mirror(block_ids: NDArray[np.int64]) -> None:
         assert served is not None
@@ -91,10 +79,10 @@ def _made(model: _Sums, *, served: _Sums | None = None) -> DraftModel:
 
 
 def _loaded(
-    model: _Sums, sampler: _Likeliest | None = None, own: int = VOCAB, **settings: Any
+    model: _Sums, sampler: Likeliest | None = None, own: int = VOCAB, **settings: Any
 ) -> DraftModel:
     return DraftModel(
-        LoadedModel(model, sampler or _Likeliest(), lambda *_: [], 0.0),
+        LoadedModel(model, sampler or Likeliest(), lambda *_: [], 0.0),
         vocab_size=own,
         served_vocab_size=VOCAB,
         num_blocks=BLOCKS,
@@ -103,25 +91,17 @@ def _loaded(
     )
 
 
-def _row(tokens: Sequence[int], blocks: Sequence[int], count: int = 4) -> DraftRow:
-    array = np.zeros(LONGEST + 1, dtype=np.int32)
-    array[: len(tokens)] = tokens
-    table = np.zeros(LONGEST // SIZE + 1, dtype=np.int32)
-    table[: len(blocks)] = blocks
-    return DraftRow(array, table, len(tokens) - 1, count, GREEDY, 1)
-
-
-def _guesses(row: DraftRow, count: int) -> list[int]:
-    return row.tokens[row.last + 1 : row.last + 1 + count].tolist()
-
-
 def test_guesses_are_what_the_model_says() -> None:
     model = _Sums()
     draft = _made(model)
-    rows = [_row([3, 5, 8], [9, 4, 1]), _row([1] * 9, [20, 7, 30, 31], 2), _row([6], [50, 51], 1)]
+    rows = [
+        draft_row([3, 5, 8], [9, 4, 1]),
+        draft_row([1] * 9, [20, 7, 30, 31], 2),
+        draft_row([6], [50, 51], 1),
+    ]
     assert draft.guess(rows) == [4, 2, 1]
     for row, tokens in zip(rows, ([3, 5, 8], [1] * 9, [6]), strict=True):
-        assert _guesses(row, row.count) == expected_tokens(tokens, row.count, VOCAB)
+        assert guesses_of(row, row.count) == expected_tokens(tokens, row.count, VOCAB)
     # all that was lacking in one pass with the last tokens, then a token for each that goes on
     assert model.calls == [3 + 9 + 1, 2, 1, 1]
 
@@ -131,13 +111,13 @@ def test_known_tokens_are_computed_once() -> None:
     draft = _made(model)
     tokens = [3, 5, 8, 13, 2]
     blocks = list(range(10, 40))
-    draft.guess([_row(tokens, blocks)])
+    draft.guess([draft_row(tokens, blocks)])
     model.calls.clear()
     # two guesses were right, and the last two are written over
     tokens += [*expected_tokens(tokens, 2, VOCAB), 96]
-    row = _row(tokens, blocks)
+    row = draft_row(tokens, blocks)
     assert draft.guess([row]) == [4]
-    assert _guesses(row, 4) == expected_tokens(tokens, 4, VOCAB)
+    assert guesses_of(row, 4) == expected_tokens(tokens, 4, VOCAB)
     assert model.calls == [3, 1, 1, 1]
 
 
@@ -198,9 +178,9 @@ def test_blocks_that_change_hands_hold_nothing(mirrored: bool) -> None:
             drop(live.pop(name)[1])
             continue
         if what < 0.7:
-            row = _row(tokens, blocks, min(4, room))
+            row = draft_row(tokens, blocks, min(4, room))
             (made,) = draft.guess([row])
-            assert _guesses(row, made) == expected_tokens(tokens, made, VOCAB)
+            assert guesses_of(row, made) == expected_tokens(tokens, made, VOCAB)
             assert made == row.count
         # what was guessed is verified, and some of it is wrong
         right = random.randint(0, min(3, room - 1))
@@ -224,11 +204,11 @@ def test_a_long_prompt_is_made_up_for_bit_by_bit(
     served.write(np.array(blocks), tokens[:-1], 0)
     made = []
     for _ in range(6):
-        row, short = _row(tokens, blocks), _row([5, 6], [60, 61], 2)
+        row, short = draft_row(tokens, blocks), draft_row([5, 6], [60, 61], 2)
         served.write(np.array([60, 61]), [5], 0)
         made.append(draft.guess([row, short]))
         if made[-1][0]:
-            assert _guesses(row, 4) == expected_tokens(tokens, 4, VOCAB)
+            assert guesses_of(row, 4) == expected_tokens(tokens, 4, VOCAB)
     # the other waits for its turn, and then has it
     assert [first for first, _ in made] == [0, 0, 0, 4, 4, 4]
     assert made[-1] == [4, 2]
@@ -236,13 +216,13 @@ def test_a_long_prompt_is_made_up_for_bit_by_bit(
 
 
 def test_a_model_that_says_nothing_sensible_guesses_nothing() -> None:
-    class Broken(_Likeliest):
+    class Broken(Likeliest):
         def sample(self, logits: Any, rows: Sequence[SampleRow], likeliest: Any) -> Samples:
             finite = [row.tokens[-1] != 13 for row in rows]
             return Samples(likeliest.tolist(), finite, [None] * len(rows))
 
     draft = _loaded(_Sums(), Broken())
-    assert draft.guess([_row([3, 5, 13], [1, 2]), _row([4], [3, 4], 3)]) == [0, 3]
+    assert draft.guess([draft_row([3, 5, 13], [1, 2]), draft_row([4], [3, 4], 3)]) == [0, 3]
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
@@ -253,7 +233,7 @@ def test_what_was_made_up_for_is_told(mirrored: bool, monkeypatch: pytest.Monkey
     tokens = [(i * 37) % VOCAB for i in range(121)]
     told = []
     for _ in range(4):
-        draft.guess([_row(tokens, list(range(40))), _row([5, 6, 7], [60, 61], 1)])
+        draft.guess([draft_row(tokens, list(range(40))), draft_row([5, 6, 7], [60, 61], 1)])
         told.append((draft.caught_up, draft.behind))
     # the last token is no news, and a row that waits for its turn has none
     assert told[:3] == [([50, 0], [70, 2]), ([50, 0], [20, 2]), ([20, 2], [0, 0])]
@@ -261,24 +241,24 @@ def test_what_was_made_up_for_is_told(mirrored: bool, monkeypatch: pytest.Monkey
 
 
 def test_tokens_of_a_padded_head_are_no_guesses() -> None:
-    class Padded(_Likeliest):
+    class Padded(Likeliest):
         def sample(self, logits: Any, rows: Sequence[SampleRow], likeliest: Any) -> Samples:
             likely = [VOCAB + 1 if len(row.tokens) == 5 else 7 for row in rows]
             return Samples(likely, [True] * len(rows), [None] * len(rows))
 
     # the third one is beyond what the served model has
     draft = _loaded(_Sums(), Padded(), VOCAB + 3)
-    row = _row([3, 5, 8], [9, 4, 1])
+    row = draft_row([3, 5, 8], [9, 4, 1])
     assert draft.guess([row]) == [2]
-    assert _guesses(row, 2) == [7, 7]
+    assert guesses_of(row, 2) == [7, 7]
 
 
 def test_a_request_with_a_token_that_the_model_lacks_is_not_guessed() -> None:
     model = _Sums()
     draft = _loaded(model, own=90)
-    rows = [_row([3, 95, 8], [9, 4, 1]), _row([3, 89], [20, 7], 2)]
+    rows = [draft_row([3, 95, 8], [9, 4, 1]), draft_row([3, 89], [20, 7], 2)]
     assert draft.guess(rows) == [0, 2]
-    assert draft.guess([_row([3, 5, 8, 90], [30, 31, 32])]) == [0]
+    assert draft.guess([draft_row([3, 5, 8, 90], [30, 31, 32])]) == [0]
 
 
 def test_settings_to_guess_with_choose_tokens_and_tell_nothing() -> None:
@@ -312,7 +292,7 @@ class _Faulty(_Sums):
 
 
 def _named(name: str, tokens: Sequence[int], first: int, count: int = 2) -> DraftRow:
-    return replace(_row(tokens, [first, first + 1], count), request_id=name)
+    return replace(draft_row(tokens, [first, first + 1], count), request_id=name)
 
 
 def test_a_fault_costs_the_guesses_of_one_request(caplog: pytest.LogCaptureFixture) -> None:
@@ -321,7 +301,7 @@ def test_a_fault_costs_the_guesses_of_one_request(caplog: pytest.LogCaptureFixtu
     assert draft.make(rows) == [Made(2, 1), Made(failed=True), Made(2, 0)]
     for row in rows[::2]:
         known = row.tokens[: row.last + 1].tolist()
-        assert _guesses(row, 2) == expected_tokens(known, 2, VOCAB)
+        assert guesses_of(row, 2) == expected_tokens(known, 2, VOCAB)
     assert "request=b is not guessed any more: RuntimeError('unlucky')" in caplog.text
     assert "request=a" not in caplog.text
     # one that does what it should is a reason to go on

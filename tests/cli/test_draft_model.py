@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
-from paceline.cli.draft_model import check_vocabulary, draft_of, drafts_by_own_layers
+from paceline.cli.draft_model import check_vocabulary, draft_of, drafts_by_mtp
 from paceline.core.errors import CheckpointError, ConfigError
 
 
@@ -39,7 +39,7 @@ def test_heads_are_told_from_models(tmp_path: Path) -> None:
 
 def test_own_layers_are_no_model() -> None:
     for config, own in (({"method": "mtp"}, True), ({"method": "self"}, False), (None, False)):
-        assert drafts_by_own_layers(config) == own
+        assert drafts_by_mtp(config) == own
     assert draft_of({"method": "mtp"}, "served") is None
 
 

@@ -331,7 +331,7 @@ def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
     # follows from the model
     elsewhere.add("enable_chunked_prefill")
     # follows from --speculative-config
-    elsewhere |= {"draft_path", "draft_dtype", "draft_layers"}
+    elsewhere |= {"draft_path", "draft_dtype", "draft_mtp"}
     # follows from --preemption
     elsewhere.add("without_windows")
     for part in (EngineSettings, BackendSettings, SchedulerConfig):

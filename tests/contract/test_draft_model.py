@@ -41,7 +41,7 @@ def _null(_: Path) -> ModelBackend:
     )
 
 
-def _torch(folder: Path) -> ModelBackend:
+def load_two(folder: Path) -> ModelBackend:
     from tests.backends.torch.models import save_model
 
     other = folder / "other"
@@ -60,7 +60,7 @@ def _native(folder: Path) -> ModelBackend:
     )
 
 
-def _eagle3(folder: Path) -> ModelBackend:
+def load_eagle3(folder: Path) -> ModelBackend:
     from tests.backends.torch.heads import save_eagle3
 
     head = folder / "head"
@@ -69,20 +69,20 @@ def _eagle3(folder: Path) -> ModelBackend:
     return load_tiny(folder, block_size=4, compute="torch", draft_path=str(head))
 
 
-def _own_layers(folder: Path) -> ModelBackend:
-    from tests.backends.torch.further import save_further
+def load_mtp(folder: Path) -> ModelBackend:
+    from tests.backends.torch.mtp_models import save_mtp_model
 
     sizes = {"intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 512}
-    save_further(folder, "mimo", count=2, vocab_size=VOCAB, initializer_range=0.4, **sizes)
-    return load_folder(folder, block_size=4, compute="torch", draft_layers=True)
+    save_mtp_model(folder, "mimo", count=2, vocab_size=VOCAB, initializer_range=0.4, **sizes)
+    return load_folder(folder, block_size=4, compute="torch", draft_mtp=True)
 
 
 BACKENDS: dict[str, Callable[[Path], ModelBackend]] = {
-    "eagle3": _eagle3,
+    "eagle3": load_eagle3,
     "native": _native,
     "null": _null,
-    "own layers": _own_layers,
-    "torch": _torch,
+    "mtp": load_mtp,
+    "torch": load_two,
 }
 
 

@@ -19,9 +19,9 @@ from paceline.core.step import draft_choice
 from paceline.engine.llm import LLM
 from paceline.engine.testing import ByteTokenizer, null_core
 from paceline.engine.types import GenerationRequest
-from tests.backends.torch.further import save_further
 from tests.backends.torch.heads import save_eagle3
 from tests.backends.torch.models import VOCAB, save_model
+from tests.backends.torch.mtp_models import save_mtp_model
 
 NGRAM = {
     "method": "ngram",
@@ -102,7 +102,7 @@ def _answers(
     settings = BackendSettings(
         draft_path=None if named is None else str(named[0]),
         draft_dtype="auto" if named is None else named[1],
-        draft_layers=isinstance(draft, str),
+        draft_mtp=isinstance(draft, str),
         device="cpu",
         dtype=formats[0],
         kv_dtype=formats[1],
@@ -227,7 +227,7 @@ def test_answers_are_those_without_a_head(
         save_eagle3(tmp_path, served_hidden=96)
     else:
         config, draft, served = {"method": "mtp"}, "own layers", tmp_path
-        save_further(tmp_path, head, count=2, max_position_embeddings=512)
+        save_mtp_model(tmp_path, head, count=2, max_position_embeddings=512)
     off = _answers(served, "torch", formats, size, blocks, max_num_batched_tokens=chunk)
     on = _answers(
         served, "torch", formats, size, blocks, draft,

@@ -15,7 +15,7 @@ import torch
 
 from paceline.backends.rope import longest_sequence
 from paceline.backends.steps import AttentionBatch
-from paceline.backends.torch.head import TorchHead
+from paceline.backends.torch.head import HeadPlace, TorchHead
 from paceline.backends.torch.linear import Linear, make_linear
 from paceline.backends.torch.mlp import DenseMLP
 from paceline.backends.torch.model import RMSNorm
@@ -33,23 +33,14 @@ class Eagle3Step(TorchHead):
 
     Args:
         embedding: the served model's, [vocab, hidden].
+        num_blocks: of its KV cache.
     """
 
     def __init__(
-        self,
-        head: Eagle3Head,
-        embedding: torch.Tensor,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_model_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, head: Eagle3Head, embedding: torch.Tensor, place: HeadPlace, num_blocks: int
     ) -> None:
-        config = head.config
-        super().__init__(
-            config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device
-        )
+        config, dtype, device = head.config, place.dtype, place.device
+        super().__init__(config, place, num_blocks)
 
         def get(name: str) -> torch.Tensor:
             return torch.from_numpy(head.tensor(name)).to(device=device, dtype=dtype)
@@ -79,7 +70,7 @@ class Eagle3Step(TorchHead):
         self._norm_before_residual = head.norm_before_residual
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._head_dim = config.head_dim
-        length = max(max_model_len, longest_sequence(config))
+        length = max(place.max_model_len, longest_sequence(config))
         self._rotary = RotaryTable(config, length, dtype=dtype, device=device)
         # of the rows whose logits were wanted last
         self._last = torch.empty(0, config.hidden_size, device=device)

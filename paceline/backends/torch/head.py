@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +17,19 @@ from paceline.backends.steps import AttentionBatch
 from paceline.backends.torch.attention import TorchAttention
 from paceline.checkpoints.config import ModelConfig
 
-__all__ = ["TorchHead"]
+__all__ = ["HeadPlace", "TorchHead"]
+
+
+class HeadPlace(NamedTuple):
+    """Where a head is computed, and for what."""
+
+    # tokens per block of its KV cache
+    block_size: int
+    # positions of the longest request
+    max_model_len: int
+    # of its weights and cache
+    dtype: torch.dtype
+    device: torch.device
 
 
 class TorchHead(ABC):
@@ -24,20 +37,17 @@ class TorchHead(ABC):
 
     Args:
         config: that of its layers.
+        num_blocks: of its KV cache.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._dtype, self._device = dtype, device
+    def __init__(self, config: ModelConfig, place: HeadPlace, num_blocks: int) -> None:
+        self._device = place.device
         self._attention = TorchAttention(
-            config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device
+            config,
+            num_blocks=num_blocks,
+            block_size=place.block_size,
+            dtype=place.dtype,
+            device=place.device,
         )
 
     @torch.inference_mode()

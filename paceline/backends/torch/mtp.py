@@ -28,7 +28,7 @@ import torch
 
 from paceline.backends.steps import AttentionBatch
 from paceline.backends.torch.attention import block_bytes
-from paceline.backends.torch.head import TorchHead
+from paceline.backends.torch.head import HeadPlace, TorchHead
 from paceline.backends.torch.linear import Linear
 from paceline.backends.torch.model import Decoder, DecoderWeights, RMSNorm
 from paceline.backends.torch.rope import RotaryTable
@@ -59,31 +59,21 @@ class MTPStep(TorchHead):
 
     Args:
         served: the served model's weights.
-        max_model_len: positions of the longest request.
+        num_blocks: of its KV cache.
     """
 
     def __init__(
-        self,
-        layers: MTPLayers,
-        served: DecoderWeights,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_model_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layers: MTPLayers, served: DecoderWeights, place: HeadPlace, num_blocks: int
     ) -> None:
-        config = layers.config
-        super().__init__(
-            config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device
-        )
-        self._manner, self._served = layers.manner, served
+        config, dtype, device = layers.config, place.dtype, place.device
+        super().__init__(config, place, num_blocks)
+        self._layout, self._served = layers.layout, served
         self._vocab_size = config.vocab_size
-        self._block_size = block_size
+        self._block_size = place.block_size
         self._inputs: list[_Input] = []
         with ExitStack() as stack:
             reader = TensorReader(layers, dtype, device, stack, layers.shapes)
-            for parts in (layers.manner.parts.of(n) for n in range(layers.num_layers)):
+            for parts in (layers.layout.parts.of(n) for n in range(layers.num_layers)):
                 self._inputs.append(
                     _Input(
                         reader.norm(parts.token_norm),
@@ -99,15 +89,15 @@ class MTPStep(TorchHead):
                 head=served.head,
                 head_weight=served.head_weight,
             )
-        rotary = RotaryTable(config, max_model_len, dtype=dtype, device=device)
+        rotary = RotaryTable(config, place.max_model_len, dtype=dtype, device=device)
         self._decoder = Decoder(config, own, rotary)
         # what each layer but the last gave by slot; one slot more stays zero
         self._given = torch.empty(
-            layers.num_layers - 1, num_blocks + 1, block_size, config.hidden_size,
+            layers.num_layers - 1, num_blocks + 1, place.block_size, config.hidden_size,
             dtype=dtype, device=device,
         )  # fmt: skip
         self._given[:, num_blocks] = 0
-        self._none = num_blocks * block_size
+        self._none = num_blocks * place.block_size
         # guesses of the rows whose logits were wanted last, and what each layer gave of these
         self._num_made = 0
         self._last: list[torch.Tensor] = []
@@ -127,7 +117,7 @@ class MTPStep(TorchHead):
         sampled: torch.Tensor,
     ) -> torch.Tensor:
         embedded, rotations = self._embedded(tokens, at), self._decoder.rotations(at)
-        known = self._served.norm(features) if self._manner.normed else features
+        known = self._served.norm(features) if self._layout.normed else features
         self._num_made, self._last = 1, []
         own, before = self._slots(batch) if len(self._inputs) > 1 else (None, None)
         for layer, kept in enumerate(self._given.flatten(1, 2)):
@@ -158,7 +148,7 @@ class MTPStep(TorchHead):
 
     def _embedded(self, tokens: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         embedded = torch.nn.functional.embedding(tokens, self._served.embedding)
-        if self._manner.masks_first:
+        if self._layout.masks_first:
             embedded = embedded.masked_fill((at == 0)[:, None], 0.0)
         return embedded
 
@@ -174,7 +164,7 @@ class MTPStep(TorchHead):
         dtype."""
         around = self._inputs[layer]
         both = [around.token_norm(embedded), around.hidden_norm(known)]
-        if self._manner.hidden_first:
+        if self._layout.hidden_first:
             both.reverse()
         x = around.projection(torch.cat(both, dim=-1)).float()
         x = self._decoder.add_layer(layer, x, rotations, self._attention, wanted)

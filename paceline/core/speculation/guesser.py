@@ -14,7 +14,7 @@ This module does not know steps, prices, or where guesses come from.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, compress, repeat
+from itertools import accumulate, repeat
 from operator import eq, mul
 from typing import Final
 
@@ -57,17 +57,19 @@ class Acceptance:
     def rate(self, source: str, match: int, first: bool) -> float:
         """Above 0 and below 1."""
         prior = _PRIOR if self._others is None else self._others.rate(source, match, first)
-        kind = source, min(match, _MOST_MATCH), first
-        hits, tries = self._counts.get(kind, (0.0, 0.0))
+        hits, tries = self._counts.get((source, min(match, _MOST_MATCH), first), (0.0, 0.0))
         return (hits + prior * _PRIOR_TRIES) / (tries + _PRIOR_TRIES)
 
-    def note(self, source: str, match: int, first: bool, right: bool) -> None:
+    def note(self, source: str, match: int, first: bool, *rights: bool) -> None:
+        """Guesses of a kind were right or not, in order."""
         kind = source, min(match, _MOST_MATCH), first
         hits, tries = self._counts.get(kind, (0.0, 0.0))
-        fade = 0.5 if tries >= self._most_tries else 1.0
-        self._counts[kind] = (hits + right) * fade, (tries + 1.0) * fade
+        for right in rights:
+            fade = 0.5 if tries >= self._most_tries else 1.0
+            hits, tries = (hits + right) * fade, (tries + 1.0) * fade
+        self._counts[kind] = hits, tries
         if self._others is not None:
-            self._others.note(source, match, first, right)
+            self._others.note(source, match, first, *rights)
 
     def note_place(self, hit: bool) -> None:
         """A token has come; ``hit``: it was the first that was guessed for its place."""
@@ -78,12 +80,11 @@ class Acceptance:
 
     def survivals(self, guess: Guess) -> list[float]:
         """How likely each of the guessed tokens is to be right, those before it too."""
-        count = len(guess.token_ids)
-        if guess.source == GRAMMAR:
-            return [1.0] * count
-        survival = self.rate(guess.source, guess.match, True) if count else 0.0
-        later = self.rate(guess.source, guess.match, False) if count > 1 else 0.0
-        return list(accumulate(repeat(later, count - 1), mul, initial=survival))[:count]
+        token_ids, match, source = guess
+        if not token_ids or source == GRAMMAR:
+            return [1.0] * len(token_ids)
+        first, later = self.rate(source, match, True), self.rate(source, match, False)
+        return list(accumulate(repeat(later, len(token_ids) - 1), mul, initial=first))
 
 
 class Guesser:
@@ -118,7 +119,7 @@ class Guesser:
         """Known tokens that the backend's draft model takes in before it guesses."""
         return max(0, len(self._tokens) - self._seen)
 
-    def learn(self, token_ids: Sequence[int], behind: int = 0, busy: bool = False) -> None:
+    def learn(self, token_ids: Sequence[int], behind: int, busy: bool) -> None:
         """What the backend's draft model has guessed where it was chosen, and how many known tokens
         it has to take in yet. Unless it was ``busy`` with such, none is as good as a wrong one."""
         self._chosen = Guess(token_ids, 0, MODEL)
@@ -140,22 +141,21 @@ class Guesser:
             self._judge()
         if new or not self._chosen.token_ids:
             self._propose(count)
-        chosen = self._chosen
-        return chosen._replace(token_ids=chosen.token_ids[:count])
+        token_ids, match, source = chosen = self._chosen
+        return chosen if len(token_ids) <= count else Guess(token_ids[:count], match, source)
 
     def _propose(self, count: int) -> None:
         tokens = self._tokens
         self._from = len(tokens)
-        self._guesses = [drafter.propose(tokens, count) for drafter in self._drafters]
+        guesses = [g for d in self._drafters if (g := d.propose(tokens, count)).token_ids]
         passed = len(tokens) - self._forced_from
         if 0 <= passed < len(self._forced):
             forced = self._forced[passed : passed + count]
             # what the grammar forbids is no guess, however long it is
-            agree = (all(map(eq, g.token_ids, forced)) for g in self._guesses)
-            self._guesses = list(compress(self._guesses, agree))
-            self._guesses.append(Guess(forced, 0, GRAMMAR))
-        worth = self._worth if len(self._guesses) > 1 else len
-        self._chosen = max(self._guesses, key=worth, default=NO_GUESS)
+            guesses = [guess for guess in guesses if all(map(eq, guess.token_ids, forced))]
+            guesses.append(Guess(forced, 0, GRAMMAR))
+        worth, self._guesses = self._worth if len(guesses) > 1 else len, guesses
+        self._chosen = max(guesses, key=worth, default=NO_GUESS)
 
     def _worth(self, guess: Guess) -> float:
         """Tokens that it is expected to bring; the draft model's count for less: they cost time."""
@@ -165,11 +165,13 @@ class Guesser:
     def _judge(self) -> None:
         known = self._tokens[self._from :]
         for token_ids, match, source in self._guesses:
-            for place, (guess, token) in enumerate(zip(token_ids, known, strict=False)):
-                if guess == UNMADE:
-                    break
-                right = guess == token
-                self.acceptance.note(source, match, not place, right)
-                if not right:
-                    break
-        self.acceptance.note_place(list(self._chosen.token_ids[:1]) == known[:1])
+            if not token_ids or token_ids[0] == UNMADE:
+                continue
+            rights = list(map(eq, token_ids, known))
+            # those behind a wrong one were guessed for another text
+            del rights[[*rights, False].index(False) + 1 :]
+            self.acceptance.note(source, match, True, rights[0])
+            if len(rights) > 1:
+                self.acceptance.note(source, match, False, *rights[1:])
+        chosen = self._chosen.token_ids
+        self.acceptance.note_place(len(chosen) > 0 and chosen[0] == known[0])

@@ -25,19 +25,19 @@ class NgramDrafter:
 
     def __init__(self, least: int, most: int) -> None:
         self._least, self._most = least, most
-        # the latest place where a token ends, and where a pair of them does
-        self._latest: dict[int | tuple[int, ...], int] = {}
+        # the latest place where a token ends, and where a pair does; the first one's begins with -1
+        self._latest: dict[int | tuple[int, int], int] = {}
         # by place, the place before it where the same pair ends; 0: there is none
         self._earlier = [0]
 
     def propose(self, tokens: Sequence[int], count: int) -> Guess:
         total, latest, earlier = len(tokens), self._latest, self._earlier
         for end in range(len(earlier), min(total, len(earlier) + _INDEXED)):
-            pair = tuple(tokens[end - 2 : end])
+            pair = tokens[end - 2] if end > 1 else -1, tokens[end - 1]
             earlier.append(latest.get(pair, 0))
-            latest[pair] = latest[tokens[end - 1]] = end
+            latest[pair] = latest[pair[1]] = end
         match = found = 0
-        place = latest.get(tuple(tokens[-2:]), 0) if self._most > 1 else 0
+        place = latest.get((tokens[-2], tokens[-1]), 0) if self._most > 1 < total else 0
         for _ in range(_LOOKED):
             if not place or match == self._most:
                 break
@@ -51,5 +51,8 @@ class NgramDrafter:
             match, found = 1, latest.get(tokens[-1], 0)
         if not found or match < self._least:
             return NO_GUESS
+        guesses = list(tokens[found : found + count])
         # a text that repeats itself is taken to go on doing so
-        return Guess([tokens[found + i % (total - found)] for i in range(count)], match)
+        while len(guesses) < count:
+            guesses += guesses[: count - len(guesses)]
+        return Guess(guesses, match)

@@ -15,14 +15,13 @@ This module does not know what is guessed, or by whom.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import zip_longest
-from typing import Final
+from typing import Final, NamedTuple, TypeAlias
 
 from paceline.core.request import Request
 
-__all__ = ["DraftChoice", "StepCosts"]
+__all__ = ["DraftChoice", "StepCosts", "Survivals", "likeliest_first"]
 
 # a guess is verified from so likely on, while it is not known what it costs
 _LIKELY: Final = 0.3
@@ -34,10 +33,22 @@ _UNLIKELY: Final = 0.1
 _MARGIN: Final = 0.125
 # rows and guesses of a step at most while it is not known what they cost
 _MOST_UNPRICED: Final = 16
+# by row, how likely each of its guesses is to be right, those before it too
+Survivals: TypeAlias = Sequence[Sequence[float]]
 
 
-@dataclass(frozen=True, slots=True)
-class StepCosts:
+def likeliest_first(survivals: Survivals, anyhow: Container[int]) -> list[tuple[float, int]]:
+    """(-likelihood, row) of the guesses that may be worth it; of rows ``anyhow`` of all."""
+    found = [
+        (-each, index)
+        for index, row in enumerate(survivals)
+        for each in row
+        if each >= _UNLIKELY or index in anyhow
+    ]
+    return sorted(found)
+
+
+class StepCosts(NamedTuple):
     """What is known of a step's time, in seconds."""
 
     # of the step without guesses; 0: nothing is known
@@ -77,42 +88,46 @@ class DraftChoice:
         # of one request alone nobody else pays for what is gained
         self._margin = 1.0 + _MARGIN * (len(requests) - 1)
         # seconds for each token of the rows whose requests aim at a mean time between tokens
-        self._paces = {
-            index: request.targets.tpot / late
-            for index, request in enumerate(requests)
-            if request.targets.tpot is not None
-        }
+        self._paces: dict[int, float] = {}
+        # seconds of a step after which one of the requests has too long a gap
+        self._longest = math.inf
+        for index, request in enumerate(requests):
+            targets = request.targets
+            if targets.tpot is not None:
+                self._paces[index] = targets.tpot / late
+            if targets.itl is not None:
+                self._longest = min(self._longest, targets.itl / late)
         # rows that do not keep theirs by themselves
         self.behind = {index for index, pace in self._paces.items() if costs.seconds > pace}
-        # seconds of a step after which one of the requests has too long a gap
-        gaps = [request.targets.itl for request in requests]
-        self._longest = min([gap / late for gap in gaps if gap is not None], default=math.inf)
         # guesses of each row, the tokens that each is expected to bring, and all together
         self.counts = [0] * len(requests)
         self._expected = [1.0] * len(requests)
         self.tokens = float(len(requests))
 
-    def take(self, survivals: Sequence[Sequence[float]]) -> None:
-        """Choose among guesses, given by row as how likely each is right, those before it too."""
+    def take(self, ranked: list[tuple[float, int]], survivals: Survivals) -> None:
+        """Choose among guesses, of which ``ranked`` are the ``likeliest_first``."""
         costs, counts, closed = self._costs, self.counts, set[int]()
+        # guesses so far, and the price after these
+        num_taken, (now, each_row) = 0, costs.price(len(counts))
         # of each pass, how many of its guesses are expected to be right
         shares = [
             sum(each for each in made if each >= _UNLIKELY)
-            for made in zip_longest(*(survivals[i] for i in costs.catching_up), fillvalue=0.0)
+            for made in zip_longest(*map(survivals.__getitem__, costs.catching_up), fillvalue=0.0)
         ]
-        for _, unlikely, index in self._likely(survivals):
+        if self.behind:
+            ranked = sorted(ranked, key=lambda guess: guess[1] not in self.behind)
+        for unlikely, index in ranked:
             if index in closed:
                 continue
             survival, place, by_model = -unlikely, counts[index], index in costs.catching_up
-            now, each_row = costs.price(len(counts) + sum(counts))
-            now += self._num_passes * costs.making
+            seconds = now + self._num_passes * costs.making
             making = costs.making if by_model and place >= self._num_passes else 0.0
             share = making * survival / max(survival, shares[place]) if making else 0.0
             share += costs.catching_up.get(index, 0.0) * (not place)
             if (
-                sum(counts) >= self._most
+                num_taken >= self._most
                 or (survival < _UNLIKELY and not self.tries)
-                or not self._is_worth(survival, index, now, each_row + share)
+                or not self._is_worth(survival, index, seconds, each_row + share)
                 or not self._fits(survival, index, each_row + making)
             ):
                 # those behind it in the row are of no use without it
@@ -123,15 +138,8 @@ class DraftChoice:
             self._expected[index] += survival
             counts[index] += 1
             self.tokens += survival
-
-    def _likely(self, survivals: Sequence[Sequence[float]]) -> list[tuple[bool, float, int]]:
-        """Guesses that may be worth it, likeliest first."""
-        return sorted(
-            (index not in self.behind, -each, index)
-            for index, row in enumerate(survivals)
-            for each in row
-            if each >= _UNLIKELY or (self.tries and index in self._costs.catching_up)
-        )
+            num_taken += 1
+            now, each_row = costs.price(len(counts) + num_taken)
 
     def _is_worth(self, survival: float, index: int, seconds: float, each_row: float) -> bool:
         worth = survival >= _LIKELY
@@ -148,8 +156,8 @@ class DraftChoice:
     def _fits(self, survival: float, index: int, each_row: float) -> bool:
         """Whether nobody who keeps a target loses it."""
         seconds = self._seconds + each_row
-        return seconds <= self._longest and all(
-            seconds <= pace * (self._expected[row] + (survival if row == index else 0.0))
-            for row, pace in self._paces.items()
-            if row not in self.behind
-        )
+        for row, pace in self._paces.items():
+            expected = self._expected[row] + (survival if row == index else 0.0)
+            if row not in self.behind and seconds > pace * expected:
+                return False
+        return seconds <= self._longest

@@ -11,6 +11,7 @@ This module does not know where guesses come from, or what becomes of their toke
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Final
 
 from paceline.core.outputs import Draft, ScheduledRow, SchedulerOutput, StepResult
@@ -22,7 +23,7 @@ from paceline.core.speculation.guesser import Acceptance, Guesser
 from paceline.core.speculation.ngram import NgramDrafter
 from paceline.core.speculation.prediction import PredictionDrafter
 from paceline.core.speculation.row_price import RowPrice
-from paceline.core.step.draft_choice import DraftChoice, StepCosts
+from paceline.core.step.draft_choice import DraftChoice, StepCosts, likeliest_first
 from paceline.core.step.limits import Step
 from paceline.core.step.state import SchedulerState
 
@@ -47,6 +48,8 @@ _TRIED: Final = 0.5
 _FORGETTING: Final = 0.99
 # known tokens that the draft model takes in in a step, from which on its time tells their price
 _MANY: Final = 32
+_TOKEN_IDS: Final = attrgetter("token_ids")
+_BEST_EFFORT: Final = attrgetter("best_effort")
 # share of tokens guessed from which on the next step is planned when the last one's tokens are
 # known: planning meanwhile saves less than what can be guessed then
 _WORTH_WAITING: Final = 0.1
@@ -92,11 +95,11 @@ class Drafts:
         if not requests or step.wide_tokens or not self._has_room(step):
             return ()
         guesses = [self._guesses(request) for request in requests]
-        counts = self._choose(step, guesses) if any(g.token_ids for g in guesses) else ()
+        counts = self._choose(step, guesses) if any(map(_TOKEN_IDS, guesses)) else ()
         self.awaits_tokens = not any(counts) and self._worth_waiting(step)
         drafts = []
         for index, count in enumerate(counts):
-            if not (count := self._with_blocks(requests[index], count)):
+            if not count or not (count := self._with_blocks(requests[index], count)):
                 continue
             self.awaits_tokens = True
             # where an earlier step's token is not known yet, what follows it cannot be guessed
@@ -116,7 +119,7 @@ class Drafts:
             len(self._running.requests) > _MOST_ROWS
             or len(self._waiting)
             or self._forks.by_parent
-            or any(request.best_effort for request in step.requests)
+            or any(map(_BEST_EFFORT, step.requests))
         )
 
     def forces(self, step: Step) -> tuple[int, ...]:
@@ -138,15 +141,29 @@ class Drafts:
         """A step is back, whose tokens the ``requests`` of its rows do not have yet: count what was
         computed of wrong guesses as not computed, so that the next row overwrites it."""
         self._told_at = now
+        num_guesses = self._settle(plan, requests, result) if plan.drafts else 0
+        planned_rows = len(plan.rows) + sum(len(token_ids) for _, token_ids, _ in plan.drafts)
+        if plan.num_tokens == planned_rows and result.elapsed > 0.0:
+            self._row_price.observe(len(plan.rows) + num_guesses, result.elapsed)
+        for index, token_ids in result.forced:
+            if (guesser := self._guesser(requests[index])) is not None:
+                guesser.force(requests[index].num_tokens + len(result.sampled[index]), token_ids)
+
+    def _settle(self, plan: SchedulerOutput, requests: list[Request], result: StepResult) -> int:
+        """``take_in`` of rows with guesses. Returns how many of these were verified."""
         made, num_guesses, busy = dict(result.made), 0, sum(result.caught_up) >= _MANY
         caught_up = dict(zip(made, result.caught_up, strict=False))
         behind = dict(zip(made, result.behind, strict=False))
         for index, planned, source in plan.drafts:
             request, sampled = requests[index], result.sampled[index]
             token_ids = planned if source != MODEL else made.get(index, ())
-            if source == MODEL:
-                entered, left = caught_up.get(index, 0), behind.get(index, 0)
-                self._taken_in(request, token_ids, entered, left, busy)
+            if source == MODEL and (guesser := request.guesser) is not None:
+                left = behind.get(index, 0)
+                # it guesses without having seen so many
+                passed = guesser.num_unseen - caught_up.get(index, 0) - left
+                if passed >= _MANY and (token_ids or left):
+                    self._most_seen = max(self._most_seen, request.num_tokens - passed)
+                guesser.learn(token_ids, left, busy)
             num_guesses += len(token_ids)
             right = max(0, len(sampled) - 1)
             if token_ids:
@@ -161,28 +178,9 @@ class Drafts:
                 request.num_computed_tokens -= len(planned) - right
                 request.num_draft_tokens = 0
         self._num_lengthened += bool(num_guesses or made)
-        planned_rows = len(plan.rows) + sum(len(draft.token_ids) for draft in plan.drafts)
-        if plan.num_tokens == planned_rows and result.elapsed > 0.0:
-            self._row_price.observe(len(plan.rows) + num_guesses, result.elapsed)
         if made:
             self._learn_making(max(map(len, made.values())), result)
-        for index, token_ids in result.forced:
-            if (guesser := self._guesser(requests[index])) is not None:
-                guesser.force(requests[index].num_tokens + len(result.sampled[index]), token_ids)
-
-    def _taken_in(
-        self, request: Request, made: Sequence[int], entered: int, left: int, busy: bool
-    ) -> None:
-        """A draft model took in ``entered`` tokens, and has not seen the last ``left``."""
-        if request.guesser is not None:
-            if made or left:
-                self._note_passed(request, request.guesser.num_unseen - entered - left)
-            request.guesser.learn(made, left, busy)
-
-    def _note_passed(self, request: Request, passed: int) -> None:
-        """A model guesses without having seen so many of the request's tokens."""
-        if passed >= _MANY:
-            self._most_seen = max(self._most_seen, request.num_tokens - passed)
+        return num_guesses
 
     def _learn_making(self, passes: int, result: StepResult) -> None:
         """The backend's model took some time for so many passes, and to take in known tokens."""
@@ -211,7 +209,7 @@ class Drafts:
         most = min(self._settings.num_tokens, _room(request), request.asked.max_draft_tokens)
         if most <= 0 or request.shares_tail:
             return NO_GUESS
-        guesser = self._guesser(request)
+        guesser = request.guesser or self._guesser(request)
         known = request.num_prompt_tokens, request.output_token_ids
         return NO_GUESS if guesser is None else guesser.guess(*known, most)
 
@@ -248,36 +246,35 @@ class Drafts:
             return ()
         self._num_steps += 1
         known = model.ready and self._num_lengthened >= _UNPRICED
-        survivals: list[list[float]] = [[] for _ in requests]
+        due, plain = self._num_steps >= self._try_at, self._price(len(requests))[0]
+        survivals: list[Sequence[float]] = [()] * len(requests)
         catching_up: dict[int, float] = {}
         for index, guess in enumerate(guesses):
-            if (guesser := (request := requests[index]).guesser) is None:
+            if not guess.token_ids or (guesser := (request := requests[index]).guesser) is None:
                 continue
             survivals[index] = guesser.acceptance.survivals(guess)
             if guess.source == MODEL:
                 left = max(1, self._work.output_tokens(request) - request.num_output_tokens)
                 catching_up[index] = self._unseen(guesser) * self._token_seconds / left
-        costs = self._costs(step, catching_up, known)
-        due = self._num_steps >= self._try_at
+        if not (ranked := likeliest_first(survivals, catching_up if due else ())):
+            self._tried = False
+            return ()
+        costs = StepCosts(
+            making=self._pass_seconds,
+            catching_up=catching_up,
+            seconds=model.predict(step.shape) if model.ready else 0.0,
+            late=max(1.0, model.quantile(LATE_QUANTILE)),
+            price=self._price,
+            known=known,
+        )
         choice = DraftChoice(requests, costs, most=step.budget, tries=due)
-        choice.take(survivals)
-        self._tried = due and not choice.tries
-        gained, plain = choice.tokens - len(requests), self._price(len(requests))[0]
+        choice.take(ranked, survivals)
+        self._tried = due != choice.tries
+        gained = choice.tokens - len(requests)
         if known and not choice.behind and gained * plain <= len(requests) * self._bubble:
             # waiting for the tokens that follow takes longer than all of them would
             return ()
         return choice.counts
-
-    def _costs(self, step: Step, catching_up: dict[int, float], known: bool) -> StepCosts:
-        model = self._step_time
-        return StepCosts(
-            making=self._pass_seconds,
-            catching_up=catching_up,
-            seconds=model.predict(step.shape) if model.ready else 0.0,
-            late=max(1.0, model.quantile(LATE_QUANTILE)) if model.ready else 1.0,
-            price=self._price,
-            known=known,
-        )
 
     def _note_bubble(self, requests: Sequence[Request], now: float) -> None:
         """Learn from a plan that waited for tokens; what is not tried is forgotten, to be tried
@@ -322,9 +319,8 @@ class Drafts:
         extension = self._kv.extend(request, count)
         assert extension is not None and extension.copy is None, "the blocks were counted"
         request_id, start, num_tokens, block_ids, samples = step.rows[index]
-        step.rows[index] = ScheduledRow(
-            request_id, start, num_tokens + count, block_ids + extension.new_block_ids, samples
-        )
+        block_ids += extension.new_block_ids
+        step.rows[index] = ScheduledRow(request_id, start, num_tokens + count, block_ids, samples)
         request.num_computed_tokens += count
         request.num_draft_tokens = count
         # they cost what rows of one token do, but for the keys, which a row reads once
@@ -339,8 +335,8 @@ def _room(request: Request) -> int:
 def _until_end(request: Request, token_ids: Sequence[int]) -> int:
     """A row's tokens up to the one that ends the output: the others are not part of it."""
     least = request.asked.sampling.min_tokens - request.num_output_tokens
-    ends = (n for n, t in enumerate(token_ids, 1) if n >= least and t in request.stop_ids)
-    return next(ends, len(token_ids))
+    ends = [n for n, t in enumerate(token_ids, 1) if n >= least and t in request.stop_ids]
+    return ends[0] if ends else len(token_ids)
 
 
 def _mean(mean: float, newest: float, share: float) -> float:

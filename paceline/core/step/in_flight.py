@@ -97,8 +97,8 @@ class StepsInFlight:
         """The oldest step's result is in: learn from it, and return whose rows they were."""
         step_id, requests, shape, _, making = self._steps.popleft()
         assert step_id == plan.step_id == result.step_id, "results must come in plan order"
-        planned = sum(len(draft.token_ids) for draft in plan.drafts if draft.source == MODEL)
-        if unmade := planned - sum(len(token_ids) for _, token_ids in result.made):
+        planned = [len(token_ids) for _, token_ids, source in plan.drafts if source == MODEL]
+        if planned and (unmade := sum(planned) - sum(len(ids) for _, ids in result.made)):
             # what was not made did not run
             shape = shape._replace(narrow_rows=shape.narrow_rows - unmade)
         self.num_prefill_tokens += shape.wide_tokens

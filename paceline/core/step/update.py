@@ -167,11 +167,10 @@ def update_of(
 
 def _timeline_of(request: Request) -> Timeline:
     history = request.history
-    return Timeline(
-        waited=tuple(filter(_SECONDS, zip(REASONS, history.waits, strict=False))),
-        num_chunks=history.num_chunks, num_preemptions=request.num_preemptions,
-        num_recomputed_tokens=history.num_recomputed_tokens,
-        num_swapped_tokens=history.num_restored_tokens,
-        relegated=history.demoted, predicted_ttft=history.predicted_ttft,
-        drafts=tuple((source, *counts) for source, counts in history.drafts.items()),
+    waited = tuple(filter(_SECONDS, zip(REASONS, history.waits, strict=False)))
+    drafts = tuple([(source, *counts) for source, counts in history.drafts.items()])
+    story = (
+        waited, history.num_chunks, request.num_preemptions, history.num_recomputed_tokens,
+        history.num_restored_tokens, history.demoted, history.predicted_ttft, drafts,
     )  # fmt: skip
+    return _new(Timeline, story)

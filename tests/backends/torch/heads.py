@@ -7,11 +7,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from paceline.backends import head_drafting
 from paceline.backends.drafting import DraftRow
@@ -87,6 +88,25 @@ def play(
         )
         engine.check_integrity()
     return seen
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    """Of tokens that end no output."""
+    random = Random(3)
+    return [[random.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
+
+
+def rewrite(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor | None]) -> None:
+    """Change a stored config, and tensors; None: it has none of that name."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    # copies: the file that they may be mapped from is about to be replaced
+    stored = {n: each.clone() for n, each in load_file(folder / "model.safetensors").items()}
+    for name, tensor in tensors.items():
+        stored.pop(name, None)
+        if tensor is not None:
+            stored[name] = tensor
+    save_file(stored, folder / "model.safetensors")
 
 
 def save_eagle3(

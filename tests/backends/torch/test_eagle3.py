@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from paceline.backends.load import load_backend
 from paceline.backends.settings import BackendSettings
 from paceline.checkpoints.eagle3 import Eagle3Head, is_eagle3
 from paceline.core.errors import CheckpointError, ConfigError
-from tests.backends.torch.heads import play, reference_guesses, save_eagle3
+from tests.backends.torch.heads import play, prompts_of, reference_guesses, rewrite, save_eagle3
 from tests.backends.torch.models import VOCAB, save_model
 
 HIDDEN = 48
@@ -53,12 +51,10 @@ def test_guesses_are_those_of_the_published_layer(
     model = save_model(tmp_path / "served", "llama")
     tensors = save_eagle3(tmp_path / "head", served_hidden=HIDDEN, **head)
     assert is_eagle3(tmp_path / "head") and not is_eagle3(tmp_path / "served")
-    random = Random(3)
-    prompts = [[random.randrange(3, VOCAB) for _ in range(length)] for length in (5, 40, 23)]
     seen = _play(
         tmp_path / "served",
         tmp_path / "head",
-        prompts,
+        prompts_of(5, 40, 23),
         monkeypatch,
         max_num_batched_tokens=16,
         max_num_seqs=8,
@@ -90,18 +86,6 @@ def test_a_prefix_that_is_found_is_seen_too(
         assert guesses == reference_guesses(model, tensors, known, len(guesses), layers=(2, 1, 0))
 
 
-def _changed(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor | None]) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    # copies: the file that they may be mapped from is about to be replaced
-    stored = {n: each.clone() for n, each in load_file(folder / "model.safetensors").items()}
-    for name, tensor in tensors.items():
-        stored.pop(name, None)
-        if tensor is not None:
-            stored[name] = tensor
-    save_file(stored, folder / "model.safetensors")
-
-
 @pytest.mark.parametrize(
     ("config", "tensors", "said"),
     [
@@ -121,7 +105,7 @@ def test_malformed_heads_are_refused(
     tmp_path: Path, config: dict[str, Any], tensors: dict[str, Any], said: str
 ) -> None:
     save_eagle3(tmp_path, served_hidden=HIDDEN)
-    _changed(tmp_path, config, tensors)
+    rewrite(tmp_path, config, tensors)
     with pytest.raises(CheckpointError, match=said):
         Eagle3Head(tmp_path)
 

@@ -3,20 +3,18 @@ the reason."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from paceline.backends.load import load_backend
 from paceline.backends.settings import BackendSettings
 from paceline.backends.steps import AttentionBatch
+from paceline.backends.torch.head import HeadPlace
 from paceline.backends.torch.mtp import MTPStep
 from paceline.backends.torch.weights import load_weights
 from paceline.checkpoints.base import open_checkpoint
@@ -24,19 +22,14 @@ from paceline.checkpoints.hf import HFCheckpoint
 from paceline.checkpoints.mtp import MTPLayers
 from paceline.core.errors import ConfigError
 from tests.backends.gguf_files import write_gguf
-from tests.backends.torch.further import FurtherModel, save_further
-from tests.backends.torch.heads import Guessed, play
-from tests.backends.torch.models import VOCAB, make_model, save_model
+from tests.backends.torch.heads import Guessed, play, prompts_of, rewrite
+from tests.backends.torch.models import make_model, save_model
+from tests.backends.torch.mtp_models import MTPModel, save_mtp_model
 
 CONFIG = {"method": "mtp", "num_speculative_tokens": 4}
 
 
-def _prompts(*lengths: int) -> list[list[int]]:
-    random = Random(3)
-    return [[random.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
-
-
-def _check(model: FurtherModel, seen: Sequence[Guessed]) -> None:
+def _check(model: MTPModel, seen: Sequence[Guessed]) -> None:
     """Guesses and their logits are those of the plain computation, from the first position on."""
     for each in seen:
         for place, (logits, guess) in enumerate(zip(each.logits, each.guesses, strict=True)):
@@ -53,13 +46,13 @@ def _check(model: FurtherModel, seen: Sequence[Guessed]) -> None:
 def test_guesses_are_those_of_the_published_layers(
     tmp_path: Path, name: str, count: int, block_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = save_further(tmp_path, name, count=count)
+    model = save_mtp_model(tmp_path, name, count=count)
     seen = play(
         tmp_path,
         CONFIG,
-        _prompts(5, 40, 23),
+        prompts_of(5, 40, 23),
         monkeypatch,
-        {"draft_layers": True, "block_size": block_size},
+        {"draft_mtp": True, "block_size": block_size},
         max_num_batched_tokens=16,
         max_num_seqs=8,
     )
@@ -72,14 +65,14 @@ def test_guesses_are_those_of_the_published_layers(
 def test_a_prefix_that_is_found_is_seen_too(
     tmp_path: Path, name: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = save_further(tmp_path, name, count=count)
+    model = save_mtp_model(tmp_path, name, count=count)
     prompt = [7, 9, 4] * 15
     seen = play(
         tmp_path,
         CONFIG,
         [prompt, [*prompt, 5, 6]],
         monkeypatch,
-        {"draft_layers": True},
+        {"draft_mtp": True},
         max_num_seqs=1,
     )
     assert len(seen) > 10
@@ -87,18 +80,15 @@ def test_a_prefix_that_is_found_is_seen_too(
 
 
 def test_what_layers_gave_is_copied_with_a_block(tmp_path: Path) -> None:
-    save_further(tmp_path, "mimo", count=2)
+    save_mtp_model(tmp_path, "mimo", count=2)
     checkpoint, cpu = open_checkpoint(tmp_path), torch.device("cpu")
     assert isinstance(checkpoint, HFCheckpoint)
     with torch.inference_mode():
         head = MTPStep(
             MTPLayers(checkpoint),
             load_weights(checkpoint, dtype=torch.float32, device=cpu),
+            HeadPlace(block_size=4, max_model_len=64, dtype=torch.float32, device=cpu),
             num_blocks=8,
-            block_size=4,
-            max_model_len=64,
-            dtype=torch.float32,
-            device=cpu,
         )
         features = torch.randn(7, 96)
 
@@ -130,7 +120,7 @@ def test_what_layers_gave_is_copied_with_a_block(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mimo", "qwen3", "qwen3-moe"])
 def test_a_model_is_the_same_with_such_layers_and_without(tmp_path: Path, name: str) -> None:
-    save_further(tmp_path / "with", name, count=2)
+    save_mtp_model(tmp_path / "with", name, count=2)
     with_layers = open_checkpoint(tmp_path / "with")
     save_model(tmp_path / "without", {"mimo": "qwen2"}.get(name, name))
     without = open_checkpoint(tmp_path / "without")
@@ -141,30 +131,18 @@ def test_a_model_is_the_same_with_such_layers_and_without(tmp_path: Path, name: 
 
 
 def test_layers_that_are_not_asked_for_are_in_no_model_s_way(tmp_path: Path) -> None:
-    """Even beside a model whose manner of them is not known."""
+    """Even beside a model whose layout of them is not known."""
     model = make_model("llama")
     model.save_pretrained(tmp_path)
-    _changed(tmp_path, {}, {"mtp.layers.0.input_layernorm.weight": torch.zeros(48)})
-    _load(tmp_path, draft_layers=False)
+    rewrite(tmp_path, {}, {"mtp.layers.0.input_layernorm.weight": torch.zeros(48)})
+    _load(tmp_path, draft_mtp=False)
     with pytest.raises(ConfigError, match=r"beside mimo, qwen3, qwen3_moe.* is a llama, .* 1 tens"):
         _load(tmp_path)
 
 
 def _load(folder: Path, **settings: Any) -> None:
-    chosen = {"compute": "torch", "dtype": "float32", "num_blocks": 8, "draft_layers": True}
+    chosen = {"compute": "torch", "dtype": "float32", "num_blocks": 8, "draft_mtp": True}
     load_backend(folder, BackendSettings(device="cpu", **(chosen | settings))).close()
-
-
-def _changed(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor | None]) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    # copies: the file that they may be mapped from is about to be replaced
-    stored = {n: each.clone() for n, each in load_file(folder / "model.safetensors").items()}
-    for name, tensor in tensors.items():
-        stored.pop(name, None)
-        if tensor is not None:
-            stored[name] = tensor
-    save_file(stored, folder / "model.safetensors")
 
 
 MIMO = "model.mtp_layers.0."
@@ -208,19 +186,19 @@ MIMO = "model.mtp_layers.0."
 def test_malformed_layers_are_refused(
     tmp_path: Path, name: str, config: dict[str, Any], tensors: dict[str, Any], said: str
 ) -> None:
-    save_further(tmp_path, name)
-    _changed(tmp_path, config, tensors)
+    save_mtp_model(tmp_path, name)
+    rewrite(tmp_path, config, tensors)
     with pytest.raises(ConfigError, match=said):
         _load(tmp_path)
     # who does not ask for them is not told
-    _load(tmp_path, draft_layers=False)
+    _load(tmp_path, draft_mtp=False)
 
 
 def test_what_cannot_guess_is_refused_with_the_reason(tmp_path: Path) -> None:
     save_model(tmp_path / "plain", "qwen3")
     with pytest.raises(ConfigError, match=r"plain has no layers for further tokens \(mtp.layers."):
         _load(tmp_path / "plain")
-    _changed(tmp_path / "plain", {"mtp_num_hidden_layers": 1}, {})
+    rewrite(tmp_path / "plain", {"mtp_num_hidden_layers": 1}, {})
     with pytest.raises(ConfigError, match=r"though its config.json names 1"):
         _load(tmp_path / "plain")
     save_model(tmp_path / "llama", "llama")
@@ -236,17 +214,17 @@ def test_the_native_path_is_refused(tmp_path: Path) -> None:
 
     if unavailable_reason() is not None:
         pytest.skip(str(unavailable_reason()))
-    save_further(tmp_path, "mimo", hidden_size=96)
+    save_mtp_model(tmp_path, "mimo", hidden_size=96)
     with pytest.raises(ConfigError, match="serve with --compute torch, or have tokens guessed by"):
         _load(tmp_path, compute="native")
 
 
 def test_memory_of_layers_is_counted(tmp_path: Path) -> None:
-    save_further(tmp_path, "mimo", count=3)
+    save_mtp_model(tmp_path, "mimo", count=3)
     sizes = {}
     for drafts in (False, True):
         settings = BackendSettings(
-            device="cpu", compute="torch", dtype="float32", num_blocks=8, draft_layers=drafts
+            device="cpu", compute="torch", dtype="float32", num_blocks=8, draft_mtp=drafts
         )
         backend = load_backend(tmp_path, settings)
         sizes[drafts] = backend.info.block_bytes

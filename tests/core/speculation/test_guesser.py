@@ -118,11 +118,11 @@ def test_a_model_is_judged_by_what_it_made_and_only_then() -> None:
     # what it was not asked for is no miss
     assert [likely(length) for length in range(2, 9)][-1] == first
     for length in range(8, 32, 3):
-        guesser.learn(tuple(answer[length : length + 3]))
+        guesser.learn(tuple(answer[length : length + 3]), 0, False)
         right = likely(length + 3)
     assert right[0] > 0.8 and right[2] > 0.6
     for length in range(32, 56):
-        guesser.learn((answer[length] + 1, 0))
+        guesser.learn((answer[length] + 1, 0), 0, False)
         wrong = likely(length + 1)
     assert wrong[0] < 0.3
     # it had not caught up
@@ -139,7 +139,7 @@ def test_what_a_model_has_not_seen_is_counted() -> None:
     guesser.learn((), len(PROMPT) + 4, True)
     guesser.guess(len(PROMPT), answer[:21], 3)
     assert guesser.num_unseen == len(PROMPT) + 5
-    guesser.learn((1, 2))
+    guesser.learn((1, 2), 0, False)
     guesser.guess(len(PROMPT), answer[:23], 3)
     assert guesser.num_unseen == 2
 

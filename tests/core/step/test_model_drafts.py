@@ -15,7 +15,7 @@ from paceline.core.outputs import ScheduledRow, SchedulerOutput, StepResult
 from paceline.core.predict.step_time import StepShape
 from paceline.core.slo import NO_SLO, Slo
 from paceline.core.speculation.guess import MODEL, NGRAM, UNMADE
-from paceline.core.step.draft_choice import DraftChoice, StepCosts
+from paceline.core.step.draft_choice import DraftChoice, StepCosts, likeliest_first
 from tests.driving import Driver, ask, make_request
 
 VOCAB = 97
@@ -295,7 +295,7 @@ def _chosen(*survivals: Sequence[float], slo: Slo = NO_SLO) -> list[int]:
         known=True,
     )
     choice = DraftChoice(requests, costs, most=100, tries=False)
-    choice.take(survivals)
+    choice.take(likeliest_first(survivals, ()), survivals)
     return choice.counts
 
 

@@ -21,7 +21,7 @@ MODELS: Final = {"mimo": "qwen2", "qwen3": "qwen3", "qwen3-moe": "qwen3-moe"}
 
 
 @dataclass(frozen=True)
-class FurtherModel:
+class MTPModel:
     name: str
     served: Any
     # as many layers, whose own embeddings and head are not used
@@ -83,7 +83,7 @@ def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
 
 
-def save_further(folder: Path, name: str, *, count: int = 1, **changes: Any) -> FurtherModel:
+def save_mtp_model(folder: Path, name: str, *, count: int = 1, **changes: Any) -> MTPModel:
     """Write a model with so many layers for further tokens."""
     served = save_model(folder, MODELS[name], **changes)
     layers = make_model(MODELS[name], **(changes | {"num_hidden_layers": count}))
@@ -121,4 +121,4 @@ def save_further(folder: Path, name: str, *, count: int = 1, **changes: Any) -> 
             tensors[f"mtp.{part}.weight"] = tensor
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / _FILE)
-    return FurtherModel(name, served, layers, every)
+    return MTPModel(name, served, layers, every)
