@@ -8,6 +8,17 @@
 
 namespace PL_NAMESPACE {
 
+// Soft-capped scores in place, times the queries' scales where there are any. Nothing is masked yet, so what will be
+// stays so. Out of line: few models come here, and the others' loops are as they were.
+static __attribute__((noinline)) void cap_scores(const AttendArgs& a, int tiles, const float* scale,
+                                                 float (*s)[kChunkKeys]) {
+  const vf cap = set1(a.softcap), factor = set1(kSoftCapFactor / a.softcap);
+  for (int r = 0; r < a.rows; ++r) {
+    const vf times = set1(scale ? scale[r] : 1.0f);
+    for (int t = 0; t < tiles; ++t) store(s[r] + t * kTile, soft_cap(mul(load(s[r] + t * kTile), times), cap, factor));
+  }
+}
+
 // The largest visible score of a row in the chunk; invisible ones are overwritten.
 PL_INLINE float largest_score(const AttendArgs& a, const Chunk& c, int r, float* s) {
   const int first = a.first[r] - c.first_key, limit = a.limit[r] - c.first_key;
@@ -96,6 +107,7 @@ static void attend_rows(const AttendArgs& a) {
       }
     }
     scores<D, R>(a, c, s);
+    if (a.softcap > 0) cap_scores(a, c.tiles, nullptr, s);
     // one loop after the other: a row waits for its largest score, and others can go on
     for (int r = 0; r < R; ++r) here[r] = largest_score(a, c, r, s[r]);
     for (int r = 0; r < R; ++r) soften<D>(a, c, r, s[r], here[r], &top[r], &sum[r]);

@@ -18,13 +18,13 @@ PL_INLINE vf most_of(vf x) {
 }
 
 // Softmax of one row's scores over the chunk, keeping the running maximum and the sums of 16 lanes.
-// Probabilities relative to `here`, the chunk's own maximum, times the scales of the values stay in s.
-// Returns what they count for relative to the running maximum; what was accumulated is rescaled.
-// `most` receives the largest product, see most_of.
-PL_INLINE float soften_i8(const AttendArgs& a, const ChunkI8& c, int r, float* s, float here, float* top, float* sums,
-                          float* most) {
+// `unit`: what scores in s are multiples of. Probabilities relative to `here`, the chunk's own maximum, times the
+// scales of the values stay in s. Returns what they count for relative to the running maximum; what was accumulated
+// is rescaled. `most` receives the largest product, see most_of.
+PL_INLINE float soften_i8(const AttendArgs& a, const ChunkI8& c, int r, float unit, float* s, float here, float* top,
+                          float* sums, float* most) {
   const int first = a.first[r] - c.tiles.first_key, limit = a.limit[r] - c.tiles.first_key;
-  const vf times = set1(a.q_scale[r]), shift = set1(-here);
+  const vf times = set1(unit), shift = set1(-here);
   vf total = zero(), high = zero();
   for (int t = 0; t < c.tiles.tiles; ++t) {
     vf x = exp2_down(fma(load(s + t * kTile), times, shift));
@@ -80,10 +80,11 @@ static void attend_rows_i8(const AttendArgs& a) {
   alignas(64) float s[R][kChunkKeys];
   alignas(64) uint8_t bytes[R][kChunkKeys];
   alignas(64) float sums[R][16];
-  float top[R], here[R], most[R], share[R];
+  float top[R], here[R], most[R], share[R], unit[R];
   int32_t start[R];
   for (int r = 0; r < R; ++r) {
     top[r] = kMasked;
+    unit[r] = a.softcap > 0 ? 1.0f : a.q_scale[r];
     store(sums[r], zero());
     int total = 0;
     for (int d = 0; d < a.head_dim; ++d) total += reinterpret_cast<const int8_t*>(a.q)[r * a.q_stride + d];
@@ -100,10 +101,11 @@ static void attend_rows_i8(const AttendArgs& a) {
       if (R <= 6) prefetch(c.k_scale[t]), prefetch(c.k_scale[t] + kTile);
     }
     scores_i8<R>(a, c, start, s);
+    if (a.softcap > 0) cap_scores(a, c.tiles.tiles, a.q_scale, s);
     for (int t = 0; t < c.tiles.tiles; ++t)
       store(c.v_scale + t * kTile, keep(load(c.k_scale[t] + kTile), 0, a.key_end - key - t * kTile, 0.0f));
-    for (int r = 0; r < R; ++r) here[r] = largest_score(a, c.tiles, r, s[r]) * a.q_scale[r];
-    for (int r = 0; r < R; ++r) share[r] = soften_i8(a, c, r, s[r], here[r], &top[r], sums[r], &most[r]);
+    for (int r = 0; r < R; ++r) here[r] = largest_score(a, c.tiles, r, s[r]) * unit[r];
+    for (int r = 0; r < R; ++r) share[r] = soften_i8(a, c, r, unit[r], s[r], here[r], &top[r], sums[r], &most[r]);
     for (int r = 0; r < R; ++r) {
       to_steps(c, s[r], most[r], bytes[r]);
       share[r] *= most[r] / 254.0f;

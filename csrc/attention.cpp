@@ -125,6 +125,7 @@ void Model::attend(int member, const PacelineStep& step, const Layer& layer, boo
     args.tiles_per_block = int(c.block_size / kTile);
     args.table = tables_of(step, layer) + item.sequence * step.table_width;
     args.rows = item.rows;
+    args.softcap = kLog2e * c.attention_softcap;
     int32_t first[kMaxRows], limit[kMaxRows];
     float* outs[kMaxRows];
     for (int r = 0; r < item.rows; ++r) {

@@ -329,7 +329,11 @@ void Model::run_step(const PacelineStep& step, int member) {
   float* logits = (step.logits ? step.logits : reinterpret_cast<float*>(logits_.data())) + share.begin * c.vocab;
   multiply(member, share, head_, nullptr, 0, Epilogue::kStore, logits, c.vocab, false);
   each_row(member, share, [&](int64_t r) {
-    step.likeliest[share.begin + r] = kernels_->likeliest(logits + r * c.vocab, c.vocab);
+    float* row = logits + r * c.vocab;
+    // capped before the likeliest is sought: of those that the cap makes equal it is the first, as it is to
+    // whoever chooses from the logits themselves, and to screening
+    if (c.logits_softcap > 0) kernels_->cap_logits(row, c.vocab, c.logits_softcap);
+    step.likeliest[share.begin + r] = kernels_->likeliest(row, c.vocab);
   });
   mark(member, kHead);
 }

@@ -174,6 +174,7 @@ static const Kernels table = {
     store_kv,
     {attend<DotF32>, attend<DotBF16>, attend_i8},
     likeliest,
+    cap_logits,
     merge_part,
     finish_parts,
     first_largest,

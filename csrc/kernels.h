@@ -128,6 +128,8 @@ struct AttendArgs {
   float* out[kMaxRows] = {};
   // outputs are left unnormalised and followed by their maximum score and sum, for merge_part
   bool split = false;
+  // in the units of scores, which become softcap * tanh(score / softcap); 0: they stay
+  float softcap = 0;
   // keys considered at all: whole tiles [key_begin, key_end), from an even one on
   int key_begin = 0;
   int key_end = 0;
@@ -174,6 +176,8 @@ struct Kernels {
   void (*attend[3])(const AttendArgs& args);
   // the first of the largest of n floats, n >= 1; -1 if one of them is infinite or NaN
   int32_t (*likeliest)(const float* x, int64_t n);
+  // n floats become cap * tanh(x / cap), with a relative error below 5e-7; those that are not finite become NaN
+  void (*cap_logits)(float* x, int64_t n, float cap);
   // what `attend` left split: adds rows, `stride` floats apart, to others, and the outputs of one at the end
   void (*merge_part)(const float* part, int rows, int64_t stride, int head_dim, float* into);
   void (*finish_parts)(const float* from, int head_dim, float* out);

@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 /* changes whenever a struct or a signature below does */
-#define PACELINE_ABI 17
+#define PACELINE_ABI 18
 
 typedef enum {
   PL_EMBEDDING = 0, PL_FINAL_NORM, PL_HEAD,
@@ -51,6 +51,7 @@ typedef struct {
   float embedding_scale;
   float attention_scale; /* 0: 1 / sqrt(head_dim) */
   float swiglu_limit;    /* of the clamped SwiGLU */
+  float attention_softcap, logits_softcap; /* 1e-6 to 1e6: x becomes cap * tanh(x / cap); 0: it stays */
   const uint8_t* ropes;   /* [layers] 0 not rotated, else 1 and the number of the layer's tables */
   const uint8_t* sliding; /* [layers], nonzero where the window applies; may be null */
   const uint8_t* dense;   /* [layers], nonzero where a model with experts has one MLP; may be null */
@@ -70,7 +71,7 @@ typedef struct {
   /* the same of window blocks; what a window does not reach is not read. Null where there are none */
   const int32_t* window_tables;
   const int32_t* sample_rows; /* [sampled], ascending token rows */
-  float* logits;              /* [sampled, vocab]; null where only `likeliest` is wanted, which takes less */
+  float* logits;              /* [sampled, vocab], capped; null where only `likeliest` is wanted, which takes less */
   /* [sampled] first of the largest logits, -1 where one is not finite. Without `logits`, and with `screens`, it
    * is found by screening, which can miss it if one is more than 6 standard deviations off. */
   int32_t* likeliest;

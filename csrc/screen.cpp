@@ -14,6 +14,10 @@
 // but random, and activations like them add up all they leave out. So lower halves are counted when the
 // head is packed, and panels with a row whose counts are not those of random numbers are always computed
 // in full.
+//
+// Where logits are soft-capped, the token is the one that capped logits have: the first of those that are equal to the
+// last bit, as logits far above the cap are. So panels are compared by what the cap makes of their logits and limits,
+// and all of those are computed that could reach the largest or be equal to it.
 #include <algorithm>
 #include <atomic>
 #include <cfloat>
@@ -32,6 +36,8 @@ constexpr float kGroupDeviations = 8.0f;
 static_assert(kActGroup == 64);
 // panels computed in full before the whole product takes less
 constexpr int64_t kMostPanels = 128;
+// capped logits are this much beside the cap's own curve at most, so a larger one may come out below a smaller one
+constexpr float kCapError = 5e-7f;
 // smaller vocabularies are not worth a second pass
 constexpr int64_t kLeastVocab = 1024;
 // panels with unusual rows, computed in full each time, before screening is not worth its while
@@ -166,7 +172,9 @@ void Model::choose(int member, const Share& share, const PacelineStep& step) {
     if (member == 0) ++choices_[settled_[size_t(row)] ? kSettled : kTooMany];
     if (settled_[size_t(row)]) continue;
     team_.each(member, panels, grain, [&](int64_t panel) { kernels_->gemm[int(Weights::kI8)](head, row, row + 1, panel); });
-    if (member == 0) step.likeliest[row] = kernels_->likeliest(logits + row * vocab, vocab);
+    if (member != 0) continue;
+    if (config_.logits_softcap > 0) kernels_->cap_logits(logits + row * vocab, vocab, config_.logits_softcap);
+    step.likeliest[row] = kernels_->likeliest(logits + row * vocab, vocab);
   }
 }
 
@@ -174,7 +182,8 @@ void Model::choose(int member, const Share& share, const PacelineStep& step) {
 bool Model::settle(int member, const GemmArgs& head, int64_t row, int32_t* likeliest) {
   const int64_t vocab = config_.vocab, columns = config_.hidden, groups = columns / kActGroup;
   const float* screened = reinterpret_cast<const float*>(screened_.data()) + row * vocab;
-  const float* exact = static_cast<const float*>(head.out) + row * vocab;
+  float* exact = static_cast<float*>(head.out) + row * vocab;
+  const float cap = config_.logits_softcap;
   const int32_t first = kernels_->likeliest(screened, vocab);
   *likeliest = first;
   if (first < 0) return true;
@@ -196,8 +205,9 @@ bool Model::settle(int member, const GemmArgs& head, int64_t row, int32_t* likel
   *likeliest = -1;
   auto look = [&](int64_t panel) {
     kernels_->gemm[int(Weights::kI8)](head, row, row + 1, panel);
-    const int64_t end = std::min((panel + 1) * kPanel, vocab);
-    for (int64_t i = panel * kPanel; i < end; ++i) {
+    const int64_t begin = panel * kPanel, end = std::min(begin + kPanel, vocab);
+    if (cap > 0) kernels_->cap_logits(exact + begin, end - begin, cap);
+    for (int64_t i = begin; i < end; ++i) {
       if (*likeliest >= 0 && (exact[i] < best || (exact[i] == best && i > *likeliest))) continue;
       best = exact[i];
       *likeliest = int32_t(i);
@@ -208,13 +218,20 @@ bool Model::settle(int member, const GemmArgs& head, int64_t row, int32_t* likel
   // with room for all panels
   std::vector<int32_t>& others = candidates_[size_t(member)];
   others.clear();
-  for (int64_t panel = 0; panel * kPanel < vocab; ++panel) {
+  const int64_t panels = (vocab + kPanel - 1) / kPanel;
+  for (int64_t panel = 0; panel < panels; ++panel) {
     const int64_t begin = panel * kPanel, end = std::min(begin + kPanel, vocab);
     float most = screened[begin] + away * doubts_[size_t(begin)];
     for (int64_t i = begin + 1; i < end; ++i) most = std::max(most, screened[i] + away * doubts_[size_t(i)]);
-    limits[panel] = most;
-    if (most >= best && panel != first / kPanel) others.push_back(int32_t(panel));
+    limits[panel] = std::min(most, FLT_MAX);
   }
+  if (cap > 0) {
+    kernels_->cap_logits(limits, panels, cap);
+    // as far up as both a limit and a logit below it may be off
+    for (int64_t panel = 0; panel < panels; ++panel) limits[panel] += 2 * kCapError * std::fabs(limits[panel]);
+  }
+  for (int64_t panel = 0; panel < panels; ++panel)
+    if (limits[panel] >= best && panel != first / kPanel) others.push_back(int32_t(panel));
   // the most promising on top
   auto less = [&](int32_t a, int32_t b) { return limits[a] < limits[b]; };
   std::make_heap(others.begin(), others.end(), less);

@@ -53,16 +53,18 @@ PL_INLINE uint32_t load_u32(const void* p) {
 
 namespace PL_NAMESPACE {
 
-// 2 to the power n + f for a whole n and |f| <= 1/2; relative error below 2e-7 for |n| <= 126
-PL_INLINE vf exp2_parts(vf n, vf f) {
-  vf p = set1(1.5403530e-4f);
+// (2^f - 1) / f for |f| <= 1/2, by its series, of which p is what is beyond five terms
+PL_INLINE vf exp2_slope(vf f, vf p) {
   p = fma(p, f, set1(1.3333558e-3f));
   p = fma(p, f, set1(9.6181291e-3f));
   p = fma(p, f, set1(5.5504109e-2f));
   p = fma(p, f, set1(2.4022651e-1f));
-  p = fma(p, f, set1(6.9314718e-1f));
-  p = fma(p, f, set1(1.0f));
-  return scale_by_power(p, n);
+  return fma(p, f, set1(6.9314718e-1f));
+}
+
+// 2 to the power n + f for a whole n and |f| <= 1/2; relative error below 2e-7 for |n| <= 126
+PL_INLINE vf exp2_parts(vf n, vf f) {
+  return scale_by_power(fma(exp2_slope(f, set1(1.5403530e-4f)), f, set1(1.0f)), n);
 }
 
 // 2 to the power x, clamped to |x| <= 126
@@ -95,6 +97,18 @@ PL_INLINE vf silu(vf x) {
 PL_INLINE vf gelu(vf x) {
   const vf z = mul(x, add(set1(1.0f), mul(set1(0.044715f), mul(x, x))));
   return div(x, add(set1(1.0f), exp2v(mul(z, set1(-2.3022081985f)))));
+}
+
+// cap * tanh(x / cap), for `factor` = kSoftCapFactor / cap; relative error below 5e-7, and NaN stays. tanh(z) is
+// t / (t + 2) with t = e^(2z) - 1, which is computed as such: a difference would lose the digits of a small x.
+constexpr float kSoftCapFactor = 2 * 1.4426950408889634f;
+PL_INLINE vf soft_cap(vf x, vf cap, vf factor) {
+  // from 2^30 on tanh is 1 in float32; what is not a number stays so as the second of the two
+  const vf y = vmin(set1(30.0f), vmax(set1(-30.0f), mul(x, factor)));
+  const vf n = round_even(y), f = sub(y, n), power = scale_by_power(set1(1.0f), n);
+  const vf slope = exp2_slope(f, fma(set1(1.5252734e-5f), f, set1(1.5403530e-4f)));
+  const vf t = fma(mul(slope, f), power, sub(power, set1(1.0f)));
+  return mul(cap, div(t, add(t, set1(2.0f))));
 }
 
 // Products of one 32-bit unit: one float, two bf16, or four bytes against a packed weight vector.

@@ -1,4 +1,4 @@
-// Sampling's passes over the vocabulary: weights, largest logits, sums above a threshold.
+// Passes over the vocabulary: the soft cap; for sampling weights, largest logits, sums above a threshold.
 // Included by kernels.cpp, once per instruction set; see kernels.h for what each promises.
 #pragma once
 #include "simd.h"
@@ -26,6 +26,15 @@ struct Weigher {
     return where_at_least(w, least, w);
   }
 };
+
+static void cap_logits(float* x, int64_t n, float cap) {
+  const vf most = set1(cap), factor = set1(kSoftCapFactor / cap);
+  // plus zero, but for infinities: they are faults, which the cap would hide
+  auto capped = [&](vf v) PL_INLINE_LAMBDA { return fma(v, zero(), soft_cap(v, most, factor)); };
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) store(x + i, capped(load(x + i)));
+  if (i < n) store_n(x + i, capped(load_n(x + i, int(n - i))), int(n - i));
+}
 
 static int32_t first_largest(const float* x, int64_t n) {
   vf a = set1(kNothing), b = a;

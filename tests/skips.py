@@ -25,10 +25,6 @@ EXPECTED: Final = (
     (r"no x86 (processor|kernels here)", "an x86 processor"),
     (r"needs avx512bw, avx512vl and avx512dq: .*", "x86 instructions"),
     (r"nothing is rounded on this processor", "a level whose formats were judged good enough"),
-    (
-        r"\w+ has soft-capped .*, which the native kernels do not have",
-        "such kernels",
-    ),
     (r"needs a CUDA device", "an accelerator"),
     # the machine and its system
     (r"other C libraries do not trim", "glibc"),

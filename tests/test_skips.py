@@ -100,7 +100,6 @@ def test_elsewhere_any_reason_will_do(tmp_path: Path) -> None:
         ("needs a CUDA device, and luck", False),
         ("the native library was not built; install a C++ compiler and CMake, then", True),
         ("_lib.so has interface 8, this version needs 9; build it again", True),
-        ("gemma2 has soft-capped scores, which the native kernels do not have", True),
         ("qwen3_moe has experts, which the native kernels do not have", False),
         ("Linux 6.1.0 has no slices to ask for", True),
         ("could not import 'matplotlib': No module named 'matplotlib'", True),

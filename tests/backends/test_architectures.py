@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.backends.architectures import support_table
-from paceline.backends.native import unavailable_reason, unsupported_reason, variants
+from paceline.backends.native import unavailable_reason, variants
 from paceline.backends.native.step import NativeLoader
 from paceline.backends.steps import AttentionBatch, ModelLoader
 from paceline.backends.torch.load import TorchLoader
@@ -106,11 +106,8 @@ def test_logits_and_greedy_ids_are_those_of_transformers(
 ) -> None:
     model = save_model(tmp_path, name)
     checkpoint = open_checkpoint(tmp_path)
-    if path == "native":
-        if (reason := unavailable_reason()) is not None:
-            pytest.skip(reason)
-        if (reason := unsupported_reason(checkpoint.config, BLOCK)) is not None:
-            pytest.skip(reason)
+    if path == "native" and (reason := unavailable_reason()) is not None:
+        pytest.skip(reason)
     loader = make_loader(checkpoint, path)
     theirs = expected(model, PROMPT)
     same(Sequence(loader).feed(PROMPT), theirs)
@@ -132,11 +129,8 @@ def test_logits_and_greedy_ids_are_those_of_transformers(
 def test_gguf_files_give_the_logits_of_transformers(name: str, path: str, tmp_path: Path) -> None:
     model = make_model(name, **FILES[name][2])
     checkpoint = open_checkpoint(write_gguf(tmp_path / "model.gguf", name, model))
-    if path == "native":
-        if (reason := unavailable_reason()) is not None:
-            pytest.skip(reason)
-        if (reason := unsupported_reason(checkpoint.config, BLOCK)) is not None:
-            pytest.skip(reason)
+    if path == "native" and (reason := unavailable_reason()) is not None:
+        pytest.skip(reason)
     sequence = Sequence(make_loader(checkpoint, path))
     ours = [sequence.feed(PROMPT[:19]), sequence.feed(PROMPT[19:])]
     same(np.concatenate(ours), expected(model, PROMPT))
@@ -144,8 +138,8 @@ def test_gguf_files_give_the_logits_of_transformers(name: str, path: str, tmp_pa
 
 @pytest.mark.parametrize(
     "name",
-    ["gemma3", "granite", "olmo2", "smollm3", "phi3-partial", "mixtral", "qwen3-moe-some-dense",
-     "gpt-oss"],
+    ["gemma2", "gemma3", "granite", "olmo2", "smollm3", "phi3-partial", "mixtral",
+     "qwen3-moe-some-dense", "gpt-oss"],
 )  # fmt: skip
 @pytest.mark.parametrize("isa", variants())
 def test_every_level_and_team_of_native_kernels(name: str, isa: str, tmp_path: Path) -> None:
@@ -159,7 +153,9 @@ def test_every_level_and_team_of_native_kernels(name: str, isa: str, tmp_path: P
         same(np.concatenate(ours), expected(model, PROMPT))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "granite", "olmo2", "mixtral", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "gemma3", "granite", "olmo2", "mixtral", "qwen3-moe", "gpt-oss"]
+)
 # at most 0.014, 0.043 and 0.32 were found
 @pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 0.03), ("int8", 0.08), ("q4", 0.5)])
 def test_reduced_formats_are_close(name: str, dtype: str, most: float, tmp_path: Path) -> None:
@@ -175,15 +171,15 @@ def test_reduced_formats_are_close(name: str, dtype: str, most: float, tmp_path:
     assert error < most
 
 
-def test_a_path_that_lacks_an_architecture_says_so(tmp_path: Path) -> None:
+def test_a_path_that_lacks_a_shape_says_so(tmp_path: Path) -> None:
     if (reason := unavailable_reason()) is not None:
         pytest.skip(reason)
-    save_model(tmp_path, "gemma2")
-    with pytest.raises(ConfigError, match=r"gemma2 has soft-capped scores.*--compute torch serves"):
+    save_model(tmp_path, "gemma2", attn_logit_softcapping=2e6)
+    with pytest.raises(ConfigError, match=r"a soft cap of 2e\+06 is not.*--compute torch serves"):
         load(tmp_path, compute="native", block_size=16)
     backend = load(tmp_path, compute="auto", block_size=16)
     assert backend.info.name == "torch"
-    assert "gemma2 has soft-capped scores" in backend.info.choice
+    assert "a soft cap of 2e+06 is not from 1e-06 to 1e+06" in backend.info.choice
     backend.close()
 
 

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 # PACELINE_ABI of the header that the structures below mirror
-ABI: Final = 17
+ABI: Final = 18
 _PATH: Final = Path(__file__).parent / "_lib.so"
 _AGAIN: Final = "build it again: python -m paceline.backends.native.build"
 
@@ -83,6 +83,8 @@ class Config(ctypes.Structure):
         ("embedding_scale", c_float),
         ("attention_scale", c_float),
         ("swiglu_limit", c_float),
+        ("attention_softcap", c_float),
+        ("logits_softcap", c_float),
         ("ropes", c_char_p),
         ("sliding", c_char_p),
         ("dense", c_char_p),

@@ -36,14 +36,14 @@ _TILE: Final = 16
 _MAX_HEAD_DIM: Final = 256
 # PacelineConfig.activation
 _ACTIVATIONS: Final = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
+# between these float32 divides by a soft cap and loses nothing; those of models are about 50
+_SOFTCAPS: Final = (1e-6, 1e6)
 # of a layer
 _KINDS: Final = 6
 
 
 # knobs of ModelConfig that the kernels know at these values alone, and what others are
 _ONLY: Final[tuple[tuple[str, object, str], ...]] = (
-    ("attention_softcap", None, "soft-capped scores"),
-    ("logits_softcap", None, "soft-capped logits"),
     ("bidirectional", False, "attention to both sides"),
 )
 
@@ -53,6 +53,9 @@ def unsupported_reason(config: ModelConfig, block_size: int) -> str | None:
     lacking = [what for name, value, what in _ONLY if getattr(config, name) != value]
     if lacking:
         return f"{config.model_type} has {', '.join(lacking)}, which the native kernels do not have"
+    for cap in (config.attention_softcap, config.logits_softcap):
+        if cap is not None and not _SOFTCAPS[0] <= cap <= _SOFTCAPS[1]:
+            return f"a soft cap of {cap:g} is not from {_SOFTCAPS[0]:g} to {_SOFTCAPS[1]:g}"
     if config.residual_scale != 1.0 and not config.norms_before:
         return f"{config.model_type} scales what it adds to a sum that is not normed"
     if config.head_dim % _TILE or config.head_dim > _MAX_HEAD_DIM:
@@ -230,6 +233,8 @@ class NativeModel:
             embedding_scale=config.embedding_scale / config.residual_scale,
             attention_scale=config.attention_scale or 0.0,
             swiglu_limit=config.swiglu_limit,
+            attention_softcap=config.attention_softcap or 0.0,
+            logits_softcap=config.logits_softcap or 0.0,
             ropes=bytes(ropes),
             sliding=sliding,
             dense=dense,

@@ -65,6 +65,7 @@ def attend(
     k: NDArray[np.float64],
     v: NDArray[np.float64],
     window: int | None,
+    softcap: float | None = None,
 ) -> NDArray[np.float64]:
     """q [N, heads, dim], of the last N positions; k, v [T, kv_heads, dim] -> [N, heads * dim]."""
     count, heads, dim = q.shape
@@ -72,7 +73,7 @@ def attend(
     out = np.empty_like(q)
     for head in range(heads):
         kv = head // (heads // kv_heads)
-        scores = q[:, head] @ k[:, kv].T / np.sqrt(dim)
+        scores = capped(q[:, head] @ k[:, kv].T / np.sqrt(dim), softcap)
         for row in range(count):
             position = total - count + row
             scores[row, position + 1 :] = -np.inf
@@ -81,6 +82,10 @@ def attend(
         probabilities = np.exp(scores - scores.max(-1, keepdims=True))
         out[:, head] = probabilities / probabilities.sum(-1, keepdims=True) @ v[:, kv]
     return out.reshape(count, heads * dim)
+
+
+def capped(x: NDArray[np.float64], softcap: float | None) -> NDArray[np.float64]:
+    return x if softcap is None else softcap * np.tanh(x / softcap)
 
 
 def rotate(
@@ -129,7 +134,8 @@ def logits(config: ModelConfig, weights: Weights, ids: Sequence[int]) -> NDArray
             k = _rms(k, weights[f"{attention}.k_norm.weight"], config.rms_norm_eps)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         window = config.sliding_window if layer in config.sliding_layers else None
-        x = x + linear(attend(q, k, v, window), f"{attention}.o_proj")
+        attended = attend(q, k, v, window, config.attention_softcap)
+        x = x + linear(attended, f"{attention}.o_proj")
         h = _rms(x, weights[f"{prefix}.post_attention_layernorm.weight"], config.rms_norm_eps)
         if config.num_experts and layer not in config.dense_layers:
             shares = expert_shares(config, linear(h, f"{prefix}.mlp.router"))
@@ -140,4 +146,4 @@ def logits(config: ModelConfig, weights: Weights, ids: Sequence[int]) -> NDArray
             x = x + mlp(h, f"{prefix}.mlp")
     x = _rms(x, weights["model.norm.weight"], config.rms_norm_eps)
     head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-    return linear(x, head)
+    return capped(linear(x, head), config.logits_softcap)

@@ -36,6 +36,7 @@ class Harness:
         threads: int = 2,
         isa: str | None = None,
         window: int | None = None,
+        softcap: float | None = None,
     ) -> None:
         config = tiny_config(
             num_hidden_layers=1,
@@ -47,6 +48,7 @@ class Harness:
             head_dim=head_dim,
             sliding_window=window,
             sliding_layers=() if window is None else (0,),
+            attention_softcap=softcap,
         )
         still = np.ones((4096, head_dim // 2), dtype=np.float32)
         self.model = NativeModel(
@@ -63,7 +65,7 @@ class Harness:
         # a NaN in float32 and bfloat16; int8 values cannot be NaN, their scales can
         cache_bytes(self.model)[:] = 0xFF
         self.shape = (heads, kv_heads, head_dim)
-        self.window = window
+        self.window, self.softcap = window, softcap
         self.block_size = block_size
         self.random = np.random.default_rng(heads * 1000 + head_dim)
         self.free = list(self.random.permutation(BLOCKS))
@@ -109,6 +111,7 @@ class Harness:
                 past[:, heads : heads + kv_heads],
                 past[:, heads + kv_heads :],
                 self.window,
+                self.softcap,
             )
             error = np.abs(out[starts[index] : starts[index + 1]] - expected)
             assert np.isfinite(error).all()
@@ -145,6 +148,7 @@ def test_ragged_batches(isa: str, kv_dtype: str, group: int, head_dim: int) -> N
     block_size=st.sampled_from([16, 32, 48]),
     threads=st.integers(1, 3),
     window=st.none() | st.integers(1, 90),
+    softcap=st.none() | st.floats(0.5, 50),
     steps=st.lists(
         st.lists(st.integers(0, 45), min_size=3, max_size=3).filter(any), min_size=1, max_size=4
     ),
@@ -158,6 +162,7 @@ def test_random_shapes_and_lengths(
     block_size: int,
     threads: int,
     window: int | None,
+    softcap: float | None,
     steps: list[list[int]],
 ) -> None:
     harness = Harness(
@@ -169,6 +174,7 @@ def test_random_shapes_and_lengths(
         threads=threads,
         isa=isa,
         window=window,
+        softcap=softcap,
     )
     harness.add(3)
     for counts in steps:
@@ -208,6 +214,36 @@ def test_sliding_window(isa: str, kv_dtype: str, window: int) -> None:
     harness.add(2)
     for counts in ([70, 3], [1, 1], [20, 300], [1, 1]):
         assert harness.step(counts) < BOUNDS[kv_dtype]
+
+
+@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("kv_dtype", BOUNDS)
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("softcap", [0.7, 3.0, 50.0])
+def test_soft_capped_scores(isa: str, kv_dtype: str, window: int | None, softcap: float) -> None:
+    """Rows alone and together, over several parts of keys, in memory that was poisoned."""
+    harness = Harness(8, 2, 64, kv_dtype, isa=isa, window=window, softcap=softcap)
+    harness.add(3)
+    for counts in ([70, 3, 270], [1, 1, 1], [20, 30, 2]):
+        assert harness.step(counts) < BOUNDS[kv_dtype]
+    # scores have a deviation of 2: without the cap the outputs are others
+    harness.softcap = None
+    worst = harness.step([1, 1, 1])
+    assert worst > BOUNDS[kv_dtype] or softcap == 50.0
+
+
+@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("kv_dtype", BOUNDS)
+def test_queries_of_zeros_beside_a_soft_cap(isa: str, kv_dtype: str) -> None:
+    """Their scale is zero where they are bytes: all that is visible counts alike."""
+    harness = Harness(4, 2, 64, kv_dtype, isa=isa, softcap=5.0)
+    past = harness.random.normal(0, 1, (40, 8 * 64)).astype(np.float32)
+    past[:, : 4 * 64] = 0
+    places, starts = np.arange(40), np.array([0, 40])
+    out = attend(harness.model, past, places, starts, np.array([[3, 9, 4]]))
+    means = past[:, 6 * 64 :].cumsum(0) / np.arange(1, 41)[:, None]
+    expected = np.repeat(means.reshape(40, 2, 64), 2, axis=1).reshape(40, -1)
+    assert np.sqrt(((out - expected) ** 2).mean()) < BOUNDS[kv_dtype]
 
 
 @pytest.mark.parametrize("isa", variants())

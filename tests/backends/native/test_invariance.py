@@ -54,6 +54,14 @@ CONFIGS = {
         swiglu_limit=0.5,
         max_position_embeddings=1024,
     ),
+    # scores and logits, which have deviations of about 1 and 10, are bent
+    "capped": tiny_config(
+        attention_softcap=0.8,
+        logits_softcap=12.0,
+        max_position_embeddings=1024,
+        sliding_window=300,
+        sliding_layers=(0,),
+    ),
     "heads": tiny_config(num_attention_heads=2, num_key_value_heads=2, head_dim=48, hidden_size=96),
 }
 FORMATS = list(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from paceline.backends.native import (
     variants,
 )
 from paceline.backends.native.pieces import cache_bytes
+from paceline.backends.native.sampling import token_logprobs
 from paceline.checkpoints.config import ModelConfig
 from paceline.core.errors import CheckpointError, ConfigError
 from tests.backends.native.reference import (
@@ -43,6 +45,7 @@ FAMILIES = {
         head_dim=48,
     ),
     "sliding": tiny_config(sliding_window=20, sliding_layers=(1,)),
+    "capped": tiny_config(attention_softcap=0.8, logits_softcap=12.0),
     # nothing a multiple of a panel or a group
     "odd": tiny_config(hidden_size=90, intermediate_size=150, vocab_size=151, head_dim=16),
 }
@@ -242,6 +245,53 @@ def test_likeliest_is_the_first_of_the_largest(isa: str) -> None:
 
 
 @native
+@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("softcap", [1e-6, 0.01, 30.0, 1e6])
+def test_soft_capped_logits(isa: str, softcap: float) -> None:
+    """Each is the function of what it is without a cap: far below the cap, bent, at it."""
+    config = FAMILIES["llama"]
+    weights = random_weights(config, 13)
+    # rows of the tied head, from tiny to far above
+    weights["model.embed_tokens.weight"] *= np.logspace(-4, 3, 150, dtype=np.float32)[:, None]
+    ids = np.random.default_rng(14).integers(0, 150, 40)
+    plain = _whole(_make(config, weights, "float32", isa=isa), ids, [3, 1, 7]).astype(np.float64)
+    model = _make(replace(config, logits_softcap=softcap), weights, "float32", isa=isa)
+    found = _whole(model, ids, [3, 1, 7])
+    np.testing.assert_allclose(found, softcap * np.tanh(plain / softcap), rtol=5e-7)
+    np.testing.assert_array_equal(model.likeliest, found.argmax(-1))
+    assert softcap > 30 or (np.abs(found) == np.float32(softcap)).any()
+
+
+@native
+@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_soft_cap_hides_no_fault(isa: str, value: float) -> None:
+    config = tiny_config(logits_softcap=5.0, tie_word_embeddings=False)
+    weights = random_weights(config, 1)
+    weights["lm_head.weight"][77, 5] = value
+    model = _make(config, weights, "float32", isa=isa)
+    _whole(model, np.arange(40), [0, 1, 2])
+    assert model.likeliest.tolist() == [-1] * 40
+
+
+@native
+def test_samplers_are_given_capped_logits() -> None:
+    config = FAMILIES["capped"]
+    weights = random_weights(config, 15)
+    ids = np.random.default_rng(16).integers(0, config.vocab_size, 20)
+    model = _make(config, weights, "float32")
+    out = _whole(model, ids, [3, 1])
+    expected = logits(config, weights, ids)
+    expected -= np.log(np.exp(expected).sum(-1, keepdims=True))
+    drawn = out.argmax(-1).tolist()
+    found = token_logprobs(out, drawn, [0] * len(ids), model)
+    best = [entry.logprob for entry in found]
+    np.testing.assert_allclose(best, expected[np.arange(20), drawn], atol=1e-4)
+    # without caps the likeliest token is nearly certain
+    assert np.mean(best) < -0.5
+
+
+@native
 def test_copied_blocks_serve_another_sequence() -> None:
     config = FAMILIES["llama"]
     weights = random_weights(config, 9)
@@ -389,6 +439,10 @@ def test_two_models_in_one_process() -> None:
 def test_unsupported_shapes_have_reasons() -> None:
     assert unsupported_reason(tiny_config(), 16) is None
     assert "head_dim=24" in str(unsupported_reason(tiny_config(head_dim=24), 16))
+    for name in ("attention_softcap", "logits_softcap"):
+        assert unsupported_reason(tiny_config(**{name: 1e6}), 16) is None
+        reason = str(unsupported_reason(tiny_config(**{name: 1e7}), 16))
+        assert reason == "a soft cap of 1e+07 is not from 1e-06 to 1e+06"
     assert "block_size=8" in str(unsupported_reason(tiny_config(), 8))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -187,10 +189,48 @@ def test_the_first_of_equals() -> None:
     assert max(found) < 1000
 
 
-def test_infinities_are_told() -> None:
+@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("softcap", [2.0, 30.0])
+def test_soft_capped_logits(isa: str, rows: int, softcap: float) -> None:
+    """Of a deviation of about 1, so the largest are bent."""
+    capped = replace(CONFIG, logits_softcap=softcap)
+    model = _make(random_weights(CONFIG, 1), capped, isa=isa)
+    assert len(_compare(model, rows, 12, seed=2)) > 6
+    assert model.choices() == {"settled": 12 * rows, "too_many": 0, "whole": 0}
+
+
+@pytest.mark.parametrize("isa", variants())
+def test_the_first_of_those_that_a_cap_makes_equal(isa: str) -> None:
+    """A third of the logits are at the cap: of the first panel, and of some later ones that alone
+    are larger before it."""
+    weights = random_weights(CONFIG, 6)
+    weights["lm_head.weight"] *= np.linspace(30, 90, 2000, dtype=np.float32)[:, None]
+    plain, capped = (
+        _make(weights, replace(CONFIG, logits_softcap=cap), isa=isa) for cap in (None, 1.0)
+    )
+    assert len(_compare(capped, 2, 20, seed=7)) > 3
+    assert capped.choices()["settled"] == 40
+    ids = np.random.default_rng(7).integers(0, 2000, 2)
+    first = _likeliest(capped, ids, needs_logits=False)
+    assert (first < 32).all()
+    assert (_likeliest(plain, ids, needs_logits=False) > first).all()
+
+
+def test_too_many_at_the_cap_end_in_the_whole_product() -> None:
+    config = replace(NARROW, logits_softcap=1.0)
+    weights = random_weights(config, 5)
+    weights["lm_head.weight"] *= np.float32(100)
+    model = _make(weights, config)
+    assert max(_compare(model, 1, 8, seed=6, vocab=8192)) < 32
+    assert model.choices() == {"settled": 0, "too_many": 8, "whole": 0}
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_infinities_are_told(softcap: float | None) -> None:
     weights = random_weights(CONFIG, 8)
     weights["lm_head.weight"][1999, 5] = np.inf
-    model = _make(weights)
+    model = _make(weights, replace(CONFIG, logits_softcap=softcap))
     ids = np.array([3, 4])
     for needs_logits in (True, False):
         assert _likeliest(model, ids, needs_logits=needs_logits).tolist() == [-1, -1]
