@@ -18,7 +18,7 @@ from paceline.cli.settings import EngineSettings
 from paceline.core.backend import BackendInfo, ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError
-from paceline.core.memory.kv_cache import blocks_for, fits
+from paceline.core.memory.kv_cache import blocks_for
 from paceline.core.pooling import PoolingInfo
 
 if TYPE_CHECKING:
@@ -139,8 +139,8 @@ def choose_max_model_len(
         raise ConfigError(
             f"--max-model-len {wanted} exceeds the model's {info.max_model_len} positions"
         )
-    if not fits(wanted - 1, block_size=info.block_size, num_blocks=blocks):
-        needed = blocks_for(wanted - 1, info.block_size)
+    needed = blocks_for(wanted - 1, info.block_size)
+    if needed > blocks:
         of_windows = info.num_window_blocks * info.window_block_bytes
         size = (needed * info.block_bytes + of_windows) / 2**20
         raise ConfigError(

@@ -121,12 +121,6 @@ class BlockPool:
         from the prefix cache (their content is not to be trusted).
         """
         hashes, ref_counts = self._hashes, self._ref_counts
-        if not self._cached:
-            # nothing has a hash: the same in fewer steps, for those who do without prefix caching
-            self._blank += [b for b in reversed(block_ids) if ref_counts[b] == 1]
-            for block_id in block_ids:
-                ref_counts[block_id] -= 1
-            return
         for block_id in reversed(block_ids):
             ref_counts[block_id] -= 1
             if ref_counts[block_id] == 0:
@@ -157,27 +151,15 @@ class BlockPool:
 
         ``expected_refs`` counts how many block tables hold each block.
         """
-        blank = set(self._blank)
-        assert len(blank) == len(self._blank), "a block is free twice"
+        blocks = range(self.num_blocks)
+        assert expected_refs.keys() <= set(blocks), "a table holds an unknown block"
         for block_id, count in enumerate(self._ref_counts):
             expected = expected_refs.get(block_id, 0)
             assert count == expected, f"block {block_id}: {count} references, {expected} tables"
-            unused = block_id >= self._num_used
-            assert (count == 0) == (unused or block_id in blank or block_id in self._findable), (
-                f"block {block_id}: free list is wrong"
-            )
-            assert not unused or (block_id not in blank and self._hashes[block_id] is None), (
-                f"block {block_id}: never taken, yet freed or cached"
-            )
-            if count == 0:
-                hashed = self._hashes[block_id] is not None
-                assert hashed == (block_id in self._findable), f"block {block_id}: wrong free list"
-        assert set(expected_refs) <= set(range(self.num_blocks)), "a table holds an unknown block"
-        for block_hash, block_id in self._cached.items():
-            assert self._hashes[block_id] == block_hash, (
-                f"block {block_id}: cached under a wrong hash"
-            )
-        num_hashed = sum(block_hash is not None for block_hash in self._hashes)
-        assert num_hashed == len(self._cached), (
-            f"{num_hashed} hashed blocks, {len(self._cached)} cached"
-        )
+        free = [block_id for block_id in blocks if not self._ref_counts[block_id]]
+        listed = [*self._blank, *self._findable, *blocks[self._num_used :]]
+        assert sorted(listed) == free, f"free are {free}, and listed are {listed}"
+        hashed = [(name, b) for b, name in enumerate(self._hashes) if name is not None]
+        assert sorted(self._cached.items()) == sorted(hashed), "blocks and their index differ"
+        findable = {block_id for _, block_id in hashed if not self._ref_counts[block_id]}
+        assert self._findable.keys() == findable, "free blocks with a hash are in the wrong list"

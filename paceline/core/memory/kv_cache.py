@@ -28,23 +28,15 @@ from paceline.core.config import CacheConfig
 from paceline.core.memory.block_pool import BlockPool
 from paceline.core.memory.windows import WindowBlocks
 from paceline.core.outputs import BlockCopy, BlockSwap
-from paceline.core.request import Request, RequestStatus
+from paceline.core.request import Request
 
-__all__ = ["Extension", "KVCacheManager", "blocks_for", "fits", "hash_block"]
+__all__ = ["Extension", "KVCacheManager", "blocks_for", "hash_block"]
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold ``num_tokens`` tokens."""
+    """Blocks that hold ``num_tokens`` tokens. The one formula: start-up sizing asks it for
+    ``max_model_len``, the door for prompt + max_tokens, admission for what is known."""
     return -(-num_tokens // block_size)
-
-
-def fits(num_tokens: int, *, block_size: int, num_blocks: int) -> bool:
-    """Whether a sequence of ``num_tokens`` fits into ``num_blocks`` blocks.
-
-    The one formula: start-up sizing asks it for ``max_model_len``, the door for prompt +
-    max_tokens; admission at run time counts with the same ``blocks_for``.
-    """
-    return blocks_for(num_tokens, block_size) <= num_blocks
 
 
 def hash_block(parent: bytes, token_ids: Iterable[int]) -> bytes:
@@ -167,12 +159,6 @@ class KVCacheManager:
             return request.num_tokens - request.num_computed_tokens
         return request.num_tokens - max(self.num_found(request), request.num_swapped_tokens)
 
-    def num_to_compute(self, request: Request) -> int:
-        """Tokens that a running request lacks, or that a waiting one would lack once admitted."""
-        if request.status is RequestStatus.RUNNING:
-            return request.num_uncomputed_tokens
-        return self.num_lacking(request)
-
     def num_missing(self, request: Request) -> int:
         """Blocks that a running request lacks for its tokens, known or pending."""
         num_tokens = request.num_tokens + request.num_pending_tokens
@@ -208,8 +194,7 @@ class KVCacheManager:
 
     def take_swaps(self) -> tuple[BlockSwap, ...]:
         """Moves to be carried out before the next plan."""
-        swaps = tuple(self._swaps)
-        self._swaps.clear()
+        swaps, self._swaps = tuple(self._swaps), []
         return swaps
 
     def _forget_host(self, request: Request) -> None:

@@ -11,11 +11,10 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, count
 from operator import attrgetter, itemgetter, mul, sub
 
-from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.predict.output_length import WorkEstimator
 from paceline.core.request import Request
 
-__all__ = ["MemoryOutlook", "capacity", "future_peak", "look_ahead"]
+__all__ = ["MemoryOutlook", "capacity", "future_peak"]
 
 # of running requests' predicted lengths: on the safe side of the middle
 _LENGTH_QUANTILE = 0.7
@@ -31,18 +30,15 @@ def capacity(num_blocks: int, block_size: int) -> int:
     return int((1.0 - _RESERVE) * num_blocks) * block_size
 
 
-def future_peak(sequences: Iterable[tuple[int, int]]) -> int:
+def future_peak(longest_first: Sequence[tuple[int, int]]) -> int:
     """Most tokens held at once if every sequence grows by one token a step until it ends.
 
-    ``sequences`` are (tokens held now, tokens still to come). Memory peaks just before one of them
-    ends; with the longest-lived first, the first i + 1 are alive when number i ends (LightLLM's
-    Past-Future scheduler, ASPLOS'25, arXiv 2507.10150).
+    Memory peaks just before one of them ends; with the longest-lived first, the first i + 1 are
+    alive when number i ends (LightLLM's Past-Future scheduler, ASPLOS'25, arXiv 2507.10150).
+
+    Args:
+        longest_first: (minus tokens still to come, tokens held now) of each, sorted.
     """
-    return _peak(sorted((-to_come, now) for now, to_come in sequences))
-
-
-def _peak(longest_first: Sequence[tuple[int, int]]) -> int:
-    """``future_peak`` of (minus tokens to come, tokens now), sorted."""
     if not longest_first:
         return 0
     # as a loop over i, held += now[i], max(to_come[i] * (i + 1) + held), at the speed of C
@@ -104,7 +100,7 @@ class MemoryOutlook:
             return True
         index = bisect_left(self._sequences, sequence)
         self._sequences.insert(index, sequence)
-        peak = _peak(self._sequences)
+        peak = future_peak(self._sequences)
         del self._sequences[index]
         self._peak = min(self._peak, peak)
         return peak <= most
@@ -137,20 +133,3 @@ class MemoryOutlook:
             now = num_tokens + size - 1
             found.append((num_output - request.predicted_output, now - now % size))
         return found
-
-
-def look_ahead(
-    kv: KVCacheManager,
-    work: WorkEstimator,
-    running: Sequence[Request],
-    num_freed_blocks: int = 0,
-) -> MemoryOutlook:
-    """The outlook of running requests once so many blocks have come free."""
-    num_blocks = kv.pool.num_blocks
-    return MemoryOutlook(
-        running,
-        work,
-        num_blocks=num_blocks,
-        num_held_blocks=num_blocks - kv.pool.num_free - num_freed_blocks,
-        block_size=kv.block_size,
-    )

@@ -10,6 +10,7 @@ This module does not know queues or the order of requests.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from paceline.core.config import CacheConfig, SchedulerConfig
@@ -45,10 +46,7 @@ class Preemption:
     def seconds_lost(self, request: Request) -> float:
         """What preempting a request now would cost later: moving it twice or computing it again,
         and more the more often it happened to it."""
-        recompute = self._work.prompt_seconds(request.num_computed_tokens)
-        moved = 2.0 * self._cache.swap_block_seconds * self._num_blocks(request)
-        cheapest = min(recompute, moved) if self._can_swap(request) else recompute
-        return cheapest * (1 + request.num_preemptions)
+        return min(self._seconds(request)) * (1 + request.num_preemptions)
 
     def victim(
         self,
@@ -75,23 +73,16 @@ class Preemption:
         request.num_computed_tokens -= request.num_draft_tokens
         request.num_draft_tokens = 0
         request.history.num_lost_tokens = request.num_computed_tokens
-        if self._worth_swapping(request):
+        moved, computed = self._seconds(request)
+        if moved < math.inf and (self._mode == "swap" or moved * _MARGIN < computed):
             self._kv.swap_out(request)
         self._kv.free(request)
 
-    def _worth_swapping(self, request: Request) -> bool:
-        if not self._can_swap(request):
-            return False
-        if self._mode == "swap":
-            return True
-        moved = 2.0 * self._cache.swap_block_seconds * self._num_blocks(request)
-        return moved * _MARGIN < self._work.prompt_seconds(request.num_computed_tokens)
-
-    def _can_swap(self, request: Request) -> bool:
-        return (
-            self._mode != "recompute"
-            and 0 < self._num_blocks(request) <= self._kv.num_free_host_blocks
-        )
-
-    def _num_blocks(self, request: Request) -> int:
-        return blocks_for(request.num_computed_tokens, self._cache.block_size)
+    def _seconds(self, request: Request) -> tuple[float, float]:
+        """Of moving what a request has computed twice (infinite: it cannot be moved), and of
+        computing it again."""
+        computed = request.num_computed_tokens
+        num_blocks, moved = blocks_for(computed, self._cache.block_size), math.inf
+        if self._mode != "recompute" and 0 < num_blocks <= self._kv.num_free_host_blocks:
+            moved = 2.0 * self._cache.swap_block_seconds * num_blocks
+        return moved, self._work.prompt_seconds(computed)

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import InvalidRequestError, NeverFitsError, QueueFullError
-from paceline.core.memory.kv_cache import blocks_for, fits
+from paceline.core.memory.kv_cache import blocks_for
 from paceline.core.memory.pressure import Pressure
 from paceline.core.pacing.first_token import FirstTokenForecast
 from paceline.core.pacing.tenants import TenantShares
@@ -230,12 +230,11 @@ def check_door(
     if asked.resumed is not None:
         _check_resumed(request, asked.resumed.token_ids)
     # the last sampled token is never fed back, so it needs no place
-    stored = request.max_total_tokens - 1
-    if not fits(stored, block_size=cache.block_size, num_blocks=cache.num_blocks):
+    needed = blocks_for(request.max_total_tokens - 1, cache.block_size)
+    if needed > cache.num_blocks:
         raise NeverFitsError(
-            f"{prompt} prompt tokens + {output} output tokens need "
-            f"{blocks_for(stored, cache.block_size)} KV blocks of {cache.block_size} tokens; "
-            f"the whole cache has {cache.num_blocks}",
+            f"{prompt} prompt tokens + {output} output tokens need {needed} KV blocks of "
+            f"{cache.block_size} tokens; the whole cache has {cache.num_blocks}",
             "max_tokens",
         )
     if asked.fork_of is not None:

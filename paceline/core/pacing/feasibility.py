@@ -85,12 +85,12 @@ class Feasibility:
             )
             if lacking <= 1:
                 return now > latest
-        # what is cached of its prompt takes no time: looked for only if that matters
         seconds = self._state.work.prompt_seconds
-        return (
-            now + seconds(lacking) > latest
-            and now + seconds(self._state.kv.num_to_compute(request)) > latest
-        )
+        if now + seconds(lacking) <= latest:
+            return False
+        # what is cached of its prompt takes no time: looked for only if that matters
+        runs, kv = request.status is RequestStatus.RUNNING, self._state.kv
+        return runs or now + seconds(kv.num_lacking(request)) > latest
 
     def endangers(
         self, late: Request, now: float, others: Others, passed: Sequence[Request] = ()

@@ -79,8 +79,7 @@ class RunningList:
 
     def take_released(self) -> tuple[str, ...]:
         """Requests whose backend state is to be dropped, once each."""
-        released = tuple(self._released)
-        self._released.clear()
+        released, self._released = tuple(self._released), []
         return released
 
     def check_integrity(self) -> None:

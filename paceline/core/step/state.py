@@ -13,7 +13,7 @@ from operator import attrgetter
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.memory.kv_cache import KVCacheManager
-from paceline.core.memory.outlook import MemoryOutlook, look_ahead
+from paceline.core.memory.outlook import MemoryOutlook
 from paceline.core.memory.preemption import Preemption
 from paceline.core.memory.pressure import PressureValve
 from paceline.core.policies import PolicyContext, SchedulingPolicy, make_policy
@@ -111,7 +111,13 @@ class SchedulerState:
         come free. Best effort makes way, so ordinary requests need not count it."""
         if tier is Tier.ORDINARY:
             running = [request for request in running if request.tier is tier]
-        return look_ahead(self.kv, self.work, running, num_freed)
+        return MemoryOutlook(
+            running,
+            self.work,
+            num_blocks=self.cache.num_blocks,
+            num_held_blocks=self.cache.num_blocks - self.kv.pool.num_free - num_freed,
+            block_size=self.cache.block_size,
+        )
 
 
 def take_stats(state: SchedulerState) -> SchedulerStats:

@@ -3,7 +3,7 @@
 Preallocation gives every sequence room for ``max_len`` tokens when it starts, which wastes what it
 does not reach; paging gives blocks as it grows, and wastes on average half a block (PagedAttention,
 SOSP'23, arXiv 2309.06180). Whether a sequence fits at all is asked of the function that admission
-uses (``core.memory.kv_cache.fits``).
+uses (``core.memory.kv_cache.blocks_for``).
 
 A count of paged sequences "at the mean length" is the textbook's: it takes every sequence at its
 final, average size. In a running server most are still growing, so more fit on average, and since
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from paceline.core.config import SchedulerConfig
 from paceline.core.errors import ConfigError
-from paceline.core.memory.kv_cache import blocks_for, fits
+from paceline.core.memory.kv_cache import blocks_for
 from paceline.core.memory.windows import window_blocks_needed
 
 __all__ = ["PRESETS", "MemoryPlan", "Preset", "plan_memory"]
@@ -131,7 +131,7 @@ def plan_memory(
         else:
             num_blocks = max(num_blocks, max_num_seqs * blocks_for(max_len, block_size))
     _require(
-        fits(max_len, block_size=block_size, num_blocks=num_blocks),
+        blocks_for(max_len, block_size) <= num_blocks,
         f"one sequence of {max_len} tokens needs {max_len * kv_bytes_per_token / _GB:.2f} GB, "
         f"but there is {budget}",
     )

@@ -18,7 +18,7 @@ def test_future_peak_is_what_stepping_finds(sequences: list[tuple[int, int]]) ->
     for step in range(51):
         alive = [(now, to_come) for now, to_come in sequences if to_come >= step]
         peak = max(peak, sum(now + step for now, _ in alive))
-    assert future_peak(sequences) == peak
+    assert future_peak(sorted((-to_come, now) for now, to_come in sequences)) == peak
 
 
 def outlook(running: list[Request], num_held_blocks: int) -> MemoryOutlook:

@@ -144,7 +144,9 @@ def test_what_a_victim_loses_is_the_cheaper_of_both_ways_and_more_each_time() ->
 def test_moving_has_to_be_clearly_cheaper_than_computing(share: float, swaps: bool) -> None:
     """Both are predictions: what is nearly equal does not go one way now and the other way next."""
     preemption = chooser(seconds_per_token=1e-3, swap_block_seconds=share * 2e-3)
-    assert preemption._worth_swapping(computed(80)) is swaps
+    victim = computed(80)
+    preemption.release(victim)
+    assert victim.num_swapped_tokens == (80 if swaps else 0)
 
 
 def test_an_aborted_request_gives_its_host_memory_back() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.memory import outlook
 from paceline.core.memory.outlook import MemoryOutlook
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.pacing.tenants import TenantShares
 from paceline.core.predict.step_time import StepShape
 from paceline.core.slo import Slo
+from paceline.core.step import state
 from paceline.core.tenant_weights import TenantWeights
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.replica import ReplicaConfig
@@ -169,7 +169,7 @@ def test_nobody_makes_way_for_a_light_tenants_request_that_memory_keeps_out(
             super().__init__(*args, **kwargs)
             outlooks.append(self)
 
-    monkeypatch.setattr(outlook, "MemoryOutlook", Counted)
+    monkeypatch.setattr(state, "MemoryOutlook", Counted)
     driver.step()
     assert len(outlooks) == 1, "memory is looked at once a step"
     assert rows(driver) == {"heavy0": 64}, "light is not let in, so heavy0 goes on"
