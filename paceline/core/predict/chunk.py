@@ -12,6 +12,7 @@ This module does not know targets, the queue, memory or the clock.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Final
 
@@ -139,8 +140,7 @@ class ChunkSize:
         """Tokens of the largest chunk that keeps the rows of ``base`` waiting no longer than
         ``gap``, nine times in ten; and no more than twice what was measured, for what lies beyond
         that is a guess."""
-        most, seconds = self._bounds(gap)
-        return self._within(base, start, seconds, most)
+        return self._within(base, start, math.inf, self._most, gap)
 
     def within(
         self,
@@ -154,23 +154,12 @@ class ChunkSize:
         """Tokens of the largest chunk from position ``start`` on, up to the knee, with which a step
         of shape ``base`` is predicted to take ``seconds`` at most; if there is a ``gap``, no more
         than ``beside_streams``."""
-        most = self.knee(shared=shared)
+        return self._within(base, start, seconds, self.knee(shared=shared), gap)
+
+    def _within(self, base: StepShape, start: int, seconds: float, most: int, gap: float) -> int:
         if gap < math.inf:
-            known, longest = self._bounds(gap)
-            most, seconds = min(most, known), min(seconds, longest)
-        return self._within(base, start, seconds, most)
-
-    def _bounds(self, gap: float) -> tuple[int, float]:
-        """Tokens and predicted seconds of the largest step beside streams."""
-        known = max(self.floor, 2 * self._model.most_wide_tokens)
-        return min(self._most, known), gap / max(1.0, self._model.quantile(LATE_QUANTILE))
-
-    def _within(self, base: StepShape, start: int, seconds: float, most: int) -> int:
-        low, high = 0, most // self.tile
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._model.predict(base.plus(start, middle * self.tile)) <= seconds:
-                low = middle
-            else:
-                high = middle - 1
-        return low * self.tile
+            most = min(most, max(self.floor, 2 * self._model.most_wide_tokens))
+            seconds = min(seconds, gap / max(1.0, self._model.quantile(LATE_QUANTILE)))
+        predict, tile = self._model.predict, self.tile
+        sizes = range(tile, most + 1, tile)
+        return tile * bisect_right(sizes, seconds, key=lambda n: predict(base.plus(start, n)))

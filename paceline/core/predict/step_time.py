@@ -70,16 +70,10 @@ class StepShape(NamedTuple):
 
     @classmethod
     def of(cls, rows: Iterable[ScheduledRow]) -> StepShape:
-        wide_tokens = narrow_rows = narrow_keys = 0
-        wide_keys = 0.0
+        shape = cls()
         for _, start, num_tokens, _, _ in rows:
-            if num_tokens == 1:
-                narrow_rows += 1
-                narrow_keys += start
-            else:
-                wide_tokens += num_tokens
-                wide_keys += num_tokens * (start + num_tokens / 2)
-        return cls(wide_tokens, wide_keys, narrow_rows, narrow_keys)
+            shape = shape.plus(start, num_tokens)
+        return shape
 
     def features(self) -> tuple[float, ...]:
         return tuple(map(mul, (1.0, *self, 1.0 if self.wide_tokens > 0 else 0.0), _SCALES))
