@@ -5,47 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from paceline.core.errors import ConfigError
-from paceline.core.ranges import Range, outside
+from paceline.core.ranges import Range, outside, ranges_of
 from paceline.core.speculation.settings import SpeculationSettings
 
 __all__ = ["PREEMPTION_MODES", "CacheConfig", "SchedulerConfig"]
 
 PREEMPTION_MODES = ("auto", "swap", "recompute")
-
-
-_CACHE: Final = {
-    "block_size": Range(1),
-    "num_blocks": Range(1),
-    "max_idle_blocks": Range(0),
-    "watermark": Range(0, 1, below=True),
-    "num_host_blocks": Range(0),
-    "swap_block_seconds": Range(0),
-    "window": Range(0),
-    "num_window_blocks": Range(0),
-}
-_SCHEDULER: Final = {
-    "max_num_seqs": Range(1),
-    "max_model_len": Range(1),
-    "plan_lead_s": Range(0),
-    "max_token_gap_s": Range(0, above=True),
-    "default_ttft_s": Range(0, above=True),
-    "default_tpot_s": Range(0, above=True),
-    "best_effort_step_s": Range(0, above=True),
-    "priority_ageing_s": Range(0, above=True),
-    "coalesce_window_s": Range(0),
-    "coalesce_size": Range(1),
-    "best_effort_delay_s": Range(0),
-    "background_share": Range(0, 100, above=True),
-    "bypass_window": Range(0),
-    "max_bypasses": Range(0),
-    "max_num_waiting": Range(1),
-    "max_predicted_wait_s": Range(0, above=True),
-    "queue_timeout_s": Range(0, above=True),
-    "pressure_threshold": Range(0, 1, above=True),
-}
 
 
 def _check(settings: object, ranges: Mapping[str, Range]) -> None:
@@ -58,25 +26,25 @@ class CacheConfig:
     """The paged KV cache."""
 
     # tokens per block
-    block_size: int
+    block_size: Annotated[int, Range(1)]
     # blocks in the pool
-    num_blocks: int
+    num_blocks: Annotated[int, Range(1)]
     # reuse blocks of equal prefixes across requests
     enable_prefix_caching: bool = True
     # blocks of cached prefixes that no request uses are kept up to so many; beyond that the oldest
     # is taken before a block that was never used, whose memory the system may still have; None: all
-    max_idle_blocks: int | None = None
+    max_idle_blocks: Annotated[int | None, Range(0)] = None
     # share of the pool kept free when a request is admitted beside running ones, so that their
     # growth does not at once preempt one of them
-    watermark: float = 0.01
+    watermark: Annotated[float, Range(0, 1, below=True)] = 0.01
     # blocks of host memory that preempted requests may be moved to; 0: they are recomputed
-    num_host_blocks: int = 0
+    num_host_blocks: Annotated[int, Range(0)] = 0
     # seconds to move one block to or from host memory, for weighing it against recomputing
-    swap_block_seconds: float = 0.0
+    swap_block_seconds: Annotated[float, Range(0)] = 0.0
     # where layers with a sliding window have window blocks: tokens that a position may read of
     # them, itself included, and how many there are; 0: such layers keep what the others keep
-    window: int = 0
-    num_window_blocks: int = 0
+    window: Annotated[int, Range(0)] = 0
+    num_window_blocks: Annotated[int, Range(0)] = 0
 
     def __post_init__(self) -> None:
         _check(self, _CACHE)
@@ -92,9 +60,9 @@ class SchedulerConfig:
     # tokens computed in one step at most
     max_num_batched_tokens: int = 2048
     # requests running at once at most
-    max_num_seqs: int = 256
+    max_num_seqs: Annotated[int, Range(1)] = 256
     # prompt + output of one request at most
-    max_model_len: int = 2048
+    max_model_len: Annotated[int, Range(1)] = 2048
     # False: every prompt is computed in one step, because its tokens see those behind them too
     enable_chunked_prefill: bool = True
     # pick each step's chunk by its predicted time: the slack that requests with targets leave, and
@@ -102,34 +70,34 @@ class SchedulerConfig:
     adaptive_token_budget: bool = True
     # where a step is planned while another runs: so long before that one is predicted to end, so
     # that requests which arrive until then are in the plan. More than steps last: at once
-    plan_lead_s: float = 0.002
+    plan_lead_s: Annotated[float, Range(0)] = 0.002
     # policies "deadline" and "fair": beside streams a step is planned to take at most so long, or
     # their callers would see them stop; None: as long as their mean pace allows
-    max_token_gap_s: float | None = 0.25
+    max_token_gap_s: Annotated[float | None, Range(0, above=True)] = 0.25
     # policy "deadline": targets of a request that asks for none, so that it gets what chats want
     # without asking; and none that asks for less time yields before so long. None: no such target
-    default_ttft_s: float | None = None
-    default_tpot_s: float | None = None
+    default_ttft_s: Annotated[float | None, Range(0, above=True)] = None
+    default_tpot_s: Annotated[float | None, Range(0, above=True)] = None
     # policy "fair": shares of the tenants named here, where each of the others has 1.0
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     # a step for best-effort work alone takes at most so long, or the next arrival waits for it
-    best_effort_step_s: float = 0.03
+    best_effort_step_s: Annotated[float, Range(0, above=True)] = 0.03
     # a name in paceline.core.policies.POLICIES
     policy: str = "fcfs"
     # policy "priority": waiting this long counts as one priority level
-    priority_ageing_s: float = 60.0
+    priority_ageing_s: Annotated[float, Range(0, above=True)] = 60.0
     # policy "phase-aligned": arrivals wait for each other this long, or until so many are there
-    coalesce_window_s: float = 0.05
-    coalesce_size: int = 16
+    coalesce_window_s: Annotated[float, Range(0)] = 0.05
+    coalesce_size: Annotated[int, Range(1)] = 16
     # best-effort requests are treated as if they had come this much later
-    best_effort_delay_s: float = 60.0
+    best_effort_delay_s: Annotated[float, Range(0)] = 60.0
     # best-effort requests without any target lengthen the steps of others by this share at most,
     # on average; None: by whatever the others' targets leave
-    background_share: float | None = None
+    background_share: Annotated[float | None, Range(0, 100, above=True)] = None
     # how many waiting requests behind a head that does not fit are tried in one step
-    bypass_window: int = 8
+    bypass_window: Annotated[int, Range(0)] = 8
     # how often one head may be passed before all others wait for it
-    max_bypasses: int = 64
+    max_bypasses: Annotated[int, Range(0)] = 64
     # admit a request only if memory is predicted to last until those running end; False: if its
     # known tokens fit now
     future_memory_check: bool = True
@@ -139,11 +107,11 @@ class SchedulerConfig:
     # them still can
     relegate_late: bool = True
     # requests waiting at once at most, best effort included; None: no limit
-    max_num_waiting: int | None = None
+    max_num_waiting: Annotated[int | None, Range(1)] = None
     # refuse a request whose first token is predicted to take longer; None: never
-    max_predicted_wait_s: float | None = None
+    max_predicted_wait_s: Annotated[float | None, Range(0, above=True)] = None
     # drop a request that waited so long without having started; None: never
-    queue_timeout_s: float | None = None
+    queue_timeout_s: Annotated[float | None, Range(0, above=True)] = None
     # what becomes of a preempted request's cache: "swap" moves it to host memory while there is
     # room, "recompute" drops it, "auto" does what is predicted to take less time
     preemption: str = "auto"
@@ -152,7 +120,7 @@ class SchedulerConfig:
     speculative_config: Mapping[str, Any] | None = None
     # share of the KV cache in use at which the pressure valve begins to open; 1.0: it stays closed.
     # Below 1.0 it is for work whose lengths cannot be predicted
-    pressure_threshold: float = 1.0
+    pressure_threshold: Annotated[float, Range(0, 1, above=True)] = 1.0
 
     def __post_init__(self) -> None:
         _check(self, _SCHEDULER)
@@ -176,3 +144,7 @@ class SchedulerConfig:
             raise ConfigError(
                 f"preemption must be one of {', '.join(PREEMPTION_MODES)}, got {self.preemption!r}"
             )
+
+
+_CACHE: Final = ranges_of(CacheConfig)
+_SCHEDULER: Final = ranges_of(SchedulerConfig)

@@ -1,11 +1,11 @@
-"""Allowed ranges of settings, as tables that are checked in one place."""
+"""Allowed ranges of settings: said in their annotations, checked in one place."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, get_type_hints
 
-__all__ = ["ANY", "Range", "outside"]
+__all__ = ["ANY", "Range", "outside", "ranges_of"]
 
 ANY: Final = float("inf")
 
@@ -32,6 +32,16 @@ class Range(NamedTuple):
         if self.most < ANY:
             return f"in {'[('[self.above]}{self.least}, {self.most}{'])'[self.below]}"
         return f"{'above' if self.above else 'at least'} {self.least}"
+
+
+def ranges_of(kind: type) -> dict[str, Range]:
+    """By attribute, the ranges with which a class annotates it: ``Annotated[int, Range(1)]``."""
+    return {
+        name: allowed
+        for name, hint in get_type_hints(kind, include_extras=True).items()
+        for allowed in getattr(hint, "__metadata__", ())
+        if isinstance(allowed, Range)
+    }
 
 
 def outside(values: object, ranges: Mapping[str, Range]) -> Iterator[tuple[str, str]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Final
+from typing import Annotated, Final
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar import Grammar
 from paceline.core.pooling import PoolingParams
-from paceline.core.ranges import Range, outside
+from paceline.core.ranges import Range, outside, ranges_of
 
 __all__ = ["MAX_BAD_WORDS", "MAX_LOGPROBS", "MAX_STOP_TOKENS", "SAMPLING", "SamplingParams"]
 
@@ -18,54 +18,41 @@ MAX_LOGPROBS: Final = 20
 MAX_STOP_TOKENS: Final = 128
 # token sequences, and tokens of all of them together
 MAX_BAD_WORDS: Final = (256, 4096)
-# in the words of vLLM's errors, which clients know
-SAMPLING: Final = {
-    "max_tokens": Range(1),
-    "temperature": Range(0, 100, too_low="non-negative"),
-    "top_k": Range(0, 2**31, too_low="0 (disable), or at least 1"),
-    "top_p": Range(0, 1, above=True),
-    "min_p": Range(0, 1),
-    "presence_penalty": Range(-2, 2),
-    "frequency_penalty": Range(-2, 2),
-    "repetition_penalty": Range(0, 100, above=True, too_low="greater than zero"),
-    "min_tokens": Range(0, too_low="greater than or equal to 0"),
-    "logprobs": Range(0, 2**31),
-    "prompt_logprobs": Range(0, MAX_LOGPROBS),
-    "seed": Range(-(2**63), 2**63 - 1),
-}
 _BIASES: Final = Range(-(10**6), 10**6)
+_REPETITION: Final = Range(0, 100, above=True, too_low="greater than zero")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one sequence is sampled. Validated at birth; every field has vLLM's meaning.
+    """How one sequence is sampled. Validated at birth; every field has vLLM's meaning, and errors
+    have the words of vLLM's, which clients know.
 
     Raises:
         InvalidRequestError: a value outside its range, with the field in ``param``.
     """
 
     # tokens to generate at most, >= 1
-    max_tokens: int
+    max_tokens: Annotated[int, Range(1)]
     # 0 is greedy; otherwise logits are divided by it
-    temperature: float = 1.0
+    temperature: Annotated[float, Range(0, 100, too_low="non-negative")] = 1.0
     # keep the k most likely tokens; 0 keeps all
-    top_k: int = 0
+    top_k: Annotated[int, Range(0, 2**31, too_low="0 (disable), or at least 1")] = 0
     # keep the smallest set whose probability reaches top_p
-    top_p: float = 1.0
+    top_p: Annotated[float, Range(0, 1, above=True)] = 1.0
     # keep tokens at least min_p times as likely as the likeliest
-    min_p: float = 0.0
+    min_p: Annotated[float, Range(0, 1)] = 0.0
     # subtracted from a logit once if the token is in the output
-    presence_penalty: float = 0.0
+    presence_penalty: Annotated[float, Range(-2, 2)] = 0.0
     # subtracted from a logit once per occurrence in the output
-    frequency_penalty: float = 0.0
+    frequency_penalty: Annotated[float, Range(-2, 2)] = 0.0
     # divides positive and multiplies negative logits of tokens in prompt or output
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, _REPETITION] = 1.0
     # (token id, bias) pairs added to the logits
     logit_bias: tuple[tuple[int, float], ...] = ()
     # sampling at output position i depends on (seed, i) alone, so a resumed request repeats itself
-    seed: int = 0
+    seed: Annotated[int, Range(-(2**63), 2**63 - 1)] = 0
     # None: no logprobs; k: the chosen token's and the k likeliest tokens'
-    logprobs: int | None = None
+    logprobs: Annotated[int | None, Range(0, 2**31)] = None
     # with ``logprobs``: of these tokens instead of the likeliest
     logprob_token_ids: tuple[int, ...] = ()
     # ids that end the output; the id itself is kept in the output tokens
@@ -73,7 +60,7 @@ class SamplingParams:
     # the model's end-of-sequence ids; empty when the caller set ignore_eos
     eos_token_ids: frozenset[int] = frozenset()
     # stop and eos ids cannot be sampled before this many output tokens
-    min_tokens: int = 0
+    min_tokens: Annotated[int, Range(0, too_low="greater than or equal to 0")] = 0
     # the following stay out of repr: they may be long, and no plan depends on them
     # what the output must look like
     grammar: Grammar | None = field(default=None, repr=False)
@@ -82,7 +69,7 @@ class SamplingParams:
     # the last token of such a sequence is not sampled after its others
     bad_words: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
     # None: none; k: of each prompt token its own and the k likeliest tokens' log-probabilities
-    prompt_logprobs: int | None = field(default=None, repr=False)
+    prompt_logprobs: Annotated[int | None, Range(0, MAX_LOGPROBS)] = field(default=None, repr=False)
     # None: tokens are wanted; else a vector of the prompt and no token (``max_tokens`` is 1)
     pooling: PoolingParams | None = field(default=None, repr=False)
 
@@ -117,3 +104,6 @@ class SamplingParams:
                 yield "logit_bias", f"logit_bias has a negative token id {token_id}"
             if bias not in _BIASES:
                 yield "logit_bias", f"logit_bias for token {token_id} must be {_BIASES}, got {bias}"
+
+
+SAMPLING: Final = ranges_of(SamplingParams)

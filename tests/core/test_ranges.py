@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Annotated
 
 import pytest
 
-from paceline.core.ranges import Range, outside
+from paceline.core.ranges import Range, outside, ranges_of
 
 
 @pytest.mark.parametrize(
@@ -39,3 +40,14 @@ def test_each_setting_out_of_range_is_named_with_its_value() -> None:
     ]
     values.a, values.c = None, 10
     assert [message for _, message in outside(values, ranges)] == ["c must be in [0, 9], got 10"]
+
+
+class Settings:
+    a: Annotated[int | None, "a number", Range(1)] = None
+    b: Annotated[float, Range(0, 1)] = 0.5
+    c: Annotated[str, "no range"] = ""
+    d: int = 7
+
+
+def test_ranges_are_those_of_the_annotations() -> None:
+    assert ranges_of(Settings) == {"a": Range(1), "b": Range(0, 1)}
