@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,32 @@ def test_what_is_counted(tmp_path: Path) -> None:
     assert core_size.files_of(part, tmp_path) == [tmp_path / "step/one.py", tmp_path / "three.py"]
     assert core_size.size_of(core_size.files_of(part, tmp_path)) == (7, 5)
     assert core_size.num_statements(ast.parse("'''Docstring.'''\nx = 1; y = 2")) == 2
+
+
+def test_what_a_feature_has(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "one.py").write_text("x = 1\n\ny = 2\n")
+    (tmp_path / "shared.py").write_text(
+        "import enum\n\n\n@enum.unique\nclass Kind(enum.Enum):\n    A = 1\n\n"
+        "    def f(self) -> int:\n        return 2\n\n    def g(self) -> None: ...\n"
+    )
+    size = core_size.size_of_feature
+    assert size(("own",), tmp_path) == (3, 2)
+    assert size(("own", "shared.py:Kind.f"), tmp_path) == (5, 4)
+    assert size(("shared.py:Kind",), tmp_path) == (8, 5)
+
+
+def test_the_page_says_how_large_features_are() -> None:
+    """Within a tenth or ten lines: a page is not written anew for every line."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = page.split("core_size.py --by-feature")[1].split("\n\n")[1]
+    said = {
+        name: int(lines.replace(",", ""))
+        for name, lines in re.findall(r"^\| ([a-z ]+?) \| ([\d,]+) \|", table, re.MULTILINE)
+    }
+    sizes = core_size.features(CORE)
+    assert list(said) == list(sizes)
+    for name, size in sizes.items():
+        assert abs(size.lines - said[name]) <= max(10, size.lines / 10), (
+            f"{name}: docs/architecture.md says {said[name]} lines, there are {size.lines}"
+        )
