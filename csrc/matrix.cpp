@@ -20,21 +20,6 @@ int unit_columns(Weights kind) {
 // Values of one column, a row of a panel each.
 using Lanes = float[kPanel];
 
-// The rotation of int8 matrices, for one row of `columns` values: every whole group of 64 columns times the Hadamard
-// matrix of order 64 over 8. Its own inverse, and what Kernels::rotate computes.
-void rotate_row(float* x, int64_t columns) {
-  for (float* group = x; columns >= kActGroup; columns -= kActGroup, group += kActGroup) {
-    for (int step = 1; step < kActGroup; step *= 2)
-      for (int i = 0; i < kActGroup; i += 2 * step)
-        for (int j = i; j < i + step; ++j) {
-          const float a = group[j], b = group[j + step];
-          group[j] = a + b;
-          group[j + step] = a - b;
-        }
-    for (int i = 0; i < kActGroup; ++i) group[i] *= 0.125f;
-  }
-}
-
 // the larger of two, or what is not a number
 float larger(float top, float x) { return x <= top || top != top ? top : x; }
 
@@ -389,7 +374,7 @@ void Matrix::pack_rows(int64_t row, int64_t count, Source type, const void* sour
   }
 }
 
-void Matrix::unpack_row(int64_t row, float* out) const {
+void Matrix::unpack_row(int64_t row, const Kernels& kernels, float* out) const {
   if (kind_ >= Weights::kIQ4NL) return unpack_table(row, out);
   if (kind_ >= Weights::kQ4K) return unpack_block(row, out);
   const uint8_t* p = data_ + row / kPanel * panel_bytes_;
@@ -420,7 +405,8 @@ void Matrix::unpack_row(int64_t row, float* out) const {
     else
       out[i] = scale * float(int(unit[i % 4]) - 128);
   }
-  if (kind_ == Weights::kI8) rotate_row(out, columns_);
+  // its own inverse
+  if (kind_ == Weights::kI8) kernels.rotate(out, columns_);
 }
 
 }  // namespace paceline
