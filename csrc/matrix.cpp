@@ -319,8 +319,8 @@ void Matrix::pack_i8(int64_t row, int64_t count, Source type, const uint8_t* fro
     float top = kernels.rotate(x, columns_);
     // its maximum may pass over what is not a number, which the rotation has spread over the group
     for (int64_t i = 0; i < columns_; i += i + kActGroup <= columns_ ? kActGroup : 1)
-      if (x[i] != x[i]) top = x[i];
-    // none where it is no number: what is below 2^-120 is nothing beside other weights
+      if (x[i] != x[i]) top = NAN;
+    // none where it is no finite number: what is below 2^-120 is nothing beside other weights
     const float steps = 127.0f / top;
     factor[r] = steps < INFINITY ? steps : 0.0f;
     scale_[row + r] = top / 127.0f;
@@ -328,8 +328,12 @@ void Matrix::pack_i8(int64_t row, int64_t count, Source type, const uint8_t* fro
   uint8_t* out = data_ + row / kPanel * panel_bytes_ + row % kPanel * 4;
   alignas(64) uint8_t bytes[kPanel][kActGroup];
   for (int64_t c = 0; c < columns_; c += kActGroup) {
-    for (int64_t r = 0; r < count; ++r)
-      kernels.raised_bytes(scratch + r * apart + c, kActGroup, factor[r], bytes[r]);
+    for (int64_t r = 0; r < count; ++r) {
+      if (factor[r] > 0)
+        kernels.raised_bytes(scratch + r * apart + c, kActGroup, factor[r], bytes[r]);
+      else  // zeros: not even zero times what is not finite is a number, and levels differ in what integer that becomes
+        memset(bytes[r], 128, kActGroup);
+    }
     const int64_t units = units_ - c / 4 < kActGroup / 4 ? units_ - c / 4 : kActGroup / 4;
     for (int64_t u = 0; u < units; ++u, out += kPanel * 4)
       for (int64_t r = 0; r < count; ++r) memcpy(out + r * 4, bytes[r] + u * 4, 4);
