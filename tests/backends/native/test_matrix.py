@@ -422,6 +422,15 @@ def test_four_bits_need_whole_groups() -> None:
         PackedMatrix(_random((4, 48), 8), "q4")
 
 
+def test_what_was_closed_is_refused() -> None:
+    matrix = PackedMatrix(_random((4, 32), 8), "float32")
+    matrix.close()
+    matrix.close()
+    for use in (matrix.unpack, lambda: matrix.multiply(_random((1, 32), 8))):
+        with pytest.raises(ConfigError, match="this PackedMatrix is closed"):
+            use()
+
+
 def test_unknown_variant_names_those_there_are() -> None:
     with pytest.raises(ConfigError, match="portable"):
         PackedMatrix(_random((4, 32), 8), "float32", isa="mmx")
