@@ -274,7 +274,7 @@ double paceline_peak(const char* isa, int weights, int threads) {
 
 int paceline_matrix_unpack(const PacelineMatrix* m, float* out) {
   return guarded([&] {
-    for (int64_t r = 0; r < m->matrix.rows(); ++r) m->matrix.unpack_row(r, out + r * m->matrix.columns());
+    for (int64_t r = 0; r < m->matrix.rows(); ++r) m->matrix.unpack_row(r, *m->kernels, out + r * m->matrix.columns());
   });
 }
 

@@ -246,7 +246,7 @@ void Model::run_step(const PacelineStep& step, int member) {
   const Matrix& table = embedding_.rows() ? embedding_ : head_.parts[0];
   each_row(member, share, [&](int64_t r) {
     float* row = x + (share.begin + r) * hidden_pad_;
-    table.unpack_row(step.token_ids[share.begin + r], row);
+    table.unpack_row(step.token_ids[share.begin + r], *kernels_, row);
     if (c.embedding_scale != 1)
       for (int64_t i = 0; i < c.hidden; ++i) row[i] *= c.embedding_scale;
   });

@@ -20,21 +20,6 @@ int unit_columns(Weights kind) {
 // Values of one column, a row of a panel each.
 using Lanes = float[kPanel];
 
-// The rotation of int8 matrices, for one row of `columns` values: every whole group of 64 columns times the Hadamard
-// matrix of order 64 over 8. Its own inverse, and what Kernels::rotate computes.
-void rotate_row(float* x, int64_t columns) {
-  for (float* group = x; columns >= kActGroup; columns -= kActGroup, group += kActGroup) {
-    for (int step = 1; step < kActGroup; step *= 2)
-      for (int i = 0; i < kActGroup; i += 2 * step)
-        for (int j = i; j < i + step; ++j) {
-          const float a = group[j], b = group[j + step];
-          group[j] = a + b;
-          group[j + step] = a - b;
-        }
-    for (int i = 0; i < kActGroup; ++i) group[i] *= 0.125f;
-  }
-}
-
 // the larger of two, or what is not a number
 float larger(float top, float x) { return x <= top || top != top ? top : x; }
 
@@ -334,8 +319,8 @@ void Matrix::pack_i8(int64_t row, int64_t count, Source type, const uint8_t* fro
     float top = kernels.rotate(x, columns_);
     // its maximum may pass over what is not a number, which the rotation has spread over the group
     for (int64_t i = 0; i < columns_; i += i + kActGroup <= columns_ ? kActGroup : 1)
-      if (x[i] != x[i]) top = x[i];
-    // none where it is no number: what is below 2^-120 is nothing beside other weights
+      if (x[i] != x[i]) top = NAN;
+    // none where it is no finite number: what is below 2^-120 is nothing beside other weights
     const float steps = 127.0f / top;
     factor[r] = steps < INFINITY ? steps : 0.0f;
     scale_[row + r] = top / 127.0f;
@@ -343,8 +328,12 @@ void Matrix::pack_i8(int64_t row, int64_t count, Source type, const uint8_t* fro
   uint8_t* out = data_ + row / kPanel * panel_bytes_ + row % kPanel * 4;
   alignas(64) uint8_t bytes[kPanel][kActGroup];
   for (int64_t c = 0; c < columns_; c += kActGroup) {
-    for (int64_t r = 0; r < count; ++r)
-      kernels.raised_bytes(scratch + r * apart + c, kActGroup, factor[r], bytes[r]);
+    for (int64_t r = 0; r < count; ++r) {
+      if (factor[r] > 0)
+        kernels.raised_bytes(scratch + r * apart + c, kActGroup, factor[r], bytes[r]);
+      else  // zeros: not even zero times what is not finite is a number, and levels differ in what integer that becomes
+        memset(bytes[r], 128, kActGroup);
+    }
     const int64_t units = units_ - c / 4 < kActGroup / 4 ? units_ - c / 4 : kActGroup / 4;
     for (int64_t u = 0; u < units; ++u, out += kPanel * 4)
       for (int64_t r = 0; r < count; ++r) memcpy(out + r * 4, bytes[r] + u * 4, 4);
@@ -389,7 +378,7 @@ void Matrix::pack_rows(int64_t row, int64_t count, Source type, const void* sour
   }
 }
 
-void Matrix::unpack_row(int64_t row, float* out) const {
+void Matrix::unpack_row(int64_t row, const Kernels& kernels, float* out) const {
   if (kind_ >= Weights::kIQ4NL) return unpack_table(row, out);
   if (kind_ >= Weights::kQ4K) return unpack_block(row, out);
   const uint8_t* p = data_ + row / kPanel * panel_bytes_;
@@ -420,7 +409,8 @@ void Matrix::unpack_row(int64_t row, float* out) const {
     else
       out[i] = scale * float(int(unit[i % 4]) - 128);
   }
-  if (kind_ == Weights::kI8) rotate_row(out, columns_);
+  // its own inverse
+  if (kind_ == Weights::kI8) kernels.rotate(out, columns_);
 }
 
 }  // namespace paceline

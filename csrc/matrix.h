@@ -51,7 +51,7 @@ class Matrix {
     if (scale_) f(scale_, size_t(panel_count()) * kPanel * 4);
   }
   // One row back, as the products see it.
-  void unpack_row(int64_t row, float* out) const;
+  void unpack_row(int64_t row, const Kernels& kernels, float* out) const;
   Panels view() const;
 
  private:

@@ -18,7 +18,7 @@ from ctypes import (
     c_void_p,
 )
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 from paceline.core.errors import ConfigError
 
@@ -28,6 +28,7 @@ __all__ = [
     "Draw",
     "Limits",
     "Logprobs",
+    "Owner",
     "Step",
     "check",
     "digest",
@@ -261,6 +262,32 @@ def variants() -> tuple[str, ...]:
         check(-1)
         return ()
     return tuple(names.decode().split(","))
+
+
+class Owner:
+    """Owns one thing that the library made, and frees it when closed or no longer used."""
+
+    # the library's function that frees it
+    _FREE: ClassVar[str]
+    # None until it is made, and once it was freed
+    _handle: int | None = None
+    _library: ctypes.CDLL
+
+    def close(self) -> None:
+        """Free its memory and threads. Idempotent."""
+        if self._handle is not None:
+            getattr(self._library, self._FREE)(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        self.close()
+
+    @property
+    def handle(self) -> int:
+        """For calls of the library. Raises ConfigError once closed."""
+        if self._handle is None:
+            raise ConfigError(f"this {type(self).__name__} is closed")
+        return self._handle
 
 
 def check(status: int) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from paceline import __version__
 from paceline.backends.machine import choose_threads
-from paceline.backends.native.library import ABI, Config, Step, check, digest, library
+from paceline.backends.native.library import ABI, Config, Owner, Step, check, digest, library
 from paceline.backends.native.packed import PackedCopies
 from paceline.backends.native.tensors import TYPES, RawTensor, Tensor, locate
 from paceline.checkpoints.config import ModelConfig
@@ -105,7 +105,7 @@ def _step(*given: Integers) -> tuple[Step, list[NDArray[np.int32]]]:
     return step, arrays
 
 
-class NativeModel:
+class NativeModel(Owner):
     """Weights packed for this machine, a paged KV cache and a team of threads.
 
     Used from one thread at a time; calls release the interpreter lock. The calling thread computes
@@ -135,6 +135,8 @@ class NativeModel:
         ConfigError: no library, an unsupported shape, or tensors missing or of a wrong shape.
     """
 
+    _FREE = "paceline_destroy"
+
     def __init__(
         self,
         config: ModelConfig,
@@ -154,7 +156,6 @@ class NativeModel:
         copies: PackedCopies | None = None,
         num_window_blocks: int = 0,
     ) -> None:
-        self._handle: int | None = None
         self._library = library()
         if dtype not in DTYPES:
             raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -398,20 +399,3 @@ class NativeModel:
         values = (ctypes.c_double * len(SECTIONS))()
         self._library.paceline_seconds(self.handle, values)
         return dict(zip(SECTIONS, values, strict=True))
-
-    def close(self) -> None:
-        """Free memory and threads. Idempotent."""
-        if self._handle is not None:
-            self._library.paceline_destroy(self._handle)
-            self._handle = None
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None:
-            self.close()
-
-    @property
-    def handle(self) -> int:
-        """The library's model. Raises ConfigError once closed."""
-        if self._handle is None:
-            raise ConfigError("the native model is closed")
-        return self._handle

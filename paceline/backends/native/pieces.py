@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.backends.native.library import Step, check, library
+from paceline.backends.native.library import Owner, Step, check, library
 from paceline.backends.native.model import Integers, NativeModel
 from paceline.backends.native.tensors import PACKED, TYPES, RawTensor, Tensor
-from paceline.core.errors import ConfigError
 
 __all__ = [
     "PackedMatrix",
@@ -28,14 +27,15 @@ __all__ = [
 ]
 
 
-class PackedMatrix:
+class PackedMatrix(Owner):
     """One weight matrix [rows, columns], packed as a kind of ``PACKED``; the product alone, without
     an epilogue."""
+
+    _FREE = "paceline_matrix_destroy"
 
     def __init__(
         self, weights: Tensor, dtype: str, *, threads: int = 1, isa: str | None = None
     ) -> None:
-        self._handle: int | None = None
         self._library = library()
         if isinstance(weights, RawTensor):
             data, kind, columns = weights.data, TYPES[weights.type], weights.columns
@@ -59,7 +59,7 @@ class PackedMatrix:
         out = np.full((len(x), self.shape[0]), np.nan, dtype=np.float32)
         check(
             self._library.paceline_matrix_multiply(
-                self._handle, x.ctypes.data, len(x), out.ctypes.data, repeat
+                self.handle, x.ctypes.data, len(x), out.ctypes.data, repeat
             )
         )
         return out
@@ -67,25 +67,8 @@ class PackedMatrix:
     def unpack(self) -> NDArray[np.float32]:
         """The weights as the products see them, [rows, columns]."""
         out = np.empty(self.shape, dtype=np.float32)
-        check(self._library.paceline_matrix_unpack(self._handle, out.ctypes.data))
+        check(self._library.paceline_matrix_unpack(self.handle, out.ctypes.data))
         return out
-
-    def close(self) -> None:
-        """Free the memory and threads. Idempotent."""
-        if self._handle is not None:
-            self._library.paceline_matrix_destroy(self._handle)
-            self._handle = None
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None:
-            self.close()
-
-    @property
-    def handle(self) -> int:
-        """For calls of the library. Raises ConfigError once closed."""
-        if self._handle is None:
-            raise ConfigError("this matrix was closed")
-        return self._handle
 
 
 def products_seconds(matrices: Sequence[PackedMatrix], x: NDArray[np.float32]) -> float:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from paceline.backends.native import RawTensor, unavailable_reason, variants
+from paceline.backends.native import NativeModel, RawTensor, unavailable_reason, variants
+from paceline.backends.native.packed import PackedCopies
 from paceline.backends.native.pieces import PackedMatrix, traits
+from paceline.checkpoints.config import ModelConfig
 from paceline.core.errors import ConfigError
+from tests.backends.native.reference import Weights, random_weights, rope_tables, tiny_config
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 
@@ -152,6 +158,53 @@ def test_int8_weights_are_packed_alike_on_every_level(isa: str, shape: tuple[int
     step = np.abs(turned).max(1, keepdims=True) / 127
     steps = turned / np.where(step > 0, step, 1)
     np.testing.assert_allclose(steps, np.rint(steps), atol=1e-3)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept(PackedCopies):
+    """What a model packed, and never a copy to read."""
+
+    packed: list[bytes] = field(default_factory=list)
+
+    def read(self, about: Mapping[str, object], pieces: Sequence[memoryview]) -> bool:
+        return False
+
+    def write(self, about: Mapping[str, object], pieces: Sequence[memoryview]) -> None:
+        self.packed.extend(map(bytes, pieces))
+
+
+def _packed(weights: Weights, config: ModelConfig, isa: str) -> list[bytes]:
+    kept = _Kept(Path("nowhere"), 0, "")
+    NativeModel(
+        config, weights.items(), rope_tables(config, 16), dtype="int8", num_blocks=1, threads=1,
+        isa=isa, copies=kept,
+    ).close()  # fmt: skip
+    return kept.packed
+
+
+@pytest.mark.parametrize("isa", variants())
+def test_a_row_that_is_no_number_has_the_bytes_of_zeros_on_every_level(isa: str) -> None:
+    """No byte stands for such a value: the scale says it, in the same bits everywhere."""
+    config = tiny_config()
+    weights = random_weights(config, 20)
+    name = "model.layers.0.mlp.gate_proj.weight"
+    broken, zeroed = weights[name].copy(), weights[name].copy()
+    # in a group of 64 columns and behind it; infinities of two signs rotate to what is no number
+    rows = [2, 7, 20, 33, 40, 64, 90]
+    places = [(5,), (95,), (63,), (70,), (3, 4), (1,), (1,)]
+    values = [(np.nan,), (np.nan,), (np.inf,), (-np.inf,), (np.inf, -np.inf), (-np.nan,), (3e38,)]
+    for row, columns, numbers in zip(rows, places, values, strict=True):
+        broken[row, columns] = numbers
+    broken[90, 2] = 3e38
+    zeroed[rows] = 0
+    found = _packed(weights | {name: broken}, config, isa)
+    assert found == _packed(weights | {name: broken}, config, "portable")
+    expected = _packed(weights | {name: zeroed}, config, "portable")
+    differing = [place for place, piece in enumerate(found) if piece != expected[place]]
+    (scales,) = differing
+    told, zeros = (np.frombuffer(p[scales], dtype=np.float32) for p in (found, expected))
+    (at,) = np.nonzero(told.view(np.uint32) != zeros.view(np.uint32))
+    assert len(at) == len(rows) and not np.isfinite(told[at]).any()
 
 
 def test_int8_weights_are_rounded_after_the_rotation() -> None:
@@ -367,6 +420,15 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(isa: str, dtype: str, colum
 def test_four_bits_need_whole_groups() -> None:
     with pytest.raises(ConfigError, match="got 48"):
         PackedMatrix(_random((4, 48), 8), "q4")
+
+
+def test_what_was_closed_is_refused() -> None:
+    matrix = PackedMatrix(_random((4, 32), 8), "float32")
+    matrix.close()
+    matrix.close()
+    for use in (matrix.unpack, lambda: matrix.multiply(_random((1, 32), 8))):
+        with pytest.raises(ConfigError, match="this PackedMatrix is closed"):
+            use()
 
 
 def test_unknown_variant_names_those_there_are() -> None:
