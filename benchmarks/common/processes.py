@@ -11,6 +11,8 @@ import os
 import signal
 import socket
 import subprocess
+import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +51,14 @@ def free_port() -> int:
         return port
 
 
+def _close_at_sigterm() -> None:
+    """SIGTERM ends this process as an exception does, or those that are frozen would outlive it."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 def _session_members(session: int) -> list[int]:
     """Processes of a session, zombies too."""
     members = []
@@ -73,6 +83,7 @@ class Process:
         self, command: Command, log: Path, *, pipes: bool = False, cwd: Path = REPOSITORY
     ) -> None:
         self._log = log
+        _close_at_sigterm()
         pipe = subprocess.PIPE if pipes else subprocess.DEVNULL
         with log.open("wb") as errors:
             try:

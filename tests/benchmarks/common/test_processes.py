@@ -1,0 +1,40 @@
+"""What benchmarks start ends with them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.server.live_process import eventually
+
+_FREEZES = """
+import sys, time
+from pathlib import Path
+from benchmarks.common.processes import Command, Process
+
+with Process(Command(("sleep", "300")), Path(sys.argv[1])) as started:
+    started.freeze()
+    print(started.pid, flush=True)
+    time.sleep(300)
+"""
+
+
+def test_a_frozen_process_does_not_outlive_a_benchmark_that_is_told_to_end(tmp_path: Path) -> None:
+    command = (sys.executable, "-c", _FREEZES, str(tmp_path / "log"))
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as benchmark:
+        assert benchmark.stdout is not None
+        frozen = int(benchmark.stdout.readline())
+        benchmark.send_signal(signal.SIGTERM)
+        assert benchmark.wait(20) == 128 + signal.SIGTERM
+
+    def is_gone() -> bool:
+        try:
+            os.kill(frozen, 0)
+        except ProcessLookupError:
+            return True
+        return False
+
+    eventually(is_gone)
