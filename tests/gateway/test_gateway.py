@@ -94,9 +94,7 @@ async def test_a_request_is_no_work_for_the_garbage_collector(
         try:
             for _ in range(3):
                 await client.post(CHAT, json=chat(stream=stream))
-            await until(lambda: is_clean(gateway))
-            await asyncio.sleep(0.05)
-            assert not left()
+            await until(lambda: is_clean(gateway) and not left())
         finally:
             gc.enable()
 

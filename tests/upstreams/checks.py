@@ -35,9 +35,8 @@ _STEPS: Final[Mapping[EngineKind, str]] = {
     "llama.cpp": "llamacpp:n_decode_total",
     "vllm": "vllm:iteration_tokens_total_count",
 }
-# until nothing runs there, and between two looks
+# until nothing runs there
 _REST_SECONDS: Final = 60.0
-_LOOK_SECONDS: Final = 0.2
 # parts of an answer after which its server is stopped
 _PARTS: Final = 8
 _PROMPT: Final = "Tell me the story of the fox and the raven, slowly."
@@ -248,7 +247,7 @@ async def _rested(pair: Pair, server: httpx.AsyncClient) -> float:
                 raise CheckFailedError(f"{names} are not in {len(text)} bytes of metrics")
             if not running:
                 return steps
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(0.05)
 
 
 # ------------------------------------------------------------------------------ and while it is not
