@@ -79,6 +79,11 @@ class Answer:
         """From here on."""
         self._leg = leg
 
+    def close(self) -> None:
+        """All is told, and asked. See ``Exchange.close``."""
+        self._leg = None
+        self.out.close()
+
     def note(self, **what: Any) -> None:
         """Something was done that the caller may want to know."""
         self._note |= what

@@ -15,9 +15,9 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from paceline.gateway.bodies import BYTES_PER_TOKEN, Body, read_body
 from paceline.gateway.caller import Allowed, Caller
@@ -72,7 +72,7 @@ class _Call:
     # names in small letters
     headers: Mapping[bytes, bytes]
     receive: Receive
-    send: Send
+    send_on: Send
     request_id: str
     # None: nobody is asked for a key
     key: ApiKey | None = None
@@ -90,6 +90,13 @@ class _Call:
     def method(self) -> str:
         method: str = self.scope["method"]
         return method
+
+    async def send(self, message: Message) -> None:
+        """See ``outgoing.Call``. A method, as a closure over its call would be garbage in a
+        circle."""
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], *self.begin()]
+        await self.send_on(message)
 
     def begin(self) -> Headers:
         """See ``outgoing.Call``."""
@@ -148,12 +155,7 @@ class Gateway:
         else:
             request_id = f"{random.getrandbits(128):032x}"
 
-        async def send_with_id(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *call.begin()]
-            await send(message)
-
-        call = _Call(self, scope, headers, receive, send_with_id, request_id)
+        call = _Call(self, scope, headers, receive, send, request_id)
         try:
             if b"origin" in headers or b"sec-fetch-site" in headers:
                 refuse_other_origins(scope, ())
@@ -171,7 +173,7 @@ class Gateway:
                 raise
             reply = reply_to(error, drain_timeout=self.config.drain_timeout)
             _log.info("refused id=%s status=%d path=%s", request_id, reply.status, call.path[:64])
-            await _send(send_with_id, *_error(call.path, reply), retry_after=reply.retry_after)
+            await _send(call.send, *_error(call.path, reply), retry_after=reply.retry_after)
         finally:
             scope.get("extensions", {}).pop(BODY_WRITER, None)
 
@@ -256,6 +258,7 @@ class Gateway:
                 self.spending.settle(charge, exchange.shares())
             if trace is not NO_TRACE:
                 trace.close(exchange.used, self.now())
+            exchange.close()
             self.in_flight -= 1
             if not self.in_flight:
                 self.idle.set()

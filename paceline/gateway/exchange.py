@@ -110,8 +110,9 @@ class Exchange:
         self.write: Callable[[bytes], None] = self.out.write
         self.write_last: Callable[[bytes], None] = self.out.write_last
         self._waiting = Waiting(
-            config, turns, self._attempts, demand, body, caller, self._answer, self, self._arrived
-        )
+            config, turns, self._attempts, demand, body, caller, self._answer, now, self.wake,
+            self._arrived,
+        )  # fmt: skip
         self._hedge = Hedge(
             config, hedges, picker, self._attempts, demand, body, self._sending, counts
         )
@@ -149,6 +150,11 @@ class Exchange:
     def shares(self) -> Sequence[tuple[Site, Used]]:
         """Who made what of an answer that has ended; see ``Bill.shares``."""
         return self._bill.shares(self._answer.leg)
+
+    def close(self) -> None:
+        """Nothing more is asked of it. What points in circles is let go: the garbage collector
+        would take longer to find it than a tenth of a request."""
+        self._answer.close()
 
     # ---------------------------------------------------------------- of the legs
 
@@ -278,8 +284,9 @@ class Exchange:
             await self._pump()
         finally:
             leg.abandon()
-            self._leg.abandon()
-            self._hedge.end()
+            if self._hedge.is_wanted:
+                self._leg.abandon()
+                self._hedge.end()
             self._turns.pump()
         return self._leg
 

@@ -193,6 +193,10 @@ class Outgoing:
         finally:
             self._flushing = False
 
+    def close(self) -> None:
+        """Nothing more is written. See ``Exchange.close``."""
+        del self._source
+
     async def end(self, body: bytes = b"") -> None:
         """Whatever is not out yet of an answer's end."""
         if self.ended:

@@ -68,6 +68,8 @@ class Turns:
 
     def pump(self) -> None:
         """Give turns while there are places: a request has ended, or an engine is back."""
+        if not self._waiting:
+            return
         now = self._now()
         for model, waiting in list(self._waiting.items()):
             queue = self._queues[model]

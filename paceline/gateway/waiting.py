@@ -12,7 +12,6 @@ from paceline.gateway.attempts import Attempts
 from paceline.gateway.bodies import Body
 from paceline.gateway.caller import Caller
 from paceline.gateway.config import GatewayConfig
-from paceline.gateway.leg import Owner
 from paceline.gateway.pick import AllRestError, Pick
 from paceline.gateway.routes import Site
 from paceline.gateway.slot_queue import Queued
@@ -40,12 +39,13 @@ class Waiting:
         body: Body,
         caller: Caller,
         answer: Answer,
-        owner: Owner,
+        now: Callable[[], float],
+        wake: asyncio.Event,
         arrived: float,
     ) -> None:
         self._config, self._turns, self._attempts = config, turns, attempts
         self._demand, self._body, self._caller = demand, body, caller
-        self._answer, self._owner, self._arrived = answer, owner, arrived
+        self._answer, self._now, self._wake, self._arrived = answer, now, wake, arrived
 
     async def place(self, last: Site | None) -> tuple[Pick, Dispatch]:
         """An engine, and the request counted there, once one may be asked.
@@ -65,7 +65,7 @@ class Waiting:
                 return self._dispatched(last)
             except AllRestError as error:
                 seconds = error.seconds
-                waited = self._owner.now() - self._arrived
+                waited = self._now() - self._arrived
                 if seconds > self._config.max_rest_wait - waited:
                     raise
             await self._unless_gone(asyncio.sleep(seconds))
@@ -84,11 +84,11 @@ class Waiting:
             return self._dispatched(None)
 
     def _give_up(self, placed: tuple[Pick, Dispatch]) -> None:
-        placed[1].end(self._owner.now())
+        placed[1].end(self._now())
         self._turns.pump()
 
     def _dispatched(self, last: Site | None) -> tuple[Pick, Dispatch]:
-        now = self._owner.now()
+        now = self._now()
         pick = self._attempts.pick(now, last)
         return pick, pick.site.engine.load.dispatch(self._demand, pick.view, now)
 
@@ -109,7 +109,7 @@ class Waiting:
         return waiting.result()
 
     async def _while_there(self, waiting: asyncio.Future[Any]) -> None:
-        out, wake = self._answer.out, self._owner.wake
+        out, wake = self._answer.out, self._wake
         while not waiting.done():
             if out.gone:
                 raise ClientDisconnectedError
@@ -121,6 +121,6 @@ class Waiting:
             finally:
                 waking.cancel()
             wake.clear()
-            out.tick(self._owner.now(), self._config.sse_keep_alive)
+            out.tick(self._now(), self._config.sse_keep_alive)
             if out.num_waiting:
                 await self._answer.flush(comments=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 from dataclasses import replace
@@ -10,6 +11,12 @@ from typing import Any
 
 import pytest
 
+from paceline.gateway.answers import Answer
+from paceline.gateway.attempts import Attempts
+from paceline.gateway.exchange import Exchange
+from paceline.gateway.leg import Leg
+from paceline.gateway.outgoing import Outgoing
+from paceline.gateway.waiting import Waiting
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
 from tests.gateway.helpers import (
     CHAT,
@@ -63,6 +70,33 @@ async def test_streams_asked_for_ahead_come_one_after_the_other() -> None:
     for answer in answers:
         assert answer.count(b"data: [DONE]") == 1 and answer.count(b"\r\n0\r\n\r\n") == 1
         assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fails", [(), (pieces(0),), (refused(503), refused(503))])
+async def test_a_request_is_no_work_for_the_garbage_collector(
+    stream: bool, fails: tuple[Step, ...]
+) -> None:
+    """What is left of one is found free at once: nothing of it points in circles."""
+    good = GOOD if stream else WHOLE
+
+    def left() -> list[str]:
+        kinds = (Exchange, Answer, Outgoing, Leg, Waiting, Attempts)
+        return [type(each).__name__ for each in gc.get_objects() if isinstance(each, kinds)]
+
+    async with (
+        scripted(*fails[:1], good) as one,
+        scripted(*fails[1:], good) as two,
+        gateway_over(configured(one, two)) as (gateway, client),
+    ):
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                await client.post(CHAT, json=chat(stream=stream))
+            await until(lambda: is_clean(gateway) and not left())
+        finally:
+            gc.enable()
 
 
 async def test_ids_and_usage_are_shown_to_who_asked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.gateway.fault_server import Step, chat_chunks, scripted
-from tests.gateway.helpers import CHAT, WORDS, pieces, refused
-from tests.upstreams.checks import MESSAGES, CheckFailedError, Pair, dies, streamed
+from tests.gateway.helpers import CHAT, WHOLE, WORDS, pieces, refused
+from tests.upstreams.checks import MESSAGES, CheckFailedError, Pair, dies, hang_up, streamed
 
 pytestmark = pytest.mark.anyio
 
@@ -46,6 +47,43 @@ async def pair(first: tuple[Step, ...], second: tuple[Step, ...]) -> AsyncIterat
     stays: Any = _Stays()
     async with scripted(*first, **fields) as one, scripted(*second, **fields) as two:
         yield Pair("llama.cpp", stays, stays, (one.port, two.port), "m")
+
+
+LONG = chat_chunks(WORDS * 3, ids=False, reason="length")
+
+
+@asynccontextmanager
+async def counting(*steps: int) -> AsyncIterator[Pair]:
+    """Servers of which the first has computed so many steps before a stream was asked for, behind
+    the first stream, and behind the one whose caller hangs up."""
+    counts = "llamacpp:requests_deferred 0\nllamacpp:requests_processing 0\n"
+    left = Step(parts=LONG[:-3], then="stall")
+    script = (WHOLE, Step(parts=LONG), WHOLE, left, WHOLE)
+    stays: Any = _Stays()
+
+    async def count() -> None:
+        while True:
+            asked = sum(bool(body.get("stream")) for body in one.bodies)
+            one.metrics = f"{counts}llamacpp:n_decode_total {steps[asked]}\n"
+            await asyncio.sleep(0.001)
+
+    async with scripted(*script, metrics=counts) as one, scripted(WHOLE, metrics=counts) as two:
+        counts_on = asyncio.ensure_future(count())
+        try:
+            yield Pair("llama.cpp", stays, stays, (one.port, two.port), "m")
+        finally:
+            counts_on.cancel()
+
+
+async def test_a_server_that_works_on_without_a_caller_is_told() -> None:
+    async with counting(3, 103, 121) as servers:
+        assert await hang_up(servers) == "the server stops"
+    async with counting(3, 103, 203) as servers:
+        with pytest.raises(CheckFailedError, match="100 steps without a caller, 100 with one"):
+            await hang_up(servers)
+    async with counting(3, 33, 41) as servers:
+        with pytest.raises(CheckFailedError, match="30 steps is too short to tell"):
+            await hang_up(servers)
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])

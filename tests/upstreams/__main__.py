@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,17 +27,21 @@ from benchmarks.common.processes import Process, Unavailable, free_port
 from benchmarks.common.setup import Peer
 from benchmarks.peers.llama_cpp import LlamaCpp
 from benchmarks.peers.vllm_cpu import VllmCpu
+from paceline.gateway.config import EngineKind
 from tests.upstreams.checks import CHECKS, CheckFailedError, Pair
 
 # seconds that one check may take
 _CHECK_SECONDS = 180.0
 # by the gateway's name of a kind, beside what peers are started with: flags, and the environment
-_FLAGS = {"llama.cpp": ("--metrics",), "vllm": ()}
-_ENVIRONMENT = {"llama.cpp": (), "vllm": (("VLLM_CPU_KVCACHE_SPACE", "1"),)}
+_FLAGS: Mapping[EngineKind, Sequence[str]] = {"llama.cpp": ("--metrics",), "vllm": ()}
+_ENVIRONMENT: Mapping[EngineKind, Sequence[tuple[str, str]]] = {
+    "llama.cpp": (),
+    "vllm": (("VLLM_CPU_KVCACHE_SPACE", "1"),),
+}
 
 
 @contextmanager
-def _pair(kind: str, peer: Peer, folder: Path) -> Iterator[Pair]:
+def _pair(kind: EngineKind, peer: Peer, folder: Path) -> Iterator[Pair]:
     with ExitStack() as stack:
         found: list[tuple[Process, int]] = []
         for name in ("a", "b"):
@@ -93,16 +97,16 @@ def main() -> int:
     # ended from outside, it ends what it started: finally clauses run
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     places, _ = our_places()
-    peers: Mapping[str, Peer] = {"llama.cpp": LlamaCpp(places), "vllm": VllmCpu(places)}
-    wanted = sys.argv[1:] or list(peers)
+    peers: Mapping[EngineKind, Peer] = {"llama.cpp": LlamaCpp(places), "vllm": VllmCpu(places)}
+    wanted = [kind for kind in peers if kind in sys.argv[1:] or not sys.argv[1:]]
+    for unknown in {*sys.argv[1:]} - {*peers}:
+        print(f"there is no {unknown}; there are {', '.join(peers)}", file=sys.stderr)
+        return 2
     columns: dict[str, Mapping[str, str]] = {}
     absent: dict[str, str] = {}
     failed = 0
     with tempfile.TemporaryDirectory(prefix="upstreams-") as made:
         for kind in wanted:
-            if kind not in peers:
-                print(f"there is no {kind}; there are {', '.join(peers)}", file=sys.stderr)
-                return 2
             try:
                 peers[kind].setup()
                 with _pair(kind, peers[kind], Path(made)) as pair:

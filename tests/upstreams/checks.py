@@ -20,7 +20,8 @@ import httpx
 
 from benchmarks.common.processes import Process
 from paceline.gateway import EngineConfig, Gateway, GatewayConfig
-from paceline.gateway.kinds import scan
+from paceline.gateway.config import EngineKind
+from paceline.gateway.kinds import KINDS, scan
 from tests.gateway.helpers import gateway_over
 
 __all__ = ["CHECKS", "CheckFailedError", "Pair"]
@@ -29,13 +30,13 @@ _TOKENS: Final = 64
 # of an answer that its caller leaves; the fewest steps that one who stays must get
 _LONG: Final = 200
 _LEAST_STEPS: Final = 64
-# by kind, the server's own count of steps, whoever they were for; it rests once none has come for
-# so many seconds, many times what one takes
-_STEPS: Final = {
+# by kind, the server's own count of steps, whoever they were for
+_STEPS: Final[Mapping[EngineKind, str]] = {
     "llama.cpp": "llamacpp:n_decode_total",
     "vllm": "vllm:iteration_tokens_total_count",
 }
-_REST_SECONDS: Final = 1.0
+# until nothing runs there
+_REST_SECONDS: Final = 60.0
 # parts of an answer after which its server is stopped
 _PARTS: Final = 8
 _PROMPT: Final = "Tell me the story of the fox and the raven, slowly."
@@ -53,7 +54,7 @@ class CheckFailedError(Exception):
 class Pair:
     """Two servers of one kind with the same model."""
 
-    kind: str
+    kind: EngineKind
     first: Process
     second: Process
     ports: tuple[int, int]
@@ -209,8 +210,7 @@ async def too_long(pair: Pair) -> str:
 
 async def hang_up(pair: Pair) -> str:
     """The server computes much less for a caller who hangs up than for one who reads on, by its own
-    count of steps, and then nothing more. Whether something runs there would say less: one that had
-    ended would look the same, and some tell it in the next step alone."""
+    count of steps. That nothing runs there would say less: so it is behind an answer that ended."""
     body = {**pair.body(CHAT), "max_tokens": _LONG}
     url = f"http://127.0.0.1:{pair.ports[0]}"
     async with pair.gateway() as (_, client), httpx.AsyncClient(base_url=url) as server:
@@ -233,18 +233,21 @@ async def hang_up(pair: Pair) -> str:
 
 
 async def _rested(pair: Pair, server: httpx.AsyncClient) -> float:
-    """Steps that the server has computed, once it computes none."""
-    before = -1.0
-    async with asyncio.timeout(60.0):
+    """Steps that the server has computed, once nothing runs there. Before each look it is asked for
+    a token: some say what runs in a step alone."""
+    names = (_STEPS[pair.kind], *KINDS[pair.kind].signals["running"])
+    short = {**pair.body(CHAT), "max_tokens": 1}
+    async with asyncio.timeout(_REST_SECONDS):
         while True:
+            answer = await server.post(CHAT, json=short, timeout=_REST_SECONDS)
+            _must(answer.status_code == 200, f"status {answer.status_code}: {answer.text[:200]}")
             text = (await server.get("/metrics")).content
-            steps = scan(text, _STEPS[pair.kind])
-            if steps is None:
-                raise CheckFailedError(f"no {_STEPS[pair.kind]} in {len(text)} bytes of metrics")
-            if steps == before:
+            steps, running = (scan(text, name) for name in names)
+            if steps is None or running is None:
+                raise CheckFailedError(f"{names} are not in {len(text)} bytes of metrics")
+            if not running:
                 return steps
-            before = steps
-            await asyncio.sleep(_REST_SECONDS)
+            await asyncio.sleep(0.05)
 
 
 # ------------------------------------------------------------------------------ and while it is not
