@@ -20,8 +20,9 @@ median of the turns, with the lowest and the highest, and the 95 % interval of t
                        their targets with guesses over those without, with the 95 % interval
                        (bootstrap over requests); ``goodput_min_ratio`` is that at the worst rate
     steps              no model: microseconds that the scheduler takes for a step of 1, 8 and 64
-                       rows without and with guesses, of texts in which no token comes twice, and
-                       of words that come as often as in a language, in no order
+                       rows without and with guesses, and calls of functions in it, of texts in
+                       which no token comes twice, of words that come as often as in a language, in
+                       no order, and of a passage that comes again and again, a little edited
     identical          the share of answers whose tokens are the same; below 1 for formats whose
                        logits depend on how many rows are computed (docs/accuracy.md)
 

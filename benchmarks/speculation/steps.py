@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from random import Random
+from types import FrameType
 from typing import Any
 
 from benchmarks.speculation.asked import QUICK, SPECULATION, Entry
@@ -13,11 +15,16 @@ from paceline.core.outputs import ScheduledRow, StepResult
 from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.scheduler import Scheduler
+from paceline.engine.finished_answers import FinishedAnswers
 
 # of the scheduler alone: rows, steps of each that are timed, and seconds that one is said to take
 ROWS = (1, 8, 64)
 STEPS = 100 if QUICK else 400
 STEP_SECONDS = 0.005
+# tokens of a passage that comes again, and of those so many that are others each time
+PASSAGE = 120
+EDITS = 6
+KINDS = ("distinct", "words", "repeats")
 
 
 def texts_of(kind: str, count: int, length: int, turn: int) -> list[list[int]]:
@@ -25,13 +32,60 @@ def texts_of(kind: str, count: int, length: int, turn: int) -> list[list[int]]:
     random = Random(turn)
     if kind == "distinct":
         return [list(range(i * length, (i + 1) * length)) for i in range(count)]
+    if kind == "repeats":
+        return [_repeated(random, length) for _ in range(count)]
     # the n-th word comes 1 / n as often as the first
     weights = [1.0 / rank for rank in range(1, 20_001)]
     return [random.choices(range(20_000), weights, k=length) for _ in range(count)]
 
 
-def step_seconds(config: dict[str, Any], texts: list[list[int]]) -> float:
-    """Mean seconds of the scheduler for a step of all texts, whose prompts are 64 tokens."""
+def _repeated(random: Random, length: int) -> list[int]:
+    """A passage again and again, as in code that is edited."""
+    passage = [random.randrange(20_000) for _ in range(PASSAGE)]
+    text = list(passage)
+    while len(text) < length:
+        again = list(passage)
+        for place in random.sample(range(PASSAGE), EDITS):
+            again[place] = random.randrange(20_000)
+        text += again
+    return text[:length]
+
+
+class _Clock:
+    """Seconds within ``with``."""
+
+    def __init__(self) -> None:
+        self.spent = self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.spent += time.perf_counter() - self._began
+
+
+class _Calls:
+    """Calls of functions within ``with``, those written in C too: no machine is busy in them."""
+
+    def __init__(self) -> None:
+        self.spent = 0.0
+
+    def __enter__(self) -> None:
+        sys.setprofile(self._note)
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        # this method, and what it calls
+        self.spent -= 2
+
+    def _note(self, frame: FrameType, event: str, _: object) -> None:
+        self.spent += event in ("call", "c_call")
+
+
+def step_cost(config: dict[str, Any], texts: list[list[int]], *, calls: bool = False) -> float:
+    """Mean seconds of the scheduler for a step of all texts, whose prompts are 64 tokens, or calls
+    of functions in that."""
+    answers = FinishedAnswers(16 << 20)
     scheduler = Scheduler(
         SchedulerConfig(max_model_len=8192, policy="fcfs", speculative_config=config),
         CacheConfig(block_size=16, num_blocks=64 * 512),
@@ -46,10 +100,13 @@ def step_seconds(config: dict[str, Any], texts: list[list[int]]) -> float:
                     prompt_token_ids=prompt,
                     sampling=sampling,
                     arrival_time=0.0,
+                    # as the engine adds it, which keeps no answers here
+                    drafter=answers.drafter("", None) if config == SPECULATION else None,
                 )
             )
         )
-    random, now, taken, timed = Random(5), 0.0, 0.0, 0
+    random, now = Random(5), 0.0
+    meter = _Calls() if calls else _Clock()
 
     def says(row: ScheduledRow, guesses: tuple[int, ...]) -> tuple[int, ...]:
         if not row.samples:
@@ -62,9 +119,10 @@ def step_seconds(config: dict[str, Any], texts: list[list[int]]) -> float:
 
     # the first steps learn, and compute prompts
     for step in range(100 + STEPS):
-        began = time.perf_counter()
-        plan = scheduler.schedule(now)
-        spent = time.perf_counter() - began
+        if step == 100:
+            meter.spent = 0.0
+        with meter:
+            plan = scheduler.schedule(now)
         guessed = {draft.row: draft.token_ids for draft in plan.drafts}
         seconds = STEP_SECONDS + plan.num_tokens * 2e-5 + random.gauss(0.0, 1e-4)
         result = StepResult(
@@ -73,30 +131,32 @@ def step_seconds(config: dict[str, Any], texts: list[list[int]]) -> float:
             elapsed=seconds,
         )
         now += seconds
-        began = time.perf_counter()
-        scheduler.update(plan, result, now)
-        spent += time.perf_counter() - began
-        if step >= 100:
-            taken, timed = taken + spent, timed + 1
-    return taken / timed
+        with meter:
+            scheduler.update(plan, result, now)
+    return meter.spent / STEPS
 
 
 def measure_steps(turns: int) -> Entry:
-    """Microseconds of a step without and with, by kind of text and rows, in turns."""
+    """Microseconds of a step without and with, by kind of text and rows, in turns; and calls of
+    functions, which are the same in each turn but for the texts."""
     found: Entry = {}
-    for kind in ("distinct", "words"):
+    for kind in KINDS:
         for rows in ROWS:
             sides: dict[str, list[float]] = {"off": [], "on": []}
             for turn in range(turns):
-                texts = texts_of(kind, rows, 2_048, turn)
+                texts = texts_of(kind, rows, 4_096, turn)
                 order = ("off", "on") if turn % 2 == 0 else ("on", "off")
                 for side in order:
                     config = {"method": "off"} if side == "off" else SPECULATION
-                    sides[side].append(1e6 * step_seconds(config, texts))
+                    sides[side].append(1e6 * step_cost(config, texts))
             more = [b - a for a, b in zip(sides["off"], sides["on"], strict=True)]
             found[f"{kind} {rows}"] = {
                 "off": round(statistics.median(sides["off"]), 1),
                 "on": round(statistics.median(sides["on"]), 1),
                 "more": round(statistics.median(more), 1),
+                "calls": [
+                    round(step_cost(config, texts_of(kind, rows, 4_096, 0), calls=True), 1)
+                    for config in ({"method": "off"}, SPECULATION)
+                ],
             }
     return found

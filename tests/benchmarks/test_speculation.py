@@ -8,7 +8,7 @@ from benchmarks.speculation import __main__ as speculation
 from benchmarks.speculation import steps
 from benchmarks.speculation.__main__ import chosen_parts
 from benchmarks.speculation.asked import SPECULATION
-from benchmarks.speculation.steps import step_seconds, texts_of
+from benchmarks.speculation.steps import step_cost, texts_of
 from benchmarks.speculation.targets import goodput_ratio
 
 GROUPS = {"code_edit": ["a"], "open_chat": ["b"]}
@@ -38,11 +38,14 @@ def test_an_interval_over_requests() -> None:
     assert 0.82 < fewer["low"] < 0.88 < 0.92 < fewer["high"] < 0.98
 
 
-@pytest.mark.parametrize("kind", ["distinct", "words"])
-def test_texts_that_hardly_repeat_themselves(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", steps.KINDS)
+def test_the_scheduler_s_cost_of_texts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "STEPS", 20)
-    texts = texts_of(kind, 3, 400, 0)
-    assert [len(text) for text in texts] == [400] * 3
+    texts = texts_of(kind, 3, 2_000, 0)
+    assert [len(text) for text in texts] == [2_000] * 3
     tokens = [token for text in texts for token in text]
     assert (len(set(tokens)) == len(tokens)) is (kind == "distinct")
-    assert 0.0 < step_seconds(SPECULATION, texts) < 1.0
+    assert 0.0 < step_cost(SPECULATION, texts) < 1.0
+    # the same work each time, and more of it with guesses
+    calls = [step_cost(SPECULATION, texts, calls=True) for _ in range(2)]
+    assert calls[0] == calls[1] > step_cost({"method": "off"}, texts, calls=True) > 20
