@@ -33,7 +33,7 @@ from paceline.gateway.spending import Spending
 from paceline.gateway.tracing import NO_TRACE, NO_TRACING, Traces, Tracing
 from paceline.gateway.turns import Turns
 from paceline.http.errors import ClientDisconnectedError, HttpError, Reply, error_body, reply_to
-from paceline.http.keys import ApiKey, KeyRing
+from paceline.http.keys import ApiKey, KeyRing, credentials
 from paceline.http.rate_limits import RateLimiter, Tally, Ticket, caller_of
 from paceline.http.rate_limits.store import RateStore
 from paceline.http.shortcut import BODY_WRITER
@@ -130,7 +130,7 @@ class Gateway:
         self.idle = asyncio.Event()
         self.in_flight = 0
         self._picker = Picker(random.Random(), config.slow_factor)
-        self.turns = Turns(config, self._picker, now)
+        self.turns = Turns(config, self._picker, now, lambda: self.engines.has_bounds)
         self.engines.on_tick = self.turns.pump
         self.budget = RetryBudget(share=config.retry_share, per_second=config.retries_per_second)
         self._hedges = HedgeBudget(config.hedge_share)
@@ -159,7 +159,7 @@ class Gateway:
         try:
             if b"origin" in headers or b"sec-fetch-site" in headers:
                 refuse_other_origins(scope, ())
-            call.key = self.keys.check(scope["path"], _credentials(headers))
+            call.key = self.keys.check(scope["path"], credentials(headers))
             if self._limiter is not None and call.path in RELAYED:
                 call.ticket = self._limiter.ticket(caller_of(call.tenant, scope.get("client")))
                 if call.ticket is not None:
@@ -359,15 +359,6 @@ def _limiter(config: GatewayConfig, keys: KeyRing) -> RateLimiter | None:
     if not own and not limits:
         return None
     return RateLimiter(limits, own, RateStore(config.rate_limit_storage or None))
-
-
-def _credentials(headers: Mapping[bytes, bytes]) -> Mapping[str, str]:
-    """Of a request's headers those that a key comes in."""
-    return {
-        name.decode(): headers[name].decode("latin-1")
-        for name in (b"authorization", b"x-api-key")
-        if name in headers
-    }
 
 
 async def _read(receive: Receive, headers: Mapping[bytes, bytes], most: int) -> bytes:

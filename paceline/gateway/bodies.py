@@ -173,8 +173,14 @@ def _read(fields: Mapping[str, bytes], name: str) -> Any:
     except UnicodeDecodeError:
         raise InvalidRequestError(f"{name} must be UTF-8", name) from None
     except msgspec.MsgspecError:
+        pass
+    try:
         shown = show(msgspec.json.decode(value))
-        raise InvalidRequestError(f"{name} must be {words}, got {shown}", name) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(
+            f"{name} must be {words}, and is not JSON: {error}", name
+        ) from None
+    raise InvalidRequestError(f"{name} must be {words}, got {shown}", name)
 
 
 def _loose(fields: Mapping[str, bytes], name: str) -> Mapping[str, Any]:

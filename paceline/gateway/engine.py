@@ -76,6 +76,10 @@ class Engine:
         self.draining = False
         # of the last poll; "": it answered
         self.trouble = "not asked yet"
+        # whether it answered, if with an error, when it was asked for its models last
+        self.has_answered = False
+        # by the clock, when a request last failed there through its own fault
+        self.failed_at = -math.inf
         # seconds in which it gave no sign
         self.silent = 0.0
         self.num_polls = 0
@@ -97,6 +101,11 @@ class Engine:
     def alive(self) -> None:
         """It gave a sign."""
         self.silent = 0.0
+
+    def failed(self, now: float) -> None:
+        """A request failed there, and that was its fault."""
+        self.failed_at = now
+        self.breaker.fail(now)
 
     def headers(self) -> Headers:
         """That every request to it has."""

@@ -28,7 +28,7 @@ __all__ = ["Engines"]
 
 _log = logging.getLogger("paceline.gateway")
 
-# between two looks at an engine's models, times the interval of polls
+# poll intervals between two readings of an engine's models
 _MODEL_POLLS: Final = 120
 # a tick of the watch on silence, and the most that one counts: a tick that is later than this was
 # kept waiting by this process itself
@@ -39,6 +39,8 @@ _JITTER: Final = 0.1
 _PROBE_SECONDS: Final = 2.0
 # answers of one that is not ready, or of a proxy before it
 _NOT_NOW: Final = frozenset({429, 502, 503, 504})
+# those of a proxy before one that is not there
+_AWAY: Final = frozenset({502, 503, 504})
 # of a quiet engine's next poll, at most
 _MAX_POLL_WAIT: Final = 2.0
 
@@ -54,6 +56,8 @@ class Engines:
         self._config = config
         self._now = now
         self.by_name = {each.name: Engine(each, config, now()) for each in config.engines}
+        # any of them has a bound on its requests
+        self.has_bounds = _has_bounds(config)
         # by engine, what follows it
         self._tasks: dict[Engine | None, asyncio.Task[None]] = {}
         # by engine, what finds out what it can do
@@ -100,6 +104,7 @@ class Engines:
         for name in [name for name in self.by_name if name not in wanted]:
             self._retire(self.by_name.pop(name))
             told.append(f"engine {name} removed")
+        self.has_bounds = _has_bounds(config)
         await asyncio.gather(*map(self._ask_first, added))
         for engine in added:
             self._start_probe(engine)
@@ -126,7 +131,7 @@ class Engines:
     async def _follow(self, engine: Engine) -> None:
         draw = random.Random(engine.name)
         await self.asked.wait()
-        models_at = self._models_again()
+        asked_at, models_at = self._now(), self._models_again()
         while True:
             wait = self._config.poll_interval * (1.0 + _JITTER * draw.uniform(-1.0, 1.0))
             if engine.num_misses > 4 and not engine.running:
@@ -139,9 +144,11 @@ class Engines:
                 await asyncio.sleep(_MAX_POLL_WAIT)
             # one that came back may have others
             news = engine.back_at != back_at or (not known and not engine.trouble)
-            # one that is not polled shows by its list alone that it is there
-            away = not engine.polled and (engine.models is None or bool(engine.trouble))
+            # one that is not polled shows by its list alone that it is there; a request that has
+            # failed since may mean that it has gone, or was started anew as something else
+            away = not engine.polled and (not engine.has_answered or engine.failed_at >= asked_at)
             if news or away or self._now() >= models_at:
+                asked_at = self._now()
                 await self._read_models(engine)
                 models_at = self._models_again()
             self._start_probe(engine)
@@ -248,13 +255,17 @@ class Engines:
             engine.has_models({name: EngineModel(name) for name in named})
         if named or not path:
             # nobody is asked: whether it lives, its answers show
+            engine.has_answered = True
             if not engine.polled:
                 engine.trouble = ""
             return
         try:
             status, body = await ask(engine, path, max(2.0, self._config.poll_timeout))
+            # an error is an answer: asked soon again it would say the same
+            engine.has_answered = status not in _AWAY
             entries = msgspec.json.decode(body, type=_ModelList).data if status == 200 else None
         except ConnectError as error:
+            engine.has_answered = False
             if not engine.polled:
                 # requests still go there: only missed polls keep them away
                 engine.trouble = str(error)
@@ -324,6 +335,10 @@ class Engines:
         engine.breaker.trip(self._now())
         for running in list(engine.running):
             running.engine_gone(f"engine {engine.name} has given no sign for {engine.silent:.1f} s")
+
+
+def _has_bounds(config: GatewayConfig) -> bool:
+    return any(engine.max_concurrent for engine in config.engines)
 
 
 class _ModelList(msgspec.Struct):

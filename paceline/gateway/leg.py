@@ -303,34 +303,32 @@ class Leg:
         new = 0 if connection is None else connection.num_reads - self._num_reads
         if self._has_moved or (connection is not None and connection.is_paused):
             # where its caller reads slowly nobody listens to what the engine says
-            self._heard_at = now
-        if new:
+            self._heard_at = self._sign_at = now
+        elif new:
             self._sign_at = now
         self._num_reads += new
         self._has_moved = False
-        limit = self._limit(now)
-        if now - self._heard_at > limit:
-            self.give_up(f"no part of the answer for {limit:g} s")
+        if why := self._stalled(now):
+            self.give_up(why)
         else:
             self._owner.tick(now)
         return new > 0
 
-    def _limit(self, now: float) -> float:
-        """Seconds for which no part of the answer may come."""
+    def _stalled(self, now: float) -> str:
+        """For how long nothing came that it must send; empty while it has time left."""
         config = self._owner.config
+        limit = config.stall_timeout
         if not self.status or (self._streams and not self._dispatch.first_at):
-            return config.first_byte_timeout
-        reader = self._translator or self._owner.splice
-        if (
-            self._streams
-            and reader is not None
-            and reader.between_parts
-            and now - self._sign_at <= config.stall_timeout
-        ):
-            # it pings, and what it does before the next part of the answer nobody may be told: as
-            # before the first token, it may be slow, not for ever
-            return max(config.first_byte_timeout, config.stall_timeout)
-        return config.stall_timeout
+            limit = config.first_byte_timeout
+        elif self._streams:
+            reader = self._translator or self._owner.splice
+            if reader is not None and reader.between_parts:
+                if now - self._sign_at > limit:
+                    return f"neither a part of the answer nor a ping for {limit:g} s"
+                # it pings, and what it does before the next part of the answer nobody may be told:
+                # as before the first token, it may be slow, not for ever
+                limit = max(config.first_byte_timeout, limit)
+        return f"no part of the answer for {limit:g} s" if now - self._heard_at > limit else ""
 
     def engine_gone(self, why: str) -> None:
         self.give_up(why)
@@ -368,7 +366,7 @@ class Leg:
         if verdict is None:
             engine.breaker.abandon()
         elif verdict.kind == "lost" or verdict.status in _FAULTS:
-            engine.breaker.fail(now)
+            engine.failed(now)
         elif verdict.kind == "refused":
             engine.breaker.abandon()
         else:

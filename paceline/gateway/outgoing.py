@@ -124,11 +124,18 @@ class Outgoing:
             and self.started
             and not self._backlog
             and not self._flushing
-            and writer.finish(data)
+            and self._finish_with(data, writer)
         ):
             self.ended = True
         else:
             self.write(data)
+
+    def _finish_with(self, data: bytes, writer: AnswerWriter) -> bool:
+        # before its connection begins with a request that was sent ahead: the task of this one
+        # runs first, and its reservations are given back by then, unless it has to wait for more,
+        # such as for where rate limits are kept
+        self._wake.set()
+        return writer.finish(data)
 
     def _start_with(self, data: bytes, writer: AnswerWriter) -> bool:
         """Head and first part in one; False: they go the usual way."""
@@ -163,8 +170,10 @@ class Outgoing:
             self.hung_up()
 
     def hung_up(self) -> None:
-        self.gone = True
-        self._wake.set()
+        """The caller does not listen any more: of an answer that is out already, no loss."""
+        if not self.ended:
+            self.gone = True
+            self._wake.set()
 
     async def start(self, status: int, headers: Headers, told: Headers) -> None:
         """The head: of the engine's headers those that callers get, and ``told``."""

@@ -26,11 +26,21 @@ class _Typed(msgspec.Struct):
     type: str = ""
 
 
+class _Begun(msgspec.Struct):
+    """What an event says that something begins with."""
+
+    content_block: _Typed | None = None
+    item: _Typed | None = None
+
+
 # of events that keep a connection alive
 _PINGS: Final = frozenset({b"ping", b"keepalive"})
 # how names of events end behind which no part of the answer begins: more of this one comes, or the
 # end of all (``message_delta``)
-_WITHIN: Final = b"delta"
+_WITHIN: Final = (b"delta", b".annotation.added", b"content_part.added")
+# what begins with these is one of several, and where it is a text, that comes next
+_BEGIN: Final = frozenset({b"content_block_start", b"response.output_item.added"})
+_TEXTS: Final = frozenset({"text", "message"})
 
 
 def _name_of(event: bytes, payload: bytes) -> bytes:
@@ -43,6 +53,17 @@ def _name_of(event: bytes, payload: bytes) -> bytes:
         return msgspec.json.decode(payload, type=_Typed).type.encode()
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return b""
+
+
+def _begins_text(name: bytes, payload: bytes) -> bool:
+    if name not in _BEGIN:
+        return False
+    try:
+        begun = msgspec.json.decode(payload, type=_Begun)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+    what = begun.content_block or begun.item
+    return what is not None and what.type in _TEXTS
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -124,7 +145,7 @@ class PlainSplice:
         name = _name_of(event, payload)
         if name not in _PINGS:
             self.num_events += 1
-            self.between_parts = not name.endswith(_WITHIN)
+            self.between_parts = not (name.endswith(_WITHIN) or _begins_text(name, payload))
         if name in self.fails:
             self.failed = "the engine reported an error"
             self.failure_event = whole

@@ -25,11 +25,21 @@ class _Waiting:
 
 
 class Turns:
-    """A queue for each model that has one."""
+    """A queue for each model that has one.
 
-    def __init__(self, config: GatewayConfig, picker: Picker, now: Callable[[], float]) -> None:
+    Args:
+        has_bounds: whether any engine has a bound on its requests.
+    """
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        picker: Picker,
+        now: Callable[[], float],
+        has_bounds: Callable[[], bool],
+    ) -> None:
         self._config, self._picker, self._now = config, picker, now
-        self._has_bounds = _has_bounds(config)
+        self._has_bounds = has_bounds
         self._queues: dict[str, SlotQueue] = {}
         self._waiting: dict[str, dict[str, _Waiting]] = {}
         # turns that were given and not taken yet
@@ -38,7 +48,6 @@ class Turns:
     def change(self, config: GatewayConfig) -> None:
         """From here on; queues in which requests wait keep their order."""
         self._config = config
-        self._has_bounds = _has_bounds(config)
         for model in [model for model in self._queues if not self._waiting.get(model)]:
             del self._queues[model]
 
@@ -50,7 +59,7 @@ class Turns:
         """Whether others wait already, or there is no place."""
         if self._waiting.get(route.model):
             return True
-        return self._has_bounds and self._places(route, demand) == 0.0
+        return self._has_bounds() and self._places(route, demand) == 0.0
 
     @contextlib.asynccontextmanager
     async def turn(self, route: Route, demand: Demand, queued: Queued) -> AsyncIterator[None]:
@@ -122,8 +131,3 @@ class Turns:
         no engine at all: then there is nothing to wait for."""
         places = self._picker.places(route, demand, self._now())
         return max(0.0, places - self._given[route.model])
-
-
-def _has_bounds(config: GatewayConfig) -> bool:
-    """Whether any engine has a bound on its requests."""
-    return any(engine.max_concurrent for engine in config.engines)

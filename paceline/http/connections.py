@@ -215,21 +215,15 @@ class _BodyWriter:
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def offer(self, body: bytes) -> bool:
-        cycle = self._cycle
-        if (
-            cycle.flow.write_paused
-            or cycle.disconnected
-            or cycle.response_complete
-            or not cycle.response_started
-            or not cycle.chunked_encoding
-        ):
+        if not self.is_ready:
             return False
         size = len(body)
         self.num_bytes += size
-        cycle.transport.write(b"%x\r\n%b\r\n" % (size, body))
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (size, body))
         return True
 
     def finish(self, body: bytes) -> bool:
+        assert body, "a chunk of nothing is an end by itself"
         if not self.is_ready:
             return False
         self.num_bytes += len(body)

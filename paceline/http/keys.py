@@ -37,6 +37,7 @@ __all__ = [
     "OPEN_PATHS",
     "ApiKey",
     "KeyRing",
+    "credentials",
     "is_page",
     "parse_key_file",
 ]
@@ -48,6 +49,9 @@ ADMIN_PATHS: Final = frozenset({"/metrics", "/slots", "/status"})
 ADMIN_PREFIX: Final = "/admin/"
 # what the page asks about everybody's requests
 _PAGE_API_PREFIX: Final = "/ui/api/"
+# headers that a key comes in
+_BEARER: Final = "authorization"
+_PLAIN: Final = "x-api-key"
 _SCOPES: Final = ("user", "admin")
 _NAME: Final = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _DIGEST: Final = re.compile(r"[0-9a-fA-F]{64}")
@@ -179,7 +183,16 @@ class KeyRing:
 
 
 def _presented(headers: Mapping[str, str]) -> str:
-    scheme, _, token = headers.get("authorization", "").partition(" ")
+    scheme, _, token = headers.get(_BEARER, "").partition(" ")
     if scheme.lower() == "bearer":
         return token.strip()
-    return headers.get("x-api-key", "")
+    return headers.get(_PLAIN, "")
+
+
+def credentials(headers: Mapping[bytes, bytes]) -> Mapping[str, str]:
+    """Of a request's headers (names in small letters) those that a key comes in."""
+    return {
+        name: found.decode("latin-1")
+        for name in (_BEARER, _PLAIN)
+        if (found := headers.get(name.encode())) is not None
+    }

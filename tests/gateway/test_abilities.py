@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -395,24 +394,6 @@ async def test_who_starts_after_the_gateway_is_asked_then(
             await until(lambda: two.abilities.continues is False)
         # what was found out of one whose models the file names stands until it is asked again
         assert one.abilities.continues
-
-
-async def test_who_is_not_polled_is_asked_for_its_models_as_seldom_as_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(engines, "_MAX_POLL_WAIT", 0.005)
-    monkeypatch.setattr(engines, "_MODEL_POLLS", 30)
-    listed = {"data": [{"id": "m"}]}
-    async with scripted(GOOD, pages={"/v1/models": listed}) as engine:
-        config = configured(engine, kinds={"e1": "openai"}, poll_interval=0.01)
-        before = time.monotonic()
-        async with gateway_over(config) as (gateway, _):
-            one = gateway.engines.by_name["e1"]
-            for name in ("n", "o"):
-                listed["data"].append({"id": name})
-                await until(lambda name=name: name in one.models)
-            # 30 times the interval between polls, and once at the start
-            assert engine.asked.count("/v1/models") - 1 <= (time.monotonic() - before) / 0.3
 
 
 @pytest.mark.parametrize("most", [None, 512])

@@ -27,6 +27,56 @@ def test_what_is_not_changed_is_kept(fields: dict[str, object]) -> None:
     assert encoded == expected | {"model": "other", "seed": 7}
 
 
+_ROUTED = ("model", "stream", "n", "max_tokens", "seed", "priority")
+_ROUTED_VALUES = st.sampled_from(
+    ["null", "true", "false", "0", "3", "-1", "2.0", "1e0", '"a"', '"b"', '"\\u0061"', "[]", "{}"]
+)
+
+
+def spelled(name: str, escaped: set[int]) -> str:
+    """A key with some of its characters written as escapes."""
+    return "".join(f"\\u{ord(c):04x}" if i in escaped else c for i, c in enumerate(name))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.builds(spelled, st.sampled_from(_ROUTED), st.sets(st.integers(0, 9))),
+            _ROUTED_VALUES,
+        ),
+        max_size=6,
+    )
+)
+def test_what_is_routed_is_what_the_engine_reads(fields: list[tuple[str, str]]) -> None:
+    """However its names are written, and however often: a request that was let through for one
+    model is never another one's."""
+    text = "{" + ",".join(f'"{key}":{value}' for key, value in fields) + "}"
+    try:
+        body = read_body(text.encode())
+    except InvalidRequestError:
+        return
+    sent = body.encode({})
+    # no parser has a choice
+    names = [name for name, _ in json.loads(sent, object_pairs_hook=list)]
+    assert len(names) == len(set(names)) and b"\\u" not in sent.replace(b'"\\u0061"', b"")
+    told = json.loads(sent)
+    assert (told.get("model") or "") == body.model
+    assert (told.get("stream") or False) == body.stream
+    assert max(1, told.get("n") or 1) == body.n
+    assert told.get("seed") == body.seed
+    assert (told.get("priority") or 0) == body.priority
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b'"\\ud800"', b'"a\\udc00b"', b'"\xff"', b'"\xed\xa0\x80"', b'"\\x"', b'{"\\ud800":1}'],
+)
+def test_a_name_that_is_no_text_is_refused(value: bytes) -> None:
+    for text in (b'{"model":%b}', b'{"model":"a","model":%b}', b'{"mod\\u0065l":%b}'):
+        with pytest.raises(InvalidRequestError):
+            read_body(text % value)
+
+
 def test_a_field_that_is_there_twice_becomes_one() -> None:
     body = read_body(b'{"model":"a","stream":true,"model":"b"}')
     assert body.model == "b" and body.encode({}).count(b'"model"') == 1

@@ -52,9 +52,19 @@ async def test_an_answer_comes_through_as_it_is() -> None:
         assert answer.json()["choices"][0]["message"]["content"] == "hi"
 
 
-async def test_streams_asked_for_ahead_come_one_after_the_other() -> None:
-    """On one connection; each ends once, with the write that its last event goes out in."""
+async def test_streams_asked_for_ahead_come_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On one connection; each ends once, and nothing of it is held when the next one begins."""
     async with scripted(GOOD) as engine, gateway_over(configured(engine)) as (gateway, client):
+        find = gateway.routes.find
+        held: list[int] = []
+
+        def begins(*asked: Any, **named: Any) -> Any:
+            held.append(gateway.in_flight)
+            return find(*asked, **named)
+
+        monkeypatch.setattr(gateway.routes, "find", begins)
         body = json.dumps(chat(stream=True)).encode()
         request = (
             f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -65,6 +75,7 @@ async def test_streams_asked_for_ahead_come_one_after_the_other() -> None:
         told = await asyncio.wait_for(reader.read(), 10)
         writer.close()
         await until(lambda: is_clean(gateway))
+    assert held == [0, 0]
     answers = told.split(b"HTTP/1.1 200 OK\r\n")[1:]
     assert len(answers) == 2
     for answer in answers:
@@ -97,6 +108,28 @@ async def test_a_request_is_no_work_for_the_garbage_collector(
             await until(lambda: is_clean(gateway) and not left())
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize("size", [100, 70_000])
+async def test_a_stream_that_came_whole_counts_as_one(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Of a long body, too, whose connection a task watches meanwhile."""
+    said = [{"role": "user", "content": "x" * size}]
+    async with scripted(GOOD) as engine, gateway_over(configured(engine)) as (gateway, client):
+        ended = gateway.counts.ended
+        seen: list[str] = []
+
+        def note(*told: Any) -> None:
+            seen.append(told[1])
+            ended(*told)
+
+        monkeypatch.setattr(gateway.counts, "ended", note)
+        for _ in range(3):
+            answer = await client.post(CHAT, json=chat(stream=True, messages=said))
+            assert streamed(answer)[-1] == "[DONE]"
+        await until(lambda: is_clean(gateway))
+    assert seen == ["ok"] * 3
 
 
 async def test_ids_and_usage_are_shown_to_who_asked() -> None:

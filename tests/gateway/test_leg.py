@@ -57,6 +57,8 @@ class Owner:
         self.splice: Any = make_splice(path, num_choices=1, note={})
         self.trace = NO_TRACE
         self.told: list[bytes] = []
+        # how many of them were written as the last one, and where among them
+        self.lasts: list[int] = []
         self.first: list[float] = []
 
     def now(self) -> float:
@@ -65,7 +67,9 @@ class Owner:
     def write(self, data: bytes) -> None:
         self.told.append(data)
 
-    write_last = write
+    def write_last(self, data: bytes) -> None:
+        self.lasts.append(len(self.told))
+        self.told.append(data)
 
     def first_token(self, now: float) -> None:
         self.first.append(now)
@@ -248,6 +252,59 @@ def test_who_gives_no_sign_between_two_parts_has_stalled(
         leg.tick(T + 0.1 * step)
         assert leg.verdict is None, step
     leg.tick(T + 3.1)
+    why = "neither a part of the answer nor a ping for 1 s"
+    assert leg.verdict is not None and leg.verdict.why == why
+
+
+@pytest.mark.parametrize(("path", "kind", "said", "begins", "alive"), BETWEEN)
+def test_between_two_parts_who_is_not_read_has_not_stalled(
+    path: str, kind: EngineKind, said: Sequence[bytes], begins: bytes, alive: bytes
+) -> None:
+    _, leg, connection = started(path, kind, said)
+    connection.data_received(chunk(begins))
+    connection.pause()
+    for step in range(1, 50):
+        leg.tick(T + 0.1 * step)
+    assert leg.verdict is None
+
+
+TEXT_BEGINS = named("content_block_stop", index=0) + named(
+    "content_block_start", index=1, content_block={"type": "text", "text": ""}
+)
+MESSAGE_BEGINS = named("response.output_item.done", output_index=0) + named(
+    "response.output_item.added", output_index=1, item={"type": "message", "content": []}
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "said", "begins", "alive"),
+    [
+        (CHAT, "anthropic", MESSAGES[:4], TEXT_BEGINS, PING),
+        ("/v1/messages", "anthropic", MESSAGES[:4], TEXT_BEGINS, PING),
+        ("/v1/responses", "openai", RESPONSES[:2], MESSAGE_BEGINS, KEEPALIVE),
+        (
+            "/v1/responses", "openai", RESPONSES[:2],
+            MESSAGE_BEGINS + named("response.content_part.added", part={"type": "output_text"}),
+            KEEPALIVE,
+        ),
+        (
+            "/v1/responses", "openai", RESPONSES[:2],
+            named("response.output_text.annotation.added", annotation={"type": "url_citation"}),
+            KEEPALIVE,
+        ),
+    ],
+)  # fmt: skip
+def test_within_a_text_who_only_pings_has_stalled(
+    path: str, kind: EngineKind, said: Sequence[bytes], begins: bytes, alive: bytes
+) -> None:
+    """Where one has begun, and where something was noted beside it."""
+    _, leg, connection = started(path, kind, said)
+    connection.data_received(chunk(begins))
+    for step in range(1, 11):
+        connection.data_received(chunk(alive))
+        leg.tick(T + 0.1 * step)
+        assert leg.verdict is None, step
+    leg.tick(T + 1.2)
     assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 1 s"
 
 
@@ -332,6 +389,43 @@ def test_what_its_caller_does_not_read_is_no_stall() -> None:
     for step in range(50):
         leg.tick(T + 0.1 * step)
     assert leg.verdict is None
+
+
+FAILS = b'data: {"error": {"message": "no", "code": 500}}\n\n'
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(
+    ("path", "kind", "events"),
+    [
+        (CHAT, "openai", chat_chunks(WORDS)),
+        (CHAT, "anthropic", MESSAGES),
+        ("/v1/messages", "anthropic", MESSAGES),
+    ],
+)
+def test_what_ends_an_answer_is_written_as_its_end(
+    path: str, kind: EngineKind, events: Sequence[bytes], at_once: bool
+) -> None:
+    owner, leg, connection = started(path, kind, events[:4])
+    rest = [b"".join(events[4:])] if at_once else events[4:]
+    for part in rest:
+        assert not owner.lasts
+        connection.data_received(chunk(part))
+    assert leg.verdict is not None and leg.verdict.kind == "done"
+    assert owner.lasts == [len(owner.told) - 1]
+    end = b"event: message_stop" if path == "/v1/messages" else b"data: [DONE]\n\n"
+    assert end in owner.told[-1] and not any(end in part for part in owner.told[:-1])
+
+
+def test_a_stream_that_fails_has_no_last_write() -> None:
+    """Neither where what was said before the error comes with it, nor where it is cut."""
+    for part in (FAILS, chat_chunks(WORDS)[2] + FAILS, FAILS + b"data: [DONE]\n\n"):
+        owner, leg, connection = started()
+        connection.data_received(chunk(part))
+        assert leg.verdict is not None and leg.verdict.kind == "lost" and not owner.lasts
+    owner, leg, connection = started()
+    connection.connection_lost(None)
+    assert leg.verdict is not None and leg.verdict.kind == "lost" and not owner.lasts
 
 
 def test_what_comes_after_the_end_is_nobodys() -> None:

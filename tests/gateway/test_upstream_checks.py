@@ -77,13 +77,13 @@ async def counting(*steps: int) -> AsyncIterator[Pair]:
 
 async def test_a_server_that_works_on_without_a_caller_is_told() -> None:
     async with counting(3, 103, 121) as servers:
-        assert await hang_up(servers) == "the server stops"
+        assert await hang_up(servers, 0.0) == "the server stops"
     async with counting(3, 103, 203) as servers:
         with pytest.raises(CheckFailedError, match="100 steps without a caller, 100 with one"):
-            await hang_up(servers)
+            await hang_up(servers, 0.0)
     async with counting(3, 33, 41) as servers:
         with pytest.raises(CheckFailedError, match="30 steps is too short to tell"):
-            await hang_up(servers)
+            await hang_up(servers, 0.0)
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])

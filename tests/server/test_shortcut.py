@@ -10,6 +10,7 @@ import re
 import signal
 import weakref
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from paceline.engine.types import GenerationOutput, GenerationRequest
 from paceline.http.connections import _BodyWriter
 from paceline.http.shortcut import BODY_WRITER
 from paceline.server import ServerConfig, create_app, serve
+from paceline.server.openai.chat import ChatStream
+from paceline.server.openai.completions import CompletionStream
 from tests.server.bodies.test_tools import TOOLS
 from tests.server.helpers import VOCAB, chat_body, events, metric, post_scope
 
@@ -246,6 +249,63 @@ async def test_an_exchange_is_freed_when_it_is_over(monkeypatch: pytest.MonkeyPa
         writer.close()
         os.kill(os.getpid(), signal.SIGTERM)
         assert await serving == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "stream"),
+    [("/v1/chat/completions", _CHAT, ChatStream), ("/v1/completions", _TEXT, CompletionStream)],
+)
+async def test_a_stream_is_freed_when_it_is_over(
+    engine: LocalEngineClient,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+    stream: type[Any],
+) -> None:
+    """By its last reference: it holds the prompt's ids."""
+    streams: list[weakref.ref[Any]] = []
+    original = stream.__init__
+
+    def spy(made: Any, *arguments: Any) -> None:
+        streams.append(weakref.ref(made))
+        original(made, *arguments)
+
+    monkeypatch.setattr(stream, "__init__", spy)
+    client: Any = Replayed(engine)
+    app = create_app(client, ServerConfig())
+    gc.disable()
+    try:
+        _, num_bytes = await asked(app, path, body, short=True)
+        assert num_bytes and len(streams) == 1
+        assert streams[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_an_end_waits_for_a_slow_reader() -> None:
+    written: list[bytes] = []
+    flow = SimpleNamespace(write_paused=True)
+    cycle: Any = SimpleNamespace(
+        flow=flow,
+        disconnected=False,
+        response_complete=False,
+        response_started=True,
+        chunked_encoding=True,
+        keep_alive=True,
+        message_event=asyncio.Event(),
+        on_response=lambda: written.append(b"(the next one)"),
+        transport=SimpleNamespace(write=written.append),
+    )
+    writer = _BodyWriter(cycle)
+    assert not writer.finish(b"end") and not writer.offer(b"more")
+    assert (written, writer.num_bytes, cycle.response_complete) == ([], 0, False)
+    flow.write_paused = False
+    assert writer.finish(b"end") and cycle.response_complete
+    assert written == [b"3\r\nend\r\n0\r\n\r\n", b"(the next one)"] and writer.num_bytes == 3
+    # it is over
+    assert not writer.finish(b"end") and not writer.offer(b"more")
+    with pytest.raises(AssertionError, match="an end by itself"):
+        writer.finish(b"")
 
 
 async def test_a_real_connection_has_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:

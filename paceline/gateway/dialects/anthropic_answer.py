@@ -174,8 +174,10 @@ class AnthropicStream:
         found = _decode(payload)
         delta = found.delta
         if found.type != "ping":
-            # of a block, or of the message, which then ends
-            self._between_parts = not found.type.endswith("delta")
+            # of a block, or of the message, which then ends; or of a text that has just begun
+            block = found.content_block
+            begins_text = block is not None and block.type == "text"
+            self._between_parts = not (found.type.endswith("delta") or begins_text)
         match found.type:
             case "message_start" if found.message is not None:
                 self._usage.add(found.message.usage)

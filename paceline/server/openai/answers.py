@@ -82,27 +82,30 @@ class PlainEvents:
 
     Args:
         name: of the text in an event.
-        example: an event of a choice with an empty text, and empty ids where they are wanted.
     """
 
-    def __init__(self, name: str, wants_ids: bool, example: Callable[[int], bytes]) -> None:
+    def __init__(self, name: str, wants_ids: bool) -> None:
         self._name = name
         self._wants_ids = wants_ids
-        self._example = example
         # by choice
         self._texts: dict[int, TextEvents] = {}
         self._tokens: dict[int, TokenEvents] = {}
 
-    def of(self, output: GenerationOutput) -> bytes:
+    def of(self, output: GenerationOutput, example: Callable[[int], bytes]) -> bytes:
         """Of a delivery that ends no choice. Counts are told at the end, and the last delivery has
-        them."""
+        them.
+
+        Args:
+            example: an event of a choice with an empty text, and empty ids where they are wanted.
+                Not kept: it is of the stream that keeps this, and with it the prompt's ids.
+        """
         data = b""
         if self._wants_ids:
             for delta in output.choices:
                 if delta.token_ids:
                     tokens = self._tokens.get(delta.index)
                     if tokens is None:
-                        tokens = TokenEvents(self._example(delta.index), self._name)
+                        tokens = TokenEvents(example(delta.index), self._name)
                         self._tokens[delta.index] = tokens
                     data += tokens.event(delta.text, delta.token_ids)
             return data
@@ -110,7 +113,7 @@ class PlainEvents:
             if delta.text:
                 texts = self._texts.get(delta.index)
                 if texts is None:
-                    texts = TextEvents(self._example(delta.index), self._name)
+                    texts = TextEvents(example(delta.index), self._name)
                     self._texts[delta.index] = texts
                 data += texts.event(delta.text)
         return data

@@ -162,7 +162,7 @@ class ChatStream:
         self._begun = False
         # a delta that goes on is its text, and ids where they are wanted, and nothing else
         self._plain = not (self._pieces.parses or self._writer or self._continuous)
-        self._middle = PlainEvents("content", self._wants_ids, self._example)
+        self._middle = PlainEvents("content", self._wants_ids)
 
     def events(self, output: GenerationOutput) -> bytes:
         """The events of one delivery, preceded by the role chunks if it is the first one.
@@ -184,7 +184,7 @@ class ChatStream:
         """``events``, for a delivery that is not the first and ends no choice."""
         if not self._plain:
             return self.events(output)
-        return self._middle.of(output)
+        return self._middle.of(output, self._example)
 
     def end(self) -> bytes:
         """The usage chunk, if asked for, and the end of the stream."""

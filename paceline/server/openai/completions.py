@@ -206,7 +206,7 @@ class CompletionStream:
         self._usage = UsageCount.of(len(prompts), options)
         # a delta that goes on is its text and nothing else
         self._plain = not (self._writer or self._continuous)
-        self._middle = PlainEvents("text", self._wants_ids, self._example)
+        self._middle = PlainEvents("text", self._wants_ids)
         choices = len(prompts) * options.n
         self._begun = [False] * choices
         # characters of the tokens told so far, per choice
@@ -235,7 +235,7 @@ class CompletionStream:
         # the first delivery may have been another choice's
         if not self._plain or not all(self._begun):
             return self.events(0, output)
-        return self._middle.of(output)
+        return self._middle.of(output, self._example)
 
     def end(self) -> bytes:
         """The usage chunk, if asked for, and the end of the stream."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from paceline.core.errors import QueueFullError
@@ -143,6 +145,48 @@ def test_those_of_long_ago_do_not_tell_who_comes() -> None:
     forecast.came(late)
     longer = forecast.predict(late)
     assert longer is not None and longer == forecast.predict(make_request("again", 100))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_kept_of_arrivals_is_what_is_said_of_them(seed: int) -> None:
+    """The last 256 of at most 60 s, by tier, against looking at all that ever came. Many have equal
+    keys and times, and some times nobody comes for long."""
+    draw = random.Random(seed)
+    state = state_with(places=0, policy="priority", outputs=500)
+    forecast = FirstTokenForecast(state)
+    delay, later = state.config.best_effort_delay_s, state.policy.later
+    # time, tier, key at time 0, tokens of each
+    came: list[tuple[float, Tier, float, int]] = []
+    now = 0.0
+    most = fewest = 0
+    for number in range(1500):
+        now += 75.0 if number in (600, 1200) else draw.choices((0.0, 0.125, 1.0), (5, 5, 1))[0]
+        request = make_request(f"r{number}", draw.choice((1, 7, 7, 100)), arrival=now)
+        request.tier = draw.choice(tuple(Tier))
+        request.key = draw.choice((0.0, 0.0, 1.0, -1.0)) + draw.choice((0.0, now / 60.0))
+        grows = (later(request.key) - request.key) / delay
+        forecast.came(request)
+        came.append((now, request.tier, request.key - grows * now, request.num_new_tokens))
+        recent = [each for each in came[-256:] if each[0] >= now - 60.0]
+        most, fewest = max(most, len(recent)), min(fewest, len(recent) - len(came[-256:]))
+        for tier in Tier:
+            plain = sorted((key, tokens) for _, of, key, tokens in recent if of is tier)
+            assert forecast._alike[tier] == plain
+        assert len(forecast._arrivals) == len(recent)
+        asked = make_request("asked", 100, arrival=now)
+        asked.tier, asked.key = request.tier, request.key
+        if len(recent) >= 8:
+            ends = asked.key - grows * now
+            plain_ahead = sorted(
+                (delay if of < asked.tier else (ends - key) / grows, tokens)
+                for _, of, key, tokens in recent
+                if of < asked.tier or (of is asked.tier and key < ends)
+            )
+            span, ahead = forecast._overtakers(asked)
+            assert ahead == plain_ahead
+            assert span == max(1e-3, now - recent[0][0])
+    # both bounds were met
+    assert most == 256 and fewest < -200
 
 
 def test_refused_requests_do_not_come() -> None:
