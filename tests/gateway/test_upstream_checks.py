@@ -82,7 +82,7 @@ async def test_a_server_that_works_on_without_a_caller_is_told() -> None:
         with pytest.raises(CheckFailedError, match="100 steps without a caller, 100 with one"):
             await hang_up(servers, 0.0)
     async with counting(3, 33, 41) as servers:
-        with pytest.raises(CheckFailedError, match="30 steps in .* is too short to tell"):
+        with pytest.raises(CheckFailedError, match=r"30 steps in .* is too short to tell"):
             await hang_up(servers, 0.0)
 
 
