@@ -317,9 +317,10 @@ void Matrix::pack_i8(int64_t row, int64_t count, Source type, const uint8_t* fro
     decode_row(type, from + r * stride, 0, columns_, x);
     for (int64_t i = columns_; i < padded; ++i) x[i] = 0;
     float top = kernels.rotate(x, columns_);
-    // its maximum may pass over what is not a number, which the rotation has spread over the group
-    for (int64_t i = 0; i < columns_; i += i + kActGroup <= columns_ ? kActGroup : 1)
-      if (x[i] != x[i]) top = NAN;
+    // its maximum may pass over what is not a number
+    bool missing = false;
+    for (int64_t i = 0; i < columns_; ++i) missing |= x[i] != x[i];
+    if (missing) top = NAN;
     // none where it is no finite number: what is below 2^-120 is nothing beside other weights
     const float steps = 127.0f / top;
     factor[r] = steps < INFINITY ? steps : 0.0f;

@@ -51,7 +51,7 @@ typedef struct {
   float embedding_scale;
   float attention_scale; /* 0: 1 / sqrt(head_dim) */
   float swiglu_limit;    /* of the clamped SwiGLU */
-  float attention_softcap, logits_softcap; /* 1e-6 to 1e6: x becomes cap * tanh(x / cap); 0: it stays */
+  float attention_softcap, logits_softcap; /* callers see to 1e-6 to 1e6: x becomes cap * tanh(x / cap); 0: it stays */
   const uint8_t* ropes;   /* [layers] 0 not rotated, else 1 and the number of the layer's tables */
   const uint8_t* sliding; /* [layers], nonzero where the window applies; may be null */
   const uint8_t* dense;   /* [layers], nonzero where a model with experts has one MLP; may be null */

@@ -103,7 +103,7 @@ PL_INLINE vf gelu(vf x) {
 // t / (t + 2) with t = e^(2z) - 1, which is computed as such: a difference would lose the digits of a small x.
 constexpr float kSoftCapFactor = 2 * 1.4426950408889634f;
 PL_INLINE vf soft_cap(vf x, vf cap, vf factor) {
-  // from 2^30 on tanh is 1 in float32; what is not a number stays so as the second of the two
+  // where e^(2z) is 2^30 or more tanh is 1 in float32; what is not a number stays so as the second of the two
   const vf y = vmin(set1(30.0f), vmax(set1(-30.0f), mul(x, factor)));
   const vf n = round_even(y), f = sub(y, n), power = scale_by_power(set1(1.0f), n);
   const vf slope = exp2_slope(f, fma(set1(1.5252734e-5f), f, set1(1.5403530e-4f)));

@@ -73,7 +73,7 @@ def choose_mtp(
 
     Raises ConfigError where it has none, or none that can guess.
     """
-    _check_path(f"layers for further tokens of {checkpoint.path} read", formats)
+    _check_path(f"MTP layers of {checkpoint.path} read", formats)
     try:
         layers = MTPLayers(checkpoint)
     except CheckpointError as error:

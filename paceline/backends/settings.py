@@ -43,7 +43,7 @@ class BackendSettings:
     # served model's hidden states. None: there is none
     draft_path: str | None = None
     draft_dtype: str = "auto"
-    # the checkpoint's own layers for further tokens guess, instead of a model in ``draft_path``
+    # the checkpoint's own MTP layers guess, instead of a model in ``draft_path``
     draft_mtp: bool = False
     # prompt + output tokens of one request; None: as long as the model and the KV cache allow
     max_model_len: int | None = None

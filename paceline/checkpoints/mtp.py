@@ -1,4 +1,4 @@
-"""Layers for further tokens (multi-token prediction) that a checkpoint holds beside its model.
+"""MTP (multi-token prediction) layers that a checkpoint holds beside its model.
 
 Each is a layer of the model's own kind over the embedding of a token and what is known before it,
 both normed, side by side. Two layouts are read, by the model's architecture::
@@ -130,13 +130,13 @@ class MTPLayers:
         layout = _LAYOUTS.get(served.model_type)
         if not isinstance(checkpoint, HFCheckpoint):
             raise CheckpointError(
-                f"{self.path} is a GGUF file, of which layers for further tokens are not read: "
+                f"{self.path} is a GGUF file, of which MTP layers are not read: "
                 "serve the safetensors folder"
             )
         if layout is None:
             stored = f", and this one holds {len(checkpoint.mtp)} tensors of such layers"
             raise CheckpointError(
-                f"layers for further tokens are read beside {', '.join(_LAYOUTS)}, and {self.path} "
+                f"MTP layers are read beside {', '.join(_LAYOUTS)}, and {self.path} "
                 f"is a {served.model_type}{stored if checkpoint.mtp else ''}"
             )
         self.layout: MTPLayout = layout
@@ -177,9 +177,7 @@ class MTPLayers:
         found = {int(match[1]) for name in entries if (match := pattern.match(name))}
         if not found:
             says = "" if not stated else f", though its config.json names {stated}"
-            raise CheckpointError(
-                f"{self.path} has no layers for further tokens ({self.layout.prefix}*){says}"
-            )
+            raise CheckpointError(f"{self.path} has no MTP layers ({self.layout.prefix}*){says}")
         count = len(found)
         if found != set(range(count)) or count > _MOST_LAYERS:
             raise CheckpointError(
@@ -188,7 +186,7 @@ class MTPLayers:
             )
         if stated and stated != count:
             raise CheckpointError(
-                f"{self.path} has {count} layers for further tokens, its config.json names {stated}"
+                f"{self.path} has {count} MTP layers, its config.json names {stated}"
             )
         return count
 
@@ -208,7 +206,7 @@ class MTPLayers:
         for what, names in (("lack", missing), ("have in excess", extra)):
             if names:
                 raise CheckpointError(
-                    f"{self.path}: its {self.num_layers} layers for further tokens {what} "
+                    f"{self.path}: its {self.num_layers} MTP layers {what} "
                     f"{len(names)} tensors, e.g. {', '.join(map(self._stored, names[:3]))}"
                 )
         for name, shape in self.shapes.items():
@@ -221,7 +219,7 @@ class MTPLayers:
             if entry.dtype not in DTYPES:
                 raise CheckpointError(
                     f"{self.path}: tensor {self._stored(name)} is stored as {entry.dtype}; of "
-                    f"layers for further tokens these are read: {', '.join(DTYPES)}"
+                    f"MTP layers these are read: {', '.join(DTYPES)}"
                 )
 
     def _stored(self, name: str) -> str:

@@ -79,12 +79,18 @@ def main() -> int:
     whoever = threading.Thread(target=_end_with_whoever_started_this, args=(job,), daemon=True)
     whoever.start()
     try:
-        for told in [_checked(job)] if checks else _run(job):
-            print(json.dumps(told), flush=True)
+        return _tell_all(job, checks=checks)
     except BrokenPipeError:
         # the server is gone: the interpreter may not end before the thread has cleaned up
         whoever.join()
         return 1
+
+
+def _tell_all(job: Mapping[str, Any], *, checks: bool) -> int:
+    """The process's exit status. Raises BrokenPipeError: nobody listens any more."""
+    try:
+        for told in [_checked(job)] if checks else _run(job):
+            print(json.dumps(told), flush=True)
     except PacelineError as error:
         print(json.dumps(_said(error, job["workload"]["path"])), flush=True)
         return 1

@@ -258,10 +258,10 @@ class Gateway:
                 self.spending.settle(charge, exchange.shares())
             if trace is not NO_TRACE:
                 trace.close(exchange.used, self.now())
-            exchange.close()
             self.in_flight -= 1
             if not self.in_flight:
                 self.idle.set()
+            exchange.close()
 
     async def _run(
         self, exchange: Exchange, body: Body, prompt_tokens: int, ticket: Ticket | None

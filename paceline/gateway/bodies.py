@@ -18,7 +18,7 @@ from paceline.core.errors import InvalidRequestError
 from paceline.core.slo import NO_SLO, Slo
 from paceline.http.fields import show
 
-__all__ = ["Body", "read_body"]
+__all__ = ["Body", "decoded", "read_body"]
 
 
 class _Routed(msgspec.Struct):
@@ -178,7 +178,7 @@ def _read(fields: Mapping[str, bytes], name: str) -> Any:
         shown = show(msgspec.json.decode(value))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidRequestError(
-            f"{name} must be {words}, and is not JSON: {error}", name
+            f"{name} must be {words}, and cannot be read: {error}", name
         ) from None
     raise InvalidRequestError(f"{name} must be {words}, got {shown}", name)
 
@@ -188,8 +188,17 @@ def _loose(fields: Mapping[str, bytes], name: str) -> Mapping[str, Any]:
     value = fields.get(name)
     if value is None or not value.startswith(b"{"):
         return {}
-    found: Mapping[str, Any] = msgspec.json.decode(value)
+    found: Mapping[str, Any] = decoded(name, value)
     return found
+
+
+def decoded(name: str, value: bytes) -> Any:
+    """A field's value. Raises InvalidRequestError for what JSON cannot say: bytes that are not
+    UTF-8, numbers beyond a double."""
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"{name} cannot be read: {error}", name) from None
 
 
 def _loose_bool(fields: Mapping[str, bytes], name: str) -> bool:
@@ -201,7 +210,7 @@ def _slo(fields: Mapping[str, bytes]) -> Slo:
     value = fields.get("slo", b"")
     if not value:
         return NO_SLO
-    told = {"class": msgspec.json.decode(value)} if value[:1] == b'"' else _loose(fields, "slo")
+    told = {"class": decoded("slo", value)} if value[:1] == b'"' else _loose(fields, "slo")
     name = told.get("class")
     try:
         return Slo(

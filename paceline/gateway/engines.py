@@ -39,7 +39,7 @@ _JITTER: Final = 0.1
 _PROBE_SECONDS: Final = 2.0
 # answers of one that is not ready, or of a proxy before it
 _NOT_NOW: Final = frozenset({429, 502, 503, 504})
-# those of a proxy before one that is not there
+# those of a proxy before one that is not there, beside Cloudflare's 520 to 530
 _AWAY: Final = frozenset({502, 503, 504})
 # of a quiet engine's next poll, at most
 _MAX_POLL_WAIT: Final = 2.0
@@ -145,7 +145,7 @@ class Engines:
             # one that came back may have others
             news = engine.back_at != back_at or (not known and not engine.trouble)
             # one that is not polled shows by its list alone that it is there; a request that has
-            # failed since may mean that it has gone, or was started anew as something else
+            # failed since may mean that it has gone, or was started anew with other models
             away = not engine.polled and (not engine.has_answered or engine.failed_at >= asked_at)
             if news or away or self._now() >= models_at:
                 asked_at = self._now()
@@ -262,7 +262,7 @@ class Engines:
         try:
             status, body = await ask(engine, path, max(2.0, self._config.poll_timeout))
             # an error is an answer: asked soon again it would say the same
-            engine.has_answered = status not in _AWAY
+            engine.has_answered = status not in _AWAY and not 520 <= status <= 530
             entries = msgspec.json.decode(body, type=_ModelList).data if status == 200 else None
         except ConnectError as error:
             engine.has_answered = False

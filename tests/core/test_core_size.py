@@ -59,7 +59,7 @@ def test_what_a_feature_has(tmp_path: Path) -> None:
 
 
 def test_the_page_says_how_large_features_are() -> None:
-    """Within a tenth or ten lines: a page is not written anew for every line."""
+    """Within a tenth or ten lines, and all of it within twenty: nobody writes it for every line."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     table = page.split("core_size.py --by-feature")[1].split("\n\n")[1]
     said = {
@@ -69,6 +69,7 @@ def test_the_page_says_how_large_features_are() -> None:
     sizes = core_size.features(CORE)
     assert list(said) == list(sizes)
     for name, size in sizes.items():
-        assert abs(size.lines - said[name]) <= max(10, size.lines / 10), (
+        off = max(10.0, size.lines / 10) if name in core_size.FEATURES else 20.0
+        assert abs(size.lines - said[name]) <= off, (
             f"{name}: docs/architecture.md says {said[name]} lines, there are {size.lines}"
         )

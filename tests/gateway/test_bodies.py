@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import InvalidRequestError
 from paceline.gateway.bodies import read_body
+from paceline.gateway.dialects.anthropic import AnthropicDialect
 
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8),
@@ -89,12 +90,23 @@ def test_a_field_that_is_there_twice_becomes_one() -> None:
         (b'{"a":', "not valid JSON"),
         (b'{"n":"3"}', "n must be an integer, got '3'"),
         (b'{"stream":1}', "stream must be true or false, got 1"),
+        (b'{"n":1e999}', "n must be an integer, and cannot be read: .*out of range"),
+        (b'{"stream_options":{"x":1e999}}', "stream_options cannot be read: .*out of range"),
+        (b'{"slo":{"ttft_ms":1e999}}', "slo cannot be read: .*out of range"),
+        (b'{"slo":"\xff"}', "slo cannot be read"),
         (b'{"a":' + b"[" * 100_000, "nested too deeply|not valid JSON"),
     ],
 )
 def test_what_no_engine_would_take(text: bytes, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words):
         read_body(text)
+
+
+def test_what_an_engine_of_another_dialect_cannot_be_told() -> None:
+    dialect = AnthropicDialect()
+    for text in (b'{"temperature":1e999}', b'{"messages":[{"role":"user","content":"\xff"}]}'):
+        with pytest.raises(InvalidRequestError, match=r"(temperature|messages) cannot be read"):
+            dialect.body("/v1/chat/completions", read_body(text), {})
 
 
 def test_prompts_are_counted() -> None:

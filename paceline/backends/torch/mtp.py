@@ -1,4 +1,4 @@
-"""A checkpoint's layers for further tokens in PyTorch, over its model's embeddings and head.
+"""A checkpoint's MTP layers in PyTorch, over its model's embeddings and head.
 
 What is known of position ``p`` is the served model's hidden state there; with the token at
 ``p + 1`` the first layer gives the one at ``p + 2``. Each further guess is made at the next

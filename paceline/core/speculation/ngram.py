@@ -37,7 +37,7 @@ class NgramDrafter:
             earlier.append(latest.get(pair, 0))
             latest[pair] = latest[pair[1]] = end
         match = found = 0
-        place = latest.get((tokens[-2], tokens[-1]), 0) if self._most > 1 < total else 0
+        place = latest.get((tokens[-2], tokens[-1]), 0) if min(self._most, total) > 1 else 0
         for _ in range(_LOOKED):
             if not place or match == self._most:
                 break

@@ -38,7 +38,7 @@ Survivals: TypeAlias = Sequence[Sequence[float]]
 
 
 def likeliest_first(survivals: Survivals, anyhow: Container[int]) -> list[tuple[float, int]]:
-    """(-likelihood, row) of the guesses that may be worth it; of rows ``anyhow`` of all."""
+    """(-likelihood, row) of guesses that may be worth it, and of all of the rows in ``anyhow``."""
     found = [
         (-each, index)
         for index, row in enumerate(survivals)

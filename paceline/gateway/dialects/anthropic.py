@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from paceline.gateway.bodies import Body
+from paceline.gateway.bodies import Body, decoded
 from paceline.gateway.dialects.anthropic_answer import AnthropicStream, chat_answer
 from paceline.gateway.dialects.anthropic_request import cannot_say, ignored_fields, messages_request
 from paceline.gateway.dialects.base import Translator
@@ -43,7 +43,7 @@ class AnthropicDialect:
     def body(self, path: str, body: Body, changes: Mapping[str, Any]) -> bytes:
         if path == _MESSAGES:
             return body.encode({**changes, "slo": None, "cache_salt": None})
-        fields = {name: msgspec.json.decode(value) for name, value in body.fields.items()}
+        fields = {name: decoded(name, value) for name, value in body.fields.items()}
         return msgspec.json.encode(messages_request({**fields, **changes}, body.max_tokens))
 
     def ignored(self, path: str, body: Body) -> str:

@@ -1,4 +1,4 @@
-"""Tiny random models with layers for further tokens, and what these guess, computed the plain way:
+"""Tiny random models with MTP layers, and what these guess, computed the plain way:
 transformers' own layers over whole sequences, all anew for each guess."""
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def save_mtp_model(folder: Path, name: str, *, count: int = 1, **changes: Any) -> MTPModel:
-    """Write a model with so many layers for further tokens."""
+    """Write a model with so many MTP layers."""
     served = save_model(folder, MODELS[name], **changes)
     layers = make_model(MODELS[name], **(changes | {"num_hidden_layers": count}))
     torch.manual_seed(7)

@@ -1,4 +1,4 @@
-"""Layers for further tokens: read as checkpoints have them, computed as published, and refused with
+"""MTP layers: read as checkpoints have them, computed as published, and refused with
 the reason."""
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ MIMO = "model.mtp_layers.0."
             "mimo",
             {},
             {f"{MIMO}token_layernorm.weight": torch.zeros(96, dtype=torch.int8)},
-            "token_layernorm.weight is stored as I8; of layers for further tokens these are read",
+            "token_layernorm.weight is stored as I8; of MTP layers these are read",
         ),
         ("mimo", {"num_nextn_predict_layers": 3}, {}, "has 1 layers .* its config.json names 3"),
         ("mimo", {"num_nextn_predict_layers": "x"}, {}, "num_nextn_predict_layers is 'x'"),
@@ -196,7 +196,7 @@ def test_malformed_layers_are_refused(
 
 def test_what_cannot_guess_is_refused_with_the_reason(tmp_path: Path) -> None:
     save_model(tmp_path / "plain", "qwen3")
-    with pytest.raises(ConfigError, match=r"plain has no layers for further tokens \(mtp.layers."):
+    with pytest.raises(ConfigError, match=r"plain has no MTP layers \(mtp.layers."):
         _load(tmp_path / "plain")
     rewrite(tmp_path / "plain", {"mtp_num_hidden_layers": 1}, {})
     with pytest.raises(ConfigError, match=r"though its config.json names 1"):
@@ -205,7 +205,7 @@ def test_what_cannot_guess_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"beside mimo, qwen3, qwen3_moe, and .* is a llama$"):
         _load(tmp_path / "llama")
     file = write_gguf(tmp_path / "model.gguf", "qwen3", make_model("qwen3"))
-    with pytest.raises(ConfigError, match="a GGUF file, of which layers for further tokens are"):
+    with pytest.raises(ConfigError, match="a GGUF file, of which MTP layers are"):
         _load(file)
 
 
