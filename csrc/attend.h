@@ -9,8 +9,7 @@
 namespace PL_NAMESPACE {
 
 // Soft-capped scores in place, times the queries' scales where there are any. Nothing is masked yet, so what will be
-// stays so. Models without a cap have functions of their own: as a branch in these it made attention to bf16 keys up to
-// 29 % slower in registers of 256 bits.
+// stays so. Out of line: few models come here, and the others' loops are as they were.
 static __attribute__((noinline)) void cap_scores(const AttendArgs& a, int tiles, const float* scale,
                                                  float (*s)[kChunkKeys]) {
   const vf cap = set1(a.softcap), factor = set1(kSoftCapFactor / a.softcap);
@@ -85,7 +84,7 @@ static void copy_used_values(const uint8_t* tile, int used, int head_dim, uint8_
   }
 }
 
-template <class D, int R, bool Capped>
+template <class D, int R>
 static void attend_rows(const AttendArgs& a) {
   alignas(64) float s[R][kChunkKeys];
   alignas(64) uint8_t last_v[kMaxHeadDim * kTile * 4];
@@ -108,7 +107,7 @@ static void attend_rows(const AttendArgs& a) {
       }
     }
     scores<D, R>(a, c, s);
-    if constexpr (Capped) cap_scores(a, c.tiles, nullptr, s);
+    if (a.softcap > 0) cap_scores(a, c.tiles, nullptr, s);
     // one loop after the other: a row waits for its largest score, and others can go on
     for (int r = 0; r < R; ++r) here[r] = largest_score(a, c, r, s[r]);
     for (int r = 0; r < R; ++r) soften<D>(a, c, r, s[r], here[r], &top[r], &sum[r]);
@@ -125,17 +124,17 @@ static void attend_rows(const AttendArgs& a) {
   }
 }
 
-template <class D, int R, bool Capped>
+template <class D, int R>
 static void attend_dispatch(const AttendArgs& a) {
   if constexpr (R > 1) {
-    if (a.rows < R) return attend_dispatch<D, R - 1, Capped>(a);
+    if (a.rows < R) return attend_dispatch<D, R - 1>(a);
   }
-  attend_rows<D, R, Capped>(a);
+  attend_rows<D, R>(a);
 }
 
 template <class D>
 static void attend(const AttendArgs& a) {
-  a.softcap > 0 ? attend_dispatch<D, kRows, true>(a) : attend_dispatch<D, kRows, false>(a);
+  attend_dispatch<D, kRows>(a);
 }
 
 // into, part: [head_dim outputs, maximum, sum] of the keys of some rows, up to 16; `into` becomes that of both

@@ -75,15 +75,16 @@ PL_INLINE void to_steps(const ChunkI8& c, const float* s, float most, uint8_t* b
   if (t < c.tiles.tiles) tile(t, carried[0]);
 }
 
-template <int R, bool Capped>
+template <int R>
 static void attend_rows_i8(const AttendArgs& a) {
   alignas(64) float s[R][kChunkKeys];
   alignas(64) uint8_t bytes[R][kChunkKeys];
   alignas(64) float sums[R][16];
-  float top[R], here[R], most[R], share[R];
+  float top[R], here[R], most[R], share[R], unit[R];
   int32_t start[R];
   for (int r = 0; r < R; ++r) {
     top[r] = kMasked;
+    unit[r] = a.softcap > 0 ? 1.0f : a.q_scale[r];
     store(sums[r], zero());
     int total = 0;
     for (int d = 0; d < a.head_dim; ++d) total += reinterpret_cast<const int8_t*>(a.q)[r * a.q_stride + d];
@@ -100,17 +101,11 @@ static void attend_rows_i8(const AttendArgs& a) {
       if (R <= 6) prefetch(c.k_scale[t]), prefetch(c.k_scale[t] + kTile);
     }
     scores_i8<R>(a, c, start, s);
-    if constexpr (Capped) cap_scores(a, c.tiles.tiles, a.q_scale, s);
+    if (a.softcap > 0) cap_scores(a, c.tiles.tiles, a.q_scale, s);
     for (int t = 0; t < c.tiles.tiles; ++t)
       store(c.v_scale + t * kTile, keep(load(c.k_scale[t] + kTile), 0, a.key_end - key - t * kTile, 0.0f));
-    for (int r = 0; r < R; ++r) {
-      here[r] = largest_score(a, c.tiles, r, s[r]);
-      if (!Capped) here[r] *= a.q_scale[r];
-    }
-    for (int r = 0; r < R; ++r) {
-      const float unit = Capped ? 1.0f : a.q_scale[r];
-      share[r] = soften_i8(a, c, r, unit, s[r], here[r], &top[r], sums[r], &most[r]);
-    }
+    for (int r = 0; r < R; ++r) here[r] = largest_score(a, c.tiles, r, s[r]) * unit[r];
+    for (int r = 0; r < R; ++r) share[r] = soften_i8(a, c, r, unit[r], s[r], here[r], &top[r], sums[r], &most[r]);
     for (int r = 0; r < R; ++r) {
       to_steps(c, s[r], most[r], bytes[r]);
       share[r] *= most[r] / 254.0f;
@@ -129,16 +124,14 @@ static void attend_rows_i8(const AttendArgs& a) {
   }
 }
 
-template <int R, bool Capped>
+template <int R>
 static void attend_i8_dispatch(const AttendArgs& a) {
   if constexpr (R > 1) {
-    if (a.rows < R) return attend_i8_dispatch<R - 1, Capped>(a);
+    if (a.rows < R) return attend_i8_dispatch<R - 1>(a);
   }
-  attend_rows_i8<R, Capped>(a);
+  attend_rows_i8<R>(a);
 }
 
-static void attend_i8(const AttendArgs& a) {
-  a.softcap > 0 ? attend_i8_dispatch<kRows, true>(a) : attend_i8_dispatch<kRows, false>(a);
-}
+static void attend_i8(const AttendArgs& a) { attend_i8_dispatch<kRows>(a); }
 
 }  // namespace PL_NAMESPACE
