@@ -58,7 +58,7 @@ async def test_streams_asked_for_ahead_come_one_after_the_other(
     """On one connection; each ends once, and nothing of it is held when the next one begins."""
     async with scripted(GOOD) as engine, gateway_over(configured(engine)) as (gateway, client):
         find = gateway.routes.find
-        held: list[int] = []
+        held = list[int]()
 
         def begins(*asked: Any, **named: Any) -> Any:
             held.append(gateway.in_flight)
@@ -89,10 +89,9 @@ async def test_a_request_is_no_work_for_the_garbage_collector(
     stream: bool, fails: tuple[Step, ...]
 ) -> None:
     """What is left of one is found free at once: nothing of it points in circles."""
-    good = GOOD if stream else WHOLE
+    good, kinds = GOOD if stream else WHOLE, {Exchange, Answer, Outgoing, Leg, Waiting, Attempts}
 
     def left() -> list[str]:
-        kinds = (Exchange, Answer, Outgoing, Leg, Waiting, Attempts)
         # not isinstance: some modules' objects warn when they are asked for their class
         return [type(each).__name__ for each in gc.get_objects() if type(each) in kinds]
 
@@ -118,8 +117,7 @@ async def test_a_stream_that_came_whole_counts_as_one(
     """Of a long body, too, whose connection a task watches meanwhile."""
     said = [{"role": "user", "content": "x" * size}]
     async with scripted(GOOD) as engine, gateway_over(configured(engine)) as (gateway, client):
-        ended = gateway.counts.ended
-        seen: list[str] = []
+        ended, seen = gateway.counts.ended, list[str]()
 
         def note(*told: Any) -> None:
             seen.append(told[1])
