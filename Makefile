@@ -95,7 +95,7 @@ CONSTRAINTS ?= constraints.txt
 TORCH_INDEX ?=
 
 BIN := $(VENV)/bin
-QUICK_TESTS := tests/core tests/property tests/contract tests/replay tests/checkpoints \
+QUICK_TESTS := tests/core tests/speculation tests/property tests/contract tests/replay tests/checkpoints \
 	tests/routing tests/test_public.py tests/test_rooms.py
 STAMP := $(VENV)/.installed
 # tests start many processes, each of which would compile the package anew

@@ -38,12 +38,12 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import ScheduledRow, SchedulerOutput, StepResult
 from paceline.core.request import Request
 from paceline.core.sampling_params import SamplingParams
-from paceline.core.speculation.guess import Drafter, Guess
-from paceline.core.speculation.ngram import NgramDrafter
-from paceline.core.step.drafts import DrafterMaker
 from paceline.engine.core import EngineCore
 from paceline.engine.fanout import add_to_core
 from paceline.engine.types import GenerationRequest
+from paceline.speculation.drafts import DrafterMaker
+from paceline.speculation.guess import Drafter, Guess
+from paceline.speculation.ngram import NgramDrafter
 
 __all__ = ["Answer", "Count", "Curve", "play"]
 

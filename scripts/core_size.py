@@ -3,6 +3,7 @@
     python scripts/core_size.py [--by-feature] [CHECKOUT]
 
 Lines are those of the files, empty ones, comments and docstrings too; docstrings are no statements.
+The room of speculation is told beside core, as part of which it was counted before it had one.
 ``--by-feature`` takes what came after the core's rooms were drawn apart from the rest.
 CHECKOUT is another working tree. tests/core/test_core_size.py holds the limits.
 """
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 CORE: Final = Path("paceline") / "core"
+# as it is found from there
+SPECULATION: Final = "../speculation"
 
 
 class Size(NamedTuple):
@@ -50,7 +53,7 @@ PARTS: Final[Mapping[str, Part]] = {
             "memory/preemption.py",
             "policies/fcfs.py",
         ),
-        ("step/drafts.py", "step/draft_choice.py", "queues/fair_queue.py"),
+        ("step/speculation.py", "queues/fair_queue.py"),
     ),
     # what the scheduler is given and gives
     "contracts": Part(
@@ -67,16 +70,16 @@ PARTS: Final[Mapping[str, Part]] = {
         ),
     ),
     "scheduler.py": Part(299, ("scheduler.py",)),
-    "core": Part(9220, ("",)),
+    "core": Part(8230, ("",)),
+    # a room above core, which works without it
+    "speculation": Part(1130, (SPECULATION,)),
 }
 
 # What came after the core's rooms were drawn: files and folders, and classes and functions of other
 # files as ``FILE:NAME``. What a feature added to functions of others stays with these.
 FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
     "speculation": (
-        "speculation",
-        "step/drafts.py",
-        "step/draft_choice.py",
+        "step/speculation.py",
         "outputs.py:Draft",
         "step/state.py:Totals.note_draft",
         "grammar.py:TokenMatcher.look_ahead",
@@ -154,13 +157,14 @@ def size_of_feature(names: tuple[str, ...], core: Path) -> Size:
 
 
 def features(core: Path) -> dict[str, Size]:
-    """By feature, the largest first; what is left; and all of core."""
+    """By feature, the largest first; what is left; all of core; and the room of speculation."""
     sizes = {name: size_of_feature(names, core) for name, names in FEATURES.items()}
     sizes = dict(sorted(sizes.items(), key=lambda item: -item[1].lines))
     total = size_of(files_of(PARTS["core"], core))
     taken = [sum(column) for column in zip(*sizes.values(), strict=True)]
     left = Size(total.lines - taken[0], total.statements - taken[1])
-    return sizes | {"all else": left, "core": total}
+    beside = size_of(files_of(PARTS["speculation"], core))
+    return sizes | {"all else": left, "core": total, "beside core": beside}
 
 
 def feature_table(core: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from paceline.backends.null import NullBackend
@@ -18,8 +19,8 @@ from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import NO_SLO, Slo
-from paceline.core.step.drafts import DrafterMaker
 from paceline.core.tier import tier_of
+from paceline.speculation.drafts import DrafterMaker, Drafts
 
 
 def make_request(
@@ -111,7 +112,8 @@ class Driver:
             swap_block_seconds=swap_block_seconds,
             **windows,
         )
-        self.scheduler = Scheduler(self.config, self.cache, drafter=drafter)
+        speculation = partial(Drafts, make=drafter)
+        self.scheduler = Scheduler(self.config, self.cache, speculation=speculation)
         self.backend = backend or NullBackend(
             vocab_size=vocab_size,
             num_blocks=num_blocks,

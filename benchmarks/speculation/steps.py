@@ -16,6 +16,7 @@ from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.scheduler import Scheduler
 from paceline.engine.finished_answers import FinishedAnswers
+from paceline.speculation.drafts import Drafts
 
 # of the scheduler alone: rows, steps of each that are timed, and seconds that one is said to take
 ROWS = (1, 8, 64)
@@ -89,6 +90,7 @@ def step_cost(config: dict[str, Any], texts: list[list[int]], *, calls: bool = F
     scheduler = Scheduler(
         SchedulerConfig(max_model_len=8192, policy="fcfs", speculative_config=config),
         CacheConfig(block_size=16, num_blocks=64 * 512),
+        speculation=Drafts,
     )
     for index, text in enumerate(texts):
         sampling = SamplingParams(max_tokens=len(text))

@@ -27,6 +27,7 @@ from paceline.core.backend import BackendInfo
 from paceline.core.errors import PacelineError, RequestFailedError
 from paceline.core.grammar import MatcherSource
 from paceline.core.outputs import (
+    DRAFT_MODEL,
     BlockSwap,
     NewRequest,
     ScheduledRow,
@@ -35,8 +36,7 @@ from paceline.core.outputs import (
     TokenLogprobs,
     WindowBlock,
 )
-from paceline.core.speculation.guess import MODEL
-from paceline.core.speculation.settings import MOST_TOKENS
+from paceline.core.request import MOST_DRAFT_TOKENS
 
 __all__ = ["NullBackend", "expected_tokens"]
 
@@ -79,7 +79,7 @@ class _State:
         """What the grammar leaves no choice about."""
         if self.constraint is None:
             return ()
-        return tuple(self.constraint.forced(self.unread(), MOST_TOKENS))
+        return tuple(self.constraint.forced(self.unread(), MOST_DRAFT_TOKENS))
 
 
 class NullBackend:
@@ -102,7 +102,7 @@ class NullBackend:
         poison_token: int | None = None,
         num_host_blocks: int = 0,
         draft_wrong: Collection[int] | None = None,
-        draft_most: int = MOST_TOKENS,
+        draft_most: int = MOST_DRAFT_TOKENS,
         window: int = 0,
         num_window_blocks: int = 0,
     ) -> None:
@@ -171,7 +171,7 @@ class NullBackend:
         made = {
             draft.row: self._guess(plan.rows[draft.row], len(draft.token_ids))
             for draft in plan.drafts
-            if draft.source == MODEL
+            if draft.source == DRAFT_MODEL
         }
         rows = [
             row._replace(num_tokens=row.num_tokens - len(guessed[index]) + len(made[index]))

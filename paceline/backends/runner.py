@@ -32,15 +32,15 @@ from paceline.backends.steps import (
 from paceline.core.errors import NAN_LOGITS, InvalidRequestError, PacelineError
 from paceline.core.grammar import MatcherSource
 from paceline.core.outputs import (
+    DRAFT_MODEL,
     NewRequest,
     ScheduledRow,
     SchedulerOutput,
     StepResult,
     TokenLogprobs,
 )
+from paceline.core.request import MOST_DRAFT_TOKENS
 from paceline.core.sampling_params import SamplingParams
-from paceline.core.speculation.guess import MODEL
-from paceline.core.speculation.settings import MOST_TOKENS
 
 __all__ = ["ModelRunner"]
 
@@ -156,7 +156,7 @@ class ModelRunner:
         caught_up: tuple[int, ...] = ()
         behind: tuple[int, ...] = ()
         drafting = 0.0
-        if self._draft is not None and any(draft.source == MODEL for draft in plan.drafts):
+        if self._draft is not None and any(draft.source == DRAFT_MODEL for draft in plan.drafts):
             began = time.monotonic()
             made, caught_up, behind = self._make(self._draft, plan, slots)
             # as if the plan had asked for so many
@@ -239,7 +239,9 @@ class ModelRunner:
         """By row, the guesses that the draft model makes where the plan leaves it to it; and in the
         same order ``StepResult.caught_up`` and ``StepResult.behind``."""
         wanted: dict[int, DraftRow] = {}
-        planned = {r: len(token_ids) for r, token_ids, source in plan.drafts if source == MODEL}
+        planned = {
+            r: len(token_ids) for r, token_ids, source in plan.drafts if source == DRAFT_MODEL
+        }
         for r, count in planned.items():
             slot = slots[r]
             if slot.error is not None or slot.guessing_failed:
@@ -392,7 +394,7 @@ class ModelRunner:
                 jobs.append((r, slot.constraint, self._unread(slot, end)))
 
         def find() -> tuple[tuple[int, tuple[int, ...]], ...]:
-            found = [(r, tuple(each.forced(new, MOST_TOKENS))) for r, each, new in jobs]
+            found = [(r, tuple(each.forced(new, MOST_DRAFT_TOKENS))) for r, each, new in jobs]
             return tuple(entry for entry in found if entry[1])
 
         return self._mask_thread.submit(find).result() if jobs else ()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from paceline.core.errors import ConfigError
-from paceline.core.speculation.settings import SpeculationSettings
+from paceline.speculation.settings import SpeculationSettings
 
 __all__ = ["check_vocabulary", "draft_of", "drafts_by_mtp"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli import plan_fleet, plan_models
 from paceline.cli.arguments import Parser, bounded_float, bounded_int, byte_count, json_object
 from paceline.core.errors import ConfigError
-from paceline.core.speculation.settings import SpeculationSettings
+from paceline.speculation.settings import SpeculationSettings
 
 if TYPE_CHECKING:
     from paceline.backends.served import ServedMemory

@@ -12,6 +12,7 @@ from typing import Any, Final
 from paceline.backends.settings import BackendSettings
 from paceline.core.config import SchedulerConfig
 from paceline.core.errors import ConfigError
+from paceline.speculation.settings import SpeculationSettings
 
 __all__ = ["ENGINE_PROCESS", "TRACE_PROCESS", "WHAT_IF_PROCESS", "EngineSettings"]
 
@@ -72,6 +73,7 @@ class EngineSettings:
                 f"--prefix-cache-memory {self.prefix_cache_bytes} changes nothing with "
                 "--no-enable-prefix-caching: leave one out"
             )
+        SpeculationSettings.of(self.scheduler.speculative_config)
         if self.backend == "torch" and self.model_path is None:
             raise ConfigError("the torch backend needs a model")
         if self.backend != "null" and self.null_step_time > 0:

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Final
 
 from paceline.core.errors import ConfigError
 from paceline.core.ranges import Range, outside, ranges_of
-from paceline.core.speculation.settings import SpeculationSettings
 
 __all__ = ["PREEMPTION_MODES", "CacheConfig", "SchedulerConfig"]
 
@@ -115,8 +114,9 @@ class SchedulerConfig:
     # what becomes of a preempted request's cache: "swap" moves it to host memory while there is
     # room, "recompute" drops it, "auto" does what is predicted to take less time
     preemption: str = "auto"
-    # how next tokens are guessed, to be verified several in one row; see
-    # ``speculation.settings``; None: of requests alone that say what they expect
+    # how next tokens are guessed, to be verified several in one row: read by the ``Speculation``
+    # that the scheduler is given, and refused by a scheduler that is given none. None: as that does
+    # where nothing is said
     speculative_config: Mapping[str, Any] | None = None
     # share of the KV cache in use at which the pressure valve begins to open; 1.0: it stays closed.
     # Below 1.0 it is for work whose lengths cannot be predicted
@@ -134,7 +134,6 @@ class SchedulerConfig:
                 f"max_model_len={self.max_model_len} must be at most max_num_batched_tokens="
                 f"{self.max_num_batched_tokens} where prompts are not computed in chunks"
             )
-        SpeculationSettings.of(self.speculative_config)
         for tenant, weight in self.tenant_weights.items():
             if not (isfinite(weight) and weight > 0.0):
                 raise ConfigError(

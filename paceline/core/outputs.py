@@ -13,15 +13,19 @@ dataclass costs several times as much to make.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from paceline.core.request import FinishReason
 from paceline.core.sampling_params import SamplingParams
 
 __all__ = [
-    "BlockCopy", "BlockSwap", "Draft", "NewRequest", "RequestUpdate", "ScheduledRow",
-    "SchedulerOutput", "StepNote", "StepResult", "Timeline", "TokenLogprobs", "WindowBlock",
+    "DRAFT_MODEL", "BlockCopy", "BlockSwap", "Draft", "NewRequest", "RequestUpdate",
+    "ScheduledRow", "SchedulerOutput", "StepNote", "StepResult", "Timeline", "TokenLogprobs",
+    "WindowBlock",
 ]  # fmt: skip
+
+# the source of guesses that the backend's draft model makes when the step runs
+DRAFT_MODEL: Final = "draft_model"
 
 
 class ScheduledRow(NamedTuple):
@@ -85,7 +89,7 @@ class Draft(NamedTuple):
     row: int
     # all below 0: the backend's draft model makes so many, or fewer
     token_ids: tuple[int, ...]
-    # who guessed: "ngram", "prediction", "grammar", "draft_model", "finished_answers"
+    # where they come from, as it is called in accounts: ``DRAFT_MODEL`` or another name
     source: str
 
 

@@ -15,21 +15,19 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import NO_SLO, Slo
-from paceline.core.speculation.settings import MOST_TOKENS
 from paceline.core.tier import Move, Tier, after, tier_of
 
-if TYPE_CHECKING:
-    from paceline.core.speculation.guess import Drafter
-    from paceline.core.speculation.guesser import Guesser
-
 __all__ = [
-    "FinishReason", "Forecast", "History", "Request", "RequestSpec", "RequestStatus",
-    "ResumedOutput",
+    "MOST_DRAFT_TOKENS", "FinishReason", "Forecast", "History", "Request", "RequestSpec",
+    "RequestStatus", "ResumedOutput",
 ]  # fmt: skip
+
+# guesses of one row at most (``outputs.Draft``)
+MOST_DRAFT_TOKENS: Final = 32
 
 
 class RequestStatus(enum.Enum):
@@ -86,11 +84,12 @@ class RequestSpec:
     # None: it begins here
     resumed: ResumedOutput | None = None
     # tokens that may be guessed of it at a time; 0: none
-    max_draft_tokens: int = MOST_TOKENS
+    max_draft_tokens: int = MOST_DRAFT_TOKENS
     # what the caller thinks that most of the output will be; () where nothing was said
     prediction_token_ids: tuple[int, ...] = ()
-    # guesses from what the engine knows besides; None: it knows nothing
-    drafter: Drafter | None = None
+    # guesses from what the engine knows besides, for ``step.speculation`` alone to ask; None: it
+    # knows nothing
+    drafter: Any = None
 
 
 class ForecastKind(NamedTuple):
@@ -197,8 +196,8 @@ class Request:
     # of num_computed_tokens, guesses of a step whose result is not in; until it is, nothing more is
     # planned for the request
     num_draft_tokens: int = 0
-    # None: it was never considered for guesses
-    guesser: Guesser | None = None
+    # what ``step.speculation`` keeps of it; None: it was never considered for guesses
+    guesser: Any = None
 
     # memory: position p lives in block_ids[p // block_size]
     block_ids: list[int] = field(default_factory=list)

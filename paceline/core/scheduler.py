@@ -35,10 +35,10 @@ from paceline.core.request import FinishReason, Request, RequestStatus
 from paceline.core.stats import SchedulerStats
 from paceline.core.step.admission import Admission
 from paceline.core.step.displacement import Displacement
-from paceline.core.step.drafts import DrafterMaker, Drafts
 from paceline.core.step.limits import Pacing, Plain
 from paceline.core.step.planner import Planner
 from paceline.core.step.rows import Rows
+from paceline.core.step.speculation import Speculation, SpeculationMaker, make_speculation
 from paceline.core.step.state import SchedulerState, check_integrity, take_stats
 from paceline.core.step.update import Updates, update_of
 from paceline.core.tenant_weights import TenantWeights
@@ -53,7 +53,10 @@ class Scheduler:
         config: budgets, order and limits.
         cache: size of the KV cache.
         policy: overrides ``config.policy``.
-        drafter: makes what guesses a request's tokens; None: as configured.
+        speculation: makes what guesses next tokens (``paceline.speculation``); None: nothing does.
+
+    Raises:
+        ConfigError: see ``make_speculation``.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class Scheduler:
         cache: CacheConfig,
         policy: SchedulingPolicy | None = None,
         *,
-        drafter: DrafterMaker | None = None,
+        speculation: SpeculationMaker | None = None,
     ) -> None:
         self.config, self.cache = config, cache
         self.state = state = SchedulerState(config, cache, policy)
@@ -81,9 +84,10 @@ class Scheduler:
         self._paced = Paced(state, displacement, self._tenants)
         self._pacing: Pacing = self._plain
         self._updates = Updates(state, self._finish)
-        # nothing that exists for guesses is called where there are none
-        guesses = drafter is not None or state.speculation.guesses_alone
-        self._drafts = Drafts(state, drafter) if guesses else None
+        # before it begins, and in use: where nothing is guessed no step calls it
+        self._not_begun = make_speculation(state, speculation)
+        self._speculation: Speculation | None = None
+        self._begin_guesses(None)
         self._requests: dict[str, Request] = {}
         self._expired: list[Expired] = []
         # the policy holds all waiting requests back until then; None: it does not
@@ -111,12 +115,8 @@ class Scheduler:
             self._tenants.came(request.asked.tenant)
         if request.targets.aims or request.best_effort:
             self._pacing = self._paced
-        if (
-            self._drafts is None
-            and request.asked.prediction_token_ids
-            and self.state.speculation.predictions
-        ):
-            self._drafts = Drafts(self.state)
+        if self._speculation is None and request.asked.prediction_token_ids:
+            self._begin_guesses(request)
         if request.asked.fork_of is None:
             if request.asked.resumed is None:
                 self._door.watch(request)
@@ -159,7 +159,7 @@ class Scheduler:
     @property
     def awaits_tokens(self) -> bool:
         """The next step is best planned once all tokens are known: then they can be guessed on."""
-        return self._drafts is not None and self._drafts.awaits_tokens
+        return self._speculation is not None and self._speculation.awaits_tokens
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan the next step and move the counters as if it had run.
@@ -185,16 +185,16 @@ class Scheduler:
         if not step.rows:
             self._steps.note_ordinary(starts, 0.0)
             return SchedulerOutput(self._num_steps, (), (), (), (), 0)
-        drafts = self._drafts.add(step) if self._drafts is not None else ()
+        drafts = self._speculation.add(step) if self._speculation is not None else ()
         plan = SchedulerOutput(
             self._num_steps, tuple(step.rows), tuple(step.new), tuple(step.copies),
             self._running.take_released(), step.num_tokens, self.kv.take_swaps(), drafts,
-            () if self._drafts is None else self._drafts.forces(step),
+            () if self._speculation is None else self._speculation.forces(step),
             () if self.kv.windows is None else self.kv.windows.end_plan(),
         )  # fmt: skip
         self._num_steps += 1
         shape, alone = step.shape, step.ordinary_seconds
-        making = self._drafts.making_seconds if self._drafts is not None else 0.0
+        making = self._speculation.making_seconds if self._speculation is not None else 0.0
         seconds = self.step_time.predict(shape) + making
         self._steps.push(plan.step_id, step.requests, shape, starts, seconds, alone, making)
         self._last.version += 1
@@ -217,8 +217,8 @@ class Scheduler:
         """
         self._last.version += 1
         requests = self._steps.pop(plan, result, now)
-        if self._drafts is not None:
-            self._drafts.take_in(plan, requests, result, now)
+        if self._speculation is not None:
+            self._speculation.take_in(plan, requests, result, now)
         updates = self._updates.take_in(plan, requests, result, now, tell_all=tell_all)
         self._running.prune()
         return updates
@@ -263,6 +263,10 @@ class Scheduler:
         self._last.held_by, self._last.pressing = None, False
         # requests without targets need no pacing where tenants are not kept apart
         self._pacing = self._plain if self._tenants is None else self._paced
+
+    def _begin_guesses(self, request: Request | None) -> None:
+        if self._not_begun is not None and self._not_begun.begins(request):
+            self._speculation = self._not_begun
 
     # ------------------------------------------------------------------ views
 

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 
 from paceline.core.backend import BackendInfo, ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
@@ -25,12 +26,12 @@ from paceline.core.outputs import (
 from paceline.core.pacing.door import Expired
 from paceline.core.request import FinishReason, Request
 from paceline.core.scheduler import Scheduler
-from paceline.core.speculation.settings import SpeculationSettings
 from paceline.core.stats import SchedulerStats
-from paceline.core.step.drafts import DrafterMaker
 from paceline.engine.finished_answers import FinishedAnswers
 from paceline.engine.recorder import Recorder, Recorders
 from paceline.engine.timeline.tap import TimelineTap
+from paceline.speculation.drafts import DrafterMaker, Drafts
+from paceline.speculation.settings import SpeculationSettings
 
 __all__ = ["EngineCore"]
 
@@ -47,7 +48,7 @@ class EngineCore:
         recorder: told of every request and step; owned from here on.
         timeline: told the same, for those who watch; None: nobody can.
         matchers: compiles grammars, owned from here on; None: structured output is not served.
-        drafter: see ``Scheduler``.
+        drafter: makes what guesses a request's tokens; None: as configured.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class EngineCore:
                 raise ConfigError(f"the backend {info.name} cannot apply grammars")
             backend.constrain(matchers)
         self.matchers = matchers
-        self.scheduler = Scheduler(scheduler, cache, drafter=drafter)
+        self.scheduler = Scheduler(scheduler, cache, speculation=partial(Drafts, make=drafter))
         self._backend = backend
         self._depth = pipeline_depth
         self._clock = clock

@@ -27,7 +27,7 @@ import numpy as np
 from paceline.core.errors import ConfigError
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote
 from paceline.core.request import FinishReason, Request
-from paceline.core.speculation.guess import NO_GUESS, Guess
+from paceline.speculation.guess import NO_GUESS, Guess
 
 __all__ = ["SOURCE", "AnswerDrafter", "FinishedAnswers", "Owner"]
 

@@ -15,9 +15,9 @@ import msgspec
 
 from paceline.core.outputs import Timeline, TokenLogprobs
 from paceline.core.pooling import PoolingInfo
+from paceline.core.request import MOST_DRAFT_TOKENS
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import NO_SLO, Slo
-from paceline.core.speculation.settings import MOST_TOKENS
 from paceline.core.stats import SchedulerStats
 
 __all__ = [
@@ -101,7 +101,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # nothing is shown to the caller before the end
     whole: bool = False
     # tokens that may be guessed of it at a time
-    max_draft_tokens: int = MOST_TOKENS
+    max_draft_tokens: int = MOST_DRAFT_TOKENS
     # what the caller thinks that most of the output will be
     prediction: tuple[int, ...] = ()
     # its answer may be kept to guess later ones of the same tenant and salt from

@@ -9,6 +9,7 @@ from typing import Any
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError
 from paceline.sim.speculation import check_acceptance
+from paceline.speculation.settings import SpeculationSettings
 
 __all__ = ["Delays", "ReplicaConfig"]
 
@@ -49,6 +50,7 @@ class ReplicaConfig:
             raise ConfigError(f"pipeline_depth must be at least 1, got {self.pipeline_depth}")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        SpeculationSettings.of(self.scheduler.speculative_config)
         check_acceptance(self.acceptance)
 
     @property

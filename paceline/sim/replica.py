@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 
 from paceline.core.errors import (
@@ -43,6 +44,7 @@ from paceline.sim.config import Delays, ReplicaConfig
 from paceline.sim.prompts import PromptMaker
 from paceline.sim.speculation import drafter_maker
 from paceline.sim.step_times.base import StepTimes
+from paceline.speculation.drafts import Drafts
 
 __all__ = ["Delays", "Job", "Replica", "ReplicaConfig", "slo_of"]
 
@@ -104,7 +106,8 @@ class Replica:
         self.index = index
         self.config = config
         drafter = drafter_maker(config.acceptance, _truth) if config.acceptance else None
-        self.scheduler = Scheduler(config.scheduling, config.cache, drafter=drafter)
+        speculation = partial(Drafts, make=drafter)
+        self.scheduler = Scheduler(config.scheduling, config.cache, speculation=speculation)
         self._times = step_times
         self._prompts = prompts
         self._on_end = on_end

@@ -15,10 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from paceline.core.errors import ConfigError
-from paceline.core.request import Request
-from paceline.core.speculation.guess import Guess
-from paceline.core.speculation.settings import MOST_TOKENS
-from paceline.core.step.drafts import DrafterMaker
+from paceline.core.request import MOST_DRAFT_TOKENS, Request
+from paceline.speculation.drafts import DrafterMaker
+from paceline.speculation.guess import Guess
 
 __all__ = ["Truth", "check_acceptance", "drafter_maker"]
 
@@ -47,14 +46,15 @@ class _Drafter:
 
 
 def drafter_maker(acceptance: Sequence[float], truth: Truth) -> DrafterMaker:
-    """A maker for ``Scheduler``."""
+    """A maker for ``Drafts``."""
     return lambda request: _Drafter(acceptance, request, truth)
 
 
 def check_acceptance(acceptance: Sequence[float]) -> None:
     """Raises ConfigError unless these are chances, of no more guesses than there may be."""
-    if len(acceptance) > MOST_TOKENS or not all(0.0 <= chance <= 1.0 for chance in acceptance):
+    most = MOST_DRAFT_TOKENS
+    if len(acceptance) > most or not all(0.0 <= chance <= 1.0 for chance in acceptance):
         raise ConfigError(
-            f"acceptance must be up to {MOST_TOKENS} chances from 0 to 1, one for each guess of a "
+            f"acceptance must be up to {most} chances from 0 to 1, one for each guess of a "
             f"row, got {', '.join(f'{chance:g}' for chance in acceptance[:40])}"
         )

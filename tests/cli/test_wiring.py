@@ -201,6 +201,11 @@ def test_what_cannot_be_is_refused(changes: dict[str, object], words: str) -> No
         build_core(NULL.changed(**changes))
 
 
+def test_what_is_said_of_guesses_is_checked_with_the_settings() -> None:
+    with pytest.raises(ConfigError, match=r"speculative_config: method must be one of .*'oracle'"):
+        NULL.changed(speculative_config={"method": "oracle"})
+
+
 def test_contradictions_are_found_before_the_model_is_loaded() -> None:
     with pytest.raises(ConfigError, match="max_num_batched_tokens=1"):
         EngineSettings.of(

@@ -11,9 +11,10 @@ import pytest
 from paceline.backends.null import NullBackend
 from paceline.core.backend import ModelBackend
 from paceline.core.grammar import ConstrainedBackend
-from paceline.core.speculation.guess import GRAMMAR, MODEL
-from paceline.core.step import draft_choice
+from paceline.core.outputs import DRAFT_MODEL
 from paceline.engine.text.grammar import GrammarCompiler
+from paceline.speculation import draft_choice
+from paceline.speculation.guess import GRAMMAR
 from tests.contract.ascii import VOCAB, Ascii
 from tests.contract.test_backends import (
     GREEDY,
@@ -122,10 +123,10 @@ def test_answers_are_the_same(
         assert _answers(driver) == reference, settings
         stats = driver.scheduler.stats()
         drafted, accepted = dict(stats.drafted), dict(stats.accepted)
-        assert drafted[MODEL] > 20
+        assert drafted[DRAFT_MODEL] > 20
         # a head of random weights is right by chance alone, which need not come
         random = any(head in backend.info.drafter for head in ("EAGLE-3", "MTP"))
-        assert accepted[MODEL] > 0 or random
+        assert accepted[DRAFT_MODEL] > 0 or random
         if config is AUTO:
             assert drafted[GRAMMAR] == accepted[GRAMMAR] > 0
         preempted += stats.num_preemptions

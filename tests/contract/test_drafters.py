@@ -20,23 +20,23 @@ import pytest
 from paceline.backends.drafting import Drafting, DraftRow, Made
 from paceline.core.backend import ModelBackend
 from paceline.core.grammar import ConstrainedBackend
+from paceline.core.outputs import DRAFT_MODEL
 from paceline.core.request import FinishReason, Request
-from paceline.core.speculation.guess import (
+from paceline.engine.finished_answers import SOURCE, AnswerDrafter, FinishedAnswers
+from paceline.engine.text.grammar import GrammarCompiler
+from paceline.speculation import draft_choice
+from paceline.speculation.drafts import Drafts
+from paceline.speculation.guess import (
     GRAMMAR,
-    MODEL,
     NGRAM,
     PREDICTION,
     Drafter,
     Guess,
     ModelDrafter,
 )
-from paceline.core.speculation.guesser import Guesser
-from paceline.core.speculation.ngram import NgramDrafter
-from paceline.core.speculation.prediction import PredictionDrafter
-from paceline.core.step import draft_choice
-from paceline.core.step.drafts import Drafts
-from paceline.engine.finished_answers import SOURCE, AnswerDrafter, FinishedAnswers
-from paceline.engine.text.grammar import GrammarCompiler
+from paceline.speculation.guesser import Guesser
+from paceline.speculation.ngram import NgramDrafter
+from paceline.speculation.prediction import PredictionDrafter
 from tests.contract.ascii import END, VOCAB, Ascii
 from tests.contract.test_backends import GREEDY, drive, make_null
 from tests.contract.test_draft_model import load_eagle3, load_mtp, load_two
@@ -65,9 +65,9 @@ SOURCES = {
     "prediction": Source(PREDICTION, PredictionDrafter),
     "finished answers": Source(SOURCE, AnswerDrafter),
     "grammar": Source(GRAMMAR, None),
-    "draft model": Source(MODEL, ModelDrafter, load_two),
-    "EAGLE-3": Source(MODEL, ModelDrafter, load_eagle3),
-    "MTP": Source(MODEL, ModelDrafter, load_mtp),
+    "draft model": Source(DRAFT_MODEL, ModelDrafter, load_two),
+    "EAGLE-3": Source(DRAFT_MODEL, ModelDrafter, load_eagle3),
+    "MTP": Source(DRAFT_MODEL, ModelDrafter, load_mtp),
 }
 
 # (what was guessed, what is right there, as many): what is verified instead
@@ -121,7 +121,7 @@ class _Spoilt:
 
     def propose(self, tokens: Sequence[int], count: int) -> Guess:
         guess = self._drafter.propose(tokens, count)
-        if guess.source == MODEL or not guess.token_ids:
+        if guess.source == DRAFT_MODEL or not guess.token_ids:
             return guess
         return guess._replace(token_ids=self._spoil(len(tokens), guess.token_ids))
 
@@ -213,7 +213,7 @@ def test_no_guess_changes_an_answer(
     texts = {name: prompts[name] + answers[name] for name in prompts}
     rig = _Rig(who, WAYS[way], texts, monkeypatch)
     config: dict[str, Any] = {"method": "auto", "num_speculative_tokens": MOST}
-    if who.name == MODEL:
+    if who.name == DRAFT_MODEL:
         config["model"] = "another"
     driver = drive(backend, speculative_config=config, depth=depth)
     rig.answer(driver)

@@ -14,10 +14,10 @@ import pytest
 
 from paceline.core.backend import ModelBackend
 from paceline.core.grammar import Grammar
-from paceline.core.speculation.guess import GRAMMAR, Drafter, Guess
-from paceline.core.step import draft_choice
-from paceline.core.step.drafts import DrafterMaker
 from paceline.engine.testing import ForeignDrafter, ScriptedDrafter
+from paceline.speculation import draft_choice
+from paceline.speculation.drafts import DrafterMaker
+from paceline.speculation.guess import GRAMMAR, Drafter, Guess
 from tests.contract.ascii import END
 from tests.contract.test_backends import GREEDY, SAMPLED, drive
 from tests.contract.test_grammar import GRAMMARS, backend

@@ -1,4 +1,5 @@
-"""docs/constants.md has every number of core that tunes behaviour, with its value."""
+"""docs/constants.md has every number of core and of speculation that tunes behaviour, with its
+value."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ import pytest
 import paceline.core
 
 CORE = Path(paceline.core.__file__).parent
+# and the folder that the page names its files from
+ROOMS = {CORE: CORE, CORE.parent / "speculation": CORE.parent}
 PAGE = CORE.parent.parent / "docs/constants.md"
 
 Value = float | tuple[float, ...]
@@ -84,15 +87,16 @@ def documented(page: str) -> dict[tuple[str, str], Value]:
 
 def test_every_constant_is_in_the_table_with_its_value() -> None:
     there = {
-        (str(path.relative_to(CORE)), name): value
-        for path in sorted(CORE.rglob("*.py"))
+        (path.relative_to(folder).as_posix(), name): value
+        for room, folder in ROOMS.items()
+        for path in sorted(room.rglob("*.py"))
         for name, value in constants(path.read_text()).items()
     }
     page = documented(PAGE.read_text())
     assert there.keys() - page.keys() == set(), "missing in docs/constants.md"
-    assert page.keys() - there.keys() == set(), "in docs/constants.md, but not in core"
+    assert page.keys() - there.keys() == set(), "in docs/constants.md, but not in the code"
     wrong = {key: (page[key], value) for key, value in there.items() if page[key] != value}
-    assert wrong == {}, "(docs/constants.md, core)"
+    assert wrong == {}, "(docs/constants.md, the code)"
 
 
 def test_what_was_measured_is_where_the_table_says() -> None:

@@ -1,12 +1,15 @@
-"""Every module of core has tests under its own name, or a line here that says where they are."""
+"""Every module of core and of speculation has tests under its own name, or a line here that says
+where they are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-CORE = Path(__file__).parents[2] / "paceline" / "core"
-TESTS = Path(__file__).parent
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "paceline"
+TESTS = Path(__file__).parents[1]
 
 # modules without tests of their own, and why that is right; a line without a module does no harm
 ELSEWHERE = {
@@ -26,15 +29,20 @@ ELSEWHERE = {
     "policies/sjf.py": "policies/test_policies.py",
     "predict/chunk.py": "test_step_size.py; with targets pacing/test_budget.py",
     "request.py": "counters that the tests of all other parts move; its moves: test_tier.py",
-    "speculation/guess.py": "a value and a protocol: tests/contract/test_guesses.py",
     "stats.py": "a value without code: tests/engine/supervision/test_totals.py",
-    "step/draft_choice.py": "step/test_drafts.py",
-    "speculation/row_price.py": "step/test_row_price.py",
     "step/state.py": "makes the parts of all tests in parts.py; its checks run in tests/driving.py",
 }
 
 
-def lacking(modules: Iterable[str], tests: Iterable[str], listed: Mapping[str, str]) -> list[str]:
+ELSEWHERE_IN_SPECULATION = {
+    "draft_choice.py": "test_drafts.py and test_model_drafts.py",
+    "guess.py": "a value and a protocol: tests/contract/test_guesses.py",
+}
+
+
+def lacking(
+    modules: Iterable[str], tests: Iterable[str], listed: Mapping[str, str], room: str = "core"
+) -> list[str]:
     """What is wrong, a line each. ``modules`` and ``tests`` are paths below their folders."""
     modules, tests = set(modules), set(tests)
     wrong = []
@@ -47,8 +55,8 @@ def lacking(modules: Iterable[str], tests: Iterable[str], listed: Mapping[str, s
             wrong.append(f"{module} is listed as tested elsewhere without saying why")
         elif module not in listed and test not in tests:
             wrong.append(
-                f"{module} has no tests of its own: add tests/core/{test}, or a line to ELSEWHERE "
-                "in tests/core/test_mirror.py that says where it is tested"
+                f"{module} has no tests of its own: add tests/{room}/{test}, or a line to what "
+                "tests/core/test_mirror.py lists that says where it is tested"
             )
     return wrong
 
@@ -57,10 +65,16 @@ def below(folder: Path) -> list[str]:
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*.py")]
 
 
-def test_every_module_has_tests_of_its_own_or_a_reason() -> None:
-    modules = [path for path in below(CORE) if not path.endswith("__init__.py")]
-    assert len(modules) > 40, "the folder was not found"
-    assert not lacking(modules, below(TESTS), ELSEWHERE)
+@pytest.mark.parametrize(
+    ("room", "least", "listed"),
+    [("core", 40, ELSEWHERE), ("speculation", 6, ELSEWHERE_IN_SPECULATION)],
+)
+def test_every_module_has_tests_of_its_own_or_a_reason(
+    room: str, least: int, listed: Mapping[str, str]
+) -> None:
+    modules = [path for path in below(PACKAGE / room) if not path.endswith("__init__.py")]
+    assert len(modules) > least, "the folder was not found"
+    assert not lacking(modules, below(TESTS / room), listed, room)
 
 
 def test_what_the_check_finds() -> None:

@@ -1,5 +1,5 @@
 """How much of core a reader has to follow, measured: the files and functions that a plain step
-enters, and the size of every function.
+enters, and the size of every function; of speculation, too, which was part of it.
 
 The limits only go down, and the list of exceptions stays empty.
 """
@@ -21,6 +21,7 @@ from paceline.core.outputs import StepResult
 from tests.driving import Driver, make_request
 
 CORE = Path(paceline.core.__file__).parent
+ROOMS = (CORE, CORE.parent / "speculation")
 
 # settings -> (files, functions) that schedule() and update() of one step may enter. A function
 # that both enter counts twice. In Python 3.11 a comprehension is a code object of its own and
@@ -41,14 +42,14 @@ LARGE: dict[str, dict[str, int]] = {"statements": {}, "branches": {}, "parameter
 
 
 def entered(call: Callable[[], Any]) -> tuple[Any, Counter[tuple[str, str]]]:
-    """What ``call`` returns, and how often it entered each function of core: (file, name)."""
+    """What ``call`` returns, and how often it entered each function of the rooms: (file, name)."""
     calls: Counter[tuple[str, str]] = Counter()
-    root = f"{CORE}/"
+    roots, package = tuple(f"{room}/" for room in ROOMS), f"{CORE.parent}/"
 
     def note(frame: Any, event: str, argument: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(root):
-            calls[code.co_filename.removeprefix(root), code.co_qualname] += 1
+        if event == "call" and code.co_filename.startswith(roots):
+            calls[code.co_filename.removeprefix(package), code.co_qualname] += 1
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -105,13 +106,24 @@ def test_a_plain_step_enters_few_files_and_functions(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("guesses", [False, True])
+def test_a_step_without_guesses_enters_nothing_that_guesses(guesses: bool) -> None:
+    """The scheduler of the driver is given what guesses, which begins where that is asked for."""
+    config = PLAIN_STEPS["defaults"][0]
+    if guesses:
+        config = config | {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
+    files = {file for part in plain_step(config) for file, _ in part}
+    assert any(file.startswith("speculation/") for file in files) is guesses, files
+
+
 # ------------------------------------------------------------------ every function
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Each function of core with its name: file, classes and functions around it."""
-    for path in sorted(CORE.rglob("*.py")):
-        yield from _functions(path.relative_to(CORE).as_posix(), ast.parse(path.read_text()))
+    """Each function of the rooms with its name: file, classes and functions around it."""
+    for path in sorted(path for room in ROOMS for path in room.rglob("*.py")):
+        name = path.relative_to(CORE.parent).as_posix()
+        yield from _functions(name, ast.parse(path.read_text()))
 
 
 def _functions(name: str, node: ast.AST) -> Iterator[tuple[str, ast.FunctionDef]]:

@@ -16,7 +16,6 @@ from paceline.backends.settings import BackendSettings
 from paceline.core.errors import ConfigError
 from paceline.core.request import FinishReason
 from paceline.core.sampling_params import SamplingParams
-from paceline.core.step import draft_choice
 from paceline.engine import finished_answers
 from paceline.engine.core import EngineCore
 from paceline.engine.finished_answers import SOURCE, FinishedAnswers, Owner
@@ -24,6 +23,7 @@ from paceline.engine.llm import LLM
 from paceline.engine.process.loop import engine_stats
 from paceline.engine.testing import ByteTokenizer, null_core
 from paceline.engine.types import GenerationOutput, GenerationRequest
+from paceline.speculation import draft_choice
 from tests.backends.torch.models import VOCAB, save_model
 from tests.driving import ask, make_request
 

@@ -15,10 +15,10 @@ from paceline.backends.load import load_backend
 from paceline.backends.native import unavailable_reason
 from paceline.backends.settings import BackendSettings
 from paceline.core.sampling_params import SamplingParams
-from paceline.core.step import draft_choice
 from paceline.engine.llm import LLM
 from paceline.engine.testing import ByteTokenizer, null_core
 from paceline.engine.types import GenerationRequest
+from paceline.speculation import draft_choice
 from tests.backends.torch.heads import save_eagle3
 from tests.backends.torch.models import VOCAB, save_model
 from tests.backends.torch.mtp_models import save_mtp_model

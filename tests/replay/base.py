@@ -1,7 +1,8 @@
 """The core of another commit, to be imported beside the one of the working tree.
 
-core imports the standard library and itself alone, so a copy under another name is a core of its
-own: ``git archive COMMIT paceline/core``, unpacked, with ``paceline.core`` rewritten in all of it.
+core imports the standard library and itself alone, and speculation these two, so copies under
+another name are a core of their own: ``git archive COMMIT paceline/core paceline/speculation``,
+unpacked, with both names rewritten in all of it. Before speculation was a room it lay in core.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 # names the commit that the sample of ``make test`` is compared with
 BASE = Path(__file__).with_name("BASE")
 
-_PACKAGE = "paceline_base"
-_FOLDER = "paceline/core"
+# folders of the commit, and the packages that they are unpacked as
+_FOLDERS = {"paceline/core": "paceline_base", "paceline/speculation": "paceline_base_speculation"}
 
 
 class NoBaseError(Exception):
@@ -37,12 +38,9 @@ def unpack_core(commit: str, folder: Path) -> Core:
     if not (ROOT / ".git").exists():
         raise NoBaseError(f"{ROOT} is no git checkout: the core of {commit[:12]} cannot be had")
     try:
-        archive = subprocess.run(
-            ["git", "archive", "--format=tar", commit, _FOLDER],
-            cwd=ROOT,
-            capture_output=True,
-            check=True,
-        ).stdout
+        top = _git("ls-tree", "--name-only", f"{commit}:paceline").decode().split()
+        there = [name for name in _FOLDERS if Path(name).name in top]
+        archive = _git("archive", "--format=tar", commit, *there)
     except FileNotFoundError:
         raise NoBaseError(
             f"git is not installed: the core of {commit[:12]} cannot be had"
@@ -56,11 +54,19 @@ def unpack_core(commit: str, folder: Path) -> Core:
         for member in tar:
             source = tar.extractfile(member) if member.name.endswith(".py") else None
             if source is not None:
-                path = folder / _PACKAGE / Path(member.name).relative_to(_FOLDER)
+                name, text = member.name, source.read().decode()
+                for old, new in _FOLDERS.items():
+                    name = name.replace(f"{old}/", f"{new}/")
+                    text = re.sub(rf"\b{old.replace('/', '[.]')}\b", new, text)
+                path = folder / name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(re.sub(r"\bpaceline\.core\b", _PACKAGE, source.read().decode()))
+                path.write_text(text)
     sys.path.insert(0, str(folder))
-    return Core(_PACKAGE)
+    return Core(*_FOLDERS.values())
+
+
+def _git(*arguments: str) -> bytes:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, check=True).stdout
 
 
 def named_base() -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.backends.null import expected_tokens
 from tests.replay import observe
 from tests.replay.observe import Asked, Core
 from tests.replay.rig import Rig
@@ -264,6 +265,21 @@ CASES: dict[str, dict[str, Any]] = {
             {"best_effort": True},
         ),
     },
+    # few at a time, whose next tokens are guessed
+    "guesses": {
+        "num_blocks": 60,
+        "depth": 2,
+        "policy": "deadline",
+        "requests": 40,
+        "arrivals": (0,) * 24 + (1,),
+        "most_output": 60,
+        "seconds": _memory_bound,
+        "tick": None,
+        "targets": ({}, {"tpot": 1.0}),
+        "vocab": 7,
+        "predicted": 0.5,
+        "speculative_config": {"method": "auto", "num_speculative_tokens": 6},
+    },
 }
 
 
@@ -279,6 +295,7 @@ def decisions(case: Mapping[str, Any], core: Core | None = None) -> list[str]:
     fails, aborts = case.pop("fails", 0.0), case.pop("aborts", _ABORTS)
     forks, leaving = case.pop("forks", 0.1), case.pop("leaving", 0.0)
     forget_at = case.pop("forget_at", None)
+    predicted, vocab = case.pop("predicted", 0.0), case.get("vocab", 997)
     rig = make_rig(core or Core(), case)
     if forget_at is not None:
         observe.forget_tenants_at(rig.scheduler, forget_at)
@@ -297,6 +314,9 @@ def decisions(case: Mapping[str, Any], core: Core | None = None) -> list[str]:
             if tenants is not None:
                 asked["tenant"] = rng.choice(tenants)
             waiting -= 1
+            if predicted and rng.random() < predicted:
+                tokens = expected_tokens(prompt, most_output, vocab)
+                asked["prediction"] = [t if rng.random() < 0.9 else 0 for t in tokens]
             # nothing is drawn where nothing is asked for, so that older cases stay as they were
             fails_at = rng.randrange(4) if fails and rng.random() < fails else None
             if rig.add(Asked(name, prompt, **asked), fails_at) and rng.random() < forks:
@@ -314,7 +334,8 @@ def decisions(case: Mapping[str, Any], core: Core | None = None) -> list[str]:
 
 def make_rig(core: Core, case: dict[str, Any]) -> Rig:
     """A rig whose settings, those of cache and scheduler among them, are all in one row."""
-    own = {name: case.pop(name) for name in ("depth", "seconds", "tick") if name in case}
+    names = ("depth", "seconds", "tick", "vocab")
+    own = {name: case.pop(name) for name in names if name in case}
     cache = {name: case.pop(name) for name in _CACHE if name in case}
     cache["swap_block_seconds"] = case.pop("swap_block_seconds", 0.0)
     return Rig(core, case, {"block_size": 4, "watermark": 0.0, **cache}, check=True, **own)

@@ -9,6 +9,7 @@ of its own, so that two cores with different names say the same of the same deci
 from __future__ import annotations
 
 import importlib
+import inspect
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,13 +34,16 @@ class Asked:
     tenant: str = ""
     # of Slo, by name; empty: no targets, and the very object that stands for that
     targets: Mapping[str, Any] = field(default_factory=dict)
+    # tokens that the caller expects
+    prediction: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
 class Core:
-    """The modules of one core, found by the package that they are in."""
+    """The modules of one core, found by their package, and the package of what guesses for it."""
 
     package: str = "paceline.core"
+    speculation: str = "paceline.speculation"
 
     def find(self, name: str, *modules: str) -> Any:
         """The first ``name`` in these modules of the package.
@@ -66,7 +70,12 @@ def make_scheduler(core: Core, config: Mapping[str, Any], cache: Mapping[str, An
     scheduler = core.find("Scheduler", "scheduler")
     make_config = core.find("SchedulerConfig", "config")
     make_cache = core.find("CacheConfig", "config")
-    return scheduler(make_config(**config), make_cache(**cache))
+    values = make_config(**config), make_cache(**cache)
+    if "speculation" not in inspect.signature(scheduler).parameters:
+        # an older core makes guesses itself
+        return scheduler(*values)
+    drafts = importlib.import_module(f"{core.speculation}.drafts").Drafts
+    return scheduler(*values, speculation=drafts)
 
 
 def make_request(core: Core, asked: Asked) -> Any:
@@ -85,6 +94,7 @@ def make_request(core: Core, asked: Asked) -> Any:
         "num_forks": asked.num_forks,
         "slo": slo,
         "tenant": asked.tenant,
+        "prediction_token_ids": tuple(asked.prediction),
     }
     make = core.find("Request", "request")
     try:
@@ -140,16 +150,21 @@ def plan_lines(plan: Any) -> Iterator[str]:
         blocks = f" blocks {_ids(row.new_block_ids)}" if row.new_block_ids else ""
         samples = " samples" if row.samples else ""
         yield f"row {row.request_id} {row.start}+{row.num_tokens}{blocks}{samples}"
+    for draft in plan.drafts:
+        yield f"guesses {plan.rows[draft.row].request_id} {draft.source} {_ids(draft.token_ids)}"
     # an older core moves blocks after a step as well
     for swap in getattr(plan, "prefetches", ()):
         yield f"prefetch {_swap(swap)}"
     yield f"step {plan.step_id} of {plan.num_tokens} tokens"
 
 
-def rows(plan: Any) -> Iterator[tuple[str, int, int, bool]]:
-    """(request, first position, tokens, whether the last of them is sampled from)."""
-    for row in plan.rows:
-        yield row.request_id, row.start, row.num_tokens, row.samples
+def rows(plan: Any) -> Iterator[tuple[str, int, int, bool, tuple[int, ...]]]:
+    """(request, first position, tokens before guesses, whether the last of them is sampled from,
+    guesses)."""
+    guesses = {draft.row: tuple(draft.token_ids) for draft in plan.drafts}
+    for index, row in enumerate(plan.rows):
+        own = guesses.get(index, ())
+        yield row.request_id, row.start, row.num_tokens - len(own), row.samples, own
 
 
 def update_line(update: Any) -> str:
@@ -224,12 +239,22 @@ def statistics(scheduler: Any) -> dict[str, Any]:
         found[f"waited-{reason}"] = seconds
     for reason, count in stats.refused:
         found[f"refused-{reason}"] = count
+    for source, count in stats.drafted:
+        found[f"guessed-{source}"] = count
+    for source, count in stats.accepted:
+        found[f"guessed-right-{source}"] = count
     return found
 
 
 def times(scheduler: Any) -> dict[str, Any]:
     """When the scheduler wants to be asked again, in seconds or None."""
     return {"wake": scheduler.wake_at, "plan": scheduler.plan_at}
+
+
+def awaits_tokens(scheduler: Any) -> bool:
+    """Whether the next plan is best made once the tokens of all steps are known."""
+    found: bool = scheduler.awaits_tokens
+    return found
 
 
 def census_line(scheduler: Any) -> str:
@@ -299,4 +324,5 @@ def _timeline(timeline: Any) -> str:
         f"waited [{waited}] chunks {timeline.num_chunks} preempted {timeline.num_preemptions} "
         f"recomputed {timeline.num_recomputed_tokens} swapped {timeline.num_swapped_tokens} "
         f"relegated {timeline.relegated} predicted {timeline.predicted_ttft!r}"
+        + "".join(f" guessed {source} {right}/{n}" for source, n, right in timeline.drafts)
     )

@@ -7,6 +7,8 @@ came of it. Statistics, times and tiers are written where they have changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import takewhile
+from operator import eq
 from typing import Any
 
 from paceline.backends.null import expected_tokens
@@ -122,9 +124,13 @@ class Rig:
         self._look()
 
     def step(self) -> bool:
-        """One turn of an engine with ``depth`` steps in flight; False when nothing moved."""
-        while len(self._flying) < self._depth and self.plan():
-            pass
+        """One turn of an engine with ``depth`` steps in flight, or one where its tokens are waited
+        for; False when nothing moved."""
+        while len(self._flying) < self._depth:
+            if self._flying and observe.awaits_tokens(self.scheduler):
+                break
+            if not self.plan():
+                break
         passing = self._flying[0][2] if self._flying else 1.0
         self.now += passing if self._tick is None else self._tick
         if not self._flying:
@@ -139,13 +145,13 @@ class Rig:
                 break
         self.lines.append("stuck" if self.scheduler.has_unfinished else "idle")
 
-    def _execute(self, plan: Any, rows: list[tuple[str, int, int, bool]]) -> None:
+    def _execute(self, plan: Any, rows: list[tuple[str, int, int, bool, tuple[int, ...]]]) -> None:
         sampled: list[tuple[int, ...]] = []
         errors: list[tuple[str, str]] = []
         wide = narrow = 0
-        for name, start, num_tokens, samples in rows:
+        for name, start, num_tokens, samples, guesses in rows:
             if num_tokens == 1:
-                narrow += 1
+                narrow += 1 + len(guesses)
             else:
                 wide += num_tokens
             prompt, output, fails_at = self._outputs[name]
@@ -154,7 +160,11 @@ class Rig:
                 self._failed.add(name)
                 errors.append((name, f"output token {index} cannot be computed"))
             got = samples and name not in self._failed
-            sampled.append((output[index],) if got else ())
+            # guesses that are right bring a token more each
+            right = len(list(takewhile(bool, map(eq, guesses, output[index:]))))
+            if fails_at is not None and fails_at > index:
+                right = min(right, fails_at - index - 1)
+            sampled.append(tuple(output[index : index + 1 + right]) if got else ())
         elapsed = self._seconds(wide, narrow) if self._seconds else 0.0
         result = observe.make_result(self._core, plan, sampled, errors, elapsed)
         self._flying.append((plan, result, elapsed))

@@ -1,8 +1,9 @@
 """Whatever can happen to a scheduler, drawn from a seed: settings, arrivals, aborts, times.
 
-Two walks, after those of tests/property. ``_wander`` calls a small scheduler in any order and lets
-the clock do what it likes. ``_serve`` is an engine that does its turns on a machine whose step
-times follow a law, under bursts and pauses, long enough for what learns to have learned.
+Three walks, two of them after those of tests/property. ``_wander`` calls a small scheduler in any
+order and lets the clock do what it likes. ``_serve`` is an engine that does its turns on a machine
+whose step times follow a law, under bursts and pauses, long enough for what learns to have learned.
+``_guess`` is one that few use at a time, so that next tokens are guessed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.backends.null import expected_tokens
 from tests.replay import observe
 from tests.replay.observe import Asked, Core
 from tests.replay.rig import Rig, Seconds
@@ -43,6 +45,8 @@ def play(core: Core, policy: str, seed: int) -> list[str]:
 def play_rig(core: Core, policy: str, seed: int) -> Rig:
     """The same, with the scheduler as the scenario leaves it."""
     rng = random.Random(f"{policy} {seed}")
+    if seed % 5 == 4:
+        return _guess(core, policy, rng)
     return (_wander if seed % 2 else _serve)(core, policy, rng)
 
 
@@ -261,3 +265,60 @@ def _ask(rig: Rig, rng: random.Random, name: str) -> list[str]:
         fork = f"{name}/1"
         taken += [fork] if rig.add(Asked(fork, fork_of=name, **common)) else []
     return taken
+
+
+# ------------------------------------------------------------------ an engine that guesses
+
+
+def _guess(core: Core, policy: str, rng: random.Random) -> Rig:
+    by_itself = {
+        "method": rng.choice(("ngram", "auto")),
+        "num_speculative_tokens": rng.choice((1, 4, 8)),
+        "prompt_lookup_max": 5,
+        "prompt_lookup_min": rng.choice((1, 3)),
+    }
+    config = _flags(rng, policy) | {
+        "max_num_seqs": rng.choice((2, 12)),
+        "max_num_batched_tokens": rng.choice((24, 640)),
+        # None: of requests that say what they expect
+        "speculative_config": rng.choice((None, by_itself, by_itself)),
+    }
+    # of few tokens some come again as they came before
+    vocab = rng.choice((_VOCAB, 97))
+    rig = Rig(
+        core,
+        config,
+        _cache(rng, rng.choice((40, 2000)), 4),
+        depth=rng.choice((1, 2)),
+        seconds=_law(rng) if rng.random() < 0.8 else None,
+        tell_all=rng.random() < 0.9,
+        tick=None if rng.random() < 0.8 else 1.0,
+        vocab=vocab,
+    )
+    targets = rng.choice((({},), _SERVE_TARGETS))
+    names: list[str] = []
+    for _ in range(rng.choice((30, 60))):
+        name = f"r{len(rig.lines)}"
+        prompt = [rng.randrange(vocab) for _ in range(rng.choice((4, 20, 60)))]
+        wrong = rng.choice((0.0, 0.1, 1.0))
+        expected = [
+            rng.randrange(vocab) if rng.random() < wrong else token
+            for token in expected_tokens(prompt, 60, vocab)
+        ]
+        asked = Asked(
+            name,
+            prompt,
+            rng.choice((2, 40, 60)),
+            arrival=rig.now,
+            stop=frozenset(rng.sample(range(vocab), rng.choice((0, 0, 1)))),
+            targets=rng.choice(targets),
+            prediction=expected if rng.random() < 0.5 else [],
+        )
+        if rig.add(asked, 9 if rng.random() < 0.05 else None):
+            names.append(name)
+        if names and rng.random() < 0.05:
+            rig.abort(rng.choice(names))
+        for _ in range(rng.choice((0, 20, 60))):
+            rig.step()
+    rig.run(max_steps=300)
+    return rig

@@ -42,6 +42,9 @@ def test_decisions_are_those_recorded(name: str) -> None:
         "held='pace'",
         "held='policy'",
         "wake=[0-9]",
+        "guesses .* ngram",
+        "guesses .* prediction",
+        "guessed-right-prediction=[0-9]",
     ],
 )
 def test_recordings_show_what_is_rare(shown: str) -> None:

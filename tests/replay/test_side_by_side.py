@@ -12,6 +12,7 @@ import pytest
 
 from paceline.core.policies import POLICIES
 from paceline.core.scheduler import Scheduler
+from paceline.speculation import draft_choice
 from tests.replay import base as bases
 from tests.replay.base import NoBaseError, named_base, unpack_core
 from tests.replay.observe import Core
@@ -52,6 +53,13 @@ def test_a_difference_is_told_by_its_step(base: Core, monkeypatch: pytest.Monkey
     told = compare(base, ("fcfs", 2)).difference
     assert told is not None and "differs, at plan 30 of the run" in told
     assert "--- base" in told and "--- working tree" in told
+
+
+def test_what_guesses_is_compared_too(base: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the base and of the working tree each has its own."""
+    monkeypatch.setattr(draft_choice, "_LIKELY", 2.0)
+    told = compare(base, ("fcfs", 14)).difference
+    assert told is not None and ">     guesses " in told
 
 
 def test_a_mistake_of_both_is_told_too(base: Core, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 import paceline
 from paceline.backends.null import NullBackend
 from paceline.core.errors import ConfigError, EngineDeadError, QueueFullError
-from paceline.core.speculation.settings import MOST_TOKENS
+from paceline.core.request import MOST_DRAFT_TOKENS
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.protocol import Sink
 from paceline.engine.testing import ByteTokenizer, null_client
@@ -337,7 +337,7 @@ async def test_fields_reach_the_engine(engine: LocalEngineClient) -> None:
             await http.post("/v1/responses", json={"input": "a", "store": store})
     request, ignoring, *responses = seen
     assert [each.store for each in (request, ignoring, *responses)] == [False, True, False, True]
-    assert (request.max_draft_tokens, ignoring.max_draft_tokens) == (0, MOST_TOKENS)
+    assert (request.max_draft_tokens, ignoring.max_draft_tokens) == (0, MOST_DRAFT_TOKENS)
     sampling = request.sampling
     assert (request.n, request.stop, request.priority) == (2, ("a", "b"), -2)
     assert (request.cache_salt, request.include_stop_str_in_output) == ("salt", True)

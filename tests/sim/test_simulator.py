@@ -205,6 +205,13 @@ def test_decode_replicas_need_a_prefix_cache() -> None:
         KVTransfer(1.0, 0.0)
 
 
+def test_what_is_said_of_guesses_is_checked_where_none_are_made_too() -> None:
+    config = engine()
+    unknown = replace(config.scheduler, speculative_config={"method": "oracle"})
+    with pytest.raises(ConfigError, match="speculative_config: method must be one of"):
+        replace(config, scheduler=unknown)
+
+
 def test_memory_does_not_grow_with_the_workload() -> None:
     def workload(count: int) -> Iterator[Arrival]:
         return (Arrival(0.02 * n, 20, 2) for n in range(count))

@@ -22,15 +22,14 @@ from collections.abc import Iterable, Sequence
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.memory.block_pool import BlockPool
 from paceline.core.outputs import BlockCopy, WindowBlock
-from paceline.core.request import Request, RequestStatus
-from paceline.core.speculation.settings import MOST_TOKENS
+from paceline.core.request import MOST_DRAFT_TOKENS, Request, RequestStatus
 
 __all__ = ["WindowBlocks", "window_blocks_needed"]
 
 
 def _most_held(window: int, block_size: int) -> int:
     """By a request between two plans, guesses included, and one that its next row begins."""
-    return -(-(window + MOST_TOKENS) // block_size) + 2
+    return -(-(window + MOST_DRAFT_TOKENS) // block_size) + 2
 
 
 def window_blocks_needed(config: SchedulerConfig, window: int, block_size: int) -> int:

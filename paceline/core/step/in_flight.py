@@ -12,10 +12,9 @@ from collections import deque
 from operator import itemgetter
 from typing import Final
 
-from paceline.core.outputs import SchedulerOutput, StepResult
+from paceline.core.outputs import DRAFT_MODEL, SchedulerOutput, StepResult
 from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.request import Request
-from paceline.core.speculation.guess import MODEL
 
 __all__ = ["StepsInFlight"]
 
@@ -97,7 +96,7 @@ class StepsInFlight:
         """The oldest step's result is in: learn from it, and return whose rows they were."""
         step_id, requests, shape, _, making = self._steps.popleft()
         assert step_id == plan.step_id == result.step_id, "results must come in plan order"
-        planned = [len(token_ids) for _, token_ids, source in plan.drafts if source == MODEL]
+        planned = [len(token_ids) for _, token_ids, source in plan.drafts if source == DRAFT_MODEL]
         if planned and (unmade := sum(planned) - sum(len(ids) for _, ids in result.made)):
             # what was not made did not run
             shape = shape._replace(narrow_rows=shape.narrow_rows - unmade)

@@ -25,7 +25,6 @@ from paceline.core.queues.running import RunningList
 from paceline.core.queues.wait_clocks import REASONS, Reason
 from paceline.core.queues.waiting import WaitingRoom
 from paceline.core.request import Forecast, Request, RequestStatus
-from paceline.core.speculation.settings import SpeculationSettings
 from paceline.core.stats import SchedulerStats
 from paceline.core.step.in_flight import StepsInFlight
 from paceline.core.tier import Tier
@@ -103,7 +102,6 @@ class SchedulerState:
         preemption = Preemption(config, cache, self.kv, self.work)
         self.running = RunningList(preemption, self.waiting, cache.block_size)
         self.steps, self.last = StepsInFlight(self.step_time, config.plan_lead_s), LastPlan(tokens)
-        self.speculation = SpeculationSettings.of(config.speculative_config)
         self.totals = Totals()
 
     def outlook(self, tier: Tier, running: Sequence[Request], num_freed: int = 0) -> MemoryOutlook:

@@ -9,7 +9,7 @@ import re
 from typing import Any, Final
 
 from paceline.core.errors import InvalidRequestError
-from paceline.core.speculation.settings import MOST_TOKENS
+from paceline.core.request import MOST_DRAFT_TOKENS
 from paceline.http.fields import check_integer, check_object, check_string, check_token_ids, show
 from paceline.server.bodies import schemas
 from paceline.server.bodies.body import Body, OtherName
@@ -93,7 +93,7 @@ class StreamOptions(Body):
 
 
 class SpeculationOptions(Body):
-    max_tokens = integer(0, MOST_TOKENS, MOST_TOKENS)
+    max_tokens = integer(0, MOST_DRAFT_TOKENS, MOST_DRAFT_TOKENS)
 
 
 _STOP_TEXT: Final = schemas.string(low=1, high=_MAX_STOP_CHARS)

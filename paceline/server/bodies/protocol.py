@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError
+from paceline.core.request import MOST_DRAFT_TOKENS
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from paceline.core.slo import Slo
-from paceline.core.speculation.settings import MOST_TOKENS
 from paceline.http.fields import check_token_ids, show
 from paceline.server.bodies.generation import (
     ChatBody,
@@ -80,7 +80,7 @@ class GenerationOptions:
     # not to be said; tokenised with the prompt
     bad_words: tuple[str, ...]
     # guessed at a time
-    max_draft_tokens: int = MOST_TOKENS
+    max_draft_tokens: int = MOST_DRAFT_TOKENS
     # what most of the answer is expected to be; None: nothing was said
     prediction: str | None = None
     # the answer may be kept to guess later ones from
@@ -326,7 +326,7 @@ def _options(
         return_token_ids=body.return_token_ids,
         return_tokens_as_token_ids=body.return_tokens_as_token_ids,
         bad_words=body.bad_words or (),
-        max_draft_tokens=MOST_TOKENS if speculation is None else speculation.max_tokens,
+        max_draft_tokens=MOST_DRAFT_TOKENS if speculation is None else speculation.max_tokens,
         store=body.store,
         # a prompt whose log-probabilities are told shares nothing
         cache_block=rules.cache_block if prompt_logprobs is None else 0,

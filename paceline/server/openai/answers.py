@@ -10,7 +10,6 @@ from secrets import token_hex
 from typing import Protocol
 
 from paceline.core.sampling_params import SamplingParams
-from paceline.core.speculation.guess import PREDICTION
 from paceline.engine.types import (
     GenerationOutput,
     GenerationRequest,
@@ -31,6 +30,7 @@ from paceline.server.bodies.wire import (
     Usage,
 )
 from paceline.server.service import Service
+from paceline.speculation.guess import PREDICTION
 
 __all__ = [
     "AnswerHead",

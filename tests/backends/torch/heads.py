@@ -20,10 +20,10 @@ from paceline.backends.head_drafting import HeadDraft
 from paceline.backends.load import load_backend
 from paceline.backends.settings import BackendSettings
 from paceline.core.sampling_params import SamplingParams
-from paceline.core.step import draft_choice
 from paceline.engine.llm import LLM
 from paceline.engine.testing import ByteTokenizer, null_core
 from paceline.engine.types import GenerationRequest
+from paceline.speculation import draft_choice
 from tests.backends.torch.models import VOCAB
 
 

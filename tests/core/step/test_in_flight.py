@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.core.outputs import Draft, SchedulerOutput, StepResult
+from paceline.core.outputs import DRAFT_MODEL, Draft, SchedulerOutput, StepResult
 from paceline.core.predict.step_time import StepShape, StepTimeModel
-from paceline.core.speculation.guess import MODEL, NGRAM, UNMADE
 from paceline.core.step.in_flight import StepsInFlight
+from paceline.speculation.guess import NGRAM, UNMADE
 from tests.driving import make_request
 
 SHAPE = StepShape(8, 32.0, 2, 10)
@@ -96,7 +96,7 @@ def test_a_step_teaches_what_ran_of_it() -> None:
 
     steps = StepsInFlight(Told(), 0.0)
     steps.push(1, [], StepShape(0, 0.0, 2 + 4 + 2, 10), 0.0, 0.5, None)
-    drafts = (Draft(0, (UNMADE,) * 4, MODEL), Draft(1, (7, 8), NGRAM))
+    drafts = (Draft(0, (UNMADE,) * 4, DRAFT_MODEL), Draft(1, (7, 8), NGRAM))
     result = StepResult(1, (), made=((0, (5,)),), elapsed=0.1)
     steps.pop(replace(plan(1), drafts=drafts), result, 1.0)
     # of four guesses the draft model made one

@@ -9,12 +9,12 @@ from paceline.backends.null import NullBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.request import Request, RequestStatus
-from paceline.core.step.drafts import DrafterMaker
 from paceline.engine.core import EngineCore
 from paceline.engine.timeline.codec import Decoder
 from paceline.engine.timeline.events import NO_LANE, Frame, State
 from paceline.engine.timeline.model import Model, Seen, Step
 from paceline.engine.timeline.tap import TimelineTap
+from paceline.speculation.drafts import DrafterMaker
 
 
 class Watched:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from paceline.core.errors import ConfigError
+from paceline.core.request import MOST_DRAFT_TOKENS
 
-__all__ = ["MOST_TOKENS", "SpeculationSettings"]
+__all__ = ["SpeculationSettings"]
 
-# guesses of one row at most
-MOST_TOKENS: Final = 32
 _MOST_LOOKUP: Final = 32
 _NAME: Final = "speculative_config"
 # as many guesses as a step may hold before rows cost what they would alone
@@ -33,11 +32,11 @@ _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class SpeculationSettings:
-    """Who may guess, and how much."""
+    """What guesses are made from, and how many."""
 
     # guesses of one row at most
     num_tokens: int
-    # what followed the last time that so many of the latest tokens occurred; None: nobody looks
+    # what followed the last time that so many of the latest tokens occurred; None: none are
     lookup_min: int | None
     lookup_max: int | None
     # tokens that a grammar leaves no choice about
@@ -67,7 +66,7 @@ class SpeculationSettings:
             raise ConfigError(f"{_NAME}: method {method!r} lacks the model that drafts")
         auto = method == "auto"
         usual = None if method == "ngram" else _AUTO_TOKENS
-        num_tokens = _number(config, "num_speculative_tokens", usual, MOST_TOKENS)
+        num_tokens = _number(config, "num_speculative_tokens", usual, MOST_DRAFT_TOKENS)
         if method in ("self", "draft_model", "eagle3", "mtp"):
             return cls(num_tokens, None, None, False, True, models=True)
         # as in vLLM, one stands for both; auto takes whatever match there is, as how often each is

@@ -85,7 +85,7 @@ class DraftChoice:
         self._num_passes = 0
         self._most = most if costs.known else min(most, _MOST_UNPRICED - len(requests))
         self.tries = tries
-        # of one request alone nobody else pays for what is gained
+        # where one request runs alone, no other pays for what it gains
         self._margin = 1.0 + _MARGIN * (len(requests) - 1)
         # seconds for each token of the rows whose requests aim at a mean time between tokens
         self._paces: dict[int, float] = {}
@@ -154,7 +154,7 @@ class DraftChoice:
         return tried
 
     def _fits(self, survival: float, index: int, each_row: float) -> bool:
-        """Whether nobody who keeps a target loses it."""
+        """Whether no request that keeps its targets loses them."""
         seconds = self._seconds + each_row
         for row, pace in self._paces.items():
             expected = self._expected[row] + (survival if row == index else 0.0)

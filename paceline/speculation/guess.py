@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
+from paceline.core.outputs import DRAFT_MODEL
+
 __all__ = [
-    "GRAMMAR", "MODEL", "NGRAM", "NO_GUESS", "PREDICTION", "UNMADE", "Drafter", "Guess",
+    "GRAMMAR", "NGRAM", "NO_GUESS", "PREDICTION", "UNMADE", "Drafter", "Guess",
     "ModelDrafter",
 ]  # fmt: skip
 
@@ -14,7 +16,6 @@ __all__ = [
 NGRAM: Final = "ngram"
 PREDICTION: Final = "prediction"
 GRAMMAR: Final = "grammar"
-MODEL: Final = "draft_model"
 # in the place of each guess that the backend's draft model makes when it is verified
 UNMADE: Final = -1
 
@@ -47,4 +48,4 @@ class ModelDrafter:
     """Leaves it to the backend's draft model."""
 
     def propose(self, tokens: Sequence[int], count: int) -> Guess:
-        return Guess([UNMADE] * count, 0, MODEL)
+        return Guess([UNMADE] * count, 0, DRAFT_MODEL)

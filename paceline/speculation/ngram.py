@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from paceline.core.speculation.guess import NO_GUESS, Guess
+from paceline.speculation.guess import NO_GUESS, Guess
 
 __all__ = ["NgramDrafter"]
 

@@ -18,7 +18,8 @@ from itertools import accumulate, repeat
 from operator import eq, mul
 from typing import Final
 
-from paceline.core.speculation.guess import GRAMMAR, MODEL, NO_GUESS, UNMADE, Drafter, Guess
+from paceline.core.outputs import DRAFT_MODEL
+from paceline.speculation.guess import GRAMMAR, NO_GUESS, UNMADE, Drafter, Guess
 
 __all__ = ["Acceptance", "Guesser"]
 
@@ -99,7 +100,7 @@ class Guesser:
     ) -> None:
         self._drafters = drafters
         self._tokens = list(prompt)
-        # what was guessed last, by whom ever, for which position on, and what was taken of it
+        # what all drafters guessed last, from which position on, and what was taken of it
         self._guesses: list[Guess] = []
         self._from = 0
         self._chosen = NO_GUESS
@@ -122,11 +123,11 @@ class Guesser:
     def learn(self, token_ids: Sequence[int], behind: int, busy: bool) -> None:
         """What the backend's draft model has guessed where it was chosen, and how many known tokens
         it has to take in yet. Unless it was ``busy`` with such, none is as good as a wrong one."""
-        self._chosen = Guess(token_ids, 0, MODEL)
-        self._guesses = [g for g in self._guesses if g.source != MODEL] + [self._chosen]
+        self._chosen = Guess(token_ids, 0, DRAFT_MODEL)
+        self._guesses = [g for g in self._guesses if g.source != DRAFT_MODEL] + [self._chosen]
         self._seen = len(self._tokens) - behind
         if not token_ids and not busy:
-            self.acceptance.note(MODEL, 0, True, False)
+            self.acceptance.note(DRAFT_MODEL, 0, True, False)
 
     def guess(self, num_prompt: int, output: Sequence[int], count: int) -> Guess:
         """Learn from what has become known, and guess up to ``count`` tokens that follow it.
@@ -160,7 +161,7 @@ class Guesser:
     def _worth(self, guess: Guess) -> float:
         """Tokens that it is expected to bring; the draft model's count for less: they cost time."""
         worth = sum(self.acceptance.survivals(guess))
-        return min(worth, _MADE) if guess.source == MODEL else worth
+        return min(worth, _MADE) if guess.source == DRAFT_MODEL else worth
 
     def _judge(self) -> None:
         known = self._tokens[self._from :]

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.backends.null import expected_tokens
-from paceline.core.speculation.guess import (
+from paceline.core.outputs import DRAFT_MODEL
+from paceline.engine.testing import ScriptedDrafter
+from paceline.speculation.guess import (
     GRAMMAR,
-    MODEL,
     NGRAM,
     PREDICTION,
     UNMADE,
     Guess,
     ModelDrafter,
 )
-from paceline.core.speculation.guesser import Acceptance, Guesser
-from paceline.engine.testing import ScriptedDrafter
+from paceline.speculation.guesser import Acceptance, Guesser
 
 VOCAB = 97
 PROMPT = (3, 5, 8, 13)
@@ -111,7 +111,7 @@ def test_a_model_is_judged_by_what_it_made_and_only_then() -> None:
 
     def likely(after: int) -> list[float]:
         guess = guesser.guess(len(PROMPT), answer[:after], 3)
-        assert guess == Guess([UNMADE] * 3, 0, MODEL)
+        assert guess == Guess([UNMADE] * 3, 0, DRAFT_MODEL)
         return guesser.acceptance.survivals(guess)
 
     first = likely(1)
@@ -148,14 +148,14 @@ def test_a_model_is_asked_where_others_bring_less_than_a_token() -> None:
     guesser = Guesser([ModelDrafter(), _scripted(PROMPT)], PROMPT, Acceptance())
     answer = expected_tokens(PROMPT, 60, VOCAB)
     for _ in range(30):
-        guesser.acceptance.note(MODEL, 0, True, True)
-        guesser.acceptance.note(MODEL, 0, False, True)
+        guesser.acceptance.note(DRAFT_MODEL, 0, True, True)
+        guesser.acceptance.note(DRAFT_MODEL, 0, False, True)
     # one guess alone brings less than a token, however likely; several bring more
-    assert guesser.guess(len(PROMPT), answer[:1], 1).source == MODEL
+    assert guesser.guess(len(PROMPT), answer[:1], 1).source == DRAFT_MODEL
     assert guesser.guess(len(PROMPT), answer[:2], 6).source == NGRAM
     for _ in range(30):
         guesser.acceptance.note(NGRAM, 1, True, False)
-    assert guesser.guess(len(PROMPT), answer[:3], 6).source == MODEL
+    assert guesser.guess(len(PROMPT), answer[:3], 6).source == DRAFT_MODEL
     # what a grammar leaves no choice about is not left to it
     guesser.force(len(PROMPT) + 4, (7,))
     assert guesser.guess(len(PROMPT), answer[:4], 6).source == GRAMMAR

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.speculation.settings import SpeculationSettings
+from paceline.speculation.settings import SpeculationSettings
 
 
 def test_settings_are_checked() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.speculation.ngram import NgramDrafter
+from paceline.speculation.ngram import NgramDrafter
 
 
 @pytest.mark.parametrize(

@@ -14,18 +14,19 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Final
 
-from paceline.core.outputs import Draft, ScheduledRow, SchedulerOutput, StepResult
+from paceline.core.outputs import DRAFT_MODEL, Draft, ScheduledRow, SchedulerOutput, StepResult
 from paceline.core.predict.chunk import LATE_QUANTILE
 from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Request
-from paceline.core.speculation.guess import MODEL, NO_GUESS, Drafter, Guess, ModelDrafter
-from paceline.core.speculation.guesser import Acceptance, Guesser
-from paceline.core.speculation.ngram import NgramDrafter
-from paceline.core.speculation.prediction import PredictionDrafter
-from paceline.core.speculation.row_price import RowPrice
-from paceline.core.step.draft_choice import DraftChoice, StepCosts, likeliest_first
 from paceline.core.step.limits import Step
 from paceline.core.step.state import SchedulerState
+from paceline.speculation.draft_choice import DraftChoice, StepCosts, likeliest_first
+from paceline.speculation.guess import NO_GUESS, Drafter, Guess, ModelDrafter
+from paceline.speculation.guesser import Acceptance, Guesser
+from paceline.speculation.ngram import NgramDrafter
+from paceline.speculation.prediction import PredictionDrafter
+from paceline.speculation.row_price import RowPrice
+from paceline.speculation.settings import SpeculationSettings
 
 __all__ = ["DrafterMaker", "Drafts"]
 
@@ -56,14 +57,18 @@ _WORTH_WAITING: Final = 0.1
 
 
 class Drafts:
-    """Adds guesses to steps, and counts what became of them.
+    """The ``Speculation`` of one scheduler: adds guesses to steps, and counts what became of them.
 
     Args:
         make: a drafter for a request, which is the only one then; None: by the settings.
+
+    Raises:
+        ConfigError: ``speculative_config`` says what is not known, see ``SpeculationSettings.of``.
     """
 
     def __init__(self, state: SchedulerState, make: DrafterMaker | None = None) -> None:
-        self._settings, self._totals, self._make = state.speculation, state.totals, make
+        self._settings = SpeculationSettings.of(state.config.speculative_config)
+        self._totals, self._make = state.totals, make
         self._acceptance, self._row_price = Acceptance(), RowPrice()
         self._waiting, self._forks, self._running = state.waiting, state.forks, state.running
         self._kv, self._step_time, self._work = state.kv, state.step_time, state.work
@@ -86,6 +91,12 @@ class Drafts:
         self._most_seen = 0
         # predicted seconds of the last step in which guesses are made
         self.making_seconds = 0.0
+
+    def begins(self, request: Request | None) -> bool:
+        """Whether there may be guesses: of all requests, or of one that says what it expects."""
+        if request is None:
+            return self._make is not None or self._settings.guesses_alone
+        return self._settings.predictions and len(request.asked.prediction_token_ids) > 0
 
     def add(self, step: Step) -> tuple[Draft, ...]:
         """Lengthen rows of a step that is otherwise complete; see ``SchedulerOutput.drafts``."""
@@ -114,7 +125,7 @@ class Drafts:
         return tuple(drafts)
 
     def _has_room(self, step: Step) -> bool:
-        """Whether guesses take nothing that anybody else wants, once no prompt is computed."""
+        """Whether guesses take nothing that another request wants, once no prompt is computed."""
         return not (
             len(self._running.requests) > _MOST_ROWS
             or len(self._waiting)
@@ -154,10 +165,11 @@ class Drafts:
         made, num_guesses, busy = dict(result.made), 0, sum(result.caught_up) >= _MANY
         caught_up = dict(zip(made, result.caught_up, strict=False))
         behind = dict(zip(made, result.behind, strict=False))
+        guesser: Guesser | None
         for index, planned, source in plan.drafts:
             request, sampled = requests[index], result.sampled[index]
-            token_ids = planned if source != MODEL else made.get(index, ())
-            if source == MODEL and (guesser := request.guesser) is not None:
+            token_ids = planned if source != DRAFT_MODEL else made.get(index, ())
+            if source == DRAFT_MODEL and (guesser := request.guesser) is not None:
                 left = behind.get(index, 0)
                 # it guesses without having seen so many
                 passed = guesser.num_unseen - caught_up.get(index, 0) - left
@@ -195,8 +207,9 @@ class Drafts:
 
     def _predict_making(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> None:
         passes = unseen = 0
+        guesser: Guesser | None
         for row, token_ids, source in drafts:
-            if source == MODEL and (guesser := requests[row].guesser) is not None:
+            if source == DRAFT_MODEL and (guesser := requests[row].guesser) is not None:
                 passes, unseen = max(passes, len(token_ids)), unseen + self._unseen(guesser)
         taken = min(unseen, self._most_taken) * self._token_seconds
         self.making_seconds = passes * self._pass_seconds + taken
@@ -209,21 +222,22 @@ class Drafts:
         most = min(self._settings.num_tokens, _room(request), request.asked.max_draft_tokens)
         if most <= 0 or request.shares_tail:
             return NO_GUESS
-        guesser = request.guesser or self._guesser(request)
+        guesser: Guesser | None = request.guesser or self._guesser(request)
         known = request.num_prompt_tokens, request.output_token_ids
         return NO_GUESS if guesser is None else guesser.guess(*known, most)
 
     def _guesser(self, request: Request) -> Guesser | None:
         """None: there is nothing to guess from."""
-        if request.guesser is None:
+        guesser: Guesser | None = request.guesser
+        if guesser is None:
             drafters = self._drafters(request)
             forced = self._settings.grammars and request.asked.sampling.grammar is not None
             if drafters or forced:
                 prompt = request.asked.prompt_token_ids
-                request.guesser = Guesser(drafters, prompt, self._acceptance)
+                guesser = request.guesser = Guesser(drafters, prompt, self._acceptance)
                 self._try_every = _TRY
                 self._try_at = min(self._try_at, self._num_steps + _TRY)
-        return request.guesser
+        return guesser
 
     def _drafters(self, request: Request) -> list[Drafter]:
         if self._make is not None:
@@ -249,11 +263,12 @@ class Drafts:
         due, plain = self._num_steps >= self._try_at, self._price(len(requests))[0]
         survivals: list[Sequence[float]] = [()] * len(requests)
         catching_up: dict[int, float] = {}
+        guesser: Guesser | None
         for index, guess in enumerate(guesses):
             if not guess.token_ids or (guesser := (request := requests[index]).guesser) is None:
                 continue
             survivals[index] = guesser.acceptance.survivals(guess)
-            if guess.source == MODEL:
+            if guess.source == DRAFT_MODEL:
                 left = max(1, self._work.output_tokens(request) - request.num_output_tokens)
                 catching_up[index] = self._unseen(guesser) * self._token_seconds / left
         if not (ranked := likeliest_first(survivals, catching_up if due else ())):
@@ -283,14 +298,16 @@ class Drafts:
             self._bubble *= _FORGETTING
             return
         waited, step = now - self._told_at, self._price(len(requests))[0]
-        # longer than two steps: nobody was there
+        # longer than two steps: no request was there
         if waited < 2 * step:
             self._bubble += _NEWEST * (waited - self._bubble)
 
     def _worth_waiting(self, step: Step) -> bool:
         """Whether guesses of the next step are likely to bring more than the next plan's waiting
         for this step's tokens costs."""
-        shares = [r.guesser.acceptance.share for r in step.requests if r.guesser is not None]
+        shares: list[float] = [
+            r.guesser.acceptance.share for r in step.requests if r.guesser is not None
+        ]
         share = sum(shares) / max(1, len(shares))
         if share <= _WORTH_WAITING:
             return False

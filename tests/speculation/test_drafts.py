@@ -14,9 +14,9 @@ from paceline.core.grammar import Grammar
 from paceline.core.predict.step_time import StepShape
 from paceline.core.request import FinishReason, Request
 from paceline.core.slo import Slo
-from paceline.core.speculation.guess import PREDICTION, Drafter
-from paceline.core.step.drafts import DrafterMaker
 from paceline.engine.testing import ForeignDrafter, ScriptedDrafter
+from paceline.speculation.drafts import DrafterMaker
+from paceline.speculation.guess import PREDICTION, Drafter
 from tests.driving import Driver, ask, make_request
 
 VOCAB = 97

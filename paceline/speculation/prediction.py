@@ -20,7 +20,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Final
 
-from paceline.core.speculation.guess import NO_GUESS, PREDICTION, Guess
+from paceline.speculation.guess import NO_GUESS, PREDICTION, Guess
 
 __all__ = ["PredictionDrafter"]
 

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from paceline.core.speculation.prediction import PredictionDrafter
+from paceline.speculation.prediction import PredictionDrafter
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from paceline.core.speculation.row_price import RowPrice
+from paceline.speculation.row_price import RowPrice
 
 
 def learned(

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from paceline.backends.null import NullBackend, expected_tokens
-from paceline.core.outputs import ScheduledRow, SchedulerOutput, StepResult
+from paceline.core.outputs import DRAFT_MODEL, ScheduledRow, SchedulerOutput, StepResult
 from paceline.core.predict.step_time import StepShape
 from paceline.core.slo import NO_SLO, Slo
-from paceline.core.speculation.guess import MODEL, NGRAM, UNMADE
-from paceline.core.step.draft_choice import DraftChoice, StepCosts, likeliest_first
+from paceline.speculation.draft_choice import DraftChoice, StepCosts, likeliest_first
+from paceline.speculation.guess import NGRAM, UNMADE
 from tests.driving import Driver, ask, make_request
 
 VOCAB = 97
@@ -35,14 +35,14 @@ def test_a_plan_says_how_many_and_the_backend_which() -> None:
     driver.run()
     assert driver.tokens["a"] == ANSWER[:41]
     drafts = [draft for plan in driver.plans for draft in plan.drafts]
-    assert {draft.source for draft in drafts} == {MODEL}
+    assert {draft.source for draft in drafts} == {DRAFT_MODEL}
     assert {token for draft in drafts for token in draft.token_ids} == {UNMADE}
     stats = driver.scheduler.stats()
-    assert dict(stats.drafted) == dict(stats.accepted) == {MODEL: stats.num_accepted_tokens}
+    assert dict(stats.drafted) == dict(stats.accepted) == {DRAFT_MODEL: stats.num_accepted_tokens}
     assert len(driver.plans) < 20
     last = driver.finished["a"].timeline
     assert last is not None
-    assert last.drafts == ((MODEL, stats.num_draft_tokens, stats.num_accepted_tokens),)
+    assert last.drafts == ((DRAFT_MODEL, stats.num_draft_tokens, stats.num_accepted_tokens),)
 
 
 @pytest.mark.parametrize("wrong", [(), (0,), (1,), (3,), (0, 1, 2, 3)])
@@ -80,12 +80,12 @@ def test_others_guess_first_where_they_are_sure() -> None:
     driver.add(make_request("b", PROMPT, 40))
     driver.run()
     assert driver.tokens["a"] == [0] * 40
-    counts = {name: dict.fromkeys((NGRAM, MODEL), 0) for name in "ab"}
+    counts = {name: dict.fromkeys((NGRAM, DRAFT_MODEL), 0) for name in "ab"}
     for name, last in driver.finished.items():
         assert last.timeline is not None
         counts[name] |= {source: tried for source, tried, _ in last.timeline.drafts}
-    assert counts["a"][NGRAM] > 3 * counts["a"][MODEL]
-    assert counts["b"][MODEL] > 3 * counts["b"][NGRAM]
+    assert counts["a"][NGRAM] > 3 * counts["a"][DRAFT_MODEL]
+    assert counts["b"][DRAFT_MODEL] > 3 * counts["b"][NGRAM]
 
 
 class _Timed(NullBackend):

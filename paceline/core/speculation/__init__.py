@@ -1,1 +1,0 @@
-"""Guessing what a request's next tokens will be."""
