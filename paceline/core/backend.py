@@ -30,10 +30,10 @@ class BackendInfo:
     num_blocks: int
     # bytes of one block over all layers that do not have window blocks, keys and values
     block_bytes: int
-    # of weights
+    # how weights are kept
     dtype: str
     device: str
-    # of the KV cache; None: as the weights
+    # how the KV cache is kept; None: as the weights
     kv_dtype: str | None = None
     # why these formats and this place, for people; "" where nothing was left to choose
     choice: str = ""
@@ -43,7 +43,7 @@ class BackendInfo:
     num_host_blocks: int = 0
     # seconds to move one block to or from host memory
     swap_block_seconds: float = 0.0
-    # see ``CacheConfig``, and bytes of one window block over all layers that have them
+    # as in ``CacheConfig``, and bytes of one window block over all layers that have them
     window: int = 0
     num_window_blocks: int = 0
     window_block_bytes: int = 0

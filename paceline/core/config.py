@@ -15,11 +15,6 @@ __all__ = ["PREEMPTION_MODES", "CacheConfig", "SchedulerConfig"]
 PREEMPTION_MODES = ("auto", "swap", "recompute")
 
 
-def _check(settings: object, ranges: Mapping[str, Range]) -> None:
-    for _, message in outside(settings, ranges):
-        raise ConfigError(message)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """The paged KV cache."""
@@ -46,7 +41,8 @@ class CacheConfig:
     num_window_blocks: Annotated[int, Range(0)] = 0
 
     def __post_init__(self) -> None:
-        _check(self, _CACHE)
+        for _, message in outside(self, _CACHE):
+            raise ConfigError(message)
         if self.num_window_blocks and self.num_host_blocks:
             windows = f"num_window_blocks={self.num_window_blocks}"
             raise ConfigError(f"{windows} are not swapped: num_host_blocks must be 0 with them")
@@ -74,7 +70,7 @@ class SchedulerConfig:
     # their callers would see them stop; None: as long as their mean pace allows
     max_token_gap_s: Annotated[float | None, Range(0, above=True)] = 0.25
     # policy "deadline": targets of a request that asks for none, so that it gets what chats want
-    # without asking; and none that asks for less time yields before so long. None: no such target
+    # without asking; and no request that asks for less time yields before that. None: no target
     default_ttft_s: Annotated[float | None, Range(0, above=True)] = None
     default_tpot_s: Annotated[float | None, Range(0, above=True)] = None
     # policy "fair": shares of the tenants named here, where each of the others has 1.0
@@ -123,7 +119,8 @@ class SchedulerConfig:
     pressure_threshold: Annotated[float, Range(0, 1, above=True)] = 1.0
 
     def __post_init__(self) -> None:
-        _check(self, _SCHEDULER)
+        for _, message in outside(self, _SCHEDULER):
+            raise ConfigError(message)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "

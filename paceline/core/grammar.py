@@ -1,7 +1,7 @@
 """What an output must look like, and the seam to whatever watches over it.
 
-A grammar is a value that travels with a request. Who compiles it, and how, is the engine's affair;
-who applies it to logits, the backend's::
+A grammar is a value that travels with a request. The engine decides where and how it is compiled,
+the backend how it is applied to logits::
 
     request --Grammar--> engine: prepare(), off the step loop --> scheduler --> backend
                                                                                   |

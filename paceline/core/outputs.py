@@ -126,11 +126,12 @@ class SchedulerOutput:
     num_tokens: int
     # in this order, before anything of this step is written
     swaps: tuple[BlockSwap, ...] = ()
-    # by row; most rows have none
+    # in the order of rows, most of which have none
     drafts: tuple[Draft, ...] = ()
     # rows whose request has a grammar, for which ``StepResult.forced`` is wanted
     forces: tuple[int, ...] = ()
-    # in this order, before anything of this step is written; where such layers have their own
+    # in this order, before anything of this step is written; () where layers with a window have
+    # none of their own
     window_blocks: tuple[WindowBlock, ...] = ()
 
 
@@ -143,11 +144,11 @@ class StepNote(NamedTuple):
     limit_s: float
     # predicted seconds of the step
     predicted_s: float
-    # what holds the head of the queue up, a ``queues.wait_clocks.Reason``; None: none waits
+    # what holds the head of the queue up, a ``queues.wait_clocks.Reason``; None: nothing does
     held_by: int | None
     # level of the pressure valve
     pressure: int
-    # afterwards
+    # once the step is planned
     num_free_blocks: int
     num_waiting: int
 

@@ -28,7 +28,7 @@ class PoolingParams:
         InvalidRequestError: a value outside its range, with the field in ``param``.
     """
 
-    # of an embedding, its first numbers alone; None: all
+    # an embedding is cut to its first numbers, so many; None: it is whole
     dimensions: int | None = None
     # the model's last function is applied: an embedding is brought to length 1, and logits become
     # probabilities; None: as the model's files say
@@ -50,9 +50,9 @@ class PoolingInfo:
 
     # EMBED or CLASSIFY
     task: str
-    # whose hidden states it is made of: "last", "mean" or "cls" (the first)
+    # which tokens' hidden states the vector is made of: "last", "mean" or "cls" (the first)
     pooling: str
-    # numbers of its vector: of an embedding, or a logit for each label
+    # length of the vector: an embedding, or a logit for each label
     size: int
     # attention sees the whole prompt, which is computed in one step
     whole_prompts: bool = False
@@ -63,7 +63,7 @@ class PoolingInfo:
     # () with ``is_matryoshka``: to any number of them
     is_matryoshka: bool = False
     dimensions: tuple[int, ...] = ()
-    # of a classifier, by number
+    # what the logits of a classifier stand for, in order
     labels: tuple[str, ...] = ()
     # texts that go before an input, by name, and the one that goes before it unasked
     prompts: tuple[tuple[str, str], ...] = ()

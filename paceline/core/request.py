@@ -79,7 +79,7 @@ class RequestSpec:
     num_forks: int = 0
     # what the caller needs
     slo: Slo = NO_SLO
-    # who asks, for fairness; "" when callers are not told apart
+    # the caller, for fairness; "" when callers are not told apart
     tenant: str = ""
     # None: it begins here
     resumed: ResumedOutput | None = None
@@ -102,14 +102,14 @@ class ForecastKind(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """Seconds from arrival to first token, before what is learned of requests of this kind."""
+    """Seconds from arrival to first token, before what other requests of this kind teach."""
 
     kind: ForecastKind
     seconds: float
     # the first token comes too late, and the request yields
     late: bool
-    # the same if none came later and went first, what those who do add for each second of the
-    # wait, and for how many seconds some do
+    # the same if no later request went first; seconds that such requests add for each second of
+    # the wait; and for how many seconds there are any
     alone: float
     overtaken: float
     overtaken_for: float
@@ -122,7 +122,7 @@ class History:
 
     # seconds waited so far, reason by reason (``queues.wait_clocks``)
     waits: list[float] = field(default_factory=list)
-    # since when the request waits, and what the queue had been held up by until then
+    # since when the request waits, and what the queue's clocks read then
     waiting_since: float = 0.0
     waits_before: tuple[float, ...] = ()
     # tokens that were there when the request was first admitted, cached or those of its parent
@@ -134,12 +134,12 @@ class History:
     num_restored_tokens: int = 0
     # steps that computed more than one token
     num_chunks: int = 0
-    # its last demotion was not taken back
+    # it was demoted, and not restored since
     demoted: bool = False
     # seconds from arrival to first token, as predicted on arrival, and what that was made of
     predicted_ttft: float | None = None
     forecast: Forecast | None = None
-    # by source, guesses that were verified and those that were right
+    # guesses that were verified and guesses that were right, by source
     drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -186,8 +186,8 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     # known tokens: prompt and output
     num_tokens: int = field(init=False)
-    # of the prompt, tokens that were not in the prefix cache when the request arrived, or that its
-    # parent has not computed
+    # prompt tokens that were not in the prefix cache when the request arrived, or that its parent
+    # has not computed
     num_new_tokens: int = field(init=False)
     # tokens whose keys and values are cached, or will be once planned steps ran
     num_computed_tokens: int = 0

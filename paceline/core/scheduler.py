@@ -1,8 +1,7 @@
 """The scheduler: events in, frozen plans out.
 
-One call of ``schedule`` hands out at most ``max_num_batched_tokens`` tokens. There is no prefill
-and no decode: every request wants ``num_computed_tokens`` to catch up with its tokens, and a
-running request that is one token behind costs one token. In order:
+One call of ``schedule`` hands out at most ``max_num_batched_tokens`` tokens, with which requests
+catch up: there is no prefill and no decode (``request``). In order:
 
 1. *Limits* (``step.limits``): what the step may do. Without targets that is a number of tokens;
    with targets, ``pacing`` settles which requests yield to which, and how long the step may take.
@@ -33,11 +32,8 @@ from paceline.core.pacing.tenants import TenantShares
 from paceline.core.policies import SchedulingPolicy
 from paceline.core.request import FinishReason, Request, RequestStatus
 from paceline.core.stats import SchedulerStats
-from paceline.core.step.admission import Admission
-from paceline.core.step.displacement import Displacement
 from paceline.core.step.limits import Pacing, Plain
 from paceline.core.step.planner import Planner
-from paceline.core.step.rows import Rows
 from paceline.core.step.speculation import Speculation, SpeculationMaker, make_speculation
 from paceline.core.step.state import SchedulerState, check_integrity, take_stats
 from paceline.core.step.update import Updates, update_of
@@ -77,11 +73,9 @@ class Scheduler:
         weights = TenantWeights(config.tenant_weights)
         self._tenants = TenantShares(weights) if self.policy.keeps_tenants_apart else None
         self._door = Door(state, self._tenants)
-        rows = Rows(state)
-        self._planner = Planner(state, rows, Admission(state, rows))
-        displacement = Displacement(state)
-        self._plain = Plain(state, displacement)
-        self._paced = Paced(state, displacement, self._tenants)
+        self._planner = Planner(state)
+        self._plain = Plain(state)
+        self._paced = Paced(state, self._tenants)
         self._pacing: Pacing = self._plain
         self._updates = Updates(state, self._finish)
         # before it begins, and in use: where nothing is guessed no step calls it
@@ -92,7 +86,7 @@ class Scheduler:
         self._expired: list[Expired] = []
         # the policy holds all waiting requests back until then; None: it does not
         self.wake_at: float | None = None
-        # of the newest plan with rows
+        # what the newest plan with rows was made under
         self.note: StepNote | None = None
         self._num_added = 0
         self._num_steps = 0
@@ -123,10 +117,8 @@ class Scheduler:
             self._waiting.arrive(request)
             return
         parent = self._requests[request.asked.fork_of]
-        if (
-            parent.status is RequestStatus.RUNNING
-            and parent.num_computed_tokens >= parent.num_prompt_tokens
-        ):
+        if parent.num_computed_tokens >= parent.num_prompt_tokens:
+            # so it runs: requests that wait have less
             self.kv.fork(parent, request)
             self._waiting.arrive(request)
         else:
@@ -188,7 +180,8 @@ class Scheduler:
         drafts = self._speculation.add(step) if self._speculation is not None else ()
         plan = SchedulerOutput(
             self._num_steps, tuple(step.rows), tuple(step.new), tuple(step.copies),
-            self._running.take_released(), step.num_tokens, self.kv.take_swaps(), drafts,
+            self._running.take_released(), step.wide_tokens + step.narrow_rows,
+            self.kv.host.take_swaps() if self.kv.host.swaps else (), drafts,
             () if self._speculation is None else self._speculation.forces(step),
             () if self.kv.windows is None else self.kv.windows.end_plan(),
         )  # fmt: skip
@@ -234,7 +227,7 @@ class Scheduler:
         else:
             self._forks.remove(request)
         for child in self._forks.take(request):
-            # it stands on its own: nothing of it was started
+            # the fork stands on its own: nothing of it was started
             self._waiting.arrive(child)
             self._door.watch(child)
         request.status = RequestStatus.FINISHED
@@ -242,11 +235,11 @@ class Scheduler:
         if reason is FinishReason.STOP or reason is FinishReason.LENGTH:
             self.lengths.observe(request.label, request.num_output_tokens)
         elif request.first_scheduled_time is not None:
-            computed = max(request.num_computed_tokens, request.history.num_lost_tokens)
-            self.state.totals.num_discarded_tokens += max(
-                0, computed - request.history.num_found_tokens
-            )
-        self.kv.end(request, forget=reason is FinishReason.ERROR)
+            history, computed = request.history, request.num_computed_tokens
+            wasted = max(0, max(computed, history.num_lost_tokens) - history.num_found_tokens)
+            self.state.totals.num_discarded_tokens += wasted
+        self.kv.free(request, forget=reason is FinishReason.ERROR)
+        self.kv.host.forget(request)
         del self._requests[request.request_id]
         if self._tenants is not None:
             self._tenants.went(request.asked.tenant)
@@ -254,8 +247,8 @@ class Scheduler:
             self._rest()
 
     def _rest(self) -> None:
-        """No request is left, and it may be long until a step is planned again: what the last plan
-        saw of memory and of requests is over."""
+        """The last request has ended, and it may be long until a step is planned again: what the
+        last plan saw of memory and of requests is out of date."""
         self.valve.update(0.0)
         self._waiting.rest()
         self._paced.rest()
@@ -276,7 +269,7 @@ class Scheduler:
 
     @property
     def requests(self) -> Collection[Request]:
-        """Those that have not ended, to look at."""
+        """All requests that have not ended, to look at."""
         return self._requests.values()
 
     def stats(self) -> SchedulerStats:

@@ -36,7 +36,7 @@ class Slo:
     itl: float | None = None
     # arrival to last token
     deadline: float | None = None
-    # served from what the others leave; first to be preempted
+    # the request is served from what others leave, and is the first to be preempted
     best_effort: bool = False
     # seconds it may wait to be started; after that the caller has no use for it
     queue_ttl: float | None = None

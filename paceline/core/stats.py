@@ -51,7 +51,7 @@ class SchedulerStats:
     refused: tuple[tuple[str, int], ...] = _counter(())
     # seconds the queue's head was held up, by reason
     waited: tuple[tuple[str, float], ...] = _counter(())
-    # of the pressure valve: 0 (closed) to 4
+    # how far the pressure valve is open: 0 (closed) to 4
     pressure_level: int = 0
     # predicted and measured seconds of all steps that were predicted
     predicted_step_seconds: float = _counter(0.0)
@@ -63,10 +63,10 @@ class SchedulerStats:
     num_prompt_tokens: int = _counter()
     # free blocks that the prefix cache can still find
     num_cached_free_blocks: int = 0
-    # of layers with a sliding window, where they have blocks of their own
+    # blocks of layers with a sliding window, where these have blocks of their own
     num_window_blocks: int = 0
     num_free_window_blocks: int = 0
     num_host_blocks: int = 0
     num_free_host_blocks: int = 0
-    # what holds the head of the queue up, a name of ``queues.wait_clocks``; None: none waits
+    # what holds the head of the queue up, a name of ``queues.wait_clocks``; None: nothing does
     held_by: str | None = None

@@ -22,7 +22,8 @@ class TenantWeights:
         return self._weights.get(tenant, 1.0)
 
     def sum_of(self, *groups: Collection[str]) -> float:
-        """Of all tenants in ``groups``, none of which is in two. O(tenants that have weights)."""
+        """Weights of all tenants in ``groups``, none of which is in two of them, added up.
+        O(tenants that have weights)."""
         total = float(sum(map(len, groups)))
         for tenant, weight in self._weights.items():
             if any(tenant in group for group in groups):

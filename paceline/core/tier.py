@@ -24,13 +24,13 @@ __all__ = ["Move", "Tier", "after", "tier_of"]
 class Tier(enum.IntEnum):
     """What a request has to lose by waiting; the more, the sooner it is served."""
 
-    # targets, or none, of a request that is not best effort
+    # the request is not best effort, whether it has targets or not
     ORDINARY = 0
-    # best effort with targets that can still be met
+    # it is best effort with targets that can still be met
     PROMISED = 1
-    # a target was missed or cannot be met any more
+    # a target of the request was missed or cannot be met any more
     RELEGATED = 2
-    # best effort without targets
+    # it is best effort without targets
     BACKGROUND = 3
 
 
@@ -45,7 +45,7 @@ class Move(enum.Enum):
 
 
 _ORDINARY, _PROMISED, _RELEGATED, _BACKGROUND = Tier
-# by tier, where each move leads: demote, rejoin, restore, age, favour
+# where each move leads from a tier: demote, rejoin, restore, age, favour
 _AFTER: Final[Mapping[Tier, Sequence[Tier | None]]] = {
     _ORDINARY: (_RELEGATED, None, None, None, _ORDINARY),
     _PROMISED: (_RELEGATED, None, None, _ORDINARY, _PROMISED),

@@ -13,7 +13,6 @@ from paceline.core.errors import QueueFullError
 from paceline.core.memory.block_pool import BlockPool
 from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.memory.outlook import capacity, future_peak
-from paceline.core.memory.preemption import Preemption
 from paceline.core.memory.pressure import PressureValve
 from paceline.core.pacing import deadlines
 from paceline.core.pacing.ageing import Ageing
@@ -26,6 +25,7 @@ from paceline.core.predict.chunk import ChunkSize
 from paceline.core.predict.output_length import LengthHistory, WorkEstimator
 from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.queues.request_queue import RequestQueue
+from paceline.core.queues.running import RunningList
 from paceline.core.queues.waiting import WaitingRoom
 from paceline.core.request import Request
 from paceline.core.slo import Slo
@@ -135,7 +135,7 @@ def test_triage_leaves_the_largest_out(budget: StepBudget) -> None:
 def test_memory_peaks_below_the_sum() -> None:
     says("1,552 tokens", "that were 1,760 tokens", "held at once is 1,296")
     sequences = [(400, 96), (304, 400), (304, 256)]
-    assert capacity(100, 16) == 1552
+    assert capacity(CacheConfig(block_size=16, num_blocks=100)) == 1552
     assert sum(map(sum, sequences)) == 1760
     assert future_peak(sorted((-to_come, now) for now, to_come in sequences)) == 1296
 
@@ -258,7 +258,7 @@ def test_the_next_step_is_planned_at_96_ms() -> None:
 def test_victims_and_swaps(model: StepTimeModel) -> None:
     says("100 tokens (110 ms of work), one 500 (510 ms)", "it would count 550 ms")
 
-    def preemption(block_seconds: float) -> tuple[Preemption, KVCacheManager]:
+    def preemption(block_seconds: float) -> tuple[RunningList, KVCacheManager]:
         cache = CacheConfig(
             block_size=16,
             num_blocks=100,
@@ -268,7 +268,8 @@ def test_victims_and_swaps(model: StepTimeModel) -> None:
         )
         kv = KVCacheManager(cache)
         work = WorkEstimator(model, LengthHistory())
-        return Preemption(SchedulerConfig(), cache, kv, work), kv
+        waiting = WaitingRoom(RequestQueue, lambda key: key, kv)
+        return RunningList(SchedulerConfig(), cache, kv, waiting, work), kv
 
     def running(tokens: int) -> Request:
         request = make_request(f"of {tokens}", tokens, 10)
@@ -292,8 +293,9 @@ def test_victims_and_swaps(model: StepTimeModel) -> None:
         request = make_request("swapped", 320, 10)
         assert kv.admit(request, beside_others=False)
         request.num_computed_tokens = 320
-        chosen.release(request)
-        assert kv.num_swapped_out == moved
+        chosen.start(request)
+        chosen.preempt(request, 0.0)
+        assert kv.host.num_swapped_out == moved
 
 
 def test_four_blocks_cost_one_prefix_and_the_tail_of_the_next() -> None:

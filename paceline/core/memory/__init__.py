@@ -1,1 +1,1 @@
-"""Where keys and values are kept: blocks, the prefix cache, the host, and who gives way."""
+"""Where keys and values are kept: blocks, the prefix cache, and the host."""

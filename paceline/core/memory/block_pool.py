@@ -36,9 +36,10 @@ class BlockPool:
         self._cached: dict[bytes, int] = {}
         # ids from here on were never taken
         self._num_used = 0
-        # used, free, not hashed: no lookup finds them, the last one freed is the first one taken
+        # blocks that were used, are free and have no hash: no lookup finds them, and the last one
+        # freed is the first one taken
         self._blank: list[int] = []
-        # free and hashed, least recently freed first; ids are keys, and an OrderedDict is a linked
+        # free blocks with a hash, least recently freed first, as keys: an OrderedDict is a linked
         # list with O(1) removal from the middle
         self._findable: OrderedDict[int, None] = OrderedDict()
 
@@ -77,9 +78,8 @@ class BlockPool:
         taken: list[int] = []
         if blank:
             first = max(0, len(blank) - count)
-            taken = blank[first:]
+            taken = blank[first:][::-1]
             del blank[first:]
-            taken.reverse()
         if len(taken) < count:
             if self._num_used < self.num_blocks:
                 excess = len(self._findable) - self._max_idle

@@ -26,8 +26,9 @@ from typing import NamedTuple
 
 from paceline.core.config import CacheConfig
 from paceline.core.memory.block_pool import BlockPool
+from paceline.core.memory.host_blocks import HostBlocks
 from paceline.core.memory.windows import WindowBlocks
-from paceline.core.outputs import BlockCopy, BlockSwap
+from paceline.core.outputs import BlockCopy
 from paceline.core.request import Request
 
 __all__ = ["Extension", "KVCacheManager", "blocks_for", "hash_block"]
@@ -50,7 +51,7 @@ def hash_block(parent: bytes, token_ids: Iterable[int]) -> bytes:
 
 @lru_cache
 def _packer(num_tokens: int) -> Callable[..., bytes]:
-    # half the time of array("q", tokens).tobytes(), which gives the same
+    # half the time of array("q", tokens).tobytes() and of struct.pack, which give the same
     return Struct(f"{num_tokens}q").pack
 
 
@@ -89,22 +90,30 @@ class KVCacheManager:
         self.block_size = config.block_size
         # None: layers with a sliding window, if there are any, keep what the others keep
         self.windows = WindowBlocks(config, self.pool) if config.num_window_blocks else None
+        self.host = HostBlocks(config, self.pool)
         self._watermark_blocks = int(config.watermark * config.num_blocks)
-        self._free_host = list(range(config.num_host_blocks - 1, -1, -1))
-        # moves the next plan has to carry out, in order
-        self._swaps: list[BlockSwap] = []
-        self.num_swapped_out = 0
-        self.num_swapped_in = 0
         # tokens looked up in, and served from, the prefix cache since start
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
 
-    def shortfall(self, request: Request, *, beside_others: bool) -> int:
+    def shortfall(
+        self, request: Request, shared: list[int] | None = None, *, beside_others: bool
+    ) -> int:
         """Blocks missing before ``admit`` would succeed; 0 when it would.
 
-        ``beside_others`` keeps the watermark free for those already running.
+        Args:
+            shared: its ``starting_blocks``, where they are known.
+            beside_others: the watermark is kept free for those already running.
         """
-        return self._shortfall(request, self.starting_blocks(request), beside_others)
+        if shared is None:
+            shared = self.starting_blocks(request)
+        reserve = self._watermark_blocks if beside_others else 0
+        needed = blocks_for(request.num_tokens, self.block_size) - len(shared)
+        needed += request.shares_tail and self._tail_is_shared(request)
+        if shared:
+            # a cached block that no request uses counts as free until it is taken
+            needed += self.pool.num_idle(shared)
+        return max(0, needed + reserve - self.pool.num_free)
 
     def admit(self, request: Request, *, beside_others: bool) -> bool:
         """Give a waiting request blocks for all its known tokens, or change nothing.
@@ -115,7 +124,7 @@ class KVCacheManager:
         if windows is not None and request.block_ids and not windows.can_start(request):
             self.free(request)
         shared = self.starting_blocks(request)
-        if self._shortfall(request, shared, beside_others) > 0:
+        if self.shortfall(request, shared, beside_others=beside_others) > 0:
             return False
         if not request.block_ids:
             if shared:
@@ -124,7 +133,7 @@ class KVCacheManager:
             request.num_computed_tokens = len(shared) * self.block_size
             request.num_hashed_blocks = len(shared)
             if request.num_swapped_tokens:
-                self._restore(request)
+                self.host.restore(request)
             if request.num_preemptions == 0 and self.config.enable_prefix_caching:
                 self.num_queried_tokens += request.num_tokens
                 self.num_hit_tokens += request.num_computed_tokens
@@ -133,24 +142,17 @@ class KVCacheManager:
             windows.start(request)
         needed = blocks_for(request.num_tokens, self.block_size) - len(request.block_ids)
         request.block_ids.extend(self.pool.allocate(max(0, needed)))
-        if request.num_swapped_tokens:
-            request.history.num_restored_tokens += request.num_swapped_tokens
-            self._forget_host(request)
         return True
 
-    def hash_prompt(self, request: Request) -> None:
-        """Hash a new request's prompt for the prefix cache, so that no step has to wait for it."""
-        if self.config.enable_prefix_caching:
-            self._extend_hashes(request, (request.num_tokens - 1) // self.block_size)
-
     def num_in_use(self, request: Request, without: Iterable[Request] = ()) -> int:
-        """Blocks a waiting request would start with that others hold, or it itself does; other than
-        those of ``without``, which are about to go."""
+        """How many of the blocks that a waiting request would start with are in use, by others than
+        the requests ``without``, which are about to go."""
         gone = Counter(chain.from_iterable(other.block_ids for other in without))
         return sum(self.pool.ref_count(b) > gone[b] for b in self.starting_blocks(request))
 
     def num_found(self, request: Request) -> int:
-        """Tokens of a request without blocks that the prefix cache holds now."""
+        """Tokens of a request without blocks that the prefix cache holds now. Its prompt is hashed
+        then, and no step has to wait for that."""
         return len(self.starting_blocks(request)) * self.block_size
 
     def num_lacking(self, request: Request) -> int:
@@ -165,52 +167,6 @@ class KVCacheManager:
         # the last token is never fed back
         stored = min(num_tokens, request.max_total_tokens - 1)
         return max(0, blocks_for(stored, self.block_size) - len(request.block_ids))
-
-    def _restore(self, request: Request) -> None:
-        """Give a request that starts with the cached part of its tokens blocks for the rest of
-        those in host memory too."""
-        held = len(request.block_ids)
-        for host_id in request.host_block_ids[held:]:
-            (block_id,) = self.pool.allocate(1)
-            request.block_ids.append(block_id)
-            self._swaps.append(BlockSwap(host_id, block_id, False))
-            self.num_swapped_in += 1
-        request.num_computed_tokens = max(request.num_computed_tokens, request.num_swapped_tokens)
-
-    def swap_out(self, request: Request) -> None:
-        """Copy what a request has computed to host memory, before ``free``. The caller has checked
-        ``num_free_host_blocks``; IndexError otherwise."""
-        self._forget_host(request)
-        request.num_swapped_tokens = computed = request.num_computed_tokens
-        for block_id in request.block_ids[: blocks_for(computed, self.block_size)]:
-            host_id = self._free_host.pop()
-            request.host_block_ids.append(host_id)
-            self._swaps.append(BlockSwap(block_id, host_id, True))
-            self.num_swapped_out += 1
-
-    @property
-    def num_free_host_blocks(self) -> int:
-        return len(self._free_host)
-
-    def take_swaps(self) -> tuple[BlockSwap, ...]:
-        """Moves to be carried out before the next plan."""
-        swaps, self._swaps = tuple(self._swaps), []
-        return swaps
-
-    def _forget_host(self, request: Request) -> None:
-        # latest first, so that they are handed out again in the same order
-        self._free_host.extend(reversed(request.host_block_ids))
-        request.host_block_ids = []
-        request.num_swapped_tokens = 0
-
-    def _shortfall(self, request: Request, shared: list[int], beside_others: bool) -> int:
-        reserve = self._watermark_blocks if beside_others else 0
-        needed = blocks_for(request.num_tokens, self.block_size) - len(shared)
-        needed += request.shares_tail and self._tail_is_shared(request)
-        if shared:
-            # a cached block that no request uses counts as free until it is taken
-            needed += self.pool.num_idle(shared)
-        return max(0, needed + reserve - self.pool.num_free)
 
     def extend(self, request: Request, num_tokens: int) -> Extension | None:
         """Make ``num_tokens`` positions from ``num_computed_tokens`` on writable.
@@ -293,11 +249,6 @@ class KVCacheManager:
         self.pool.register(block_ids, block_hashes)
         request.num_hashed_blocks = full
 
-    def end(self, request: Request, *, forget: bool = False) -> None:
-        """Give everything back, in host memory too."""
-        self.free(request, forget=forget)
-        self._forget_host(request)
-
     def free(self, request: Request, *, forget: bool = False) -> None:
         """Give all blocks back; hashed ones stay findable until evicted, unless ``forget``."""
         self.pool.release(request.block_ids, forget=forget)
@@ -340,16 +291,11 @@ class KVCacheManager:
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """AssertionError unless tables, counters and the pool agree."""
         requests, references = list(requests), Counter[int]()
-        host = list(self._free_host)
         for request in requests:
             held = len(request.block_ids)
             computed = request.num_computed_tokens
             where = f"request {request.request_id}"
             references.update(request.block_ids)
-            host += request.host_block_ids
-            assert len(request.host_block_ids) == blocks_for(
-                request.num_swapped_tokens, self.block_size
-            ), f"{where}: {request.num_swapped_tokens} swapped tokens in {request.host_block_ids}"
             assert len(set(request.block_ids)) == held, f"{where}: a block twice in its table"
             assert blocks_for(computed, self.block_size) <= held, (
                 f"{where}: {computed} computed tokens in {held} blocks of {self.block_size}"
@@ -361,4 +307,4 @@ class KVCacheManager:
         self.pool.check_integrity(references)
         if self.windows is not None:
             self.windows.check_integrity(requests)
-        assert sorted(host) == list(range(self.config.num_host_blocks)), "host blocks are lost"
+        self.host.check_integrity(requests)

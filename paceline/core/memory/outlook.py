@@ -1,4 +1,4 @@
-"""Looking ahead: will memory last until those that run have ended?
+"""Looking ahead: will memory last until the running requests have ended?
 
 This module does not decide; ``step.admission`` does.
 """
@@ -11,23 +11,24 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, count
 from operator import attrgetter, itemgetter, mul, sub
 
+from paceline.core.config import CacheConfig
 from paceline.core.predict.output_length import WorkEstimator
 from paceline.core.request import Request
 
 __all__ = ["MemoryOutlook", "capacity", "future_peak"]
 
-# of running requests' predicted lengths: on the safe side of the middle
+# quantile of predicted lengths: on the safe side of the middle
 _LENGTH_QUANTILE = 0.7
-# of the cache, never promised to requests
+# share of the cache that is never promised to requests
 _RESERVE = 0.03
 _MAX_TOTAL_TOKENS = attrgetter("max_total_tokens")
-# of (minus tokens to come, tokens now)
+# the second of (minus tokens still to grow, tokens now)
 _NOW = itemgetter(1)
 
 
-def capacity(num_blocks: int, block_size: int) -> int:
+def capacity(cache: CacheConfig) -> int:
     """Tokens of the cache that may be promised to requests."""
-    return int((1.0 - _RESERVE) * num_blocks) * block_size
+    return int((1.0 - _RESERVE) * cache.num_blocks) * cache.block_size
 
 
 def future_peak(longest_first: Sequence[tuple[int, int]]) -> int:
@@ -49,7 +50,7 @@ def future_peak(longest_first: Sequence[tuple[int, int]]) -> int:
 
 
 class MemoryOutlook:
-    """Whether memory lasts until those running, and one more, have ended. Good for one step.
+    """Whether memory lasts until running requests, and one more, have ended. Good for one step.
 
     Blocks that several requests hold are counted once; a request's last block as if it were full.
 
@@ -62,23 +63,21 @@ class MemoryOutlook:
         self,
         running: Sequence[Request],
         work: WorkEstimator,
-        *,
-        num_blocks: int,
+        cache: CacheConfig,
         num_held_blocks: int,
-        block_size: int,
     ) -> None:
         self._running = list(running)
         self._work = work
-        self._block_size = block_size
-        self._held = num_held_blocks * block_size
-        self._capacity = capacity(num_blocks, block_size)
-        # as if every output became as long as it may
-        self._worst = sum(map(_MAX_TOTAL_TOKENS, running)) + len(running) * block_size
-        # (minus tokens to come, tokens now) of each, sorted; None until it is needed
+        self._block_size = cache.block_size
+        self._held = num_held_blocks * cache.block_size
+        self._capacity = capacity(cache)
+        # their tokens if every output became as long as it may
+        self._worst = sum(map(_MAX_TOTAL_TOKENS, running)) + len(running) * cache.block_size
+        # (minus tokens still to grow, tokens now) of each, sorted; None until it is needed
         self._sequences: list[tuple[int, int]] | None = None
-        # tokens now of all those that run, as if none were shared
+        # tokens now of all running requests, as if no block were shared
         self._wanted = 0
-        # no less than their peak
+        # at least the peak of these sequences
         self._peak = math.inf
 
     def hold(self, num_held_blocks: int) -> None:
@@ -95,7 +94,7 @@ class MemoryOutlook:
             self._wanted = sum(map(_NOW, self._sequences))
         sequence = minus_to_come, now = self._newcomer(request, num_shared_blocks)
         most = self._capacity + max(0, self._wanted - self._held)
-        # it adds no more than all that it will have itself
+        # the request adds no more than all that it will have itself
         if self._peak + now - minus_to_come <= most:
             return True
         index = bisect_left(self._sequences, sequence)
@@ -106,11 +105,11 @@ class MemoryOutlook:
         return peak <= most
 
     def add(self, request: Request, num_shared_blocks: int) -> None:
-        """It was admitted."""
+        """The request was admitted."""
         self._worst += request.max_total_tokens + self._block_size
         if self._sequences is None:
             self._running.append(request)
-            # it may share blocks with those running: its own are not held twice
+            # blocks that it shares with running requests are not held twice
             self._held += (len(request.block_ids) - num_shared_blocks) * self._block_size
         else:
             minus_to_come, now = self._newcomer(request, num_shared_blocks)
@@ -122,7 +121,7 @@ class MemoryOutlook:
         return minus_to_come, now - num_shared_blocks * self._block_size
 
     def _outlooks(self, requests: Iterable[Request]) -> list[tuple[int, int]]:
-        """Of each, minus tokens to come, and tokens whose place it takes now, at least."""
+        """(minus tokens still to grow, tokens whose place it takes now, at least) of each."""
         size, found = self._block_size, []
         # a call for each of hundreds of them would be a tenth of what a step's plan may cost
         for request in requests:

@@ -5,7 +5,7 @@
     use     0.88        0.91             0.94              0.97
     level   1           2                3                 4
             smaller     best effort is   best effort is    no request is
-            chunks      not admitted     preempted         taken in (while others wait)
+            chunks      not admitted     preempted         queued (while others wait)
 
 A level is left once use is ``HYSTERESIS`` below where it began (half the threshold where that is
 less, or it would never be left), so the valve does not flutter.
@@ -21,6 +21,8 @@ __all__ = ["HYSTERESIS", "STEP", "Pressure", "PressureValve"]
 
 STEP: Final = 0.03
 HYSTERESIS: Final = 0.05
+# prompt tokens of a step under memory pressure, at least
+_MIN_CHUNK: Final = 32
 
 
 class Pressure(enum.IntEnum):
@@ -52,3 +54,9 @@ class PressureValve:
         kept = sum(usage >= lowest + level * step for level in range(Pressure.REFUSE))
         self.level = Pressure(min(kept, max(opened, self.level)))
         return self.level
+
+    def cap(self, tokens: int, num_running: int) -> int:
+        """Tokens of a step that might have ``tokens``: under pressure a quarter of the prompts'."""
+        if self.level < Pressure.SMALL_CHUNKS:
+            return tokens
+        return min(tokens, num_running + max(_MIN_CHUNK, (tokens - num_running) // 4))

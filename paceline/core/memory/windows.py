@@ -33,35 +33,37 @@ def _most_held(window: int, block_size: int) -> int:
 
 
 def window_blocks_needed(config: SchedulerConfig, window: int, block_size: int) -> int:
-    """So many that running requests never lack one: for all their windows and a step's tokens. As
-    many as there are blocks are enough, too."""
+    """How many there must be for running requests never to lack one: enough for all their windows
+    and a step's tokens. As many as there are blocks are enough, too."""
     most = min(_most_held(window, block_size), -(-config.max_model_len // block_size))
     return config.max_num_seqs * most + -(-config.max_num_batched_tokens // block_size)
 
 
 class WindowBlocks:
-    """Which blocks have window blocks, and who holds them. Driven by ``KVCacheManager`` alone."""
+    """Which blocks have window blocks, and how many requests hold these. Driven by
+    ``KVCacheManager`` alone."""
 
     def __init__(self, config: CacheConfig, pool: BlockPool) -> None:
         self._pool, self._window, self._block_size = pool, config.window, config.block_size
         self._count = config.num_window_blocks
         self._max_idle = self._count if config.max_idle_blocks is None else config.max_idle_blocks
-        # by block: its window block, kept until another block takes it, and how many hold that
+        # the window block of a block, kept until another block takes it, and how many requests hold
+        # that
         self._places: dict[int, int] = {}
         self._holders: dict[int, int] = {}
-        # blocks whose window block is held by none, least recently dropped first
+        # blocks whose window block no request holds, least recently dropped first
         self._idle: OrderedDict[int, None] = OrderedDict()
-        # given out for the next plan, in order, and requests that have rows in it
+        # what is given out for the next plan, in order, and requests that have rows in it
         self._given: list[WindowBlock] = []
         self._moved: list[Request] = []
 
     @property
     def num_free(self) -> int:
-        """Of all window blocks, those that no request holds."""
+        """Window blocks that no request holds."""
         return self._count - len(self._holders)
 
     def usable(self, found: Sequence[int]) -> int:
-        """With how many of these blocks, a cached prefix, a request can start."""
+        """How many of these blocks, a cached prefix, a request can start with."""
         index = end = len(found)
         while index > self._first(end * self._block_size):
             index -= 1
@@ -70,11 +72,11 @@ class WindowBlocks:
         return end
 
     def can_start(self, fork: Request) -> bool:
-        """Whether what it reads first is there."""
+        """Whether the window blocks that it reads first are still there."""
         return self._places.keys() >= set(fork.block_ids[self._first(fork.num_computed_tokens) :])
 
     def start(self, request: Request) -> None:
-        """Hold what a request reads first that is admitted with these blocks."""
+        """Hold the window blocks that a request reads first, which is admitted with its blocks."""
         first = self._first(request.num_computed_tokens)
         request.window_indices = range(first, len(request.block_ids))
         for block_id in request.block_ids[first:]:
@@ -100,8 +102,8 @@ class WindowBlocks:
         self._moved.append(request)
 
     def end_plan(self) -> tuple[WindowBlock, ...]:
-        """All that was given out for a plan; and drop what no later row reads: whoever takes that
-        writes to it in a later step."""
+        """Return what was given out for a plan, and drop what no later row reads: the next request
+        that takes it writes to it in a later step."""
         for request in self._moved:
             held = request.window_indices
             # guesses may be wrong, and their positions are computed again
@@ -114,12 +116,12 @@ class WindowBlocks:
     def free(self, request: Request) -> None:
         """Drop all that a request holds."""
         held, request.window_indices = request.window_indices, range(0)
-        # the last first, as the pool has it
+        # the last first, as the pool frees them
         self._drop(request.block_ids[held.start : held.stop][::-1])
 
     def prefer(self, block_ids: Sequence[int], block_hashes: Sequence[bytes]) -> None:
-        """Of blocks with these contents the pool is to find those that have window blocks: forget
-        the others before these are registered."""
+        """Make the pool find these blocks where others with the same contents have lost their
+        window blocks: those are forgotten before these are registered."""
         for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
             known = self._pool.lookup(block_hash)
             if known is not None and known not in self._places and block_id in self._places:
@@ -132,7 +134,7 @@ class WindowBlocks:
     def _give(self, block_id: int, source: int) -> None:
         place = len(self._places)
         if block_id in self._places:
-            # left of what the block held before
+            # the window block that it had when it held something else
             del self._idle[block_id]
             place = self._places[block_id]
         elif place == self._count or len(self._idle) > self._max_idle:
@@ -148,7 +150,8 @@ class WindowBlocks:
                 self._idle[block_id] = None
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """AssertionError unless none is lost, and what rows will read is held, and little more."""
+        """AssertionError unless no window block is lost, and what rows will read is held, and
+        little more."""
         holders: Counter[int] = Counter()
         for request in requests:
             held, where = request.window_indices, f"request {request.request_id}"
@@ -162,7 +165,7 @@ class WindowBlocks:
                 held.start <= first and held.stop * self._block_size >= request.num_computed_tokens
             )
             assert covers, f"{where} reads from block {first} on and holds {held}"
-        assert holders == self._holders, "window blocks are held by who does not read them"
+        assert holders == self._holders, "window blocks are held by requests that do not read them"
         assert self._idle.keys() == self._places.keys() - self._holders.keys(), "idle ones are lost"
         places = sorted(self._places.values())
         assert places == list(range(len(places))), "a window block is lost, or in two places"

@@ -95,7 +95,6 @@ class Door:
         if limit is not None and num_waiting:
             left = limit - num_waiting - asked.num_forks
         if left > 0:
-            state.kv.hash_prompt(request)
             request.num_new_tokens = request.num_prompt_tokens - state.kv.num_found(request)
         request.key = state.policy.key(request)
         request.order = (request.key, 0)
@@ -182,10 +181,11 @@ class Door:
         """End requests that wait and whose time to be started is over, and their forks. Returns
         what to tell their callers."""
         dropped: list[tuple[Request, tuple[Request, ...]]] = []
+        by_parent = self._state.forks.by_parent
         while self._limits and self._limits[0][0] <= now:
             request = heapq.heappop(self._limits)[2]
             if request.status is RequestStatus.WAITING and request.first_scheduled_time is None:
-                dropped.append((request, self._state.forks.of(request)))
+                dropped.append((request, tuple(by_parent.get(request.request_id, ()))))
         self.next_expiry = self._limits[0][0] if self._limits else math.inf
         for request, forks in dropped:
             for each in (*forks, request):

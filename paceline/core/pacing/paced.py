@@ -29,8 +29,8 @@ from paceline.core.pacing.tenants import TenantShares
 from paceline.core.pacing.tpot_guard import TpotGuard
 from paceline.core.pacing.view import RunningView
 from paceline.core.request import Request
-from paceline.core.step.displacement import Displacement
-from paceline.core.step.limits import Pass, cap_chunk
+from paceline.core.step.displacement import make_way
+from paceline.core.step.limits import Pass
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
@@ -49,12 +49,9 @@ class Paced:
         tenants: None where they are not kept apart.
     """
 
-    def __init__(
-        self, state: SchedulerState, displacement: Displacement, tenants: TenantShares | None
-    ) -> None:
+    def __init__(self, state: SchedulerState, tenants: TenantShares | None) -> None:
         config, model, chunk = state.config, state.step_time, state.chunk
         self._state = state
-        self._displacement = displacement
         self._tenants = tenants
         self.budget = StepBudget(model, chunk, state.work, config)
         share = config.background_share if config.adaptive_token_budget else None
@@ -67,7 +64,7 @@ class Paced:
         state, feasibility = self._state, self.feasibility
         view, waiting_favoured = self._settle(starts)
         num_running, allowance = view.num_running, self.budget.allow(view, starts)
-        tokens = cap_chunk(allowance.tokens, num_running, state.valve.level)
+        tokens = state.valve.cap(allowance.tokens, num_running)
         # where the step is too short for all of them, those that run already come first
         left = tokens - num_running - (view.favoured - waiting_favoured)
         reserved = max(0, min(waiting_favoured, left))
@@ -172,7 +169,7 @@ class Paced:
         ):
             return None, 0
         displaces = self._displaces_though_late if late else state.policy.displaces
-        lacking = self._displacement.make_way(head, now, displaces)
+        lacking = make_way(state, head, now, displaces)
         return (head, lacking) if lacking else (None, 0)
 
     def _displaces_though_late(self, waiting: Request, running: Request) -> bool:

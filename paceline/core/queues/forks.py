@@ -18,7 +18,7 @@ class Forks:
     """Unready forks by their parent's id."""
 
     def __init__(self) -> None:
-        # to look at: empty in most steps, which costs a plain step no call
+        # others may look at it: it is empty in most steps, and a plain step makes no call
         self.by_parent: dict[str, list[Request]] = {}
 
     def __len__(self) -> int:
@@ -31,15 +31,11 @@ class Forks:
         self.by_parent.setdefault(parent.request_id, []).append(child)
 
     def take(self, parent: Request) -> list[Request]:
-        """Take out all that wait for ``parent``; empty when none does."""
+        """Take out all forks that wait for ``parent``."""
         return self.by_parent.pop(parent.request_id, [])
 
-    def of(self, parent: Request) -> tuple[Request, ...]:
-        """Those that wait for ``parent``."""
-        return tuple(self.by_parent.get(parent.request_id, ()))
-
     def remove(self, child: Request) -> None:
-        """Take one out that ended while it waited."""
+        """Take a fork out that ended while it waited."""
         assert child.asked.fork_of is not None
         siblings = self.by_parent[child.asked.fork_of]
         siblings.remove(child)

@@ -10,7 +10,7 @@ from paceline.core.request import Request
 
 __all__ = ["RequestQueue", "WaitingQueue"]
 
-# entries asked whether they come before a newcomer: beyond that, one in so many
+# entries of the heap that are compared with a newcomer, at most: of more, one in so many is
 _SAMPLED: Final = 256
 
 
@@ -29,7 +29,7 @@ class WaitingQueue(Protocol):
     def push(self, request: Request) -> None: ...
 
     def peek(self) -> Request | None:
-        """The first, or None when empty."""
+        """The first request, or None when the queue is empty."""
         ...
 
     def num_ahead(self, request: Request) -> int:
@@ -38,7 +38,7 @@ class WaitingQueue(Protocol):
         ...
 
     def pop(self) -> Request | None:
-        """Take the first, or None when empty."""
+        """Take the first request, or None when the queue is empty."""
         ...
 
     def remove(self, request: Request) -> None:
@@ -56,7 +56,7 @@ class RequestQueue:
     def __init__(self) -> None:
         # (*order, number of the push, request), flat: comparing nested tuples costs twice as much
         self._heap: list[tuple[float, int, int, Request]] = []
-        # with the number of the push that counts: one that came back has an entry for each
+        # with the number of the push that counts: a request that came back has an entry for each
         self._members: dict[str, tuple[int, Request]] = {}
         self._num_pushed = 0
 

@@ -45,13 +45,13 @@ def is_promised(request: Request) -> bool:
 
 
 def promise_of(request: Request) -> Promise:
-    """Of best effort with a deadline; no two are alike, so requests themselves are not compared."""
+    """A best-effort request by its deadline; no two are alike, so requests are not compared."""
     due = request.asked.arrival_time + (request.targets.deadline or 0.0)
     return due, request.order[1], request
 
 
 def _change(members: list[Any], member: Any, more: int, key: Any = None) -> None:
-    """Put one into a sorted list, or take it out."""
+    """Put a member into a sorted list, or take it out."""
     if more > 0:
         insort(members, member, key=key)
     else:
@@ -75,9 +75,9 @@ class WaitingRoom:
         kv: KVCacheManager,
         group: Callable[[Request], str] = lambda _: "",
     ) -> None:
-        # by tier
+        # a queue for each tier
         self._queues = tuple(make_queue() for _ in Tier)
-        # two of them, to look at
+        # others may look at these two
         self.ordinary = self._queues[Tier.ORDINARY]
         self.relegated = self._queues[Tier.RELEGATED]
         self._later = later
@@ -86,20 +86,20 @@ class WaitingRoom:
         self._holders: dict[str, Request] = {}
         self.group = group
         self.clocks = WaitClocks()
-        # arrived since the last plan was made
+        # members that arrived since the last plan was made
         self._newcomers: list[Request] = []
-        # to look at: ordinary members with a TTFT target that were never started, by group, in
-        # order; no group is empty
+        # others may look at these: ordinary members with a TTFT target that were never started, by
+        # group, in order; no group is empty
         self.targeted: dict[str, list[Request]] = {}
         # when their first tokens are due, sorted
         self.dues: list[float] = []
-        # arrivals and departures of these
+        # how often one of these came or went
         self.num_changes = 0
-        # sorted
+        # best-effort members with a deadline that can still be met, sorted
         self.promised: list[Promise] = []
-        # by tier: prompt tokens that were not in the prefix cache when their request arrived
+        # prompt tokens by tier that were not in the prefix cache when their request arrived
         self.num_tokens = [0] * len(Tier)
-        # favoured members, and such tokens of these
+        # favoured members by tier, and such tokens of these
         self._num_favoured = [0] * len(Tier)
         self._favoured_tokens = [0] * len(Tier)
         self._size = 0
@@ -116,7 +116,7 @@ class WaitingRoom:
     # ------------------------------------------------------------------ coming and going
 
     def arrive(self, request: Request) -> None:
-        """A request begins to wait between two plans: until the next one for that alone."""
+        """A request begins to wait between two plans, and until the next one for that alone."""
         self.enter(request, request.asked.arrival_time)
         self._newcomers.append(request)
 
@@ -150,7 +150,7 @@ class WaitingRoom:
         history.waits = spent
 
     def push(self, request: Request) -> None:
-        """Put a request at its place; one that was taken goes on waiting."""
+        """Put a request at its place. A member that was taken goes on waiting."""
         if request.block_ids:
             self._holders[request.request_id] = request
         self._count(request, 1)
@@ -184,7 +184,7 @@ class WaitingRoom:
             self.push(request)
 
     def _count(self, request: Request, more: int) -> None:
-        """A member comes (1) or goes (-1): sums, and what there is to look at."""
+        """A member comes (1) or goes (-1): bring all sums and indices up to date."""
         tier, tokens = request.tier, more * request.num_new_tokens
         self._size += more
         self.num_tokens[tier] += tokens

@@ -4,7 +4,7 @@ In the policy's order until something is short: places, memory now or as predict
 running requests, room in the step. A head that does not fit may be passed by a bounded number of
 others, a bounded number of times.
 
-This module does not know what running requests get, or who makes way.
+This module does not know what running requests get, or which of them make way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Admission:
         self._running = state.running
         self._rows = rows
         self._charges = overrides(state.policy, "served")
-        self._capacity = capacity(state.cache.num_blocks, state.cache.block_size)
+        self._capacity = capacity(state.cache)
 
     def let_in(self, step: Step, last: Tier) -> Reason | None:
         """Admit requests up to tier ``last`` until something is short, and return what."""
@@ -45,7 +45,7 @@ class Admission:
         while isinstance(request := step.next(last, passed), Request):
             self._waiting.take(request)
             if request.num_pending_tokens:
-                # preempted while its token was being computed: ready once that is known
+                # preempted while its token was computed, it is ready once that is known
                 passed.append(request)
                 continue
             if step.demotes(request, passed):
@@ -62,7 +62,7 @@ class Admission:
             else:
                 passed.append(request)
                 if request.tier > last:
-                    # its turn had come among earlier tiers, but it holds none of them up
+                    # its turn had come among earlier tiers, but it does not hold these up
                     continue
                 held_by, head, tried = held_by or obstacle, head or request, tried + 1
             if tried > window or head.times_bypassed >= most:
@@ -109,16 +109,15 @@ class Admission:
         return None
 
     def _admit(self, step: Step, request: Request) -> None:
-        num_tokens = request.num_tokens - request.num_computed_tokens
+        num_tokens = uncached = request.num_tokens - request.num_computed_tokens
         if self._config.enable_chunked_prefill:
             num_tokens = min(num_tokens, step.budget)
-        if request.tier is not Tier.ORDINARY and self._config.enable_chunked_prefill:
-            num_tokens = min(num_tokens, step.chunk(request, admission=True))
+            if request.tier is not Tier.ORDINARY:
+                num_tokens = min(num_tokens, step.chunk(request, admission=True))
         extension = self._kv.extend(request, num_tokens)
         assert extension is not None and not extension.new_block_ids, "admit() gave the blocks"
         if self._charges and not request.num_preemptions and request.asked.resumed is None:
             # a preemption or an engine that ends loses tokens, but they are charged once
-            uncached = request.num_tokens - request.num_computed_tokens
             self._state.policy.served(request, uncached, 0)
         history = request.history
         recomputed = max(0, history.num_lost_tokens - request.num_computed_tokens)

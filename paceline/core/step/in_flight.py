@@ -18,7 +18,7 @@ from paceline.core.request import Request
 
 __all__ = ["StepsInFlight"]
 
-# of a step's time by its prediction: few steps take less
+# quantile of a step's time by its prediction: few steps take less
 _EARLY: Final = 0.1
 # seconds over which the share of ordinary requests is taken
 _LATELY: Final = 10.0
@@ -37,16 +37,16 @@ class StepsInFlight:
         self._lead_s = lead_s
         # with predicted seconds, and those of them in which guesses are made
         self._steps: deque[tuple[int, list[Request], StepShape, float, float]] = deque()
-        # when the last of them is predicted to end
+        # when the last of these steps is predicted to end
         self._busy_until = 0.0
-        # predicted seconds of steps, less best effort, with exponential forgetting, as of a time
+        # predicted seconds of steps without best effort, forgotten exponentially, and as of when
         self._ordinary_seconds = 0.0
         self._as_of = 0.0
-        # tokens of rows of several tokens, and of one, in all steps whose results came
+        # tokens computed in rows of several tokens, and in rows of one, by all steps whose results
+        # came
         self.num_prefill_tokens = 0
-        self.num_prompt_tokens = 0
         self.num_decode_tokens = 0
-        # of all of these that could be predicted
+        # seconds of the steps that could be predicted
         self.predicted_seconds = 0.0
         self.actual_seconds = 0.0
 
@@ -66,7 +66,7 @@ class StepsInFlight:
 
     @property
     def ordinary_share(self) -> float:
-        """Of the time lately, what requests that are not best effort needed; may be above 1."""
+        """The share of the time lately that ordinary requests needed; it may be above 1."""
         return self._ordinary_seconds / _LATELY
 
     def push(
@@ -113,5 +113,5 @@ class StepsInFlight:
         return requests
 
     def num_rows(self, request: Request) -> int:
-        """Rows of these steps that are ``request``'s."""
+        """How many rows of these steps are ``request``'s."""
         return sum(r is request for step in self._steps for r in step[1])

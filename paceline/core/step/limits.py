@@ -19,20 +19,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from paceline.core.memory.pressure import Pressure
 from paceline.core.outputs import BlockCopy, NewRequest, ScheduledRow
 from paceline.core.policies import overrides
 from paceline.core.predict.step_time import StepShape
 from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Request
-from paceline.core.step.displacement import Displacement
+from paceline.core.step.displacement import make_way
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
-__all__ = ["Pacing", "Pass", "Plain", "Step", "cap_chunk"]
+__all__ = ["Pacing", "Pass", "Plain", "Step"]
 
-# prompt tokens of a step under memory pressure, at least
-_MIN_CHUNK = 32
 # a NamedTuple made by tuple's constructor costs half of one made by its own, and there is one for
 # every token of every request
 _new = tuple.__new__
@@ -54,7 +51,7 @@ class Step:
     """A plain step with its rows so far, and the base of others. Made anew for each step."""
 
     state: SchedulerState
-    # when it is planned
+    # when the step is planned
     now: float
     # tokens left to hand out
     budget: int
@@ -71,7 +68,7 @@ class Step:
     # predicted seconds of the step beyond which best-effort rows stay out of it, and ask ``takes``
     # for that; infinite: they need not ask
     seconds: float = math.inf
-    # the same for requests without targets, whose rows are metered then; infinite: they are not
+    # the same for best effort without targets, whose rows are metered then; infinite: they are not
     background_seconds: float = math.inf
     # predicted seconds of ordinary rows alone; None: there are no others
     ordinary_seconds: float | None = None
@@ -83,8 +80,7 @@ class Step:
     wide_keys: float = 0.0
     narrow_rows: int = 0
     narrow_keys: int = 0
-    num_tokens: int = 0
-    # the rows so far, and whose they are
+    # the rows so far, and the request of each
     rows: list[ScheduledRow] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
@@ -95,7 +91,7 @@ class Step:
 
     @property
     def shape(self) -> StepShape:
-        """Of the rows so far."""
+        """What the rows so far come to."""
         return StepShape(self.wide_tokens, self.wide_keys, self.narrow_rows, self.narrow_keys)
 
     def add(self, request: Request, num_tokens: int, new_block_ids: tuple[int, ...]) -> None:
@@ -108,7 +104,6 @@ class Step:
         )
         self.requests.append(request)
         self.budget -= num_tokens
-        self.num_tokens += num_tokens
         request.num_computed_tokens = end
         if samples:
             request.num_pending_tokens += 1
@@ -123,7 +118,6 @@ class Step:
     def count_plain(self, num_rows: int, num_keys: int) -> None:
         """Count rows of one token that ``Rows`` added by itself, with the tokens before them."""
         self.budget -= num_rows
-        self.num_tokens += num_rows
         self.narrow_rows += num_rows
         self.narrow_keys += num_keys
 
@@ -150,7 +144,7 @@ class Step:
         return False
 
     def obstacle(self, request: Request) -> Reason | None:
-        """What keeps the request out beside memory; None: nothing."""
+        """What keeps the request out beside memory; None: nothing does."""
         return None
 
     def admitted(self, request: Request) -> None:
@@ -189,34 +183,23 @@ class Pacing(Protocol):
         ...
 
 
-def cap_chunk(tokens: int, num_running: int, pressure: Pressure) -> int:
-    """Tokens of a step under memory pressure: a quarter of the prompt tokens."""
-    if pressure < Pressure.SMALL_CHUNKS:
-        return tokens
-    return min(tokens, num_running + max(_MIN_CHUNK, (tokens - num_running) // 4))
-
-
 class Plain:
     """The null object of ``Pacing``: steps are no larger than brings throughput, running requests
     get their tokens first, and waiting ones are admitted in the policy's order."""
 
-    def __init__(self, state: SchedulerState, displacement: Displacement) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self._state = state
         # without best effort, the other policies displace no request
-        displaces = overrides(state.policy, "displaces")
-        self._displacement = displacement if displaces else None
+        self._displaces = overrides(state.policy, "displaces")
 
     def begin(self, now: float, starts: float, *, held: bool) -> Step:
         state = self._state
         running = state.running.requests
         num_running, tokens = len(running), state.chunk.plain_tokens(running)
-        reserved = 0
-        if self._displacement is not None and not held:
-            head = state.waiting.ordinary.peek()
-            if head is not None:
-                reserved = self._displacement.make_way(head, now, state.policy.displaces)
+        head = state.waiting.ordinary.peek() if self._displaces and not held else None
+        reserved = 0 if head is None else make_way(state, head, now, state.policy.displaces)
         return Step(
-            budget=cap_chunk(tokens, num_running, state.valve.level),
+            budget=state.valve.cap(tokens, num_running),
             state=state,
             now=now,
             chunk_tokens=tokens - num_running,

@@ -25,12 +25,11 @@ __all__ = ["Planner"]
 class Planner:
     """Fills steps."""
 
-    def __init__(self, state: SchedulerState, rows: Rows, admission: Admission) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._waiting = state.waiting
-        self._running = state.running
-        self._rows = rows
-        self._admission = admission
+        self._waiting, self._running = state.waiting, state.running
+        self._rows = Rows(state)
+        self._admission = Admission(state, self._rows)
 
     def fill(self, step: Step, *, held: bool) -> Reason | None:
         """Plan rows, and return what holds the head of the queue up; None if nothing does.
@@ -78,19 +77,23 @@ class Planner:
         self._rows.extend(step, _still_running(rest), 0, limited=True)
 
     def _run(self, step: Step, passes: Sequence[Pass], held_by: Reason | None) -> Reason | None:
-        """The first of the passes that are left; no request is admitted if ``held_by`` says why.
-        Returns what does now."""
+        """Run the first of the passes that are left. No request is admitted where ``held_by`` says
+        what holds the queue up. Returns what does so now."""
         part, is_first = passes[0], len(passes) == len(step.passes)
         reserved = later = sum(len(following.running) for following in passes[1:])
         if is_first:
             reserved += len(part.must_run) + step.reserved
-        preempted = bool(part.running) and self._rows.extend(
-            step, part.running, reserved, limited=not is_first
-        )
+        preempted = self._rows.extend(step, part.running, reserved, limited=not is_first)
         if held_by is None and preempted and self._running.requests:
             held_by = Reason.MEMORY
-        num_rows = len(step.rows)
-        preempted = bool(part.must_run) and self._must_run(step, part.must_run)
+        num_rows, preempted = len(step.rows), False
+        if part.must_run and (must_run := _still_running(part.must_run)):
+            before = step.shape
+            for request in must_run:
+                request.num_skipped_steps = 0
+            # each takes one token: none has to be left for other rows
+            preempted = self._rows.extend(step, must_run, 0, limited=False)
+            step.lengthened(before)
         num_must_run = len(step.rows) - num_rows
         if held_by is None and len(self._waiting):
             step.budget -= later
@@ -101,20 +104,6 @@ class Planner:
         if is_first and len(passes) > 1:
             step.first_pass_done(num_must_run)
         return held_by
-
-    def _must_run(self, step: Step, must_run: Sequence[Request]) -> bool:
-        """Rows for best effort that must not sit the step out. Returns whether a request had to
-        give way for them."""
-        running = _still_running(must_run)
-        if not running:
-            return False
-        for request in running:
-            request.num_skipped_steps = 0
-        before = step.shape
-        # they are narrow: no token has to be left for others
-        preempted = self._rows.extend(step, running, 0, limited=False)
-        step.lengthened(before)
-        return preempted
 
 
 def _still_running(requests: Sequence[Request]) -> list[Request]:

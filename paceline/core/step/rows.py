@@ -38,7 +38,7 @@ class Rows:
         that have to give way are taken out of the list. Returns whether any had to.
 
         Args:
-            running: of best effort all, or none.
+            running: best-effort requests alone, or ordinary ones alone.
             limited: they get rows only as far as the step has room for best effort.
         """
         preempted = False
@@ -75,7 +75,7 @@ class Rows:
         request = running[index]
         behind = request.num_uncomputed_tokens
         if behind <= 0 or request.num_computed_tokens + behind >= request.max_total_tokens:
-            # nothing left to compute, or only to wait for the last token, or for what guesses bring
+            # all is computed, or the request waits for its last token, or for what guesses bring
             return 0
         if not self._mixes:
             takes = step.narrow if behind == 1 else step.wide
@@ -162,9 +162,9 @@ class Rows:
             if tier is Tier.ORDINARY or limited:
                 candidates += [r for r in rest if r.tier > tier]
             else:
-                # it must run: nearly all others of best effort have more time
+                # it must run: nearly all other best-effort requests have more time
                 candidates = [r for r in rest if r.best_effort] or candidates
-        return self._running.preemption.victim(candidates, self._expendable)
+        return self._running.victim(candidates, self._expendable)
 
     def add(self, step: Step, request: Request, num_tokens: int, extension: Extension) -> None:
         """A row of the next ``num_tokens`` tokens, whose blocks the request has; ``extension`` is

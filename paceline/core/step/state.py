@@ -14,7 +14,6 @@ from operator import attrgetter
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.memory.outlook import MemoryOutlook
-from paceline.core.memory.preemption import Preemption
 from paceline.core.memory.pressure import PressureValve
 from paceline.core.policies import PolicyContext, SchedulingPolicy, make_policy
 from paceline.core.predict.chunk import ChunkSize
@@ -42,19 +41,21 @@ class LastPlan:
     held_by: Reason | None = None
     # promised best-effort requests came before those that missed their targets
     pressing: bool = False
-    # of plans, results and ends of requests: what was seen under another number is out of date
+    # counts plans, results and ends of requests: what was seen under another number is out of date
     version: int = 0
-    # of requests that had their first token since forecasts were last asked for: what was said on
-    # arrival, and the seconds that it took
+    # the forecast made on arrival and the seconds that it took, for each request that had its first
+    # token since forecasts were last asked for
     first_tokens: list[tuple[Forecast, float]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Totals:
-    """Counted from the start on, over all requests."""
+    """What is counted from the start on, over all requests."""
 
     num_recomputed_tokens: int = 0
     num_relegated: int = 0
+    # tokens of prompts whose request got its first token
+    num_prompt_tokens: int = 0
     # tokens that were computed for requests that were aborted or failed
     num_discarded_tokens: int = 0
     # refused requests by QueueFullError.reason
@@ -99,28 +100,22 @@ class SchedulerState:
         group = attrgetter("asked.tenant") if policy.keeps_tenants_apart else lambda _: ""
         self.waiting = WaitingRoom(policy.make_queue, policy.later, self.kv, group)
         self.forks = Forks()
-        preemption = Preemption(config, cache, self.kv, self.work)
-        self.running = RunningList(preemption, self.waiting, cache.block_size)
+        self.running = RunningList(config, cache, self.kv, self.waiting, self.work)
         self.steps, self.last = StepsInFlight(self.step_time, config.plan_lead_s), LastPlan(tokens)
         self.totals = Totals()
 
     def outlook(self, tier: Tier, running: Sequence[Request], num_freed: int = 0) -> MemoryOutlook:
-        """Of the memory of running requests, as one of ``tier`` finds it once so many blocks have
-        come free. Best effort makes way, so ordinary requests need not count it."""
+        """How the memory of running requests looks to a request of ``tier`` once so many blocks
+        have come free. Best effort makes way, so ordinary requests need not count it."""
         if tier is Tier.ORDINARY:
             running = [request for request in running if request.tier is tier]
-        return MemoryOutlook(
-            running,
-            self.work,
-            num_blocks=self.cache.num_blocks,
-            num_held_blocks=self.cache.num_blocks - self.kv.pool.num_free - num_freed,
-            block_size=self.cache.block_size,
-        )
+        num_held = self.cache.num_blocks - self.kv.pool.num_free - num_freed
+        return MemoryOutlook(running, self.work, self.cache, num_held)
 
 
 def take_stats(state: SchedulerState) -> SchedulerStats:
     """A snapshot of the parts."""
-    totals = state.totals
+    totals, host = state.totals, state.kv.host
     kv, waiting, steps, held_by = state.kv, state.waiting, state.steps, state.last.held_by
     return SchedulerStats(
         num_running=len(state.running.requests), num_waiting=len(waiting) + len(state.forks),
@@ -131,18 +126,17 @@ def take_stats(state: SchedulerState) -> SchedulerStats:
         drafted=tuple(totals.drafted.items()), accepted=tuple(totals.accepted.items()),
         accepted_by_place=tuple((str(i), n) for i, n in totals.accepted_by_place.items()),
         prefix_cache_queries=kv.num_queried_tokens, prefix_cache_hits=kv.num_hit_tokens,
-        num_recomputed_tokens=totals.num_recomputed_tokens,
-        num_swapped_out_blocks=kv.num_swapped_out, num_swapped_in_blocks=kv.num_swapped_in,
-        num_relegated=totals.num_relegated, num_discarded_tokens=totals.num_discarded_tokens,
-        refused=tuple(totals.refused.items()),
+        num_recomputed_tokens=totals.num_recomputed_tokens, num_relegated=totals.num_relegated,
+        num_swapped_out_blocks=host.num_swapped_out, num_swapped_in_blocks=host.num_swapped_in,
+        num_discarded_tokens=totals.num_discarded_tokens, refused=tuple(totals.refused.items()),
         waited=tuple(zip(REASONS, waiting.clocks.reading(), strict=True)),
         pressure_level=state.valve.level,
         predicted_step_seconds=steps.predicted_seconds, actual_step_seconds=steps.actual_seconds,
         num_prefill_tokens=steps.num_prefill_tokens, num_decode_tokens=steps.num_decode_tokens,
-        num_prompt_tokens=steps.num_prompt_tokens, num_cached_free_blocks=kv.pool.num_cached_free,
+        num_prompt_tokens=totals.num_prompt_tokens, num_cached_free_blocks=kv.pool.num_cached_free,
         num_window_blocks=state.cache.num_window_blocks,
         num_free_window_blocks=0 if kv.windows is None else kv.windows.num_free,
-        num_host_blocks=state.cache.num_host_blocks, num_free_host_blocks=kv.num_free_host_blocks,
+        num_host_blocks=state.cache.num_host_blocks, num_free_host_blocks=host.num_free,
         held_by=None if held_by is None else REASONS[held_by],
     )  # fmt: skip
 
@@ -165,7 +159,7 @@ def check_integrity(state: SchedulerState, live: Mapping[str, Request]) -> None:
         assert request.num_computed_tokens <= most
     for request in waiting:
         assert request.status is RequestStatus.WAITING
-        assert not request.block_ids or request.asked.fork_of or request.num_swapped_tokens
+        assert not request.block_ids or request.asked.fork_of, "a waiting request holds blocks"
     for request in known:
         flying = state.steps.num_rows(request)
         assert 0 <= request.num_pending_tokens <= flying, "a pending token of no step"

@@ -6,7 +6,6 @@ This module does not know how the step was chosen.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from operator import itemgetter
 
 from paceline.core.outputs import (
     RequestUpdate,
@@ -26,10 +25,8 @@ __all__ = ["Updates", "update_of"]
 # a NamedTuple made by tuple's constructor costs half of one made by its own
 _new = tuple.__new__
 _SAMPLES = ScheduledRow._fields.index("samples")
-# of (reason, seconds); they are never negative
-_SECONDS = itemgetter(1)
 
-# of one row, None where it asked for none
+# one row's, None where it asked for none
 _Logprobs = tuple[TokenLogprobs, ...] | None
 
 
@@ -82,7 +79,7 @@ class Updates:
                 and request.told
                 and not failed
             ):
-                # nearly all, by the shortest way: ``_append`` and ``_tell`` would do the same
+                # nearly all rows are such: this is the short way, and what is below does the same
                 request.output_token_ids.append(token_ids[0])
                 request.num_tokens = total
                 if counts:
@@ -97,7 +94,7 @@ class Updates:
                 continue
             if row.request_id in failed:
                 self._finish(request, FinishReason.ERROR)
-                updates.append(update_of(request, (), None, failed[row.request_id]))
+                append(update_of(request, (), None, failed[row.request_id]))
             elif row[samples_at]:
                 token_ids = self._append(request, token_ids, now)
                 counted += [request] * len(token_ids)
@@ -111,9 +108,9 @@ class Updates:
         Returns those that count."""
         if request.first_token_time is None:
             request.first_token_time = now
-            self._state.steps.num_prompt_tokens += request.num_prompt_tokens
+            self._state.totals.num_prompt_tokens += request.num_prompt_tokens
             forecast = request.history.forecast
-            # one that was demoted against what was foreseen says nothing of the others
+            # a request that was demoted against its forecast teaches nothing about others
             if forecast is not None and (forecast.late or not request.history.demoted):
                 actual = now - request.asked.arrival_time
                 self._state.last.first_tokens.append((forecast, actual))
@@ -138,36 +135,31 @@ class Updates:
     def _tell(
         self, request: Request, token_ids: tuple[int, ...], logprobs: _Logprobs, tell_all: bool
     ) -> Iterator[RequestUpdate]:
-        """The news of a request with these new tokens, and its story if it has changed."""
-        tells, request.told = not request.told, True
+        """The news of a request with these new tokens, where it is to be told."""
         if tell_all or request.finish_reason is not None:
-            # of tokens behind the one that ended it nothing is told
-            logprobs = None if logprobs is None else logprobs[: len(token_ids)]
-            yield update_of(request, token_ids, logprobs, tells=tells)
+            yield update_of(request, token_ids, logprobs)
+        request.told = True
 
 
 def update_of(
-    request: Request,
-    token_ids: tuple[int, ...],
-    logprobs: _Logprobs,
-    error: str | None = None,
-    *,
-    tells: bool = False,
+    request: Request, token_ids: tuple[int, ...], logprobs: _Logprobs, error: str | None = None
 ) -> RequestUpdate:
-    """The news of a request with these new tokens; its timeline with the last, and with those
-    that tell it."""
-    told = tells or request.finish_reason is not None
+    """The news of a request with these new tokens; its timeline with the last, and where its caller
+    has not been sent that since it changed."""
+    tells = request.finish_reason is not None or not request.told
+    # tokens behind the one that ended the request are not told
+    kept = None if logprobs is None else logprobs[: len(token_ids)]
     news = (
-        request.request_id, token_ids, logprobs, request.finish_reason, request.stop_reason,
+        request.request_id, token_ids, kept, request.finish_reason, request.stop_reason,
         request.num_cached_tokens, request.first_scheduled_time or 0.0, request.num_preemptions,
-        error, _timeline_of(request) if told else None,
+        error, _timeline_of(request) if tells else None,
     )  # fmt: skip
     return _new(RequestUpdate, news)
 
 
 def _timeline_of(request: Request) -> Timeline:
     history = request.history
-    waited = tuple(filter(_SECONDS, zip(REASONS, history.waits, strict=False)))
+    waited = tuple([each for each in zip(REASONS, history.waits, strict=False) if each[1]])
     drafts = tuple([(source, *counts) for source, counts in history.drafts.items()])
     story = (
         waited, history.num_chunks, request.num_preemptions, history.num_recomputed_tokens,

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.core.config import CacheConfig
 from paceline.core.memory.kv_cache import KVCacheManager, blocks_for, hash_block, root_hash
-from paceline.core.outputs import BlockCopy, BlockSwap
+from paceline.core.outputs import BlockCopy
 from paceline.core.request import Request
 from tests.driving import make_request
 
@@ -104,7 +104,7 @@ def test_blocks_of_an_ended_request_are_found_until_they_are_needed() -> None:
     for forget, found in ((False, 4), (True, 0)):
         manager = manager_of(2)
         first = admitted(manager, make_request("first", 6))
-        manager.end(first, forget=forget)
+        manager.free(first, forget=forget)
         assert not first.block_ids and first.num_computed_tokens == 0
         again = make_request("again", 6)
         assert manager.num_found(again) == found
@@ -118,7 +118,7 @@ def test_blocks_of_an_ended_request_are_found_until_they_are_needed() -> None:
 def test_an_idle_cached_block_is_one_of_the_free_ones() -> None:
     manager = manager_of(2)
     first = admitted(manager, make_request("first", 6))
-    manager.end(first)
+    manager.free(first)
     admitted(manager, make_request("other", [50]))
     again = make_request("again", 6)
     assert manager.num_found(again) == 4 and manager.pool.num_free == 1
@@ -128,7 +128,7 @@ def test_an_idle_cached_block_is_one_of_the_free_ones() -> None:
 def test_without_caching_nothing_is_hashed_or_found() -> None:
     manager = manager_of(enable_prefix_caching=False)
     first = make_request("first", 8)
-    manager.hash_prompt(first)
+    manager.num_found(first)
     admitted(manager, first)
     assert not first.block_hashes and manager.num_found(make_request("second", 8)) == 0
     assert manager.num_queried_tokens == 0
@@ -137,7 +137,7 @@ def test_without_caching_nothing_is_hashed_or_found() -> None:
 def test_a_prompt_is_hashed_once_and_its_output_behind_it() -> None:
     manager = manager_of()
     request = make_request("a", 8)
-    manager.hash_prompt(request)
+    manager.num_found(request)
     assert len(request.block_hashes) == 1, "the block of the last token is not looked up"
     admitted(manager, request)
     request.output_token_ids += [9, 10, 11, 12]
@@ -201,37 +201,11 @@ def test_a_copy_needs_a_free_block() -> None:
     assert child.shares_tail and child.block_ids == parent.block_ids
 
 
-# ---------------------------------------------------------------- host memory
-
-
-def test_what_was_swapped_out_comes_back_in_place_of_being_computed() -> None:
-    manager = manager_of(num_host_blocks=3, enable_prefix_caching=False)
-    request = admitted(manager, make_request("a", 10), computed=9)
-    held = list(request.block_ids)
-    manager.swap_out(request)
-    manager.free(request)
-    out = manager.take_swaps()
-    assert [swap.src for swap in out] == held and all(swap.to_host for swap in out)
-    assert manager.num_free_host_blocks == 0 and manager.take_swaps() == ()
-    assert manager.num_lacking(request) == 1
-    assert manager.admit(request, beside_others=False)
-    assert request.num_computed_tokens == 9
-    back = manager.take_swaps()
-    assert back == tuple(
-        BlockSwap(swap.dst, block, False)
-        for swap, block in zip(out, request.block_ids, strict=True)
-    )
-    assert request.history.num_restored_tokens == 9
-    assert manager.num_free_host_blocks == 3
-    assert (manager.num_swapped_out, manager.num_swapped_in) == (3, 3)
-    manager.check_integrity([request])
-
-
 def test_a_prompt_computed_elsewhere_lands_in_the_cache_as_far_as_there_is_room() -> None:
     for num_blocks, found in ((8, 8), (1, 4)):
         manager = manager_of(num_blocks)
         request = make_request("a", 10)
-        manager.hash_prompt(request)
+        manager.num_found(request)
         manager.land_prefix(request)
         assert manager.num_found(request) == found
         assert manager.pool.num_free == num_blocks, "nobody holds them"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core.config import CacheConfig
 from paceline.core.memory.outlook import MemoryOutlook, future_peak
 from paceline.core.predict.output_length import LengthHistory, WorkEstimator
 from paceline.core.predict.step_time import StepTimeModel
@@ -23,9 +24,7 @@ def test_future_peak_is_what_stepping_finds(sequences: list[tuple[int, int]]) ->
 
 def outlook(running: list[Request], num_held_blocks: int) -> MemoryOutlook:
     work = WorkEstimator(StepTimeModel(), LengthHistory())
-    return MemoryOutlook(
-        running, work, num_blocks=40, num_held_blocks=num_held_blocks, block_size=4
-    )
+    return MemoryOutlook(running, work, CacheConfig(block_size=4, num_blocks=40), num_held_blocks)
 
 
 @given(

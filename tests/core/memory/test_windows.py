@@ -238,7 +238,7 @@ def test_the_check_finds_a_window_block_dropped_too_soon() -> None:
         each.scheduler.check_integrity()
     request.window_indices = held
     windows_of(each)._drop([request.block_ids[held.start]])
-    with pytest.raises(AssertionError, match="held by who does not read"):
+    with pytest.raises(AssertionError, match="held by requests that do not read"):
         each.scheduler.check_integrity()
 
 

@@ -18,7 +18,7 @@ def test_children_are_kept_by_parent_in_order() -> None:
         forks.add(PARENT, child)
     forks.add(OTHER, theirs)
     assert len(forks) == 4 and list(forks) == [*ours, theirs]
-    assert forks.of(PARENT) == tuple(ours), "to look at"
+    assert forks.by_parent[PARENT.request_id] == ours, "to look at"
     assert len(forks) == 4
     assert forks.take(PARENT) == ours and forks.take(PARENT) == []
     assert list(forks) == [theirs] and len(forks) == 1 and set(forks.by_parent) == {"q"}

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from paceline.core.pacing import paced
 from paceline.core.request import Request, RequestStatus
 from paceline.core.slo import Slo
-from paceline.core.step.displacement import Displaces
+from paceline.core.step.displacement import Displaces, make_way
+from paceline.core.step.state import SchedulerState
 from tests.driving import Driver, make_request
 
 
@@ -104,28 +106,29 @@ def test_the_place_made_for_one_is_not_taken_by_best_effort_whose_turn_had_come(
 class Displacements(Driver):
     """Writes down who was preempted for whom."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, **config: Any) -> None:
         super().__init__(**config)
         self.pairs: Counter[tuple[Request, Request]] = Counter()
-        displacement = self.scheduler._paced._displacement
-        make_way = displacement.make_way
 
-        def watching(head: Request, now: float, displaces: Displaces) -> int:
+        def watching(state: SchedulerState, head: Request, now: float, displaces: Displaces) -> int:
             before = list(self.scheduler._running.requests)
-            lacking = make_way(head, now, displaces)
+            lacking = make_way(state, head, now, displaces)
             if lacking:
                 gone = [r for r in before if r.status is RequestStatus.WAITING]
                 self.pairs.update((head, loser) for loser in gone)
             return lacking
 
-        displacement.make_way = watching  # type: ignore[method-assign]
+        patch.setattr(paced, "make_way", watching)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_nobody_is_displaced_by_the_same_one_time_and_again(seed: int) -> None:
+def test_nobody_is_displaced_by_the_same_one_time_and_again(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory is short, now and as predicted, and predictions are wrong: outputs end early."""
     rng = random.Random(seed)
     driver = Displacements(
+        monkeypatch,
         policy="priority",
         max_num_seqs=6,
         num_blocks=100,

@@ -11,10 +11,8 @@ import pytest
 from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Request, RequestStatus
 from paceline.core.slo import Slo
-from paceline.core.step.admission import Admission
 from paceline.core.step.limits import Pass, Step
 from paceline.core.step.planner import Planner
-from paceline.core.step.rows import Rows
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 from tests.core.parts import computed, numbered, parts, rows_of, run, step_of
@@ -56,8 +54,7 @@ def fill(
         evicted=evicted,
     )
     assert isinstance(step, kind)
-    rows = Rows(state)
-    held_by = Planner(state, rows, Admission(state, rows)).fill(step, held=held)
+    held_by = Planner(state).fill(step, held=held)
     state.kv.check_integrity([*state.running.requests, *state.waiting])
     return step, held_by
 

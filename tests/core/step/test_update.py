@@ -74,11 +74,11 @@ def test_a_token_is_appended_and_told() -> None:
     a, b = taking.requests
     assert (a.output_token_ids, a.num_tokens, a.num_pending_tokens) == ([7], 6, 0)
     assert a.first_token_time == b.first_token_time == 2.0
-    assert state.steps.num_prompt_tokens == 5 + 3
+    assert state.totals.num_prompt_tokens == 5 + 3
     second = taking.take((9,), (10,), now=3.0)
     assert [u.timeline for u in second] == [None, None], "nothing new to tell"
     assert a.output_token_ids == [7, 9] and a.first_token_time == 2.0
-    assert state.steps.num_prompt_tokens == 8
+    assert state.totals.num_prompt_tokens == 8
 
 
 def test_the_short_way_of_a_token_is_the_long_way() -> None:
@@ -192,10 +192,11 @@ def test_a_policy_that_counts_is_given_every_token_once() -> None:
     assert counted == [["a", "b", "b", "b"], ["a"]], "what came behind the end is nobody's"
 
 
-def test_an_update_by_itself_tells_the_story_at_the_end_or_when_asked() -> None:
+def test_an_update_by_itself_tells_the_story_at_the_end_or_where_it_is_not_told() -> None:
     request = numbered("a", 0, 5)
+    assert update_of(request, (1,), None).timeline is not None
+    request.told = True
     assert update_of(request, (1,), None).timeline is None
-    assert update_of(request, (1,), None, tells=True).timeline is not None
     request.finish_reason = FinishReason.ABORT
     told = update_of(request, (), None, "gone")
     assert told.timeline is not None and told.error == "gone"

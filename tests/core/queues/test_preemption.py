@@ -9,9 +9,11 @@ import pytest
 from paceline.backends.null import expected_tokens
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.memory.kv_cache import KVCacheManager
-from paceline.core.memory.preemption import Preemption
 from paceline.core.predict.output_length import LengthHistory, WorkEstimator
 from paceline.core.predict.step_time import StepShape, StepTimeModel
+from paceline.core.queues.request_queue import RequestQueue
+from paceline.core.queues.running import RunningList
+from paceline.core.queues.waiting import WaitingRoom
 from paceline.core.request import Request
 from paceline.core.slo import Slo
 from tests.driving import Driver, make_request
@@ -109,7 +111,7 @@ def test_who_loses_the_least_work_gives_way() -> None:
     driver.run()
 
 
-def chooser(*, seconds_per_token: float, swap_block_seconds: float) -> Preemption:
+def chooser(*, seconds_per_token: float, swap_block_seconds: float) -> RunningList:
     """Blocks of 4 tokens; what a prompt takes is its tokens' time and nothing else."""
     step_time = StepTimeModel()
     cache = CacheConfig(
@@ -119,7 +121,9 @@ def chooser(*, seconds_per_token: float, swap_block_seconds: float) -> Preemptio
         shape = StepShape().plus(0, 8 + index)
         step_time.observe(shape, seconds_per_token * shape.wide_tokens)
     kv = KVCacheManager(cache)
-    return Preemption(SchedulerConfig(), cache, kv, WorkEstimator(step_time, LengthHistory()))
+    waiting = WaitingRoom(RequestQueue, lambda key: key, kv)
+    work = WorkEstimator(step_time, LengthHistory())
+    return RunningList(SchedulerConfig(), cache, kv, waiting, work)
 
 
 def computed(num_tokens: int, num_preemptions: int = 0) -> Request:
@@ -143,9 +147,10 @@ def test_what_a_victim_loses_is_the_cheaper_of_both_ways_and_more_each_time() ->
 @pytest.mark.parametrize(("share", "swaps"), [(0.7, True), (0.9, False), (1.1, False)])
 def test_moving_has_to_be_clearly_cheaper_than_computing(share: float, swaps: bool) -> None:
     """Both are predictions: what is nearly equal does not go one way now and the other way next."""
-    preemption = chooser(seconds_per_token=1e-3, swap_block_seconds=share * 2e-3)
+    running = chooser(seconds_per_token=1e-3, swap_block_seconds=share * 2e-3)
     victim = computed(80)
-    preemption.release(victim)
+    running.start(victim)
+    running.preempt(victim, 0.0)
     assert victim.num_swapped_tokens == (80 if swaps else 0)
 
 
@@ -157,9 +162,9 @@ def test_an_aborted_request_gives_its_host_memory_back() -> None:
     driver.step()
     driver.add(make_request("high", range(80, 90), 6, arrival=driver.now))
     driver.step()
-    assert driver.scheduler.kv.num_free_host_blocks < 50
+    assert driver.scheduler.kv.host.num_free < 50
     driver.abort("low")
-    assert driver.scheduler.kv.num_free_host_blocks == 50
+    assert driver.scheduler.kv.host.num_free == 50
     driver.run()
 
 

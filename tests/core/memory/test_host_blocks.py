@@ -7,9 +7,39 @@ from typing import Any
 import pytest
 
 from paceline.backends.null import expected_tokens
+from paceline.core.config import CacheConfig
+from paceline.core.memory.kv_cache import KVCacheManager
+from paceline.core.outputs import BlockSwap
 from tests.driving import Driver, make_request
 
 COUNT = 4
+
+
+def test_what_was_swapped_out_comes_back_in_place_of_being_computed() -> None:
+    manager = KVCacheManager(
+        CacheConfig(block_size=4, num_blocks=8, num_host_blocks=3, enable_prefix_caching=False)
+    )
+    request = make_request("a", 10)
+    assert manager.admit(request, beside_others=False)
+    request.num_computed_tokens = 9
+    held = list(request.block_ids)
+    manager.host.keep(request)
+    manager.free(request)
+    out = manager.host.take_swaps()
+    assert [swap.src for swap in out] == held and all(swap.to_host for swap in out)
+    assert manager.host.num_free == 0 and manager.host.take_swaps() == ()
+    assert manager.num_lacking(request) == 1
+    assert manager.admit(request, beside_others=False)
+    assert request.num_computed_tokens == 9
+    back = manager.host.take_swaps()
+    assert back == tuple(
+        BlockSwap(swap.dst, block, False)
+        for swap, block in zip(out, request.block_ids, strict=True)
+    )
+    assert request.history.num_restored_tokens == 9
+    assert manager.host.num_free == 3
+    assert (manager.host.num_swapped_out, manager.host.num_swapped_in) == (3, 3)
+    manager.check_integrity([request])
 
 
 def prompt_of(index: int) -> range:
