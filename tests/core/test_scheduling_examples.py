@@ -195,7 +195,7 @@ def test_a_step_beside_streams_is_bounded() -> None:
     scheduler.step_time.most_wide_tokens = 2000
     base = StepShape(0, 0.0, 8, 0)
     assert scheduler.step_time.predict(base) == pytest.approx(0.018, rel=1e-3)
-    assert scheduler.state.chunk.beside_streams(base, 0, 0.25) == 224
+    assert scheduler.state.chunk.within(base, 0, 2048, gap=0.25) == 224
 
 
 def test_background_rows_earn_a_tenth(model: StepTimeModel) -> None:

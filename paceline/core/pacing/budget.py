@@ -111,7 +111,7 @@ class StepBudget:
         if tokens := view.favoured:
             # the requests in whose way it stands have had more than their share
             if gap < math.inf:
-                tokens = min(tokens, chunk.beside_streams(view.base, start, gap))
+                tokens = min(tokens, chunk.within(view.base, start, self._most, gap=gap))
             return Allowance(chunk.total(tokens, num_running), 0.0)
         if num_running and not view.awaited:
             allowed = self.added_seconds(view)
@@ -123,7 +123,8 @@ class StepBudget:
         if allowed == math.inf:
             tokens = chunk.unpaced(num_running, view.narrow_rows)
         else:
-            tokens = chunk.within(view.base, start, allowed, shared=view.shared, gap=gap)
+            most = chunk.knee(shared=view.shared)
+            tokens = chunk.within(view.base, start, most, seconds=allowed, gap=gap)
         # a prompt with a target is not kept waiting for best-effort rows
         return Allowance(chunk.total(tokens, num_running), 0.0 if view.urgent else allowed)
 
@@ -163,8 +164,8 @@ class StepBudget:
         else:
             tokens = chunk.beside(num_running, view.narrow_rows, shared=view.shared)
             if view.paces:
-                pace = PACE_SHARE * min(view.paces)
-                tokens = max(chunk.floor, chunk.within(base, 0, pace, shared=view.shared))
+                pace, most = PACE_SHARE * min(view.paces), chunk.knee(shared=view.shared)
+                tokens = max(chunk.floor, chunk.within(base, 0, most, seconds=pace))
         return self._model.predict(base.plus(0, max(2, tokens))) / tokens
 
 

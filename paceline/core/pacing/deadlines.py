@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, compress
 from operator import methodcaller
 from typing import Final
@@ -64,7 +64,7 @@ class Deadlines:
         self._budget = budget
         self._demote = demote
         # requests left out that may come back
-        self._left_out: dict[str, Request] = {}
+        self._left_out: dict[Request, Promise] = {}
         self.rest()
 
     def rest(self) -> None:
@@ -97,21 +97,18 @@ class Deadlines:
         first = sorted(self._state.waiting.promised[:_MAX_LOOKED_AT] + running)[:_MAX_LOOKED_AT]
         jobs = sorted(first + left_before)
         late = self._judge(jobs, view, now)
-        gone = {request.request_id for request in late}
-        back = [request for _, _, request in left_before if request.request_id not in gone]
-        return self._change(late, back)
+        return self._change(late, [request for _, _, request in left_before if request not in late])
 
-    def _judge(self, jobs: list[Promise], view: RunningView, now: float) -> list[Request]:
-        """Requests to be left out so that the others are in time; whether these press, and which
-        of them must run."""
+    def _judge(self, jobs: list[Promise], view: RunningView, now: float) -> Mapping[Request, None]:
+        """Requests to be left out so that the others are in time. Also finds out whether these
+        press, and which of them must run."""
         requests = [request for _, _, request in jobs]
         beside = self._state.step_time.predict(view.base) if view.ordinary else 0.0
         full = beside + self._budget.full_step_seconds
         lefts = self._state.work.least_left(requests, QUANTILE)
         seconds, latest = self._work_of(jobs, lefts, view.num_running, now, full)
-        late = triage(requests, now, seconds, latest, self._state.waiting.group)
-        gone, running = {request.request_id for request in late}, RequestStatus.RUNNING
-        stays = [request.request_id not in gone for request in requests]
+        late = dict.fromkeys(triage(requests, now, seconds, latest, self._state.waiting.group))
+        running, stays = RequestStatus.RUNNING, [request not in late for request in requests]
         kept = (_HASTE * own for own in compress(seconds, stays))
         self.pressing = not all_in_time(now, kept, compress(latest, stays))
         self._hurried = [
@@ -150,7 +147,7 @@ class Deadlines:
                 between = beside
             start = due - between if between > 0.0 else due
             own += request.num_lacking_tokens * per_token
-            if left_out and request.request_id in left_out:
+            if request in left_out:
                 # to and fro would cost others their time
                 own *= _HASTE
             seconds.append(own)
@@ -160,21 +157,21 @@ class Deadlines:
             latest.append(start)
         return seconds, latest
 
-    def _change(self, late: list[Request], back: list[Request]) -> bool:
+    def _change(self, late: Iterable[Request], back: list[Request]) -> bool:
         """Demote those of ``late`` that are not yet, and restore ``back``. Returns whether any that
         run were demoted."""
-        leave = [request for request in late if request.request_id not in self._left_out]
+        leave = [request for request in late if request not in self._left_out]
         if len(leave) > _MAX_LEFT_OUT:
             del leave[_MAX_LEFT_OUT:]
             self._steps_until_look = _STEPS_TO_THE_REST
         for request in back:
-            del self._left_out[request.request_id]
+            del self._left_out[request]
         room = _MAX_LOOKED_AT - len(self._left_out)
         found = False
         for number, request in enumerate(leave):
             runs = request.status is RequestStatus.RUNNING
             if number < room and not runs:
-                self._left_out[request.request_id] = request
+                self._left_out[request] = promise_of(request)
             if not request.favoured:
                 (self._state.running if runs else self._state.waiting).move(request, self._demote)
                 found = found or runs
@@ -214,16 +211,12 @@ class Deadlines:
 
     def _that_may_come_back(self, now: float) -> list[Promise]:
         """Requests left out that still wait in that tier; the others are forgotten."""
-        found: list[Promise] = []
-        for name, request in list(self._left_out.items()):
-            entry = promise_of(request)
-            if (
-                request.status is RequestStatus.WAITING
-                and request.tier is Tier.RELEGATED
-                and now <= entry[0]
-                and not request.num_pending_tokens
-            ):
-                found.append(entry)
-            else:
-                del self._left_out[name]
-        return found
+        self._left_out = {
+            request: promise
+            for request, promise in self._left_out.items()
+            if request.status is RequestStatus.WAITING
+            and request.tier is Tier.RELEGATED
+            and now <= promise[0]
+            and not request.num_pending_tokens
+        }
+        return list(self._left_out.values())

@@ -73,9 +73,10 @@ class ChunkSize:
         """Tokens of a step in which no request has targets."""
         if not self._adaptive:
             return self._most
-        bounded, num_running = self.gap < math.inf, len(running)
+        num_running, bounded = len(running), self.gap < math.inf
         if self._model.ready and not bounded and not self._model.free_tokens:
-            return min(self._most, num_running + max(self.knee(), self.floor))
+            # whatever runs
+            return self.total(self.knee(), num_running)
         rows = [r.num_computed_tokens for r in running if r.num_uncomputed_tokens <= 1]
         if not self._model.ready:
             return self.untrained(num_running, careful=bounded and bool(rows))
@@ -83,7 +84,7 @@ class ChunkSize:
         if bounded and rows:
             start = max(request.num_computed_tokens for request in running)
             base = StepShape(0, 0.0, len(rows), sum(rows))
-            chunk = min(chunk, self.beside_streams(base, start, self.gap))
+            chunk = min(chunk, self.within(base, start, self._most, gap=self.gap))
         return self.total(chunk, num_running)
 
     def untrained(self, num_running: int, *, careful: bool) -> int:
@@ -136,27 +137,19 @@ class ChunkSize:
         one, two = (self._model.predict(StepShape().plus(0, n * self.tile)) for n in (1, 2))
         return max(0.0, one - (two - one)), two - one
 
-    def beside_streams(self, base: StepShape, start: int, gap: float) -> int:
-        """Tokens of the largest chunk that keeps the rows of ``base`` waiting no longer than
-        ``gap``, nine times in ten; and no more than twice what was measured, for what lies beyond
-        that is a guess."""
-        return self._within(base, start, math.inf, self._most, gap)
-
     def within(
         self,
         base: StepShape,
         start: int,
-        seconds: float,
+        most: int,
         *,
-        shared: bool = False,
+        seconds: float = math.inf,
         gap: float = math.inf,
     ) -> int:
-        """Tokens of the largest chunk from position ``start`` on, up to the knee, with which a step
-        of shape ``base`` is predicted to take ``seconds`` at most; if there is a ``gap``, no more
-        than ``beside_streams``."""
-        return self._within(base, start, seconds, self.knee(shared=shared), gap)
-
-    def _within(self, base: StepShape, start: int, seconds: float, most: int, gap: float) -> int:
+        """Tokens of the largest chunk from position ``start`` on, up to ``most``, with which a step
+        of shape ``base`` is predicted to take ``seconds`` at most. If there is a ``gap``, its rows
+        wait no longer than that nine times in ten, and the chunk has no more than twice what was
+        measured: what lies beyond that is a guess."""
         if gap < math.inf:
             most = min(most, max(self.floor, 2 * self._model.most_wide_tokens))
             seconds = min(seconds, gap / max(1.0, self._model.quantile(LATE_QUANTILE)))

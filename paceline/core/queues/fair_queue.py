@@ -16,10 +16,13 @@ __all__ = ["FairQueue"]
 # tenants whose queues are looked at for a forecast
 _SAMPLED: Final = 256
 
+# a tenant's counter, the order of its first request, and its name: the least is served first
+_Entry = tuple[float, tuple[float, int], str]
+
 
 class FairQueue:
-    """One queue per tenant; the tenant served least goes first. Before all of them go requests that
-    have aged, of any tenant: others would for ever be served less.
+    """One queue per tenant; the tenant served least goes first. Aged requests, of any tenant, go
+    before all of them: there would always be a tenant that was served less.
 
     Args:
         counter: tokens served to a tenant so far, weighted. It may only grow.
@@ -39,8 +42,8 @@ class FairQueue:
         self._weights = weights
         self._aged = RequestQueue()
         self._tenants: dict[str, RequestQueue] = {}
-        # (counter, order of the head, tenant); stale once the counter or the head has moved on
-        self._heap: list[tuple[float, tuple[float, int], str]] = []
+        # one of each tenant is up to date; beside it there may be stale ones
+        self._heap: list[_Entry] = []
         self._size = 0
 
     def __len__(self) -> int:
@@ -63,54 +66,43 @@ class FairQueue:
         if request.aged:
             self._aged.push(request)
             return
-        queue = self._tenants.get(request.asked.tenant)
+        tenant = request.asked.tenant
+        queue = self._tenants.get(tenant)
         if queue is None:
-            first = self._peek_tenants()
+            first = self._first(self._heap)
             self._on_return(request, None if first is None else self._counter(first.asked.tenant))
-            queue = self._tenants[request.asked.tenant] = RequestQueue()
+            queue = self._tenants[tenant] = RequestQueue()
         queue.push(request)
         self._size += 1
         if queue.peek() is request:
-            self._enter(request.asked.tenant)
+            self._enter(tenant)
 
     def peek(self) -> Request | None:
-        return self._aged.peek() or self._peek_tenants()
+        return self._aged.peek() or self._first(self._heap)
 
-    def _peek_tenants(self) -> Request | None:
-        while self._heap:
-            counter, order, tenant = self._heap[0]
+    def _first(self, heap: list[_Entry]) -> Request | None:
+        """The request that a heap of entries has first, its entry at 0 then. Stale entries before
+        it are dropped, or brought up to date."""
+        while heap:
+            counter, order, tenant = heap[0]
             queue = self._tenants.get(tenant)
             head = queue.peek() if queue is not None else None
-            if head is not None and head.order == order and self._counter(tenant) == counter:
+            if head is None or head.order != order:
+                heapq.heappop(heap)
+            elif (served := self._counter(tenant)) != counter:
+                heapq.heapreplace(heap, (served, order, tenant))
+            else:
                 return head
-            heapq.heappop(self._heap)
-            if head is not None and head.order == order:
-                self._enter(tenant)
         return None
 
-    def in_order(self) -> Iterator[tuple[float, tuple[float, int], str]]:
-        """Of ``tenants``, served least first: (counter, order of its first, tenant). The queue must
-        not change meanwhile. Each costs O(log k) if it is the k-th."""
-        heap = self._heap
-        size = len(heap)
-        # nodes of the heap whose parents were visited, the least first; and at -1 those whose
-        # counters have grown since they were entered
-        frontier = [(heap[0], 0)] if heap else []
-        seen: set[str] = set()
-        while frontier:
-            found, index = heapq.heappop(frontier)
-            if index >= 0:
-                for child in range(2 * index + 1, min(2 * index + 3, size)):
-                    heapq.heappush(frontier, (heap[child], child))
-            tenant = found[2]
-            if tenant not in self._tenants or tenant in seen:
-                continue
-            entry = self._entry(tenant)
-            if entry == found:
-                seen.add(tenant)
-                yield entry
-            elif entry[1] == found[1]:
-                heapq.heappush(frontier, (entry, -1))
+    def in_order(self) -> Iterator[_Entry]:
+        """Of ``tenants``, served least first: (counter, order of its first, tenant). Each costs
+        O(log n), and the first a copy of all entries."""
+        heap, last = self._heap.copy(), None
+        while self._first(heap) is not None:
+            # a tenant may have several equal entries
+            if (entry := heapq.heappop(heap)) != last:
+                yield (last := entry)
 
     def num_ahead(self, request: Request) -> int:
         """As if tenants took turns: one request each, or as many as their weights are."""
@@ -131,7 +123,7 @@ class FairQueue:
     def pop(self) -> Request | None:
         if self._aged:
             return self._aged.pop()
-        request = self._peek_tenants()
+        request = self._first(self._heap)
         if request is not None:
             heapq.heappop(self._heap)
             self._tenants[request.asked.tenant].pop()
@@ -139,20 +131,19 @@ class FairQueue:
         return request
 
     def remove(self, request: Request) -> None:
-        if request in self._aged:
+        if request.aged:
             self._aged.remove(request)
             return
-        queue = self._tenants[request.asked.tenant]
-        was_head = queue.peek() is request
-        queue.remove(request)
-        self._left(request.asked.tenant, changed=was_head)
+        self._tenants[request.asked.tenant].remove(request)
+        self._left(request.asked.tenant)
 
-    def _left(self, tenant: str, *, changed: bool = True) -> None:
+    def _left(self, tenant: str) -> None:
+        """A request of the tenant has left."""
         self._size -= 1
-        if not self._tenants[tenant]:
-            del self._tenants[tenant]
-        elif changed:
+        if self._tenants[tenant]:
             self._enter(tenant)
+        else:
+            del self._tenants[tenant]
 
     def _enter(self, tenant: str) -> None:
         heapq.heappush(self._heap, self._entry(tenant))
@@ -161,7 +152,7 @@ class FairQueue:
             self._heap = list(map(self._entry, self._tenants))
             heapq.heapify(self._heap)
 
-    def _entry(self, tenant: str) -> tuple[float, tuple[float, int], str]:
+    def _entry(self, tenant: str) -> _Entry:
         head = self._tenants[tenant].peek()
         assert head is not None
         return self._counter(tenant), head.order, tenant
