@@ -1,13 +1,12 @@
 """Best-effort requests with a deadline: which can still be done in time, and do they press?
 
-They come after ordinary requests, but before those that have missed their targets and gain nothing
-by being served sooner: only when they would be late otherwise, or a chat that is a little late
-would wait behind all the work of a night. And when not all of them can be done in time, the fewest
-are left out (``triage``) rather than all being a little late.
+They come after ordinary requests. They come before requests that have missed their targets only
+when they would be late otherwise: a chat that is a little late does not wait behind all the work of
+a night. When not all of them can be done in time, the fewest are left out (``triage``).
 
-What ordinary requests need comes out of their time: as much as it was lately, for a while, and
-nothing after that, since work of a night is not to be given up for the load of an evening. Requests
-that were left out and wait are asked about again, and come back when there is time to spare.
+Ordinary requests are taken to need as much time as they did lately, for a while, and none after
+that: work of a night is not given up for the load of an evening. Requests that were left out and
+wait are asked about again, and come back when there is time to spare.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from paceline.core.tier import Move, Tier
 
 __all__ = ["QUANTILE", "Deadlines"]
 
-# of those that wait and run, the earliest: what is due later is looked at later
+# the earliest requests that wait or run are looked at: what is due later is looked at later
 _MAX_LOOKED_AT: Final = 128
 _STEPS_BETWEEN_LOOKS: Final = 8
-# left out at once, or the step would wait for it; if there are more, the next look comes sooner
+# so many are left out at once, for the step waits for it; for the rest the next look comes sooner
 _MAX_LEFT_OUT: Final = 32
 _STEPS_TO_THE_REST: Final = 2
-# of predicted lengths: a request that is left out would be late rather than not
+# quantile of predicted lengths: a request that is left out would be late rather than not
 QUANTILE: Final = 0.5
 # deadlines press if a request would be late if all took so many times as long as predicted, and a
 # request that streams must run if it would be late if its steps did
 _HASTE: Final = 2.0
 # seconds for which ordinary requests are taken to need the share of time that they needed lately
 _AHEAD: Final = 60.0
-# of the time that the pace of others leaves: the rest is for their prompts
+# share of the time that the pace of others leaves: the rest is for their prompts
 _MUST_RUN_SHARE: Final = 0.25
 
 # puts a request that was left out back
@@ -73,7 +72,7 @@ class Deadlines:
         self._left_out.clear()
         # requests would miss their deadlines if order alone decided between them and demoted ones
         self.pressing = False
-        # requests that run and must not sit steps out once they stream, the earliest due first
+        # requests that run and must not sit a step out once they stream, the earliest due first
         self._hurried: Sequence[Request] = ()
 
     def look(self, view: RunningView, now: float) -> bool:
@@ -193,7 +192,7 @@ class Deadlines:
             return those
         rows, before = view.narrow_rows, view.narrow_keys
         own = self._state.step_time.predict(StepShape(0, 0.0, rows, before)) if rows else 0.0
-        # as any best effort: so much longer than the rows of others alone, or so long without them
+        # like any best effort, they may lengthen a step of the others' rows by so much
         most = own + self._budget.best_effort_seconds
         least = least_target(self._state.step_time)
         tightest = min((pace for pace in view.paces if pace >= least), default=math.inf)

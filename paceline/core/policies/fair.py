@@ -21,10 +21,10 @@ __all__ = ["OUTPUT_WEIGHT", "PROMPT_WEIGHT", "FairPolicy"]
 
 PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
-# whose tokens are counted, at most, beside those that wait
+# tenants whose tokens are counted, at most, beside those that wait
 _MAX_TENANTS: Final = 10_000
-# largest steps whose tokens light tenants can save up: now and then the requests of one come close
-# together
+# light tenants can save up the tokens of so many of the largest steps: now and then the requests of
+# one come close together
 _SAVED_STEPS: Final = 4.0
 # tenants that can be told to come next, at most: each costs microseconds, in nearly every step. A
 # tenant's own requests alone are left out for one another, so others' are judged as well later
@@ -39,7 +39,7 @@ class FairPolicy(FcfsPolicy):
 
     A tenant that comes back from idle is lifted to a level that rises with what is served
     (``_Turns``), or to the least counter of those that wait if that is more. A light one is lifted
-    less high: what a few of the largest steps may compute can be saved up, shared among those who
+    less high: what a few of the largest steps may compute can be saved up, shared among those that
     ask. Two tenants that both always have requests waiting then differ by at most
     ``2 * max(PROMPT_WEIGHT * longest prompt, OUTPUT_WEIGHT * tokens the cache holds)``, and what
     one of them had saved up: each divided by its tenant's weight, as all that is served is. Each
@@ -70,10 +70,10 @@ class FairPolicy(FcfsPolicy):
         return turns.queue
 
     def service_order(self, waiting: Mapping[str, Sequence[Request]]) -> Iterator[Request]:
-        # as if each were served whole before the next is chosen
+        # each is taken to be served whole before the next is chosen
         heads: list[tuple[float, tuple[float, int], str, int]] = []
-        # as long as the first of all may be another tenant's; requests asked about are not best
-        # effort, so it waits in the first of the queues
+        # looked at as long as the first of all may be another tenant's; requests asked about are
+        # ordinary, and so is the first
         tenants = islice(self._turns[Tier.ORDINARY].queue.in_order(), _MAX_LOOKS)
         following = next(tenants, None)
         while heads or following is not None:
@@ -118,7 +118,7 @@ class _Turns:
     The level is the virtual time of fair queueing (Demers, Keshav and Shenker, SIGCOMM'89): the
     counter of a tenant that had always waited if what is served were handed out in drops, to all
     by their weights. So a token raises it by one part in the weights of those that share: those
-    that wait, and those who do not but were served more than their share, until the level has come
+    that wait, and those that do not but were served more than their share, until the level has come
     up with them. A waiting tenant is above it for a time, then, and later ones enter above it.
 
     What is served while no request waits is taken from no tenant: then the level is the largest
@@ -135,11 +135,11 @@ class _Turns:
         self._most = _MAX_TENANTS
         self._largest = 0.0
         self._level = 0.0
-        # of whom had saved something up when it came back last: how much further below the level
-        # than others it entered. Without that it has been served no more than its share
+        # by tenant that had saved something up when it came back last: how much further below the
+        # level than others it entered. Without that it has been served no more than its share
         self._lent: dict[str, float] = {}
-        # who does not wait, but was served more than its share until now: where the level comes up
-        # with it, as it was when it was entered in the heap
+        # by tenant that does not wait, but was served more than its share until now: where the
+        # level comes up with it, as it was when it was entered in the heap
         self._ahead: dict[str, float] = {}
         # (that, tenant); stale if it is another now, or none
         self._heap: list[tuple[float, str]] = []
@@ -171,14 +171,14 @@ class _Turns:
             self._forget()
 
     def _enter(self, tenant: str) -> None:
-        """Among those ahead, if it is."""
+        """Count the tenant among those ahead, if it is."""
         reached = self.counter(tenant) + self._lent.get(tenant, 0.0)
         if reached > self._level:
             self._ahead[tenant] = reached
             heapq.heappush(self._heap, (reached, tenant))
 
     def _lift(self, request: Request, least: float | None) -> None:
-        """Its tenant comes back, while the least counter of those who wait is ``least``."""
+        """Its tenant comes back, while the least counter of those that wait is ``least``."""
         tenant = request.asked.tenant
         self._ahead.pop(tenant, None)
         if least is None:

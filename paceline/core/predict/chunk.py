@@ -27,14 +27,14 @@ _UNTRAINED: Final = 512
 _AROUND: Final = 24
 # chunks are multiples of it, where the matrix kernels are efficient
 _TILE: Final = 32
-# of actual / predicted time: steps are late once in ten
+# quantile of actual / predicted time: steps are late once in ten
 LATE_QUANTILE: Final = 0.9
 # observations between two looks at where the knee is
 _REFIT: Final = 16
 
 
 class ChunkSize:
-    """Sizes in tokens; shared by all who limit steps, for it counts the chunks that it tries.
+    """Sizes in tokens; shared by all that limits steps, for it counts the chunks that it tries.
 
     Args:
         most: ``max_num_batched_tokens``.
@@ -75,8 +75,7 @@ class ChunkSize:
             return self._most
         num_running, bounded = len(running), self.gap < math.inf
         if self._model.ready and not bounded and not self._model.free_tokens:
-            # whatever runs
-            return self.total(self.knee(), num_running)
+            return min(self._most, num_running + max(self.knee(), self.floor))
         rows = [r.num_computed_tokens for r in running if r.num_uncomputed_tokens <= 1]
         if not self._model.ready:
             return self.untrained(num_running, careful=bounded and bool(rows))
