@@ -96,7 +96,6 @@ FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
     "late yield": (
         "pacing/feasibility.py:Others",
         "pacing/feasibility.py:Feasibility.endangers",
-        "pacing/feasibility.py:Feasibility.may_rejoin",
         "pacing/feasibility.py:Feasibility.others",
         "pacing/limits.py:PacedStep._let_rejoin",
     ),
