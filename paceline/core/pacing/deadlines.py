@@ -27,7 +27,7 @@ from paceline.core.request import Request, RequestStatus
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Move, Tier
 
-__all__ = ["QUANTILE", "Deadlines"]
+__all__ = ["Deadlines"]
 
 # the earliest requests that wait or run are looked at: what is due later is looked at later
 _MAX_LOOKED_AT: Final = 128
@@ -36,7 +36,7 @@ _STEPS_BETWEEN_LOOKS: Final = 8
 _MAX_LEFT_OUT: Final = 32
 _STEPS_TO_THE_REST: Final = 2
 # quantile of predicted lengths: a request that is left out would be late rather than not
-QUANTILE: Final = 0.5
+_QUANTILE: Final = 0.5
 # deadlines press if a request would be late if all took so many times as long as predicted, and a
 # request that streams must run if it would be late if its steps did
 _HASTE: Final = 2.0
@@ -104,7 +104,7 @@ class Deadlines:
         requests = [request for _, _, request in jobs]
         beside = self._state.step_time.predict(view.base) if view.ordinary else 0.0
         full = beside + self._budget.full_step_seconds
-        lefts = self._state.work.least_left(requests, QUANTILE)
+        lefts = self._state.work.least_left(requests, _QUANTILE)
         seconds, latest = self._work_of(jobs, lefts, view.num_running, now, full)
         late = dict.fromkeys(triage(requests, now, seconds, latest, self._state.waiting.group))
         running, stays = RequestStatus.RUNNING, [request not in late for request in requests]

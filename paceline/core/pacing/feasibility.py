@@ -1,8 +1,8 @@
 """Which requests cannot have their first token in time, and yield for that.
 
 Two ways to find them: a request whose prompt alone takes longer than is left is late in any case;
-and of those that wait, the fewest whose leaving out lets the others be on time (``triage``).
-Best-effort requests that cannot meet their deadline are late as well (see ``deadlines``).
+and of those that wait, ``triage`` leaves out the fewest so that the others are on time. Best effort
+that cannot meet its deadline is found by ``deadlines``.
 
 A late request yields to those whose targets it endangers and to no others: it is demoted while
 there are any, and if it still waits once there are none, it rejoins the ordinary ones at the place
@@ -20,10 +20,9 @@ from itertools import chain, islice
 from typing import Final, NamedTuple
 
 from paceline.core.pacing.budget import StepBudget
-from paceline.core.pacing.deadlines import QUANTILE, Deadlines
+from paceline.core.pacing.deadlines import Deadlines
 from paceline.core.pacing.triage import triage
 from paceline.core.pacing.view import RunningView
-from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Request, RequestStatus
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Move, Tier
@@ -62,31 +61,23 @@ class Feasibility:
     # ------------------------------------------------------------------ one request
 
     def is_late(self, request: Request, now: float) -> bool:
-        """Whether not even computing nothing else would meet its TTFT target any more; of a
-        best-effort request, its deadline."""
-        if request.favoured or not self._enabled or not self._state.step_time.ready:
+        """Whether not even computing nothing else would meet its TTFT target any more."""
+        if (
+            request.tier is not Tier.ORDINARY
+            or request.targets.ttft is None
+            or request.favoured
+            or request.first_token_time is not None
+            or request.num_pending_tokens
+            or not self._enabled
+            or not self._state.step_time.ready
+        ):
             return False
-        latest, lacking = request.asked.arrival_time, request.num_uncomputed_tokens
-        if request.tier is Tier.ORDINARY:
-            begun = request.first_token_time is not None or request.num_pending_tokens
-            if request.targets.ttft is None or begun:
-                return False
-            latest += request.late_after
-        else:
-            deadline = request.targets.deadline
-            if deadline is None or request.tier is Tier.RELEGATED:
-                return False
-            (left,) = self._state.work.least_left((request,), QUANTILE)
-            latest = (
-                latest + deadline - left * self._state.step_time.predict(StepShape(0, 0.0, 1, 0))
-            )
-            if lacking <= 1:
-                return now > latest
-        seconds = self._state.work.prompt_seconds
-        if now + seconds(lacking) <= latest:
+        seconds, kv = self._state.work.prompt_seconds, self._state.kv
+        latest = request.asked.arrival_time + request.late_after
+        if now + seconds(request.num_uncomputed_tokens) <= latest:
             return False
         # what is cached of its prompt takes no time: looked for only if that matters
-        runs, kv = request.status is RequestStatus.RUNNING, self._state.kv
+        runs = request.status is RequestStatus.RUNNING
         return runs or now + seconds(kv.num_lacking(request)) > latest
 
     def endangers(
@@ -100,7 +91,7 @@ class Feasibility:
         Args:
             passed: requests that wait, but were taken from the queue.
         """
-        if late.asked.slo.best_effort or self.deadlines.pressing:
+        if self.deadlines.pressing:
             return True
         waiting = self._state.waiting
         num_waiting = len(waiting.ordinary) - (late in waiting.ordinary)

@@ -41,7 +41,7 @@ _ROUNDING: Final = 1.001
 _OVERDUE_TOKENS: Final = 16
 # tokens; chunks of best-effort requests are multiples of it
 _TILE: Final = 16
-# requests that one pass finds to be late and demotes, at most: the step waits for it
+# requests that one step finds to be late and demotes, at most: it waits for it
 _MAX_DEMOTED: Final = 64
 _REJOIN: Final = methodcaller("move", Move.REJOIN)
 
@@ -61,8 +61,7 @@ class PacedStep(Step):
     others: Others
     # the request for which others were preempted
     made_way_for: Request | None
-    # the pass under way, and requests found to be late in it
-    _last: Tier = Tier.ORDINARY
+    # requests found to be late
     _num_demoted: int = 0
     # tokens left for rows that were passed over
     _overdue_tokens: int = _OVERDUE_TOKENS
@@ -79,14 +78,11 @@ class PacedStep(Step):
         request = self._first(last, passed)
         if request is None:
             return None
-        if last is not self._last:
-            self._last, self._num_demoted = last, 0
-        many_demoted = self._num_demoted >= _MAX_DEMOTED
-        if self.budget <= 0 or (many_demoted and self.rows):
+        if self.budget <= 0:
             return Reason.BUDGET
-        if many_demoted and last is Tier.ORDINARY:
+        if self._num_demoted >= _MAX_DEMOTED and last is Tier.ORDINARY:
             # a step without ordinary rows serves the requests just found to be late
-            return None
+            return Reason.BUDGET if self.rows else None
         running = state.running.requests
         if len(running) >= state.config.max_num_seqs:
             return Reason.SLOTS
@@ -140,10 +136,8 @@ class PacedStep(Step):
         state.waiting.move(late, _REJOIN)
 
     def demotes(self, request: Request, passed: Sequence[Request]) -> bool:
-        if self._num_demoted >= _MAX_DEMOTED or not self.feasibility.is_late(request, self.now):
-            # once so many were demoted, the next is admitted as it is: some request has to be
-            return False
-        if not self.feasibility.endangers(request, self.now, self.others, passed):
+        late = self.feasibility.is_late(request, self.now)
+        if not late or not self.feasibility.endangers(request, self.now, self.others, passed):
             return False
         self.feasibility.demote(request)
         self._num_demoted += 1
