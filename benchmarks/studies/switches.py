@@ -68,7 +68,7 @@ def _infinite(*_: object, **__: object) -> float:
     return math.inf
 
 
-def _whole_budget(self: ChunkSize, *, shared: bool = False) -> int:
+def _whole_budget(self: ChunkSize) -> int:
     return self._most
 
 

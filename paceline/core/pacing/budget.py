@@ -123,8 +123,7 @@ class StepBudget:
         if allowed == math.inf:
             tokens = chunk.unpaced(num_running, view.narrow_rows)
         else:
-            most = chunk.knee(shared=view.shared)
-            tokens = chunk.within(view.base, start, most, seconds=allowed, gap=gap)
+            tokens = chunk.within(view.base, start, chunk.knee(), seconds=allowed, gap=gap)
         # a prompt with a target is not kept waiting for best-effort rows
         return Allowance(chunk.total(tokens, num_running), 0.0 if view.urgent else allowed)
 
@@ -162,10 +161,10 @@ class StepBudget:
         if not self._adaptive:
             tokens = max(2, self._most - num_running)
         else:
-            tokens = chunk.beside(num_running, view.narrow_rows, shared=view.shared)
+            tokens = chunk.beside(num_running, view.narrow_rows)
             if view.paces:
-                pace, most = PACE_SHARE * min(view.paces), chunk.knee(shared=view.shared)
-                tokens = max(chunk.floor, chunk.within(base, 0, most, seconds=pace))
+                pace = PACE_SHARE * min(view.paces)
+                tokens = max(chunk.floor, chunk.within(base, 0, chunk.knee(), seconds=pace))
         return self._model.predict(base.plus(0, max(2, tokens))) / tokens
 
 

@@ -41,9 +41,7 @@ class ChunkSize:
         adaptive: False: always ``most``.
         floor: a chunk of this size is allowed however late running requests are, or new requests
             would starve.
-        overheads: share of the fixed part in the time of the largest step: of one tenant, and while
-            tenants that are kept apart share the engine, where a new request waits for the end of
-            another tenant's step.
+        overhead: share of the fixed part in the time of the largest step.
         gap: seconds that a step beside streams takes at most.
     """
 
@@ -54,7 +52,7 @@ class ChunkSize:
         *,
         adaptive: bool = True,
         floor: int = 32,
-        overheads: tuple[float, float] = (0.02, 0.15),
+        overhead: float = 0.02,
         gap: float = math.inf,
     ) -> None:
         self.tile = _TILE
@@ -62,9 +60,9 @@ class ChunkSize:
         self._model = model
         self._most = most
         self._adaptive = adaptive
-        self._overheads = overheads
+        self._overhead = overhead
         self.gap = gap
-        self._tiles = [1, 1]
+        self._tiles = 1
         self._known_at = -1
         # chunks that were to hide behind the rows beside them
         self._num_hidden = 0
@@ -110,26 +108,24 @@ class ChunkSize:
             chunk //= 2
         return min(self.knee(), chunk)
 
-    def beside(self, num_running: int, num_narrow: int, *, shared: bool = False) -> int:
+    def beside(self, num_running: int, num_narrow: int) -> int:
         """Tokens of a chunk as large as is best for throughput: as many as hide behind what the
         rows beside it take anyway, where that is known, and the knee otherwise."""
-        knee, free = self.knee(shared=shared), self._model.free_tokens
-        if shared or not free or not num_narrow:
+        knee, free = self.knee(), self._model.free_tokens
+        if not free or not num_narrow:
             return knee
         return min(knee, max(self.floor, free - num_running))
 
-    def knee(self, *, shared: bool = False) -> int:
+    def knee(self) -> int:
         """Tokens of the smallest chunk of prompt whose fixed part is a small share of its time."""
         if self._known_at != self._model.num_observations // _REFIT:
             self._known_at = self._model.num_observations // _REFIT
             fixed, each = self.tile_seconds()
             # fixed <= overhead * (fixed + each * tiles)
             most = max(1, self._most // self.tile)
-            for index, overhead in enumerate(self._overheads):
-                wanted = fixed * (1.0 / overhead - 1.0)
-                enough = wanted < each * most
-                self._tiles[index] = max(1, math.ceil(wanted / each)) if enough else most
-        return min(self._most, self._tiles[shared] * self.tile)
+            wanted = fixed * (1.0 / self._overhead - 1.0)
+            self._tiles = max(1, math.ceil(wanted / each)) if wanted < each * most else most
+        return min(self._most, self._tiles * self.tile)
 
     def tile_seconds(self) -> tuple[float, float]:
         """Of a step with prompts: what it takes whatever their size, and for each tile."""
