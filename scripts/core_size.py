@@ -69,7 +69,7 @@ PARTS: Final[Mapping[str, Part]] = {
         ),
     ),
     "scheduler.py": Part(288, ("scheduler.py",)),
-    "core": Part(8175, ("",)),
+    "core": Part(8080, ("",)),
     # a room above core, which works without it
     "speculation": Part(1130, (SPECULATION,)),
 }
@@ -98,7 +98,6 @@ FEATURES: Final[Mapping[str, tuple[str, ...]]] = {
     "late yield": (
         "pacing/feasibility.py:Others",
         "pacing/feasibility.py:Feasibility.endangers",
-        "pacing/feasibility.py:Feasibility.may_rejoin",
         "pacing/feasibility.py:Feasibility.others",
         "pacing/limits.py:PacedStep._let_rejoin",
     ),

@@ -68,7 +68,7 @@ def _infinite(*_: object, **__: object) -> float:
     return math.inf
 
 
-def _whole_budget(self: ChunkSize, *, shared: bool = False) -> int:
+def _whole_budget(self: ChunkSize) -> int:
     return self._most
 
 
@@ -114,7 +114,7 @@ SWITCHES: Final[Mapping[str, Switch]] = {
     "yielding of late requests": _set(relegate_late=False),
     "triage": _swap(pacing__feasibility__Feasibility__triage=_nothing),
     "yielding while running": _swap(pacing__feasibility__Feasibility__settle=_no),
-    "rejoining": _swap(pacing__feasibility__Feasibility__may_rejoin=_no),
+    "rejoining": _swap(pacing__limits__PacedStep___let_rejoin=_nothing),
     "TPOT guard": _set(pace_admission=False),
     # best effort with deadlines
     "deadlines": _swap(pacing__deadlines__Deadlines__look=_no),

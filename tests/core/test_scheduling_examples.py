@@ -4,6 +4,7 @@ pages do too."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from paceline.core.queues.request_queue import RequestQueue
 from paceline.core.queues.running import RunningList
 from paceline.core.queues.waiting import WaitingRoom
 from paceline.core.request import Request
-from paceline.core.slo import Slo
+from paceline.core.slo import NO_SLO, Slo
 from paceline.core.step.in_flight import StepsInFlight
 from paceline.core.tier import Tier
 from tests.core.machine import Machine
@@ -162,9 +163,14 @@ def test_a_chat_takes_the_place_of_the_later_line() -> None:
 
 
 def test_the_knee(chunk: ChunkSize) -> None:
-    says("in chunks of 32 tokens that is 512", "15 % means chunks of 64 tokens instead of 512")
+    says("in chunks of 32 tokens that is 512")
     assert chunk.knee() == 512
-    assert chunk.knee(shared=True) == 64
+
+
+def test_a_step_while_tenants_share(budget: StepBudget) -> None:
+    says("Three times that leaves a prompt 40 ms: a chunk of 32 tokens")
+    view = replace(RunningView.of(streams(10, NO_SLO)), shared=True)
+    assert budget.allow(view, 0.0) == (10 + 32, pytest.approx(0.06))
 
 
 def test_slack(model: StepTimeModel, chunk: ChunkSize) -> None:
@@ -195,7 +201,7 @@ def test_a_step_beside_streams_is_bounded() -> None:
     scheduler.step_time.most_wide_tokens = 2000
     base = StepShape(0, 0.0, 8, 0)
     assert scheduler.step_time.predict(base) == pytest.approx(0.018, rel=1e-3)
-    assert scheduler.state.chunk.beside_streams(base, 0, 0.25) == 224
+    assert scheduler.state.chunk.within(base, 0, 2048, gap=0.25) == 224
 
 
 def test_background_rows_earn_a_tenth(model: StepTimeModel) -> None:

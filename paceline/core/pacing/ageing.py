@@ -36,7 +36,7 @@ class Ageing:
     def __init__(self, waiting: WaitingRoom, seconds: float) -> None:
         self._waiting = waiting
         self._seconds = max(_LEAST, seconds)
-        # the first at the last look, and when that was
+        # the request that was first at the last look, and when that was
         self._first: Request | None = None
         self._looked_at = 0.0
         # the last request that aged
@@ -58,7 +58,7 @@ class Ageing:
         first = self._waiting.oldest_best_effort()
         if first is None or not self._is_held_up(first, view):
             return
-        # where the policy has several of them be the first by turns, it is never one alone
+        # under some policies several of them are the first by turns, and it is never one alone
         has_turns = before is not None and before.order < first.order and before in self._waiting
         if before is not None and (before is first or has_turns):
             before.seconds_first += max(0.0, now - looked_at)

@@ -35,7 +35,7 @@ __all__ = ["PACE_SHARE", "Allowance", "BackgroundBucket", "StepBudget", "least_t
 PACE_SHARE: Final = 0.9
 # a request that would have to go so much faster than its target to catch up is past saving
 _HOPELESS: Final = 0.5
-# of predicted lengths, for the time there is to catch up: rather too short than too long
+# quantile of predicted lengths, for the time there is to catch up: rather too short than too long
 _LEFT_QUANTILE: Final = 0.25
 # times what the rows alone take: the longest step while tenants share the engine
 _SHARED_ROWS: Final = 3.0
@@ -109,9 +109,9 @@ class StepBudget:
             return Allowance(chunk.untrained(num_running, careful=gap < math.inf), math.inf)
         start = max((request.num_computed_tokens for request in view.wide), default=0)
         if tokens := view.favoured:
-            # the requests in whose way it stands have had more than their share
+            # requests of other tenants have had more than their share
             if gap < math.inf:
-                tokens = min(tokens, chunk.beside_streams(view.base, start, gap))
+                tokens = min(tokens, chunk.within(view.base, start, self._most, gap=gap))
             return Allowance(chunk.total(tokens, num_running), 0.0)
         if num_running and not view.awaited:
             allowed = self.added_seconds(view)
@@ -123,7 +123,7 @@ class StepBudget:
         if allowed == math.inf:
             tokens = chunk.unpaced(num_running, view.narrow_rows)
         else:
-            tokens = chunk.within(view.base, start, allowed, shared=view.shared, gap=gap)
+            tokens = chunk.within(view.base, start, chunk.knee(), seconds=allowed, gap=gap)
         # a prompt with a target is not kept waiting for best-effort rows
         return Allowance(chunk.total(tokens, num_running), 0.0 if view.urgent else allowed)
 
@@ -139,7 +139,7 @@ class StepBudget:
         catches up while it lasts and not at once. One that cannot catch up has missed: it is kept
         at its pace, and others need not miss for it."""
         least = math.inf
-        # those that came last are not far ahead of their schedule yet: few others have less time
+        # requests that came last are hardly ahead of their schedule: few others have less time
         for request in reversed(paced):
             tpot, first_token = request.targets.tpot, request.first_token_time
             assert tpot is not None and first_token is not None, "it is paced"
@@ -161,10 +161,10 @@ class StepBudget:
         if not self._adaptive:
             tokens = max(2, self._most - num_running)
         else:
-            tokens = chunk.beside(num_running, view.narrow_rows, shared=view.shared)
+            tokens = chunk.beside(num_running, view.narrow_rows)
             if view.paces:
                 pace = PACE_SHARE * min(view.paces)
-                tokens = max(chunk.floor, chunk.within(base, 0, pace, shared=view.shared))
+                tokens = max(chunk.floor, chunk.within(base, 0, chunk.knee(), seconds=pace))
         return self._model.predict(base.plus(0, max(2, tokens))) / tokens
 
 
@@ -204,7 +204,7 @@ class BackgroundBucket:
         most = max(share * own, self._model.predict(base.plus(0, self._tile)) - own)
         saved = self._saved + share * own
         if saved > most:
-            # or one with many keys could never be paid for
+            # otherwise a row with many keys could never be paid for
             rows = (r.num_computed_tokens for r in view.best_effort if r.tier is Tier.BACKGROUND)
             most = max(most, self._model.row_seconds(max(rows, default=0)))
         self._saved = min(saved, most)

@@ -1,20 +1,19 @@
 """Best-effort requests with a deadline: which can still be done in time, and do they press?
 
-They come after ordinary requests, but before those that have missed their targets and gain nothing
-by being served sooner: only when they would be late otherwise, or a chat that is a little late
-would wait behind all the work of a night. And when not all of them can be done in time, the fewest
-are left out (``triage``) rather than all being a little late.
+They come after ordinary requests. They come before requests that have missed their targets only
+when they would be late otherwise: a chat that is a little late does not wait behind all the work of
+a night. When not all of them can be done in time, the fewest are left out (``triage``).
 
-What ordinary requests need comes out of their time: as much as it was lately, for a while, and
-nothing after that, since work of a night is not to be given up for the load of an evening. Requests
-that were left out and wait are asked about again, and come back when there is time to spare.
+Ordinary requests are taken to need as much time as they did lately, for a while, and none after
+that: work of a night is not given up for the load of an evening. Requests that were left out and
+wait are asked about again, and come back when there is time to spare.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, compress
 from operator import methodcaller
 from typing import Final
@@ -28,22 +27,22 @@ from paceline.core.request import Request, RequestStatus
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Move, Tier
 
-__all__ = ["QUANTILE", "Deadlines"]
+__all__ = ["Deadlines"]
 
-# of those that wait and run, the earliest: what is due later is looked at later
+# the earliest requests that wait or run are looked at: what is due later is looked at later
 _MAX_LOOKED_AT: Final = 128
 _STEPS_BETWEEN_LOOKS: Final = 8
-# left out at once, or the step would wait for it; if there are more, the next look comes sooner
+# so many are left out at once, for the step waits for it; for the rest the next look comes sooner
 _MAX_LEFT_OUT: Final = 32
 _STEPS_TO_THE_REST: Final = 2
-# of predicted lengths: a request that is left out would be late rather than not
-QUANTILE: Final = 0.5
+# quantile of predicted lengths: a request that is left out would be late rather than not
+_QUANTILE: Final = 0.5
 # deadlines press if a request would be late if all took so many times as long as predicted, and a
 # request that streams must run if it would be late if its steps did
 _HASTE: Final = 2.0
 # seconds for which ordinary requests are taken to need the share of time that they needed lately
 _AHEAD: Final = 60.0
-# of the time that the pace of others leaves: the rest is for their prompts
+# share of the time that the pace of others leaves: the rest is for their prompts
 _MUST_RUN_SHARE: Final = 0.25
 
 # puts a request that was left out back
@@ -64,7 +63,7 @@ class Deadlines:
         self._budget = budget
         self._demote = demote
         # requests left out that may come back
-        self._left_out: dict[str, Request] = {}
+        self._left_out: dict[Request, Promise] = {}
         self.rest()
 
     def rest(self) -> None:
@@ -73,7 +72,7 @@ class Deadlines:
         self._left_out.clear()
         # requests would miss their deadlines if order alone decided between them and demoted ones
         self.pressing = False
-        # requests that run and must not sit steps out once they stream, the earliest due first
+        # requests that run and must not sit a step out once they stream, the earliest due first
         self._hurried: Sequence[Request] = ()
 
     def look(self, view: RunningView, now: float) -> bool:
@@ -97,21 +96,18 @@ class Deadlines:
         first = sorted(self._state.waiting.promised[:_MAX_LOOKED_AT] + running)[:_MAX_LOOKED_AT]
         jobs = sorted(first + left_before)
         late = self._judge(jobs, view, now)
-        gone = {request.request_id for request in late}
-        back = [request for _, _, request in left_before if request.request_id not in gone]
-        return self._change(late, back)
+        return self._change(late, [request for _, _, request in left_before if request not in late])
 
-    def _judge(self, jobs: list[Promise], view: RunningView, now: float) -> list[Request]:
-        """Requests to be left out so that the others are in time; whether these press, and which
-        of them must run."""
+    def _judge(self, jobs: list[Promise], view: RunningView, now: float) -> Mapping[Request, None]:
+        """Requests to be left out so that the others are in time. Also finds out whether these
+        press, and which of them must run."""
         requests = [request for _, _, request in jobs]
         beside = self._state.step_time.predict(view.base) if view.ordinary else 0.0
         full = beside + self._budget.full_step_seconds
-        lefts = self._state.work.least_left(requests, QUANTILE)
+        lefts = self._state.work.least_left(requests, _QUANTILE)
         seconds, latest = self._work_of(jobs, lefts, view.num_running, now, full)
-        late = triage(requests, now, seconds, latest, self._state.waiting.group)
-        gone, running = {request.request_id for request in late}, RequestStatus.RUNNING
-        stays = [request.request_id not in gone for request in requests]
+        late = dict.fromkeys(triage(requests, now, seconds, latest, self._state.waiting.group))
+        running, stays = RequestStatus.RUNNING, [request not in late for request in requests]
         kept = (_HASTE * own for own in compress(seconds, stays))
         self.pressing = not all_in_time(now, kept, compress(latest, stays))
         self._hurried = [
@@ -150,7 +146,7 @@ class Deadlines:
                 between = beside
             start = due - between if between > 0.0 else due
             own += request.num_lacking_tokens * per_token
-            if left_out and request.request_id in left_out:
+            if request in left_out:
                 # to and fro would cost others their time
                 own *= _HASTE
             seconds.append(own)
@@ -160,21 +156,21 @@ class Deadlines:
             latest.append(start)
         return seconds, latest
 
-    def _change(self, late: list[Request], back: list[Request]) -> bool:
+    def _change(self, late: Iterable[Request], back: list[Request]) -> bool:
         """Demote those of ``late`` that are not yet, and restore ``back``. Returns whether any that
         run were demoted."""
-        leave = [request for request in late if request.request_id not in self._left_out]
+        leave = [request for request in late if request not in self._left_out]
         if len(leave) > _MAX_LEFT_OUT:
             del leave[_MAX_LEFT_OUT:]
             self._steps_until_look = _STEPS_TO_THE_REST
         for request in back:
-            del self._left_out[request.request_id]
+            del self._left_out[request]
         room = _MAX_LOOKED_AT - len(self._left_out)
         found = False
         for number, request in enumerate(leave):
             runs = request.status is RequestStatus.RUNNING
             if number < room and not runs:
-                self._left_out[request.request_id] = request
+                self._left_out[request] = promise_of(request)
             if not request.favoured:
                 (self._state.running if runs else self._state.waiting).move(request, self._demote)
                 found = found or runs
@@ -196,7 +192,7 @@ class Deadlines:
             return those
         rows, before = view.narrow_rows, view.narrow_keys
         own = self._state.step_time.predict(StepShape(0, 0.0, rows, before)) if rows else 0.0
-        # as any best effort: so much longer than the rows of others alone, or so long without them
+        # like any best effort, they may lengthen a step of the others' rows by so much
         most = own + self._budget.best_effort_seconds
         least = least_target(self._state.step_time)
         tightest = min((pace for pace in view.paces if pace >= least), default=math.inf)
@@ -214,16 +210,12 @@ class Deadlines:
 
     def _that_may_come_back(self, now: float) -> list[Promise]:
         """Requests left out that still wait in that tier; the others are forgotten."""
-        found: list[Promise] = []
-        for name, request in list(self._left_out.items()):
-            entry = promise_of(request)
-            if (
-                request.status is RequestStatus.WAITING
-                and request.tier is Tier.RELEGATED
-                and now <= entry[0]
-                and not request.num_pending_tokens
-            ):
-                found.append(entry)
-            else:
-                del self._left_out[name]
-        return found
+        self._left_out = {
+            request: promise
+            for request, promise in self._left_out.items()
+            if request.status is RequestStatus.WAITING
+            and request.tier is Tier.RELEGATED
+            and now <= promise[0]
+            and not request.num_pending_tokens
+        }
+        return list(self._left_out.values())

@@ -29,11 +29,11 @@ __all__ = ["Door", "Expired", "check_door"]
 
 # advised wait where nothing was measured yet
 _RETRY_SECONDS: Final = 1.0
-# and at least: a caller that comes back at once is refused again
+# the least advised wait: a caller that comes back at once is refused again
 _LEAST_RETRY: Final = 0.1
 # waiting requests of one tenant for every place that is left in the queue, at most
 _PER_PLACE: Final = 7
-# limits on waiting until those of requests that do not wait any more are dropped, at least
+# limits on waiting, at least, until those of requests that wait no more are dropped
 _FEW: Final = 64
 
 
@@ -42,7 +42,7 @@ class Expired(NamedTuple):
 
     request_id: str
     error: QueueFullError
-    # those that waited for its prompt and were dropped with it
+    # forks that waited for its prompt and were dropped with it
     fork_ids: tuple[str, ...] = ()
 
 
@@ -59,7 +59,7 @@ class Door:
         self.forecast = FirstTokenForecast(state)
         # limits on waiting: (when, order of arrival, request)
         self._limits: list[tuple[float, int, Request]] = []
-        # how many of them there may be until those of requests that wait no more are dropped
+        # with more of them than that, those of requests that wait no more are dropped
         self._most = _FEW
         # when ``drop_expired`` has something to do at the earliest
         self.next_expiry = math.inf
@@ -117,11 +117,9 @@ class Door:
         """Return if the queue has places for a request and its forks.
 
         Where tenants are kept apart and there are several, one of them may have no more requests in
-        the queue than ``_PER_PLACE`` times the places that are left: a flood takes seven eighths of
-        all, and other tenants find a place. A second flood takes seven eighths of what the
-        first has left, and so on: several can fill the queue. It is the dynamic threshold of shared
-        packet buffers (Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998); no waiting request is dropped
-        for it, and it needs no number of tenants.
+        the queue than ``_PER_PLACE`` times the places that are left, so that other tenants find
+        one. It is the dynamic threshold of shared packet buffers (Choudhury and Hahne, IEEE/ACM ToN
+        6(2), 1998); no waiting request is dropped for it, and it needs no number of tenants.
 
         Args:
             left: places, once the newcomer's forks have theirs.
@@ -164,7 +162,7 @@ class Door:
         at = request.asked.arrival_time + shortest
         heapq.heappush(self._limits, (at, request.order[1], request))
         if len(self._limits) > self._most:
-            # those that ended keep their prompts alive no longer
+            # requests that ended keep their prompts alive no longer
             self._limits = [e for e in self._limits if e[2].status is RequestStatus.WAITING]
             heapq.heapify(self._limits)
             self._most = max(_FEW, 2 * len(self._limits))
@@ -190,7 +188,7 @@ class Door:
         for request, forks in dropped:
             for each in (*forks, request):
                 finish(each, FinishReason.ABORT)
-        # once none of them waits any more, or it would wait for itself
+        # predicted once none of them waits any more, or a request would wait for itself
         return [self._expiry(*each, now) for each in dropped]
 
     def _expiry(self, request: Request, forks: Iterable[Request], now: float) -> Expired:
@@ -215,7 +213,7 @@ def check_door(
     asked = request.asked
     prompt, output = request.num_prompt_tokens, asked.sampling.max_tokens
     if asked.sampling.pooling is not None:
-        # it brings no token
+        # a pooled request brings no token
         output = 0
     if prompt == 0:
         raise InvalidRequestError("the prompt is empty: at least 1 token is needed", "prompt")

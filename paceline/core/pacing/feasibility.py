@@ -1,43 +1,39 @@
 """Which requests cannot have their first token in time, and yield for that.
 
 Two ways to find them: a request whose prompt alone takes longer than is left is late in any case;
-and of those that wait, the fewest whose leaving out lets the others be on time (``triage``).
-Best-effort requests that cannot meet their deadline are late as well (see ``deadlines``).
+and of those that wait, ``triage`` leaves out the fewest so that the others are on time. Best effort
+that cannot meet its deadline is found by ``deadlines``.
 
 A late request yields to those whose targets it endangers and to no others: it is demoted while
-there are any, and once there are none it rejoins the ordinary ones at the place that it had. So
-asking for more never gets a caller less than those get that asked for nothing. Favoured requests
-are not demoted at all, or a light tenant's late one would wait for all of a flood.
+there are any, and if it still waits once there are none, it rejoins the ordinary ones at the place
+that it had. So asking for more never gets a caller less than those get that asked for nothing.
+Favoured requests are not demoted at all, or a light tenant's late one would wait for all of a
+flood.
 
 This module does not know what else fills a step.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import chain, islice
-from operator import methodcaller
 from typing import Final, NamedTuple
 
 from paceline.core.pacing.budget import StepBudget
-from paceline.core.pacing.deadlines import QUANTILE, Deadlines
+from paceline.core.pacing.deadlines import Deadlines
 from paceline.core.pacing.triage import triage
 from paceline.core.pacing.view import RunningView
-from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Request, RequestStatus
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Move, Tier
 
-__all__ = ["REJOIN", "Feasibility", "Others"]
+__all__ = ["Feasibility", "Others"]
 
-# of those waiting, looked at by one triage: the work of so many takes longer than targets last
+# waiting requests that one triage looks at: the work of so many takes longer than targets last
 _MAX_TRIAGED: Final = 256
 _STEPS_BETWEEN_TRIAGES: Final = 8
 # waiting requests asked whether they can still be on time, at most: the step waits for the answer
 _MAX_ASKED: Final = 32
-# lets a request be ordinary again
-REJOIN: Final = methodcaller("move", Move.REJOIN)
 
 
 class Others(NamedTuple):
@@ -65,31 +61,23 @@ class Feasibility:
     # ------------------------------------------------------------------ one request
 
     def is_late(self, request: Request, now: float) -> bool:
-        """Whether not even computing nothing else would meet its TTFT target any more; of a
-        best-effort request, its deadline."""
-        if request.favoured or not self._enabled or not self._state.step_time.ready:
+        """Whether not even computing nothing else would meet its TTFT target any more."""
+        if (
+            request.tier is not Tier.ORDINARY
+            or request.targets.ttft is None
+            or request.favoured
+            or request.first_token_time is not None
+            or request.num_pending_tokens
+            or not self._enabled
+            or not self._state.step_time.ready
+        ):
             return False
-        latest, lacking = request.asked.arrival_time, request.num_uncomputed_tokens
-        if request.tier is Tier.ORDINARY:
-            begun = request.first_token_time is not None or request.num_pending_tokens
-            if request.late_after == math.inf or request.aged or begun:
-                return False
-            latest += request.late_after
-        else:
-            deadline = request.targets.deadline
-            if deadline is None or request.tier is Tier.RELEGATED:
-                return False
-            (left,) = self._state.work.least_left((request,), QUANTILE)
-            latest = (
-                latest + deadline - left * self._state.step_time.predict(StepShape(0, 0.0, 1, 0))
-            )
-            if lacking <= 1:
-                return now > latest
-        seconds = self._state.work.prompt_seconds
-        if now + seconds(lacking) <= latest:
+        seconds, kv = self._state.work.prompt_seconds, self._state.kv
+        latest = request.asked.arrival_time + request.late_after
+        if now + seconds(request.num_uncomputed_tokens) <= latest:
             return False
         # what is cached of its prompt takes no time: looked for only if that matters
-        runs, kv = request.status is RequestStatus.RUNNING, self._state.kv
+        runs = request.status is RequestStatus.RUNNING
         return runs or now + seconds(kv.num_lacking(request)) > latest
 
     def endangers(
@@ -103,7 +91,7 @@ class Feasibility:
         Args:
             passed: requests that wait, but were taken from the queue.
         """
-        if late.asked.slo.best_effort or self.deadlines.pressing:
+        if self.deadlines.pressing:
             return True
         waiting = self._state.waiting
         num_waiting = len(waiting.ordinary) - (late in waiting.ordinary)
@@ -121,10 +109,6 @@ class Feasibility:
             other is not late and other.targets.ttft is not None and not self.is_late(other, now)
             for other in islice(those, _MAX_ASKED)
         )
-
-    def may_rejoin(self, late: Request, now: float, others: Others) -> bool:
-        """Whether a demoted request runs beside one that asked for nothing, and endangers none."""
-        return others.aimless and not self.endangers(late, now, others)
 
     def others(self, view: RunningView, now: float) -> Others:
         """What a late request finds beside it in a step that begins at ``now``."""
@@ -146,22 +130,15 @@ class Feasibility:
     # ------------------------------------------------------------------ all of them
 
     def settle(self, view: RunningView, now: float) -> bool:
-        """Demote running requests whose first token is late in any case, as long as there are any
-        that gain by it, and let those demoted rejoin once there are none. Returns whether a request
-        changed its tier."""
-        # one that has rejoined does not go to and fro: what it has computed would be lost
-        late = [r for r in view.wide if not _has_rejoined(r) and self.is_late(r, now)]
-        demoted = [r for r in view.best_effort if _was_late(r)]
-        if not late and not demoted:
-            return False
-        others = self.others(view, now)
-        losers = [r for r in late if self.endangers(r, now, others)]
-        for request in losers:
+        """Demote running requests whose first token is late in any case, as long as there are
+        others that gain by it. Returns whether any was demoted."""
+        late = [request for request in view.wide if self.is_late(request, now)]
+        if late:
+            others = self.others(view, now)
+            late = [request for request in late if self.endangers(request, now, others)]
+        for request in late:
             self._state.running.move(request, self.demote)
-        back = [r for r in demoted if self.may_rejoin(r, now, others)]
-        for request in back:
-            self._state.running.move(request, REJOIN)
-        return bool(losers or back)
+        return bool(late)
 
     def triage(self, view: RunningView, starts: float) -> None:
         """Demote waiting requests that cannot all be on time, if a step that begins at ``starts``
@@ -177,7 +154,7 @@ class Feasibility:
         unfinished = sum(
             request.num_uncomputed_tokens for request in view.wide if request.tier is Tier.ORDINARY
         )
-        # else no request will be late, in whatever order
+        # otherwise no request will be late, in whatever order
         if starts + (unfinished + room.num_tokens[Tier.ORDINARY]) * per_token > room.dues[0]:
             first = list(islice(self._state.policy.service_order(room.targeted), _MAX_TRIAGED))
             losers = triage(
@@ -195,7 +172,7 @@ class Feasibility:
     def _that_yield(
         self, late: list[Request], first: list[Request], view: RunningView, now: float
     ) -> list[Request]:
-        """Requests that a triage of ``first`` found late and by whose leaving others gain."""
+        """Requests that a triage of ``first`` found late, as far as others gain if they yield."""
         if late and len(late) == len(first) and not self.deadlines.pressing:
             others = self.others(view, now)
             if not self.endangers(first[0], now, others):
@@ -204,15 +181,6 @@ class Feasibility:
                 # none can be on time, so the first yields to none
                 late = [request for request in late if request is not first[0]]
         return [request for request in late if not request.favoured]
-
-
-def _was_late(request: Request) -> bool:
-    """Whether it is demoted because its first token was late, and not best effort by itself."""
-    return request.tier is Tier.RELEGATED and not request.asked.slo.best_effort
-
-
-def _has_rejoined(request: Request) -> bool:
-    return request.targets.ttft is None and request.tier is Tier.ORDINARY
 
 
 def _is_aimless(request: Request) -> bool:

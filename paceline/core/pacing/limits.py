@@ -15,33 +15,35 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Final
 
 from paceline.core.memory.pressure import Pressure
 from paceline.core.pacing.budget import BackgroundBucket
-from paceline.core.pacing.feasibility import REJOIN, Feasibility, Others
+from paceline.core.pacing.feasibility import Feasibility, Others
 from paceline.core.pacing.tpot_guard import TpotGuard
 from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Request
 from paceline.core.step.limits import Step
-from paceline.core.tier import Tier
+from paceline.core.tier import Move, Tier
 
 __all__ = ["PacedStep"]
 
 # a best-effort request that was passed over in so many steps gets a row, late or not
 _MAX_SKIPPED_STEPS: Final = 8
-# the same for metered requests: prompts in every step leave them no room for what they have saved
+# metered requests wait for so many: prompts in every step leave no room for what they have saved
 _MAX_SAVING_STEPS: Final = 64
-# times the seconds that a row may take: one that is paid for to the full is not kept out by the
-# last digits of a prediction
+# times the seconds that a row may take: the last digits of a prediction do not keep out a row that
+# is paid for to the full
 _ROUNDING: Final = 1.001
-# tokens of such rows in one step at most
+# tokens in one step, at most, of rows that were passed over
 _OVERDUE_TOKENS: Final = 16
 # tokens; chunks of best-effort requests are multiples of it
 _TILE: Final = 16
-# requests found to be late and passed over in one pass, at most: the step waits for it
+# requests that one step finds to be late and demotes, at most: it waits for it
 _MAX_DEMOTED: Final = 64
+_REJOIN: Final = methodcaller("move", Move.REJOIN)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -59,15 +61,14 @@ class PacedStep(Step):
     others: Others
     # the request for which others were preempted
     made_way_for: Request | None
-    # the pass under way, and requests found to be late in it
-    _last: Tier = Tier.ORDINARY
+    # requests found to be late
     _num_demoted: int = 0
     # tokens left for rows that were passed over
     _overdue_tokens: int = _OVERDUE_TOKENS
     # predicted seconds, as of so many rows
     _predicted: float = 0.0
     _predicted_at: int = -1
-    # by which best effort of the first pass or admitted has lengthened the step
+    # seconds by which best effort of the first pass, or admitted, has lengthened the step
     _best_effort_cost: float = 0.0
 
     # ------------------------------------------------------------------ admission
@@ -77,14 +78,11 @@ class PacedStep(Step):
         request = self._first(last, passed)
         if request is None:
             return None
-        if last is not self._last:
-            self._last, self._num_demoted = last, 0
-        many_demoted = self._num_demoted >= _MAX_DEMOTED
-        if self.budget <= 0 or (many_demoted and self.rows):
+        if self.budget <= 0:
             return Reason.BUDGET
-        if many_demoted and last is Tier.ORDINARY:
-            # a step without ordinary rows is for the requests just found to be late
-            return None
+        if self._num_demoted >= _MAX_DEMOTED and last is Tier.ORDINARY:
+            # a step without ordinary rows serves the requests just found to be late
+            return Reason.BUDGET if self.rows else None
         running = state.running.requests
         if len(running) >= state.config.max_num_seqs:
             return Reason.SLOTS
@@ -133,19 +131,13 @@ class PacedStep(Step):
             # one at a time, and in order
             if head.slo.ttft is not None or head.order < (late.key, late.order[1]):
                 return
-        elif not self.feasibility.may_rejoin(late, self.now, self.others):
+        elif not self.others.aimless or self.feasibility.endangers(late, self.now, self.others):
             return
-        state.waiting.move(late, REJOIN)
+        state.waiting.move(late, _REJOIN)
 
     def demotes(self, request: Request, passed: Sequence[Request]) -> bool:
-        if (
-            self._num_demoted >= _MAX_DEMOTED
-            or (request.tier is Tier.ORDINARY and request.targets.ttft is None)
-            or not self.feasibility.is_late(request, self.now)
-        ):
-            # if so many were, the next is admitted as it is: some request has to be
-            return False
-        if not self.feasibility.endangers(request, self.now, self.others, passed):
+        late = self.feasibility.is_late(request, self.now)
+        if not late or not self.feasibility.endangers(request, self.now, self.others, passed):
             return False
         self.feasibility.demote(request)
         self._num_demoted += 1
@@ -176,8 +168,8 @@ class PacedStep(Step):
         return self.seconds
 
     def _most_seconds(self) -> float:
-        """Predicted seconds that a step with the rows so far may take with best effort, or the next
-        request to arrive would wait for a long step of work without hurry."""
+        """Predicted seconds that a step with the rows so far may take with best effort: the next
+        request to arrive waits for its end."""
         if not self.model.ready:
             return math.inf
         own = self.model.predict(self.shape) - self._best_effort_cost if self.rows else 0.0
@@ -240,7 +232,7 @@ class PacedStep(Step):
             self.bucket.charge(self._seconds_since(before))
 
     def _seconds_since(self, before: StepShape) -> float:
-        """By which the step is predicted to take longer than when it had this shape."""
+        """How much longer the step is predicted to take than when it had this shape."""
         return self.model.predict(self.shape) - self.model.predict(before)
 
     def lengthened(self, before: StepShape) -> None:

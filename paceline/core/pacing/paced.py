@@ -65,7 +65,7 @@ class Paced:
         view, waiting_favoured = self._settle(starts)
         num_running, allowance = view.num_running, self.budget.allow(view, starts)
         tokens = state.valve.cap(allowance.tokens, num_running)
-        # where the step is too short for all of them, those that run already come first
+        # where the step is too short for all of them, running requests come first
         left = tokens - num_running - (view.favoured - waiting_favoured)
         reserved = max(0, min(waiting_favoured, left))
         background_seconds = self._bucket.seconds(view)
@@ -161,7 +161,7 @@ class Paced:
         state, feasibility = self._state, self.feasibility
         head = state.waiting.first(pressing=self._deadlines.pressing)
         if head is None or (head.best_effort and state.valve.level >= Pressure.HOLD_BEST_EFFORT):
-            # it would not be admitted, however many made way
+            # the head would not be admitted, however many made way
             return None, 0
         late = feasibility.is_late(head, now)
         if (late and feasibility.endangers(head, now, others)) or (

@@ -1,11 +1,11 @@
-"""Whose requests there are and were lately, and who has far fewer than others.
+"""Which tenants have requests or had some lately, and which have far fewer than others.
 
 This module does not know the policy, or what runs.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from typing import Final
 
 from paceline.core.tenant_weights import TenantWeights
@@ -14,34 +14,34 @@ __all__ = ["TenantShares"]
 
 # of an equal share: a tenant with no more than this is light
 _LIGHT: Final = 0.5
-# requests that are lately
+# arrivals that were lately
 _LATELY: Final = 256
 
 
 class TenantShares:
-    """Counts requests by tenant: the unfinished, and the last that came."""
+    """Counts unfinished requests by tenant, and knows which tenants asked lately."""
 
     def __init__(self, weights: TenantWeights) -> None:
         self._weights = weights
         self._unfinished: Counter[str] = Counter()
         self._num_unfinished = 0
-        self._last: deque[str] = deque()
-        self._lately: Counter[str] = Counter()
+        self._num_arrivals = 0
+        # the last arrival of each tenant that came lately, the earliest first
+        self._lately: dict[str, int] = {}
 
     def came(self, tenant: str) -> None:
-        """One more."""
+        """The tenant has one request more."""
         self._unfinished[tenant] += 1
         self._num_unfinished += 1
-        self._last.append(tenant)
-        self._lately[tenant] += 1
-        if len(self._last) > _LATELY:
-            first = self._last.popleft()
-            self._lately[first] -= 1
-            if not self._lately[first]:
-                del self._lately[first]
+        self._num_arrivals += 1
+        self._lately.pop(tenant, None)
+        self._lately[tenant] = self._num_arrivals
+        earliest = next(iter(self._lately))
+        if self._lately[earliest] <= self._num_arrivals - _LATELY:
+            del self._lately[earliest]
 
     def went(self, tenant: str) -> None:
-        """One less."""
+        """The tenant has one request less."""
         self._num_unfinished -= 1
         self._unfinished[tenant] -= 1
         if not self._unfinished[tenant]:

@@ -1,10 +1,10 @@
-"""Who will be late, found out while there is time to do something about it.
+"""Which requests will be late, found out while there is time to do something about it.
 
 When more requests wait than can all be on time, serving them in order makes nearly all late: each
 is started just when it is past saving. Moore and Hodgson's rule (1968) instead keeps the most
 requests on time: go through them in order, add up their work, and whenever one would be late, leave
-out the largest so far. Those left out become best effort, or less if they are that. Where groups
-must not pay for one another, it is the largest of the late one's own group.
+out the largest so far. Where groups must not pay for one another, it is the largest of the late
+one's own group.
 
 This module does not know the queue, memory or time.
 """
@@ -43,11 +43,11 @@ def triage(
         due: of each, when it must be done.
         group: those of one are left out for one another.
     """
-    # nearly always, and much sooner known than who would be left out
+    # this is nearly always so, and much sooner known than which would be left out
     if all_in_time(now, seconds, due):
         return []
     left_out: list[Request] = []
-    # of each group (-work, order of service, request): the largest first
+    # by group, (-work, order of service, request) of those kept: a heap, the largest first
     groups: dict[str, list[tuple[float, int, Request]]] = {}
     end = now
     for number, (request, work, latest) in enumerate(zip(waiting, seconds, due, strict=True)):

@@ -58,14 +58,14 @@ class SchedulingPolicy(Protocol):
         ...
 
     def service_order(self, waiting: Mapping[str, Sequence[Request]]) -> Iterable[Request]:
-        """Waiting requests, in the order in which they will be let in as far as one can tell. They
+        """Waiting requests, in the order in which they will be admitted as far as can be told. They
         are given in order: by tenant where tenants are kept apart, else all in one row."""
         ...
 
     def expendable(self, candidates: Sequence[Request]) -> Sequence[Request]:
-        """Those that should give blocks up before the others when the pool is empty, in order; who
-        of them does is decided by the work it would lose. ``candidates`` is not empty and in order,
-        and neither is the answer."""
+        """Requests that should give blocks up before the others when the pool is empty, in order;
+        which of them does is decided by the work it would lose. ``candidates`` is in order and not
+        empty, and neither is the answer."""
         ...
 
     def displaces(self, waiting: Request, running: Request) -> bool:

@@ -56,6 +56,4 @@ class DeadlinePolicy(FcfsPolicy):
             latest.append(targets.ttft - work.prompt_seconds(request.num_new_tokens))
         if targets.deadline is not None:
             latest.append(targets.deadline - work.seconds(request))
-        if not latest:
-            latest = [_PATIENCE * _patience(request)]
-        return arrival + min(latest)
+        return arrival + min(latest, default=_PATIENCE * _patience(request))

@@ -69,7 +69,7 @@ class FcfsPolicy:
         """Order of arrival does not depend on what was served."""
 
     def sampled(self, requests: Sequence[Request]) -> None:
-        # for those made from this one that count tokens one by one
+        # policies derived from this one may count tokens one by one
         for request in requests:
             self.served(request, 0, 1)
 

@@ -38,7 +38,7 @@ class PriorityPolicy(FcfsPolicy):
 
     def displaces(self, waiting: Request, running: Request) -> bool:
         return super().displaces(waiting, running) or (
-            # or it would be let in again before the one that displaced it
+            # otherwise it would be admitted again before the one that displaced it
             waiting.tier <= running.tier
             and waiting.asked.priority < running.asked.priority
             and waiting.order < running.order

@@ -27,23 +27,21 @@ _UNTRAINED: Final = 512
 _AROUND: Final = 24
 # chunks are multiples of it, where the matrix kernels are efficient
 _TILE: Final = 32
-# of actual / predicted time: steps are late once in ten
+# quantile of actual / predicted time: steps are late once in ten
 LATE_QUANTILE: Final = 0.9
 # observations between two looks at where the knee is
 _REFIT: Final = 16
 
 
 class ChunkSize:
-    """Sizes in tokens; shared by all who limit steps, for it counts the chunks that it tries.
+    """Sizes in tokens; shared by all that limits steps, for it counts the chunks that it tries.
 
     Args:
         most: ``max_num_batched_tokens``.
         adaptive: False: always ``most``.
         floor: a chunk of this size is allowed however late running requests are, or new requests
             would starve.
-        overheads: share of the fixed part in the time of the largest step: of one tenant, and while
-            tenants that are kept apart share the engine, where a new request waits for the end of
-            another tenant's step.
+        overhead: share of the fixed part in the time of the largest step.
         gap: seconds that a step beside streams takes at most.
     """
 
@@ -54,7 +52,7 @@ class ChunkSize:
         *,
         adaptive: bool = True,
         floor: int = 32,
-        overheads: tuple[float, float] = (0.02, 0.15),
+        overhead: float = 0.02,
         gap: float = math.inf,
     ) -> None:
         self.tile = _TILE
@@ -62,9 +60,9 @@ class ChunkSize:
         self._model = model
         self._most = most
         self._adaptive = adaptive
-        self._overheads = overheads
+        self._overhead = overhead
         self.gap = gap
-        self._tiles = [1, 1]
+        self._tiles = 1
         self._known_at = -1
         # chunks that were to hide behind the rows beside them
         self._num_hidden = 0
@@ -73,7 +71,7 @@ class ChunkSize:
         """Tokens of a step in which no request has targets."""
         if not self._adaptive:
             return self._most
-        bounded, num_running = self.gap < math.inf, len(running)
+        num_running, bounded = len(running), self.gap < math.inf
         if self._model.ready and not bounded and not self._model.free_tokens:
             return min(self._most, num_running + max(self.knee(), self.floor))
         rows = [r.num_computed_tokens for r in running if r.num_uncomputed_tokens <= 1]
@@ -83,7 +81,7 @@ class ChunkSize:
         if bounded and rows:
             start = max(request.num_computed_tokens for request in running)
             base = StepShape(0, 0.0, len(rows), sum(rows))
-            chunk = min(chunk, self.beside_streams(base, start, self.gap))
+            chunk = min(chunk, self.within(base, start, self._most, gap=self.gap))
         return self.total(chunk, num_running)
 
     def untrained(self, num_running: int, *, careful: bool) -> int:
@@ -110,53 +108,43 @@ class ChunkSize:
             chunk //= 2
         return min(self.knee(), chunk)
 
-    def beside(self, num_running: int, num_narrow: int, *, shared: bool = False) -> int:
+    def beside(self, num_running: int, num_narrow: int) -> int:
         """Tokens of a chunk as large as is best for throughput: as many as hide behind what the
         rows beside it take anyway, where that is known, and the knee otherwise."""
-        knee, free = self.knee(shared=shared), self._model.free_tokens
-        if shared or not free or not num_narrow:
+        knee, free = self.knee(), self._model.free_tokens
+        if not free or not num_narrow:
             return knee
         return min(knee, max(self.floor, free - num_running))
 
-    def knee(self, *, shared: bool = False) -> int:
+    def knee(self) -> int:
         """Tokens of the smallest chunk of prompt whose fixed part is a small share of its time."""
         if self._known_at != self._model.num_observations // _REFIT:
             self._known_at = self._model.num_observations // _REFIT
             fixed, each = self.tile_seconds()
             # fixed <= overhead * (fixed + each * tiles)
             most = max(1, self._most // self.tile)
-            for index, overhead in enumerate(self._overheads):
-                wanted = fixed * (1.0 / overhead - 1.0)
-                enough = wanted < each * most
-                self._tiles[index] = max(1, math.ceil(wanted / each)) if enough else most
-        return min(self._most, self._tiles[shared] * self.tile)
+            wanted = fixed * (1.0 / self._overhead - 1.0)
+            self._tiles = max(1, math.ceil(wanted / each)) if wanted < each * most else most
+        return min(self._most, self._tiles * self.tile)
 
     def tile_seconds(self) -> tuple[float, float]:
         """Of a step with prompts: what it takes whatever their size, and for each tile."""
         one, two = (self._model.predict(StepShape().plus(0, n * self.tile)) for n in (1, 2))
         return max(0.0, one - (two - one)), two - one
 
-    def beside_streams(self, base: StepShape, start: int, gap: float) -> int:
-        """Tokens of the largest chunk that keeps the rows of ``base`` waiting no longer than
-        ``gap``, nine times in ten; and no more than twice what was measured, for what lies beyond
-        that is a guess."""
-        return self._within(base, start, math.inf, self._most, gap)
-
     def within(
         self,
         base: StepShape,
         start: int,
-        seconds: float,
+        most: int,
         *,
-        shared: bool = False,
+        seconds: float = math.inf,
         gap: float = math.inf,
     ) -> int:
-        """Tokens of the largest chunk from position ``start`` on, up to the knee, with which a step
-        of shape ``base`` is predicted to take ``seconds`` at most; if there is a ``gap``, no more
-        than ``beside_streams``."""
-        return self._within(base, start, seconds, self.knee(shared=shared), gap)
-
-    def _within(self, base: StepShape, start: int, seconds: float, most: int, gap: float) -> int:
+        """Tokens of the largest chunk from position ``start`` on, up to ``most``, with which a step
+        of shape ``base`` is predicted to take ``seconds`` at most. If there is a ``gap``, its rows
+        wait no longer than that nine times in ten, and the chunk has no more than twice what was
+        measured: what lies beyond that is a guess."""
         if gap < math.inf:
             most = min(most, max(self.floor, 2 * self._model.most_wide_tokens))
             seconds = min(seconds, gap / max(1.0, self._model.quantile(LATE_QUANTILE)))

@@ -24,25 +24,25 @@ from typing import Final
 
 __all__ = ["Hinge"]
 
-# where the time may begin to grow, tokens of a step
+# tokens of a step where its time may begin to grow
 _SIZES: Final = (
     64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024,
 )  # fmt: skip
 _RIDGE: Final = 1e-6
 # brings the tokens of a busy step to about 1
 _SCALE: Final = 1e-3
-# observations between two looks, and later; a look takes one for each size, and one more
+# observations between two looks, at first and later; a look takes one for each size, and one more
 _EVERY: Final = 64
 _LATER: Final = 256
 _MANY: Final = 1024
-# of the F statistic with one degree of freedom: to begin to believe, and to go on
+# F statistic with one degree of freedom from which a size is believed in, and goes on to be
 _BELIEVE: Final = 30.0
 _KEEP: Final = 10.0
 # relative error of the model that counts as none
 _EXACT: Final = 0.01
 # a token below the hinge costs less than this share of one above it
 _HIDDEN: Final = 0.25
-# of the model's features, the one that is in proportion to the tokens of wide rows
+# index of the model's feature that is in proportion to the tokens of wide rows
 _PER_TOKEN: Final = 1
 
 
@@ -62,7 +62,7 @@ class Hinge:
         # weighted sums of steps larger than _SIZES[i] and no larger than the next. With T their
         # tokens: features, T * features, T * T, seconds, T * seconds
         self._bins = [[0.0] * (2 * size + 3) for _ in _SIZES]
-        # of squared seconds: the number of observations, for they are weighted by 1 / seconds^2
+        # weighted sum of squared seconds: the number of observations, as weights are 1 / seconds^2
         self._count = 0.0
         # the look under way
         self._thinking: Iterator[None] = iter(())
@@ -129,7 +129,7 @@ class Hinge:
 
 def _fit(gram: list[list[float]], moment: list[float], count: float) -> tuple[float, list[float]]:
     """Least squares with weights of 0 or more: the sum of squared relative errors, and the weights.
-    Features whose weight comes out negative are left out, the worst first."""
+    A feature with a negative weight is left out, the worst first."""
     ridge = _RIDGE * gram[0][0]
     used = [i for i in range(len(gram)) if gram[i][i] > ridge]
     weights = [0.0] * len(gram)

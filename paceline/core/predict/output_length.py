@@ -90,7 +90,7 @@ class WorkEstimator:
         return self._quantile(request, q) or request.asked.sampling.max_tokens
 
     def expected_tokens(self, request: Request, q: float) -> int:
-        """Like ``output_tokens``, but where nothing is known twice what there is: few callers who
+        """Like ``output_tokens``, but where nothing is known twice what there is: few callers that
         allow thousands of tokens get them, and memory kept for all of these would lie idle."""
         most = request.asked.sampling.max_tokens
         return self._quantile(request, q) or min(most, max(_PRIOR, 2 * request.num_output_tokens))

@@ -1,4 +1,4 @@
-"""Seconds a step will take, from what is in it: fitted online, used by all who predict.
+"""Seconds a step will take, from what is in it: fitted online, used by all that predicts.
 
 The model is linear in six features of the batch (DistServe's estimator, OSDI'24, with the terms of
 mixed batches)::
@@ -9,7 +9,7 @@ A row is *narrow* when it computes one token and *wide* otherwise; T counts the 
 rows, R the narrow rows, s the tokens before a row, n the tokens in it. All coefficients are kept
 at 0 or more, so that more work never predicts less time.
 
-This module does not know requests, the clock, or who asks.
+This module does not know requests, the clock, or what asks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FOLLOW: Final = 0.05
 _STALL: Final = 4.0
 _DRIFT: Final = 0.05
 _LASTING: Final = 0.2
-# of (index, feature)
+# the feature of (index, feature)
 _VALUE: Final = itemgetter(1)
 
 

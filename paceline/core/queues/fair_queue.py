@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Final
 
@@ -13,35 +13,56 @@ from paceline.core.tenant_weights import TenantWeights
 
 __all__ = ["FairQueue"]
 
+# tenants whose tokens are counted, at most, beside those that wait
+_MAX_TENANTS: Final = 10_000
 # tenants whose queues are looked at for a forecast
 _SAMPLED: Final = 256
 
+# a tenant's counter, the order of its first request, and its name: the least is served first
+_Entry = tuple[float, tuple[float, int], str]
+
 
 class FairQueue:
-    """One queue per tenant; the tenant served least goes first. Before all of them go requests that
-    have aged, of any tenant: others would for ever be served less.
+    """One queue per tenant; the tenant served least goes first. Aged requests, of any tenant, go
+    before all of them: there would always be a tenant that was served less.
+
+    A tenant that comes back from idle enters at a level, the virtual time of fair queueing (Demers,
+    Keshav and Shenker, SIGCOMM'89): the counter of a tenant that had always waited if what is
+    served were handed out in drops, to all by their weights. So a token raises it by one part in
+    the weights of those that share: those that wait, and those that do not but were served more
+    than their share, until the level has come up with them. A waiting tenant is above it for a
+    time, then, and later ones enter above it.
+
+    What is served while no request waits is taken from no tenant: then the level is the largest
+    counter that there ever was. No tenant enters above that, or further below the level than by
+    what can be saved up.
 
     Args:
-        counter: tokens served to a tenant so far, weighted. It may only grow.
-        on_return: called when a tenant comes back from idle, before its request is queued: with
-            that and the least counter of those that have requests waiting; None: none has.
-        weights: the tenants' shares, for forecasts.
+        saved: weighted tokens that light tenants may save up, divided among those that share.
+        weights: the tenants' shares.
     """
 
-    def __init__(
-        self,
-        counter: Callable[[str], float],
-        on_return: Callable[[Request, float | None], None],
-        weights: TenantWeights,
-    ) -> None:
-        self._counter = counter
-        self._on_return = on_return
+    def __init__(self, saved: float, weights: TenantWeights) -> None:
+        self._saved = saved
         self._weights = weights
         self._aged = RequestQueue()
         self._tenants: dict[str, RequestQueue] = {}
-        # (counter, order of the head, tenant); stale once the counter or the head has moved on
-        self._heap: list[tuple[float, tuple[float, int], str]] = []
+        # one of each tenant is up to date; beside it there may be stale ones
+        self._heap: list[_Entry] = []
         self._size = 0
+        self._counters: dict[str, float] = {}
+        # counters until some are forgotten
+        self._most = _MAX_TENANTS
+        self._largest = 0.0
+        self._level = 0.0
+        # by tenant that had saved something up when it came back last: how much further below the
+        # level than others it entered. Without that it has been served no more than its share
+        self._lent: dict[str, float] = {}
+        # by tenant that does not wait, but was served more than its share until now: where the
+        # level comes up with it, as it was when it was entered in the heap
+        self._ahead: dict[str, float] = {}
+        # a heap of (that, tenant); stale if it is another now, or none
+        self._reached: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
         return self._size + len(self._aged)
@@ -49,11 +70,6 @@ class FairQueue:
     def __iter__(self) -> Iterator[Request]:
         for queue in (self._aged, *self._tenants.values()):
             yield from queue
-
-    @property
-    def tenants(self) -> Collection[str]:
-        """Those that have members, beside aged ones."""
-        return self._tenants.keys()
 
     def __contains__(self, request: Request) -> bool:
         queue = self._tenants.get(request.asked.tenant)
@@ -63,54 +79,43 @@ class FairQueue:
         if request.aged:
             self._aged.push(request)
             return
-        queue = self._tenants.get(request.asked.tenant)
+        tenant = request.asked.tenant
+        queue = self._tenants.get(tenant)
         if queue is None:
-            first = self._peek_tenants()
-            self._on_return(request, None if first is None else self._counter(first.asked.tenant))
-            queue = self._tenants[request.asked.tenant] = RequestQueue()
+            first = self._first(self._heap)
+            self._lift(request, None if first is None else self.counter(first.asked.tenant))
+            queue = self._tenants[tenant] = RequestQueue()
         queue.push(request)
         self._size += 1
         if queue.peek() is request:
-            self._enter(request.asked.tenant)
+            self._enter(tenant)
 
     def peek(self) -> Request | None:
-        return self._aged.peek() or self._peek_tenants()
+        return self._aged.peek() or self._first(self._heap)
 
-    def _peek_tenants(self) -> Request | None:
-        while self._heap:
-            counter, order, tenant = self._heap[0]
+    def _first(self, heap: list[_Entry]) -> Request | None:
+        """The request that a heap of entries has first, its entry at 0 then. Stale entries before
+        it are dropped, or brought up to date."""
+        while heap:
+            counter, order, tenant = heap[0]
             queue = self._tenants.get(tenant)
             head = queue.peek() if queue is not None else None
-            if head is not None and head.order == order and self._counter(tenant) == counter:
+            if head is None or head.order != order:
+                heapq.heappop(heap)
+            elif (served := self.counter(tenant)) != counter:
+                heapq.heapreplace(heap, (served, order, tenant))
+            else:
                 return head
-            heapq.heappop(self._heap)
-            if head is not None and head.order == order:
-                self._enter(tenant)
         return None
 
-    def in_order(self) -> Iterator[tuple[float, tuple[float, int], str]]:
-        """Of ``tenants``, served least first: (counter, order of its first, tenant). The queue must
-        not change meanwhile. Each costs O(log k) if it is the k-th."""
-        heap = self._heap
-        size = len(heap)
-        # nodes of the heap whose parents were visited, the least first; and at -1 those whose
-        # counters have grown since they were entered
-        frontier = [(heap[0], 0)] if heap else []
-        seen: set[str] = set()
-        while frontier:
-            found, index = heapq.heappop(frontier)
-            if index >= 0:
-                for child in range(2 * index + 1, min(2 * index + 3, size)):
-                    heapq.heappush(frontier, (heap[child], child))
-            tenant = found[2]
-            if tenant not in self._tenants or tenant in seen:
-                continue
-            entry = self._entry(tenant)
-            if entry == found:
-                seen.add(tenant)
-                yield entry
-            elif entry[1] == found[1]:
-                heapq.heappush(frontier, (entry, -1))
+    def in_order(self) -> Iterator[_Entry]:
+        """The entries of tenants that wait, served least first. Each costs O(log n), and the first
+        a copy of all entries."""
+        heap, last = self._heap.copy(), None
+        while self._first(heap) is not None:
+            # a tenant may have several equal entries
+            if (entry := heapq.heappop(heap)) != last:
+                yield (last := entry)
 
     def num_ahead(self, request: Request) -> int:
         """As if tenants took turns: one request each, or as many as their weights are."""
@@ -131,7 +136,7 @@ class FairQueue:
     def pop(self) -> Request | None:
         if self._aged:
             return self._aged.pop()
-        request = self._peek_tenants()
+        request = self._first(self._heap)
         if request is not None:
             heapq.heappop(self._heap)
             self._tenants[request.asked.tenant].pop()
@@ -139,20 +144,19 @@ class FairQueue:
         return request
 
     def remove(self, request: Request) -> None:
-        if request in self._aged:
+        if request.aged:
             self._aged.remove(request)
             return
-        queue = self._tenants[request.asked.tenant]
-        was_head = queue.peek() is request
-        queue.remove(request)
-        self._left(request.asked.tenant, changed=was_head)
+        self._tenants[request.asked.tenant].remove(request)
+        self._left(request.asked.tenant)
 
-    def _left(self, tenant: str, *, changed: bool = True) -> None:
+    def _left(self, tenant: str) -> None:
+        """A request of the tenant has left."""
         self._size -= 1
-        if not self._tenants[tenant]:
-            del self._tenants[tenant]
-        elif changed:
+        if self._tenants[tenant]:
             self._enter(tenant)
+        else:
+            del self._tenants[tenant]
 
     def _enter(self, tenant: str) -> None:
         heapq.heappush(self._heap, self._entry(tenant))
@@ -161,10 +165,78 @@ class FairQueue:
             self._heap = list(map(self._entry, self._tenants))
             heapq.heapify(self._heap)
 
-    def _entry(self, tenant: str) -> tuple[float, tuple[float, int], str]:
+    def _entry(self, tenant: str) -> _Entry:
         head = self._tenants[tenant].peek()
         assert head is not None
-        return self._counter(tenant), head.order, tenant
+        return self.counter(tenant), head.order, tenant
+
+    # ------------------------------------------------------------------ virtual time
+
+    def counter(self, tenant: str) -> float:
+        """Weighted tokens served to a tenant, by its weight; lifts included."""
+        return self._counters.get(tenant, 0.0)
+
+    def charge(self, tokens: Mapping[str, float]) -> None:
+        """``tokens``, weighted, are spent at once on requests of each of these tenants."""
+        counters, weights = self._counters, self._weights
+        for tenant, spent in tokens.items():
+            counters[tenant] = counters.get(tenant, 0.0) + spent / weights.of(tenant)
+        self._largest = max(self._largest, *map(counters.__getitem__, tokens))
+        waiting = self._tenants
+        if waiting:
+            for tenant in tokens:
+                if tenant not in waiting and tenant not in self._ahead:
+                    self._note_ahead(tenant)
+            self._level += sum(tokens.values()) / weights.sum_of(waiting, self._ahead)
+            reached = self._reached
+            while reached and reached[0][0] <= self._level:
+                entered, name = heapq.heappop(reached)
+                if self._ahead.get(name) == entered:
+                    del self._ahead[name]
+                    # it has been served more since
+                    self._note_ahead(name)
+        if len(self._counters) > self._most:
+            self._forget()
+
+    def _note_ahead(self, tenant: str) -> None:
+        """Count the tenant among those ahead, if it is."""
+        reached = self.counter(tenant) + self._lent.get(tenant, 0.0)
+        if reached > self._level:
+            self._ahead[tenant] = reached
+            heapq.heappush(self._reached, (reached, tenant))
+
+    def _lift(self, request: Request, least: float | None) -> None:
+        """Its tenant comes back, while the least counter of those that wait is ``least``."""
+        tenant = request.asked.tenant
+        self._ahead.pop(tenant, None)
+        if least is None:
+            self._level = max(self._level, self._largest)
+            self._ahead.clear()
+            self._reached.clear()
+            self._lent.clear()
+        else:
+            self._level = max(self._level, least)
+        own = self.counter(tenant)
+        saved = 0.0
+        if request.favoured:
+            sharing = self._weights.sum_of(self._tenants, self._ahead)
+            saved = self._saved / (sharing or self._weights.of(tenant))
+        counter = max(own, min(self._level - saved, self._largest))
+        self._counters[tenant] = counter
+        self._lent[tenant] = max(own, self._level) - counter
+
+    def _forget(self) -> None:
+        """Callers may name as many tenants as they like: of those that do not wait, the half that
+        was served least begins anew. None enters a queue further below its level for it."""
+        idle = sorted(
+            (served, name) for name, served in self._counters.items() if name not in self._tenants
+        )
+        for _, name in idle[: len(idle) // 2]:
+            del self._counters[name]
+            self._ahead.pop(name, None)
+            self._lent.pop(name, None)
+        # nearly all of them may wait
+        self._most = max(_MAX_TENANTS, 2 * len(self._counters))
 
     def check_integrity(self) -> None:
         assert self._size == sum(len(queue) for queue in self._tenants.values())

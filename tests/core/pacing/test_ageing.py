@@ -244,10 +244,11 @@ def test_only_time_at_the_head_counts_and_all_of_it() -> None:
 
 def test_two_who_are_the_first_by_turns_do_not_wait_for_ever() -> None:
     """As under ``fair``: whose tenant's ordinary requests were served last comes second."""
-    served = dict.fromkeys("ab", 0.0)
+    queues: list[FairQueue] = []
 
     def make_queue() -> FairQueue:
-        return FairQueue(served.__getitem__, lambda tenant, least: None, TenantWeights({}))
+        queues.append(FairQueue(0.0, TenantWeights({})))
+        return queues[-1]
 
     room = WaitingRoom(make_queue, lambda key: key, KVCacheManager(Machine().cache))
     night = [make_request(name, 4, tenant=name, slo=Slo(best_effort=True)) for name in "ab"]
@@ -263,7 +264,7 @@ def test_two_who_are_the_first_by_turns_do_not_wait_for_ever() -> None:
             break
         assert first is not None
         firsts.append(first.request_id)
-        served[first.asked.tenant] += 10.0
+        queues[first.tier].charge({first.asked.tenant: 10.0})
     assert firsts[:4] == ["a", "b", "a", "b"]
     # one of them was the first for half of the time
     assert 38 <= second <= 40

@@ -28,9 +28,8 @@ def budget_of(
     best_effort_step_s: float = 0.05,
     floor: int = 32,
     overhead: float = 0.03,
-    shared_overhead: float = 0.15,
 ) -> StepBudget:
-    chunk = ChunkSize(model, 512, floor=floor, overheads=(overhead, shared_overhead))
+    chunk = ChunkSize(model, 512, floor=floor, overhead=overhead)
     work = WorkEstimator(model, LengthHistory())
     config = SchedulerConfig(best_effort_step_s=best_effort_step_s)
     return StepBudget(model, chunk, work, config)
@@ -171,7 +170,7 @@ def test_steps_are_short_while_tenants_share_the_engine(
     rows: int, seconds: float, tpot: float | None
 ) -> None:
     """Whoever comes waits no longer than for a step of best effort, or for three times the rows."""
-    budget = budget_of(trained_on_rows(), shared_overhead=0.01)
+    budget = budget_of(trained_on_rows())
     view = RunningView.of([running(tpot) for _ in range(rows)])
     assert budget.allow(view, 0.0).tokens == 512, "as much as fits"
     chunk = budget.allow(replace(view, shared=True), 0.0).tokens - rows

@@ -467,12 +467,9 @@ def test_service_order_looks_at_no_more_tenants_than_it_must(
     for index in range(500):
         driver.add(make_request(f"r{index}", 4, 1, tenant=f"t{index}", slo=Slo(ttft=9e3)))
     looks = []
-    counter = policy._turns[Tier.ORDINARY].counter
-    monkeypatch.setattr(
-        policy._turns[Tier.ORDINARY].queue,
-        "_counter",
-        lambda tenant: looks.append(tenant) or counter(tenant),
-    )
+    turns = policy._turns[Tier.ORDINARY]
+    counter = turns.counter
+    monkeypatch.setattr(turns, "counter", lambda tenant: looks.append(tenant) or counter(tenant))
     first = list(islice(policy.service_order(driver.scheduler._waiting.targeted), 10))
     assert [request.request_id for request in first] == [f"r{index}" for index in range(10)]
     assert len(looks) < 30

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 
 from paceline.core.queues.fair_queue import FairQueue
+from paceline.core.request import Request
 from paceline.core.tenant_weights import TenantWeights
 from tests.driving import make_request
 
 
 def test_a_fair_queue_does_not_grow_while_its_head_is_tried_in_vain() -> None:
-    served = dict.fromkeys("ab", 0.0)
-    queue = FairQueue(served.__getitem__, lambda tenant, least: None, TenantWeights({}))
+    queue = FairQueue(0.0, TenantWeights({}))
     for index in range(6):
         request = make_request(f"r{index}", 1, tenant="ab"[index % 2])
         request.order = (float(index), index)
@@ -24,7 +24,7 @@ def test_a_fair_queue_does_not_grow_while_its_head_is_tried_in_vain() -> None:
             queue.push(request)
         queue.check_integrity()
     assert len(queue._heap) <= 100
-    served["a"] = 5.0
+    queue.charge({"a": 5.0})
     popped = [request.request_id for _ in range(6) if (request := queue.pop()) is not None]
     assert popped == ["r1", "r3", "r5", "r0", "r2", "r4"]
 
@@ -36,12 +36,16 @@ def test_a_fair_queue_does_not_look_at_all_tenants_when_one_comes_back() -> None
     lifted: list[float | None] = []
     looks = 0
 
-    def counter(tenant: str) -> float:
-        nonlocal looks
-        looks += 1
-        return served[tenant]
+    class Watched(FairQueue):
+        def counter(self, tenant: str) -> float:
+            nonlocal looks
+            looks += 1
+            return served[tenant]
 
-    queue = FairQueue(counter, lambda request, least: lifted.append(least), TenantWeights({}))
+        def _lift(self, request: Request, least: float | None) -> None:
+            lifted.append(least)
+
+    queue = Watched(0.0, TenantWeights({}))
     waiting: set[str] = set()
     for index in range(2000):
         tenant = f"t{index}"

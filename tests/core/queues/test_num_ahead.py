@@ -36,7 +36,7 @@ def test_a_long_queue_is_sampled() -> None:
 
 
 def test_tenants_take_turns() -> None:
-    queue = FairQueue(lambda tenant: 0.0, lambda request, least: None, TenantWeights({}))
+    queue = FairQueue(0.0, TenantWeights({}))
     for number in range(12):
         queue.push(make_request(f"r{number}", 4, tenant="many" if number < 10 else "few"))
     assert queue.num_ahead(make_request("a", 4, tenant="new")) == 2
@@ -46,7 +46,7 @@ def test_tenants_take_turns() -> None:
 
 def test_tenants_take_as_many_turns_as_they_weigh() -> None:
     weights = TenantWeights({"many": 3.0})
-    queue = FairQueue(lambda tenant: 0.0, lambda request, least: None, weights)
+    queue = FairQueue(0.0, weights)
     for number in range(12):
         queue.push(make_request(f"r{number}", 4, tenant="many" if number < 10 else "few"))
     assert queue.num_ahead(make_request("a", 4, tenant="new")) == 3 + 1
