@@ -96,8 +96,9 @@ class Engine:
         self._is_suspect = False
         # of its pool's lost connections, those of which it was asked since
         self._num_lost = 0
-        # by the clock, when a doubt is heeded again
+        # by the clock, when a doubt is heeded again, and how long that was from the last one
         self._doubt_again_at = -math.inf
+        self._doubt_wait = 0.0
         # by its metrics, in unix time
         self._started_at: float | None = None
         # its metrics are still to tell
@@ -200,13 +201,16 @@ class Engine:
         signs = self._is_suspect or self.pool.num_lost != self._num_lost
         return signs and not self.num_misses and not self.is_away and now >= self._doubt_again_at
 
-    def doubt(self, again_at: float) -> None:
-        """What is known of it stands until it has answered anew.
+    def doubt(self, now: float, shortest: float, longest: float) -> None:
+        """It is asked again; what is known of it stands until it has answered.
 
         Args:
-            again_at: by the clock; before that no other doubt is heeded.
+            shortest: seconds before another doubt is heeded; twice as many each time, up to
+                ``longest``, where one comes after the other.
         """
-        self._doubt_again_at = again_at
+        again = now - self._doubt_again_at < self._doubt_wait
+        self._doubt_wait = min(2.0 * self._doubt_wait, longest) if again else shortest
+        self._doubt_again_at = now + self._doubt_wait
         self._ask_again()
 
     def _ask_again(self) -> None:

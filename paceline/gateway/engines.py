@@ -30,7 +30,7 @@ _log = logging.getLogger("paceline.gateway")
 
 # poll intervals between two readings of an engine's models
 _MODEL_POLLS: Final = 120
-# and between two doubts, at least: a proxy may close each connection
+# and at first between two doubts: a server may close every connection after a second or two
 _DOUBT_POLLS: Final = 20
 # a tick of the watch on silence, and the most that one counts: a tick that is later than this was
 # kept waiting by this process itself
@@ -153,7 +153,10 @@ class Engines:
             asks = news or away or self._now() >= models_at
             if not is_other and engine.is_doubtful(self._now()):
                 # it ended, if it did, so shortly that no poll, or few, came to nothing
-                engine.doubt(self._now() + _DOUBT_POLLS * self._config.poll_interval)
+                shortest, longest = (
+                    polls * self._config.poll_interval for polls in (_DOUBT_POLLS, _MODEL_POLLS)
+                )
+                engine.doubt(self._now(), shortest, longest)
                 asks = True
             if asks:
                 asked_at = self._now()
