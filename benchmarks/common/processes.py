@@ -16,8 +16,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from types import FrameType, TracebackType
+from typing import Final, Self
 
 __all__ = ["REPOSITORY", "Command", "Process", "Unavailable", "free_port"]
 
@@ -51,12 +51,25 @@ def free_port() -> int:
         return port
 
 
-def _close_at_sigterm() -> None:
-    """SIGTERM ends this process as an exception does, or those that are frozen would outlive it."""
+# those that were started and are not closed yet
+_open: Final[set[Process]] = set()
+
+
+def _exit(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def _heed_sigterm() -> None:
+    """While processes are open, SIGTERM ends this one as an exception does, or those that are
+    frozen would outlive it; any other handler than the default stays. Signals are handled in the
+    main thread: elsewhere this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         return
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    handler = signal.getsignal(signal.SIGTERM)
+    if _open and handler is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _exit)
+    elif not _open and handler is _exit:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _session_members(session: int) -> list[int]:
@@ -83,7 +96,8 @@ class Process:
         self, command: Command, log: Path, *, pipes: bool = False, cwd: Path = REPOSITORY
     ) -> None:
         self._log = log
-        _close_at_sigterm()
+        _open.add(self)
+        _heed_sigterm()
         pipe = subprocess.PIPE if pipes else subprocess.DEVNULL
         with log.open("wb") as errors:
             try:
@@ -97,6 +111,8 @@ class Process:
                     start_new_session=True,
                 )
             except OSError as error:
+                _open.discard(self)
+                _heed_sigterm()
                 raise Unavailable(f"{command.argv[0]}: {error}") from None
         self._frozen = False
 
@@ -194,3 +210,5 @@ class Process:
                 self._process.wait(grace)
         self._signal(signal.SIGKILL)
         self._process.wait()
+        _open.discard(self)
+        _heed_sigterm()

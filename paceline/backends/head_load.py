@@ -19,11 +19,11 @@ from paceline.checkpoints.mtp import MTPLayers
 from paceline.core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from paceline.backends.torch.head import HeadPlace
+    from paceline.backends.torch.head import HeadSettings
     from paceline.backends.torch.model import DecoderWeights
 
     # (the served model's weights, where, blocks): a head that guesses for it
-    _Make: TypeAlias = Callable[[DecoderWeights, HeadPlace, int], HeadModel]
+    _Make: TypeAlias = Callable[[DecoderWeights, HeadSettings, int], HeadModel]
 
 __all__ = ["choose_eagle3", "choose_mtp"]
 
@@ -57,12 +57,12 @@ def choose_eagle3(
     _check_tokens(head, config)
     from paceline.backends.torch.attention import block_bytes
 
-    place = _place(settings, formats, device, length)
+    head_settings = _head_settings(settings, formats, device, length)
     return DraftPlan(
-        block_bytes(head.config, place.block_size, place.dtype),
-        head.num_values * place.dtype.itemsize,
+        block_bytes(head.config, head_settings.block_size, head_settings.dtype),
+        head.num_values * head_settings.dtype.itemsize,
         f"guesses by the EAGLE-3 head {path.name} in {formats.dtype}, torch",
-        partial(_load, partial(_eagle3, head), layers, place, config.vocab_size),
+        partial(_load, partial(_eagle3, head), layers, head_settings, config.vocab_size),
     )
 
 
@@ -80,15 +80,19 @@ def choose_mtp(
         raise ConfigError(f"speculative_config: {error}") from None
     from paceline.backends.torch.mtp import mtp_block_bytes
 
-    config, place = checkpoint.config, _place(settings, formats, device, length)
-    many = f"{layers.num_layers} layers" if layers.num_layers > 1 else "a layer"
+    config, head_settings = checkpoint.config, _head_settings(settings, formats, device, length)
+    count = layers.num_layers
     return DraftPlan(
-        mtp_block_bytes(layers, place.block_size, place.dtype),
-        layers.num_values * place.dtype.itemsize,
-        f"guesses by {many} for further tokens (MTP) in {formats.dtype}, torch",
+        mtp_block_bytes(layers, head_settings.block_size, head_settings.dtype),
+        layers.num_values * head_settings.dtype.itemsize,
+        f"guesses by {count} MTP layer{'s' if count > 1 else ''} in {formats.dtype}, torch",
         # what the last layer gives
         partial(
-            _load, partial(_mtp, layers), (config.num_hidden_layers,), place, config.vocab_size
+            _load,
+            partial(_mtp, layers),
+            (config.num_hidden_layers,),
+            head_settings,
+            config.vocab_size,
         ),
     )
 
@@ -124,36 +128,38 @@ def _check_tokens(head: Eagle3Head, config: ModelConfig) -> None:
         )
 
 
-def _place(settings: BackendSettings, formats: Formats, device: str, length: int) -> HeadPlace:
+def _head_settings(
+    settings: BackendSettings, formats: Formats, device: str, length: int
+) -> HeadSettings:
     import torch
 
-    from paceline.backends.torch.head import HeadPlace
+    from paceline.backends.torch.head import HeadSettings
     from paceline.backends.torch.machine import choose_dtype
 
     dtype = choose_dtype(formats.dtype, device)
-    return HeadPlace(settings.block_size, length, dtype, torch.device(device))
+    return HeadSettings(settings.block_size, length, dtype, torch.device(device))
 
 
 def _eagle3(
-    head: Eagle3Head, weights: DecoderWeights, place: HeadPlace, num_blocks: int
+    head: Eagle3Head, weights: DecoderWeights, head_settings: HeadSettings, num_blocks: int
 ) -> HeadModel:
     from paceline.backends.torch.eagle3 import Eagle3Step
 
-    return Eagle3Step(head, weights.embedding, place, num_blocks)
+    return Eagle3Step(head, weights.embedding, head_settings, num_blocks)
 
 
 def _mtp(
-    layers: MTPLayers, weights: DecoderWeights, place: HeadPlace, num_blocks: int
+    layers: MTPLayers, weights: DecoderWeights, head_settings: HeadSettings, num_blocks: int
 ) -> HeadModel:
     from paceline.backends.torch.mtp import MTPStep
 
-    return MTPStep(layers, weights, place, num_blocks)
+    return MTPStep(layers, weights, head_settings, num_blocks)
 
 
 def _load(
     make: _Make,
     layers: tuple[int, ...],
-    place: HeadPlace,
+    head_settings: HeadSettings,
     vocab_size: int,
     served: LoadedModel,
     num_blocks: int,
@@ -169,12 +175,12 @@ def _load(
 
     assert isinstance(served.model, TorchStep)
     with torch.inference_mode():
-        model = make(served.model.weights, place, num_blocks)
+        model = make(served.model.weights, head_settings, num_blocks)
     draft = HeadDraft(
         model,
         served.sampler,
         vocab_size=vocab_size,
         num_blocks=num_blocks,
-        block_size=place.block_size,
+        block_size=head_settings.block_size,
     )
     return served._replace(model=FeatureTap(served.model, layers, draft)), draft

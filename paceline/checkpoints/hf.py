@@ -41,7 +41,7 @@ _INDEX: Final = "model.safetensors.index.json"
 _PICKLED: Final = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 # of a decoder that classifies, as transformers names them
 HEAD: Final[tuple[str, ...]] = ("score.weight", "score.bias")
-# of layers that guess further tokens, see ``mtp``
+# of layers for multi-token prediction (MTP), see ``mtp``
 _MTP: Final = ("model.mtp_layers.", "mtp.")
 MAX_SHARDS: Final = 4096
 

@@ -181,7 +181,7 @@ class MTPLayers:
         count = len(found)
         if found != set(range(count)) or count > _MOST_LAYERS:
             raise CheckpointError(
-                f"{self.path} has layers {', '.join(map(str, sorted(found)))} for further tokens, "
+                f"{self.path} has MTP layers {', '.join(map(str, sorted(found)))}, "
                 f"must be 0 and on without a gap, {_MOST_LAYERS} at most"
             )
         if stated and stated != count:

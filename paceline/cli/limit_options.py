@@ -158,7 +158,7 @@ def add_limit_options(parser: Parser) -> None:
         "--share-prefix-cache",
         action="store_true",
         help="let callers with different keys share cached prompt prefixes: faster where they have "
-        "a system prompt in common, but answers tell whether somebody else has asked the same",
+        "a system prompt in common, but answers tell whether another tenant has asked the same",
     )
 
 

@@ -238,8 +238,8 @@ def _add_cache_options(parser: argparse.ArgumentParser, default: EngineSettings)
         "--prefix-cache-memory",
         type=byte_count,
         metavar="SIZE",
-        help="what cached prefixes that nobody uses may hold before the oldest makes room for new "
-        "ones, rather than memory that the KV cache has not used yet; default: as much as the "
+        help="what cached prefixes that no request uses may hold before the oldest makes room for "
+        "new ones, rather than memory that the KV cache has not used yet; default: as much as the "
         "model's files, at least 256MiB; on GPUs, whose memory is taken at once, all of the cache",
     )
 

@@ -187,7 +187,7 @@ SCHEDULING: Final = (
     Flag(
         name="--pace-admission",
         field="pace_admission",
-        help="let nobody in while one more would make running requests miss their TPOT targets",
+        help="let no request in while one more would make running requests miss their TPOT targets",
     ),
     Flag(
         name="--future-memory-check",
@@ -222,7 +222,7 @@ SCHEDULING: Final = (
         name="--bypass-window",
         field="bypass_window",
         parse=bounded_int(0),
-        help="waiting requests tried behind a head that does not fit; 0: nobody passes",
+        help="waiting requests tried behind a head that does not fit; 0: none passes",
     ),
     Flag(
         name="--max-bypasses",
@@ -241,7 +241,7 @@ SCHEDULING: Final = (
         '"prompt_lookup_max": 4, "prompt_lookup_min": 2}, or by a second model of the same '
         'vocabulary: {"model": NAME}, or {"method": "self"} for the served one in 4 bits, or '
         '{"method": "eagle3", "model": NAME} for an EAGLE-3 head with --compute torch, or '
-        '{"method": "mtp"} for the checkpoint\'s own layers that predict further tokens, likewise. '
+        '{"method": "mtp"} for the checkpoint\'s own multi-token prediction layers, likewise. '
         '{"method": "off"}: nothing is guessed. Answers stay the same',
     ),
     Flag(

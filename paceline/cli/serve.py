@@ -174,8 +174,8 @@ def _warn_if_reachable(listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
         logging.getLogger("paceline.cli").warning(
-            "open address=%s port=%d: whoever reaches it may use this server and read its metrics; "
-            "--api-key-file asks for keys",
+            "open address=%s port=%d: every caller that reaches it may use this server and read "
+            "its metrics; --api-key-file asks for keys",
             host,
             port,
         )

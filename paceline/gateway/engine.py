@@ -7,18 +7,23 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from paceline.gateway.abilities import Abilities
 from paceline.gateway.config import EngineConfig, EngineKind, GatewayConfig, Secret, SecretBytes
 from paceline.gateway.dialects import Dialect, dialect_of
-from paceline.gateway.kinds import KINDS, KindFacts, kind_of_metrics, read_pressure
+from paceline.gateway.kinds import KINDS, KindFacts, kind_of_metrics, read_pressure, scan
 from paceline.http.upstream import Headers, Origin, Pool
 from paceline.routing import Breaker, EngineLoad, SlowStart
 
 __all__ = ["Engine", "EngineModel", "Running"]
 
 _log = logging.getLogger("paceline.gateway")
+
+# when the process began, as Prometheus' clients tell it
+_STARTED: Final = "process_start_time_seconds"
+# by which that differs in one process: some work it out anew from a clock that is set meanwhile
+_STARTED_WITHIN: Final = 2.0
 
 
 class Running(Protocol):
@@ -84,6 +89,20 @@ class Engine:
         self.silent = 0.0
         self.num_polls = 0
         self.num_misses = 0
+        # a proxy before it answered the last poll: it is not there
+        self.is_away = False
+        # it may have been started anew since it was asked last, for another reason than a lost
+        # connection
+        self._is_suspect = False
+        # of its pool's lost connections, those of which it was asked since
+        self._num_lost = 0
+        # by the clock, when a doubt is heeded again, and how long that was from the last one
+        self._doubt_again_at = -math.inf
+        self._doubt_wait = 0.0
+        # by its metrics, in unix time
+        self._started_at: float | None = None
+        # its metrics are still to tell
+        self._seeks_kind = config.kind == "auto"
         # signals that it once gave and gives no longer
         self.lost_signals: frozenset[str] = frozenset()
         self._signals: frozenset[str] = frozenset()
@@ -171,7 +190,39 @@ class Engine:
     def forget(self) -> None:
         """What it can do may be something else now: its kind's table holds until it has said."""
         self.learn(Abilities())
+        self._ask_again()
+
+    def suspect(self) -> None:
+        """It may have been started anew."""
+        self._is_suspect = True
+
+    def is_doubtful(self, now: float) -> bool:
+        """Whether it is there and may have been started anew since it was asked last."""
+        signs = self._is_suspect or self.pool.num_lost != self._num_lost
+        return signs and not self.num_misses and not self.is_away and now >= self._doubt_again_at
+
+    def doubt(self, now: float, shortest: float, longest: float) -> None:
+        """It is asked again; what is known of it stands until it has answered.
+
+        Args:
+            shortest: seconds before another doubt is heeded; twice as many each time, up to
+                ``longest``, where one comes after the other.
+        """
+        again = now - self._doubt_again_at < self._doubt_wait
+        self._doubt_wait = min(2.0 * self._doubt_wait, longest) if again else shortest
+        self._doubt_again_at = now + self._doubt_wait
+        self._ask_again()
+
+    def _ask_again(self) -> None:
         self.wants_probe = self.config.probe != "off"
+        self._seeks_kind = self.config.kind == "auto"
+        self._is_suspect, self._num_lost = False, self.pool.num_lost
+
+    def came_back(self, now: float) -> None:
+        """It was gone, and may have been started anew, as something else."""
+        self.back_at = now
+        self.load.prefixes.clear()
+        self.forget()
 
     def learn(self, found: Abilities) -> None:
         """What it can do, as far as that was found out."""
@@ -208,15 +259,29 @@ class Engine:
                 if not isinstance(most, int):
                     most = contexts.get(name, contexts.get(""))
                 models[name] = EngineModel(name, most, entry)
+        if _lengths(models) != _lengths(self._listed):
+            # where other models are, other software may be
+            self._ask_again()
         self.has_models(models)
 
     def heard(self, text: bytes, now: float) -> None:
         """It answered a poll with ``text``."""
-        if self.kind == "auto":
+        started_at = scan(text, _STARTED)
+        if started_at is not None:
+            # one address may be that of several, each with its own: what is later is new
+            before = self._started_at
+            if before is not None and started_at > before + _STARTED_WITHIN:
+                _log.info("engine_restarted engine=%s", self.name)
+                self.came_back(now)
+            self._started_at = max(started_at, before or 0.0)
+        if self._seeks_kind:
             found = kind_of_metrics(text)
             if found is not None:
-                _log.info("engine_kind engine=%s kind=%s", self.name, found)
-                self.become(found)
+                if found != self.kind:
+                    _log.info("engine_kind engine=%s kind=%s", self.name, found)
+                    self.become(found)
+                    self._signals = frozenset()
+                self._seeks_kind = False
         pressure = read_pressure(text, self.facts, now)
         signals = frozenset(
             name for name in self.facts.signals if getattr(pressure, name) is not None
@@ -227,3 +292,9 @@ class Engine:
         self.lost_signals = lost
         self._signals |= signals
         self.load.heard(pressure)
+
+
+def _lengths(models: Mapping[str, EngineModel]) -> Mapping[str, Any]:
+    """Of what a list says, what stays the same from one answer to the next: some name the moment
+    of the answer as that in which the model was made."""
+    return {name: model.entry.get("max_model_len") for name, model in models.items()}

@@ -30,6 +30,8 @@ _log = logging.getLogger("paceline.gateway")
 
 # poll intervals between two readings of an engine's models
 _MODEL_POLLS: Final = 120
+# and at first between two doubts: a server may close every connection after a second or two
+_DOUBT_POLLS: Final = 20
 # a tick of the watch on silence, and the most that one counts: a tick that is later than this was
 # kept waiting by this process itself
 _TICK_SECONDS: Final = 0.1
@@ -137,17 +139,26 @@ class Engines:
             if engine.num_misses > 4 and not engine.running:
                 wait = min(wait * engine.num_misses, _MAX_POLL_WAIT)
             await asyncio.sleep(wait)
-            known, back_at = engine.models is not None, engine.back_at
+            known, was = engine.models is not None, (engine.back_at, engine.kind)
             if engine.polled:
                 await self.poll(engine)
             else:
                 await asyncio.sleep(_MAX_POLL_WAIT)
             # one that came back may have others
-            news = engine.back_at != back_at or (not known and not engine.trouble)
+            is_other = was != (engine.back_at, engine.kind)
+            news = is_other or (not known and not engine.trouble)
             # one that is not polled shows by its list alone that it is there; a request that has
             # failed since may mean that it has gone, or was started anew with other models
             away = not engine.polled and (not engine.has_answered or engine.failed_at >= asked_at)
-            if news or away or self._now() >= models_at:
+            asks = news or away or self._now() >= models_at
+            if not is_other and engine.is_doubtful(self._now()):
+                # it ended, if it did, so shortly that no poll, or few, came to nothing
+                shortest, longest = (
+                    polls * self._config.poll_interval for polls in (_DOUBT_POLLS, _MODEL_POLLS)
+                )
+                engine.doubt(self._now(), shortest, longest)
+                asks = True
+            if asks:
                 asked_at = self._now()
                 await self._read_models(engine)
                 models_at = self._models_again()
@@ -208,7 +219,8 @@ class Engines:
         if missed:
             # it was not up yet, or too busy
             engine.probe_again_at = self._models_again()
-        if found.answered:
+        if found.answered or not missed:
+            # one that was asked anew may say less than before
             engine.learn(found)
         _log.info(
             "engine_probed engine=%s kind=%s answered=%s %s",
@@ -227,12 +239,13 @@ class Engines:
         engine.alive()
         if engine.num_misses > 4 and engine.trouble:
             _log.info("engine_back engine=%s", engine.name)
-            engine.back_at = self._now()
-            engine.load.prefixes.clear()
-            # it may have been started anew, as something else
-            engine.forget()
+            engine.came_back(self._now())
         engine.num_misses = 0
-        if status == 200:
+        engine.is_away = _is_away(status)
+        if engine.is_away:
+            engine.suspect()
+            engine.trouble = f"{path} answers {status}"
+        elif status == 200:
             engine.trouble = ""
             engine.heard(text, self._now())
         elif engine.kind == "auto":
@@ -262,7 +275,7 @@ class Engines:
         try:
             status, body = await ask(engine, path, max(2.0, self._config.poll_timeout))
             # an error is an answer: asked soon again it would say the same
-            engine.has_answered = status not in _AWAY and not 520 <= status <= 530
+            engine.has_answered = not _is_away(status)
             entries = msgspec.json.decode(body, type=_ModelList).data if status == 200 else None
         except ConnectError as error:
             engine.has_answered = False
@@ -279,6 +292,7 @@ class Engines:
             return
         if not engine.polled and engine.trouble:
             engine.trouble = ""
+            # it may have been started anew, as something else
             engine.forget()
         engine.lists(entries, await self._read_contexts(engine))
 
@@ -335,6 +349,11 @@ class Engines:
         engine.breaker.trip(self._now())
         for running in list(engine.running):
             running.engine_gone(f"engine {engine.name} has given no sign for {engine.silent:.1f} s")
+
+
+def _is_away(status: int) -> bool:
+    """Whether a proxy before an engine says that there is none."""
+    return status in _AWAY or 520 <= status <= 530
 
 
 def _has_bounds(config: GatewayConfig) -> bool:

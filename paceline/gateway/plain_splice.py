@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
 
 import msgspec
 
+from paceline.gateway.parts import BEGINNINGS, PINGS, is_between_parts
 from paceline.gateway.shape import Relay, relay_nothing
 from paceline.gateway.usage import Usage
 from paceline.http.sse_reader import MAX_EVENT_BYTES, SseEvents, payload_of
@@ -33,16 +33,6 @@ class _Begun(msgspec.Struct):
     item: _Typed | None = None
 
 
-# of events that keep a connection alive
-_PINGS: Final = frozenset({b"ping", b"keepalive"})
-# how names of events end behind which no part of the answer begins: more of this one comes, or the
-# end of all (``message_delta``)
-_WITHIN: Final = (b"delta", b".annotation.added", b"content_part.added")
-# what begins with these is one of several, and where it is a text, that comes next
-_BEGIN: Final = frozenset({b"content_block_start", b"response.output_item.added"})
-_TEXTS: Final = frozenset({"text", "message"})
-
-
 def _name_of(event: bytes, payload: bytes) -> bytes:
     """What kind of event it is: its name, or where it has none the type that its data has. Never
     what a text in it says."""
@@ -55,15 +45,16 @@ def _name_of(event: bytes, payload: bytes) -> bytes:
         return b""
 
 
-def _begins_text(name: bytes, payload: bytes) -> bool:
-    if name not in _BEGIN:
-        return False
+def _what_begins(name: bytes, payload: bytes) -> str:
+    """The type of the part that begins with this event; empty: none, or it does not say."""
+    if name not in BEGINNINGS:
+        return ""
     try:
         begun = msgspec.json.decode(payload, type=_Begun)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        return False
+        return ""
     what = begun.content_block or begun.item
-    return what is not None and what.type in _TEXTS
+    return "" if what is None else what.type
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -143,9 +134,9 @@ class PlainSplice:
             # a comment; a name alone is no event
             return event.partition(b"\n")[0] + b"\n\n" if event.startswith(b":") else b""
         name = _name_of(event, payload)
-        if name not in _PINGS:
+        if name not in PINGS:
             self.num_events += 1
-            self.between_parts = not (name.endswith(_WITHIN) or _begins_text(name, payload))
+            self.between_parts = is_between_parts(name, _what_begins(name, payload))
         if name in self.fails:
             self.failed = "the engine reported an error"
             self.failure_event = whole

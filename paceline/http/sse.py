@@ -59,8 +59,9 @@ class TextEvents:
         assert found, f"no empty {name!r} in {example!r}"
         self._before = before + key
 
-    def event(self, text: str) -> bytes:
-        """The event with ``text``, byte for byte what encoding all of it gives."""
+    def event(self, text: str, token_ids: tuple[int, ...]) -> bytes:
+        """The event with ``text``, byte for byte what encoding all of it gives; its tokens' ids
+        are not told."""
         return self._before + _encode(text) + self._after
 
 

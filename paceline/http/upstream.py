@@ -131,6 +131,8 @@ class Connection(asyncio.Protocol):
         # nothing is read of an answer that may have come
         self.is_paused = False
         self.idle_since = 0.0
+        # by this side, whatever the other one did
+        self._dropped = False
         # seconds that it lay unused before the request at hand
         self.was_idle = 0.0
 
@@ -177,6 +179,7 @@ class Connection(asyncio.Protocol):
     def drop(self) -> None:
         """The rest is not wanted: the engine sees a hang-up, and its sink hears nothing more."""
         self._sink = None
+        self._dropped = True
         if self._transport is not None:
             self._transport.abort()
 
@@ -258,12 +261,15 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_paused = False
-        self._pool.forget(self)
         sink, self._sink = self._sink, None
+        # without a length or chunks the end of the connection is that of the body
+        is_end = exc is None and not self._in_head and not self._framed
+        was_free = self._pool.forget(self)
+        if not self._dropped and (was_free or (sink is not None and not is_end)):
+            self._pool.num_lost += 1
         if sink is None:
             return
-        if exc is None and not self._in_head and not self._framed:
-            # without a length or chunks the end of the connection is that of the body
+        if is_end:
             sink.on_end()
         else:
             sink.on_lost("the connection was reset" if exc else "the connection was closed")
@@ -360,6 +366,9 @@ class Pool:
         self._tls = ssl.create_default_context() if origin.tls else None
         # connections that were closed for bytes which no request had asked for
         self.num_unsolicited = 0
+        # signs that the other side may have ended: it took no new connection, or closed one that
+        # could have been used again, without saying so in an answer, or in the middle of one
+        self.num_lost = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -393,6 +402,7 @@ class Pool:
         except (OSError, UnicodeError) as error:
             # a name that no resolver can be asked for is a UnicodeError
             why = getattr(error, "strerror", None) or type(error).__name__
+            self.num_lost += 1
             raise ConnectError(f"no connection: {why}") from None
         self._open.add(connection)
         if connection.leads_to_credentials:
@@ -413,10 +423,13 @@ class Pool:
         origin = self.origin.authority
         _log.warning("unsolicited_response origin=%s num=%d", origin, self.num_unsolicited)
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: Connection) -> bool:
+        """It is closed; whether it could have been used again."""
         self._open.discard(connection)
-        if connection in self._free:
-            self._free.remove(connection)
+        if connection not in self._free:
+            return False
+        self._free.remove(connection)
+        return time.monotonic() - connection.idle_since <= self.idle
 
     def close(self) -> None:
         for connection in list(self._open):

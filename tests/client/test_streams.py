@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from paceline.client import (
     AsyncClient,
@@ -354,6 +356,22 @@ def test_a_url_that_is_none_does_not_show_its_password(url: str) -> None:
     assert "secret" not in shown and (shown in str(error) or "has a user" in str(error))
     # a traceback shows what an error was raised from
     assert error.__context__ is None or error.__suppress_context__
+
+
+@given(st.text("ab@/:?#[]%\u2100 ", max_size=16))
+@example("//user:pass@host:1/v1?key#part")
+@example("//us@er:pa/ss@host")
+@example("@//host" + "a" * 300)
+def test_a_url_is_shown_as_everywhere_else(rest: str) -> None:
+    """The client, which imports nothing of ours, has a copy of what shows one."""
+    url = f"ftp:{rest}"
+    with pytest.raises(ValueError) as caught:
+        Target(url, "m")
+    shown = show_url(url)
+    assert str(caught.value) in (
+        f"base_url {shown} has no valid host or port",
+        f"base_url must be http(s)://host..., got {shown}",
+    )
 
 
 def test_a_target_does_not_show_its_key() -> None:

@@ -83,7 +83,16 @@ WAYS: dict[str, Way] = {
 }
 
 
-@pytest.fixture(scope="module", params=SOURCES, ids=str)
+# a model that wrote more than were asked for would break what ``Drafting.guess`` promises
+CASES = [
+    (name, way)
+    for name, source in SOURCES.items()
+    for way in WAYS
+    if not (source.name == MODEL and way == "too long")
+]
+
+
+@pytest.fixture(scope="module")
 def source(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Any]:
     """A source, a backend that has it, and what each request's tokens are without guesses."""
     found = SOURCES[request.param]
@@ -201,7 +210,7 @@ class _Rig:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("source", "way"), CASES, indirect=["source"])
 def test_no_guess_changes_an_answer(
     source: tuple[Source, ModelBackend, dict[str, list[int]]],
     way: str,

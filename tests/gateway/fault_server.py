@@ -57,6 +57,8 @@ class Engine:
     asked: list[str] = field(default_factory=list)
     # answers nothing at all, polls neither
     frozen: bool = False
+    # closes each connection after an answer that does not say so
+    closes: bool = False
 
     @property
     def url(self) -> str:
@@ -118,7 +120,7 @@ async def scripted(*script: Step, **fields: Any) -> AsyncIterator[Engine]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         open_writers.add(writer)
         try:
-            while await _one(engine, reader, writer):
+            while await _one(engine, reader, writer) and not engine.closes:
                 pass
         except (ConnectionError, asyncio.IncompleteReadError):
             engine.hung_up += 1
@@ -149,7 +151,7 @@ async def _one(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.Str
     body = await reader.readexactly(int(headers.get("content-length", "0")))
     while engine.frozen:
         await asyncio.sleep(0.02)
-    if path == "/metrics":
+    if path == "/metrics" and path not in engine.pages:
         status = 200 if engine.metrics else 404
         await _send(writer, status, (), (engine.metrics.encode(),), stream=False)
         return True

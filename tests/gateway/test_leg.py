@@ -112,6 +112,13 @@ def started(
     return owner, leg, connection
 
 
+def pinged(leg: Leg, connection: Connection, alive: bytes, steps: range) -> None:
+    """Its engine says ``alive`` each tenth of a second, and is not given up."""
+    for step in steps:
+        connection.data_received(chunk(alive))
+        assert leg.tick(T + 0.1 * step) and leg.verdict is None, step
+
+
 def test_a_tick_says_whether_the_engine_gave_a_sign() -> None:
     _, leg, connection = started()
     assert not leg.tick(T + 0.1)
@@ -195,9 +202,7 @@ def test_an_engine_that_only_pings_has_stalled(
 ) -> None:
     """Its connection lives, its stream does not."""
     _, leg, connection = started(path, kind, events[:4] if events is MESSAGES else events[:2])
-    for step in range(1, 10):
-        connection.data_received(chunk(alive))
-        assert leg.tick(T + 0.1 * step) and leg.verdict is None
+    pinged(leg, connection, alive, range(1, 10))
     connection.data_received(chunk(alive))
     leg.tick(T + 1.1)
     assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 1 s"
@@ -228,10 +233,7 @@ def test_who_pings_between_two_parts_may_take_as_long_as_for_the_first(
 ) -> None:
     _, leg, connection = started(path, kind, said)
     connection.data_received(chunk(begins))
-    for step in range(1, 50):
-        connection.data_received(chunk(alive))
-        leg.tick(T + 0.1 * step)
-        assert leg.verdict is None, step
+    pinged(leg, connection, alive, range(1, 50))
     # not for ever
     for step in range(50, 53):
         connection.data_received(chunk(alive))
@@ -245,9 +247,7 @@ def test_who_gives_no_sign_between_two_parts_has_stalled(
 ) -> None:
     _, leg, connection = started(path, kind, said)
     connection.data_received(chunk(begins))
-    for step in range(1, 21):
-        connection.data_received(chunk(alive))
-        leg.tick(T + 0.1 * step)
+    pinged(leg, connection, alive, range(1, 21))
     for step in range(21, 30):
         leg.tick(T + 0.1 * step)
         assert leg.verdict is None, step
@@ -300,10 +300,7 @@ def test_within_a_text_who_only_pings_has_stalled(
     """Where one has begun, and where something was noted beside it."""
     _, leg, connection = started(path, kind, said)
     connection.data_received(chunk(begins))
-    for step in range(1, 11):
-        connection.data_received(chunk(alive))
-        leg.tick(T + 0.1 * step)
-        assert leg.verdict is None, step
+    pinged(leg, connection, alive, range(1, 11))
     leg.tick(T + 1.2)
     assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 1 s"
 
@@ -314,14 +311,9 @@ def test_who_speaks_again_may_stop_no_longer_than_before(
 ) -> None:
     _, leg, connection = started(path, kind, said)
     connection.data_received(chunk(begins))
-    for step in range(1, 31):
-        connection.data_received(chunk(alive))
-        leg.tick(T + 0.1 * step)
+    pinged(leg, connection, alive, range(1, 31))
     connection.data_received(chunk(said[-1]))
-    for step in range(31, 41):
-        connection.data_received(chunk(alive))
-        leg.tick(T + 0.1 * step)
-        assert leg.verdict is None, step
+    pinged(leg, connection, alive, range(31, 41))
     leg.tick(T + 4.2)
     assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 1 s"
 
@@ -329,10 +321,7 @@ def test_who_speaks_again_may_stop_no_longer_than_before(
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 def test_behind_the_reason_of_its_end_a_message_has_no_other_part(path: str) -> None:
     _, leg, connection = started(path, "anthropic", MESSAGES[:-1])
-    for step in range(1, 11):
-        connection.data_received(chunk(PING))
-        leg.tick(T + 0.1 * step)
-        assert leg.verdict is None, step
+    pinged(leg, connection, PING, range(1, 11))
     leg.tick(T + 1.2)
     assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 1 s"
 
@@ -344,13 +333,9 @@ def test_a_part_among_pings_is_one() -> None:
         ("/v1/messages", "anthropic", [b": beside\n" + event for event in MESSAGES]),
     ):
         _, leg, connection = started(path, kind, parts[:4])  # type: ignore[arg-type]
-        for step in range(1, 10):
-            connection.data_received(chunk(PING))
-            leg.tick(T + 0.1 * step)
+        pinged(leg, connection, PING, range(1, 10))
         connection.data_received(chunk(PING + parts[4]))
-        for step in range(10, 19):
-            connection.data_received(chunk(PING))
-            leg.tick(T + 0.1 * step)
+        pinged(leg, connection, PING, range(10, 19))
         assert leg.verdict is None, path
         connection.data_received(b"".join(map(chunk, parts[5:])))
         assert leg.verdict is not None and leg.verdict.kind == "done", path

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.http.upstream import Connection, Headers, Origin, Pool
+from paceline.http.listening import bind
+from paceline.http.upstream import ConnectError, Connection, Headers, Origin, Pool
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -61,6 +62,8 @@ class Transport:
 
     def abort(self) -> None:
         self.aborted = True
+
+    close = abort
 
 
 class Parser:
@@ -256,3 +259,55 @@ def test_a_fault_of_ours_ends_this_answer_alone(
     connection.data_received(chunk(b"2") if alone else HEAD + chunk(b"2") + b"0\r\n\r\n")
     assert sink.end == "the gateway failed on this answer" and "a fault of ours" in caplog.text
     assert not connection.is_open
+
+
+WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
+LAST = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nhi"
+UNFRAMED = b"HTTP/1.1 200 OK\r\n\r\nhi"
+
+
+@pytest.mark.parametrize(
+    ("answer", "unused", "lost"),
+    [
+        # it lay unused, for less than the time in which it may be used again, and for more
+        (WHOLE, 0.9, True),
+        (WHOLE, 1.1, False),
+        # as announced; and as the end of a body
+        (LAST, 0.0, False),
+        (UNFRAMED, 0.0, False),
+        # in the middle of an answer, of its head, and before it
+        (HEAD + chunk(b"1"), 0.0, True),
+        (HEAD[:20], 0.0, True),
+        (b"", 0.0, True),
+        # bytes that no request has asked for: closed by this side
+        (WHOLE + WHOLE, 0.0, False),
+    ],
+)
+def test_which_ends_of_a_connection_show_that_the_other_side_may_have_ended(
+    answer: bytes, unused: float, lost: bool
+) -> None:
+    connection, _, _ = asked()
+    pool = connection._pool
+    connection.data_received(answer)
+    connection.idle_since -= unused
+    connection.connection_lost(None)
+    assert pool.num_lost == lost and len(pool) == 0
+
+
+def test_a_connection_that_this_side_drops_is_not_lost() -> None:
+    for answer in (WHOLE, HEAD + chunk(b"1"), b""):
+        connection, _, _ = asked()
+        connection.data_received(answer)
+        connection.drop()
+        connection.connection_lost(None)
+        assert not connection._pool.num_lost
+
+
+@pytest.mark.anyio
+async def test_who_takes_no_connection_may_have_ended() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+    pool = Pool(Origin.of(f"http://127.0.0.1:{port}"), connect_timeout=1.0, idle=1.0)
+    with pytest.raises(ConnectError, match="no connection"):
+        await pool.connect()
+    assert pool.num_lost == 1

@@ -15,7 +15,7 @@ import torch
 
 from paceline.backends.rope import longest_sequence
 from paceline.backends.steps import AttentionBatch
-from paceline.backends.torch.head import HeadPlace, TorchHead
+from paceline.backends.torch.head import HeadSettings, TorchHead
 from paceline.backends.torch.linear import Linear, make_linear
 from paceline.backends.torch.mlp import DenseMLP
 from paceline.backends.torch.model import RMSNorm
@@ -37,10 +37,10 @@ class Eagle3Step(TorchHead):
     """
 
     def __init__(
-        self, head: Eagle3Head, embedding: torch.Tensor, place: HeadPlace, num_blocks: int
+        self, head: Eagle3Head, embedding: torch.Tensor, settings: HeadSettings, num_blocks: int
     ) -> None:
-        config, dtype, device = head.config, place.dtype, place.device
-        super().__init__(config, place, num_blocks)
+        config, dtype, device = head.config, settings.dtype, settings.device
+        super().__init__(config, settings, num_blocks)
 
         def get(name: str) -> torch.Tensor:
             return torch.from_numpy(head.tensor(name)).to(device=device, dtype=dtype)
@@ -70,7 +70,7 @@ class Eagle3Step(TorchHead):
         self._norm_before_residual = head.norm_before_residual
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._head_dim = config.head_dim
-        length = max(place.max_model_len, longest_sequence(config))
+        length = max(settings.max_model_len, longest_sequence(config))
         self._rotary = RotaryTable(config, length, dtype=dtype, device=device)
         # of the rows whose logits were wanted last
         self._last = torch.empty(0, config.hidden_size, device=device)

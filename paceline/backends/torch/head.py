@@ -17,11 +17,11 @@ from paceline.backends.steps import AttentionBatch
 from paceline.backends.torch.attention import TorchAttention
 from paceline.checkpoints.config import ModelConfig
 
-__all__ = ["HeadPlace", "TorchHead"]
+__all__ = ["HeadSettings", "TorchHead"]
 
 
-class HeadPlace(NamedTuple):
-    """Where a head is computed, and for what."""
+class HeadSettings(NamedTuple):
+    """How a head is computed, beside the configuration of its layers."""
 
     # tokens per block of its KV cache
     block_size: int
@@ -40,14 +40,14 @@ class TorchHead(ABC):
         num_blocks: of its KV cache.
     """
 
-    def __init__(self, config: ModelConfig, place: HeadPlace, num_blocks: int) -> None:
-        self._device = place.device
+    def __init__(self, config: ModelConfig, settings: HeadSettings, num_blocks: int) -> None:
+        self._device = settings.device
         self._attention = TorchAttention(
             config,
             num_blocks=num_blocks,
-            block_size=place.block_size,
-            dtype=place.dtype,
-            device=place.device,
+            block_size=settings.block_size,
+            dtype=settings.dtype,
+            device=settings.device,
         )
 
     @torch.inference_mode()

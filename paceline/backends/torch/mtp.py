@@ -28,7 +28,7 @@ import torch
 
 from paceline.backends.steps import AttentionBatch
 from paceline.backends.torch.attention import block_bytes
-from paceline.backends.torch.head import HeadPlace, TorchHead
+from paceline.backends.torch.head import HeadSettings, TorchHead
 from paceline.backends.torch.linear import Linear
 from paceline.backends.torch.model import Decoder, DecoderWeights, RMSNorm
 from paceline.backends.torch.rope import RotaryTable
@@ -63,13 +63,13 @@ class MTPStep(TorchHead):
     """
 
     def __init__(
-        self, layers: MTPLayers, served: DecoderWeights, place: HeadPlace, num_blocks: int
+        self, layers: MTPLayers, served: DecoderWeights, settings: HeadSettings, num_blocks: int
     ) -> None:
-        config, dtype, device = layers.config, place.dtype, place.device
-        super().__init__(config, place, num_blocks)
+        config, dtype, device = layers.config, settings.dtype, settings.device
+        super().__init__(config, settings, num_blocks)
         self._layout, self._served = layers.layout, served
         self._vocab_size = config.vocab_size
-        self._block_size = place.block_size
+        self._block_size = settings.block_size
         self._inputs: list[_Input] = []
         with ExitStack() as stack:
             reader = TensorReader(layers, dtype, device, stack, layers.shapes)
@@ -89,15 +89,15 @@ class MTPStep(TorchHead):
                 head=served.head,
                 head_weight=served.head_weight,
             )
-        rotary = RotaryTable(config, place.max_model_len, dtype=dtype, device=device)
+        rotary = RotaryTable(config, settings.max_model_len, dtype=dtype, device=device)
         self._decoder = Decoder(config, own, rotary)
         # what each layer but the last gave by slot; one slot more stays zero
         self._given = torch.empty(
-            layers.num_layers - 1, num_blocks + 1, place.block_size, config.hidden_size,
+            layers.num_layers - 1, num_blocks + 1, settings.block_size, config.hidden_size,
             dtype=dtype, device=device,
         )  # fmt: skip
         self._given[:, num_blocks] = 0
-        self._none = num_blocks * place.block_size
+        self._none = num_blocks * settings.block_size
         # guesses of the rows whose logits were wanted last, and what each layer gave of these
         self._num_made = 0
         self._last: list[torch.Tensor] = []

@@ -104,7 +104,7 @@ def _batch(frame: Frame) -> RenderableType:
     )
     row("", f"queued {pair_of(frame.queue)}")
     if frame.held_by is None:
-        row("queue", "nobody is held up", style="dim")
+        row("queue", "no request is held up", style="dim")
     else:
         reason = _REASONS.get(frame.held_by, frame.held_by)
         row("queue", f"held up by {frame.held_by} ({reason})", style="yellow")

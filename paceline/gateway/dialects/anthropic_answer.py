@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import msgspec
 
+from paceline.gateway.parts import PINGS, is_between_parts
 from paceline.gateway.usage import believed
 from paceline.http.sse_reader import MAX_EVENT_BYTES, SseEvents, payload_of
 
@@ -143,8 +144,8 @@ def chat_answer(body: bytes) -> bytes:
 
 
 class AnthropicStream:
-    """See ``Translator``. What cannot be read becomes an event that is no chunk, which whoever
-    reads chunks refuses."""
+    """See ``Translator``. What cannot be read becomes an event that is no chunk, which a reader of
+    chunks refuses."""
 
     def __init__(self) -> None:
         self._events = SseEvents()
@@ -173,11 +174,9 @@ class AnthropicStream:
             return event.partition(b"\n")[0] + b"\n\n" if event.startswith(b":") else b""
         found = _decode(payload)
         delta = found.delta
-        if found.type != "ping":
-            # of a block, or of the message, which then ends; or of a text that has just begun
-            block = found.content_block
-            begins_text = block is not None and block.type == "text"
-            self._between_parts = not (found.type.endswith("delta") or begins_text)
+        name, block = found.type.encode(), found.content_block
+        if name not in PINGS:
+            self._between_parts = is_between_parts(name, "" if block is None else block.type)
         match found.type:
             case "message_start" if found.message is not None:
                 self._usage.add(found.message.usage)
@@ -188,8 +187,8 @@ class AnthropicStream:
                     "model": found.message.model,
                 }
                 return self._chunk({"role": "assistant", "content": ""})
-            case "content_block_start" if found.content_block is not None:
-                return self._begin(found.index, found.content_block)
+            case "content_block_start" if block is not None:
+                return self._begin(found.index, block)
             case "content_block_delta" if delta is not None:
                 return self._delta(found.index, delta)
             case "message_delta":

@@ -201,7 +201,7 @@ class EngineMetrics:
         each(
             counter,
             "paceline:wasted_tokens",
-            "Tokens computed again after a preemption, or for nobody.",
+            "Tokens computed again after a preemption, or for no request.",
             "cause",
             {"recomputed": "num_recomputed_tokens", "discarded": "num_discarded_tokens"},
         )

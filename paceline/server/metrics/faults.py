@@ -57,7 +57,9 @@ class FaultCollector(Collector):
             "slow_readers", "Connections whose buffers are full.", self._readers.waiting
         )
         cut = CounterMetricFamily(
-            "paceline:slow_readers_cut", "Connections cut off because nobody read.", labels=_LABELS
+            "paceline:slow_readers_cut",
+            "Connections cut off because their callers did not read.",
+            labels=_LABELS,
         )
         cut.add_metric(self._labels, self._readers.num_cut)
         yield cut

@@ -88,8 +88,7 @@ class PlainEvents:
         self._name = name
         self._wants_ids = wants_ids
         # by choice
-        self._texts: dict[int, TextEvents] = {}
-        self._tokens: dict[int, TokenEvents] = {}
+        self._events: dict[int, TextEvents | TokenEvents] = {}
 
     def of(self, output: GenerationOutput, example: Callable[[int], bytes]) -> bytes:
         """Of a delivery that ends no choice. Counts are told at the end, and the last delivery has
@@ -100,22 +99,14 @@ class PlainEvents:
                 Not kept: it is of the stream that keeps this, and with it the prompt's ids.
         """
         data = b""
-        if self._wants_ids:
-            for delta in output.choices:
-                if delta.token_ids:
-                    tokens = self._tokens.get(delta.index)
-                    if tokens is None:
-                        tokens = TokenEvents(example(delta.index), self._name)
-                        self._tokens[delta.index] = tokens
-                    data += tokens.event(delta.text, delta.token_ids)
-            return data
         for delta in output.choices:
-            if delta.text:
-                texts = self._texts.get(delta.index)
-                if texts is None:
-                    texts = TextEvents(example(delta.index), self._name)
-                    self._texts[delta.index] = texts
-                data += texts.event(delta.text)
+            # ids may come without text, as parts of a character do
+            if delta.token_ids if self._wants_ids else delta.text:
+                events = self._events.get(delta.index)
+                if events is None:
+                    kind = TokenEvents if self._wants_ids else TextEvents
+                    events = self._events[delta.index] = kind(example(delta.index), self._name)
+                data += events.event(delta.text, delta.token_ids)
         return data
 
 

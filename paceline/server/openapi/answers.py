@@ -333,7 +333,7 @@ ANSWERS: Final[dict[tuple[str, str], Answer]] = {
         record({"default_generation_settings": OBJECT, "total_slots": INTEGER}),
     ),
     ("GET", "/slots"): _llama(
-        "requests under way, and places that nobody has",
+        "requests under way, and free places",
         array(record({"id": INTEGER, "n_ctx": INTEGER, "is_processing": BOOLEAN})),
     ),
     ("GET", "/lora-adapters"): _llama("none", array(OBJECT)),

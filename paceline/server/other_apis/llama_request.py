@@ -259,7 +259,7 @@ class LlamaBody(
     grammar = string(note="GBNF or Lark")
     cache_prompt = boolean(
         True,
-        note="false: nothing cached is used for it, and what it leaves is of use to nobody",
+        note="false: nothing cached is used for it, and what it leaves is used by no other request",
     )
     return_tokens = boolean(note="streams always have their tokens")
     timings_per_token = boolean()

@@ -256,7 +256,7 @@ class WhatIf:
                 if now - began > self._config.seconds:
                     self._ended_by = ("failed", f"it took more than {self._config.seconds:g} s")
                 elif now - place.asked_at > _FORGOTTEN:
-                    self._ended_by = ("cancelled", "nobody asked for it for three minutes")
+                    self._ended_by = ("cancelled", "no page asked for it for three minutes")
                 else:
                     continue
                 kill(process)

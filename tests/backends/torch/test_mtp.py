@@ -14,7 +14,7 @@ import torch
 from paceline.backends.load import load_backend
 from paceline.backends.settings import BackendSettings
 from paceline.backends.steps import AttentionBatch
-from paceline.backends.torch.head import HeadPlace
+from paceline.backends.torch.head import HeadSettings
 from paceline.backends.torch.mtp import MTPStep
 from paceline.backends.torch.weights import load_weights
 from paceline.checkpoints.base import open_checkpoint
@@ -87,7 +87,7 @@ def test_what_layers_gave_is_copied_with_a_block(tmp_path: Path) -> None:
         head = MTPStep(
             MTPLayers(checkpoint),
             load_weights(checkpoint, dtype=torch.float32, device=cpu),
-            HeadPlace(block_size=4, max_model_len=64, dtype=torch.float32, device=cpu),
+            HeadSettings(block_size=4, max_model_len=64, dtype=torch.float32, device=cpu),
             num_blocks=8,
         )
         features = torch.randn(7, 96)
@@ -172,7 +172,7 @@ MIMO = "model.mtp_layers.0."
             "mimo",
             {},
             {"model.mtp_layers.2.input_proj.weight": torch.zeros(96, 192)},
-            "has layers 0, 2 for further tokens, must be 0 and on without a gap, 16 at most",
+            "has MTP layers 0, 2, must be 0 and on without a gap, 16 at most",
         ),
         ("qwen3", {}, {"mtp.fc.weight": None}, "lack 1 tensors, e.g. mtp.fc.weight"),
         (

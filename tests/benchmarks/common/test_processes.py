@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from benchmarks.common.processes import Command, Process, Unavailable
 from tests.server.live_process import eventually
 
 _FREEZES = """
@@ -38,3 +41,27 @@ def test_a_frozen_process_does_not_outlive_a_benchmark_that_is_told_to_end(tmp_p
         return False
 
     eventually(is_gone)
+
+
+def test_sigterm_does_what_it_did_before_once_all_are_closed(tmp_path: Path) -> None:
+    def handler() -> object:
+        return signal.getsignal(signal.SIGTERM)
+
+    sleep, log = Command(("sleep", "300")), tmp_path / "log"
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with Process(sleep, log):
+            with Process(sleep, log):
+                assert handler() is not signal.SIG_DFL
+            assert handler() is not signal.SIG_DFL
+        assert handler() is signal.SIG_DFL
+        with pytest.raises(Unavailable):
+            Process(Command(("/nowhere",)), log)
+        assert handler() is signal.SIG_DFL
+        # one that is the caller's own
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with Process(sleep, log):
+            assert handler() is signal.SIG_IGN
+        assert handler() is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)

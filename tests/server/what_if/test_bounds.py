@@ -68,7 +68,7 @@ async def test_nobody_asks_for_it(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> 
     pid = await begun(asker)
     await until(lambda: is_gone(pid))
     job = await asker.ended()
-    assert job["status"] == "cancelled" and "nobody asked" in job["error"]
+    assert job["status"] == "cancelled" and "no page asked" in job["error"]
 
 
 async def test_what_it_may_take(ask: Ask) -> None:

@@ -138,7 +138,7 @@ function Shown() {
         rows: [["A step's time, on average", percent(frame.step_error), "–"], ["Time to first token", off, offLong]] }),
         h("p", { class: "quiet" }, "The scheduler plans with both. Where they are far off, targets are missed that could be met.")),
       h(Card, { id: "held", title: "What holds the queue up" },
-        h("p", null, frame.held_by ? `Now: ${REASONS[/** @type {keyof typeof REASONS} */ (frame.held_by)] ?? frame.held_by}.` : "Now: nobody is held up."),
+        h("p", null, frame.held_by ? `Now: ${REASONS[/** @type {keyof typeof REASONS} */ (frame.held_by)] ?? frame.held_by}.` : "Now: no request is held up."),
         h(Reasons, { shares: frame.held_share, say: percent, none: "The head of the queue never waited." }), Object.keys(frame.held_share).length > 0 && h("p", { class: "quiet" }, "Shares of the time.")),
       h(Card, { id: "waited", title: "What requests waited for" },
         h(Reasons, { shares: frame.waited_seconds, say: time, none: "Those that finished did not wait." }), Object.keys(frame.waited_seconds).length > 0 && h("p", { class: "quiet" }, "All that finished, together.")),
