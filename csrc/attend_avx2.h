@@ -87,7 +87,16 @@ PL_INLINE void weigh_of(const AttendArgs& a, const Chunk& c, const float (*p)[kC
     for (int v = 0; v < V; ++v) sum[r][v] = _mm256_loadu_ps(a.out[row + r] + dim + 8 * v);
   for (int t = 0; t < c.tiles; ++t) {
     const uint8_t* values = c.v[t] + int64_t(dim) * 4;
+    // Few rows wait for what `Ahead` brought no closer than the second cache, or has not brought yet. How long depended
+    // on hardware prefetchers, and so on the addresses at which these loops were linked. What is asked for is what a
+    // tile's time from now is read; past a chunk's last values that may be anything
+    const uint8_t* later = t + 1 < c.tiles ? c.v[t + 1] + int64_t(dim) * 4 : c.v[0] + int64_t(dim + 8 * V) * 4;
     for (int token = 0; token < kTile; token += D::per_unit, values += int64_t(a.head_dim) * 4) {
+      if constexpr (R <= 3) {
+        PL_UNROLL
+        for (int v = 0; v < V; v += 2) prefetch(later + 32 * v);
+        later += int64_t(a.head_dim) * 4;
+      }
       PL_UNROLL
       for (int i = 0; i < D::per_unit; ++i) {
         PL_UNROLL
