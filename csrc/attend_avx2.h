@@ -72,14 +72,15 @@ static void scores(const AttendArgs& a, const Chunk& c, float (*s)[kChunkKeys]) 
   constexpr int T = R == 1 ? 4 : R <= 3 ? 2 : 1;
   using H = Halves<R>;
   const int steps = (c.tiles / T + c.tiles % T) * (a.head_dim / D::per_unit);
-  Ahead ahead(c, int64_t(a.head_dim) * kTile * (8 / D::per_unit), steps);
+  Ahead ahead(c.v, c.tiles, int64_t(a.head_dim) * kTile * (4 / D::per_unit), steps);
   scores_rows<D, H::first>(a, c, 0, R <= 6 ? &ahead : nullptr, s);
   if constexpr (H::second > 0) scores_rows<D, H::second>(a, c, H::first, nullptr, s);
 }
 
 // 8 * V dimensions from `dim` on: out += probabilities * values over the chunk's tiles
 template <class D, int R, int V>
-PL_INLINE void weigh_of(const AttendArgs& a, const Chunk& c, const float (*p)[kChunkKeys], int row, int dim) {
+PL_INLINE void weigh_of(const AttendArgs& a, const Chunk& c, const float (*p)[kChunkKeys], int row, Ahead* ahead,
+                        int dim) {
   __m256 sum[R][V];
   PL_UNROLL
   for (int r = 0; r < R; ++r)
@@ -87,7 +88,16 @@ PL_INLINE void weigh_of(const AttendArgs& a, const Chunk& c, const float (*p)[kC
     for (int v = 0; v < V; ++v) sum[r][v] = _mm256_loadu_ps(a.out[row + r] + dim + 8 * v);
   for (int t = 0; t < c.tiles; ++t) {
     const uint8_t* values = c.v[t] + int64_t(dim) * 4;
+    // Few rows wait for what `Ahead` brought no closer than the second cache: what is read a tile's time from now is
+    // asked for. Past a chunk's last values that may be anything
+    const uint8_t* later = t + 1 < c.tiles ? c.v[t + 1] + int64_t(dim) * 4 : c.v[0] + int64_t(dim + 8 * V) * 4;
     for (int token = 0; token < kTile; token += D::per_unit, values += int64_t(a.head_dim) * 4) {
+      if (ahead) ahead->step();
+      if constexpr (R <= 3) {
+        PL_UNROLL
+        for (int v = 0; v < V; v += 2) prefetch(later + 32 * v);
+        later += int64_t(a.head_dim) * 4;
+      }
       PL_UNROLL
       for (int i = 0; i < D::per_unit; ++i) {
         PL_UNROLL
@@ -110,18 +120,22 @@ PL_INLINE void weigh_of(const AttendArgs& a, const Chunk& c, const float (*p)[kC
 }
 
 template <class D, int R>
-static void weigh_rows(const AttendArgs& a, const Chunk& c, const float (*p)[kChunkKeys], int row) {
+static void weigh_rows(const AttendArgs& a, const Chunk& c, const float (*p)[kChunkKeys], int row, Ahead* ahead) {
   constexpr int V = R == 1 ? 8 : R <= 3 ? 4 : 2;
   int dim = 0;
-  for (; dim + 8 * V <= a.head_dim; dim += 8 * V) weigh_of<D, R, V>(a, c, p, row, dim);
-  for (; dim < a.head_dim; dim += 16) weigh_of<D, R, 2>(a, c, p, row, dim);
+  for (; dim + 8 * V <= a.head_dim; dim += 8 * V) weigh_of<D, R, V>(a, c, p, row, ahead, dim);
+  for (; dim < a.head_dim; dim += 16) weigh_of<D, R, 2>(a, c, p, row, ahead, dim);
 }
 
 template <class D, int R>
 static void weigh_values(const AttendArgs& a, const Chunk& c, const float (*p)[kChunkKeys]) {
   using H = Halves<R>;
-  weigh_rows<D, H::first>(a, c, p, 0);
-  if constexpr (H::second > 0) weigh_rows<D, H::second>(a, c, p, H::first);
+  constexpr int V = H::first == 1 ? 8 : H::first <= 3 ? 4 : 2;
+  const int passes = a.head_dim / (8 * V) + a.head_dim % (8 * V) / 16;
+  Ahead ahead(c.next, c.next_tiles, int64_t(a.head_dim) * kTile * (4 / D::per_unit),
+              passes * c.tiles * (kTile / D::per_unit));
+  weigh_rows<D, H::first>(a, c, p, 0, R <= 6 ? &ahead : nullptr);
+  if constexpr (H::second > 0) weigh_rows<D, H::second>(a, c, p, H::first, nullptr);
 }
 
 // Bytes: the products of two dimensions go into 16 bits, which the queries' steps see to (`reach` in encode.h).

@@ -58,13 +58,16 @@ PL_INLINE void find_tiles(const AttendArgs& a, int key, int64_t bytes, Chunk& c)
 }
 
 // Tiles lie scattered over the pool, so hardware prefetchers lose the thread at every one. With few
-// rows, when memory sets the pace, all of the next chunk is asked for while this one's scores are
-// computed, a few lines at a time.
+// rows, when memory sets the pace, what is read later is asked for a few lines at a time: all of the
+// next chunk while this one's scores are computed, or, for float kinds in 256 bits, this one's values
+// then, and the next one's keys while values are weighed, so that memory has work all the time.
 class Ahead {
  public:
-  // steps: how often `step` will be called
+  // tile_bytes: of each tile, from its beginning; steps: how often `step` will be called
   PL_INLINE_MEMBER Ahead(const Chunk& c, int64_t tile_bytes, int steps)
-      : tile_(c.next), lines_(int(tile_bytes / 64)), left_(c.next_tiles * lines_),
+      : Ahead(c.next, c.next_tiles, tile_bytes, steps) {}
+  PL_INLINE_MEMBER Ahead(const uint8_t* const* tiles, int count, int64_t tile_bytes, int steps)
+      : tile_(tiles), lines_(int(tile_bytes / 64)), left_(count * lines_),
         each_(steps > 0 ? (left_ + steps - 1) / steps : 0) {}
 
   PL_INLINE_MEMBER void step() {

@@ -79,7 +79,7 @@ static float rotate(float* x, int64_t n) {
   return rest > top ? rest : top;
 }
 
-static void raised_bytes(const float* x, int64_t n, float factor, uint8_t* y) { to_bytes(x, n, factor, 128, y); }
+static void quantize_u8(const float* x, int64_t n, float factor, uint8_t* y) { to_bytes(x, n, factor, 128, y); }
 
 // 64 rotated values as bytes; receives the scale of the bytes and their sum
 PL_INLINE void encode_group(const float* x, uint8_t* y, float* scale, float* sum) {

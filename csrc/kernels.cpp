@@ -184,7 +184,7 @@ static const Kernels table = {
     sum_at_least,
     collect,
     rotate,
-    raised_bytes,
+    quantize_u8,
 };
 
 }  // namespace PL_NAMESPACE

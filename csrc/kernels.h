@@ -201,8 +201,8 @@ struct Kernels {
   // every whole group of 64 of n floats times the Hadamard matrix of order 64 over 8, in place; returns the largest
   // of all n without its sign, NaN left out
   float (*rotate)(float* x, int64_t n);
-  // round(x * factor) + 128 of n floats
-  void (*raised_bytes)(const float* x, int64_t n, float factor, uint8_t* y);
+  // n floats as unsigned bytes with the zero point 128: round(x * factor) + 128
+  void (*quantize_u8)(const float* x, int64_t n, float factor, uint8_t* y);
 };
 
 // floats of a row's scales beside 4-bit weights and the K kinds, see GemmArgs: so many for each group

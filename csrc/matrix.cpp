@@ -331,7 +331,7 @@ void Matrix::pack_i8(int64_t row, int64_t count, Source type, const uint8_t* fro
   for (int64_t c = 0; c < columns_; c += kActGroup) {
     for (int64_t r = 0; r < count; ++r) {
       if (factor[r] > 0)
-        kernels.raised_bytes(scratch + r * apart + c, kActGroup, factor[r], bytes[r]);
+        kernels.quantize_u8(scratch + r * apart + c, kActGroup, factor[r], bytes[r]);
       else  // zeros: not even zero times what is not finite is a number, and levels differ in what integer that becomes
         memset(bytes[r], 128, kActGroup);
     }

@@ -47,7 +47,14 @@ PL_INLINE vf scale_by_power(vf a, vf n) { PL_LANES(vf, __builtin_ldexpf(a.x[i], 
 // lane i: a[i] + a[i ^ S], or a[i ^ S] - a[i] where i has the bit S; S is 1, 2, 4 or 8
 template <int S>
 PL_INLINE vf butterfly(vf a) {
-  PL_LANES(vf, i & S ? a.x[i ^ S] - a.x[i] : a.x[i] + a.x[i ^ S]);
+  vf r;
+  // S neighbours at a time, which the compiler turns into vectors
+  for (int begin = 0; begin < 16; begin += 2 * S)
+    for (int i = begin; i < begin + S; ++i) {
+      r.x[i] = a.x[i] + a.x[i + S];
+      r.x[i + S] = a.x[i] - a.x[i + S];
+    }
+  return r;
 }
 PL_INLINE vf keep(vf a, int lo, int hi, float fill) { PL_LANES(vf, i >= lo && i < hi ? a.x[i] : fill); }
 PL_INLINE uint32_t at_least(vf a, vf b) {
