@@ -96,7 +96,7 @@ def test_what_can_never_fit_is_refused() -> None:
         one(FixedStepTimes(1.0)),
     )
     assert only.refused and only.first_token is None and only.ttft is None
-    assert vast.refused and vast.refusal == "context limit"
+    assert vast.refused and vast.reason == "context limit"
     assert not fine.refused
     assert totals.num_refused == 2
 
