@@ -21,6 +21,7 @@ from paceline.core.memory.kv_cache import blocks_for
 from paceline.core.memory.pressure import Pressure
 from paceline.core.pacing.first_token import FirstTokenForecast
 from paceline.core.pacing.tenants import TenantShares
+from paceline.core.policies.deadline import patience
 from paceline.core.request import FinishReason, Request, RequestStatus
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Move
@@ -78,7 +79,9 @@ class Door:
         """
         state, asked = self._state, request.asked
         check_door(request, live, state.config, state.cache)
-        request.aim(state.policy.assumed(request), state.config.default_ttft_s or 0.0)
+        # with a target of its own it yields no sooner than it would without one
+        least_ttft = (state.config.default_ttft_s or 0.0) * max(1.0, patience(request))
+        request.aim(state.policy.assumed(request), least_ttft)
         if self._tenants is not None and self._tenants.is_light(asked.tenant):
             request.move(Move.FAVOUR)
         if asked.fork_of is not None or asked.resumed is not None:
