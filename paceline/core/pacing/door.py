@@ -23,6 +23,7 @@ from paceline.core.pacing.first_token import FirstTokenForecast
 from paceline.core.pacing.tenants import TenantShares
 from paceline.core.policies.deadline import patience
 from paceline.core.request import FinishReason, Request, RequestStatus
+from paceline.core.slo import MAX_SECONDS
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Move
 
@@ -154,7 +155,8 @@ class Door:
 
     def _refusal(self, reason: str, why: str, seconds: float | None) -> QueueFullError:
         self._state.totals.refused[reason] += 1
-        wait = _RETRY_SECONDS if seconds is None else max(seconds, _LEAST_RETRY)
+        # nobody plans for more than what the longest target may be
+        wait = min(max(_RETRY_SECONDS if seconds is None else seconds, _LEAST_RETRY), MAX_SECONDS)
         return QueueFullError(f"not accepted: {why}; retry in {wait:.1f} s", wait, reason)
 
     # ------------------------------------------------------------------ dropped
