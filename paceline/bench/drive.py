@@ -60,6 +60,8 @@ class Server:
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
+            # or looking it up would fail later
+            (parts.hostname or "").encode("idna")
         except ValueError:
             # what is wrong is not repeated: a part of a password may be taken for a port
             raise ConfigError(

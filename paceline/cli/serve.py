@@ -82,6 +82,9 @@ def run(args: argparse.Namespace) -> int:
     from paceline.http.tls import check_tls_files
 
     configure_logging(args.log_level, args.log_format)
+    names = [each.slo_class for each in args.slo_class]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"--slo-class {min(twice)} is given {names.count(min(twice))} times")
     if args.metrics_host is not None and args.metrics_port is None:
         raise ConfigError(f"--metrics-host {args.metrics_host} needs --metrics-port")
     if args.ssl_keyfile is not None and args.ssl_certfile is None:

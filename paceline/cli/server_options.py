@@ -227,6 +227,8 @@ def slo_class(text: str) -> Slo:
                 f"{part!r} is none of ttft:MS, tpot:MS, itl:MS, deadline:MS, queue_ttl:MS, "
                 "best-effort"
             )
+        if target in seconds:
+            raise argparse.ArgumentTypeError(f"{target} is given twice in {text!r}")
         seconds[target] = bounded_float(0.001)(value) / 1e3
     try:
         return Slo(slo_class=name, best_effort=best_effort, **seconds)

@@ -37,6 +37,8 @@ class Target:
         try:
             parts = urlsplit(self.base_url)
             port = parts.port
+            # or looking it up would fail, with an error that is no connection's
+            (parts.hostname or "").encode("idna")
         except ValueError:
             # what is wrong is not repeated: a part of a password may be taken for a port
             raise ValueError(

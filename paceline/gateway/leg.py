@@ -12,6 +12,7 @@ import msgspec
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.dialects import Translator
 from paceline.gateway.routes import Site
+from paceline.gateway.sending import RESUMABLE
 from paceline.gateway.splice import Splice
 from paceline.gateway.tracing import NO_ATTEMPT, AttemptTrace, Trace
 from paceline.http.sse import SSE
@@ -28,6 +29,9 @@ _STALE: Final = 1.0
 # of an answer that is not streamed
 _MAX_ANSWER_BYTES: Final = 64 << 20
 _SSE: Final = SSE.encode()
+_LAST_STATUS: Final = 599
+# endpoints that answer with events where a stream is asked for
+_STREAMED: Final = RESUMABLE | {"/v1/responses", "/v1/messages"}
 
 
 class Owner(Protocol):
@@ -168,10 +172,20 @@ class Leg:
             # none was asked for: what is packed could be any size
             self.give_up("the answer is compressed")
             return
-        kind = found.get(b"content-type", b"")
-        # an answer that was not asked for as a stream is relayed as it is
-        asked = self._owner.splice is not None
-        self._streams = asked and status == 200 and kind.lower().startswith(_SSE)
+        if not 200 <= status <= _LAST_STATUS:
+            # no caller could be told of it
+            self.give_up(f"status {status}, which is none of HTTP's")
+            return
+        kind = found.get(b"content-type", _SSE)
+        # an answer that was not asked for as a stream is relayed as it is, and so is a whole one
+        # that comes instead of a stream
+        asked = self._owner.splice is not None and status == 200
+        self._streams = asked and kind.lower().startswith(_SSE)
+        other = not self._streams and not kind.lower().startswith(b"application/json")
+        if asked and other and self._path in _STREAMED:
+            shown = kind.decode("latin-1")[:100]
+            self.give_up(f"a stream was asked for, and the answer is {shown!r}")
+            return
         if self._streams:
             self._translator = self._engine.dialect.translator(self._path)
             plain = self._translator is None and self._probe is None
@@ -280,7 +294,7 @@ class Leg:
     def _finish_whole(self) -> None:
         try:
             self.body = bytearray(self._engine.dialect.answer(self._path, bytes(self.body)))
-        except (ValueError, msgspec.MsgspecError) as error:
+        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
             self.give_up(f"the answer is not of its API: {str(error)[:100]}")
         else:
             self._end(Verdict("done"))

@@ -87,7 +87,12 @@ class Connection(WatchedProtocol):
             raise _RefusedError
         super().on_headers_complete()
         cycle: RequestResponseCycle | None = self.cycle
-        if cycle is not None and cycle.scope is self.scope:
+        if cycle is None or cycle.scope is not self.scope:
+            return
+        if self.scope["http_version"] != "1.1":
+            # whose callers know no chunks: an answer without a length ends with its connection
+            cycle.chunked_encoding, cycle.expected_content_length = False, _NoLength()
+        else:
             # ASGI would have a dict for each; this one is between us
             ours: Any = {BODY_WRITER: _BodyWriter(cycle)}
             self.scope["extensions"] = ours
@@ -290,6 +295,20 @@ class _BodyWriter:
         elif not cycle.keep_alive:
             lines.append(b"connection: close\r\n")
         return b"".join(lines)
+
+
+class _NoLength(int):
+    """Where uvicorn counts down what is left of an answer's length: no part is too long for it, and
+    no end too early."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> int:
+        return self
+
+    def __ne__(self, other: object) -> bool:
+        return False
 
 
 class _RefusedError(Exception):

@@ -23,8 +23,10 @@ def bind(host: str, port: int, *, flag: str = "--port") -> socket.socket:
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ConfigError(f"cannot resolve host {host!r}: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:
+        # a name that no resolver can be asked for is a UnicodeError
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot resolve host {host!r}: {reason}") from error
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     try:

@@ -219,6 +219,9 @@ class Connection(asyncio.Protocol):
             else:
                 self._lose(f"the answer is not HTTP: {str(error)[:100]}")
             return
+        except httptools.HttpParserUpgrade:
+            self._lose("the answer switches to another protocol")
+            return
         except Exception:
             self._sink_failed()
             return

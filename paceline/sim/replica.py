@@ -203,6 +203,10 @@ class Replica:
         arrival = job.arrival
         output = job.output_tokens
         most = self.config.max_tokens
+        if arrival.prompt_tokens > self.scheduler.config.max_model_len:
+            # a row of a trace may name more tokens than there is memory for ids
+            self._on_end(self, job, "context limit", now)
+            return
         # the live engine's name for the first choice of a request
         request_id = f"{job.number}/0"
         prompt = self._prompts.tokens(arrival, job.number)

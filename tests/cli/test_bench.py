@@ -205,6 +205,7 @@ def test_an_interrupted_run_is_reported() -> None:
         (("--rate", 1, "--trace", "x", "--input-len", 3), "leave out"),
         (("--rate", 1, "--extra-body", "[]"), "expected an object"),
         (("--rate", 1, "--url", "ftp://x"), "is not an address"),
+        (("--rate", 1, "--url", "a..b"), "has no valid host or port"),
         (("--rate", 1, "--url", "127.0.0.1:1"), "is the server up"),
         (("--rate", 1, "--url", "127.0.0.1:1", "--model", "m"), "cannot connect"),
     ],

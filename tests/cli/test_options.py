@@ -189,7 +189,9 @@ def test_slo_classes(text: str, expected: Slo) -> None:
     assert slo_class(text) == expected
 
 
-@pytest.mark.parametrize("text", ["=ttft:5", "a=ttft", "a=soon:5", "a=ttft:x", "a=ttft:1e12"])
+@pytest.mark.parametrize(
+    "text", ["=ttft:5", "a=ttft", "a=soon:5", "a=ttft:x", "a=ttft:1e12", "a=ttft:5,ttft:6"]
+)
 def test_bad_slo_classes_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         slo_class(text)

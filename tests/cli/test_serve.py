@@ -276,6 +276,7 @@ def wait_until_running(server: ServerProcess, count: int) -> None:
         ([*NULL, "--port", "70000"], "between 0 and 65535"),
         ([*NULL, "--host", "no.such.host.invalid"], "no.such.host.invalid"),
         ([*NULL, "--drain-timeout", "nan"], "must be at least 0"),
+        ([*NULL, *["--slo-class", "chat=ttft:5"] * 2], "--slo-class chat is given 2 times"),
         ([*NULL, "--metrics-host", "0.0.0.0"], "--metrics-host 0.0.0.0 needs --metrics-port"),
         # found while the engine starts
         ([*NULL, "--otlp-endpoint", "nonsense"], "nonsense"),

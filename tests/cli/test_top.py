@@ -282,7 +282,7 @@ def test_addresses(address: str, url: str) -> None:
     assert Source(address).url == url
 
 
-@pytest.mark.parametrize("address", ["ftp://h", "http://", "h:99999"])
+@pytest.mark.parametrize("address", ["ftp://h", "http://", "h:99999", "a..b"])
 def test_bad_addresses_are_named(address: str) -> None:
     with pytest.raises(ConfigError, match="is not an address"):
         Source(address)

@@ -321,6 +321,9 @@ def test_what_the_client_says_itself() -> None:
         ("http://a b", ""),
         ("http://a:99999", ""),
         ("http://a:0", ""),
+        # resolvers raise errors of their own for these, which are no connection's
+        ("http://a..b", ""),
+        (f"http://{'a' * 64}.com", ""),
     ],
 )
 def test_targets_that_are_none(url: str, key: str) -> None:

@@ -82,6 +82,37 @@ def test_a_head_is_a_get_without_its_body(server: LiveServer, path: str) -> None
     assert rest.startswith(b"HTTP/1.1 200 OK\r\n") and rest.endswith(b'"}')
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_knows_no_chunks_is_sent_none(server: LiveServer, stream: bool) -> None:
+    """HTTP/1.0, as some proxies and load tools speak it: the end of the connection is the end."""
+    asked = {"prompt": "x", "max_tokens": 5, "logit_bias": say("a"), "stream": stream}
+    with server.connect() as connection:
+        connection.sendall(raw_request(TEXT, asked).replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+        head, _, body = read_all(connection).partition(b"\r\n\r\n")
+    lines = head.decode().lower().split("\r\n")
+    assert lines[0] == "http/1.1 200 ok" and "connection: close" in lines
+    assert not any(line.startswith("transfer-encoding") for line in lines)
+    if stream:
+        events = body.split(b"\n\n")
+        assert events[-2:] == [b"data: [DONE]", b""]
+        assert all(event.startswith(b"data: ") for event in events[:-1])
+        chunks = [json.loads(event[6:]) for event in events[:-2]]
+        assert "".join(c["text"] for each in chunks for c in each["choices"]) == "aaaaa"
+    else:
+        assert f"content-length: {len(body)}" in lines
+        assert json.loads(body)["choices"][0]["text"] == "aaaaa"
+
+
+def test_a_packed_body_is_named_as_that(server: LiveServer) -> None:
+    answer = httpx.post(
+        f"{server.url}{TEXT}",
+        content=b"\x1f\x8b",
+        headers={"content-type": "application/json", "content-encoding": "gzip"},
+    )
+    assert answer.status_code == 400
+    assert "Content-Encoding 'gzip' is not served" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("count", [10, 100, 20_000])
 def test_the_number_of_headers(server: LiveServer, count: int) -> None:
     lines = b"".join(b"A%d: b\r\n" % i for i in range(count))

@@ -90,12 +90,15 @@ def test_delays_outside_the_steps() -> None:
 
 
 def test_what_can_never_fit_is_refused() -> None:
-    (only, fine), totals = serve(
-        [Arrival(0.0, 5000, 1), Arrival(0.0, 10, 1)], one(FixedStepTimes(1.0))
+    # of the second there are not even ids
+    (only, vast, fine), totals = serve(
+        [Arrival(0.0, 5000, 1), Arrival(0.0, 10**11, 1), Arrival(0.0, 10, 1)],
+        one(FixedStepTimes(1.0)),
     )
     assert only.refused and only.first_token is None and only.ttft is None
+    assert vast.refused and vast.reason == "context limit"
     assert not fine.refused
-    assert totals.num_refused == 1
+    assert totals.num_refused == 2
 
 
 def test_outputs_that_end_by_themselves_are_as_long_as_they_were() -> None:

@@ -88,6 +88,8 @@ def _checked(address: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         parts.port  # noqa: B018
+        # or looking it up would fail later
+        (parts.hostname or "").encode("idna")
     except ValueError as error:
         raise ConfigError(f"{address!r} is not an address: {error}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:

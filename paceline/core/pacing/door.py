@@ -21,7 +21,9 @@ from paceline.core.memory.kv_cache import blocks_for
 from paceline.core.memory.pressure import Pressure
 from paceline.core.pacing.first_token import FirstTokenForecast
 from paceline.core.pacing.tenants import TenantShares
+from paceline.core.policies.deadline import patience
 from paceline.core.request import FinishReason, Request, RequestStatus
+from paceline.core.slo import MAX_SECONDS
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Move
 
@@ -78,7 +80,9 @@ class Door:
         """
         state, asked = self._state, request.asked
         check_door(request, live, state.config, state.cache)
-        request.aim(state.policy.assumed(request), state.config.default_ttft_s or 0.0)
+        # with a target of its own it yields no sooner than it would without one
+        least_ttft = (state.config.default_ttft_s or 0.0) * max(1.0, patience(request))
+        request.aim(state.policy.assumed(request), least_ttft)
         if self._tenants is not None and self._tenants.is_light(asked.tenant):
             request.move(Move.FAVOUR)
         if asked.fork_of is not None or asked.resumed is not None:
@@ -148,7 +152,8 @@ class Door:
 
     def _refusal(self, reason: str, why: str, seconds: float | None) -> QueueFullError:
         self._state.totals.refused[reason] += 1
-        wait = _RETRY_SECONDS if seconds is None else max(seconds, _LEAST_RETRY)
+        # nobody plans for more than what the longest target may be
+        wait = min(max(_RETRY_SECONDS if seconds is None else seconds, _LEAST_RETRY), MAX_SECONDS)
         return QueueFullError(f"not accepted: {why}; retry in {wait:.1f} s", wait, reason)
 
     # ------------------------------------------------------------------ dropped

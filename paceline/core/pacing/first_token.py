@@ -90,7 +90,8 @@ class FirstTokenForecast:
     def came(self, request: Request) -> None:
         """The newcomer is queued."""
         now, key, arrivals = request.asked.arrival_time, request.key, self._arrivals
-        while arrivals and (len(arrivals) == _ARRIVALS or arrivals[0][0] < now - _LATELY):
+        # one is kept that is older, or a burst after a silence would tell of a flood
+        while len(arrivals) == _ARRIVALS or (len(arrivals) > 1 and arrivals[1][0] < now - _LATELY):
             _, tier, oldest = arrivals.popleft()
             del self._alike[tier][bisect_left(self._alike[tier], oldest)]
         delay = self._state.config.best_effort_delay_s
@@ -192,7 +193,7 @@ class FirstTokenForecast:
         found = [((ends - key) / grows, size) for key, size in own[: bisect_left(own, (ends, -1))]]
         found += [(ages, size) for _, size in chain(*earlier)]
         found.sort()
-        return max(1e-3, now - arrivals[0][0]), found
+        return max(1.0, now - arrivals[0][0]), found
 
     def _steps_until(self, places: float) -> float:
         """Steps until so many places have come free. Requests that are like those that run take

@@ -8,7 +8,7 @@ from paceline.core.policies.fcfs import FcfsPolicy
 from paceline.core.request import Request
 from paceline.core.slo import Slo
 
-__all__ = ["DeadlinePolicy"]
+__all__ = ["DeadlinePolicy", "patience"]
 
 # seconds a request without any target is content to wait
 _PATIENCE = 10.0
@@ -16,7 +16,7 @@ _PATIENCE = 10.0
 _LEVELS = 4
 
 
-def _patience(request: Request) -> float:
+def patience(request: Request) -> float:
     """By how much its priority stretches the time in which a request that asks for none is begun:
     each level doubles or halves it, so no level is starved by another."""
     return float(2.0 ** max(-_LEVELS, min(_LEVELS, request.asked.priority)))
@@ -43,7 +43,7 @@ class DeadlinePolicy(FcfsPolicy):
         if own.best_effort:
             return own
         if ttft is None and config.default_ttft_s is not None:
-            ttft = config.default_ttft_s * _patience(request)
+            ttft = config.default_ttft_s * patience(request)
         if tpot is None:
             tpot = config.default_tpot_s
         return own if (ttft, tpot) == (own.ttft, own.tpot) else replace(own, ttft=ttft, tpot=tpot)
@@ -56,4 +56,4 @@ class DeadlinePolicy(FcfsPolicy):
             latest.append(targets.ttft - work.prompt_seconds(request.num_new_tokens))
         if targets.deadline is not None:
             latest.append(targets.deadline - work.seconds(request))
-        return arrival + min(latest, default=_PATIENCE * _patience(request))
+        return arrival + min(latest, default=_PATIENCE * patience(request))

@@ -15,7 +15,7 @@ import msgspec
 from paceline.gateway.bodies import Body, decoded
 from paceline.gateway.dialects.anthropic_answer import AnthropicStream, chat_answer
 from paceline.gateway.dialects.anthropic_request import cannot_say, ignored_fields, messages_request
-from paceline.gateway.dialects.base import Translator
+from paceline.gateway.dialects.base import Translator, checked
 from paceline.http.upstream import Headers
 
 __all__ = ["AnthropicDialect"]
@@ -50,7 +50,7 @@ class AnthropicDialect:
         return ",".join(ignored_fields(body)) if path == _CHAT else ""
 
     def answer(self, path: str, body: bytes) -> bytes:
-        return body if path == _MESSAGES else chat_answer(body)
+        return checked(path, body) if path == _MESSAGES else chat_answer(body)
 
     def translator(self, path: str) -> Translator | None:
         return None if path == _MESSAGES else AnthropicStream()

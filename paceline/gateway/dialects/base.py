@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
+
+import msgspec
 
 from paceline.gateway.bodies import Body
 from paceline.http.upstream import Headers
 
-__all__ = ["Dialect", "OpenAIDialect", "Translator"]
+__all__ = ["Dialect", "OpenAIDialect", "Translator", "checked"]
+
+# endpoints whose whole answers have a list of choices
+_OF_CHOICES: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 
 class Translator(Protocol):
@@ -82,7 +87,16 @@ class OpenAIDialect:
         return ""
 
     def answer(self, path: str, body: bytes) -> bytes:
-        return body
+        return checked(path, body)
 
     def translator(self, path: str) -> Translator | None:
         return None
+
+
+def checked(path: str, body: bytes) -> bytes:
+    """A whole answer in the caller's own API, as it is. Raises ValueError for what no client of
+    that API could read."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    if path in _OF_CHOICES and "choices" not in fields:
+        raise ValueError("it reports an error" if "error" in fields else "it has no choices")
+    return body

@@ -79,9 +79,9 @@ def with_headers(body: dict[str, Any], headers: Mapping[str, str]) -> dict[str, 
     """The body with targets from headers put where it has none."""
     found: dict[str, Any] = {}
     for target, names in _HEADERS.items():
-        value = next((headers[name] for name in names if name in headers), None)
-        if value is not None:
-            found[target] = _milliseconds(value, names[0])
+        name = next((name for name in names if name in headers), None)
+        if name is not None:
+            found[target] = _milliseconds(headers[name], name)
     if _TTL_HEADER in headers:
         found["queue_ttl_ms"] = _duration(headers[_TTL_HEADER])
     if not found:

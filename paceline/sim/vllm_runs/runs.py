@@ -2,9 +2,9 @@
 
 A folder of runs holds, per run::
 
-    meta.json        engine arguments; "kv_cache" and "resolved_config" where the recorder wrote
-    them requests.jsonl   lengths and timestamps config.json      hardware of the run: GPUs, their
-    memory and their link
+    meta.json        engine arguments; "kv_cache" and "resolved_config" where they were recorded
+    requests.jsonl   lengths and timestamps
+    config.json      hardware of the run: GPUs, their memory and their link
 
 and beside the runs a folder ``profiles`` with operator times (``step_times.profile``). The layout
 is that of LLMServingSim's benchmark (casys-kaist/LLMServingSim).
@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +36,10 @@ _BLOCK: Final = 16
 _GIB: Final = 2**30
 # vLLM's fraction of a GPU's memory where the run does not say otherwise
 _UTILISATION: Final = 0.9
+# what each request must say; "scheduled_ts" is optional
+_FIELDS: Final = (
+    "input_toks", "output_toks", "arrival_time", "queued_ts", "first_token_ts", "last_token_ts",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,25 +112,25 @@ class VllmRun:
             meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
             hardware = folder / "config.json"
             config: dict[str, Any] = json.loads(hardware.read_text()) if hardware.exists() else {}
-            lines = (folder / "requests.jsonl").read_text().splitlines()
-            raw: list[dict[str, Any]] = [json.loads(line) for line in lines if line.strip()]
+            raw = _rows(folder / "requests.jsonl")
             arguments = meta["engine_kwargs"]
             instance = config["nodes"][0]["instances"][0] if config else {}
-            degree = int(arguments.get("tensor_parallel_size") or 1)
-            engines = int(arguments.get("data_parallel_size") or 1)
+            degree = _positive(arguments.get("tensor_parallel_size") or 1, "tensor_parallel_size")
+            engines = _positive(arguments.get("data_parallel_size") or 1, "data_parallel_size")
             cache: Mapping[str, Any] = meta.get("kv_cache") or {}
             resolved: Mapping[str, Any] = meta.get("resolved_config") or {}
             scheduling = resolved.get("scheduler_config") or {}
             blocks = cache.get("num_gpu_blocks")
-            max_num_seqs = int(arguments["max_num_seqs"])
+            max_num_seqs = _positive(arguments["max_num_seqs"], "max_num_seqs")
+            budget = _positive(arguments["max_num_batched_tokens"], "max_num_batched_tokens")
             longest = arguments.get("max_model_len")
             return cls(
                 name=folder.name,
                 model=ModelShape.named(meta["model"], models),
                 hardware=str(instance.get("hardware") or folder.name.split("-")[0]),
                 max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=int(arguments["max_num_batched_tokens"]),
-                max_model_len=None if longest is None else int(longest),
+                max_num_batched_tokens=budget,
+                max_model_len=None if longest is None else _positive(longest, "max_model_len"),
                 degree=degree,
                 num_engines=engines,
                 expert_parallel=bool(arguments.get("enable_expert_parallel")),
@@ -136,8 +141,8 @@ class VllmRun:
                     1e-9 * float(config.get("link_latency", 0.0)),
                 ),
                 memory=_memory(instance, degree),
-                block_size=int(cache.get("block_size") or _BLOCK),
-                num_gpu_blocks=None if blocks is None else int(blocks),
+                block_size=_positive(cache.get("block_size") or _BLOCK, "block_size"),
+                num_gpu_blocks=None if blocks is None else _positive(blocks, "num_gpu_blocks"),
                 prefix_caching=bool(cache.get("enable_prefix_caching", True)),
                 async_scheduling=bool(scheduling.get("async_scheduling", True)),
                 padding=_padding(resolved, max_num_seqs),
@@ -163,6 +168,45 @@ class VllmRun:
         return max(1, int((self.memory - weights) / block_bytes) - 1)
 
 
+def _positive(value: Any, name: str) -> int:
+    number = int(value)
+    if number < 1 or number != value:
+        raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
+    return number
+
+
+def _rows(path: Path) -> list[dict[str, float]]:
+    """The fields of each request, checked. Requests that failed have no output tokens or no stamp
+    of one, and are left out, as in traces."""
+    rows: list[dict[str, float]] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"requests.jsonl:{number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where}: not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: expected an object, got {type(row).__name__}")
+        stamps = row.get("first_token_ts", 0), row.get("last_token_ts", 0)
+        if row.get("output_toks") == 0 or None in stamps:
+            continue
+        names = _FIELDS if row.get("scheduled_ts") is None else (*_FIELDS, "scheduled_ts")
+        for name in names:
+            # not isinstance: True is no number
+            if type(row.get(name)) not in (int, float) or not isfinite(row[name]):
+                raise ValueError(f"{where}: {name} is {row.get(name)!r}, expected a number")
+        for name in ("input_toks", "output_toks"):
+            if row[name] < 1 or row[name] != int(row[name]):
+                raise ValueError(f"{where}: {name} is {row[name]}, expected tokens, 1 or more")
+        if not row["queued_ts"] <= row["first_token_ts"] <= row["last_token_ts"]:
+            told = ", ".join(f"{name} {row[name]}" for name in _FIELDS[3:])
+            raise ValueError(f"{where}: stamps are out of order: {told}")
+        rows.append({name: row[name] for name in names})
+    return rows
+
+
 def _memory(instance: Mapping[str, Any], degree: int) -> float | None:
     memory = instance.get("npu_mem") or {}
     if "mem_size" not in memory:
@@ -182,12 +226,12 @@ def _padding(resolved: Mapping[str, Any], max_num_seqs: int) -> GraphPadding:
     return GraphPadding.like_vllm(max_num_seqs)
 
 
-def _align(raw: list[dict[str, Any]]) -> tuple[Measured, ...]:
+def _align(raw: list[dict[str, float]]) -> tuple[Measured, ...]:
     """Arrivals are on the wall clock, the engine's stamps on a monotonic one. No request can be
     queued before it arrived, so the smallest distance between the two is the clocks' offset plus
     the quickest way from the one to the other."""
     if not raw:
-        raise ValueError("requests.jsonl is empty")
+        raise ValueError("requests.jsonl has no request that ended")
     offset = max(r["arrival_time"] - r["queued_ts"] for r in raw)
     begin = min(r["arrival_time"] for r in raw)
 

@@ -199,6 +199,8 @@ def parse_classes(text: str) -> tuple[shaping.SloMix, ...]:
     mixes = []
     for name, arguments in _calls(text):
         values = dict(argument.partition("=")[::2] for argument in arguments[1:])
+        if len(values) < len(arguments) - 1:
+            raise WorkloadError(f"class {name!r}: one of {', '.join(values)} is given twice")
         unknown = values.keys() - {"ttft", "tpot", "deadline", "priority"}
         if not arguments or unknown:
             wrong = f"unknown {', '.join(sorted(unknown))}" if unknown else "no weight"
@@ -208,7 +210,7 @@ def parse_classes(text: str) -> tuple[shaping.SloMix, ...]:
         priority = values.pop("priority", "0")
         targets = {key: parse_seconds(value) for key, value in values.items()}
         weight = _number(arguments[0], f"weight of class {name!r}")
-        rank = _number(priority, f"priority of class {name!r}")
+        rank = _whole_number(priority, f"priority of class {name!r}")
         mixes.append(
             shaping.SloMix(
                 name,
@@ -216,7 +218,7 @@ def parse_classes(text: str) -> tuple[shaping.SloMix, ...]:
                 ttft=targets.get("ttft"),
                 tpot=targets.get("tpot"),
                 deadline=targets.get("deadline"),
-                priority=int(rank),
+                priority=rank,
             )
         )
     return tuple(mixes)
@@ -233,11 +235,15 @@ def _parse_tenants(text: str) -> tuple[tuple[str, float], ...]:
 
 
 def _calls(text: str) -> Iterator[tuple[str, list[str]]]:
-    """``name(a,b)+name(c)`` taken apart."""
+    """``name(a,b)+name(c)`` taken apart; every name once."""
+    names: set[str] = set()
     for part in text.split("+") if text else ():
         match = re.fullmatch(r"\s*([\w.-]+)\(([^()]*)\)\s*", part)
         if match is None:
             raise WorkloadError(f"{part!r} is not NAME(...); an example: chat(3,ttft=0.5)+batch(1)")
+        if match[1] in names:
+            raise WorkloadError(f"{match[1]!r} is given twice in {text!r}")
+        names.add(match[1])
         yield match[1], [argument.strip() for argument in match[2].split(",")]
 
 

@@ -31,8 +31,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from paceline.sim.arrival import Arrival
 from paceline.sim.recording import Recording
@@ -40,6 +41,8 @@ from paceline.sim.workload.base import WorkloadError
 
 __all__ = ["MOONCAKE_BLOCK", "Trace", "open_trace", "read_lengths"]
 
+# what a file of gzip begins with
+_GZIP = b"\x1f\x8b"
 # tokens that one of Mooncake's hash_ids stands for
 MOONCAKE_BLOCK = 512
 
@@ -140,6 +143,8 @@ def _opened(path: Path) -> Iterator[IO[str]]:
     """The file as text; what it cannot be read for becomes a WorkloadError."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
+            if cast(BufferedReader, file.buffer).peek(2)[:2] == _GZIP:
+                raise WorkloadError(f"{path}: is compressed; unpack it first: gunzip -k {path}")
             yield file
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise WorkloadError(f"{path}: cannot be read: {error}") from error
@@ -159,7 +164,8 @@ def _read_csv(path: Path, columns: _Columns) -> Iterator[Arrival]:
             if not row:
                 continue
             where = f"{path}:{rows.line_num}"
-            if len(row) < needed:
+            # a comma too many moves the columns behind it, unless all that is there is commas
+            if len(row) < needed or any(row[len(header) :]):
                 raise WorkloadError(
                     f"{where}: has {len(row)} columns, expected {len(header)}: {', '.join(header)}"
                 )

@@ -8,6 +8,7 @@ import pytest
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.errors import ConfigError, QueueFullError
+from paceline.core.pacing.first_token import FirstTokenForecast
 from paceline.core.predict.step_time import StepShape
 from paceline.core.slo import Slo
 from tests.driving import Driver, ask, make_request
@@ -204,6 +205,15 @@ def test_a_light_tenants_wait_is_predicted_with_those_of_its_kind() -> None:
         2 * predicted[-1] - predicted[-2], rel=0.01
     )
     driver.run()
+
+
+def test_no_advised_wait_is_longer_than_a_target_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a request whose priority lets all others pass would be."""
+    driver = warm(max_num_seqs=1, max_predicted_wait_s=30.0)
+    monkeypatch.setattr(FirstTokenForecast, "note", lambda self, request: 1e19)
+    with pytest.raises(QueueFullError, match=r"retry in 86400\.0 s") as error:
+        driver.add(make_request("a", 4, 20))
+    assert error.value.retry_after == 86_400.0
 
 
 def test_retry_after_of_a_full_queue_is_the_predicted_wait() -> None:

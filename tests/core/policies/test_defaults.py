@@ -27,6 +27,9 @@ def let_in(policy: str, slo: Slo, priority: int = 0) -> Request:
         (Slo(ttft=5.0), -2, 5.0, 0.1, 5.0),
         # the tighter target orders it, and is not held against it
         (Slo(ttft=0.4), 0, 0.4, 0.1, 1.0),
+        # as late as without it, also where its priority doubles the default
+        (Slo(ttft=0.4), 1, 0.4, 0.1, 2.0),
+        (Slo(ttft=0.4), -1, 0.4, 0.1, 1.0),
         # to add one target takes no other away
         (Slo(tpot=0.03), 0, 1.0, 0.03, 1.0),
         (Slo(deadline=60.0), 0, 1.0, 0.1, 1.0),

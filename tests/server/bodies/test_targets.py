@@ -85,8 +85,9 @@ def test_other_durations_are_refused(value: str) -> None:
 
 
 def test_bad_headers_are_named() -> None:
-    with pytest.raises(InvalidRequestError, match="x-llm-d-slo-ttft-ms must be a number"):
-        with_headers({}, {"x-llm-d-slo-ttft-ms": "soon"})
+    for name in ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms"):
+        with pytest.raises(InvalidRequestError, match=f"header {name} must be a number"):
+            with_headers({}, {name: "soon"})
     with pytest.raises(InvalidRequestError, match="got 129"):
         parse_tenant({"x-llm-d-inference-fairness-id": "x" * 129})
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,8 +76,50 @@ def test_folders_that_are_no_runs(tmp_path: Path) -> None:
     (path / "config.json").unlink()
     assert VllmRun.read(path).num_blocks == 99
     (path / "requests.jsonl").write_text("")
-    with pytest.raises(ConfigError, match=r"requests\.jsonl is empty"):
+    with pytest.raises(ConfigError, match=r"requests\.jsonl has no request that ended"):
         VllmRun.read(path)
     (path / "meta.json").unlink()
     with pytest.raises(ConfigError, match="not a recorded vLLM run"):
         VllmRun.read(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"input_toks": None}, "requests.jsonl:2: input_toks is None, expected a number"),
+        ({"output_toks": -5}, "requests.jsonl:2: output_toks is -5, expected tokens, 1 or more"),
+        ({"input_toks": 1.5}, "requests.jsonl:2: input_toks is 1.5, expected tokens"),
+        ({"arrival_time": "noon"}, "requests.jsonl:2: arrival_time is 'noon', expected a number"),
+        ({"queued_ts": float("nan")}, "requests.jsonl:2: queued_ts is nan, expected a number"),
+        ({"scheduled_ts": True}, "requests.jsonl:2: scheduled_ts is True, expected a number"),
+        ({"first_token_ts": 1.0}, "requests.jsonl:2: stamps are out of order: queued_ts 1001.5"),
+        ({"last_token_ts": 1001.9}, "first_token_ts 1002.0, last_token_ts 1001.9"),
+    ],
+)
+def test_rows_of_no_use_are_named(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        VllmRun.read(changed(write_run(tmp_path), **fields))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"output_toks": 0}, {"first_token_ts": None, "last_token_ts": None}]
+)
+def test_requests_that_failed_are_left_out(tmp_path: Path, fields: dict[str, Any]) -> None:
+    run = VllmRun.read(changed(write_run(tmp_path), **fields))
+    assert [measured.arrival.prompt_tokens for measured in run.requests] == [100]
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len"])
+def test_settings_of_no_engine_are_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be a whole number above 0, got -1"):
+        VllmRun.read(write_run(tmp_path, engine={name: -1}))
+
+
+def changed(run: Path, **fields: Any) -> Path:
+    """The run with these fields of its second request."""
+    path = run / "requests.jsonl"
+    first, second = path.read_text().splitlines()
+    # with the mark that some editors begin a file with
+    path.write_text(f"\ufeff{first}\n{json.dumps({**json.loads(second), **fields})}")
+    return run

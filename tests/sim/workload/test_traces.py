@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import statistics
@@ -112,6 +113,7 @@ AZURE = "arrived_at_s,prompt_tokens,output_tokens"
         ((AZURE, "0,1,-4"), "trace:2: output_tokens is '-4', expected a whole number"),
         ((AZURE, "0,nan,4"), "trace:2: prompt_tokens is 'nan'"),
         ((AZURE, "0,1,1", "1,2"), "trace:3: has 2 columns, expected 3"),
+        ((AZURE, "0,1,1,", "1,1,024,7"), "trace:3: has 4 columns, expected 3"),
         ((AZURE, "noon,1,1"), "trace:2: arrived_at_s is 'noon', expected seconds or a date"),
         ((AZURE, "inf,1,1"), "trace:2: arrived_at_s is 'inf', expected finite seconds"),
         ((AZURE, "5,1,1", "4,1,1"), "trace:3: -1.000000 s after the first row"),
@@ -148,6 +150,13 @@ def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x9f")
     with pytest.raises(WorkloadError, match="cannot be read"):
         open_trace(tmp_path / "binary")
+
+
+def test_compressed_files_are_named_as_that(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv.gz"
+    path.write_bytes(gzip.compress(f"{AZURE}\n0,1,1\n".encode()))
+    with pytest.raises(WorkloadError, match=r"trace\.csv\.gz: is compressed; unpack it first"):
+        open_trace(path)
 
 
 @needs_samples

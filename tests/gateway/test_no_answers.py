@@ -1,0 +1,98 @@
+"""Engines that answer with status 200, or what looks like one, and say nothing that a caller of the
+API could read: another engine is asked, and where there is none the caller is told why."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gateway.fault_server import Step, scripted
+from tests.gateway.helpers import (
+    CHAT,
+    GOOD,
+    WHOLE,
+    WORDS,
+    chat,
+    configured,
+    gateway_over,
+    prefer_others,
+    streamed,
+    text_of,
+)
+
+pytestmark = pytest.mark.anyio
+
+PAGE = b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 9\r\n\r\n<p>hi</p>"
+UNNAMED = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n" + b"".join(GOOD.parts)
+UPGRADE = b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\nx"
+
+
+def _whole(body: bytes) -> Step:
+    return Step(parts=(body,), stream=False)
+
+
+def _status(status: int) -> Step:
+    return Step(raw=b"HTTP/1.1 %d X\r\ncontent-length: 2\r\n\r\n{}" % status)
+
+
+NO_ANSWERS = {
+    "a page": (Step(raw=PAGE), "not of its API: JSON is malformed"),
+    "half an object": (_whole(b'{"choices": ['), "not of its API: Input data was truncated"),
+    "nothing": (_whole(b""), "not of its API: Input data was truncated"),
+    "null": (_whole(b"null"), "not of its API: Expected `object`, got `null`"),
+    "a list": (_whole(b"[]"), "not of its API: Expected `object`, got `array`"),
+    "an error": (_whole(b'{"error": {"message": "no"}}'), "not of its API: it reports an error"),
+    "no choices": (_whole(b'{"id": "x"}'), "not of its API: it has no choices"),
+    "deep": (_whole(b'{"a":' + b"[" * 100_000), "not of its API"),
+    "status 999": (_status(999), "status 999, which is none of HTTP's"),
+    "status 600": (_status(600), "status 600, which is none of HTTP's"),
+    "another protocol": (Step(raw=UPGRADE), "the answer switches to another protocol"),
+}
+NO_STREAMS = {
+    "a page": (Step(raw=PAGE), "a stream was asked for, and the answer is 'text/html'"),
+    "an error": (_whole(b'{"error": {"message": "no"}}'), "not of its API: it reports an error"),
+    "status 999": (_status(999), "status 999, which is none of HTTP's"),
+    "another protocol": (Step(raw=UPGRADE), "the answer switches to another protocol"),
+}
+
+
+@pytest.mark.parametrize("name", NO_ANSWERS)
+async def test_what_is_no_answer_is_asked_for_elsewhere(name: str) -> None:
+    step, why = NO_ANSWERS[name]
+    async with (
+        scripted(step) as bad,
+        scripted(WHOLE) as good,
+        gateway_over(configured(bad, good)) as (gateway, client),
+    ):
+        prefer_others(gateway, "e2")
+        answer = await client.post(CHAT, json=chat())
+        assert answer.status_code == 200 and answer.headers["x-paceline-engine"] == "e2"
+        assert answer.json()["choices"][0]["message"]["content"] == "hi"
+    async with scripted(step) as bad, gateway_over(configured(bad)) as (_, client):
+        answer = await client.post(CHAT, json=chat())
+        assert answer.status_code == 503 and why in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", NO_STREAMS)
+async def test_what_is_no_stream_is_asked_for_elsewhere(name: str) -> None:
+    step, why = NO_STREAMS[name]
+    async with (
+        scripted(step) as bad,
+        scripted(GOOD) as good,
+        gateway_over(configured(bad, good)) as (gateway, client),
+    ):
+        prefer_others(gateway, "e2")
+        answer = await client.post(CHAT, json=chat(stream=True))
+        assert answer.headers["x-paceline-engine"] == "e2"
+        assert text_of(streamed(answer)) == "".join(WORDS)
+    async with scripted(step) as bad, gateway_over(configured(bad)) as (_, client):
+        answer = await client.post(CHAT, json=chat(stream=True))
+        assert answer.status_code == 503 and why in answer.json()["error"]["message"]
+
+
+async def test_a_stream_that_says_not_what_it_is_is_taken_for_one() -> None:
+    async with (
+        scripted(Step(raw=UNNAMED)) as engine,
+        gateway_over(configured(engine)) as (_, client),
+    ):
+        answer = await client.post(CHAT, json=chat(stream=True))
+        assert text_of(streamed(answer)) == "".join(WORDS)
