@@ -56,6 +56,8 @@ class Totals:
 
     num_recomputed_tokens: int = 0
     num_relegated: int = 0
+    # requests that have had their first tokens
+    num_first_tokens: int = 0
     # tokens that were computed for requests that were aborted or failed
     num_discarded_tokens: int = 0
     # refused requests by QueueFullError.reason

@@ -111,6 +111,7 @@ class Updates:
         Returns those that count."""
         if request.first_token_time is None:
             request.first_token_time = now
+            self._state.totals.num_first_tokens += 1
             self._state.steps.num_prompt_tokens += request.num_prompt_tokens
             forecast = request.history.forecast
             # one that was demoted against what was foreseen says nothing of the others
