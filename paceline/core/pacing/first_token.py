@@ -8,12 +8,13 @@ This module does not decide what becomes of the request.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from itertools import accumulate, chain, repeat
-from operator import mod, mul
+from operator import attrgetter, mod, mul, sub
 from typing import Final
 
+from paceline.core.policies import overrides
 from paceline.core.predict.step_time import StepShape
 from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Forecast, ForecastKind, Request
@@ -40,6 +41,9 @@ _FEW: Final = 8
 # times that those who come during the wait are added to it, at most, and by how much it has to grow
 _ROUNDS: Final = 32
 _GROWS: Final = 1.01
+# what is left with each first token of what was measured before
+_KEEP: Final = 0.98
+_ORDER: Final = attrgetter("order")
 
 
 class FirstTokenForecast:
@@ -51,10 +55,23 @@ class FirstTokenForecast:
     kind of request, so that what the model leaves out corrects itself. What was said counts those
     who came and went first for as long as the wait really was: or a wait that was told too short
     would teach, with all that it lacked, to tell others too long.
+
+    Where newcomers displace what runs, prompts are computed again, which shows at once, and what
+    comes of a long wait is known too late to learn from: the pace of the queue is measured instead.
     """
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
+        self._displaces = overrides(state.policy, "displaces")
+        # by what a foreseen wait is multiplied, and tokens that are computed again for each that
+        # goes before others; and sums that tell both, see ``_measure``
+        self._pace, self._again = 1.0, 0.0
+        self._lately = [0.0] * 5
+        # what had been counted at the last newcomer, and when that was, if all places were taken
+        self._counted = 0, 0, 0
+        self._taken_since: float | None = None
+        # of the request that was asked about last: some that wait or run come after it
+        self._overtakes = False
         # lately, by kind of request: seconds that came and that were said
         self.outcomes: dict[ForecastKind, tuple[float, float]] = {}
         # by how much a key grows with a second
@@ -90,6 +107,8 @@ class FirstTokenForecast:
     def came(self, request: Request) -> None:
         """The newcomer is queued."""
         now, key, arrivals = request.asked.arrival_time, request.key, self._arrivals
+        if self._displaces and self._state.step_time.ready:
+            self._measure(request)
         # one is kept that is older, or a burst after a silence would tell of a flood
         while len(arrivals) == _ARRIVALS or (len(arrivals) > 1 and arrivals[1][0] < now - _LATELY):
             _, tier, oldest = arrivals.popleft()
@@ -119,7 +138,8 @@ class FirstTokenForecast:
         """``rest``: seconds that the step under way still takes."""
         state, last = self._state, self._state.last
         for forecast, actual in last.first_tokens:
-            self._learn(forecast, actual)
+            if not self._displaces:
+                self._learn(forecast, actual)
         last.first_tokens.clear()
         if not state.step_time.ready:
             return None
@@ -147,7 +167,8 @@ class FirstTokenForecast:
     def _wait(self, request: Request, bias: float) -> tuple[float, float, float]:
         """Seconds until the request has a place, and prompts before its own are computed; the same
         if none came later and went first; and for how long some will."""
-        num, tokens = self._state.waiting.ahead_of(request)
+        num, tokens = self._num_ahead(request)
+        self._overtakes = num < len(self._state.waiting)
         seconds = alone = self._until(num, tokens, favoured=request.favoured)
         span, overtakers = self._overtakers(request)
         if not overtakers:
@@ -162,8 +183,9 @@ class FirstTokenForecast:
             wait = bias * seconds
             ended = bisect_left(longest, wait)
             more = (work_of[ended] + (tokens_of[-1] - tokens_of[ended]) * wait) / span
-            count = num + (seconds_of[ended] + (len(longest) - ended) * wait) / span
-            longer = self._until(count, tokens + more, favoured=request.favoured)
+            come = (seconds_of[ended] + (len(longest) - ended) * wait) / span
+            more += self._again * come
+            longer = self._until(num + come, tokens + more, favoured=request.favoured)
             if longer <= _GROWS * seconds:
                 break
             seconds = longer
@@ -176,8 +198,46 @@ class FirstTokenForecast:
         step = self._tokens_per_step
         steps = self._steps_until(num + 1 - self._free_places)
         tokens += min(self._num_lacking, steps * step) if favoured else self._num_lacking
-        steps = max(steps, tokens / step)
+        return self._pace * self._lasting(steps, tokens)
+
+    def _lasting(self, steps: float, tokens: float) -> float:
+        """Seconds of so many steps, or more for so many prompt tokens."""
+        steps = max(steps, tokens / self._tokens_per_step)
         return steps * max(self._step_seconds, 1e-9) + tokens * self._token_seconds
+
+    def _num_ahead(self, request: Request) -> tuple[int, int]:
+        """Requests and tokens before it in the queue; places of running requests that make way for
+        it are as good as free."""
+        num, tokens = self._state.waiting.ahead_of(request)
+        if self._displaces:
+            running, displaces = self._state.running.requests, self._state.policy.displaces
+            later = running[bisect_right(running, request.order, key=_ORDER) :]
+            num -= sum(displaces(request, each) for each in later)
+        return num, tokens
+
+    def _measure(self, newcomer: Request) -> None:
+        """Take in what came since the last newcomer: tokens computed again, and whether this one
+        goes before others; if all places were taken then and are now, first tokens as well, the
+        seconds, and those that what was done was to take."""
+        totals, now = self._state.totals, newcomer.asked.arrival_time
+        computed = self._state.steps.num_prefill_tokens
+        counted = totals.num_first_tokens, totals.num_recomputed_tokens, computed
+        num_first, again, tokens = map(sub, counted, self._counted)
+        more = 0, 0.0, 0.0, again, self._overtakes
+        if self._free_places <= 0 and self._taken_since is not None:
+            # for what places take
+            self._steps_until(1.0)
+            foreseen = self._lasting(num_first * self._each * _PARTS, tokens)
+            more = num_first, max(0.0, now - self._taken_since), foreseen, again, self._overtakes
+        keep = _KEEP**num_first
+        self._lately = [keep * old + new for old, new in zip(self._lately, more, strict=True)]
+        num, came, said, recomputed, num_overtakers = self._lately
+        # a few count as if they had come as foreseen
+        pace = (_FEW + num * came / max(1e-9, said)) / (_FEW + num)
+        self._pace = min(_MOST_BIAS, pace)
+        self._again = recomputed / max(1.0, num_overtakers)
+        self._counted = counted
+        self._taken_since = now if self._free_places <= 0 else None
 
     def _overtakers(self, request: Request) -> tuple[float, list[tuple[float, int]]]:
         """Seconds, and the requests that came in these whose like will go before ``request``: for

@@ -54,7 +54,8 @@ class Totals:
 
     num_recomputed_tokens: int = 0
     num_relegated: int = 0
-    # tokens of prompts whose request got its first token
+    # requests that have had their first tokens, and tokens of their prompts
+    num_first_tokens: int = 0
     num_prompt_tokens: int = 0
     # tokens that were computed for requests that were aborted or failed
     num_discarded_tokens: int = 0

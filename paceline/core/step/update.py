@@ -108,6 +108,7 @@ class Updates:
         Returns those that count."""
         if request.first_token_time is None:
             request.first_token_time = now
+            self._state.totals.num_first_tokens += 1
             self._state.totals.num_prompt_tokens += request.num_prompt_tokens
             forecast = request.history.forecast
             # a request that was demoted against its forecast teaches nothing about others

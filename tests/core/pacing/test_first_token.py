@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from paceline.core.errors import QueueFullError
 from paceline.core.pacing.first_token import FirstTokenForecast
 from paceline.core.predict.step_time import StepShape
-from paceline.core.request import Forecast, ForecastKind
+from paceline.core.request import Forecast, ForecastKind, Request
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 from tests.driving import Driver, make_request
@@ -121,6 +122,114 @@ def test_those_that_are_likely_to_come_and_go_first_count() -> None:
     longer = forecast.predict(low)
     assert longer is not None and longer > 2.0 * alone
     assert forecast.predict(high) == pytest.approx(alone, rel=1e-6), "none goes before it"
+
+
+def full_state() -> SchedulerState:
+    """Under ``priority``, no place is free, and the two that run have 500 tokens to come."""
+    return state_with(places=0, policy="priority", outputs=500)
+
+
+def newcomer(second: float, *, priority: int = 0) -> Request:
+    request = make_request(f"at {second}", 100, arrival=second, priority=priority)
+    request.key = priority + second / 60.0
+    request.order = request.key, 0
+    return request
+
+
+def test_running_requests_that_make_way_are_as_good_as_free_places() -> None:
+    state = full_state()
+    running = state.running.requests
+    running[:] = [make_request(f"r{i}", 2, 500, priority=i) for i in range(2)]
+    running[1].order = 1.0, 1
+    forecast = FirstTokenForecast(state)
+    high, low = forecast.predict(newcomer(5.0)), forecast.predict(newcomer(5.0, priority=1))
+    assert high is not None and high < 1.1 * OWN
+    assert low is not None and low > 4.9
+    # the second of two that wait for one place does not find it
+    state.waiting.push(make_request("waits", 100))
+    second = forecast.predict(newcomer(5.0))
+    assert second is not None and second > 4.9
+
+
+def test_the_pace_of_a_queue_is_what_came_by_what_was_foreseen() -> None:
+    """Two requests that run for 500 and 1,000 steps of 10 ms give back a place in 3.75 s."""
+    for seconds in (3.75, 7.5):
+        state = full_state()
+        forecast = FirstTokenForecast(state)
+        before = forecast.predict(newcomer(0.0))
+        for number in range(200):
+            state.totals.num_first_tokens += 1
+            assert forecast.predict(newcomer(number * seconds)) is not None
+            forecast.came(newcomer(number * seconds))
+        assert forecast._pace == pytest.approx(1.0 + 0.86 * (seconds / 3.75 - 1.0), rel=0.02)
+        # it came first, so none of those goes before it
+        after = forecast.predict(newcomer(0.0))
+        assert before is not None and after is not None
+        assert after - OWN == pytest.approx(forecast._pace * (before - OWN), rel=0.01)
+
+
+def test_time_in_which_places_are_free_says_nothing_of_the_pace() -> None:
+    state = full_state()
+    forecast = FirstTokenForecast(state)
+    for number in range(50):
+        # every other newcomer finds one
+        state.config = replace(state.config, max_num_seqs=2 + number % 2)
+        state.last.version += 1
+        state.totals.num_first_tokens += 1
+        assert forecast.predict(newcomer(100.0 * number)) is not None
+        forecast.came(newcomer(100.0 * number))
+    assert forecast._pace == 1.0
+
+
+def test_a_pause_makes_a_queue_no_slower_than_that() -> None:
+    state = full_state()
+    forecast = FirstTokenForecast(state)
+    for number in range(20):
+        state.totals.num_first_tokens += 1
+        assert forecast.predict(newcomer(3.75 * number)) is not None
+        forecast.came(newcomer(3.75 * number))
+    assert forecast.predict(newcomer(1e6)) is not None
+    forecast.came(newcomer(1e6))
+    assert forecast._pace == 8.0
+
+
+def test_those_that_go_first_make_prompts_be_computed_again() -> None:
+    """A newcomer every 7.5 s goes before one that waits, and 3,000 tokens are computed again each
+    time. They take 0.3 s of the wait, the places 3.75 s."""
+    said = []
+    for again in (0, 3000):
+        state = full_state()
+        state.waiting.push(newcomer(0.0, priority=5))
+        forecast = FirstTokenForecast(state)
+        for number in range(30):
+            state.totals.num_recomputed_tokens += again
+            assert forecast.predict(newcomer(7.5 * number)) is not None
+            forecast.came(newcomer(7.5 * number))
+        assert forecast._again == again
+        said.append(forecast.predict(newcomer(7.5 * 30, priority=1)))
+    before, after = said
+    assert before is not None and after is not None
+    assert 1.03 < after / before < 1.15
+
+
+def test_where_newcomers_displace_nothing_is_learned_by_kind() -> None:
+    for policy, learns in (("priority", False), ("fcfs", True)):
+        state = state_with(policy=policy)
+        forecast = FirstTokenForecast(state)
+        assert forecast.note(NEWCOMER) is not None and NEWCOMER.history.forecast is not None
+        state.last.first_tokens.append((NEWCOMER.history.forecast, 5.0))
+        assert forecast.predict(NEWCOMER) is not None and not state.last.first_tokens
+        assert bool(forecast.outcomes) is learns
+
+
+def test_where_nobody_displaces_nothing_is_measured() -> None:
+    state = state_with(places=0, outputs=500)
+    forecast = FirstTokenForecast(state)
+    for number in range(50):
+        state.totals.num_recomputed_tokens += 100
+        assert forecast.predict(newcomer(10.0 * number)) is not None
+        forecast.came(newcomer(10.0 * number))
+    assert (forecast._pace, forecast._again) == (1.0, 0.0)
 
 
 def test_where_tenants_are_kept_apart_keys_do_not_tell_who_overtakes() -> None:
