@@ -77,7 +77,7 @@ def _pace_alone(self: StepBudget, paced: Sequence[Request], now: float) -> float
     return min((PACE_SHARE * (r.targets.tpot or math.inf) for r in paced), default=math.inf)
 
 
-def _last(self: object, candidates: Sequence[Request], choose: object) -> Request:
+def _last(self: object, candidates: Sequence[Request], expendable: object) -> Request:
     """The last in order gives its blocks up, as in vLLM."""
     return candidates[-1]
 
@@ -95,7 +95,7 @@ SWITCHES: Final[Mapping[str, Switch]] = {
     # order
     "the policy's order": _set(policy="fcfs"),
     "bypassing": _set(bypass_window=0),
-    "displacement": _swap(step__displacement__Displacement__make_way=_zero),
+    "displacement": _swap(step__limits__make_way=_zero, pacing__paced__make_way=_zero),
     # size of steps
     "adaptive budget": _set(adaptive_token_budget=False, max_num_batched_tokens=512),
     "the knee": _swap(predict__chunk__ChunkSize__knee=_whole_budget),
@@ -133,7 +133,7 @@ SWITCHES: Final[Mapping[str, Switch]] = {
     # memory
     "look ahead at memory": _set(future_memory_check=False),
     "swapping": _set(preemption="recompute"),
-    "victim by work lost": _swap(memory__preemption__Preemption__victim=_last),
+    "victim by work lost": _swap(queues__running__RunningList__victim=_last),
     # the other way round: it is closed by default
     "(a valve at 88 %, closed by default)": _set(pressure_threshold=0.88),
     # tenants
