@@ -124,8 +124,11 @@ def test_beside_targets_it_yields_in_vain_but_seldom(policy: str, seeds: range, 
     assert num_in_vain <= most, f"{num_in_vain} of {num_later} were served later for nothing"
 
 
-@pytest.mark.parametrize("seeds", SEEDS)
-def test_what_is_tighter_than_the_default_is_served_no_later_than_that(seeds: range) -> None:
+# in the last of these it was left out for requests due sooner, before which its target put it
+@pytest.mark.parametrize("seeds", [*SEEDS, (10011, 30098, 30147)])
+def test_what_is_tighter_than_the_default_is_served_no_later_than_that(
+    seeds: Sequence[int],
+) -> None:
     """None yields before the default's time is over: a target below it is order alone."""
     for seed in seeds:
         waits = [served(seed, "deadline", ttft, 0.0, 1.0)[0] for ttft in (None, 1.0, 0.3, 0.05)]

@@ -177,6 +177,7 @@ class Door:
         """The last request has ended."""
         self._limits.clear()
         self.next_expiry = math.inf
+        self.forecast.rest()
 
     def drop_expired(
         self, now: float, finish: Callable[[Request, FinishReason], None]

@@ -7,8 +7,7 @@ that cannot meet its deadline is found by ``deadlines``.
 A late request yields to those whose targets it endangers and to no others: it is demoted while
 there are any, and if it still waits once there are none, it rejoins the ordinary ones at the place
 that it had. So asking for more never gets a caller less than those get that asked for nothing.
-Favoured requests are not demoted at all, or a light tenant's late one would wait for all of a
-flood.
+Favoured requests are not demoted, or a light tenant's late one would wait for all of a flood.
 
 This module does not know what else fills a step.
 """
@@ -157,12 +156,14 @@ class Feasibility:
         # otherwise no request will be late, in whatever order
         if starts + (unfinished + room.num_tokens[Tier.ORDINARY]) * per_token > room.dues[0]:
             first = list(islice(self._state.policy.service_order(room.targeted), _MAX_TRIAGED))
+            # a target tighter than the default has a request served sooner, not left out sooner
+            judged = sorted(first, key=_standing) if any(map(_ahead, first)) else first
             losers = triage(
-                first,
+                judged,
                 starts + unfinished * per_token,
                 # a fork has its prompt already
-                [request.num_lacking_tokens * per_token for request in first],
-                [request.asked.arrival_time + request.late_after for request in first],
+                [request.num_lacking_tokens * per_token for request in judged],
+                [request.asked.arrival_time + request.late_after for request in judged],
                 room.group,
             )
             for loser in self._that_yield(losers, first, view, starts):
@@ -186,3 +187,13 @@ class Feasibility:
 def _is_aimless(request: Request) -> bool:
     """Whether it never had a target for its first token."""
     return request.slo.ttft is None
+
+
+def _ahead(request: Request) -> float:
+    """Seconds by which its own target for the first token comes before it counts as late."""
+    return request.late_after - (request.targets.ttft or 0.0)
+
+
+def _standing(request: Request) -> float:
+    """Its place in the order if it asked for its first token no sooner than that."""
+    return request.order[0] + _ahead(request)

@@ -104,13 +104,16 @@ class FirstTokenForecast:
         history.predicted_ttft = self._seconds(history.forecast)
         return history.predicted_ttft
 
+    def rest(self) -> None:
+        """The last request has ended: no place is taken until the next newcomer comes."""
+        self._taken_since = None
+
     def came(self, request: Request) -> None:
         """The newcomer is queued."""
         now, key, arrivals = request.asked.arrival_time, request.key, self._arrivals
         if self._displaces and self._state.step_time.ready:
             self._measure(request)
-        # one is kept that is older, or a burst after a silence would tell of a flood
-        while len(arrivals) == _ARRIVALS or (len(arrivals) > 1 and arrivals[1][0] < now - _LATELY):
+        while arrivals and (len(arrivals) == _ARRIVALS or arrivals[0][0] < now - _LATELY):
             _, tier, oldest = arrivals.popleft()
             del self._alike[tier][bisect_left(self._alike[tier], oldest)]
         delay = self._state.config.best_effort_delay_s
@@ -253,6 +256,7 @@ class FirstTokenForecast:
         found = [((ends - key) / grows, size) for key, size in own[: bisect_left(own, (ends, -1))]]
         found += [(ages, size) for _, size in chain(*earlier)]
         found.sort()
+        # the rate is told from a second at least: many of one moment are a burst
         return max(1.0, now - arrivals[0][0]), found
 
     def _steps_until(self, places: float) -> float:

@@ -37,7 +37,7 @@ def triage(
     """Requests to leave out so that the others are done in time.
 
     Args:
-        waiting: requests in the order in which they will be served.
+        waiting: requests in the order in which they are to be judged.
         now: when the first of them can be started.
         seconds: of each, the work until it is done.
         due: of each, when it must be done.
