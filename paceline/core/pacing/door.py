@@ -152,7 +152,7 @@ class Door:
 
     def _refusal(self, reason: str, why: str, seconds: float | None) -> QueueFullError:
         self._state.totals.refused[reason] += 1
-        # nobody plans for more than what the longest target may be
+        # no caller plans for longer than the longest target may be
         wait = min(max(_RETRY_SECONDS if seconds is None else seconds, _LEAST_RETRY), MAX_SECONDS)
         return QueueFullError(f"not accepted: {why}; retry in {wait:.1f} s", wait, reason)
 

@@ -41,7 +41,7 @@ _ROUNDING: Final = 1.001
 _OVERDUE_TOKENS: Final = 16
 # tokens; chunks of best-effort requests are multiples of it
 _TILE: Final = 16
-# requests that one step finds to be late and demotes, at most: it waits for it
+# requests that one step finds to be late and demotes, at most: the step waits for that
 _MAX_DEMOTED: Final = 64
 _REJOIN: Final = methodcaller("move", Move.REJOIN)
 

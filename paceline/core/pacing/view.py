@@ -1,4 +1,4 @@
-"""The running requests by kind, added up once at the start of a step for all that asks.
+"""The running requests by kind, added up once at the start of a step for everything that asks.
 
 This module does not decide anything.
 """

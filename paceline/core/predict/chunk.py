@@ -34,7 +34,7 @@ _REFIT: Final = 16
 
 
 class ChunkSize:
-    """Sizes in tokens; shared by all that limits steps, for it counts the chunks that it tries.
+    """Sizes in tokens; shared by everything that limits steps, as it counts its tries.
 
     Args:
         most: ``max_num_batched_tokens``.

@@ -1,4 +1,4 @@
-"""Seconds a step will take, from what is in it: fitted online, used by all that predicts.
+"""Seconds a step will take, from what is in it: fitted online, used by everything that predicts.
 
 The model is linear in six features of the batch (DistServe's estimator, OSDI'24, with the terms of
 mixed batches)::

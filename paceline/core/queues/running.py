@@ -28,7 +28,7 @@ __all__ = ["RunningList"]
 
 _ORDER: Final = attrgetter("order")
 # moving must be this much cheaper than computing again: predictions are only so good
-_MARGIN = 1.25
+_MARGIN: Final = 1.25
 
 
 class RunningList:
