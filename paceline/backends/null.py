@@ -24,7 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from paceline.backends.constraint import OutputConstraint, allows
 from paceline.core.backend import BackendInfo
-from paceline.core.errors import PacelineError, RequestFailedError
+from paceline.core.errors import NOTHING_LEFT, PacelineError, RequestFailedError
 from paceline.core.grammar import MatcherSource
 from paceline.core.outputs import (
     DRAFT_MODEL,
@@ -316,7 +316,7 @@ class NullBackend:
         for step in range(vocab):
             if may((token + step) % vocab):
                 return (token + step) % vocab
-        raise RequestFailedError("no token is left to choose: this request forbids all of them")
+        raise RequestFailedError(f"{NOTHING_LEFT}: this request forbids all of them")
 
     def _choosable(self, state: _State) -> Callable[[int], bool]:
         """Whether a token may come next, for a request's next position."""

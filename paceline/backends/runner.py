@@ -29,7 +29,7 @@ from paceline.backends.steps import (
     Logits,
     WindowedModel,
 )
-from paceline.core.errors import NAN_LOGITS, InvalidRequestError, PacelineError
+from paceline.core.errors import NAN_LOGITS, NOTHING_LEFT, InvalidRequestError, PacelineError
 from paceline.core.grammar import MatcherSource
 from paceline.core.outputs import (
     DRAFT_MODEL,
@@ -51,8 +51,8 @@ RowLogprobs: TypeAlias = tuple[TokenLogprobs, ...] | None
 Masks: TypeAlias = dict[int, "list[NDArray[np.bool_]] | str"]
 
 _NOTHING_LEFT: Final = (
-    "no token is left to choose: the grammar, allowed_token_ids, bad_words and min_tokens of this "
-    "request forbid all of them"
+    f"{NOTHING_LEFT}: the grammar, allowed_token_ids, bad_words and min_tokens of this request "
+    "forbid all of them"
 )
 # stands in for the settings of a request that was refused; its rows run, their tokens are dropped
 _REFUSED: Final = SamplingParams(max_tokens=1, temperature=0.0)

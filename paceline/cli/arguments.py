@@ -166,6 +166,8 @@ def bounded_float(low: float, high: float = math.inf) -> Callable[[str], float]:
             raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
         if not (math.isfinite(value) and low <= value <= high):
             wanted = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+            if high == math.inf and not math.isfinite(value):
+                wanted = f"finite and {wanted}"
             raise argparse.ArgumentTypeError(f"must be {wanted}, got {text}")
         return value
 

@@ -10,6 +10,7 @@ import logging
 import os
 import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -82,9 +83,8 @@ def run(args: argparse.Namespace) -> int:
     from paceline.http.tls import check_tls_files
 
     configure_logging(args.log_level, args.log_format)
-    names = [each.slo_class for each in args.slo_class]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"--slo-class {min(twice)} is given {names.count(min(twice))} times")
+    _refuse_repeated("--slo-class", [each.slo_class for each in args.slo_class])
+    _refuse_repeated("--served-model-name", args.served_model_name)
     if args.metrics_host is not None and args.metrics_port is None:
         raise ConfigError(f"--metrics-host {args.metrics_host} needs --metrics-port")
     if args.ssl_keyfile is not None and args.ssl_certfile is None:
@@ -123,6 +123,11 @@ def run(args: argparse.Namespace) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             supervision = (args.stall_timeout, args.max_engine_restarts)
             return runner.run(_serve(settings, configure, listener, metrics_listener, *supervision))
+
+
+def _refuse_repeated(flag: str, names: Sequence[str]) -> None:
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"{flag} {min(twice)} is given {names.count(min(twice))} times")
 
 
 def _server_config(

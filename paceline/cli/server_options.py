@@ -60,6 +60,7 @@ def add_server_options(parser: Parser) -> None:
     )
     group.add_argument(
         "--served-model-name",
+        action="extend",
         nargs="+",
         default=[],
         metavar="NAME",

@@ -330,6 +330,12 @@ def _simulate(point: _Point) -> _Result:
                 recorder=None if collector is None else lambda number, config: collector,
             )
             totals = simulator.run(stream)
+            if not stream.count:
+                # figures of nothing would look like those of a server that does nothing in time
+                raise ConfigError(
+                    f"--workload {point.args.workload}: it has no requests with prompt and output "
+                    "tokens"
+                )
             if collector is not None:
                 write_trace(collector.trace(), path)
     finally:
@@ -368,19 +374,19 @@ class _Counted:
 
     def __init__(self, arrivals: Iterable[Arrival]) -> None:
         self._arrivals = arrivals
-        self._count = 0
+        self.count = 0
         self._last = 0.0
 
     def __iter__(self) -> Iterator[Arrival]:
         for arrival in self._arrivals:
-            self._count += 1
+            self.count += 1
             self._last = arrival.at
             yield arrival
 
     @property
     def rate(self) -> float:
         """Requests per second from 0 to the last arrival; 0 if all came at once."""
-        return self._count / self._last if self._last > 0 else 0.0
+        return self.count / self._last if self._last > 0 else 0.0
 
 
 def _progress(arrivals: Iterable[Arrival], point: _Point) -> Iterator[Arrival]:

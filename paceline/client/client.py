@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -61,6 +62,7 @@ class _Calls:
             name = re.sub(r"[^a-zA-Z0-9_-]", "_", parse.__name__)[:64]
             described = {"name": name, "schema": schema}
             body["response_format"] = {"type": "json_schema", "json_schema": described}
+        _refuse_no_numbers(body, "")
         # 31 bits are an integer to every server
         request = Request(path, body, self._random.getrandbits(31), parser)
         draw = self._random.random
@@ -78,7 +80,8 @@ class Client(_Calls):
                 ``Finished.parsed`` an instance.
             options: further fields of the body, such as max_tokens, as they are.
 
-        Raises TypeError and ValueError for options that the client sets itself.
+        Raises TypeError and ValueError for options that the client sets itself, and ValueError for
+        NaN and infinities.
         """
         body = {**options, "messages": list(messages)}
         return Stream(self._machine("/chat/completions", body, parse), self._addresses)
@@ -103,6 +106,19 @@ class AsyncClient(_Calls):
         """See ``Client.complete``."""
         body = {**options, "prompt": prompt}
         return AsyncStream(self._machine("/completions", body, None), self._addresses)
+
+
+def _refuse_no_numbers(value: object, path: str) -> None:
+    """Raises ValueError for NaN and infinities, which would be sent as null: another request."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{path} is {value}, which JSON has no number for")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _refuse_no_numbers(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _refuse_no_numbers(item, f"{path}[{index}]")
 
 
 class _Pydantic(Protocol):

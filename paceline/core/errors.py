@@ -23,15 +23,17 @@ The HTTP status codes are applied in one place: ``paceline/http/errors.py``.
 from typing import Final
 
 __all__ = [
-    "NAN_LOGITS", "CheckpointError", "ConfigError", "EngineDeadError", "EngineDrainingError",
-    "EngineError", "EngineLostError", "InvalidRequestError", "NeverFitsError", "PacelineError",
-    "PoisonedRequestError", "QueueFullError", "RequestError", "RequestFailedError",
-    "UnknownModelError",
+    "NAN_LOGITS", "NOTHING_LEFT", "CheckpointError", "ConfigError", "EngineDeadError",
+    "EngineDrainingError", "EngineError", "EngineLostError", "InvalidRequestError",
+    "NeverFitsError", "PacelineError", "PoisonedRequestError", "QueueFullError", "RequestError",
+    "RequestFailedError", "UnknownModelError",
 ]  # fmt: skip
 
 
 # what a request whose logits are not numbers fails with; metrics tell it from other failures
 NAN_LOGITS: Final = "the model computed NaN or infinite logits for this request"
+# how that begins which a request fails with that forbids every token at some place: its own fault
+NOTHING_LEFT: Final = "no token is left to choose"
 
 
 class PacelineError(Exception):

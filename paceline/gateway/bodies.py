@@ -16,7 +16,7 @@ import msgspec
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.slo import NO_SLO, Slo
-from paceline.http.fields import show
+from paceline.http.fields import BYTE_ORDER_MARK, show
 
 __all__ = ["Body", "decoded", "read_body"]
 
@@ -119,6 +119,7 @@ def new_seed() -> int:
 
 def read_body(data: bytes) -> Body:
     """Raises InvalidRequestError for what no engine would take."""
+    data = data.removeprefix(BYTE_ORDER_MARK)
     try:
         raw = _decode(data)
     except RecursionError:

@@ -37,7 +37,7 @@ from paceline.gateway.leg import Leg
 from paceline.gateway.money import Used
 from paceline.gateway.outgoing import Call
 from paceline.gateway.pick import Pick, Picker
-from paceline.gateway.refusals import is_too_long, rest_of
+from paceline.gateway.refusals import is_no_answer, is_too_long, rest_of
 from paceline.gateway.routes import Route, Site
 from paceline.gateway.sending import CHAT, Sending
 from paceline.gateway.splice import Splice, make_splice
@@ -317,7 +317,7 @@ class Exchange:
             self._note_failure(failed)
             return
         first_failed = leg.verdict is not None and (
-            leg.verdict.kind == "lost" or leg.verdict.status in _RETRYABLE
+            leg.verdict.kind == "lost" or _is_retryable(leg.verdict.status)
         )
         answered = self._hedge.second_answered
         if self._hedge.spare is None or not (first_failed or (answered and leg.verdict is None)):
@@ -350,10 +350,15 @@ class Exchange:
         ):
             return True
         should = dict(leg.headers).get(b"x-should-retry", b"true")
-        retryable = leg.status in _RETRYABLE and should != b"false"
+        retryable = _is_retryable(leg.status) and should != b"false"
         return retryable and self._attempts.may_retry(now, peek=True)
 
     async def _disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.out.hung_up()
+
+
+def _is_retryable(status: int) -> bool:
+    """Whether another engine may answer what one has answered so."""
+    return status in _RETRYABLE or is_no_answer(status)

@@ -11,6 +11,7 @@ import msgspec
 
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.dialects import Translator
+from paceline.gateway.refusals import is_no_answer
 from paceline.gateway.routes import Site
 from paceline.gateway.sending import RESUMABLE
 from paceline.gateway.splice import Splice
@@ -379,7 +380,7 @@ class Leg:
         self._trace.end("abandoned" if verdict is None else verdict.kind, self.status, made, now)
         if verdict is None:
             engine.breaker.abandon()
-        elif verdict.kind == "lost" or verdict.status in _FAULTS:
+        elif verdict.kind == "lost" or verdict.status in _FAULTS or is_no_answer(verdict.status):
             engine.failed(now)
         elif verdict.kind == "refused":
             engine.breaker.abandon()

@@ -68,6 +68,12 @@ def rest_of(status: int, headers: Headers) -> float:
     return retry_after(headers) or 0.0
 
 
+def is_no_answer(status: int) -> bool:
+    """Whether it is neither an answer's nor a refusal's: a redirect, which is not followed, or a
+    success without what was asked for, such as "accepted"."""
+    return 200 < status < 400
+
+
 def is_too_long(status: int, body: bytes) -> bool:
     """Whether a prompt was refused as too long for the engine's context."""
     return status in (400, 413, 422) and _TOO_LONG.search(body[:8192]) is not None

@@ -85,6 +85,11 @@ class Connection(WatchedProtocol):
             most = self._bounds.max_headers
             self._refuse(431, f"a request may have {most} headers, got {len(self.headers)}")
             raise _RefusedError
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+            # RFC 9112, 3.2: proxies on the way may have gone by another one
+            self._refuse(400, f"a request must have one Host header, got {hosts}")
+            raise _RefusedError
         super().on_headers_complete()
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is None or cycle.scope is not self.scope:

@@ -15,6 +15,7 @@ from paceline.core.errors import InvalidRequestError
 from paceline.http.bounds import check_json_depth
 
 __all__ = [
+    "BYTE_ORDER_MARK",
     "check_array",
     "check_boolean",
     "check_integer",
@@ -30,6 +31,8 @@ __all__ = [
 # containers inside containers; the deepest sensible tool schema is well below
 _MAX_DEPTH: Final = 64
 _SHOWN: Final = 64
+# what some editors and libraries put before UTF-8; parsers may pass over it (RFC 8259, 8.1)
+BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 # the largest 32-bit integer
 _WIDE: Final = 2**31 - 1
 
@@ -63,6 +66,7 @@ def decode_object(body: bytes, what: str = "the request body") -> dict[str, Any]
     Raises InvalidRequestError for anything else; NaN, Infinity and numbers beyond a double are not
     JSON, nor are unpaired surrogates.
     """
+    body = body.removeprefix(BYTE_ORDER_MARK)
     if not body:
         raise InvalidRequestError(f"{what} is empty; expected a JSON object")
     try:

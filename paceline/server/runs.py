@@ -20,6 +20,7 @@ from typing import Final, Protocol, TypeVar
 import msgspec
 
 from paceline.core.errors import (
+    NOTHING_LEFT,
     EngineDrainingError,
     InvalidRequestError,
     RequestFailedError,
@@ -171,7 +172,7 @@ def _check(output: GenerationOutput) -> None:
     for choice in output.choices:
         if choice.finish_reason == "error":
             message = choice.error or "the engine failed on this request"
-            if TOO_AMBIGUOUS in message:
+            if TOO_AMBIGUOUS in message or NOTHING_LEFT in message:
                 raise InvalidRequestError(message)
             raise RequestFailedError(message)
         if choice.finish_reason == "abort":

@@ -214,6 +214,11 @@ def test_bad_slo_classes_are_refused(text: str) -> None:
         (["--slow-reader-timeout", "7"], "slow_reader_timeout", 7.0),
         (["--max-body-size", "1MiB"], "max_body_bytes", 2**20),
         (["--served-model-name", "a", "b"], "served_model_names", ("a", "b")),
+        (
+            ["--served-model-name", "a", "--served-model-name", "b"],
+            "served_model_names",
+            ("a", "b"),
+        ),
         (["--trust-request-chat-template"], "trust_request_chat_template", True),
         (["--tool-call-parser", "mistral"], "tool_call_parser", "mistral"),
         (["--otlp-endpoint", "http://here:4318"], "otlp_endpoint", "http://here:4318"),

@@ -275,7 +275,11 @@ def wait_until_running(server: ServerProcess, count: int) -> None:
         (["{tmp}"], " has no "),
         ([*NULL, "--port", "70000"], "between 0 and 65535"),
         ([*NULL, "--host", "no.such.host.invalid"], "no.such.host.invalid"),
-        ([*NULL, "--drain-timeout", "nan"], "must be at least 0"),
+        ([*NULL, "--drain-timeout", "nan"], "must be finite and at least 0, got nan"),
+        ([*NULL, "--max-wait", "inf"], "must be finite and at least 0, got inf"),
+        ([*NULL, "--max-wait", "-1"], "must be at least 0, got -1"),
+        ([*NULL, *["--served-model-name", "a"] * 2], "--served-model-name a is given 2 times"),
+        ([*NULL, "--served-model-name", *"baba"], "--served-model-name a is given 2 times"),
         ([*NULL, *["--slo-class", "chat=ttft:5"] * 2], "--slo-class chat is given 2 times"),
         ([*NULL, "--metrics-host", "0.0.0.0"], "--metrics-host 0.0.0.0 needs --metrics-port"),
         # found while the engine starts

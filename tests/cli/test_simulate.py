@@ -301,6 +301,17 @@ def test_what_makes_no_sense_is_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("rows", ["", "0.5,10,0\n1.5,0,10\n"])
+def test_a_trace_without_requests_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, rows: str
+) -> None:
+    trace = tmp_path / "empty.csv"
+    trace.write_text(f"arrived_at_s,prompt_tokens,output_tokens\n{rows}")
+    assert main(["simulate", "--workload", str(trace), "--step-times", "fixed:0.01"]) == 2
+    captured = capsys.readouterr()
+    assert f"--workload {trace}: it has no requests" in captured.err and not captured.out
+
+
 def test_loads_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     slow, fast = runs(capsys, *FIXED, "--speedup", "1,4")
     assert (slow["name"], fast["name"]) == ("deadline", "deadline x4")

@@ -306,6 +306,15 @@ def test_what_the_client_says_itself() -> None:
     ):
         with pytest.raises(error):
             client.chat(HI, **options)  # type: ignore[arg-type]
+    for options, words in (
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"logit_bias": {"7": float("-inf")}}, "logit_bias.7 is -inf"),
+        ({"slo": {"ttfts": [1.0, float("inf")]}}, r"slo\.ttfts\[1\] is inf"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            client.chat(HI, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"messages\[0\]\.content is nan"):
+        AsyncClient([Target("http://127.0.0.1:1", "m")]).chat([{"content": float("nan")}])
     with pytest.raises(ValueError, match="target"):
         Client([])
 

@@ -78,6 +78,12 @@ def test_a_name_that_is_no_text_is_refused(value: bytes) -> None:
             read_body(text % value)
 
 
+def test_a_byte_order_mark_is_passed_over() -> None:
+    body = read_body(b'\xef\xbb\xbf{"model": "m", "stream": true}')
+    assert body.model == "m" and body.stream
+    assert body.encode({}) == b'{"model":"m","stream":true}'
+
+
 def test_a_field_that_is_there_twice_becomes_one() -> None:
     body = read_body(b'{"model":"a","stream":true,"model":"b"}')
     assert body.model == "b" and body.encode({}).count(b'"model"') == 1

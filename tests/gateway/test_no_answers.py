@@ -89,6 +89,43 @@ async def test_what_is_no_stream_is_asked_for_elsewhere(name: str) -> None:
         assert answer.status_code == 503 and why in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("status", [201, 202, 204, 206, 301, 304, 307])
+async def test_neither_an_answer_nor_a_refusal_is_asked_for_elsewhere(
+    status: int, stream: bool
+) -> None:
+    """None is left: 502, as for other faults of an engine's own."""
+    body = b"" if status in (204, 304) else b"{}"
+    head = b"HTTP/1.1 %d X\r\nlocation: http://127.0.0.1:9/\r\n" % status
+    head += b"" if status in (204, 304) else b"content-length: 2\r\n"
+    step = Step(raw=head + b"\r\n" + body)
+    async with (
+        scripted(step) as bad,
+        scripted(GOOD if stream else WHOLE) as good,
+        gateway_over(configured(bad, good)) as (gateway, client),
+    ):
+        prefer_others(gateway, "e2")
+        answer = await client.post(CHAT, json=chat(stream=stream))
+        assert answer.status_code == 200 and answer.headers["x-paceline-engine"] == "e2"
+        assert len(bad.bodies) == 1, "it was asked first"
+    async with scripted(step) as bad, gateway_over(configured(bad)) as (_, client):
+        answer = await client.post(CHAT, json=chat(stream=stream))
+        assert answer.status_code == 502
+        assert f"engine e1 answered with status {status}" in answer.json()["error"]["message"]
+
+
+async def test_where_all_engines_redirect_the_last_one_is_named() -> None:
+    async with (
+        scripted(_status(307)) as first,
+        scripted(_status(202)) as second,
+        gateway_over(configured(first, second)) as (gateway, client),
+    ):
+        prefer_others(gateway, "e2")
+        answer = await client.post(CHAT, json=chat())
+        assert answer.status_code == 502 and len(first.bodies) == len(second.bodies) == 1
+        assert "engine e2 answered with status 202" in answer.json()["error"]["message"]
+
+
 async def test_a_stream_that_says_not_what_it_is_is_taken_for_one() -> None:
     async with (
         scripted(Step(raw=UNNAMED)) as engine,

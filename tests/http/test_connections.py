@@ -113,6 +113,21 @@ def test_a_packed_body_is_named_as_that(server: LiveServer) -> None:
     assert "Content-Encoding 'gzip' is not served" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("version", "hosts", "status"),
+    [("1.1", 0, 400), ("1.1", 1, 200), ("1.1", 2, 400), ("1.0", 0, 200), ("1.0", 2, 400)],
+)
+def test_a_request_has_one_host(server: LiveServer, version: str, hosts: int, status: int) -> None:
+    with server.connect() as connection:
+        lines = "Host: x\r\n" * hosts + "Connection: close\r\n"
+        connection.sendall(f"GET /version HTTP/{version}\r\n{lines}\r\n".encode())
+        head, _, body = read_all(connection).partition(b"\r\n\r\n")
+    assert head.startswith(f"HTTP/1.1 {status} ".encode())
+    if status == 400:
+        message = json.loads(body)["error"]["message"]
+        assert message == f"a request must have one Host header, got {hosts}"
+
+
 @pytest.mark.parametrize("count", [10, 100, 20_000])
 def test_the_number_of_headers(server: LiveServer, count: int) -> None:
     lines = b"".join(b"A%d: b\r\n" % i for i in range(count))

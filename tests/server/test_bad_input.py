@@ -293,6 +293,14 @@ async def test_json_content_types(http: httpx.AsyncClient, kind: str) -> None:
     assert response.status_code == 200
 
 
+async def test_a_byte_order_mark_is_passed_over(http: httpx.AsyncClient) -> None:
+    kind = {"Content-Type": "application/json"}
+    asked = b'\xef\xbb\xbf{"prompt": "x", "max_tokens": 1}'
+    assert (await http.post(TEXT, content=asked, headers=kind)).status_code == 200
+    for bad in (b"\xef\xbb\xbf", b"\xef\xbb\xbf\xef\xbb\xbf{}", b"\xff\xfe{\0}\0"):
+        assert (await http.post(TEXT, content=bad, headers=kind)).status_code == 400, bad
+
+
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize("name", ["nobody", "", "../../etc/passwd", "x" * 5000, "a\nb"])
 async def test_unknown_model(http: httpx.AsyncClient, path: str, name: str) -> None:

@@ -19,6 +19,22 @@ const now = () => performance.now() / 1000;
 
 /** @typedef {(url: string, init: RequestInit) => Promise<Response>} Fetch */
 
+/**
+ * NaN and infinities would be sent as null: another request.
+ * @param {unknown} value
+ * @param {string} path
+ */
+function refuseNoNumbers(value, path) {
+  if (typeof value === "number" && !Number.isFinite(value)) {
+    throw new TypeError(`${path} is ${value}, which JSON has no number for`);
+  }
+  if (typeof value !== "object" || value === null) return;
+  for (const [key, item] of Object.entries(value)) {
+    const inside = path ? `${path}.${key}` : key;
+    refuseNoNumbers(item, Array.isArray(value) ? `${path}[${key}]` : inside);
+  }
+}
+
 export class Client {
   /** @type {Target[]} */
   #targets;
@@ -81,6 +97,7 @@ export class Client {
       if (name in body) throw new TypeError(`${name} is the client's to say`);
     }
     if ((body.n ?? 1) !== 1) throw new TypeError("n must be 1: a stream has one answer");
+    refuseNoNumbers(body, "");
     const request = { path, body, seed: Math.floor(Math.random() * 2 ** 31) };
     const machine = new Machine(
       request,

@@ -100,3 +100,10 @@ test("what the client says itself", () => {
   assert.throws(() => client.chat([], { stream: false }), TypeError);
   assert.throws(() => client.chat([], { n: 2 }), TypeError);
 });
+
+test("what JSON has no number for is refused before it is sent", () => {
+  const client = new Client([{ base_url: "http://127.0.0.1:1", model: "m" }]);
+  const chat = (options) => client.chat([{ role: "user", content: "hi" }], options);
+  assert.throws(() => chat({ temperature: NaN }), /^TypeError: temperature is NaN/);
+  assert.throws(() => chat({ slo: { ttfts: [1, Infinity] } }), /slo\.ttfts\[1\] is Infinity/);
+});

@@ -10,7 +10,6 @@ export type Options = import("../types/types.js").Options;
 export type Policy = import("../types/types.js").Policy;
 export type Target = import("../types/types.js").Target;
 export type Fetch = (url: string, init: RequestInit) => Promise<Response>;
-/** @typedef {(url: string, init: RequestInit) => Promise<Response>} Fetch */
 export declare class Client {
     #private;
     /**

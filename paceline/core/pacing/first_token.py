@@ -18,6 +18,7 @@ from paceline.core.policies import overrides
 from paceline.core.predict.step_time import StepShape
 from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Forecast, ForecastKind, Request
+from paceline.core.slo import MAX_SECONDS
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
@@ -128,7 +129,10 @@ class FirstTokenForecast:
         return self._seconds(self._forecast(request))
 
     def _seconds(self, forecast: Forecast | None) -> float | None:
-        return None if forecast is None else self.bias(forecast.kind) * forecast.seconds
+        if forecast is None:
+            return None
+        # nobody plans for more than what the longest target may be
+        return min(MAX_SECONDS, self.bias(forecast.kind) * forecast.seconds)
 
     def bias(self, kind: ForecastKind) -> float:
         """What came by what was said, lately, for a kind of request; for a favoured one, until one

@@ -77,8 +77,8 @@ def _truncation(value: Any, name: str, _: RequestRules) -> int:
     return count
 
 
-def _output_limit(rules: RequestRules) -> Schema:
-    return schemas.integer(1, max(1, rules.max_model_len - 1))
+def _output_limit(rules: RequestRules, low: int = 1) -> Schema:
+    return schemas.integer(low, max(1, rules.max_model_len - 1))
 
 
 def _resumable(rules: RequestRules) -> Schema:
@@ -292,9 +292,15 @@ class CompletionBody(GenerationBody):
 
     model = MODEL
     prompt = needed(described(_prompts, _prompts_schema), note="a string, ids, or a list of either")
-    max_tokens = integer(1, INT32, note="16 by default", schema=_output_limit)
+    max_tokens = integer(
+        0,
+        INT32,
+        note="16 by default; 0 with `echo` alone: the prompt and nothing more",
+        schema=lambda rules: _output_limit(rules, 0),
+    )
     echo = boolean(
-        note="the text begins with the prompt's; with `logprobs` these are told too, not streamed"
+        note="the text begins with the prompt's; with `logprobs` these are told too, in a stream "
+        "with `max_tokens` 0 alone"
     )
     logprobs = logprobs_of(
         "of the raw logits, 20 at most, unless `--max-logprobs` says otherwise (-1: all, in "

@@ -137,6 +137,8 @@ class CompletionRequest:
     echo: bool
     # log-probabilities of the prompt were asked for by their own field
     tells_prompt_logprobs: bool
+    # nothing is to be generated: the answer is the prompt's echo
+    only_prompt: bool = False
 
 
 def parse_chat(
@@ -185,16 +187,22 @@ def parse_completion(
     """Raises InvalidRequestError or UnknownModelError."""
     body = CompletionBody.read(values, rules)
     prompts, echo, logprobs = body.prompt, body.echo, body.logprobs
+    only_prompt = body.max_tokens == 0
+    if only_prompt and not echo:
+        raise InvalidRequestError(
+            "max_tokens must be at least 1, got 0, which is served with echo=true", "max_tokens"
+        )
     if echo and logprobs is not None and logprobs > MAX_LOGPROBS:
         raise InvalidRequestError(
             f"logprobs={logprobs} with echo: of a prompt {MAX_LOGPROBS} are served", "logprobs"
         )
-    if echo and logprobs is not None and body.stream:
+    if echo and logprobs is not None and body.stream and not only_prompt:
         raise InvalidRequestError("echo with logprobs is not served with stream=true", "echo")
     options = _options(
         body,
         rules,
-        max_tokens=body.max_tokens,
+        # a prompt is computed where a token is asked for; the answer leaves it out
+        max_tokens=1 if only_prompt else body.max_tokens,
         max_tokens_name="max_tokens",
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo else None,
@@ -223,6 +231,7 @@ def parse_completion(
         prompts=prompts,
         echo=echo,
         tells_prompt_logprobs=body.prompt_logprobs is not None,
+        only_prompt=only_prompt,
     )
 
 

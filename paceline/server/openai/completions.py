@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Final
 
+import msgspec
+
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.types import ChoiceDelta, GenerationOutput, TokenLogprobs
 from paceline.http.shortcut import Shortcut
@@ -124,7 +126,29 @@ async def _start(
         )
         request_id = head.engine_id(index)
         requests.append(generation_request(request_id, prompt, sampling, options, arrival))
+    if request.only_prompt:
+        return prompts, _of_prompts(service.run(requests))
     return prompts, service.run(requests, shortcut)
+
+
+async def _of_prompts(
+    outputs: AsyncGenerator[tuple[int, GenerationOutput], None],
+) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
+    """``outputs`` without the token that the engine draws behind each prompt."""
+    async with aclosing(outputs):
+        async for index, output in outputs:
+            choices = tuple(
+                ChoiceDelta(
+                    index=delta.index,
+                    text="",
+                    token_ids=(),
+                    # whatever has ended it, such as a stop string in that token
+                    finish_reason=None if delta.finish_reason is None else "length",
+                    timeline=delta.timeline,
+                )
+                for delta in output.choices
+            )
+            yield index, msgspec.structs.replace(output, choices=choices, num_output_tokens=0)
 
 
 async def _echoes(
@@ -211,11 +235,15 @@ class CompletionStream:
         self._begun = [False] * choices
         # characters of the tokens told so far, per choice
         self._offsets = [0] * choices
+        # of prompts, where nothing but these is told
+        self._told: list[tuple[TokenLogprobs, ...] | None] = [None] * len(prompts)
 
     def events(self, prompt: int, output: GenerationOutput) -> bytes:
         """The events of one delivery for prompt number ``prompt``; empty when there is nothing to
         tell yet, such as half a character."""
         self._usage.update(prompt, output)
+        if output.prompt_logprobs is not None:
+            self._told[prompt] = output.prompt_logprobs
         data = b""
         for delta in output.choices:
             index = prompt * self._n + delta.index
@@ -271,6 +299,8 @@ class CompletionStream:
             logprobs, self._offsets[index] = completion_logprobs(
                 delta.logprobs, self._writer, self._offsets[index]
             )
+        elif self._writer is not None and first and (told := self._told[prompt]) is not None:
+            logprobs, _ = echoed_logprobs(self._prompts[prompt], told, self._writer)
         choice = CompletionChunkChoice(
             index=index,
             text=self._echoes[prompt] + delta.text if first else delta.text,

@@ -11,6 +11,7 @@ from paceline.core.errors import QueueFullError
 from paceline.core.pacing.first_token import FirstTokenForecast
 from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Forecast, ForecastKind, Request
+from paceline.core.slo import MAX_SECONDS
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 from tests.driving import Driver, make_request
@@ -122,6 +123,16 @@ def test_those_that_are_likely_to_come_and_go_first_count() -> None:
     longer = forecast.predict(low)
     assert longer is not None and longer > 2.0 * alone
     assert forecast.predict(high) == pytest.approx(alone, rel=1e-6), "none goes before it"
+
+
+def test_no_forecast_is_longer_than_a_target_may_be() -> None:
+    """As that of a request whose priority lets all others pass would be."""
+    forecast = FirstTokenForecast(state_with(places=0, policy="priority", outputs=500))
+    for second in range(1, 11):
+        forecast.came(newcomer(second / 20.0))
+    last = newcomer(1.0, priority=2**63 - 1)
+    assert forecast.predict(last) == MAX_SECONDS
+    assert forecast.note(last) == last.history.predicted_ttft == MAX_SECONDS
 
 
 def full_state() -> SchedulerState:

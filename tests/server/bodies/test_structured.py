@@ -300,8 +300,25 @@ async def test_no_token_left_ends_that_request_alone(http: httpx.AsyncClient) ->
         http.post("/v1/chat/completions", json=body),
         http.post("/v1/chat/completions", json=chat_body(max_tokens=5)),
     )
-    assert [answer.status_code for answer in answers] == [500, 200]
+    assert [answer.status_code for answer in answers] == [400, 200]
     assert "no token is left" in answers[0].json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_token_left_halfway_is_the_requests_fault(
+    http: httpx.AsyncClient, stream: bool
+) -> None:
+    fields = {"structured_outputs": {"regex": "a{60}b"}, "allowed_token_ids": [97]}
+    body = chat_body(**fields, max_tokens=90, stream=stream)
+    answer = await http.post("/v1/chat/completions", json=body)
+    if stream and answer.status_code == 200:
+        # some tokens were on their way before the last was asked for
+        told = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        error = json.loads(told[-2])["error"]
+    else:
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+    assert "no token is left" in error["message"] and error["code"] == 400, error
 
 
 async def test_allowed_token_ids_and_bad_words(http: httpx.AsyncClient) -> None:

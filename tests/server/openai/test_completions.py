@@ -98,6 +98,61 @@ async def test_echo(http: httpx.AsyncClient, prompt: object, stream: bool) -> No
     assert texts == ["one!!", "two!!"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompts", [["one", "x"], [[111, 110, 101], [120]]])
+async def test_an_echo_of_no_tokens_is_the_prompt_with_its_logprobs(
+    http: httpx.AsyncClient, prompts: list[object], stream: bool
+) -> None:
+    """Evaluation harnesses ask so; the token that the engine draws is nowhere to be seen."""
+    body = {
+        "prompt": prompts,
+        "echo": True,
+        "max_tokens": 0,
+        "n": 2,
+        "logprobs": 1,
+        "add_special_tokens": False,
+        "return_token_ids": True,
+        "stop": "!",
+        "logit_bias": say("!"),
+        "stream": stream,
+        "stream_options": {"include_usage": True} if stream else None,
+    }
+    response = await http.post(URL, json=body)
+    assert response.status_code == 200
+    answers = events(response.text) if stream else [response.json()]
+    choices = {c["index"]: c for answer in answers for c in answer["choices"]}
+    assert len(choices) == 4 == sum(len(answer["choices"]) for answer in answers)
+    for index, text in enumerate(["one", "one", "x", "x"]):
+        choice = choices[index]
+        assert choice["text"] == text and choice["finish_reason"] == "length"
+        assert choice["stop_reason"] is None and choice["token_ids"] == []
+        assert choice["prompt_token_ids"] == list(text.encode())
+        assert choice["logprobs"] == {
+            "text_offset": list(range(len(text))),
+            "token_logprobs": [None, 0.0, 0.0][: len(text)],
+            "tokens": list(text),
+            "top_logprobs": [None, {"n": 0.0}, {"e": 0.0}][: len(text)],
+        }
+    usage = answers[-1]["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (4, 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_of_no_tokens_without_logprobs(http: httpx.AsyncClient, stream: bool) -> None:
+    body = {"prompt": "abc", "echo": True, "max_tokens": 0, "stream": stream}
+    response = await http.post(URL, json=body)
+    (answer,) = events(response.text) if stream else [response.json()]
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
+    assert not choice["logprobs"]
+
+
+async def test_no_tokens_without_echo_are_refused(http: httpx.AsyncClient) -> None:
+    refused = await http.post(URL, json={"prompt": "abc", "max_tokens": 0})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "max_tokens"
+    assert "at least 1, got 0" in refused.json()["error"]["message"]
+
+
 async def test_echo_shows_what_truncation_left(http: httpx.AsyncClient) -> None:
     body = {"prompt": "abcdef", "echo": True, "max_tokens": 1, "truncate_prompt_tokens": 2}
     answer = (await http.post(URL, json={**body, "logit_bias": say("!")})).json()
