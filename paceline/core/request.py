@@ -15,15 +15,15 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import NO_SLO, Slo
 from paceline.core.tier import Move, Tier, after, tier_of
 
 __all__ = [
-    "MOST_DRAFT_TOKENS", "FinishReason", "Forecast", "History", "Request", "RequestSpec",
-    "RequestStatus", "ResumedOutput",
+    "MOST_DRAFT_TOKENS", "FinishReason", "History", "Request", "RequestSpec", "RequestStatus",
+    "ResumedOutput",
 ]  # fmt: skip
 
 # guesses of one row at most (``outputs.Draft``)
@@ -92,29 +92,6 @@ class RequestSpec:
     drafter: Any = None
 
 
-class ForecastKind(NamedTuple):
-    """Requests whose forecasts are learned from together."""
-
-    tier: Tier
-    priority: int
-    favoured: bool
-    late: bool
-
-
-class Forecast(NamedTuple):
-    """Seconds from arrival to first token, before what other requests of this kind teach."""
-
-    kind: ForecastKind
-    seconds: float
-    # the first token comes too late, and the request yields
-    late: bool
-    # the same if no later request went first; seconds that such requests add for each second of
-    # the wait; and for how many seconds there are any
-    alone: float
-    overtaken: float
-    overtaken_for: float
-
-
 @dataclass(slots=True, eq=False)
 class History:
     """What became of a request, for metrics and explanations. The part of the scheduler that does
@@ -136,9 +113,10 @@ class History:
     num_chunks: int = 0
     # it was demoted, and not restored since
     demoted: bool = False
-    # seconds from arrival to first token, as predicted on arrival, and what that was made of
+    # seconds from arrival to first token, as predicted on arrival, and what that was made of, for
+    # ``pacing.first_token`` alone to ask
     predicted_ttft: float | None = None
-    forecast: Forecast | None = None
+    forecast: Any = None
     # guesses that were verified and guesses that were right, by source
     drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
 

@@ -79,7 +79,7 @@ class Scheduler:
         self._pacing: Pacing = self._plain
         self._updates = Updates(state, self._finish)
         # before it begins, and in use: where nothing is guessed no step calls it
-        self._not_begun = make_speculation(state, speculation)
+        self._given_speculation = make_speculation(state, speculation)
         self._speculation: Speculation | None = None
         self._begin_guesses(None)
         self._requests: dict[str, Request] = {}
@@ -173,7 +173,6 @@ class Scheduler:
         held_by = held_by if len(self._waiting) else None
         self._waiting.clocks.note(held_by, now)
         self._last.held_by, self._last.chunk_tokens = held_by, step.chunk_tokens
-        self._last.pressing = step.pressing
         if not step.rows:
             self._steps.note_ordinary(starts, 0.0)
             return SchedulerOutput(self._num_steps, (), (), (), (), 0)
@@ -253,13 +252,13 @@ class Scheduler:
         self._waiting.rest()
         self._paced.rest()
         self._door.rest()
-        self._last.held_by, self._last.pressing = None, False
+        self._last.held_by = None
         # requests without targets need no pacing where tenants are not kept apart
         self._pacing = self._plain if self._tenants is None else self._paced
 
     def _begin_guesses(self, request: Request | None) -> None:
-        if self._not_begun is not None and self._not_begun.begins(request):
-            self._speculation = self._not_begun
+        if self._given_speculation is not None and self._given_speculation.begins(request):
+            self._speculation = self._given_speculation
 
     # ------------------------------------------------------------------ views
 
@@ -279,3 +278,4 @@ class Scheduler:
     def check_integrity(self) -> None:
         """AssertionError unless every invariant of scheduler, queue, tables and pool holds."""
         check_integrity(self.state, self._requests)
+        self._paced.waiting_targets.check_integrity()

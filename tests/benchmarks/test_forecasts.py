@@ -39,8 +39,7 @@ def test_a_run_is_what_the_simulator_makes_of_the_same_arrivals() -> None:
 
 
 def test_what_priorities_are_told_is_calibrated() -> None:
-    """The runs of the study, whose bounds these are with a margin: a median of 20 %, nine in ten
-    within 50 %, a bias of 10 %."""
+    """The runs of the study, with some margin on what it shows (``docs/studies/forecasts.md``)."""
     runs = [run_of("priority", "poisson", seed) for seed in SEEDS]
     pairs = np.array([(p.predicted, p.actual) for promises in runs for p in promises])
     median, most, bias = map(float, _errors(*pairs.T))

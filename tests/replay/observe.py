@@ -285,7 +285,13 @@ def predicted_ttft(request: Any) -> str:
 
 def pressing(scheduler: Any) -> bool:
     """Whether the plan that was made last was made with deadlines that press."""
-    found: bool = _one_of(scheduler, "_last.pressing", "_pacing.pressing", "_waiting.pressing")
+    found: bool = _one_of(
+        scheduler,
+        "_paced.feasibility.deadlines.pressing",
+        "_last.pressing",
+        "_pacing.pressing",
+        "_waiting.pressing",
+    )
     return found
 
 

@@ -72,7 +72,7 @@ class Ageing:
         """Whether a request of an earlier tier runs or waits."""
         return (
             bool(view.ordinary)
-            or self._waiting.any_before(first.tier)
+            or any(self._waiting.num_tokens[: first.tier])
             or any(request.tier < first.tier for request in view.best_effort)
         )
 

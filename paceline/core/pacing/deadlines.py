@@ -21,8 +21,8 @@ from typing import Final
 from paceline.core.pacing.budget import PACE_SHARE, StepBudget, least_target
 from paceline.core.pacing.triage import all_in_time, triage
 from paceline.core.pacing.view import NO_VIEW, RunningView
+from paceline.core.pacing.waiting_targets import Promise, WaitingTargets, is_promised, promise_of
 from paceline.core.predict.step_time import StepShape
-from paceline.core.queues.waiting import Promise, is_promised, promise_of
 from paceline.core.request import Request, RequestStatus
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Move, Tier
@@ -57,10 +57,15 @@ class Deadlines:
     """
 
     def __init__(
-        self, state: SchedulerState, budget: StepBudget, demote: Callable[[Request], None]
+        self,
+        state: SchedulerState,
+        budget: StepBudget,
+        targets: WaitingTargets,
+        demote: Callable[[Request], None],
     ) -> None:
         self._state = state
         self._budget = budget
+        self._targets = targets
         self._demote = demote
         # requests left out that may come back
         self._left_out: dict[Request, Promise] = {}
@@ -86,14 +91,14 @@ class Deadlines:
             return False
         running = list(map(promise_of, filter(is_promised, view.best_effort)))
         left_before = self._that_may_come_back(now)
-        if not running and not self._state.waiting.promised and not left_before:
+        if not running and not self._targets.promised and not left_before:
             self.pressing, self._hurried = False, ()
             return False
         if not self._state.step_time.ready:
             return False
         self._steps_until_look = _STEPS_BETWEEN_LOOKS
         # most are in order: sorting is quick
-        first = sorted(self._state.waiting.promised[:_MAX_LOOKED_AT] + running)[:_MAX_LOOKED_AT]
+        first = sorted(self._targets.promised[:_MAX_LOOKED_AT] + running)[:_MAX_LOOKED_AT]
         jobs = sorted(first + left_before)
         late = self._judge(jobs, view, now)
         return self._change(late, [request for _, _, request in left_before if request not in late])
@@ -106,7 +111,7 @@ class Deadlines:
         full = beside + self._budget.full_step_seconds
         lefts = self._state.work.least_left(requests, _QUANTILE)
         seconds, latest = self._work_of(jobs, lefts, view.num_running, now, full)
-        late = dict.fromkeys(triage(requests, now, seconds, latest, self._state.waiting.group))
+        late = dict.fromkeys(triage(requests, now, seconds, latest, self._targets.group))
         running, stays = RequestStatus.RUNNING, [request not in late for request in requests]
         kept = (_HASTE * own for own in compress(seconds, stays))
         self.pressing = not all_in_time(now, kept, compress(latest, stays))

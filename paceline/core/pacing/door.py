@@ -106,12 +106,9 @@ class Door:
         self._check_places(request, num_waiting, left)
         longest = state.config.max_predicted_wait_s
         if longest is not None and predicted is not None and predicted > longest:
-            raise self._refusal(
-                "predicted-wait",
-                f"the first token is predicted to take {predicted:.1f} s, the limit is "
-                f"{longest:g} s",
-                predicted - longest,
-            )
+            why = f"the first token is predicted to take {predicted:.1f} s, the limit is "
+            why += f"{longest:g} s"
+            raise self._refusal("predicted-wait", why, predicted - longest)
         if state.valve.level >= Pressure.REFUSE and num_waiting:
             why = f"KV memory is nearly full and {num_waiting} requests wait for it"
             raise self._refusal("pressure", why, predicted)
@@ -143,12 +140,9 @@ class Door:
         running = sum(r.asked.tenant == asked.tenant for r in self._state.running.requests)
         own = tenants.unfinished(asked.tenant) - running
         if own + num_forks >= _PER_PLACE * left:
-            raise self._refusal(
-                "queue-share",
-                f"{own} requests of this tenant wait already, and the {left + num_forks} places "
-                f"left of {limit} are for others{wanted}",
-                predicted,
-            )
+            why = f"{own} requests of this tenant wait already, and the {left + num_forks} places "
+            why += f"left of {limit} are for others{wanted}"
+            raise self._refusal("queue-share", why, predicted)
 
     def _refusal(self, reason: str, why: str, seconds: float | None) -> QueueFullError:
         self._state.totals.refused[reason] += 1

@@ -22,6 +22,7 @@ from paceline.core.pacing.budget import StepBudget
 from paceline.core.pacing.deadlines import Deadlines
 from paceline.core.pacing.triage import triage
 from paceline.core.pacing.view import RunningView
+from paceline.core.pacing.waiting_targets import WaitingTargets
 from paceline.core.request import Request, RequestStatus
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Move, Tier
@@ -48,11 +49,12 @@ class Others(NamedTuple):
 class Feasibility:
     """Finds late requests and demotes them, unless ``config.relegate_late`` is off."""
 
-    def __init__(self, state: SchedulerState, budget: StepBudget) -> None:
+    def __init__(self, state: SchedulerState, budget: StepBudget, targets: WaitingTargets) -> None:
         self._state = state
+        self._targets = targets
         self._enabled = state.config.relegate_late
         self._budget = budget
-        self.deadlines = Deadlines(state, budget, self.demote)
+        self.deadlines = Deadlines(state, budget, targets, self.demote)
         # changes among those waiting that the last triage knew of, and steps since then
         self._triaged_at = -1
         self._since_triage = 0
@@ -97,13 +99,13 @@ class Feasibility:
         runs = late.status is RequestStatus.RUNNING and late.tier is Tier.ORDINARY
         if not passed and not num_waiting and others.num <= runs:
             return False
-        aimless = len(waiting.ordinary) > len(waiting.dues) or any(map(_is_aimless, passed))
+        aimless = len(waiting.ordinary) > len(self._targets.dues) or any(map(_is_aimless, passed))
         if not aimless and not others.aimless:
             return True
-        if others.urgent or waiting.promised:
+        if others.urgent or self._targets.promised:
             return True
         # the last in order are the likeliest
-        those = chain(passed, *map(reversed, waiting.targeted.values()))
+        those = chain(passed, *map(reversed, self._targets.targeted.values()))
         return any(
             other is not late and other.targets.ttft is not None and not self.is_late(other, now)
             for other in islice(those, _MAX_ASKED)
@@ -142,11 +144,11 @@ class Feasibility:
     def triage(self, view: RunningView, starts: float) -> None:
         """Demote waiting requests that cannot all be on time, if a step that begins at ``starts``
         is next. Predictions move slowly: when a request came or went, or every so often."""
-        room = self._state.waiting
-        if not room.targeted or not self._enabled or not self._state.step_time.ready:
+        room, targets = self._state.waiting, self._targets
+        if not targets.targeted or not self._enabled or not self._state.step_time.ready:
             return
         self._since_triage += 1
-        if self._triaged_at == room.num_changes and self._since_triage < _STEPS_BETWEEN_TRIAGES:
+        if self._triaged_at == targets.num_changes and self._since_triage < _STEPS_BETWEEN_TRIAGES:
             return
         self._since_triage = 0
         per_token = self._budget.seconds_per_token(view)
@@ -154,8 +156,8 @@ class Feasibility:
             request.num_uncomputed_tokens for request in view.wide if request.tier is Tier.ORDINARY
         )
         # otherwise no request will be late, in whatever order
-        if starts + (unfinished + room.num_tokens[Tier.ORDINARY]) * per_token > room.dues[0]:
-            first = list(islice(self._state.policy.service_order(room.targeted), _MAX_TRIAGED))
+        if starts + (unfinished + room.num_tokens[Tier.ORDINARY]) * per_token > targets.dues[0]:
+            first = list(islice(self._state.policy.service_order(targets.targeted), _MAX_TRIAGED))
             # a target tighter than the default has a request served sooner, not left out sooner
             judged = sorted(first, key=_standing) if any(map(_ahead, first)) else first
             losers = triage(
@@ -164,11 +166,11 @@ class Feasibility:
                 # a fork has its prompt already
                 [request.num_lacking_tokens * per_token for request in judged],
                 [request.asked.arrival_time + request.late_after for request in judged],
-                room.group,
+                targets.group,
             )
             for loser in self._that_yield(losers, first, view, starts):
                 room.move(loser, self.demote)
-        self._triaged_at = room.num_changes
+        self._triaged_at = targets.num_changes
 
     def _that_yield(
         self, late: list[Request], first: list[Request], view: RunningView, now: float

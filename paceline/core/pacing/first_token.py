@@ -12,17 +12,17 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from itertools import accumulate, chain, repeat
 from operator import attrgetter, mod, mul, sub
-from typing import Final
+from typing import Final, NamedTuple
 
 from paceline.core.policies import overrides
 from paceline.core.predict.step_time import StepShape
 from paceline.core.queues.wait_clocks import Reason
-from paceline.core.request import Forecast, ForecastKind, Request
+from paceline.core.request import Request
 from paceline.core.slo import MAX_SECONDS
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
-__all__ = ["FirstTokenForecast"]
+__all__ = ["FirstTokenForecast", "Forecast", "ForecastKind"]
 
 # levels of priority that are told apart, on either side
 _LEVELS: Final = 4
@@ -45,6 +45,28 @@ _GROWS: Final = 1.01
 # what is left with each first token of what was measured before
 _KEEP: Final = 0.98
 _ORDER: Final = attrgetter("order")
+
+
+class ForecastKind(NamedTuple):
+    """Requests whose forecasts are learned from together."""
+
+    tier: Tier
+    priority: int
+    favoured: bool
+    # the first token comes too late, and the request yields
+    late: bool
+
+
+class Forecast(NamedTuple):
+    """Seconds from arrival to first token, before what other requests of this kind teach."""
+
+    kind: ForecastKind
+    seconds: float
+    # the same if no later request went first; seconds that such requests add for each second of
+    # the wait; and for how many seconds there are any
+    alone: float
+    overtaken: float
+    overtaken_for: float
 
 
 class FirstTokenForecast:
@@ -144,9 +166,10 @@ class FirstTokenForecast:
     def _forecast(self, request: Request, rest: float = 0.0) -> Forecast | None:
         """``rest``: seconds that the step under way still takes."""
         state, last = self._state, self._state.last
-        for forecast, actual in last.first_tokens:
-            if not self._displaces:
-                self._learn(forecast, actual)
+        for known, actual, demoted in last.first_tokens:
+            # a request that was demoted against its forecast teaches nothing about others
+            if not self._displaces and (known.kind.late or not demoted):
+                self._learn(known, actual)
         last.first_tokens.clear()
         if not state.step_time.ready:
             return None
@@ -169,7 +192,7 @@ class FirstTokenForecast:
         seconds = wait + prompt
         late = seconds > request.late_after
         overtaken = (wait - alone) / max(1e-9, bias * seconds)
-        return Forecast(kind._replace(late=late), seconds, late, alone + prompt, overtaken, most)
+        return Forecast(kind._replace(late=late), seconds, alone + prompt, overtaken, most)
 
     def _wait(self, request: Request, bias: float) -> tuple[float, float, float]:
         """Seconds until the request has a place, and prompts before its own are computed; the same

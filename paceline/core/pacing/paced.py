@@ -28,6 +28,7 @@ from paceline.core.pacing.limits import PacedStep
 from paceline.core.pacing.tenants import TenantShares
 from paceline.core.pacing.tpot_guard import TpotGuard
 from paceline.core.pacing.view import RunningView
+from paceline.core.pacing.waiting_targets import WaitingTargets
 from paceline.core.request import Request
 from paceline.core.step.displacement import make_way
 from paceline.core.step.limits import Pass
@@ -56,7 +57,8 @@ class Paced:
         self.budget = StepBudget(model, chunk, state.work, config)
         share = config.background_share if config.adaptive_token_budget else None
         self._bucket = BackgroundBucket(model, share, chunk.tile)
-        self.feasibility = Feasibility(state, self.budget)
+        self.waiting_targets = WaitingTargets(state)
+        self.feasibility = Feasibility(state, self.budget, self.waiting_targets)
         self._deadlines = self.feasibility.deadlines
         self._ageing = Ageing(state.waiting, config.best_effort_delay_s)
 
@@ -86,25 +88,14 @@ class Paced:
             evicted = max(view.best_effort, key=lambda r: (r not in view.must_run, r.tier, r.order))
         pressing = self._deadlines.pressing
         return PacedStep(
-            budget=tokens,
-            state=state,
-            now=now,
-            chunk_tokens=allowance.tokens - num_running,
-            passes=_passes(view, evicted, pressing=pressing),
-            reserved=reserved,
-            pressing=pressing,
-            evicted=evicted,
-            seconds=allowance.seconds,
-            background_seconds=background_seconds,
-            ordinary_seconds=0.0,
-            model=state.step_time,
-            feasibility=feasibility,
-            bucket=self._bucket,
-            guard=guard,
-            added_seconds=self.budget.added_seconds(view),
-            others=others,
+            budget=tokens, state=state, now=now, chunk_tokens=allowance.tokens - num_running,
+            passes=_passes(view, evicted, pressing=pressing), reserved=reserved,
+            pressing=pressing, evicted=evicted, seconds=allowance.seconds,
+            background_seconds=background_seconds, ordinary_seconds=0.0,
+            model=state.step_time, feasibility=feasibility, bucket=self._bucket, guard=guard,
+            added_seconds=self.budget.added_seconds(view), others=others,
             made_way_for=made_way_for,
-        )
+        )  # fmt: skip
 
     def rest(self) -> None:
         """The last request has ended."""

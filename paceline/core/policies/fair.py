@@ -54,7 +54,7 @@ class FairPolicy(FcfsPolicy):
         super().__init__(context)
         self._weights = TenantWeights(context.config.tenant_weights)
         # by tier
-        self._turns: list[FairQueue] = []
+        self._queues: list[FairQueue] = []
 
     def key(self, request: Request) -> float:
         # ahead of whatever else runs by then
@@ -64,7 +64,7 @@ class FairPolicy(FcfsPolicy):
     def make_queue(self) -> WaitingQueue:
         step = self._context.config.max_num_batched_tokens
         queue = FairQueue(PROMPT_WEIGHT * _SAVED_STEPS * step, self._weights)
-        self._turns.append(queue)
+        self._queues.append(queue)
         return queue
 
     def service_order(self, waiting: Mapping[str, Sequence[Request]]) -> Iterator[Request]:
@@ -72,7 +72,7 @@ class FairPolicy(FcfsPolicy):
         heads: list[tuple[float, tuple[float, int], str, int]] = []
         # looked at as long as the first of all may be another tenant's; requests asked about are
         # ordinary, and so is the first
-        tenants = islice(self._turns[Tier.ORDINARY].in_order(), _MAX_LOOKS)
+        tenants = islice(self._queues[Tier.ORDINARY].in_order(), _MAX_LOOKS)
         following = next(tenants, None)
         while heads or following is not None:
             while following is not None and (not heads or following[:2] <= heads[0][:2]):
@@ -97,12 +97,12 @@ class FairPolicy(FcfsPolicy):
 
     def served(self, request: Request, num_prompt: int, num_output: int) -> None:
         tokens = PROMPT_WEIGHT * num_prompt + OUTPUT_WEIGHT * num_output
-        self._turns[request.tier].charge({request.asked.tenant: tokens})
+        self._queues[request.tier].charge({request.asked.tenant: tokens})
 
     def sampled(self, requests: Sequence[Request]) -> None:
         # a tenant once and not a token at a time, which took a fifth of a step's decision
         num_left = len(requests)
-        for tier, turns in zip(Tier, self._turns, strict=True):
+        for tier, queue in zip(Tier, self._queues, strict=True):
             own = [request for request in requests if request.tier is tier] if num_left else []
             num_left -= len(own)
             if own:

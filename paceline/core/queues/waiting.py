@@ -5,57 +5,20 @@ This module does not know which policy orders the queues or what runs.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import attrgetter
-from typing import Any, Final
+from typing import Final
 
 from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.queues.request_queue import WaitingQueue
 from paceline.core.queues.wait_clocks import WaitClocks
 from paceline.core.request import Request
-from paceline.core.slo import NO_SLO
 from paceline.core.tier import Tier
 
-__all__ = ["Promise", "WaitingRoom", "is_promised", "promise_of"]
-
-# (deadline, number of arrival, request): the earliest first
-Promise = tuple[float, int, Request]
+__all__ = ["WaitingRoom"]
 
 _ORDER: Final = attrgetter("order")
-
-
-def _is_targeted(request: Request) -> bool:
-    # all of it stays as it is while a request waits
-    return (
-        request.targets.ttft is not None
-        and request.tier is Tier.ORDINARY
-        and request.first_scheduled_time is None
-    )
-
-
-def _first_token_due(request: Request) -> float:
-    return request.asked.arrival_time + request.late_after
-
-
-def is_promised(request: Request) -> bool:
-    """Whether it is best effort with a deadline that can still be met."""
-    return request.targets.deadline is not None and request.tier is Tier.PROMISED
-
-
-def promise_of(request: Request) -> Promise:
-    """A best-effort request by its deadline; no two are alike, so requests are not compared."""
-    due = request.asked.arrival_time + (request.targets.deadline or 0.0)
-    return due, request.order[1], request
-
-
-def _change(members: list[Any], member: Any, more: int, key: Any = None) -> None:
-    """Put a member into a sorted list, or take it out."""
-    if more > 0:
-        insort(members, member, key=key)
-    else:
-        del members[bisect_left(members, member if key is None else key(member), key=key)]
 
 
 class WaitingRoom:
@@ -64,8 +27,6 @@ class WaitingRoom:
     Args:
         make_queue: the policy's; called once for each tier. Only this room changes the queues.
         later: the policy's key of a demoted request.
-        group: requests of one group are kept in one row, in order; one group for all where tenants
-            are not kept apart.
     """
 
     def __init__(
@@ -73,7 +34,6 @@ class WaitingRoom:
         make_queue: Callable[[], WaitingQueue],
         later: Callable[[float], float],
         kv: KVCacheManager,
-        group: Callable[[Request], str] = lambda _: "",
     ) -> None:
         # a queue for each tier
         self._queues = tuple(make_queue() for _ in Tier)
@@ -84,19 +44,11 @@ class WaitingRoom:
         self._kv = kv
         # members that hold blocks: forks
         self._holders: dict[str, Request] = {}
-        self.group = group
         self.clocks = WaitClocks()
         # members that arrived since the last plan was made
         self._newcomers: list[Request] = []
-        # others may look at these: ordinary members with a TTFT target that were never started, by
-        # group, in order; no group is empty
-        self.targeted: dict[str, list[Request]] = {}
-        # when their first tokens are due, sorted
-        self.dues: list[float] = []
-        # how often one of these came or went
-        self.num_changes = 0
-        # best-effort members with a deadline that can still be met, sorted
-        self.promised: list[Promise] = []
+        # is told of each member with a TTFT target or a deadline that comes (1) or goes (-1)
+        self.on_change: Callable[[Request, int], None] | None = None
         # prompt tokens by tier that were not in the prefix cache when their request arrived
         self.num_tokens = [0] * len(Tier)
         # favoured members by tier, and such tokens of these
@@ -184,7 +136,7 @@ class WaitingRoom:
             self.push(request)
 
     def _count(self, request: Request, more: int) -> None:
-        """A member comes (1) or goes (-1): bring all sums and indices up to date."""
+        """A member comes (1) or goes (-1): bring all sums up to date."""
         tier, tokens = request.tier, more * request.num_new_tokens
         self._size += more
         self.num_tokens[tier] += tokens
@@ -193,18 +145,9 @@ class WaitingRoom:
             self._favoured_tokens[tier] += tokens
         if more < 0:
             self._holders.pop(request.request_id, None)
-        if request.targets is NO_SLO:
-            return
-        if _is_targeted(request):
-            self.num_changes += 1
-            group = self.group(request)
-            own = self.targeted.setdefault(group, [])
-            _change(own, request, more, _ORDER)
-            if not own:
-                del self.targeted[group]
-            _change(self.dues, _first_token_due(request), more)
-        if is_promised(request):
-            _change(self.promised, promise_of(request), more)
+        targets = request.targets
+        if self.on_change is not None and (targets.ttft or targets.deadline):
+            self.on_change(request, more)
 
     # ------------------------------------------------------------------ views
 
@@ -228,10 +171,6 @@ class WaitingRoom:
         """The best-effort request that comes first by order alone."""
         heads = [queue.peek() for queue in self._queues[1:]]
         return min((head for head in heads if head is not None), key=_ORDER, default=None)
-
-    def any_before(self, tier: Tier) -> bool:
-        """Whether a request of an earlier tier waits."""
-        return any(map(len, self._queues[:tier]))
 
     def ahead_of(self, request: Request) -> tuple[int, int]:
         """(requests, new prompt tokens) taken to be served before a newcomer: of its own tier those
@@ -257,13 +196,6 @@ class WaitingRoom:
         assert self._holders == {r.request_id: r for r in members if r.block_ids}, (
             "a request waits with blocks that cannot be taken back"
         )
-        assert sorted(map(promise_of, filter(is_promised, members))) == self.promised
-        targeted = sorted(filter(_is_targeted, members), key=_ORDER)
-        assert sorted(chain(*self.targeted.values()), key=_ORDER) == targeted
-        assert self.dues == sorted(map(_first_token_due, targeted))
-        for group, own in self.targeted.items():
-            assert own and all(self.group(request) == group for request in own)
-            assert own == sorted(own, key=_ORDER)
         for tier, queue in enumerate(self._queues):
             assert all(request.tier == tier for request in queue)
             assert sum(request.num_new_tokens for request in queue) == self.num_tokens[tier]

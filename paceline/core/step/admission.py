@@ -130,15 +130,12 @@ class Admission:
             history.num_found_tokens = request.num_computed_tokens
         self._waiting.leave(request, step.now)
         self._running.start(request)
-        step.new.append(
-            NewRequest(
-                request_id=request.request_id,
-                token_ids=(*request.asked.prompt_token_ids, *request.output_token_ids),
-                num_prompt_tokens=request.num_prompt_tokens,
-                sampling=request.asked.sampling,
-                block_ids=tuple(request.block_ids),
-            )
-        )
+        new = NewRequest(
+            request_id=request.request_id, num_prompt_tokens=request.num_prompt_tokens,
+            token_ids=(*request.asked.prompt_token_ids, *request.output_token_ids),
+            sampling=request.asked.sampling, block_ids=tuple(request.block_ids),
+        )  # fmt: skip
+        step.new.append(new)
         step.admitted(request)
         before = step.shape
         self._rows.add(step, request, num_tokens, extension)

@@ -72,8 +72,7 @@ class Step:
     background_seconds: float = math.inf
     # predicted seconds of ordinary rows alone; None: there are no others
     ordinary_seconds: float | None = None
-    # which rows this step takes; both where the policy mixes
-    narrow: bool = True
+    # where the policy does not mix, the step takes wide rows alone, or narrow ones
     wide: bool = True
     # what ``shape`` is made of
     wide_tokens: int = 0
@@ -199,10 +198,7 @@ class Plain:
         head = state.waiting.ordinary.peek() if self._displaces and not held else None
         reserved = 0 if head is None else make_way(state, head, now, state.policy.displaces)
         return Step(
-            budget=state.valve.cap(tokens, num_running),
-            state=state,
-            now=now,
-            chunk_tokens=tokens - num_running,
+            budget=state.valve.cap(tokens, num_running), state=state, now=now,
+            chunk_tokens=tokens - num_running, reserved=reserved,
             passes=(Pass(list(running), [], Tier.ORDINARY),),
-            reserved=reserved,
-        )
+        )  # fmt: skip

@@ -37,7 +37,8 @@ class Planner:
         Args:
             held: the policy admits no request for now.
         """
-        if not self._state.policy.mixes:
+        mixes = self._state.policy.mixes
+        if not mixes:
             self._choose_kind(step, held)
         if step.evicted is not None:
             self._running.preempt(step.evicted, step.now)
@@ -48,7 +49,7 @@ class Planner:
                 num_preemptions = self._running.num_preemptions
                 passes = [part._replace(running=_still_running(part.running)) for part in passes]
             held_by = self._run(step, passes[number:], held_by)
-        if not step.rows and not step.narrow:
+        if not step.rows and step.wide and not mixes:
             self._fill_narrow(step)
         for child in step.forked:
             self._waiting.enter(child, step.now)
@@ -66,11 +67,10 @@ class Planner:
                 and len(running) < self._state.config.max_num_seqs
                 and self._state.kv.shortfall(head, beside_others=True) == 0
             )
-        step.narrow = not step.wide
 
     def _fill_narrow(self, step: Step) -> None:
         """No wide row could be had after all (memory): do not waste the step."""
-        step.narrow = True
+        step.wide = False
         ordinary = [r for r in self._running.requests if r.tier is Tier.ORDINARY]
         rest = [r for r in self._running.requests if r.best_effort]
         self._rows.extend(step, ordinary, len(rest), limited=False)

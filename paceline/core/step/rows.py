@@ -77,10 +77,7 @@ class Rows:
         if behind <= 0 or request.num_computed_tokens + behind >= request.max_total_tokens:
             # all is computed, or the request waits for its last token, or for what guesses bring
             return 0
-        if not self._mixes:
-            takes = step.narrow if behind == 1 else step.wide
-        else:
-            takes = not limited or step.takes(request)
+        takes = (not limited or step.takes(request)) if self._mixes else step.wide == (behind > 1)
         if not takes or behind == 1:
             return int(takes)
         reserved = len(running) - index - 1 + later

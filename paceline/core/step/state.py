@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from typing import Any
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.memory.kv_cache import KVCacheManager
@@ -23,7 +23,7 @@ from paceline.core.queues.forks import Forks
 from paceline.core.queues.running import RunningList
 from paceline.core.queues.wait_clocks import REASONS, Reason
 from paceline.core.queues.waiting import WaitingRoom
-from paceline.core.request import Forecast, Request, RequestStatus
+from paceline.core.request import Request, RequestStatus
 from paceline.core.stats import SchedulerStats
 from paceline.core.step.in_flight import StepsInFlight
 from paceline.core.tier import Tier
@@ -39,13 +39,11 @@ class LastPlan:
     chunk_tokens: int
     # what held the head of the queue up; None: nothing did
     held_by: Reason | None = None
-    # promised best-effort requests came before those that missed their targets
-    pressing: bool = False
     # counts plans, results and ends of requests: what was seen under another number is out of date
     version: int = 0
-    # the forecast made on arrival and the seconds that it took, for each request that had its first
-    # token since forecasts were last asked for
-    first_tokens: list[tuple[Forecast, float]] = field(default_factory=list)
+    # ``History.forecast``, the seconds that it took, and whether the request had been demoted, of
+    # all that had their first token since forecasts were last asked for
+    first_tokens: list[tuple[Any, float, bool]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -97,9 +95,7 @@ class SchedulerState:
         adaptive = config.adaptive_token_budget
         self.chunk = ChunkSize(self.step_time, tokens, adaptive=adaptive, gap=gap)
         self.kv, self.valve = KVCacheManager(cache), PressureValve(config.pressure_threshold)
-        # where tenants are not kept apart, all requests make one row
-        group = attrgetter("asked.tenant") if policy.keeps_tenants_apart else lambda _: ""
-        self.waiting = WaitingRoom(policy.make_queue, policy.later, self.kv, group)
+        self.waiting = WaitingRoom(policy.make_queue, policy.later, self.kv)
         self.forks = Forks()
         self.running = RunningList(config, cache, self.kv, self.waiting, self.work)
         self.steps, self.last = StepsInFlight(self.step_time, config.plan_lead_s), LastPlan(tokens)

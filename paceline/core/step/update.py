@@ -110,11 +110,10 @@ class Updates:
             request.first_token_time = now
             self._state.totals.num_first_tokens += 1
             self._state.totals.num_prompt_tokens += request.num_prompt_tokens
-            forecast = request.history.forecast
-            # a request that was demoted against its forecast teaches nothing about others
-            if forecast is not None and (forecast.late or not request.history.demoted):
-                actual = now - request.asked.arrival_time
-                self._state.last.first_tokens.append((forecast, actual))
+            history = request.history
+            if history.forecast is not None:
+                news = history.forecast, now - request.asked.arrival_time, history.demoted
+                self._state.last.first_tokens.append(news)
         if not token_ids:
             self._finish(request, FinishReason.STOP)
         sampling = request.asked.sampling

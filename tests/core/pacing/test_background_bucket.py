@@ -7,6 +7,7 @@ import math
 import pytest
 
 from paceline.core.outputs import StepResult
+from paceline.core.pacing import budget
 from paceline.core.pacing.budget import BackgroundBucket
 from paceline.core.pacing.view import RunningView
 from paceline.core.predict.step_time import StepShape, StepTimeModel
@@ -113,3 +114,36 @@ def test_background_work_lengthens_steps_by_its_share() -> None:
 def test_best_effort_with_a_deadline_takes_what_is_left() -> None:
     slo = Slo(best_effort=True, deadline=600.0)
     assert mean_gap(slo, 0.1) == mean_gap(slo, None)
+
+
+def steady_seconds(row_seconds: float) -> float:
+    """Three background rows are in every step beside an ordinary one, until rows, which took 2 ms
+    of a step's 10 and more, take ``row_seconds``: mean seconds of a step a while later."""
+    model = trained_on_rows()
+    # a share for which they are all in each step
+    bucket = BackgroundBucket(model, 0.6, TILE)
+    nights = [batch(running(None)) for _ in range(3)]
+    view = RunningView.of([running(None), *nights])
+    late: list[float] = []
+    for step in range(1000):
+        limit, shape = bucket.seconds(view), view.base
+        for night in nights:
+            more = shape.plus(night.num_computed_tokens, 1)
+            shape = more if model.predict(more) <= limit else shape
+        bucket.charge(model.predict(shape) - model.predict(view.base))
+        elapsed = 0.010 + shape.narrow_rows * (0.002 if step < 200 else row_seconds)
+        model.observe(shape, elapsed)
+        late += [elapsed] * (step >= 800)
+    return sum(late) / len(late)
+
+
+def test_a_steady_load_is_left_out_now_and_then_to_see_what_it_costs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where all steps are alike, nothing tells a dear row from a dear step."""
+    assert steady_seconds(0.002) == pytest.approx(0.018, rel=0.02)
+    # an ordinary row alone takes 18 ms and earns 10.8: one background row
+    assert steady_seconds(0.008) == pytest.approx(0.026, rel=0.05)
+    # at the start alone: they are taken to add 14 ms to 28, and all three stay
+    monkeypatch.setattr(budget, "_LOOK", 10**9)
+    assert steady_seconds(0.008) == pytest.approx(0.042)

@@ -65,7 +65,7 @@ def test_what_is_late_displaces_nobody_who_can_be_in_time() -> None:
     batch = ask(machine.batch("batch", 600, 1.3), priority=5)
     machine.add(batch)
     machine.step()
-    assert machine.scheduler._last.pressing
+    assert machine.scheduler._paced.feasibility.deadlines.pressing
     late = machine.late("late", 600)
     machine.add(late)
     for _ in range(40):

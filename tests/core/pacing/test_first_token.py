@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.errors import QueueFullError
-from paceline.core.pacing.first_token import FirstTokenForecast
+from paceline.core.pacing.first_token import FirstTokenForecast, Forecast, ForecastKind
 from paceline.core.predict.step_time import StepShape
-from paceline.core.request import Forecast, ForecastKind, Request
+from paceline.core.request import Request
 from paceline.core.slo import MAX_SECONDS
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
@@ -68,10 +68,22 @@ def test_a_bias_corrects_itself() -> None:
     forecast, before = FirstTokenForecast(state), predicted(state)
     for _ in range(200):
         assert forecast.note(NEWCOMER) is not None and NEWCOMER.history.forecast is not None
-        state.last.first_tokens.append((NEWCOMER.history.forecast, 2.0 * before))
+        state.last.first_tokens.append((NEWCOMER.history.forecast, 2.0 * before, False))
     after = forecast.predict(NEWCOMER)
     assert after is not None and 1.9 * before < after < 2.1 * before
     assert not state.last.first_tokens
+
+
+@pytest.mark.parametrize(("late", "demoted", "teaches"), [(0, 0, 1), (0, 1, 0), (1, 1, 1)])
+def test_first_tokens_teach_unless_something_else_made_them_late(
+    late: int, demoted: int, teaches: int
+) -> None:
+    state = state_with()
+    forecast, kind = FirstTokenForecast(state), KIND._replace(late=bool(late))
+    said = Forecast(kind, 0.2, 0.2, 0.0, 0.0)
+    state.last.first_tokens.append((said, 1.5, bool(demoted)))
+    assert forecast.predict(NEWCOMER) is not None
+    assert (kind in forecast.outcomes) is bool(teaches)
 
 
 def test_what_is_learned_of_one_kind_says_nothing_of_another() -> None:
@@ -82,7 +94,7 @@ def test_what_is_learned_of_one_kind_says_nothing_of_another() -> None:
     before = forecast.predict(high)
     for _ in range(100):
         assert forecast.note(low) is not None and low.history.forecast is not None
-        state.last.first_tokens.append((low.history.forecast, 30.0))
+        state.last.first_tokens.append((low.history.forecast, 30.0, False))
     after = forecast.predict(low)
     assert before is not None and after is not None
     assert forecast.predict(high) == before
@@ -228,7 +240,7 @@ def test_where_newcomers_displace_nothing_is_learned_by_kind() -> None:
         state = state_with(policy=policy)
         forecast = FirstTokenForecast(state)
         assert forecast.note(NEWCOMER) is not None and NEWCOMER.history.forecast is not None
-        state.last.first_tokens.append((NEWCOMER.history.forecast, 5.0))
+        state.last.first_tokens.append((NEWCOMER.history.forecast, 5.0, False))
         assert forecast.predict(NEWCOMER) is not None and not state.last.first_tokens
         assert bool(forecast.outcomes) is learns
 
@@ -323,7 +335,7 @@ def test_what_is_off_by_much_in_a_short_time_counts_little() -> None:
     state = state_with()
     forecast = FirstTokenForecast(state)
     for seconds, actual in ((0.1, 0.4), (1.0, 1.0), (100.0, 100.0)) * 100:
-        forecast._learn(Forecast(KIND, seconds, False, seconds, 0.0, 0.0), actual)
+        forecast._learn(Forecast(KIND, seconds, seconds, 0.0, 0.0), actual)
     # 0.1 times 4, and 1 twice, by 2.1
     assert forecast.bias(KIND) == pytest.approx(2.4 / 2.1, rel=0.02)
 
@@ -333,12 +345,12 @@ def test_an_outcome_is_compared_with_as_many_overtakers_as_had_the_time_to_come(
     It took 8 s, in which four seconds of their work came: 2 + 4 were to be said, not 3."""
     forecast = FirstTokenForecast(state_with())
     for _ in range(200):
-        forecast._learn(Forecast(KIND, 3.0, False, 2.0, 0.5, 100.0), 8.0)
+        forecast._learn(Forecast(KIND, 3.0, 2.0, 0.5, 100.0), 8.0)
     assert forecast.bias(KIND) == pytest.approx(8.0 / 6.0, rel=0.01)
     # after 2 s none of them would go first any more
     forecast = FirstTokenForecast(state_with())
     for _ in range(200):
-        forecast._learn(Forecast(KIND, 3.0, False, 2.0, 0.5, 2.0), 8.0)
+        forecast._learn(Forecast(KIND, 3.0, 2.0, 0.5, 2.0), 8.0)
     assert forecast.bias(KIND) == pytest.approx(8.0 / 3.0, rel=0.01)
 
 

@@ -79,11 +79,11 @@ def test_triage_goes_through_as_many_rows_as_there_are_tenants_to_tell_apart(
     for index in range(100):
         slo = Slo(ttft=9.0)
         driver.add(make_request(f"r{index}", 4, 1, slo=slo, tenant=f"t{index % 50}"))
-    waiting = driver.scheduler._waiting
-    assert len(waiting.targeted) == rows
-    assert sum(map(len, waiting.targeted.values())) == 100
+    targeted = driver.scheduler._paced.waiting_targets.targeted
+    assert len(targeted) == rows
+    assert sum(map(len, targeted.values())) == 100
     driver.run()
-    assert not waiting.targeted
+    assert not targeted
 
 
 def test_somebody_whose_requests_last_long_is_still_there() -> None:

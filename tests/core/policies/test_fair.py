@@ -441,7 +441,7 @@ def test_service_goes_to_whoever_was_served_least_as_if_each_were_served_at_once
         driver.add(make_request(f"r{index}", rng.randint(1, 40), 9, tenant=tenant, slo=slo))
         if rng.random() < 0.3:
             driver.step()
-    waiting = driver.scheduler._waiting.targeted
+    waiting = driver.scheduler._paced.waiting_targets.targeted
     served = {tenant: counter_of(policy, tenant) for tenant in waiting}
     left = {tenant: list(own) for tenant, own in waiting.items()}
     expected = []
@@ -470,11 +470,11 @@ def test_service_order_looks_at_no_more_tenants_than_it_must(
     turns = policy._turns[Tier.ORDINARY]
     counter = turns.counter
     monkeypatch.setattr(turns, "counter", lambda tenant: looks.append(tenant) or counter(tenant))
-    first = list(islice(policy.service_order(driver.scheduler._waiting.targeted), 10))
+    first = list(islice(policy.service_order(driver.scheduler._paced.waiting_targets.targeted), 10))
     assert [request.request_id for request in first] == [f"r{index}" for index in range(10)]
     assert len(looks) < 30
     # and of many tenants, the first alone: the others are told when their turn comes nearer
-    first = list(policy.service_order(driver.scheduler._waiting.targeted))
+    first = list(policy.service_order(driver.scheduler._paced.waiting_targets.targeted))
     assert [request.request_id for request in first] == [f"r{index}" for index in range(64)]
 
 

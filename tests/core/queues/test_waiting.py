@@ -64,7 +64,7 @@ def test_a_missed_target_comes_before_promises_by_order_unless_deadlines_press()
     assert later.peek_best_effort(pressing=False) is missed
     assert later.peek_best_effort(pressing=True) is promise
     assert room.oldest_best_effort() is missed
-    assert room.any_before(Tier.RELEGATED) and not room.any_before(Tier.PROMISED)
+    assert room.num_tokens[Tier.PROMISED] and not room.num_tokens[Tier.ORDINARY]
 
 
 def test_sums_follow_those_that_come_go_and_move() -> None:
@@ -97,52 +97,6 @@ def test_a_move_that_fails_leaves_the_member_where_it_was() -> None:
         room.move(request, fails)
     assert request in room
     room.check_integrity()
-
-
-def test_first_tokens_that_are_due_are_known_by_group_and_by_time() -> None:
-    state = parts(policy="fair")
-    room = state.waiting
-    asks = (("a", 0, "x", 5.0), ("b", 1, "y", 1.0), ("c", 2, "x", 3.0))
-    requests = [
-        numbered(name, number, 4, tenant=tenant, slo=Slo(ttft=ttft), arrival=float(number))
-        for name, number, tenant, ttft in asks
-    ]
-    changes = room.num_changes
-    for request in reversed(requests):
-        room.push(request)
-    assert room.dues == [2.0, 5.0, 5.0]
-    assert {g: [r.request_id for r in own] for g, own in room.targeted.items()} == {
-        "x": ["a", "c"],
-        "y": ["b"],
-    }
-    room.remove(requests[1])
-    assert room.dues == [5.0, 5.0] and set(room.targeted) == {"x"}
-    assert room.num_changes == changes + 4
-    room.remove(requests[0])
-    room.remove(requests[2])
-    assert not room.dues and not room.targeted
-    # who was started before, and best effort, has no first token that is due
-    started = numbered("s", 3, 4, slo=Slo(ttft=1.0))
-    started.first_scheduled_time = 0.0
-    room.push(started)
-    room.push(numbered("n", 4, 4, slo=Slo(ttft=1.0, best_effort=True)))
-    assert not room.dues
-    room.check_integrity()
-
-
-def test_promises_are_known_by_their_deadlines() -> None:
-    requests = [
-        numbered(f"r{i}", i, 4, slo=Slo(best_effort=True, deadline=deadline), arrival=1.0)
-        for i, deadline in enumerate((30.0, 10.0, 20.0))
-    ]
-    room = room_of(*requests)
-    assert [(due, request.request_id) for due, _, request in room.promised] == [
-        (11.0, "r1"),
-        (21.0, "r2"),
-        (31.0, "r0"),
-    ]
-    room.move(requests[1], relegated)
-    assert [request.request_id for _, _, request in room.promised] == ["r2", "r0"]
 
 
 def test_members_that_hold_blocks_give_all_of_them_back_at_once() -> None:

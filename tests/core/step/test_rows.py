@@ -181,6 +181,6 @@ def test_a_policy_that_does_not_mix_gets_rows_of_one_kind() -> None:
     computed(state, narrow)
     # a token is left for the request behind, though its row is of the other kind
     for kind, expected in ((True, {"wide": (0, 3)}), (False, {"narrow": (5, 1)})):
-        step = step_of(state, 4, wide=kind, narrow=not kind)
+        step = step_of(state, 4, wide=kind)
         extend(state, step, list(state.running.requests))
         assert rows_of(step) == expected

@@ -13,7 +13,7 @@ from paceline.core.outputs import (
     StepResult,
     TokenLogprobs,
 )
-from paceline.core.request import FinishReason, Forecast, ForecastKind, Request, RequestStatus
+from paceline.core.request import FinishReason, Request, RequestStatus
 from paceline.core.step.state import SchedulerState
 from paceline.core.step.update import Updates, update_of
 from tests.core.parts import numbered, parts, run
@@ -168,17 +168,13 @@ def test_a_simulator_is_told_of_ends_alone() -> None:
     assert taking.requests[1].output_token_ids == [1, 2]
 
 
-@pytest.mark.parametrize(("late", "demoted", "teaches"), [(0, 0, 1), (0, 1, 0), (1, 1, 1)])
-def test_first_tokens_teach_forecasts_unless_something_else_made_them_late(
-    late: int, demoted: int, teaches: int
-) -> None:
+@pytest.mark.parametrize("demoted", [False, True])
+def test_first_tokens_are_kept_for_forecasts(demoted: bool) -> None:
     state = parts()
     request = numbered("a", 0, 5, arrival=0.5)
-    kind = ForecastKind(request.tier, 0, favoured=False, late=bool(late))
-    forecast = Forecast(kind, 0.2, bool(late), 0.2, 0.0, 0.0)
-    request.history.forecast, request.history.demoted = forecast, bool(demoted)
+    request.history.forecast, request.history.demoted = "what was said", demoted
     Taking(state, request).take((1,), now=2.0)
-    assert state.last.first_tokens == [(forecast, 1.5)] * teaches
+    assert state.last.first_tokens == [("what was said", 1.5, demoted)]
 
 
 def test_a_policy_that_counts_is_given_every_token_once() -> None:

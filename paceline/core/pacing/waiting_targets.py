@@ -1,0 +1,93 @@
+"""Which of the requests that wait have targets to meet, and when they are due.
+
+This module does not know what becomes of them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from itertools import chain
+from operator import attrgetter
+from typing import Any, Final
+
+from paceline.core.request import Request
+from paceline.core.step.state import SchedulerState
+from paceline.core.tier import Tier
+
+__all__ = ["Promise", "WaitingTargets", "is_promised", "promise_of"]
+
+# (deadline, number of arrival, request): the earliest first
+Promise = tuple[float, int, Request]
+
+_ORDER: Final = attrgetter("order")
+
+
+def _is_targeted(request: Request) -> bool:
+    # of an ordinary one; all of it stays as it is while a request waits
+    return request.targets.ttft is not None and request.first_scheduled_time is None
+
+
+def _first_token_due(request: Request) -> float:
+    return request.asked.arrival_time + request.late_after
+
+
+def is_promised(request: Request) -> bool:
+    """Whether it is best effort with a deadline that can still be met."""
+    return request.targets.deadline is not None and request.tier is Tier.PROMISED
+
+
+def promise_of(request: Request) -> Promise:
+    """A best-effort request by its deadline; no two are alike, so requests are not compared."""
+    due = request.asked.arrival_time + (request.targets.deadline or 0.0)
+    return due, request.order[1], request
+
+
+def _change(members: list[Any], member: Any, more: int, key: Any = None) -> None:
+    """Put a member into a sorted list, or take it out."""
+    if more > 0:
+        insort(members, member, key=key)
+    else:
+        del members[bisect_left(members, member if key is None else key(member), key=key)]
+
+
+class WaitingTargets:
+    """Indices of the waiting room, which tells of those that come and go; to be looked at."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._room = state.waiting
+        # where tenants are not kept apart, all requests make one row
+        apart = state.policy.keeps_tenants_apart
+        self.group = attrgetter("asked.tenant") if apart else lambda _: ""
+        # ordinary requests with a TTFT target that were never started, by group, in order; no group
+        # is empty
+        self.targeted: dict[str, list[Request]] = {}
+        # when their first tokens are due, sorted
+        self.dues: list[float] = []
+        # how often one of these came or went
+        self.num_changes = 0
+        # best-effort requests with a deadline that can still be met, sorted
+        self.promised: list[Promise] = []
+        self._room.on_change = self._count
+
+    def _count(self, request: Request, more: int) -> None:
+        """A request comes (1) or goes (-1)."""
+        if request.tier is Tier.ORDINARY:
+            if _is_targeted(request):
+                self.num_changes += 1
+                group = self.group(request)
+                own = self.targeted.setdefault(group, [])
+                _change(own, request, more, _ORDER)
+                if not own:
+                    del self.targeted[group]
+                _change(self.dues, _first_token_due(request), more)
+        elif is_promised(request):
+            _change(self.promised, promise_of(request), more)
+
+    def check_integrity(self) -> None:
+        """AssertionError unless these are the room's."""
+        assert self.promised == sorted(map(promise_of, filter(is_promised, self._room)))
+        targeted: dict[str, list[Request]] = {}
+        for request in sorted(filter(_is_targeted, self._room.ordinary), key=_ORDER):
+            targeted.setdefault(self.group(request), []).append(request)
+        assert self.targeted == targeted
+        assert self.dues == sorted(map(_first_token_due, chain(*targeted.values())))
