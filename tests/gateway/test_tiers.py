@@ -182,3 +182,21 @@ async def test_vectors_go_to_engines_that_have_them() -> None:
         assert answer.status_code == 400
         assert "e1: openai has no /rerank" in answer.json()["error"]["message"]
         assert (await client.post("/v1/embeddings", json={"input": "a"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "body"),
+    [
+        ("sglang", "/v1/rerank", b'[{"score":1.0,"document":"a","index":0}]'),
+        ("vllm", "/v1/embeddings", b"\x00\x00\x80?"),
+    ],
+)
+async def test_answers_with_vectors_are_not_always_objects(
+    kind: str, path: str, body: bytes
+) -> None:
+    async with (
+        scripted(Step(parts=(body,), stream=False)) as engine,
+        gateway_over(configured(engine, kinds={"e1": kind})) as (_, client),
+    ):
+        answer = await client.post(path, json={"model": "m", "input": "a", "query": "a"})
+        assert (answer.status_code, answer.content) == (200, body)

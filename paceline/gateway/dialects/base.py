@@ -14,6 +14,9 @@ __all__ = ["Dialect", "OpenAIDialect", "Translator", "checked"]
 
 # endpoints whose whole answers have a list of choices
 _OF_CHOICES: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+# endpoints whose whole answers are objects. Those for vectors are not among them: ranks of SGLang
+# are a list, and vLLM's embeddings may be bytes (``encoding_format``)
+_OBJECTS: Final = _OF_CHOICES | {"/v1/responses", "/v1/messages"}
 
 
 class Translator(Protocol):
@@ -96,6 +99,8 @@ class OpenAIDialect:
 def checked(path: str, body: bytes) -> bytes:
     """A whole answer in the caller's own API, as it is. Raises ValueError for what no client of
     that API could read."""
+    if path not in _OBJECTS:
+        return body
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     if path in _OF_CHOICES and "choices" not in fields:
         raise ValueError("it reports an error" if "error" in fields else "it has no choices")
