@@ -124,7 +124,7 @@ def request_errors(core: Core) -> type[Exception]:
 def forget_tenants_at(scheduler: Any, most: int) -> None:
     """Let the policy that keeps tenants apart forget some as soon as it knows more than ``most``,
     once, and not only when there are thousands."""
-    for turns in _one_of(scheduler, "policy._turns"):
+    for turns in _one_of(scheduler, "policy._queues", "policy._turns"):
         turns._most = most
 
 

@@ -107,4 +107,4 @@ class FairPolicy(FcfsPolicy):
             num_left -= len(own)
             if own:
                 counts = Counter(map(_TENANT, own))
-                turns.charge({tenant: OUTPUT_WEIGHT * n for tenant, n in counts.items()})
+                queue.charge({tenant: OUTPUT_WEIGHT * n for tenant, n in counts.items()})
