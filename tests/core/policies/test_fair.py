@@ -21,7 +21,7 @@ from tests.driving import Driver, make_request
 
 def counter_of(policy: FairPolicy, tenant: str, tier: Tier = Tier.ORDINARY) -> float:
     """Weighted tokens served to a tenant's requests of one tier."""
-    return policy._turns[tier].counter(tenant)
+    return policy._queues[tier].counter(tenant)
 
 
 def test_a_light_tenant_is_not_held_up_by_a_flood() -> None:
@@ -63,7 +63,7 @@ def test_output_is_charged_once_a_step_however_many_tokens_it_brings(
         driver.add(make_request(f"r{number}", 4, 9, tenant=f"t{number % 2}"))
     while len(driver.scheduler._running.requests) < 8:
         driver.step()
-    turns = policy._turns[Tier.ORDINARY]
+    turns = policy._queues[Tier.ORDINARY]
     before = counter_of(policy, "t0"), counter_of(policy, "t1")
     charged = []
     charge = turns.charge
@@ -89,7 +89,7 @@ def test_what_a_step_gave_to_many_raises_the_level_as_if_it_came_token_by_token(
         spent = [driver.scheduler._requests[name] for name in "abcabcaab"]
         for requests in [spent] if at_once else [[request] for request in spent]:
             policy.sampled(requests)
-        turns = policy._turns[Tier.ORDINARY]
+        turns = policy._queues[Tier.ORDINARY]
         assert turns._ahead
         levels.append([turns._level, *(counter_of(policy, name) for name in "abcde")])
         driver.run()
@@ -306,7 +306,7 @@ def test_half_of_those_who_do_not_wait_are_forgotten_however_many_wait() -> None
     for number in range(6):
         driver.add(make_request(f"w{number}", 8, 2, tenant=f"w{number}"))
         policy.served(driver.scheduler._requests[f"w{number}"], 1, 0)
-    policy._turns[Tier.ORDINARY]._most = 11
+    policy._queues[Tier.ORDINARY]._most = 11
     # those who wait were served least of all; with the fifth of these there are too many
     for number in range(5):
         policy.served(make_request("r", 2, tenant=f"idle{number}"), 1000 + number, 0)
@@ -467,7 +467,7 @@ def test_service_order_looks_at_no_more_tenants_than_it_must(
     for index in range(500):
         driver.add(make_request(f"r{index}", 4, 1, tenant=f"t{index}", slo=Slo(ttft=9e3)))
     looks = []
-    turns = policy._turns[Tier.ORDINARY]
+    turns = policy._queues[Tier.ORDINARY]
     counter = turns.counter
     monkeypatch.setattr(turns, "counter", lambda tenant: looks.append(tenant) or counter(tenant))
     first = list(islice(policy.service_order(driver.scheduler._paced.waiting_targets.targeted), 10))
