@@ -55,37 +55,26 @@ NO_STREAMS = {
 }
 
 
-@pytest.mark.parametrize("name", NO_ANSWERS)
-async def test_what_is_no_answer_is_asked_for_elsewhere(name: str) -> None:
-    step, why = NO_ANSWERS[name]
+ASKED = [(False, name) for name in NO_ANSWERS] + [(True, name) for name in NO_STREAMS]
+
+
+@pytest.mark.parametrize(("stream", "name"), ASKED)
+async def test_what_is_no_answer_is_asked_for_elsewhere(stream: bool, name: str) -> None:
+    step, why = (NO_STREAMS if stream else NO_ANSWERS)[name]
     async with (
         scripted(step) as bad,
-        scripted(WHOLE) as good,
+        scripted(GOOD if stream else WHOLE) as good,
         gateway_over(configured(bad, good)) as (gateway, client),
     ):
         prefer_others(gateway, "e2")
-        answer = await client.post(CHAT, json=chat())
+        answer = await client.post(CHAT, json=chat(stream=stream))
         assert answer.status_code == 200 and answer.headers["x-paceline-engine"] == "e2"
-        assert answer.json()["choices"][0]["message"]["content"] == "hi"
+        if stream:
+            assert text_of(streamed(answer)) == "".join(WORDS)
+        else:
+            assert answer.json()["choices"][0]["message"]["content"] == "hi"
     async with scripted(step) as bad, gateway_over(configured(bad)) as (_, client):
-        answer = await client.post(CHAT, json=chat())
-        assert answer.status_code == 503 and why in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("name", NO_STREAMS)
-async def test_what_is_no_stream_is_asked_for_elsewhere(name: str) -> None:
-    step, why = NO_STREAMS[name]
-    async with (
-        scripted(step) as bad,
-        scripted(GOOD) as good,
-        gateway_over(configured(bad, good)) as (gateway, client),
-    ):
-        prefer_others(gateway, "e2")
-        answer = await client.post(CHAT, json=chat(stream=True))
-        assert answer.headers["x-paceline-engine"] == "e2"
-        assert text_of(streamed(answer)) == "".join(WORDS)
-    async with scripted(step) as bad, gateway_over(configured(bad)) as (_, client):
-        answer = await client.post(CHAT, json=chat(stream=True))
+        answer = await client.post(CHAT, json=chat(stream=stream))
         assert answer.status_code == 503 and why in answer.json()["error"]["message"]
 
 

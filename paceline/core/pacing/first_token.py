@@ -153,7 +153,7 @@ class FirstTokenForecast:
     def _seconds(self, forecast: Forecast | None) -> float | None:
         if forecast is None:
             return None
-        # nobody plans for more than what the longest target may be
+        # no caller plans for more than what the longest target may be
         return min(MAX_SECONDS, self.bias(forecast.kind) * forecast.seconds)
 
     def bias(self, kind: ForecastKind) -> float:
