@@ -130,11 +130,13 @@ SCHEDULING: Final = (
         help="with the phase-aligned policy, so many arrivals do not wait",
     ),
     Flag(
-        name="--best-effort-delay",
-        field="best_effort_delay_s",
-        parse=bounded_float(0.0),
-        metavar="SECONDS",
-        help="best-effort requests (slo class batch) are treated as come this much later",
+        name="--best-effort-share",
+        field="best_effort_share",
+        parse=bounded_float(0.0, 0.99),
+        metavar="SHARE",
+        help="of the engine's seconds, what best-effort requests (slo class batch) get while they "
+        "wait beside others; those without any target lengthen the steps of others by no more; 0: "
+        "what others leave",
     ),
     Flag(
         name="--best-effort-step-ms",
@@ -167,17 +169,6 @@ SCHEDULING: Final = (
         scale=1e3,
         help="at a pipeline depth of 2, plan the next step so long before the running one is "
         "predicted to end: who arrives until then is in it. More than a step takes: at once",
-    ),
-    Flag(
-        name="--background-share",
-        field="background_share",
-        parse=bounded_float(0.0, 100.0),
-        metavar="SHARE",
-        zero_is_none=True,
-        adaptive=True,
-        help="best-effort requests without any target, such as those of batches, lengthen the "
-        "steps of others by this share at most, on average; 0: by whatever the others' targets "
-        "leave",
     ),
     Flag(
         name="--relegate-late",
@@ -296,8 +287,9 @@ ADMISSION: Final = (
         parse=bounded_float(0.0),
         metavar="SECONDS",
         zero_is_none=True,
-        default=0.0,
-        help="refuse a request (429) whose first token is predicted to take longer; 0: never",
+        default=30.0,
+        help="refuse a request (429) whose first token is predicted to take longer than this, and "
+        "than four times its target; 0: never",
     ),
     Flag(
         name="--queue-timeout",
@@ -305,8 +297,9 @@ ADMISSION: Final = (
         parse=bounded_float(0.0),
         metavar="SECONDS",
         zero_is_none=True,
-        default=0.0,
-        help="drop a request (429) that waited so long without being started; 0: never",
+        default=60.0,
+        help="drop a request (429) that waited so long without being started; best effort waits "
+        "longer; 0: never",
     ),
     Flag(
         name="--pressure-threshold",

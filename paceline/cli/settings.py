@@ -25,9 +25,7 @@ TRACE_PROCESS = (*WHAT_IF_PROCESS, "check")
 
 _ANY: Final = BackendSettings()
 # of an engine that serves; who else drives a scheduler says what it wants
-_SERVED: Final = SchedulerConfig(
-    policy="deadline", background_share=0.1, speculative_config={"method": "auto"}
-)
+_SERVED: Final = SchedulerConfig(policy="deadline", speculative_config={"method": "auto"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

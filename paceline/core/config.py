@@ -84,11 +84,9 @@ class SchedulerConfig:
     # policy "phase-aligned": arrivals wait for each other this long, or until so many are there
     coalesce_window_s: Annotated[float, Range(0)] = 0.05
     coalesce_size: Annotated[int, Range(1)] = 16
-    # best-effort requests are treated as if they had come this much later
-    best_effort_delay_s: Annotated[float, Range(0)] = 60.0
-    # best-effort requests without any target lengthen the steps of others by this share at most,
-    # on average; None: by whatever the others' targets leave
-    background_share: Annotated[float | None, Range(0, 100, above=True)] = None
+    # of the engine's seconds, what best effort gets while it waits beside promised work; 0: what
+    # that leaves, and nothing more
+    best_effort_share: Annotated[float, Range(0, 1, below=True)] = 0.05
     # how many waiting requests behind a head that does not fit are tried in one step
     bypass_window: Annotated[int, Range(0)] = 8
     # how often one head may be passed before all others wait for it
@@ -103,7 +101,8 @@ class SchedulerConfig:
     relegate_late: bool = True
     # requests waiting at once at most, best effort included; None: no limit
     max_num_waiting: Annotated[int | None, Range(1)] = None
-    # refuse a request whose first token is predicted to take longer; None: never
+    # refuse a request whose first token is predicted to take longer than this, and than four times
+    # its target; None: never. Best effort asks for no time and is exempt from this and the next
     max_predicted_wait_s: Annotated[float | None, Range(0, above=True)] = None
     # drop a request that waited so long without having started; None: never
     queue_timeout_s: Annotated[float | None, Range(0, above=True)] = None
@@ -130,6 +129,12 @@ class SchedulerConfig:
             raise ConfigError(
                 f"max_model_len={self.max_model_len} must be at most max_num_batched_tokens="
                 f"{self.max_num_batched_tokens} where prompts are not computed in chunks"
+            )
+        wait, timeout = self.max_predicted_wait_s, self.queue_timeout_s
+        if wait is not None and timeout is not None and timeout < wait:
+            raise ConfigError(
+                f"queue_timeout_s={timeout:g} must be at least max_predicted_wait_s={wait:g}, or "
+                "requests would be let in that are predicted to be dropped"
             )
         for tenant, weight in self.tenant_weights.items():
             if not (isfinite(weight) and weight > 0.0):

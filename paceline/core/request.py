@@ -153,7 +153,7 @@ class Request:
     told: bool = False
     # prompt tokens served from the prefix cache at first admission
     num_cached_tokens: int = 0
-    # the policy's key, and that or a later one with the number of arrival; smaller runs sooner
+    # the policy's key, and that with the number of arrival; smaller runs sooner
     key: float = 0.0
     order: tuple[float, int] = (0.0, 0)
     # admissions that overtook this request while it headed the queue
@@ -201,12 +201,8 @@ class Request:
     late_after: float = field(init=False)
     # its tenant had far less than an equal share when it arrived
     favoured: bool = False
-    # it was best effort and waited too long
-    aged: bool = False
-    # steps in a row in which a running best-effort request got nothing
-    num_skipped_steps: int = 0
-    # seconds for which it was the first of best effort to wait, and held up by others
-    seconds_first: float = 0.0
+    # it runs on the share of best effort, and keeps its place and blocks while that lasts
+    granted: bool = False
     # predicted final number of output tokens; valid while there are fewer
     predicted_output: int = 0
 
@@ -241,9 +237,6 @@ class Request:
         self.tier = after(self.tier, move)
         if move is Move.FAVOUR:
             self.favoured = True
-        elif move is Move.AGE:
-            self.aged = True
-            self.targets = Slo(slo_class=self.asked.slo.slo_class)
         elif move is Move.DEMOTE:
             # the first token is late, and nothing aims at its time any more
             if self.targets.ttft is not None:
@@ -253,8 +246,6 @@ class Request:
         elif move is Move.RESTORE:
             self.targets = self.slo
             self.history.demoted = False
-        if move is Move.REJOIN or move is Move.RESTORE:
-            self.order = (self.key, self.order[1])
 
     @property
     def best_effort(self) -> bool:

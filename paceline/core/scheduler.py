@@ -72,10 +72,10 @@ class Scheduler:
         # without a reason to tell tenants apart they are not counted
         weights = TenantWeights(config.tenant_weights)
         self._tenants = TenantShares(weights) if self.policy.keeps_tenants_apart else None
-        self._door = Door(state, self._tenants)
         self._planner = Planner(state)
         self._plain = Plain(state)
-        self._paced = Paced(state, self._tenants)
+        self._paced = paced = Paced(state, self._tenants)
+        self._door = Door(state, self._tenants, paced.share, paced.waiting_targets)
         self._pacing: Pacing = self._plain
         self._updates = Updates(state, self._finish)
         # before it begins, and in use: where nothing is guessed no step calls it

@@ -4,7 +4,6 @@
 *Rejoin*: no request whose target can be met gains by it any more: the request is ordinary again,
 without the target that it missed. It asked for more than others did, and gets no less.
 *Restore*: a best-effort request with a deadline was demoted, and there is time for it after all.
-*Age*: a best-effort request has waited too long: it is ordinary work without targets, for good.
 *Favour*: the tenant has far less than an equal share when the request arrives.
 
 This module does not know requests, queues or when a move is due.
@@ -40,17 +39,16 @@ class Move(enum.Enum):
     DEMOTE = "demote"
     REJOIN = "rejoin"
     RESTORE = "restore"
-    AGE = "age"
     FAVOUR = "favour"
 
 
 _ORDINARY, _PROMISED, _RELEGATED, _BACKGROUND = Tier
-# where each move leads from a tier: demote, rejoin, restore, age, favour
+# where each move leads from a tier: demote, rejoin, restore, favour
 _AFTER: Final[Mapping[Tier, Sequence[Tier | None]]] = {
-    _ORDINARY: (_RELEGATED, None, None, None, _ORDINARY),
-    _PROMISED: (_RELEGATED, None, None, _ORDINARY, _PROMISED),
-    _RELEGATED: (None, _ORDINARY, _PROMISED, _ORDINARY, None),
-    _BACKGROUND: (None, None, None, _ORDINARY, _BACKGROUND),
+    _ORDINARY: (_RELEGATED, None, None, _ORDINARY),
+    _PROMISED: (_RELEGATED, None, None, _PROMISED),
+    _RELEGATED: (None, _ORDINARY, _PROMISED, None),
+    _BACKGROUND: (None, None, None, _BACKGROUND),
 }
 
 

@@ -10,8 +10,6 @@ With ``adaptive_token_budget`` it is the least of these, and else ``max_num_batc
   keeps the pace of those that are late, if there are any), and while tenants that are kept apart
   share the engine.
 
-``BackgroundBucket`` is what requests without targets pay for lengthening the steps of others.
-
 This module does not know the queue, memory or the clock.
 """
 
@@ -27,9 +25,8 @@ from paceline.core.predict.chunk import LATE_QUANTILE, ChunkSize
 from paceline.core.predict.output_length import WorkEstimator
 from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.request import Request
-from paceline.core.tier import Tier
 
-__all__ = ["PACE_SHARE", "Allowance", "BackgroundBucket", "StepBudget", "least_target"]
+__all__ = ["PACE_SHARE", "Allowance", "StepBudget", "least_target"]
 
 # requests are paced to this share of their TPOT target: what is aimed at is missed half of the time
 PACE_SHARE: Final = 0.9
@@ -39,8 +36,6 @@ _HOPELESS: Final = 0.5
 _LEFT_QUANTILE: Final = 0.25
 # times what the rows alone take: the longest step while tenants share the engine
 _SHARED_ROWS: Final = 3.0
-# one in so many steps is without background rows
-_LOOK: Final = 32
 
 
 def least_target(model: StepTimeModel) -> float:
@@ -87,7 +82,7 @@ class StepBudget:
         """The longest that best effort may make the next step: longer where it is alone and late
         chats are in it, but not than their pace allows."""
         seconds = self.best_effort_seconds
-        if view.awaited:
+        if view.ordinary:
             return seconds
         paces = [r.targets.tpot for r in view.best_effort if r.targets.tpot is not None]
         return max(seconds, PACE_SHARE * min(paces, default=0.0))
@@ -113,7 +108,7 @@ class StepBudget:
             if gap < math.inf:
                 tokens = min(tokens, chunk.within(view.base, start, self._most, gap=gap))
             return Allowance(chunk.total(tokens, num_running), 0.0)
-        if num_running and not view.awaited:
+        if num_running and not view.ordinary:
             allowed = self.added_seconds(view)
         else:
             allowed = min(self._least_spare(view.paced, now), gap)
@@ -166,50 +161,3 @@ class StepBudget:
                 pace = PACE_SHARE * min(view.paces)
                 tokens = max(chunk.floor, chunk.within(base, 0, chunk.knee(), seconds=pace))
         return self._model.predict(base.plus(0, max(2, tokens))) / tokens
-
-
-class BackgroundBucket:
-    """A token bucket whose tokens are seconds.
-
-    Each step of other requests earns background rows a share of its own time, saved up to what a
-    small chunk takes, or the longest of their rows. So the others' mean time per token grows by
-    that share at most.
-
-    Args:
-        share: of a step's time, by which background rows may lengthen it; None: any.
-        tile: tokens of a small chunk.
-    """
-
-    def __init__(self, model: StepTimeModel, share: float | None, tile: int) -> None:
-        self._model = model
-        self._share = share
-        self._tile = tile
-        # seconds that background rows may add to the next step
-        self._saved = 0.0
-        # since ordinary requests run without a pause
-        self._steps_beside = 0
-
-    def seconds(self, view: RunningView) -> float:
-        """Predicted seconds of the next step beyond which background rows stay out of it."""
-        share = self._share
-        if share is None or not view.awaited or not self._model.ready:
-            self._steps_beside = 0
-            return math.inf
-        self._steps_beside += 1
-        if self._steps_beside % _LOOK == 1:
-            # what a step takes without such rows is only known from steps without them
-            return 0.0
-        base = view.base
-        own = self._model.predict(base)
-        most = max(share * own, self._model.predict(base.plus(0, self._tile)) - own)
-        saved = self._saved + share * own
-        if saved > most:
-            # otherwise a row with many keys could never be paid for
-            rows = (r.num_computed_tokens for r in view.best_effort if r.tier is Tier.BACKGROUND)
-            most = max(most, self._model.row_seconds(max(rows, default=0)))
-        self._saved = min(saved, most)
-        return own + max(0.0, self._saved)
-
-    def charge(self, seconds: float) -> None:
-        """Background rows are predicted to have made a step so much longer for others."""
-        self._saved -= seconds

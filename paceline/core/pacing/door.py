@@ -20,7 +20,9 @@ from paceline.core.errors import InvalidRequestError, NeverFitsError, QueueFullE
 from paceline.core.memory.kv_cache import blocks_for
 from paceline.core.memory.pressure import Pressure
 from paceline.core.pacing.first_token import FirstTokenForecast
+from paceline.core.pacing.share import GuaranteedShare
 from paceline.core.pacing.tenants import TenantShares
+from paceline.core.pacing.waiting_targets import WaitingTargets
 from paceline.core.policies.deadline import patience
 from paceline.core.request import FinishReason, Request, RequestStatus
 from paceline.core.slo import MAX_SECONDS
@@ -33,6 +35,11 @@ __all__ = ["Door", "Expired", "check_door"]
 _RETRY_SECONDS: Final = 1.0
 # the least advised wait: a caller that comes back at once is refused again
 _LEAST_RETRY: Final = 0.1
+# seconds until a caller is asked to come back, at most, where the wait is what is too long: it is
+# predicted from what is left over now, and no overload is known to last
+_MOST_RETRY: Final = 60.0
+# times its target for the first token, at least, that a request may be predicted to wait
+_TARGETS_WAITED: Final = 4.0
 # waiting requests of one tenant for every place that is left in the queue, at most
 _PER_PLACE: Final = 7
 # limits on waiting, at least, until those of requests that wait no more are dropped
@@ -55,10 +62,16 @@ class Door:
         tenants: None where they are not kept apart.
     """
 
-    def __init__(self, state: SchedulerState, tenants: TenantShares | None) -> None:
+    def __init__(
+        self,
+        state: SchedulerState,
+        tenants: TenantShares | None,
+        share: GuaranteedShare,
+        targets: WaitingTargets,
+    ) -> None:
         self._state = state
         self._tenants = tenants
-        self.forecast = FirstTokenForecast(state)
+        self.forecast = FirstTokenForecast(state, share, targets)
         # limits on waiting: (when, order of arrival, request)
         self._limits: list[tuple[float, int, Request]] = []
         # with more of them than that, those of requests that wait no more are dropped
@@ -104,15 +117,22 @@ class Door:
         request.order = (request.key, 0)
         predicted = self.forecast.note(request)
         self._check_places(request, num_waiting, left)
-        longest = state.config.max_predicted_wait_s
-        if longest is not None and predicted is not None and predicted > longest:
+        longest = self._longest_wait(request)
+        if predicted is not None and predicted > longest:
             why = f"the first token is predicted to take {predicted:.1f} s, the limit is "
             why += f"{longest:g} s"
-            raise self._refusal("predicted-wait", why, predicted - longest)
+            raise self._refusal("predicted-wait", why, min(predicted - longest, _MOST_RETRY))
         if state.valve.level >= Pressure.REFUSE and num_waiting:
             why = f"KV memory is nearly full and {num_waiting} requests wait for it"
             raise self._refusal("pressure", why, predicted)
         self.forecast.came(request)
+
+    def _longest_wait(self, request: Request) -> float:
+        """Seconds to the first token beyond which a request is refused."""
+        longest = self._state.config.max_predicted_wait_s
+        if longest is None or request.best_effort:
+            return math.inf
+        return max(longest, _TARGETS_WAITED * (request.slo.ttft or 0.0))
 
     def _check_places(self, request: Request, num_waiting: int, left: float) -> None:
         """Return if the queue has places for a request and its forks.
@@ -154,7 +174,8 @@ class Door:
 
     def watch(self, request: Request) -> None:
         """Limit how long a queued request, whose order is known, waits to be started."""
-        limits = (request.asked.slo.queue_ttl, self._state.config.queue_timeout_s)
+        timeout = None if request.best_effort else self._state.config.queue_timeout_s
+        limits = (request.asked.slo.queue_ttl, timeout)
         shortest = min((limit for limit in limits if limit is not None), default=None)
         if shortest is None:
             return

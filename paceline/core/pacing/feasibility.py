@@ -122,9 +122,7 @@ class Feasibility:
         return Others(len(ordinary), urgent, any(map(_is_aimless, ordinary)))
 
     def demote(self, request: Request) -> None:
-        """Move the request, which is in no ordered place, to the tier of those that are late, with
-        an order to match."""
-        request.order = (self._state.policy.later(request.order[0]), request.order[1])
+        """Move the request, which is in no ordered place, to the tier of those that are late."""
         request.move(Move.DEMOTE)
         self._state.totals.num_relegated += 1
 

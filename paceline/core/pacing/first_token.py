@@ -10,12 +10,15 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from itertools import accumulate, chain, repeat
-from operator import attrgetter, mod, mul, sub
+from itertools import accumulate, repeat
+from operator import mod, mul, sub
 from typing import Final, NamedTuple
 
+from paceline.core.pacing.share import GuaranteedShare
+from paceline.core.pacing.waiting_targets import WaitingTargets
 from paceline.core.policies import overrides
 from paceline.core.predict.step_time import StepShape
+from paceline.core.queues.running import place
 from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Request
 from paceline.core.slo import MAX_SECONDS
@@ -44,7 +47,6 @@ _ROUNDS: Final = 32
 _GROWS: Final = 1.01
 # what is left with each first token of what was measured before
 _KEEP: Final = 0.98
-_ORDER: Final = attrgetter("order")
 
 
 class ForecastKind(NamedTuple):
@@ -83,8 +85,10 @@ class FirstTokenForecast:
     comes of a long wait is known too late to learn from: the pace of the queue is measured instead.
     """
 
-    def __init__(self, state: SchedulerState) -> None:
-        self._state = state
+    def __init__(
+        self, state: SchedulerState, share: GuaranteedShare, targets: WaitingTargets
+    ) -> None:
+        self._state, self._share, self._targets = state, share, targets
         self._displaces = overrides(state.policy, "displaces")
         # by what a foreseen wait is multiplied, and tokens that are computed again for each that
         # goes before others; and sums that tell both, see ``_measure``
@@ -97,8 +101,6 @@ class FirstTokenForecast:
         self._overtakes = False
         # lately, by kind of request: seconds that came and that were said
         self.outcomes: dict[ForecastKind, tuple[float, float]] = {}
-        # by how much a key grows with a second
-        self._grows = 0.0
         # (time, tier, what ``_alike`` has of it) of the last to come
         self._arrivals: deque[tuple[float, Tier, tuple[float, int]]] = deque()
         # the same by tier: (key of one like it that comes at time 0, prompt tokens), sorted
@@ -139,9 +141,7 @@ class FirstTokenForecast:
         while arrivals and (len(arrivals) == _ARRIVALS or arrivals[0][0] < now - _LATELY):
             _, tier, oldest = arrivals.popleft()
             del self._alike[tier][bisect_left(self._alike[tier], oldest)]
-        delay = self._state.config.best_effort_delay_s
-        self._grows = (self._state.policy.later(key) - key) / delay if delay else 0.0
-        newest = (key - self._grows * now, request.num_new_tokens)
+        newest = (key - self._state.policy.key_per_second * now, request.num_new_tokens)
         arrivals.append((now, request.tier, newest))
         insort(self._alike[request.tier], newest)
 
@@ -191,8 +191,29 @@ class FirstTokenForecast:
         wait, alone, most = self._wait(request, bias)
         seconds = wait + prompt
         late = seconds > request.late_after
+        if (late and self._yields(request)) or request.tier is not Tier.ORDINARY:
+            wait = alone = self._wait_outside(request)
+            seconds, most = wait + prompt, 0.0
         overtaken = (wait - alone) / max(1e-9, bias * seconds)
         return Forecast(kind._replace(late=late), seconds, alone + prompt, overtaken, most)
+
+    def _yields(self, late: Request) -> bool:
+        """Whether a request that will be late yields to others that wait."""
+        return bool(self._state.config.relegate_late and self._targets.dues and not late.favoured)
+
+    def _wait_outside(self, request: Request) -> float:
+        """Seconds until a best-effort or late request has a place and prompts before its own are
+        computed: it and its like are served from what promised work leaves."""
+        tier = max(request.tier, Tier.PROMISED)
+        num, tokens = self._state.waiting.ahead_of(request, tier)
+        ordinary = self._state.waiting.num_tokens[Tier.ORDINARY]
+        seconds = self._until(num, tokens, favoured=False)
+        num += 1 - len(self._state.waiting.ordinary)
+        self._steps_until(1.0)
+        places = max(0.0, num - max(0, self._free_places)) * self._each * _PARTS
+        own = self._lasting(places, max(0, tokens - ordinary))
+        left = self._share.left_over(request, request.asked.arrival_time)
+        return seconds + own * (1.0 / left - 1.0)
 
     def _wait(self, request: Request, bias: float) -> tuple[float, float, float]:
         """Seconds until the request has a place, and prompts before its own are computed; the same
@@ -238,10 +259,10 @@ class FirstTokenForecast:
     def _num_ahead(self, request: Request) -> tuple[int, int]:
         """Requests and tokens before it in the queue; places of running requests that make way for
         it are as good as free."""
-        num, tokens = self._state.waiting.ahead_of(request)
+        num, tokens = self._state.waiting.ahead_of(request, request.tier)
         if self._displaces:
             running, displaces = self._state.running.requests, self._state.policy.displaces
-            later = running[bisect_right(running, request.order, key=_ORDER) :]
+            later = running[bisect_right(running, place(request), key=place) :]
             num -= sum(displaces(request, each) for each in later)
         return num, tokens
 
@@ -270,18 +291,16 @@ class FirstTokenForecast:
         self._taken_since = now if self._free_places <= 0 else None
 
     def _overtakers(self, request: Request) -> tuple[float, list[tuple[float, int]]]:
-        """Seconds, and the requests that came in these whose like will go before ``request``: for
-        how long they will (least first), of an earlier tier until it ages, and their prompt tokens.
-        Keys grow in proportion to the time of arrival; where tenants are kept apart they do not
-        tell which goes first."""
-        arrivals, grows, tier = self._arrivals, self._grows, request.tier
-        if self._state.policy.keeps_tenants_apart or len(arrivals) < _FEW or not grows:
+        """Seconds, and the requests of its tier that came in these whose like will go before
+        ``request``: for how long they will (least first), and their prompt tokens. Keys grow in
+        proportion to the time of arrival; where tenants are kept apart they do not tell which goes
+        first."""
+        arrivals, grows = self._arrivals, self._state.policy.key_per_second
+        if self._state.policy.keeps_tenants_apart or len(arrivals) < _FEW:
             return 1.0, []
         now = max(request.asked.arrival_time, arrivals[-1][0])
-        ends, ages = request.key - grows * now, self._state.config.best_effort_delay_s
-        *earlier, own = self._alike[: tier + 1]
+        ends, own = request.key - grows * now, self._alike[request.tier]
         found = [((ends - key) / grows, size) for key, size in own[: bisect_left(own, (ends, -1))]]
-        found += [(ages, size) for _, size in chain(*earlier)]
         found.sort()
         # the rate is told from a second at least: many of one moment are a burst
         return max(1.0, now - arrivals[0][0]), found

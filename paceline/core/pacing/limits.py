@@ -2,8 +2,9 @@
 
 Ordinary requests are served first. Best effort gets what they leave of the step's time: a row or
 chunk is added only while the step is predicted to stay within the seconds that the targets of
-others leave, but now and then one for a request that was passed over in many steps, so that it
-never stops altogether. Requests without targets are metered besides (``BackgroundBucket``).
+others leave. Beyond that, and for a place or tokens before them, it pays from the share that is
+guaranteed to it (``share``), and so it never stops altogether. Best effort without targets pays for
+every row beside others.
 
 This module does not know how the seconds are found (``budget``), nor which requests are late
 (``feasibility``).
@@ -19,8 +20,8 @@ from operator import methodcaller
 from typing import Final
 
 from paceline.core.memory.pressure import Pressure
-from paceline.core.pacing.budget import BackgroundBucket
 from paceline.core.pacing.feasibility import Feasibility, Others
+from paceline.core.pacing.share import GuaranteedShare
 from paceline.core.pacing.tpot_guard import TpotGuard
 from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.queues.wait_clocks import Reason
@@ -30,15 +31,9 @@ from paceline.core.tier import Move, Tier
 
 __all__ = ["PacedStep"]
 
-# a best-effort request that was passed over in so many steps gets a row, late or not
-_MAX_SKIPPED_STEPS: Final = 8
-# metered requests wait for so many: prompts in every step leave no room for what they have saved
-_MAX_SAVING_STEPS: Final = 64
 # times the seconds that a row may take: the last digits of a prediction do not keep out a row that
 # is paid for to the full
 _ROUNDING: Final = 1.001
-# tokens in one step, at most, of rows that were passed over
-_OVERDUE_TOKENS: Final = 16
 # tokens; chunks of best-effort requests are multiples of it
 _TILE: Final = 16
 # requests that one step finds to be late and demotes, at most: the step waits for that
@@ -52,7 +47,7 @@ class PacedStep(Step):
 
     model: StepTimeModel
     feasibility: Feasibility
-    bucket: BackgroundBucket
+    share: GuaranteedShare
     # None: the pace of running requests keeps no other out
     guard: TpotGuard | None
     # predicted seconds by which best effort may lengthen the rows of others
@@ -63,8 +58,10 @@ class PacedStep(Step):
     made_way_for: Request | None
     # requests found to be late
     _num_demoted: int = 0
-    # tokens left for rows that were passed over
-    _overdue_tokens: int = _OVERDUE_TOKENS
+    # the waiting request that is tried at the expense of others, at most one in a step, and one
+    # whose chunk is
+    _turn: Request | None = None
+    _paying: Request | None = None
     # predicted seconds, as of so many rows
     _predicted: float = 0.0
     _predicted_at: int = -1
@@ -90,33 +87,37 @@ class PacedStep(Step):
             return request
         if state.valve.level >= Pressure.HOLD_BEST_EFFORT:
             return Reason.PRESSURE
-        return request if self._has_room(request, math.inf) else Reason.BUDGET
+        has_room = request is self._turn or self._has_room(request, math.inf)
+        return request if has_room else Reason.BUDGET
 
     def _first(self, last: Tier, passed: Sequence[Request]) -> Request | None:
         """The first request of the pass. Among ordinary ones it may be a best-effort one that has
-        waited so long that its turn has come: it is tried with them, but never in their way, nor
-        before the one for which others were preempted."""
+        earned the next place, but not before the one for which others were preempted."""
         waiting = self.state.waiting
         if last is Tier.ORDINARY and not passed:
             self._let_rejoin()
-        head, patient = waiting.ordinary.peek(), waiting.peek_best_effort(pressing=self.pressing)
         if last is not Tier.ORDINARY:
+            patient = waiting.peek_best_effort(pressing=self.pressing)
             return None if patient is None or patient.tier > last else patient
+        head = waiting.ordinary.peek()
         if (
-            head is not None
-            and patient is not None
-            and head is not self.made_way_for
-            and patient.order < head.order
+            self._turn is None
+            and (head is None or head is not self.made_way_for)
             and self.state.valve.level < Pressure.HOLD_BEST_EFFORT
-            and not any(request.tier is not Tier.ORDINARY for request in passed)
-            and self._has_room(patient, self._most_seconds())
+            and (turn := self.share.turn()) is not None
+            # what is left over costs nothing
+            and (head is not None or not self._has_room(turn, math.inf))
         ):
-            return patient
+            self._turn = turn
+            return turn
         return head
+
+    def holds_up(self, request: Request) -> bool:
+        return request is self._turn and self.share.is_saved_up
 
     def _let_rejoin(self) -> None:
         """If there is room, let a late request be ordinary again beside those that asked for
-        nothing: if it comes before the first of them, or if it endangers no target."""
+        nothing, in the order in which they came, once it endangers no target."""
         state = self.state
         late = state.waiting.relegated.peek()
         if (
@@ -129,11 +130,12 @@ class PacedStep(Step):
         head = state.waiting.ordinary.peek()
         if head is not None:
             # one at a time, and in order
-            if head.slo.ttft is not None or head.order < (late.key, late.order[1]):
+            if head.slo.ttft is not None or head.order < late.order:
                 return
-        elif not self.others.aimless or self.feasibility.endangers(late, self.now, self.others):
+        elif not self.others.aimless:
             return
-        state.waiting.move(late, _REJOIN)
+        if not self.feasibility.endangers(late, self.now, self.others):
+            state.waiting.move(late, _REJOIN)
 
     def demotes(self, request: Request, passed: Sequence[Request]) -> bool:
         late = self.feasibility.is_late(request, self.now)
@@ -148,6 +150,7 @@ class PacedStep(Step):
 
     def admitted(self, request: Request) -> None:
         if request.tier is not Tier.ORDINARY:
+            request.granted = request is self._turn
             return
         if self.guard is not None:
             self.guard.add(request)
@@ -166,6 +169,10 @@ class PacedStep(Step):
         if self.background_seconds < self.seconds and request.tier is Tier.BACKGROUND:
             return self.background_seconds
         return self.seconds
+
+    def _is_metered(self, request: Request) -> bool:
+        """Whether the request pays for all that it adds to a step."""
+        return request.tier is Tier.BACKGROUND and self.background_seconds < math.inf
 
     def _most_seconds(self) -> float:
         """Predicted seconds that a step with the rows so far may take with best effort: the next
@@ -191,36 +198,33 @@ class PacedStep(Step):
             limit = min(limit, self._most_seconds())
         if limit == math.inf:
             return max(1, self.budget)
+        if request in (self._turn, self._paying):
+            limit = max(limit, self.model.predict(self.shape) + self.share.credit)
         sizes = range(1, max(1, self.budget // _TILE) + 1)
         shape, predict = self.shape, self.model.predict
         fitting = bisect_right(sizes, limit, key=lambda n: predict(shape.plus(start, n * _TILE)))
         return max(1, fitting) * _TILE
 
     def takes(self, request: Request) -> bool:
-        """If there is room, or if the request was passed over long enough and not too many others
-        have been given a row for that reason."""
+        """If there is room, or if the share of best effort pays for the row."""
         limit = self._limit(request)
         if limit == math.inf or not self.rows:
-            request.num_skipped_steps = 0
             return True
         if self._predicted_at != len(self.rows):
             self._predicted_at = len(self.rows)
             self._predicted = self.model.predict(self.shape)
-        wanted = self._predicted + self.model.row_seconds(request.num_computed_tokens)
-        if wanted <= _ROUNDING * limit:
-            # the next one asks once this one has its row
-            self._predicted = wanted
-            self._predicted_at += 1
-            request.num_skipped_steps = 0
-            return True
-        request.num_skipped_steps += 1
-        saves = self.background_seconds < math.inf and request.tier is Tier.BACKGROUND
-        patience = _MAX_SAVING_STEPS if saves else _MAX_SKIPPED_STEPS
-        cost = _TILE if request.num_uncomputed_tokens > 1 else 1
-        if request.num_skipped_steps <= patience or cost > self._overdue_tokens:
-            return False
-        self._overdue_tokens -= cost
-        request.num_skipped_steps = 0
+        row = self.model.row_seconds(request.num_computed_tokens)
+        if self._predicted + row > _ROUNDING * limit:
+            is_look = self._is_metered(request) and not self.background_seconds
+            if is_look or self.share.credit < row or not self.share.has_share(request):
+                return False
+            if request.num_uncomputed_tokens > 1:
+                self._paying = request
+            elif not self._is_metered(request):
+                self.share.charge(row)
+        # the next one asks once this one has its row
+        self._predicted += row
+        self._predicted_at += 1
         return True
 
     def add(self, request: Request, num_tokens: int, new_block_ids: tuple[int, ...]) -> None:
@@ -228,8 +232,8 @@ class PacedStep(Step):
         Step.add(self, request, num_tokens, new_block_ids)
         if num_tokens > 1:
             self._predicted_at = -1  # ``takes`` has counted a row of one token
-        if self.background_seconds < math.inf and request.tier is Tier.BACKGROUND:
-            self.bucket.charge(self._seconds_since(before))
+        if self._is_metered(request) or request in (self._turn, self._paying):
+            self.share.charge(self._seconds_since(before))
 
     def _seconds_since(self, before: StepShape) -> float:
         """How much longer the step is predicted to take than when it had this shape."""

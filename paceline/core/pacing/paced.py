@@ -6,7 +6,7 @@ At the start of each step, in this order:
    best-effort requests with deadlines are demoted or restored (``deadlines``).
 2. *Budget*: how many tokens and seconds the step may take (``budget``, the memory-pressure
    valve).
-3. *Settle the tiers of waiting requests*: ageing, then triage.
+3. *Settle the tiers of waiting requests*: triage.
 4. *Make way* for the first waiting request, if it beats running ones.
 5. *Passes*: ordinary requests, then best effort tier by tier.
 
@@ -21,10 +21,10 @@ from dataclasses import replace
 from typing import Final
 
 from paceline.core.memory.pressure import Pressure
-from paceline.core.pacing.ageing import Ageing
-from paceline.core.pacing.budget import BackgroundBucket, StepBudget
+from paceline.core.pacing.budget import StepBudget
 from paceline.core.pacing.feasibility import Feasibility, Others
 from paceline.core.pacing.limits import PacedStep
+from paceline.core.pacing.share import GuaranteedShare
 from paceline.core.pacing.tenants import TenantShares
 from paceline.core.pacing.tpot_guard import TpotGuard
 from paceline.core.pacing.view import RunningView
@@ -55,23 +55,21 @@ class Paced:
         self._state = state
         self._tenants = tenants
         self.budget = StepBudget(model, chunk, state.work, config)
-        share = config.background_share if config.adaptive_token_budget else None
-        self._bucket = BackgroundBucket(model, share, chunk.tile)
+        self.share = GuaranteedShare(state)
         self.waiting_targets = WaitingTargets(state)
         self.feasibility = Feasibility(state, self.budget, self.waiting_targets)
         self._deadlines = self.feasibility.deadlines
-        self._ageing = Ageing(state.waiting, config.best_effort_delay_s)
 
     def begin(self, now: float, starts: float, *, held: bool) -> PacedStep:
         state, feasibility = self._state, self.feasibility
         view, waiting_favoured = self._settle(starts)
+        self.share.begin(view, starts)
         num_running, allowance = view.num_running, self.budget.allow(view, starts)
         tokens = state.valve.cap(allowance.tokens, num_running)
         # where the step is too short for all of them, running requests come first
         left = tokens - num_running - (view.favoured - waiting_favoured)
         reserved = max(0, min(waiting_favoured, left))
-        background_seconds = self._bucket.seconds(view)
-        self._ageing.look(now, view)
+        background_seconds = self.share.background_seconds(view)
         others, guard = feasibility.others(view, now), self._guard(view)
         made_way_for: Request | None = None
         if not held and len(state.waiting):
@@ -83,24 +81,30 @@ class Paced:
                 view = replace(view, must_run=self._deadlines.must_run(view))
                 guard = self._guard(view)
         evicted: Request | None = None
-        if state.valve.level >= Pressure.PREEMPT_BEST_EFFORT and view.awaited and view.best_effort:
+        if state.valve.level >= Pressure.PREEMPT_BEST_EFFORT and view.ordinary and view.best_effort:
             # memory is nearly full and others run: the last of the latest tier goes
-            evicted = max(view.best_effort, key=lambda r: (r not in view.must_run, r.tier, r.order))
+            evicted = max(
+                view.best_effort,
+                key=lambda r: (not r.granted, r not in view.must_run, r.tier, r.order),
+            )
         pressing = self._deadlines.pressing
-        return PacedStep(
+        step = PacedStep(
             budget=tokens, state=state, now=now, chunk_tokens=allowance.tokens - num_running,
             passes=_passes(view, evicted, pressing=pressing), reserved=reserved,
             pressing=pressing, evicted=evicted, seconds=allowance.seconds,
             background_seconds=background_seconds, ordinary_seconds=0.0,
-            model=state.step_time, feasibility=feasibility, bucket=self._bucket, guard=guard,
+            model=state.step_time, feasibility=feasibility, share=self.share, guard=guard,
+            kept=self.share.tokens(view),
             added_seconds=self.budget.added_seconds(view), others=others,
             made_way_for=made_way_for,
         )  # fmt: skip
+        self.share.planned(step)
+        return step
 
     def rest(self) -> None:
         """The last request has ended."""
         self._deadlines.rest()
-        self._ageing.rest()
+        self.share.rest()
 
     def _settle(self, starts: float) -> tuple[RunningView, int]:
         """Move running requests to their tiers if a step that begins at ``starts`` is next. Returns

@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Final
 
 from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Request
@@ -17,8 +15,6 @@ from paceline.core.slo import NO_SLO
 from paceline.core.tier import Tier
 
 __all__ = ["NO_VIEW", "RunningView"]
-
-_AGED: Final = attrgetter("aged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +38,6 @@ class RunningView:
     gap: float
     # an ordinary wide one has a TTFT target
     urgent: bool
-    # an ordinary one runs that was not best effort until it had waited too long
-    awaited: bool
     # tenants that are kept apart share the engine lately
     shared: bool
     # narrow ones of best effort that must not sit this step out
@@ -88,11 +82,10 @@ class RunningView:
                 urgent = urgent or aims.ttft is not None
             elif aims.itl is not None and aims.itl < gap:
                 gap = aims.itl
-        awaited = not all(map(_AGED, ordinary))
         return cls(
             ordinary=ordinary, best_effort=best_effort, wide=wide,
             narrow_rows=rows, narrow_keys=keys, paced=paced, paces=paces, targets=targets,
-            gap=gap, urgent=urgent, awaited=awaited, shared=shared,
+            gap=gap, urgent=urgent, shared=shared,
         )  # fmt: skip
 
     @property

@@ -37,6 +37,8 @@ class SchedulingPolicy(Protocol):
     keeps_tenants_apart: bool
     # True: beside streams, steps take no longer than ``SchedulerConfig.max_token_gap_s``
     bounds_gaps: bool
+    # by how much the key of a request is larger if it comes a second later
+    key_per_second: float
 
     def make_queue(self) -> WaitingQueue:
         """A queue of waiting requests. Called once for each ``Tier``: they wait apart."""
@@ -52,11 +54,6 @@ class SchedulingPolicy(Protocol):
         arrives, before it may be refused."""
         ...
 
-    def later(self, key: float) -> float:
-        """The key of a request that has become best effort: not smaller, and without asking ``key``
-        again."""
-        ...
-
     def service_order(self, waiting: Mapping[str, Sequence[Request]]) -> Iterable[Request]:
         """Waiting requests, in the order in which they will be admitted as far as can be told. They
         are given in order: by tenant where tenants are kept apart, else all in one row."""
@@ -70,9 +67,10 @@ class SchedulingPolicy(Protocol):
 
     def displaces(self, waiting: Request, running: Request) -> bool:
         """Whether ``running`` is preempted to let ``waiting`` in. Asked only if ``waiting`` comes
-        first by ``Request.order``, or two requests would displace each other for ever; and
+        first by ``queues.running.place``, or two requests would displace each other for ever; and
         ``running``, once it waits too, must not be let in before ``waiting``, or both would change
-        places in every step: a request of a later ``Tier`` displaces none of an earlier one."""
+        places in every step: a request of a later ``Tier`` displaces none of an earlier one, and
+        none displaces one that is ``granted`` its place."""
         ...
 
     def holds_until(self, waiting: WaitingQueue, num_running: int, now: float) -> float | None:

@@ -49,7 +49,7 @@ class DeadlinePolicy(FcfsPolicy):
         return own if (ttft, tpot) == (own.ttft, own.tpot) else replace(own, ttft=ttft, tpot=tpot)
 
     def key(self, request: Request) -> float:
-        targets, arrival = request.targets, self._arrival(request)
+        targets, arrival = request.targets, request.asked.arrival_time
         work = self._context.work
         latest = []
         if targets.ttft is not None:

@@ -27,6 +27,8 @@ _SAVED_STEPS: Final = 4.0
 # tenants that can be told to come next, at most: each costs microseconds, in nearly every step. A
 # tenant's own requests alone are left out for one another, so others' are judged as well later
 _MAX_LOOKS: Final = 64
+# seconds by which a favoured request counts as come earlier: ahead of whatever else runs by then
+_EARLY: Final = 60.0
 _TENANT: Final = attrgetter("asked.tenant")
 
 
@@ -57,9 +59,7 @@ class FairPolicy(FcfsPolicy):
         self._queues: list[FairQueue] = []
 
     def key(self, request: Request) -> float:
-        # ahead of whatever else runs by then
-        early = self._context.config.best_effort_delay_s if request.favoured else 0.0
-        return super().key(request) - early
+        return super().key(request) - (_EARLY if request.favoured else 0.0)
 
     def make_queue(self) -> WaitingQueue:
         step = self._context.config.max_num_batched_tokens

@@ -26,6 +26,7 @@ class FcfsPolicy:
     mixes = True
     keeps_tenants_apart = False
     bounds_gaps = False
+    key_per_second = 1.0
 
     def __init__(self, context: PolicyContext) -> None:
         self._context = context
@@ -37,30 +38,20 @@ class FcfsPolicy:
         return request.asked.slo
 
     def key(self, request: Request) -> float:
-        return self._arrival(request)
-
-    def _arrival(self, request: Request) -> float:
-        """When it came; best-effort requests count as come later: they yield but never starve."""
-        late = self._context.config.best_effort_delay_s if request.best_effort else 0.0
-        return request.asked.arrival_time + late
-
-    def later(self, key: float) -> float:
-        return key + self._context.config.best_effort_delay_s
+        return request.asked.arrival_time
 
     def service_order(self, waiting: Mapping[str, Sequence[Request]]) -> Iterable[Request]:
         return heapq.merge(*waiting.values(), key=_ORDER)
 
     def expendable(self, candidates: Sequence[Request]) -> Sequence[Request]:
-        return [r for r in candidates if r.best_effort] or candidates
+        return [r for r in candidates if r.best_effort and not r.granted] or candidates
 
     def displaces(self, waiting: Request, running: Request) -> bool:
         ordinary = Tier.ORDINARY
-        if running.tier is ordinary or waiting.tier is not ordinary:
+        if running.tier is ordinary or waiting.tier is not ordinary or running.granted:
             return False
-        if waiting.targets.ttft is None and not running.asked.slo.best_effort:
-            # a late request yields to those whose targets it endangers
-            return False
-        return waiting.order < running.order
+        # a late request yields to those whose targets it endangers
+        return waiting.targets.ttft is not None or running.asked.slo.best_effort
 
     def holds_until(self, waiting: WaitingQueue, num_running: int, now: float) -> float | None:
         return None

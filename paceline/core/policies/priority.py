@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.core.policies.base import PolicyContext
 from paceline.core.policies.fcfs import FcfsPolicy
 from paceline.core.request import Request
 
@@ -22,14 +23,13 @@ class PriorityPolicy(FcfsPolicy):
     Wins: urgent work overtakes at once. Loses: preempted work is recomputed.
     """
 
-    def key(self, request: Request) -> float:
-        return (
-            request.asked.priority + self._arrival(request) / self._context.config.priority_ageing_s
-        )
+    def __init__(self, context: PolicyContext) -> None:
+        super().__init__(context)
+        self.key_per_second = 1.0 / context.config.priority_ageing_s
 
-    def later(self, key: float) -> float:
-        config = self._context.config
-        return key + config.best_effort_delay_s / config.priority_ageing_s
+    def key(self, request: Request) -> float:
+        ageing = self._context.config.priority_ageing_s
+        return request.asked.priority + request.asked.arrival_time / ageing
 
     def expendable(self, candidates: Sequence[Request]) -> Sequence[Request]:
         last = super().expendable(candidates)
@@ -40,6 +40,7 @@ class PriorityPolicy(FcfsPolicy):
         return super().displaces(waiting, running) or (
             # otherwise it would be admitted again before the one that displaced it
             waiting.tier <= running.tier
+            and not running.granted
             and waiting.asked.priority < running.asked.priority
             and waiting.order < running.order
         )

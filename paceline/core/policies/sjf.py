@@ -20,4 +20,4 @@ class SjfPolicy(FcfsPolicy):
     """
 
     def key(self, request: Request) -> float:
-        return self._arrival(request) + _STRETCH * self._context.work.seconds(request)
+        return request.asked.arrival_time + _STRETCH * self._context.work.seconds(request)

@@ -23,8 +23,7 @@ _Entry = tuple[float, tuple[float, int], str]
 
 
 class FairQueue:
-    """One queue per tenant; the tenant served least goes first. Aged requests, of any tenant, go
-    before all of them: there would always be a tenant that was served less.
+    """One queue per tenant; the tenant served least goes first.
 
     A tenant that comes back from idle enters at a level, the virtual time of fair queueing (Demers,
     Keshav and Shenker, SIGCOMM'89): the counter of a tenant that had always waited if what is
@@ -45,7 +44,6 @@ class FairQueue:
     def __init__(self, saved: float, weights: TenantWeights) -> None:
         self._saved = saved
         self._weights = weights
-        self._aged = RequestQueue()
         self._tenants: dict[str, RequestQueue] = {}
         # one of each tenant is up to date; beside it there may be stale ones
         self._heap: list[_Entry] = []
@@ -65,20 +63,17 @@ class FairQueue:
         self._reached: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
-        return self._size + len(self._aged)
+        return self._size
 
     def __iter__(self) -> Iterator[Request]:
-        for queue in (self._aged, *self._tenants.values()):
+        for queue in self._tenants.values():
             yield from queue
 
     def __contains__(self, request: Request) -> bool:
         queue = self._tenants.get(request.asked.tenant)
-        return (queue is not None and request in queue) or request in self._aged
+        return queue is not None and request in queue
 
     def push(self, request: Request) -> None:
-        if request.aged:
-            self._aged.push(request)
-            return
         tenant = request.asked.tenant
         queue = self._tenants.get(tenant)
         if queue is None:
@@ -91,7 +86,7 @@ class FairQueue:
             self._enter(tenant)
 
     def peek(self) -> Request | None:
-        return self._aged.peek() or self._first(self._heap)
+        return self._first(self._heap)
 
     def _first(self, heap: list[_Entry]) -> Request | None:
         """The request that a heap of entries has first, its entry at 0 then. Stale entries before
@@ -123,7 +118,7 @@ class FairQueue:
         turns = 1 + (len(own) if own is not None else 0)
         sample = list(islice(self._tenants.items(), _SAMPLED))
         if not sample:
-            return len(self._aged)
+            return 0
         weights = self._weights
         each = turns / weights.of(request.asked.tenant)
         others = sum(
@@ -131,11 +126,9 @@ class FairQueue:
             for tenant, queue in sample
             if queue is not own
         )
-        return len(self._aged) + turns - 1 + round(others * len(self._tenants) / len(sample))
+        return turns - 1 + round(others * len(self._tenants) / len(sample))
 
     def pop(self) -> Request | None:
-        if self._aged:
-            return self._aged.pop()
         request = self._first(self._heap)
         if request is not None:
             heapq.heappop(self._heap)
@@ -144,9 +137,6 @@ class FairQueue:
         return request
 
     def remove(self, request: Request) -> None:
-        if request.aged:
-            self._aged.remove(request)
-            return
         self._tenants[request.asked.tenant].remove(request)
         self._left(request.asked.tenant)
 
@@ -240,7 +230,6 @@ class FairQueue:
 
     def check_integrity(self) -> None:
         assert self._size == sum(len(queue) for queue in self._tenants.values())
-        self._aged.check_integrity()
         entered = {(order, tenant) for _, order, tenant in self._heap}
         for tenant, queue in self._tenants.items():
             queue.check_integrity()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Final
 
 from paceline.core.config import CacheConfig, SchedulerConfig
@@ -24,11 +23,15 @@ from paceline.core.queues.waiting import WaitingRoom
 from paceline.core.request import Request, RequestStatus
 from paceline.core.tier import Tier
 
-__all__ = ["RunningList"]
+__all__ = ["RunningList", "place"]
 
-_ORDER: Final = attrgetter("order")
 # moving must be this much cheaper than computing again: predictions are only so good
 _MARGIN: Final = 1.25
+
+
+def place(request: Request) -> tuple[bool, tuple[float, int]]:
+    """What running requests are sorted by: best effort comes after all others."""
+    return request.tier is not Tier.ORDINARY, request.order
 
 
 class RunningList:
@@ -49,7 +52,7 @@ class RunningList:
     ) -> None:
         self._mode, self._cache = config.preemption, cache
         self._kv, self._waiting, self._work = kv, waiting, work
-        # sorted by order; the list stays the same one
+        # sorted by ``place``; the list stays the same one
         self.requests: list[Request] = []
         # tokens whose place running requests of a tier may take at most, the last block of each as
         # if it were full
@@ -65,7 +68,7 @@ class RunningList:
         request.status = RequestStatus.RUNNING
         request.told = False
         self.most_tokens[request.tier] += request.max_total_tokens + self._cache.block_size
-        insort(self.requests, request, key=_ORDER)
+        insort(self.requests, request, key=place)
 
     def preempt(self, request: Request, now: float) -> None:
         """Take a running request's blocks, and keep a copy in host memory if that is worth it; the
@@ -80,7 +83,7 @@ class RunningList:
         self._kv.free(request)
         self.num_preemptions += 1
         request.num_preemptions += 1
-        request.status = RequestStatus.WAITING
+        request.status, request.granted = RequestStatus.WAITING, False
         self.requests.remove(request)
         self.most_tokens[request.tier] -= request.max_total_tokens + self._cache.block_size
         self._released.append(request.request_id)
@@ -105,7 +108,7 @@ class RunningList:
         self.most_tokens[request.tier] -= most
         change(request)
         self.most_tokens[request.tier] += most
-        insort(self.requests, request, key=_ORDER)
+        insort(self.requests, request, key=place)
 
     def take_released(self) -> tuple[str, ...]:
         """Requests whose backend state is to be dropped, once each."""
@@ -149,7 +152,7 @@ class RunningList:
     def check_integrity(self) -> None:
         """AssertionError unless the list is in order and sums agree."""
         running, size = self.requests, self._cache.block_size
-        assert running == sorted(running, key=_ORDER), "running is out of order"
+        assert running == sorted(running, key=place), "running is out of order"
         for tier, most in enumerate(self.most_tokens):
             own = [r.max_total_tokens + size for r in running if r.tier == tier]
             assert sum(own) == most, f"tier {tier}: {most} tokens at most, {sum(own)} counted"

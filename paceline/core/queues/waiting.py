@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain
-from operator import attrgetter
-from typing import Final
 
 from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.queues.request_queue import WaitingQueue
@@ -18,29 +16,20 @@ from paceline.core.tier import Tier
 
 __all__ = ["WaitingRoom"]
 
-_ORDER: Final = attrgetter("order")
-
 
 class WaitingRoom:
     """All requests that could be admitted next. Those that wait for an event are in ``forks``.
 
     Args:
         make_queue: the policy's; called once for each tier. Only this room changes the queues.
-        later: the policy's key of a demoted request.
     """
 
-    def __init__(
-        self,
-        make_queue: Callable[[], WaitingQueue],
-        later: Callable[[float], float],
-        kv: KVCacheManager,
-    ) -> None:
+    def __init__(self, make_queue: Callable[[], WaitingQueue], kv: KVCacheManager) -> None:
         # a queue for each tier
         self._queues = tuple(make_queue() for _ in Tier)
         # others may look at these two
         self.ordinary = self._queues[Tier.ORDINARY]
         self.relegated = self._queues[Tier.RELEGATED]
-        self._later = later
         self._kv = kv
         # members that hold blocks: forks
         self._holders: dict[str, Request] = {}
@@ -153,30 +142,25 @@ class WaitingRoom:
 
     def peek_best_effort(self, *, pressing: bool) -> Request | None:
         """The first best-effort request. Those without targets come last; among the others order
-        decides, but while deadlines press, requests that have missed theirs count as later."""
+        decides, but while deadlines press, requests that have missed theirs come later."""
         _, promised, relegated, background = self._queues
         first, second = promised.peek(), relegated.peek()
         if first is None or second is None:
             return first or second or background.peek()
-        key, number = second.order
-        if pressing:
-            key = self._later(key)
-        return second if (key, number) < first.order else first
+        return second if second.order < first.order and not pressing else first
 
     def first(self, *, pressing: bool) -> Request | None:
         """The first of all: best effort only if no other request waits."""
         return self._queues[0].peek() or self.peek_best_effort(pressing=pressing)
 
-    def oldest_best_effort(self) -> Request | None:
-        """The best-effort request that comes first by order alone."""
-        heads = [queue.peek() for queue in self._queues[1:]]
-        return min((head for head in heads if head is not None), key=_ORDER, default=None)
+    def best_effort_heads(self) -> Iterator[Request]:
+        """The first request of each best-effort tier."""
+        return filter(None, (queue.peek() for queue in self._queues[1:]))
 
-    def ahead_of(self, request: Request) -> tuple[int, int]:
-        """(requests, new prompt tokens) taken to be served before a newcomer: of its own tier those
-        that the policy's queue has before it, all of earlier tiers; before a favoured one only
-        favoured ones. Best effort with targets counts as one tier."""
-        tier = request.tier
+    def ahead_of(self, request: Request, tier: Tier) -> tuple[int, int]:
+        """(requests, new prompt tokens) taken to be served before a newcomer to a tier: of that
+        those that the policy's queue has before it, all of earlier tiers; before a favoured one
+        only favoured ones. Best effort with targets counts as one tier."""
         between = Tier.ORDINARY < tier < Tier.BACKGROUND
         if request.favoured:
             tiers = Tier.BACKGROUND if between else tier + 1

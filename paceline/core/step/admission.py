@@ -61,8 +61,8 @@ class Admission:
                 head.times_bypassed += 1
             else:
                 passed.append(request)
-                if request.tier > last:
-                    # its turn had come among earlier tiers, but it does not hold these up
+                if request.tier > last and not step.holds_up(request):
+                    # it may go before earlier tiers, but it does not hold these up
                     continue
                 held_by, head, tried = held_by or obstacle, head or request, tried + 1
             if tried > window or head.times_bypassed >= most:

@@ -8,17 +8,14 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
-from typing import Final
 
 from paceline.core.memory.kv_cache import KVCacheManager
+from paceline.core.queues.running import place
 from paceline.core.request import Request
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
 __all__ = ["make_way"]
-
-_ORDER: Final = attrgetter("order")
 
 # (waiting, running): whether the second is preempted to admit the first
 Displaces = Callable[[Request, Request], bool]
@@ -35,7 +32,7 @@ def make_way(state: SchedulerState, head: Request, now: float, displaces: Displa
         return 0
     running = state.running.requests
     # worst first, and no request that comes before ``head``
-    later = reversed(running[bisect_right(running, head.order, key=_ORDER) :])
+    later = reversed(running[bisect_right(running, place(head), key=place) :])
     losers = _fewest(state, head, [request for request in later if displaces(head, request)])
     if not losers:
         return 0

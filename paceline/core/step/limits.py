@@ -61,6 +61,8 @@ class Step:
     passes: Sequence[Pass]
     # prompt tokens kept for a request that others made way for
     reserved: int
+    # prompt tokens kept for a running request of a later pass
+    kept: int = 0
     # promised best-effort requests come before those that missed their targets
     pressing: bool = False
     # a best-effort request that gives its memory up before anything is planned
@@ -140,6 +142,10 @@ class Step:
 
     def demotes(self, request: Request, passed: Sequence[Request]) -> bool:
         """Whether the request, just taken from the queue, was moved to a later tier instead."""
+        return False
+
+    def holds_up(self, request: Request) -> bool:
+        """Whether a best-effort request that does not fit among ordinary ones holds these up."""
         return False
 
     def obstacle(self, request: Request) -> Reason | None:

@@ -80,7 +80,10 @@ class Planner:
         """Run the first of the passes that are left. No request is admitted where ``held_by`` says
         what holds the queue up. Returns what does so now."""
         part, is_first = passes[0], len(passes) == len(step.passes)
-        reserved = later = sum(len(following.running) for following in passes[1:])
+        later = sum(len(following.running) for following in passes[1:])
+        if is_first and later:
+            later += min(step.kept, max(0, step.budget - len(part.running) - later))
+        reserved = later
         if is_first:
             reserved += len(part.must_run) + step.reserved
         preempted = self._rows.extend(step, part.running, reserved, limited=not is_first)
@@ -89,8 +92,6 @@ class Planner:
         num_rows, preempted = len(step.rows), False
         if part.must_run and (must_run := _still_running(part.must_run)):
             before = step.shape
-            for request in must_run:
-                request.num_skipped_steps = 0
             # each takes one token: none has to be left for other rows
             preempted = self._rows.extend(step, must_run, 0, limited=False)
             step.lengthened(before)

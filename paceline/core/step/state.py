@@ -95,7 +95,7 @@ class SchedulerState:
         adaptive = config.adaptive_token_budget
         self.chunk = ChunkSize(self.step_time, tokens, adaptive=adaptive, gap=gap)
         self.kv, self.valve = KVCacheManager(cache), PressureValve(config.pressure_threshold)
-        self.waiting = WaitingRoom(policy.make_queue, policy.later, self.kv)
+        self.waiting = WaitingRoom(policy.make_queue, self.kv)
         self.forks = Forks()
         self.running = RunningList(config, cache, self.kv, self.waiting, self.work)
         self.steps, self.last = StepsInFlight(self.step_time, config.plan_lead_s), LastPlan(tokens)
