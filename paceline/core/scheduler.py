@@ -160,8 +160,8 @@ class Scheduler:
         """
         running = self._running.requests
         self._waiting.begin_plan(now)
-        if now >= self._door.next_expiry:
-            self._expired += self._door.drop_expired(now, self._finish)
+        if now >= self._door.next_expiry or self._last.demoted:
+            self._expired += self._door.drop(now, self._finish)
         if self.valve.threshold < 1.0:
             self.valve.update(1.0 - self.kv.pool.num_free / self.cache.num_blocks)
         starts = self._steps.starts(now)

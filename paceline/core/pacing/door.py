@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 from paceline.core.config import CacheConfig, SchedulerConfig
@@ -115,9 +115,9 @@ class Door:
             request.num_new_tokens = request.num_prompt_tokens - state.kv.num_found(request)
         request.key = state.policy.key(request)
         request.order = (request.key, 0)
-        predicted = self.forecast.note(request)
-        self._check_places(request, num_waiting, left)
         longest = self._longest_wait(request)
+        predicted = self.forecast.note(request, longest)
+        self._check_places(request, num_waiting, left)
         if predicted is not None and predicted > longest:
             why = f"the first token is predicted to take {predicted:.1f} s, the limit is "
             why += f"{longest:g} s"
@@ -130,7 +130,7 @@ class Door:
     def _longest_wait(self, request: Request) -> float:
         """Seconds to the first token beyond which a request is refused."""
         longest = self._state.config.max_predicted_wait_s
-        if longest is None or request.best_effort:
+        if longest is None or request.asked.slo.best_effort:
             return math.inf
         return max(longest, _TARGETS_WAITED * (request.slo.ttft or 0.0))
 
@@ -174,7 +174,7 @@ class Door:
 
     def watch(self, request: Request) -> None:
         """Limit how long a queued request, whose order is known, waits to be started."""
-        timeout = None if request.best_effort else self._state.config.queue_timeout_s
+        timeout = None if request.asked.slo.best_effort else self._state.config.queue_timeout_s
         limits = (request.asked.slo.queue_ttl, timeout)
         shortest = min((limit for limit in limits if limit is not None), default=None)
         if shortest is None:
@@ -194,29 +194,48 @@ class Door:
         self.next_expiry = math.inf
         self.forecast.rest()
 
-    def drop_expired(
-        self, now: float, finish: Callable[[Request, FinishReason], None]
-    ) -> list[Expired]:
-        """End requests that wait and whose time to be started is over, and their forks. Returns
-        what to tell their callers."""
-        dropped: list[tuple[Request, tuple[Request, ...]]] = []
-        by_parent = self._state.forks.by_parent
+    def drop(self, now: float, finish: Callable[[Request, FinishReason], None]) -> list[Expired]:
+        """End requests that wait and were never started, and their forks: those whose time to be
+        started is over, and those that were demoted and would now be refused. Returns what to tell
+        their callers."""
+        dropped: list[Expired] = []
         while self._limits and self._limits[0][0] <= now:
             request = heapq.heappop(self._limits)[2]
-            if request.status is RequestStatus.WAITING and request.first_scheduled_time is None:
-                dropped.append((request, tuple(by_parent.get(request.request_id, ()))))
+            if _never_started(request):
+                waited = now - request.asked.arrival_time
+                why = f"it waited {waited:.1f} s without being started"
+                dropped.append(self._expiry(request, "expired", why, finish))
         self.next_expiry = self._limits[0][0] if self._limits else math.inf
-        for request, forks in dropped:
-            for each in (*forks, request):
-                finish(each, FinishReason.ABORT)
-        # predicted once none of them waits any more, or a request would wait for itself
-        return [self._expiry(*each, now) for each in dropped]
+        demoted, self._state.last.demoted = self._state.last.demoted, []
+        for request in demoted:
+            if not _never_started(request) or request.asked.slo.best_effort:
+                continue
+            waited, longest = now - request.asked.arrival_time, self._longest_wait(request)
+            predicted = self.forecast.predict(request)
+            if predicted is not None and waited + predicted > longest:
+                why = f"its first token is late and predicted to take {waited + predicted:.1f} s, "
+                why += f"the limit is {longest:g} s"
+                dropped.append(self._expiry(request, "predicted-wait", why, finish))
+        return dropped
 
-    def _expiry(self, request: Request, forks: Iterable[Request], now: float) -> Expired:
-        waited = now - request.asked.arrival_time
-        why = f"it waited {waited:.1f} s without being started"
-        error = self._refusal("expired", why, self.forecast.predict(request))
+    def _expiry(
+        self,
+        request: Request,
+        reason: str,
+        why: str,
+        finish: Callable[[Request, FinishReason], None],
+    ) -> Expired:
+        forks = tuple(self._state.forks.by_parent.get(request.request_id, ()))
+        for each in (*forks, request):
+            finish(each, FinishReason.ABORT)
+        # predicted once it does not wait any more, or it would wait for itself
+        seconds = self.forecast.predict(request)
+        error = self._refusal(reason, why, None if seconds is None else min(seconds, _MOST_RETRY))
         return Expired(request.request_id, error, tuple(fork.request_id for fork in forks))
+
+
+def _never_started(request: Request) -> bool:
+    return request.status is RequestStatus.WAITING and request.first_scheduled_time is None
 
 
 def check_door(

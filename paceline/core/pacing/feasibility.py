@@ -124,6 +124,7 @@ class Feasibility:
     def demote(self, request: Request) -> None:
         """Move the request, which is in no ordered place, to the tier of those that are late."""
         request.move(Move.DEMOTE)
+        self._state.last.demoted.append(request)
         self._state.totals.num_relegated += 1
 
     # ------------------------------------------------------------------ all of them

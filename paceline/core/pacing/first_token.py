@@ -8,6 +8,7 @@ This module does not decide what becomes of the request.
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from itertools import accumulate, repeat
@@ -42,6 +43,11 @@ _PARTS: Final = 3
 _ARRIVALS: Final = 256
 _LATELY: Final = 60.0
 _FEW: Final = 8
+# waiting requests asked whether they will be late, at most
+_MAX_JUDGED: Final = 256
+# times the seconds after which a request is late: one that is predicted later than that is taken to
+# yield, and one within it may be on time
+_DOUBT: Final = 1.1
 # times that those who come during the wait are added to it, at most, and by how much it has to grow
 _ROUNDS: Final = 32
 _GROWS: Final = 1.01
@@ -122,12 +128,19 @@ class FirstTokenForecast:
         self._each = 0.0
         self._whole_below = 1
 
-    def note(self, request: Request) -> float | None:
-        """Write down with a newcomer what is predicted for it, and return that."""
+    def note(self, request: Request, longest: float) -> float | None:
+        """Write down with a newcomer what is predicted for it, and return that. One that may wait
+        for no more than ``longest`` seconds and is let in may be on time after all, since others
+        before it will yield."""
         history, arrival = request.history, request.asked.arrival_time
-        history.forecast = self._forecast(request, self._state.steps.starts(arrival) - arrival)
-        history.predicted_ttft = self._seconds(history.forecast)
-        return history.predicted_ttft
+        rest = self._state.steps.starts(arrival) - arrival
+        history.forecast = self._forecast(request, rest)
+        seconds = self._seconds(history.forecast)
+        if seconds is not None and history.forecast.kind.late and seconds <= longest < math.inf:
+            history.forecast = self._forecast(request, rest, others_yield=True)
+            seconds = self._seconds(history.forecast)
+        history.predicted_ttft = seconds
+        return seconds
 
     def rest(self) -> None:
         """The last request has ended: no place is taken until the next newcomer comes."""
@@ -163,12 +176,16 @@ class FirstTokenForecast:
         came, said = known or (1.0, 1.0)
         return came / said
 
-    def _forecast(self, request: Request, rest: float = 0.0) -> Forecast | None:
-        """``rest``: seconds that the step under way still takes."""
+    def _forecast(
+        self, request: Request, rest: float = 0.0, *, others_yield: bool = False
+    ) -> Forecast | None:
+        """``rest``: seconds that the step under way still takes. ``others_yield``: requests before it
+        that will be late are taken to yield."""
         state, last = self._state, self._state.last
         for known, actual, demoted in last.first_tokens:
             # a request that was demoted against its forecast teaches nothing about others
-            if not self._displaces and (known.kind.late or not demoted):
+            on_time = known.kind.late and not demoted
+            if not self._displaces and not on_time and (known.kind.late or not demoted):
                 self._learn(known, actual)
         last.first_tokens.clear()
         if not state.step_time.ready:
@@ -191,9 +208,17 @@ class FirstTokenForecast:
         wait, alone, most = self._wait(request, bias)
         seconds = wait + prompt
         late = seconds > request.late_after
-        if (late and self._yields(request)) or request.tier is not Tier.ORDINARY:
-            wait = alone = self._wait_outside(request)
-            seconds, most = wait + prompt, 0.0
+        if request.tier is not Tier.ORDINARY:
+            seconds = alone = self._outside(request, wait=prompt)
+            return Forecast(kind._replace(late=late), seconds, alone, 0.0, 0.0)
+        if late and self._yields(request):
+            if others_yield:
+                seconds = alone = self._without_late(request) + prompt
+            late = seconds > _DOUBT * request.late_after
+            if late:
+                excess = seconds - request.late_after
+                seconds = request.late_after + self._outside(request, excess)
+            return Forecast(kind._replace(late=late), seconds, seconds, 0.0, 0.0)
         overtaken = (wait - alone) / max(1e-9, bias * seconds)
         return Forecast(kind._replace(late=late), seconds, alone + prompt, overtaken, most)
 
@@ -201,19 +226,25 @@ class FirstTokenForecast:
         """Whether a request that will be late yields to others that wait."""
         return bool(self._state.config.relegate_late and self._targets.dues and not late.favoured)
 
-    def _wait_outside(self, request: Request) -> float:
-        """Seconds until a best-effort or late request has a place and prompts before its own are
-        computed: it and its like are served from what promised work leaves."""
-        tier = max(request.tier, Tier.PROMISED)
-        num, tokens = self._state.waiting.ahead_of(request, tier)
-        ordinary = self._state.waiting.num_tokens[Tier.ORDINARY]
-        seconds = self._until(num, tokens, favoured=False)
-        num += 1 - len(self._state.waiting.ordinary)
-        self._steps_until(1.0)
-        places = max(0.0, num - max(0, self._free_places)) * self._each * _PARTS
-        own = self._lasting(places, max(0, tokens - ordinary))
-        left = self._share.left_over(request, request.asked.arrival_time)
-        return seconds + own * (1.0 / left - 1.0)
+    def _without_late(self, request: Request) -> float:
+        """Seconds until the request has a place if all before it yield that will be late."""
+        num, tokens = self._num_ahead(request)
+        now, dues = request.asked.arrival_time, self._targets.dues[:_MAX_JUDGED]
+        served, each = 0, tokens / max(1, num)
+        for due in dues:
+            served += now + self._until(served, each * served, favoured=False) <= due
+        num = max(0, num - (len(dues) - served))
+        return self._until(num, each * num, favoured=False)
+
+    def _outside(self, request: Request, wait: float) -> float:
+        """Seconds to the first token of a best-effort or late request, which is served with its
+        like from what promised work leaves: after those of them that wait, and ``wait`` seconds of
+        the whole engine."""
+        waiting, tier = self._state.waiting, max(request.tier, Tier.PROMISED)
+        num, tokens = waiting.ahead_of(request, tier)
+        num, tokens = num - len(waiting.ordinary), tokens - waiting.num_tokens[Tier.ORDINARY]
+        own = self._until(num, max(0, tokens), favoured=False) + wait
+        return own / self._share.left_over(request, request.asked.arrival_time)
 
     def _wait(self, request: Request, bias: float) -> tuple[float, float, float]:
         """Seconds until the request has a place, and prompts before its own are computed; the same

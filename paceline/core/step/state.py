@@ -44,6 +44,8 @@ class LastPlan:
     # ``History.forecast``, the seconds that it took, and whether the request had been demoted, of
     # all that had their first token since forecasts were last asked for
     first_tokens: list[tuple[Any, float, bool]] = field(default_factory=list)
+    # requests that were demoted since the door last looked at them
+    demoted: list[Request] = field(default_factory=list)
 
 
 @dataclass(slots=True)
