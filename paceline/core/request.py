@@ -245,6 +245,7 @@ class Request:
             self.history.demoted, self.told = True, False
         elif move is Move.RESTORE:
             self.targets = self.slo
+            self.order = (self.key, self.order[1])
             self.history.demoted = False
 
     @property

@@ -120,8 +120,8 @@ def test_weights_refuse(text: str) -> None:
         (["--max-token-gap-ms", "100"], "max_token_gap_s", 0.1),
         (["--max-token-gap-ms", "0"], "max_token_gap_s", None),
         (["--plan-lead-ms", "20"], "plan_lead_s", 0.02),
-        (["--background-share", "0.3"], "background_share", 0.3),
-        (["--background-share", "0"], "background_share", None),
+        (["--best-effort-share", "0.3"], "best_effort_share", 0.3),
+        (["--best-effort-share", "0"], "best_effort_share", 0.0),
         (["--no-future-memory-check"], "future_memory_check", False),
         (["--no-pace-admission"], "pace_admission", False),
         (["--no-relegate-late"], "relegate_late", False),
@@ -321,7 +321,7 @@ def test_every_setting_can_be_set_or_comes_from_the_model() -> None:
         "default_tpot_s": "default_tpot_ms",
     }
     renamed |= {
-        "best_effort_delay_s": "best_effort_delay",
+        "best_effort_share": "best_effort_share",
         "best_effort_step_s": "best_effort_step_ms",
         "plan_lead_s": "plan_lead_ms",
         "max_num_waiting": "max_queue",

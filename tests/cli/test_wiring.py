@@ -159,7 +159,7 @@ def test_settings_reach_the_engine() -> None:
         adaptive_token_budget=False,
         coalesce_window_s=0.7,
         coalesce_size=11,
-        best_effort_delay_s=13.0,
+        best_effort_share=0.13,
     )
     core, engine = build(settings.to_json())
     try:
@@ -171,7 +171,7 @@ def test_settings_reach_the_engine() -> None:
         assert (scheduler.bypass_window, scheduler.max_bypasses) == (2, 5)
         assert not scheduler.adaptive_token_budget
         assert (scheduler.coalesce_window_s, scheduler.coalesce_size) == (0.7, 11)
-        assert scheduler.best_effort_delay_s == 13.0
+        assert scheduler.best_effort_share == 0.13
         assert scheduler.max_model_len == engine.max_model_len == 20
         assert engine.model == "null"
     finally:

@@ -16,8 +16,7 @@ from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.memory.outlook import capacity, future_peak
 from paceline.core.memory.pressure import PressureValve
 from paceline.core.pacing import deadlines
-from paceline.core.pacing.ageing import Ageing
-from paceline.core.pacing.budget import BackgroundBucket, StepBudget
+from paceline.core.pacing.budget import StepBudget
 from paceline.core.pacing.tpot_guard import TpotGuard
 from paceline.core.pacing.triage import all_in_time, triage
 from paceline.core.pacing.view import NO_VIEW, RunningView
@@ -31,7 +30,6 @@ from paceline.core.queues.waiting import WaitingRoom
 from paceline.core.request import Request
 from paceline.core.slo import NO_SLO, Slo
 from paceline.core.step.in_flight import StepsInFlight
-from paceline.core.tier import Tier
 from tests.core.machine import Machine
 from tests.core.machine import seconds as takes
 from tests.driving import make_request
@@ -84,22 +82,6 @@ def streams(count: int, slo: Slo) -> list[Request]:
         request.num_tokens = 2
         request.num_computed_tokens = 1
     return requests
-
-
-def test_a_batch_line_counts_as_come_a_minute_later() -> None:
-    def first(chat_at: float) -> str:
-        machine = Machine(max_num_seqs=1, best_effort_delay_s=60.0, policy="fcfs")
-        machine.now = 100.0
-        line = make_request("line", 8, 2, slo=Slo(slo_class="batch", best_effort=True))
-        machine.add(line, make_request("chat", 8, 2, arrival=chat_at))
-        machine.run()
-        return next(new.request_id for plan in machine.plans for new in plan.new_requests)
-
-    says(
-        "A batch line arrives at 12:00:00 and a chat at 12:00:30", "arrives at 12:01:10 goes after"
-    )
-    assert first(30.0) == "chat"
-    assert first(70.0) == "line"
 
 
 def test_a_flood_fills_seven_eighths_of_the_queue() -> None:
@@ -204,49 +186,12 @@ def test_a_step_beside_streams_is_bounded() -> None:
     assert scheduler.state.chunk.within(base, 0, 2048, gap=0.25) == 224
 
 
-def test_background_rows_earn_a_tenth(model: StepTimeModel) -> None:
-    says("Steps of ordinary rows take 30 ms, and each earns 3 ms", "16 ms, into every sixth")
-    rows = RunningView.of(streams(20, Slo()))
-    own = model.predict(rows.base)
-    assert own == pytest.approx(0.03)
-
-    def saved_after(steps: int) -> float:
-        bucket = BackgroundBucket(model, 0.1, 32)
-        # the first one shows what a step takes without background rows
-        assert bucket.seconds(rows) == 0.0
-        for _ in range(steps - 1):
-            bucket.seconds(rows)
-        return bucket.seconds(rows) - own
-
-    row = model.predict(rows.base.plus(0, 1)) - own
-    assert saved_after(1) == pytest.approx(3 * row)
-    chunk = model.predict(rows.base.plus(0, 16)) - own
-    assert saved_after(5) < chunk <= saved_after(6)
-    # 32 tokens are what it holds
-    assert saved_after(30) == pytest.approx(0.032)
-
-
 def test_deadlines_press_and_rows_must_run() -> None:
     says("Twice 20 is more than 30, so deadlines press", "twice (300 + 8) steps of 50 ms is 30.8 s")
     assert not all_in_time(0.0, [deadlines._HASTE * 20.0], [30.0])
     assert all_in_time(0.0, [deadlines._HASTE * 20.0], [50.0])
     steps = 300 + deadlines._STEPS_BETWEEN_LOOKS
     assert deadlines._HASTE * steps * 0.05 == pytest.approx(30.8)
-
-
-def test_the_oldest_line_ages_after_a_minute_at_the_front() -> None:
-    says("has been first for 60 s: it is admitted next")
-    room = WaitingRoom(RequestQueue, lambda key: key, KVCacheManager(Machine().cache))
-    lines = [make_request(f"line{i}", 4, slo=Slo(best_effort=True)) for i in range(2)]
-    for number, line in enumerate(lines):
-        line.order = (0.0, number)
-        room.push(line)
-    ageing, chats = Ageing(room, SchedulerConfig().best_effort_delay_s), streams(1, Slo(tpot=0.1))
-    for now in range(61):
-        assert all(line.best_effort for line in lines)
-        ageing.look(float(now), RunningView.of(chats))
-    assert [line.tier for line in lines] == [Tier.ORDINARY, Tier.BACKGROUND]
-    assert lines[1].seconds_first == 0.0
 
 
 def test_the_next_step_is_planned_at_96_ms() -> None:
@@ -274,7 +219,7 @@ def test_victims_and_swaps(model: StepTimeModel) -> None:
         )
         kv = KVCacheManager(cache)
         work = WorkEstimator(model, LengthHistory())
-        waiting = WaitingRoom(RequestQueue, lambda key: key, kv)
+        waiting = WaitingRoom(RequestQueue, kv)
         return RunningList(SchedulerConfig(), cache, kv, waiting, work), kv
 
     def running(tokens: int) -> Request:

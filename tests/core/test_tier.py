@@ -25,9 +25,6 @@ ALLOWED = {
     (ORDINARY, Move.DEMOTE): RELEGATED,
     (PROMISED, Move.DEMOTE): RELEGATED,
     (RELEGATED, Move.RESTORE): PROMISED,
-    (PROMISED, Move.AGE): ORDINARY,
-    (RELEGATED, Move.AGE): ORDINARY,
-    (BACKGROUND, Move.AGE): ORDINARY,
     (RELEGATED, Move.REJOIN): ORDINARY,
     (ORDINARY, Move.FAVOUR): ORDINARY,
     (PROMISED, Move.FAVOUR): PROMISED,
@@ -48,11 +45,11 @@ def test_every_other_move_is_refused_by_name_and_changes_nothing(tier: Tier, mov
     if tier is RELEGATED:
         request.move(Move.DEMOTE)
     assert request.tier is tier
-    before = request.targets, request.favoured, request.aged, request.history.demoted
+    before = request.targets, request.favoured, request.history.demoted
     with pytest.raises(ValueError, match=f"tier {tier.name} cannot {move.value}"):
         request.move(move)
     assert request.tier is tier
-    assert before == (request.targets, request.favoured, request.aged, request.history.demoted)
+    assert before == (request.targets, request.favoured, request.history.demoted)
 
 
 def test_targets_decide_where_a_request_begins() -> None:
@@ -76,7 +73,7 @@ def test_a_demotion_is_told_and_can_be_taken_back() -> None:
 
 def test_a_late_first_token_is_aimed_at_no_more() -> None:
     request = make_request("r", 4, slo=PACED)
-    request.key, request.order = 3.0, (63.0, 7)
+    request.key, request.order = 3.0, (3.0, 7)
     request.move(Move.DEMOTE)
     assert request.targets == replace(PACED, ttft=None) and request.asked.slo is PACED
     request.told = True
@@ -84,15 +81,6 @@ def test_a_late_first_token_is_aimed_at_no_more() -> None:
     assert request.tier is ORDINARY and request.targets.ttft is None
     assert request.order == (3.0, 7), "the place that it had"
     assert request.history.demoted and request.told, "it is late all the same"
-
-
-@pytest.mark.parametrize("slo", [PROMISE, NIGHT])
-def test_one_that_has_aged_is_ordinary_without_targets_whatever_it_asked_for(slo: Slo) -> None:
-    request = make_request("r", 4, slo=slo)
-    request.move(Move.AGE)
-    assert request.tier is ORDINARY and request.aged and not request.best_effort
-    assert request.targets == Slo(slo_class=slo.slo_class), "its class stays"
-    assert request.asked.slo is slo
 
 
 def test_one_that_is_favoured_stays_in_its_tier() -> None:
@@ -103,7 +91,7 @@ def test_one_that_is_favoured_stays_in_its_tier() -> None:
 
 # ------------------------------------------------------------------ who may change it
 
-GUARDED = {"tier", "targets", "asked", "favoured", "aged"}
+GUARDED = {"tier", "targets", "asked", "favoured"}
 
 
 def assigned(node: ast.AST, within: str = "") -> Iterator[tuple[str, str]]:
@@ -146,7 +134,7 @@ class C:
         r.tier, x = 1, r.targets
         object.__setattr__(r, "asked", 2)
         def g():
-            r.history.aged += 1
+            r.history.targets += 1
         r.tiers = tier = 3
         del r.favoured
 """
@@ -154,4 +142,4 @@ class C:
 
 def test_what_counts_as_changing_it() -> None:
     found = sorted(assigned(ast.parse(SOURCE)))
-    assert found == [("C.f", "asked"), ("C.f", "favoured"), ("C.f", "tier"), ("C.f.g", "aged")]
+    assert found == [("C.f", "asked"), ("C.f", "favoured"), ("C.f", "tier"), ("C.f.g", "targets")]

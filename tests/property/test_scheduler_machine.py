@@ -44,8 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pressure_threshold=st.sampled_from([0.5, 0.88, 1.0]),
         max_num_waiting=st.sampled_from([None, 4]),
         queue_timeout_s=st.sampled_from([None, 6.0]),
-        background_share=st.sampled_from([None, 0.1, 1.0]),
-        best_effort_delay_s=st.sampled_from([0.0, 10.0]),
+        best_effort_share=st.sampled_from([0.0, 0.05, 0.5]),
         num_speculative_tokens=st.sampled_from([0, 1, 5]),
         # places where a draft model is wrong; None: there is none
         draft_wrong=st.sampled_from([None, (), (1,)]),
@@ -71,8 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pressure_threshold: float,
         max_num_waiting: int | None,
         queue_timeout_s: float | None,
-        background_share: float | None,
-        best_effort_delay_s: float,
+        best_effort_share: float,
         num_speculative_tokens: int,
         draft_wrong: tuple[int, ...] | None,
         window: int,
@@ -92,7 +90,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority_ageing_s=5.0,
             coalesce_window_s=3.0,
             coalesce_size=3,
-            best_effort_delay_s=best_effort_delay_s,
             speculative_config={
                 "method": "auto",
                 "num_speculative_tokens": num_speculative_tokens,
@@ -111,7 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             pressure_threshold=pressure_threshold,
             max_num_waiting=max_num_waiting,
             queue_timeout_s=queue_timeout_s,
-            background_share=background_share,
+            best_effort_share=best_effort_share,
             seconds=(lambda shape: 0.5 + 0.1 * shape.wide_tokens) if paced else None,
         )
         self.asked: dict[str, tuple[list[int], int, frozenset[int]]] = {}

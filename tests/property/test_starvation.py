@@ -25,7 +25,6 @@ def test_a_request_ends_while_others_keep_coming(policy: str, seed: int, load: f
     machine = Machine(
         policy=policy,
         max_num_seqs=2,
-        best_effort_delay_s=4.0,
         priority_ageing_s=1.0,
         coalesce_window_s=0.1,
     )

@@ -63,7 +63,7 @@ def _flags(rng: random.Random, policy: str) -> dict[str, Any]:
         "relegate_late": rng.random() < 0.75,
         "preemption": rng.choice(("auto", "swap", "recompute")),
         "pressure_threshold": rng.choice((0.5, 0.8, 0.88, 1.0)),
-        "background_share": rng.choice((None, 0.1, 1.0)),
+        "best_effort_share": rng.choice((0.0, 0.05, 0.4)),
         "coalesce_size": rng.choice((1, 3)),
     }
 
@@ -89,9 +89,8 @@ def _wander(core: Core, policy: str, rng: random.Random) -> Rig:
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_seqs + rng.randint(0, 20),
         "max_num_waiting": rng.choice((None, 4)),
-        "max_predicted_wait_s": rng.choice((None, None, 15.0)),
+        "max_predicted_wait_s": rng.choice((None, None, 6.0)),
         "queue_timeout_s": rng.choice((None, 6.0)),
-        "best_effort_delay_s": rng.choice((0.0, 10.0)),
         "best_effort_step_s": rng.choice((0.03, 1.0)),
         "priority_ageing_s": 5.0,
         "coalesce_window_s": 3.0,
@@ -188,7 +187,6 @@ def _serve(core: Core, policy: str, rng: random.Random) -> Rig:
         "max_num_waiting": rng.choice((None, None, 12, 40)),
         "max_predicted_wait_s": rng.choice((None, None, 0.5, 3.0)),
         "queue_timeout_s": rng.choice((None, None, 5.0)),
-        "best_effort_delay_s": rng.choice((0.0, 1.0, 10.0)),
         "best_effort_step_s": rng.choice((0.03, 0.1, 0.4)),
         "priority_ageing_s": 1.0,
         "coalesce_window_s": 0.1,

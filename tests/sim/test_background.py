@@ -72,7 +72,6 @@ def test_everybody_is_served(busy: float, targets: tuple[float | None, float | N
         scheduler=SchedulerConfig(
             max_model_len=8192,
             policy="deadline",
-            background_share=0.1,
         ),
         cache=CacheConfig(block_size=16, num_blocks=15_882),
     )

@@ -74,7 +74,6 @@ def run(seed: int) -> tuple[float, float, dict[str, float]]:
         scheduler=SchedulerConfig(
             max_model_len=4096,
             policy="deadline",
-            background_share=0.1,
         ),
         cache=CacheConfig(block_size=16, num_blocks=6000, enable_prefix_caching=False),
     )

@@ -121,7 +121,7 @@ class Door:
         if predicted is not None and predicted > longest:
             why = f"the first token is predicted to take {predicted:.1f} s, the limit is "
             why += f"{longest:g} s"
-            raise self._refusal("predicted-wait", why, min(predicted - longest, _MOST_RETRY))
+            raise self._refusal("predicted-wait", why, predicted - longest)
         if state.valve.level >= Pressure.REFUSE and num_waiting:
             why = f"KV memory is nearly full and {num_waiting} requests wait for it"
             raise self._refusal("pressure", why, predicted)
@@ -167,7 +167,8 @@ class Door:
     def _refusal(self, reason: str, why: str, seconds: float | None) -> QueueFullError:
         self._state.totals.refused[reason] += 1
         # no caller plans for longer than the longest target may be
-        wait = min(max(_RETRY_SECONDS if seconds is None else seconds, _LEAST_RETRY), MAX_SECONDS)
+        most = _MOST_RETRY if reason == "predicted-wait" else MAX_SECONDS
+        wait = min(max(_RETRY_SECONDS if seconds is None else seconds, _LEAST_RETRY), most)
         return QueueFullError(f"not accepted: {why}; retry in {wait:.1f} s", wait, reason)
 
     # ------------------------------------------------------------------ dropped
@@ -229,8 +230,7 @@ class Door:
         for each in (*forks, request):
             finish(each, FinishReason.ABORT)
         # predicted once it does not wait any more, or it would wait for itself
-        seconds = self.forecast.predict(request)
-        error = self._refusal(reason, why, None if seconds is None else min(seconds, _MOST_RETRY))
+        error = self._refusal(reason, why, self.forecast.predict(request))
         return Expired(request.request_id, error, tuple(fork.request_id for fork in forks))
 
 

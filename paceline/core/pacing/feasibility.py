@@ -32,6 +32,8 @@ __all__ = ["Feasibility", "Others"]
 # waiting requests that one triage looks at: the work of so many takes longer than targets last
 _MAX_TRIAGED: Final = 256
 _STEPS_BETWEEN_TRIAGES: Final = 8
+# seconds by which best effort that misses its deadline counts as come later
+_MISSED: Final = 60.0
 # waiting requests asked whether they can still be on time, at most: the step waits for the answer
 _MAX_ASKED: Final = 32
 
@@ -123,6 +125,10 @@ class Feasibility:
 
     def demote(self, request: Request) -> None:
         """Move the request, which is in no ordered place, to the tier of those that are late."""
+        if request.asked.slo.best_effort:
+            # it comes behind work that can still be in time, but not for ever
+            later = _MISSED * self._state.policy.key_per_second
+            request.order = (request.order[0] + later, request.order[1])
         request.move(Move.DEMOTE)
         self._state.last.demoted.append(request)
         self._state.totals.num_relegated += 1

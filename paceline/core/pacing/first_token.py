@@ -179,8 +179,8 @@ class FirstTokenForecast:
     def _forecast(
         self, request: Request, rest: float = 0.0, *, others_yield: bool = False
     ) -> Forecast | None:
-        """``rest``: seconds that the step under way still takes. ``others_yield``: requests before it
-        that will be late are taken to yield."""
+        """``rest``: seconds that the step under way still takes. ``others_yield``: late requests
+        before it are taken to yield."""
         state, last = self._state, self._state.last
         for known, actual, demoted in last.first_tokens:
             # a request that was demoted against its forecast teaches nothing about others
@@ -209,7 +209,8 @@ class FirstTokenForecast:
         seconds = wait + prompt
         late = seconds > request.late_after
         if request.tier is not Tier.ORDINARY:
-            seconds = alone = self._outside(request, wait=prompt)
+            # first what waits before it, and what comes meanwhile leaves it but a part
+            seconds = alone = alone + prompt + self._outside(request, prompt)
             return Forecast(kind._replace(late=late), seconds, alone, 0.0, 0.0)
         if late and self._yields(request):
             if others_yield:
@@ -217,7 +218,7 @@ class FirstTokenForecast:
             late = seconds > _DOUBT * request.late_after
             if late:
                 excess = seconds - request.late_after
-                seconds = request.late_after + self._outside(request, excess)
+                seconds += self._outside(request, excess)
             return Forecast(kind._replace(late=late), seconds, seconds, 0.0, 0.0)
         overtaken = (wait - alone) / max(1e-9, bias * seconds)
         return Forecast(kind._replace(late=late), seconds, alone + prompt, overtaken, most)
@@ -237,14 +238,13 @@ class FirstTokenForecast:
         return self._until(num, each * num, favoured=False)
 
     def _outside(self, request: Request, wait: float) -> float:
-        """Seconds to the first token of a best-effort or late request, which is served with its
-        like from what promised work leaves: after those of them that wait, and ``wait`` seconds of
-        the whole engine."""
+        """Seconds that promised work adds to those of a best-effort or late request: its like that
+        wait before it, and ``wait``, are served from what promised work leaves."""
         waiting, tier = self._state.waiting, max(request.tier, Tier.PROMISED)
         num, tokens = waiting.ahead_of(request, tier)
         num, tokens = num - len(waiting.ordinary), tokens - waiting.num_tokens[Tier.ORDINARY]
         own = self._until(num, max(0, tokens), favoured=False) + wait
-        return own / self._share.left_over(request, request.asked.arrival_time)
+        return own * (1.0 / self._share.left_over(request, request.asked.arrival_time) - 1.0)
 
     def _wait(self, request: Request, bias: float) -> tuple[float, float, float]:
         """Seconds until the request has a place, and prompts before its own are computed; the same

@@ -215,8 +215,10 @@ class PacedStep(Step):
             self._predicted = self.model.predict(self.shape)
         row = self.model.row_seconds(request.num_computed_tokens)
         if self._predicted + row > _ROUNDING * limit:
+            # one that is granted its place pays for that anyway, and may use it
+            pays = self.share.credit >= row or request.granted
             is_look = self._is_metered(request) and not self.background_seconds
-            if is_look or self.share.credit < row or not self.share.has_share(request):
+            if is_look or not pays or not self.share.has_share(request):
                 return False
             if request.num_uncomputed_tokens > 1:
                 self._paying = request

@@ -100,18 +100,6 @@ def test_level_3_preempts_best_effort_for_the_others() -> None:
     assert tight.finished["batch"].num_preemptions >= 1
 
 
-def test_nobody_is_preempted_for_one_that_was_best_effort_itself() -> None:
-    tight = driver()
-    late = make_request("late", range(1, 101), 40)
-    late.aged = True
-    tight.add(late, make_request("batch", range(200, 290), 40, slo=BATCH))
-    for _ in range(3):
-        tight.step()
-    assert tight.scheduler.stats().pressure_level >= 3
-    assert tight.scheduler.stats().num_preemptions == 0
-    tight.run()
-
-
 def test_what_nobody_waits_for_is_preempted_before_what_has_a_deadline() -> None:
     tight = driver()
     promised = Slo(slo_class="batch", best_effort=True, deadline=9000.0)

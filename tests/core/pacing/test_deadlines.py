@@ -9,6 +9,7 @@ import pytest
 
 from paceline.core.policies import POLICIES
 from paceline.core.predict.step_time import StepShape
+from paceline.core.queues.running import place
 from paceline.core.slo import Slo
 from paceline.core.tier import Tier
 from tests.core.machine import Machine, seconds
@@ -91,7 +92,7 @@ def test_no_policy_lets_a_later_band_displace_an_earlier_one(policy: str) -> Non
     assert pairs, "ordinary requests displace best effort"
     for waiting, running in pairs:
         assert waiting.tier <= running.tier
-        assert waiting.order < running.order
+        assert place(waiting) < place(running)
 
 
 def test_when_not_all_can_be_done_in_time_the_fewest_are_late() -> None:
@@ -137,23 +138,6 @@ def test_many_hopeless_are_left_out_a_few_at_a_time() -> None:
     machine.until_done()
 
 
-def test_what_is_late_does_not_starve_behind_deadlines() -> None:
-    machine = Machine(max_num_seqs=1, best_effort_delay_s=5.0)
-    machine.add(machine.late("late", 600))
-    came = machine.now
-    for number in range(200):
-        if "late" in machine.finished:
-            break
-        # more than can be served, each with little time
-        while sum(r.tier is Tier.PROMISED for r in machine.scheduler._waiting) < 4:
-            name = f"b{number}-{len(machine.scheduler._requests)}-{machine.now:.3f}"
-            machine.add(machine.batch(name, 600, 2.0))
-        machine.step()
-    assert "late" in machine.finished
-    # as if it had come so much later, twice: as best effort, and beside deadlines
-    assert 5.0 <= machine.now - came <= 2 * 5.0 + 5.0
-
-
 def test_tenants_that_are_kept_apart_are_not_left_out_for_one_another() -> None:
     def missed(policy: str) -> set[str]:
         machine = Machine(max_num_seqs=2, policy=policy)
@@ -187,24 +171,6 @@ def test_best_effort_prompts_lengthen_the_steps_of_others_by_a_short_step() -> N
     # its own 11 ms, and 200 more in tiles of 16 tokens: the target would allow for 3 s
     assert 10 <= len(steps) <= 40
     assert max(steps) <= 0.011 + 0.2 + 0.001
-
-
-def test_best_effort_whose_turn_has_come_lengthens_the_step_no_more() -> None:
-    machine = Machine(
-        max_num_batched_tokens=5120, best_effort_step_s=0.1, best_effort_delay_s=1.0, policy="fcfs"
-    )
-    for number in range(2):
-        batch = machine.batch(f"batch{number}", 4000, 500.0)
-        # before the chat in the order even with the delay
-        ask(batch, arrival_time=machine.now - 50.0)
-        machine.add(batch)
-    machine.add(make_request("chat", 40, 4, arrival=machine.now))
-    machine.step()
-    rows = {row.request_id: row.num_tokens for row in machine.plans[0].rows}
-    assert rows.pop("chat") == 40
-    assert "batch0" in rows, "its turn had come"
-    # 1 ms a token; as large as it gets by itself, a step has some 300
-    assert sum(rows.values()) <= 112
 
 
 def test_a_new_prompt_with_a_target_shares_its_step_with_no_best_effort_prompt() -> None:

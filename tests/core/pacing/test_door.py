@@ -210,10 +210,10 @@ def test_a_light_tenants_wait_is_predicted_with_those_of_its_kind() -> None:
 def test_no_advised_wait_is_longer_than_a_target_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of a request whose priority lets all others pass would be."""
     driver = warm(max_num_seqs=1, max_predicted_wait_s=30.0)
-    monkeypatch.setattr(FirstTokenForecast, "note", lambda self, request: 1e19)
-    with pytest.raises(QueueFullError, match=r"retry in 86400\.0 s") as error:
+    monkeypatch.setattr(FirstTokenForecast, "note", lambda self, request, longest: 1e19)
+    with pytest.raises(QueueFullError, match=r"retry in 60\.0 s") as error:
         driver.add(make_request("a", 4, 20))
-    assert error.value.retry_after == 86_400.0
+    assert error.value.retry_after == 60.0
 
 
 def test_retry_after_of_a_full_queue_is_the_predicted_wait() -> None:
@@ -310,7 +310,9 @@ def test_relegation_can_be_turned_off() -> None:
         {"preemption": "drop"},
         {"pressure_threshold": 0.0},
         {"best_effort_step_s": 0.0},
-        {"background_share": 0.0},
+        {"best_effort_share": 1.0},
+        {"best_effort_share": -0.1},
+        {"max_predicted_wait_s": 9.0, "queue_timeout_s": 8.0},
     ],
 )
 def test_settings_are_checked(bad: dict[str, object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -9,6 +10,8 @@ import pytest
 
 from paceline.core.errors import QueueFullError
 from paceline.core.pacing.first_token import FirstTokenForecast, Forecast, ForecastKind
+from paceline.core.pacing.share import GuaranteedShare
+from paceline.core.pacing.waiting_targets import WaitingTargets
 from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Request
 from paceline.core.slo import MAX_SECONDS
@@ -42,8 +45,12 @@ def state_with(
     return state
 
 
+def forecast_of(state: SchedulerState) -> FirstTokenForecast:
+    return FirstTokenForecast(state, GuaranteedShare(state), WaitingTargets(state))
+
+
 def predicted(state: SchedulerState) -> float:
-    seconds = FirstTokenForecast(state).predict(NEWCOMER)
+    seconds = forecast_of(state).predict(NEWCOMER)
     assert seconds is not None
     return seconds
 
@@ -58,16 +65,17 @@ def test_forecasts_count_tokens_ahead_and_ends_of_running_requests() -> None:
 
 
 def test_nothing_is_predicted_before_anything_was_measured() -> None:
-    forecast = FirstTokenForecast(Driver().scheduler.state)
-    assert forecast.note(NEWCOMER) is None
+    forecast = forecast_of(Driver().scheduler.state)
+    assert forecast.note(NEWCOMER, math.inf) is None
     assert NEWCOMER.history.predicted_ttft is None
 
 
 def test_a_bias_corrects_itself() -> None:
     state = state_with()
-    forecast, before = FirstTokenForecast(state), predicted(state)
+    forecast, before = forecast_of(state), predicted(state)
     for _ in range(200):
-        assert forecast.note(NEWCOMER) is not None and NEWCOMER.history.forecast is not None
+        assert forecast.note(NEWCOMER, math.inf) is not None
+        assert NEWCOMER.history.forecast is not None
         state.last.first_tokens.append((NEWCOMER.history.forecast, 2.0 * before, False))
     after = forecast.predict(NEWCOMER)
     assert after is not None and 1.9 * before < after < 2.1 * before
@@ -79,7 +87,7 @@ def test_first_tokens_teach_unless_something_else_made_them_late(
     late: int, demoted: int, teaches: int
 ) -> None:
     state = state_with()
-    forecast, kind = FirstTokenForecast(state), KIND._replace(late=bool(late))
+    forecast, kind = forecast_of(state), KIND._replace(late=bool(late))
     said = Forecast(kind, 0.2, 0.2, 0.0, 0.0)
     state.last.first_tokens.append((said, 1.5, bool(demoted)))
     assert forecast.predict(NEWCOMER) is not None
@@ -89,11 +97,11 @@ def test_first_tokens_teach_unless_something_else_made_them_late(
 def test_what_is_learned_of_one_kind_says_nothing_of_another() -> None:
     """Later arrivals go before those of a low priority, and before nobody else."""
     state = state_with()
-    forecast = FirstTokenForecast(state)
+    forecast = forecast_of(state)
     high, low = make_request("high", 100, priority=0), make_request("low", 100, priority=1)
     before = forecast.predict(high)
     for _ in range(100):
-        assert forecast.note(low) is not None and low.history.forecast is not None
+        assert forecast.note(low, math.inf) is not None and low.history.forecast is not None
         state.last.first_tokens.append((low.history.forecast, 30.0, False))
     after = forecast.predict(low)
     assert before is not None and after is not None
@@ -122,7 +130,7 @@ def test_places_come_free_in_steps_that_compute_the_prompts_before() -> None:
 def test_those_that_are_likely_to_come_and_go_first_count() -> None:
     """Ten requests of priority 0 came in ten seconds, each of 100 tokens. While 500 steps of 10 ms
     pass until a place comes free, five more come, and take the five places before."""
-    forecast = FirstTokenForecast(state_with(places=0, policy="priority", outputs=500))
+    forecast = forecast_of(state_with(places=0, policy="priority", outputs=500))
     low, high = (make_request("new", 100, arrival=10.0, priority=p) for p in (1, 0))
     for request in (low, high):
         request.key = float(request.asked.priority) + 10.0 / 60.0
@@ -139,12 +147,12 @@ def test_those_that_are_likely_to_come_and_go_first_count() -> None:
 
 def test_no_forecast_is_longer_than_a_target_may_be() -> None:
     """As that of a request whose priority lets all others pass would be."""
-    forecast = FirstTokenForecast(state_with(places=0, policy="priority", outputs=500))
+    forecast = forecast_of(state_with(places=0, policy="priority", outputs=500))
     for second in range(1, 11):
         forecast.came(newcomer(second / 20.0))
     last = newcomer(1.0, priority=2**63 - 1)
     assert forecast.predict(last) == MAX_SECONDS
-    assert forecast.note(last) == last.history.predicted_ttft == MAX_SECONDS
+    assert forecast.note(last, math.inf) == last.history.predicted_ttft == MAX_SECONDS
 
 
 def full_state() -> SchedulerState:
@@ -164,7 +172,7 @@ def test_running_requests_that_make_way_are_as_good_as_free_places() -> None:
     running = state.running.requests
     running[:] = [make_request(f"r{i}", 2, 500, priority=i) for i in range(2)]
     running[1].order = 1.0, 1
-    forecast = FirstTokenForecast(state)
+    forecast = forecast_of(state)
     high, low = forecast.predict(newcomer(5.0)), forecast.predict(newcomer(5.0, priority=1))
     assert high is not None and high < 1.1 * OWN
     assert low is not None and low > 4.9
@@ -178,7 +186,7 @@ def test_the_pace_of_a_queue_is_what_came_by_what_was_foreseen() -> None:
     """Two requests that run for 500 and 1,000 steps of 10 ms give back a place in 3.75 s."""
     for seconds in (3.75, 7.5):
         state = full_state()
-        forecast = FirstTokenForecast(state)
+        forecast = forecast_of(state)
         before = forecast.predict(newcomer(0.0))
         for number in range(200):
             state.totals.num_first_tokens += 1
@@ -193,7 +201,7 @@ def test_the_pace_of_a_queue_is_what_came_by_what_was_foreseen() -> None:
 
 def test_time_in_which_places_are_free_says_nothing_of_the_pace() -> None:
     state = full_state()
-    forecast = FirstTokenForecast(state)
+    forecast = forecast_of(state)
     for number in range(50):
         # every other newcomer finds one
         state.config = replace(state.config, max_num_seqs=2 + number % 2)
@@ -206,7 +214,7 @@ def test_time_in_which_places_are_free_says_nothing_of_the_pace() -> None:
 
 def test_a_pause_makes_a_queue_no_slower_than_that() -> None:
     state = full_state()
-    forecast = FirstTokenForecast(state)
+    forecast = forecast_of(state)
     for number in range(20):
         state.totals.num_first_tokens += 1
         assert forecast.predict(newcomer(3.75 * number)) is not None
@@ -223,7 +231,7 @@ def test_those_that_go_first_make_prompts_be_computed_again() -> None:
     for again in (0, 3000):
         state = full_state()
         state.waiting.push(newcomer(0.0, priority=5))
-        forecast = FirstTokenForecast(state)
+        forecast = forecast_of(state)
         for number in range(30):
             state.totals.num_recomputed_tokens += again
             assert forecast.predict(newcomer(7.5 * number)) is not None
@@ -238,8 +246,9 @@ def test_those_that_go_first_make_prompts_be_computed_again() -> None:
 def test_where_newcomers_displace_nothing_is_learned_by_kind() -> None:
     for policy, learns in (("priority", False), ("fcfs", True)):
         state = state_with(policy=policy)
-        forecast = FirstTokenForecast(state)
-        assert forecast.note(NEWCOMER) is not None and NEWCOMER.history.forecast is not None
+        forecast = forecast_of(state)
+        assert forecast.note(NEWCOMER, math.inf) is not None
+        assert NEWCOMER.history.forecast is not None
         state.last.first_tokens.append((NEWCOMER.history.forecast, 5.0, False))
         assert forecast.predict(NEWCOMER) is not None and not state.last.first_tokens
         assert bool(forecast.outcomes) is learns
@@ -247,7 +256,7 @@ def test_where_newcomers_displace_nothing_is_learned_by_kind() -> None:
 
 def test_where_nobody_displaces_nothing_is_measured() -> None:
     state = state_with(places=0, outputs=500)
-    forecast = FirstTokenForecast(state)
+    forecast = forecast_of(state)
     for number in range(50):
         state.totals.num_recomputed_tokens += 100
         assert forecast.predict(newcomer(10.0 * number)) is not None
@@ -257,7 +266,7 @@ def test_where_nobody_displaces_nothing_is_measured() -> None:
 
 def test_where_tenants_are_kept_apart_keys_do_not_tell_who_overtakes() -> None:
     for policy, overtaken in (("deadline", True), ("fair", False)):
-        forecast = FirstTokenForecast(state_with(places=0, policy=policy, outputs=500))
+        forecast = forecast_of(state_with(places=0, policy=policy, outputs=500))
         low = make_request("new", 100, arrival=10.0)
         low.key = 20.0
         alone = forecast.predict(low)
@@ -269,7 +278,7 @@ def test_where_tenants_are_kept_apart_keys_do_not_tell_who_overtakes() -> None:
 
 
 def test_those_of_long_ago_do_not_tell_who_comes() -> None:
-    forecast = FirstTokenForecast(state_with(places=0, policy="deadline", outputs=500))
+    forecast = forecast_of(state_with(places=0, policy="deadline", outputs=500))
     for second in range(1, 11):
         forecast.came(make_request(f"r{second}", 100, arrival=float(second)))
     late = make_request("late", 100, arrival=200.0)
@@ -285,8 +294,7 @@ def test_what_is_kept_of_arrivals_is_what_is_said_of_them(seed: int) -> None:
     keys and times, and some times no request comes for long."""
     draw = random.Random(seed)
     state = state_with(places=0, policy="priority", outputs=500)
-    forecast = FirstTokenForecast(state)
-    delay, later = state.config.best_effort_delay_s, state.policy.later
+    forecast = forecast_of(state)
     # time, tier, key at time 0, tokens of each
     came: list[tuple[float, Tier, float, int]] = []
     now = 0.0
@@ -296,7 +304,7 @@ def test_what_is_kept_of_arrivals_is_what_is_said_of_them(seed: int) -> None:
         request = make_request(f"r{number}", draw.choice((1, 7, 7, 100)), arrival=now)
         request.tier = draw.choice(tuple(Tier))
         request.key = draw.choice((0.0, 0.0, 1.0, -1.0)) + draw.choice((0.0, now / 60.0))
-        grows = (later(request.key) - request.key) / delay
+        grows = state.policy.key_per_second
         forecast.came(request)
         came.append((now, request.tier, request.key - grows * now, request.num_new_tokens))
         recent = [each for each in came[-256:] if each[0] >= now - 60.0]
@@ -310,9 +318,9 @@ def test_what_is_kept_of_arrivals_is_what_is_said_of_them(seed: int) -> None:
         if len(recent) >= 8:
             ends = asked.key - grows * now
             plain_ahead = sorted(
-                (delay if of < asked.tier else (ends - key) / grows, tokens)
+                ((ends - key) / grows, tokens)
                 for _, of, key, tokens in recent
-                if of < asked.tier or (of is asked.tier and key < ends)
+                if of is asked.tier and key < ends
             )
             span, ahead = forecast._overtakers(asked)
             assert ahead == plain_ahead
@@ -333,7 +341,7 @@ def test_refused_requests_do_not_come() -> None:
 
 def test_what_is_off_by_much_in_a_short_time_counts_little() -> None:
     state = state_with()
-    forecast = FirstTokenForecast(state)
+    forecast = forecast_of(state)
     for seconds, actual in ((0.1, 0.4), (1.0, 1.0), (100.0, 100.0)) * 100:
         forecast._learn(Forecast(KIND, seconds, seconds, 0.0, 0.0), actual)
     # 0.1 times 4, and 1 twice, by 2.1
@@ -343,12 +351,12 @@ def test_what_is_off_by_much_in_a_short_time_counts_little() -> None:
 def test_an_outcome_is_compared_with_as_many_overtakers_as_had_the_time_to_come() -> None:
     """Told 2 s alone and 3 s with those who come meanwhile, half a second of work in each second.
     It took 8 s, in which four seconds of their work came: 2 + 4 were to be said, not 3."""
-    forecast = FirstTokenForecast(state_with())
+    forecast = forecast_of(state_with())
     for _ in range(200):
         forecast._learn(Forecast(KIND, 3.0, 2.0, 0.5, 100.0), 8.0)
     assert forecast.bias(KIND) == pytest.approx(8.0 / 6.0, rel=0.01)
     # after 2 s none of them would go first any more
-    forecast = FirstTokenForecast(state_with())
+    forecast = forecast_of(state_with())
     for _ in range(200):
         forecast._learn(Forecast(KIND, 3.0, 2.0, 0.5, 2.0), 8.0)
     assert forecast.bias(KIND) == pytest.approx(8.0 / 3.0, rel=0.01)
@@ -356,10 +364,10 @@ def test_an_outcome_is_compared_with_as_many_overtakers_as_had_the_time_to_come(
 
 def test_a_newcomer_waits_for_the_rest_of_the_step_under_way() -> None:
     state = state_with()
-    forecast = FirstTokenForecast(state)
-    idle = forecast.note(make_request("idle", 100, arrival=5.0))
+    forecast = forecast_of(state)
+    idle = forecast.note(make_request("idle", 100, arrival=5.0), math.inf)
     state.steps.push(0, [], StepShape(), 4.9, 0.4, None)
-    early, late = (forecast.note(make_request("r", 100, arrival=at)) for at in (5.0, 5.2))
+    early, late = (forecast.note(make_request("r", 100, arrival=at), math.inf) for at in (5.0, 5.2))
     assert idle is not None and early is not None and late is not None
     assert early == pytest.approx(idle + 0.3) and late == pytest.approx(idle + 0.1)
     assert forecast.predict(make_request("r", 100, arrival=1.0)) == pytest.approx(idle), (
@@ -372,14 +380,14 @@ def test_a_favoured_request_is_computed_whole_before_what_others_lack() -> None:
     state = state_with(ahead=4000)
     other, favoured = make_request("other", 400), make_request("favoured", 400)
     favoured.favoured = True
-    forecast = FirstTokenForecast(state)
+    forecast = forecast_of(state)
     longer, shorter = forecast.predict(other), forecast.predict(favoured)
     assert longer is not None and shorter is not None
     # one step of 10 ms + 400 tokens at 0.1 ms
     assert 0.045 < shorter < 0.055 and longer > 0.8
     # until a place comes free, steps compute what others lack
     state = state_with(places=0, ahead=4000)
-    until = FirstTokenForecast(state).predict(favoured)
+    until = forecast_of(state).predict(favoured)
     assert until is not None and 0.88 < until - shorter < 0.92
 
 
@@ -388,7 +396,7 @@ def test_a_favoured_prompt_that_no_step_has_room_for_takes_several() -> None:
     most = state.config.max_num_batched_tokens
     short, long = make_request("short", most), make_request("long", 3 * most)
     short.favoured = long.favoured = True
-    forecast = FirstTokenForecast(state)
+    forecast = forecast_of(state)
     one, three = forecast.predict(short), forecast.predict(long)
     # steps of 10 ms and 0.1 ms a token
     assert one is not None and three is not None
@@ -396,18 +404,18 @@ def test_a_favoured_prompt_that_no_step_has_room_for_takes_several() -> None:
 
 
 def test_what_becomes_of_favoured_requests_says_nothing_of_the_others() -> None:
-    forecast = FirstTokenForecast(state_with())
+    forecast = forecast_of(state_with())
     other, favoured = make_request("other", 100), make_request("favoured", 100)
     favoured.favoured = True
     # until one has had its first token, they are as others are
-    assert forecast.note(other) is not None and other.history.forecast is not None
+    assert forecast.note(other, math.inf) is not None and other.history.forecast is not None
     forecast._learn(other.history.forecast, 1.0)
-    said, kind = forecast.note(favoured), favoured.history.forecast
+    said, kind = forecast.note(favoured, math.inf), favoured.history.forecast
     assert said is not None and kind is not None and said > 1.01 * kind.seconds
     forecast._learn(kind, kind.seconds)
     before = forecast.predict(favoured)
     for _ in range(50):
-        assert forecast.note(other) is not None and other.history.forecast is not None
+        assert forecast.note(other, math.inf) is not None and other.history.forecast is not None
         forecast._learn(other.history.forecast, 1.0)
     after = forecast.predict(other)
     assert before is not None and forecast.predict(favoured) == before

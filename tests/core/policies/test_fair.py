@@ -257,29 +257,6 @@ def test_what_a_tenant_takes_beside_others_is_not_held_against_it_by_those_who_a
         assert machine.now < start + 2.0
 
 
-def test_a_request_that_has_aged_waits_for_no_tenant_that_was_served_less() -> None:
-    machine, fill = busy("fair", best_effort_delay_s=10.0)
-    fill()
-    machine.add(make_request("before", 6000, 2, tenant="regular"))
-    while "before" not in machine.finished:
-        fill()
-        machine.step()
-    night = make_request(
-        "night", 60, 2, arrival=machine.now, tenant="regular", slo=Slo(best_effort=True)
-    )
-    night.seconds_first = 9.0
-    for number in range(4):
-        # whatever it does, its tenant is far above the others
-        machine.add(make_request(f"more{number}", 600, 2, arrival=machine.now, tenant="regular"))
-    machine.add(night)
-    start = machine.now
-    while "night" not in machine.finished:
-        fill()
-        machine.step()
-        assert machine.now < start + 5.0
-    assert night.aged
-
-
 def test_tenants_without_number_are_not_remembered_for_ever() -> None:
     driver = Driver(policy="fair", max_num_seqs=1, num_blocks=400)
     policy = driver.scheduler.policy

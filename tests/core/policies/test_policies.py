@@ -138,7 +138,7 @@ def test_deadline_runs_the_least_slack_first() -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_best_effort_yields_its_place_and_its_slot_but_does_not_starve(policy: str) -> None:
-    driver = Driver(max_num_seqs=1, policy=policy, best_effort_delay_s=30.0, num_blocks=128)
+    driver = Driver(max_num_seqs=1, policy=policy, num_blocks=128)
     driver.add(make_request("batch", 4, 30, slo=Slo(best_effort=True), tenant="b"))
     driver.step()
     for index in range(60):

@@ -90,7 +90,7 @@ def test_the_first_in_order_is_never_the_victim() -> None:
 
 
 def test_best_effort_gives_way_first() -> None:
-    driver = Driver(num_blocks=20, max_num_seqs=3, best_effort_delay_s=0.0)
+    driver = Driver(num_blocks=20, max_num_seqs=3)
     driver.add(make_request("batch", range(1, 17), 20, slo=Slo(best_effort=True)))
     driver.add(make_request("a", range(100, 116), 20), make_request("b", range(200, 216), 20))
     driver.run()
@@ -121,7 +121,7 @@ def chooser(*, seconds_per_token: float, swap_block_seconds: float) -> RunningLi
         shape = StepShape().plus(0, 8 + index)
         step_time.observe(shape, seconds_per_token * shape.wide_tokens)
     kv = KVCacheManager(cache)
-    waiting = WaitingRoom(RequestQueue, lambda key: key, kv)
+    waiting = WaitingRoom(RequestQueue, kv)
     work = WorkEstimator(step_time, LengthHistory())
     return RunningList(SchedulerConfig(), cache, kv, waiting, work)
 

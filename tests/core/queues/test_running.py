@@ -102,7 +102,6 @@ def test_sums_are_those_of_the_running_requests_after_every_event(seed: int) -> 
         block_size=BLOCK,
         max_num_seqs=6,
         policy="priority",
-        best_effort_delay_s=0.0,
         pressure_threshold=0.7,
         seconds=lambda shape: 0.01 + 0.001 * shape.wide_tokens,
     )

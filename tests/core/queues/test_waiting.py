@@ -63,7 +63,7 @@ def test_a_missed_target_comes_before_promises_by_order_unless_deadlines_press()
     assert room.peek_best_effort(pressing=False) is missed
     assert later.peek_best_effort(pressing=False) is missed
     assert later.peek_best_effort(pressing=True) is promise
-    assert room.oldest_best_effort() is missed
+    assert list(room.best_effort_heads()) == [promise, missed]
     assert room.num_tokens[Tier.PROMISED] and not room.num_tokens[Tier.ORDINARY]
 
 

@@ -112,12 +112,11 @@ def test_a_later_pass_gets_the_tokens_that_were_kept_for_it() -> None:
     assert step.told == (1, 0)
 
 
-def test_rows_that_must_run_come_in_the_first_pass_and_begin_to_count_anew() -> None:
+def test_rows_that_must_run_come_in_the_first_pass() -> None:
     state = parts()
     chat, night = numbered("chat", 0, 60), numbered("night", 1, 5, slo=NIGHT)
     run(state, chat, night)
     computed(state, night)
-    night.num_skipped_steps = 9
     step, _ = fill(
         state,
         Pass([chat], [night], Tier.ORDINARY),
@@ -125,7 +124,6 @@ def test_rows_that_must_run_come_in_the_first_pass_and_begin_to_count_anew() -> 
         tokens=20,
     )
     assert rows_of(step) == {"chat": (0, 19), "night": (5, 1)}
-    assert night.num_skipped_steps == 0
     assert step.told == (2, 1)
 
 
