@@ -31,6 +31,8 @@
 #   make format         apply the formatter and the safe lint fixes
 #   make model          download the default model
 #   make bench-batching, make bench-scheduler, make bench-goodput     (QUICK=1 for a short run)
+#   make bench-overload what is kept of promises for as long as more is asked than can be done, in virtual time
+#                       and live (QUICK=1; PARTS=rates,mixes,... POLICIES=a,b LOADS=1.2,2 SEEDS=5 MINUTES=10)
 #   make bench-sim      the simulator's predictions against real servers (VLLM_RUNS=FOLDER;
 #                       MODEL_SHAPE=FILE for models it does not know, PARTS=vllm for that part alone)
 #   make studies        simulate the claims of docs/studies and renew its tables and plots
@@ -106,11 +108,12 @@ NATIVE := paceline/backends/native/_lib.so
 READY := $(STAMP) $(NATIVE)
 DOCS_STAMP := $(DOCS_VENV)/.installed
 
-export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX LITELLM PARTS POOLS SIZES
+export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX LITELLM PARTS POOLS SIZES \
+	POLICIES LOADS MINUTES
 
 .PHONY: serve test test-all test-thorough test-seconds wheel wheel-aarch64 test-wheel test-clients test-upstreams test-ui test-services test-emulator test-docs \
 	docs docs-serve pictures five-minutes ten-minutes quick check rooms api-tables replay format model venv clean clean-venv \
-	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
+	studies bench-batching bench-scheduler bench-goodput bench-overload bench-sim bench-accuracy bench-levels \
 	bench-kernels bench-peers bench-grammars \
 	bench-metrics bench-background bench-gaps bench-neighbours bench-faults bench-overhead bench-startup bench-templates \
 	bench-gateway bench-speculation bench-drafters bench-sizes bench-ui bench-kinds bench-memory
@@ -227,6 +230,9 @@ bench-scheduler: $(STAMP)
 
 bench-goodput: $(READY) model
 	@$(BIN)/python -m benchmarks.goodput
+
+bench-overload: $(READY)
+	@$(BIN)/python -m benchmarks.overload
 
 bench-sim: $(READY) model
 	@$(BIN)/python -m benchmarks.sim $(VLLM_RUNS)
