@@ -1,7 +1,8 @@
 """A server in virtual time, streams of equal requests for it, and what became of each.
 
-It is ``paceline serve`` as it comes, with PLACES requests at once and steps of STEP seconds: a
-request holds a place for a second, so CAPACITY are served a second, whatever they are.
+It is ``paceline serve`` as it comes, with PLACES requests at once and steps of STEP seconds. A
+request runs for a second, and the next one has its place a step later, since a step is planned
+while another runs: so CAPACITY are served a second.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = [
     "EQUAL",
     "PLACES",
     "PROMPT",
+    "SERVICE",
     "STEP",
     "VARIANTS",
     "Played",
@@ -45,8 +47,9 @@ PLACES: Final = 8
 PROMPT: Final = 5
 # tokens of an answer: a second's steps
 OUTPUT: Final = round(1.0 / STEP)
-# equal requests a second that can be served
-CAPACITY: Final = PLACES / (OUTPUT * STEP)
+# seconds for which a request holds a place, and requests a second that can be served
+SERVICE: Final = (OUTPUT + 1) * STEP
+CAPACITY: Final = PLACES / SERVICE
 # of a chat
 CHAT: Final = Slo(slo_class="chat", ttft=1.0)
 EQUAL: Final = FixedStepTimes(STEP)
