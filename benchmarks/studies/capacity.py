@@ -3,7 +3,9 @@
 The streams and the judgement of ``make bench-goodput`` (three classes; the requests in the middle
 of a run) on two cores that serve a 135M model.
 
-The bound, and the machine, are in ``benchmarks/studies/bound.py``.
+The bound, and the machine, are in ``benchmarks/studies/bound.py``. Runs last a minute and a half;
+the same classes on the same machine, beyond capacity for ten minutes and by the minute, are the
+mixes of ``make bench-overload``.
 """
 
 from __future__ import annotations
