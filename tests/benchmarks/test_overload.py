@@ -210,9 +210,16 @@ def test_who_is_refused_comes_back_and_is_told_apart_from_newcomers() -> None:
     assert second is not None and second.at == 11.0
     assert clients.again(replace(served(11.0, 0.5), arrival=second), 12.0) is None
     assert clients.told == [5.0, 3.0] and clients.arrivals == [first, second]
-    assert {id(clients.clients[id(each)]) for each in (first, second)} == {id(refusal.arrival)}
+    assert [clients.clients[id(each)][1] for each in (first, second)] == [1, 2]
+    assert all(clients.clients[id(each)][0] is refusal.arrival for each in (first, second))
     taken = [not clients.outcomes[id(each)].refused for each in (first, second)]
     assert taken == [False, True]
+    # until it gives up
+    back: Arrival | None = first
+    for _ in range(returns.MOST - 1):
+        assert back is not None
+        back = clients.again(replace(refusal, arrival=back), back.at)
+    assert back is not None and clients.again(replace(refusal, arrival=back), back.at) is None
 
 
 def test_of_a_sample_every_client_comes_back_once() -> None:
@@ -226,7 +233,7 @@ def test_of_a_sample_every_client_comes_back_once() -> None:
 
 def test_shares_taken_are_those_of_all_seeds_and_the_worst_of_all_servers() -> None:
     def outcome(judged: tuple[int, int]) -> returns.Outcome:
-        return returns.Outcome(9, judged, (20, 10), (50, 40), [1.0, 3.0])
+        return returns.Outcome(9, (8, 6), judged, (20, 10), (50, 40), [1.0, 3.0])
 
     found = {
         returns.Returned("ends", "deadline", 1): outcome((10, 10)),
@@ -236,7 +243,7 @@ def test_shares_taken_are_those_of_all_seeds_and_the_worst_of_all_servers() -> N
     }
     entry = returns.figures(found)["deadline"]
     assert (entry["ends"]["taken"], entry["burst"]["taken"]) == (0.9, 0.75)
-    assert entry["ends"]["retry_after_median_s"] == 2.0
+    assert (entry["ends"]["taken_of_clients"], entry["ends"]["retry_after_median_s"]) == (0.75, 2.0)
     assert returns.kept(found) == 0.75
     # as long as none is refused there is nothing to say
     assert returns.kept({returns.Returned("ends", "fair", 1): outcome((0, 0))}) is None
