@@ -37,6 +37,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any, Final
 
+from tqdm import tqdm
+
 from benchmarks.overload import changes, live, mixes, rates, returns
 from paceline.bench.machine import machine
 
@@ -104,7 +106,8 @@ def main() -> int:
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         futures: list[Future[Any]] = [pool.submit(*job) for job in asked]
         found: dict[Callable[[Any], Any], dict[Any, Any]] = {}
-        for (function, argument), future in zip(asked, futures, strict=True):
+        shown = tqdm(futures, desc="overload", unit=" runs", disable=None, file=sys.stderr)
+        for (function, argument), future in zip(asked, shown, strict=True):
             found.setdefault(function, {})[argument] = future.result()
     results = report(found)
     if "live" in PARTS:

@@ -15,7 +15,7 @@ from random import Random
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
-from benchmarks.overload.judging import MINUTE, Shares, by_minute
+from benchmarks.overload.judging import MINUTE, Ratios, Shares, by_minute, ratios
 from benchmarks.overload.serving import as_served, in_time, play
 from benchmarks.studies.bound import Asked, Steps, own_seconds, share_in_time
 from paceline.core.slo import Slo
@@ -119,6 +119,8 @@ class Outcome(NamedTuple):
     shares: list[float]
     bound: float
     most_waiting: int
+    # forecasts over what came, of all that were served
+    forecasts: list[float]
     # best effort's in the worst ten seconds; None: no best effort came all the time
     best_effort: float | None
 
@@ -151,6 +153,7 @@ def mixed(asked: Mixed) -> Outcome:
         [each.kept / each.came for each in by_minute(judged, asked.minutes)],
         share_in_time(stream, MINUTE),
         run.most_waiting,
+        ratios(run.outcomes, lambda served: True),
         None if watch is None else watch.least(20.0, end),
     )
 
@@ -162,12 +165,15 @@ def figures(found: Mapping[Mixed, Outcome]) -> dict[str, dict[str, Any]]:
         runs = [outcome for asked, outcome in found.items() if asked.mix == name]
         shares = _by_minute(runs)
         kept = [run.best_effort for run in runs if run.best_effort is not None]
+        told = Ratios.of([ratio for run in runs for ratio in run.forecasts])
         results[name] = {
             "worst_of_first_minute": round(min(shares[1:]) / shares[0], 3),
             "worst_of_second_minute": round(min(shares[1:]) / shares[1], 3) if shares[1] else 0.0,
             "of_bound": round(fmean(shares), 3),
             "bound": round(fmean(run.bound for run in runs), 3),
             "max_waiting": max(run.most_waiting for run in runs),
+            "forecast_p50_ratio": told.p50,
+            "forecast_p90_ratio": told.p90,
             **({"best_effort_share_min": round(min(kept), 4)} if kept else {}),
         }
     return results
@@ -189,15 +195,13 @@ def share(found: Mapping[Mixed, Outcome]) -> float | None:
 def table(found: Mapping[Mixed, Outcome]) -> str:
     """For people."""
     head = ["", "worst of first minute", "of second", "of bound", "bound", "waiting",
-            "best effort min", "minutes, % of bound"]  # fmt: skip
+            "forecast p50", "p90", "best effort min", "minutes, % of bound"]  # fmt: skip
     rows = [head]
     for name, entry in figures(found).items():
         shares = _by_minute([outcome for asked, outcome in found.items() if asked.mix == name])
         minutes = " ".join(f"{100 * each:.0f}" for each in shares)
-        best = entry.get("best_effort_share_min")
-        keys = ("worst_of_first_minute", "worst_of_second_minute", "of_bound", "bound")
-        first = [str(entry[key]) for key in keys]
-        rows.append(
-            [name, *first, str(entry["max_waiting"]), "" if best is None else str(best), minutes]
-        )
+        keys = ("worst_of_first_minute", "worst_of_second_minute", "of_bound", "bound",
+                "max_waiting", "forecast_p50_ratio", "forecast_p90_ratio",
+                "best_effort_share_min")  # fmt: skip
+        rows.append([name, *(str(entry.get(key, "")) for key in keys), minutes])
     return text_table(rows)
