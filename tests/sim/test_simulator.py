@@ -318,3 +318,13 @@ def test_what_was_predicted_on_arrival_is_told_with_what_came() -> None:
     assert [s.predicted_ttft for s in served[10:]] == [pytest.approx(1.0, rel=0.05)] * 10
     assert [s.ttft for s in served] == [pytest.approx(1.0)] * 20
     assert not any(s.retry_after for s in served)
+
+
+def test_who_is_dropped_for_having_waited_is_told_when_to_come_back() -> None:
+    config = engine(lead=99.0)
+    config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=1, queue_timeout_s=2))
+    workload = [Arrival(0.0, 10, 30), Arrival(0.5, 10, 3)]
+    (first, second), _ = serve(workload, Pool.single(config, FixedStepTimes(1.0)))
+    assert not first.refused and first.retry_after is None
+    assert second.refused and second.reason == "waited too long"
+    assert second.retry_after is not None and second.retry_after > 0.0
