@@ -104,7 +104,7 @@ def main() -> int:
     began = time.perf_counter()
     asked = jobs()
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        futures: list[Future[Any]] = [pool.submit(*job) for job in asked]
+        futures: list[Future[Any]] = [pool.submit(job[0], job[1]) for job in asked]
         found: dict[Callable[[Any], Any], dict[Any, Any]] = {}
         shown = tqdm(futures, desc="overload", unit=" runs", disable=None, file=sys.stderr)
         for (function, argument), future in zip(asked, shown, strict=True):

@@ -76,7 +76,7 @@ class Ratios(NamedTuple):
 
     p50: float | None
     p90: float | None
-    count: int
+    num: int
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Ratios:

@@ -58,7 +58,7 @@ class Mix:
 # half a minute's work for one of eight places
 JOB: Final = Arrival(30.0, 500, 2000, slo_class="best-effort")
 BESIDE: Final = f"chat(3,{CHAT})+best-effort(1)"
-FLOOD: Final = {"policy": "fair", "tenants": "flood(8)+light(1)"}
+FLOOD: Final = Mix(13.5, f"chat(1,{CHAT})", policy="fair", tenants="flood(8)+light(1)")
 MIXES: Final[dict[str, Mix]] = {
     "three classes": Mix(9.0, CLASSES),
     "three classes, bursts": Mix(8.0, CLASSES, cv=4.0),
@@ -71,8 +71,8 @@ MIXES: Final[dict[str, Mix]] = {
         f"a(1,{CHAT},priority=0)+b(1,{CHAT},priority=1)+c(1,{CHAT},priority=2)",
         policy="priority",
     ),
-    "a flooding tenant": Mix(13.5, f"chat(1,{CHAT})", **FLOOD),
-    "a flooding tenant: the other's": Mix(13.5, f"chat(1,{CHAT})", judged="light", **FLOOD),
+    "a flooding tenant": FLOOD,
+    "a flooding tenant: the other's": replace(FLOOD, judged="light"),
     "aged background jobs": Mix(9.0, f"chat(1,{CHAT})", places=8, background=JOB),
     "beside best effort": Mix(16.0, BESIDE),
     "beside best effort, priority": Mix(16.0, BESIDE, policy="priority"),
@@ -160,7 +160,7 @@ def mixed(asked: Mixed) -> Outcome:
 
 def figures(found: Mapping[Mixed, Outcome]) -> dict[str, dict[str, Any]]:
     """By mix, over all seeds."""
-    results = {}
+    results: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(asked.mix for asked in found):
         runs = [outcome for asked, outcome in found.items() if asked.mix == name]
         shares = _by_minute(runs)

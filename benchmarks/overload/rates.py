@@ -150,7 +150,7 @@ def _entry(runs: Sequence[Outcome]) -> dict[str, Any]:
         "refused": sum(each.refused for each in runs),
         "forecast_p50_ratio": whole.p50,
         "forecast_p90_ratio": whole.p90,
-        "late_served": late.count,
+        "late_served": late.num,
         "late_forecast_p50_ratio": late.p50,
         "late_forecast_p90_ratio": late.p90,
     }
