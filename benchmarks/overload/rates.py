@@ -146,6 +146,7 @@ def _entry(runs: Sequence[Outcome]) -> dict[str, Any]:
         "worst_minute_of_possible": round(min(min(each.shares) for each in runs), 3),
         "mean_minute_of_possible": round(fmean(s for each in runs for s in each.shares), 3),
         "ideal_worst_minute": round(min(min(each.ideal) for each in runs), 3),
+        "worst_minute_of_ideal": round(min(_of_ideal(each) for each in runs), 3),
         "max_waiting": max(each.most_waiting for each in runs),
         "refused": sum(each.refused for each in runs),
         "forecast_p50_ratio": whole.p50,
@@ -156,13 +157,18 @@ def _entry(runs: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
+def _of_ideal(run: Outcome) -> float:
+    """The worst minute beside an ideal server's."""
+    return min(own / best for own, best in zip(run.shares, run.ideal, strict=True) if best)
+
+
 def tables(found: Mapping[Rate, Outcome]) -> str:
     """For people: figures, and the minutes of the first seed in per cent of all requests."""
-    head = ["", "load", "worst minute", "mean", "ideal", "beside best effort", "its share min",
+    head = ["", "load", "worst minute", "mean", "ideal", "of ideal", "beside best effort", "its share min",
             "waiting", "refused", "forecast p50", "p90", "late p50", "p90",
             "minutes %"]  # fmt: skip
     keys = ("worst_minute_of_possible", "mean_minute_of_possible", "ideal_worst_minute",
-            "worst_minute_beside_best_effort", "best_effort_share_min", "max_waiting", "refused",
+            "worst_minute_of_ideal", "worst_minute_beside_best_effort", "best_effort_share_min", "max_waiting", "refused",
             "forecast_p50_ratio", "forecast_p90_ratio", "late_forecast_p50_ratio",
             "late_forecast_p90_ratio")  # fmt: skip
     rows = [head]

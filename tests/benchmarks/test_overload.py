@@ -115,7 +115,7 @@ def test_below_capacity_all_is_in_time_and_the_capacity_is_what_it_is_said_to_be
 def test_figures_are_the_worst_of_all_seeds() -> None:
     def outcome(shares: list[float], waiting: int, share: float | None = None) -> rates.Outcome:
         forecasts = {"all": [0.5, 1.0, 1.0], "late": [0.5], "best effort": [2.0] if share else []}
-        return rates.Outcome(shares, shares, [1.0, 1.0], waiting, 3, forecasts, share)
+        return rates.Outcome(shares, shares, [1.0, 0.8], waiting, 3, forecasts, share)
 
     found = {
         rates.Rate("deadline", 2.0, 1, 2, False): outcome([0.9, 0.8], 7),
@@ -131,6 +131,7 @@ def test_figures_are_the_worst_of_all_seeds() -> None:
     )
     assert (entry["forecast_p50_ratio"], entry["forecast_p90_ratio"]) == (1.0, 2.0)
     assert (entry["late_served"], entry["late_forecast_p50_ratio"]) == (2, 0.5)
+    assert (entry["ideal_worst_minute"], entry["worst_minute_of_ideal"]) == (0.8, 0.7)
     assert entry["worst_minute_beside_best_effort"] == 0.6
     assert (entry["best_effort_share_min"], entry["best_effort_forecast_p50_ratio"]) == (0.04, 2.0)
     assert "| deadline" in rates.tables(found)
