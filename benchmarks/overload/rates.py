@@ -164,13 +164,13 @@ def _of_ideal(run: Outcome) -> float:
 
 def tables(found: Mapping[Rate, Outcome]) -> str:
     """For people: figures, and the minutes of the first seed in per cent of all requests."""
-    head = ["", "load", "worst minute", "mean", "ideal", "of ideal", "beside best effort", "its share min",
-            "waiting", "refused", "forecast p50", "p90", "late p50", "p90",
+    head = ["", "load", "worst minute", "mean", "ideal", "of ideal", "beside best effort",
+            "its share min", "waiting", "refused", "forecast p50", "p90", "late p50", "p90",
             "minutes %"]  # fmt: skip
     keys = ("worst_minute_of_possible", "mean_minute_of_possible", "ideal_worst_minute",
-            "worst_minute_of_ideal", "worst_minute_beside_best_effort", "best_effort_share_min", "max_waiting", "refused",
-            "forecast_p50_ratio", "forecast_p90_ratio", "late_forecast_p50_ratio",
-            "late_forecast_p90_ratio")  # fmt: skip
+            "worst_minute_of_ideal", "worst_minute_beside_best_effort", "best_effort_share_min",
+            "max_waiting", "refused", "forecast_p50_ratio", "forecast_p90_ratio",
+            "late_forecast_p50_ratio", "late_forecast_p90_ratio")  # fmt: skip
     rows = [head]
     for server, loads in figures(found).items():
         for load, entry in loads.items():
