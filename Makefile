@@ -30,7 +30,10 @@
 #                       a gateway whose engines are killed
 #   make format         apply the formatter and the safe lint fixes
 #   make model          download the default model
-#   make bench-batching, make bench-scheduler, make bench-goodput     (QUICK=1 for a short run)
+#   make bench-batching, make bench-scheduler, make bench-goodput     (QUICK=1 for a short run;
+#                       LONG=10 adds so many minutes beyond capacity to the last)
+#   make bench-overload what is kept of promises for as long as more is asked than can be done, in virtual time
+#                       and live (QUICK=1; PARTS=rates,mixes,... POLICIES=a,b LOADS=1.2,2 SEEDS=5 MINUTES=10)
 #   make bench-sim      the simulator's predictions against real servers (VLLM_RUNS=FOLDER;
 #                       MODEL_SHAPE=FILE for models it does not know, PARTS=vllm for that part alone)
 #   make studies        simulate the claims of docs/studies and renew its tables and plots
@@ -50,7 +53,7 @@
 #                         ready (SIZES=0.6b,1.7b,moe KINDS=Q4_0 ROWS=x,y ROUNDS=n LEVEL=avx2; QUICK=1: the smallest, once)
 #   make bench-grammars   what constrained output costs, and that all of it is valid
 #   make bench-metrics    how long /metrics takes under load
-#   make bench-background what a large batch in the background does to those who wait for tokens
+#   make bench-background what a large batch in the background does to those who wait for tokens (LONG=1: five minutes)
 #   make bench-speculation  what guessing tokens brings, with and without in turns (PROMPTS=FILE, PARTS=NAME:TURNS,...)
 #   make bench-drafters     tokens a step by what guesses them, of recorded answers (RECORD=FILE or ANSWERS=FILE)
 #   make bench-gaps       how long streams stop when a long prompt comes
@@ -110,7 +113,7 @@ export QUICK VLLM_RUNS PEERS ROWS ROUNDS RATES LEVEL TORCH_INDEX LITELLM PARTS P
 
 .PHONY: serve test test-all test-thorough test-seconds wheel wheel-aarch64 test-wheel test-clients test-upstreams test-ui test-services test-emulator test-docs \
 	docs docs-serve pictures five-minutes ten-minutes quick check rooms api-tables replay format model venv clean clean-venv \
-	studies bench-batching bench-scheduler bench-goodput bench-sim bench-accuracy bench-levels \
+	studies bench-batching bench-scheduler bench-goodput bench-overload bench-sim bench-accuracy bench-levels \
 	bench-kernels bench-peers bench-grammars \
 	bench-metrics bench-background bench-gaps bench-neighbours bench-faults bench-overhead bench-startup bench-templates \
 	bench-gateway bench-speculation bench-drafters bench-sizes bench-ui bench-kinds bench-memory
@@ -227,6 +230,9 @@ bench-scheduler: $(STAMP)
 
 bench-goodput: $(READY) model
 	@$(BIN)/python -m benchmarks.goodput
+
+bench-overload: $(READY)
+	@$(BIN)/python -m benchmarks.overload
 
 bench-sim: $(READY) model
 	@$(BIN)/python -m benchmarks.sim $(VLLM_RUNS)

@@ -30,6 +30,9 @@ of the longest output) / (mean output) times as long as slots that are never emp
 Continuous stays below it while the last requests run out with slots empty, and may exceed it
 where a step with fewer rows is faster.
 
+There is no long row: all requests are there at the start and none has a target, so there is no load
+that could last. ``make bench-overload`` has loads that do.
+
 QUICK=1: one round of everything, fewer requests. The last line is JSON.
 """
 

@@ -36,6 +36,11 @@ wasted tokens are those computed twice.
 Prints tables and, last, one JSON line. All of it takes more than an hour: KINDS=poisson and
 KINDS=bursty ask for one kind of arrivals, in less than 45 minutes each. QUICK=1 takes two rates an
 engine, and shorter runs, which flatter whoever puts work off.
+
+No run lasts two minutes, so none shows what becomes of a queue that grows for longer. LONG=10 adds
+a long row: ``paceline`` for so many minutes each at 1.2 and 2 times the rate that it holds under
+Poisson arrivals, minute by minute. ``make bench-overload`` asks that of all policies, in virtual
+time.
 """
 
 from __future__ import annotations
@@ -53,8 +58,9 @@ from benchmarks.common.ours import Ours, our_places
 from benchmarks.common.processes import Unavailable, free_port
 from benchmarks.common.server import Server
 from benchmarks.common.setup import Peer, Places
-from benchmarks.goodput.curves import ATTAINMENT, Search, summary
+from benchmarks.goodput.curves import ATTAINMENT, Search, capacity, summary
 from benchmarks.goodput.engines import class_flags, fixed
+from benchmarks.goodput.lasting import lasting
 from benchmarks.goodput.loads import (
     Pair,
     Span,
@@ -74,6 +80,8 @@ from benchmarks.pressure import wasted_tokens
 from paceline.bench.machine import machine
 
 QUICK = bool(os.environ.get("QUICK"))
+# minutes of the long row; 0: none
+LONG = int(os.environ.get("LONG") or 0)
 BUDGETS = (256, 1024) if QUICK else (256, 512, 1024, 2048)
 # of gaps between arrivals
 CV = {"poisson": 1.0, "bursty": 4.0}
@@ -209,6 +217,8 @@ def main() -> int:
             if name in servers:
                 servers.pop(name).close()
 
+        held = capacity(curves["paceline"].get("poisson", {})) if LONG else 0.0
+        long = lasting(ours, held, LONG, vocab) if held else None
         flooded = compared("flood: interactive", ours, partial(flood, unit, SECONDS, vocab))
         servers.pop("paceline").close()
         fair = servers["fair"] = start(
@@ -230,6 +240,7 @@ def main() -> int:
         "fairness_ttft_p90_ratio": shared[0.9],
         "fairness_ttft_p50_ratio": shared[0.5],
         "pressure": pressure,
+        "long": long,
         "best_fixed_budget": best,
         "lengths": name_lengths(TRACE),
         "curves": curves,

@@ -35,8 +35,9 @@ small rows only, OpenVINO GenAI without the shared prefix, and one rate. PEERS=a
 choose, and LEVEL=avx2 holds all engines to one level of instructions (``levels``; engines that are
 held to it in part only are marked ``flattered``). ROWS=none runs the online part alone, RATES=none
 the offline part; ROUNDS=n says how often each engine runs a row, RATE_SECONDS=n how long requests
-come at each rate. A name that no run of this kind has is refused before anything is set up; a peer
-that cannot be set up is reported absent with the reason.
+come at each rate: RATE_SECONDS=600 is the long row, in which a queue that grows has time to. A name
+that no run of this kind has is refused before anything is set up; a peer that cannot be set up is
+reported absent with the reason.
 
 The last line is JSON.
 """

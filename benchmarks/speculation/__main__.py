@@ -18,7 +18,9 @@ median of the turns, with the lowest and the highest, and the 95 % interval of t
                        the share that met it
     goodput            requests of all groups that come by chance, at several rates: those that met
                        their targets with guesses over those without, with the 95 % interval
-                       (bootstrap over requests); ``goodput_min_ratio`` is that at the worst rate
+                       (bootstrap over requests); ``goodput_min_ratio`` is that at the worst rate.
+                       No long row: both sides have the same queue, and it ends with the requests;
+                       loads that last are ``make bench-overload``'s
     steps              no model: microseconds that the scheduler takes for a step of 1, 8 and 64
                        rows without and with guesses, and calls of functions in it, of texts in
                        which no token comes twice, of words that come as often as in a language, in

@@ -1,16 +1,11 @@
 """Rates that are served in time, in virtual time, and what no order of service could exceed.
 
 The streams and the judgement of ``make bench-goodput`` (three classes; the requests in the middle
-of a run) on a machine like the one whose figures docs/lab-log.md has: two cores that serve a 135M
-model in int8, 4 ms a step, 0.39 ms a prompt token, 0.85 ms for a row of one token.
+of a run) on two cores that serve a 135M model.
 
-*The bound.* Somebody who knew all arrivals and lengths, and could serve parts of requests, would
-choose the amounts of work p_i <= w_i for which sum(p_i / w_i) is largest and which can be done: the
-work of requests whose windows (arrival to last token due) lie in an interval is no more than the
-interval is long, for every interval. Amounts that can be done are a polymatroid, so the greedy
-choice, the smallest w_i first, is the best one (Edmonds 1970). w_i is the prompt's tokens and the
-rows of its output; those of a request with a TPOT target take a share of the fixed part of their
-steps too, which last no longer on average than that target.
+The bound, and the machine, are in ``benchmarks/studies/bound.py``. Runs last a minute and a half;
+the same classes on the same machine, beyond capacity for ten minutes and by the minute, are the
+mixes of ``make bench-overload``.
 """
 
 from __future__ import annotations
@@ -21,12 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-import numpy as np
-
 from benchmarks.common.load import TRACE, name_lengths, read_lengths
 from benchmarks.goodput.curves import Curve, capacity
 from benchmarks.goodput.loads import TARGETS, Load, Span, steady, stream
 from benchmarks.studies.ablation import BASELINE
+from benchmarks.studies.bound import ROW, STEP, TOKEN, Asked, Steps, own_seconds, share_in_time
 from benchmarks.studies.common import Study
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
@@ -38,9 +32,6 @@ from paceline.sim.simulator import Pool, Simulator
 
 __all__ = ["STUDY"]
 
-STEP: Final = 0.004
-TOKEN: Final = 0.00039
-ROW: Final = 0.00085
 # coefficient of variation of gaps; rates
 KINDS: Final[dict[str, tuple[float, tuple[float, ...]]]] = {
     "poisson": (1.0, (4, 5, 5.5, 6, 6.5, 7, 8, 12)),
@@ -73,17 +64,6 @@ ASKING: Final[dict[str, tuple[dict[str, Any], Slo]]] = {
     "for 1 s and 100 ms": ({"default_ttft_s": CHAT.ttft, "default_tpot_s": CHAT.tpot}, CHAT),
 }
 ASKED: Final = ((1.0, 4.0), (1.0, 5.0), (1.0, 6.0), (4.0, 3.0), (4.0, 5.0))
-
-
-class _Steps:
-    """See the module."""
-
-    def another(self, seed: int) -> _Steps:
-        return self
-
-    def seconds(self, plan: SchedulerOutput) -> float:
-        narrow = sum(num_tokens == 1 for _, _, num_tokens, _, _ in plan.rows)
-        return STEP + TOKEN * (plan.num_tokens - narrow) + ROW * narrow
 
 
 def _arrival(load: Load, slo: Slo | None) -> Arrival:
@@ -125,7 +105,7 @@ def _play(
     def take(served: Served) -> None:
         found[id(served.arrival)] = served
 
-    Simulator(Pool.single(config, _Steps()), take, on_plan=watch).run(arrivals)
+    Simulator(Pool.single(config, Steps()), take, on_plan=watch).run(arrivals)
     return [found[id(arrival)] for arrival in arrivals]
 
 
@@ -141,30 +121,9 @@ def _within(name: str, rate: float, cv: float, seed: int) -> list[bool]:
 
 
 def _clairvoyant(loads: Sequence[Load], seconds: float) -> float:
-    """Share of the requests of a stream of so many seconds that no order of service exceeds, were
-    the stream repeated on end; see the module."""
-    total = seconds
-    due, work = [], []
-    for load in loads:
-        slo = SLOS[load.slo_class]
-        ttft, tpot, rest = slo.ttft or 0.0, slo.tpot or 0.0, load.output - 1
-        due.append(load.at + (ttft + rest * tpot if slo.deadline is None else slo.deadline))
-        own = TOKEN * len(load.prompt) + ROW * rest
-        work.append(own / (1.0 - STEP / tpot) if tpot else own)
-    begins = np.array([load.at for load in loads])
-    starts, ends = np.unique(begins), np.unique(due)
-    # seconds of each interval that no chosen work takes; those that end before they begin hold none
-    left = np.maximum(0.0, ends[None, :] - starts[:, None])
-    served = 0.0
-    for index in np.argsort(work):
-        inside = left[
-            : np.searchsorted(starts, begins[index]) + 1, np.searchsorted(ends, due[index]) :
-        ]
-        done = min(work[index], float(inside.min()), total)
-        inside -= done
-        total -= done
-        served += done / work[index]
-    return served / len(loads)
+    """Share that no order of service exceeds, were the stream repeated on end."""
+    stream = [Asked(load.at, len(load.prompt), load.output, SLOS[load.slo_class]) for load in loads]
+    return share_in_time(stream, seconds)
 
 
 def _rates(kind: str) -> str:
@@ -217,9 +176,7 @@ def _account(rate: float) -> str:
                     return
                 steps.append(end - start)
                 for row in plan.rows:
-                    work[int(row.request_id.split("/")[0])] += (
-                        ROW if row.num_tokens == 1 else TOKEN * row.num_tokens
-                    )
+                    work[int(row.request_id.split("/")[0])] += own_seconds(row.num_tokens)
 
             served = _play(loads, options, slos, watch)
             for number, seconds in work.items():

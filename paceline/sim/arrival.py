@@ -52,6 +52,10 @@ class Served:
     refused: bool = False
     # of a refusal, for people; "" where nothing was refused
     reason: str = ""
+    # seconds from arrival to first token, as predicted on arrival; None: nothing was measured yet
+    predicted_ttft: float | None = None
+    # of a refusal, the advised wait in seconds; None: it would be refused again
+    retry_after: float | None = None
 
     @property
     def ttft(self) -> float | None:

@@ -72,6 +72,8 @@ class Job:
     request: Request | None = None
     # when its newest token was known
     last_token: float | None = None
+    # it was refused: the advised wait in seconds
+    retry_after: float | None = None
 
 
 @dataclass(slots=True)
@@ -125,6 +127,8 @@ class Replica:
         # seconds the backend computed, and steps
         self.busy_seconds = 0.0
         self.num_steps = 0
+        # requests that waited at once behind a step's plan, at most
+        self.most_waiting = 0
         # when ``run`` is due; None: only a message wakes it
         self.due: float | None = None
 
@@ -195,6 +199,7 @@ class Replica:
                 self._execute(plan, now)
             for expired in scheduler.take_expired():
                 job = self._jobs.pop(expired.request_id)
+                job.retry_after = expired.error.retry_after
                 self._on_end(self, job, "waited too long", now)
                 if self._recorder is not None:
                     self._recorder.ended((expired.request_id,), now)
@@ -225,6 +230,8 @@ class Replica:
             )
             self.scheduler.add_request(request)
         except RequestError as error:
+            if isinstance(error, QueueFullError):
+                job.retry_after = error.retry_after
             self._on_end(self, job, self._reason(error, len(prompt) + sampling.max_tokens), now)
             return
         job.request = request
@@ -255,8 +262,12 @@ class Replica:
         self._steps.append(_Step(plan, self._sample(plan), now, end, seconds))
         self.busy_seconds += self._backend_free - begin
         self.num_steps += 1
-        if self._recorder is not None and self.scheduler.note is not None:
-            self._recorder.planned(plan, now, self.scheduler.note)
+        note = self.scheduler.note
+        assert note is not None, "a plan with rows was just made"
+        if note.num_waiting > self.most_waiting:
+            self.most_waiting = note.num_waiting
+        if self._recorder is not None:
+            self._recorder.planned(plan, now, note)
         if self._on_plan is not None:
             self._on_plan(self.index, plan, now, start, end)
 
@@ -325,7 +336,10 @@ class Replica:
         refused = bool(reason)
         request = job.request
         if request is None:
-            return Served(job.arrival, self.index, None, None, None, 0, 0, 0, refused, reason)
+            return Served(
+                job.arrival, self.index, None, None, None, 0, 0, 0, refused, reason,
+                retry_after=job.retry_after,
+            )  # fmt: skip
         first, last = request.first_token_time, job.last_token
         return Served(
             job.arrival,
@@ -338,6 +352,8 @@ class Replica:
             request.num_preemptions,
             refused,
             reason,
+            request.history.predicted_ttft,
+            job.retry_after,
         )
 
 

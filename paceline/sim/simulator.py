@@ -2,7 +2,8 @@
 
 Events are (time, number) pairs on a heap; the number makes equal times run in the order they were
 made, so a run is a function of its arguments. The workload is read one arrival ahead and what
-ended is handed to a consumer at once: memory holds the requests in flight and nothing else.
+ended is handed to a consumer at once: memory holds the requests in flight, those that will be asked
+again, and nothing else.
 
 This module does not know what a step computes or costs.
 """
@@ -10,6 +11,7 @@ This module does not know what a step computes or costs.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,6 +32,7 @@ from paceline.sim.replica import Job, Replica, ReplicaConfig
 from paceline.sim.step_times.base import StepTimes
 
 __all__ = [
+    "Again",
     "Disaggregation",
     "KVTransfer",
     "PlanObserver",
@@ -41,6 +44,8 @@ __all__ = [
 
 # (replica, plan, when it was made, when its step starts, when it ends)
 PlanObserver = Callable[[int, SchedulerOutput, float, float, float], None]
+# what its client asks next because of a request that ended then, no sooner than that; None: nothing
+Again = Callable[[Served, float], Arrival | None]
 # mean output length that routers assume before they have seen one
 _FIRST_GUESS = 256.0
 
@@ -121,6 +126,51 @@ class Totals:
     num_preemptions: int
     # seconds that each replica's backend computed
     busy_seconds: tuple[float, ...]
+    # requests that waited at each replica at once, at most
+    most_waiting: tuple[int, ...]
+
+
+class _Arrivals:
+    """A workload in order, merged with what clients ask again."""
+
+    def __init__(self, workload: Iterable[Arrival]) -> None:
+        self._stream = iter(workload)
+        self._head = next(self._stream, None)
+        # (time, number, arrival)
+        self._again: list[tuple[float, int, Arrival]] = []
+        self._num_again = self._num_read = 0
+        self.num_taken = 0
+        # when the next one comes; infinity: none does
+        self.next_at = math.inf
+        self._look()
+
+    def add(self, arrival: Arrival) -> None:
+        """Ask again."""
+        self._num_again += 1
+        heapq.heappush(self._again, (arrival.at, self._num_again, arrival))
+        self._look()
+
+    def take(self) -> Arrival:
+        """The next one; of one moment, the workload's first. Raises ConfigError where the workload
+        is out of order."""
+        head, self.num_taken = self._head, self.num_taken + 1
+        if head is None or (self._again and self._again[0][0] < head.at):
+            arrival = heapq.heappop(self._again)[2]
+            self._look()
+            return arrival
+        self._head = next(self._stream, None)
+        self._num_read += 1
+        if self._head is not None and self._head.at < head.at:
+            raise ConfigError(
+                f"arrival {self._num_read} at {self._head.at} s comes before the one ahead of it "
+                f"at {head.at} s"
+            )
+        self._look()
+        return head
+
+    def _look(self) -> None:
+        again = self._again[0][0] if self._again else math.inf
+        self.next_at = again if self._head is None else min(again, self._head.at)
 
 
 class _Group:
@@ -156,6 +206,7 @@ class Simulator:
         on_plan: sees every plan; None costs nothing.
         recorder: makes what is told everything that a live engine's recorder is, of a replica's
             number and configuration.
+        again: says of every request that ended what its client asks next because of it.
     """
 
     def __init__(
@@ -166,6 +217,7 @@ class Simulator:
         prefix_block: int = 512,
         on_plan: PlanObserver | None = None,
         recorder: Callable[[int, ReplicaConfig], Recorder] | None = None,
+        again: Again | None = None,
     ) -> None:
         if isinstance(pools, Pool):
             pools = {"": pools}
@@ -173,6 +225,7 @@ class Simulator:
         self._prefix_block = prefix_block
         self._on_plan = on_plan
         self._recorder = recorder
+        self._again = again
         self._replicas: list[Replica] = []
         self._group_of: list[_Group] = []
         self._model_of: list[_Model] = []
@@ -180,35 +233,32 @@ class Simulator:
         # (time, number, replica or the job's way to its next replica)
         self._events: list[tuple[float, int, Replica]] = []
         self._num_events = 0
-        self._num_arrivals = 0
+        self._arrivals = _Arrivals(())
         self._num_refused = 0
         self._num_preemptions = 0
         # jobs of the first half of a disaggregated pool, by number
         self._handed: dict[int, Served] = {}
 
-    def run(self, workload: Iterable[Arrival]) -> Totals:
-        """Serve everything.
+    def run(self, workload: Iterable[Arrival], *, until: float = math.inf) -> Totals:
+        """Serve everything, or what happens before ``until``: requests under way then are not
+        consumed.
 
         Raises:
             ConfigError: arrivals out of order, or for a model that nobody serves.
         """
         events = self._events
         now = 0.0
-        stream = iter(workload)
-        arrival = next(stream, None)
-        while arrival is not None or events:
-            if arrival is not None and (not events or arrival.at <= events[0][0]):
-                if arrival.at < now and arrival.at < self._last_arrival:
-                    raise ConfigError(
-                        f"arrival {self._num_arrivals} at {arrival.at} s comes before the one "
-                        f"ahead of it at {self._last_arrival} s"
-                    )
-                now = max(now, arrival.at)
-                self._last_arrival = arrival.at
-                self._arrive(arrival, self._num_arrivals)
-                self._num_arrivals += 1
-                arrival = next(stream, None)
+        arrivals = self._arrivals = _Arrivals(workload)
+        while (at := arrivals.next_at) < math.inf or events:
+            if not events or at <= events[0][0]:
+                if at >= until:
+                    break
+                now = max(now, at)
+                number = arrivals.num_taken
+                self._arrive(arrivals.take(), number)
                 continue
+            if events[0][0] >= until:
+                break
             time, _, replica = heapq.heappop(events)
             if replica.due != time:
                 # woken earlier meanwhile
@@ -218,7 +268,8 @@ class Simulator:
             # as long as nothing else comes first, its next turn need not go through the heap
             while (
                 (due := replica.due) is not None
-                and (arrival is None or due < arrival.at)
+                and due < arrivals.next_at
+                and due < until
                 and (not events or due < events[0][0])
             ):
                 now = due
@@ -227,14 +278,13 @@ class Simulator:
                 self._push(due, replica)
         return Totals(
             end=now,
-            num_arrivals=self._num_arrivals,
+            num_arrivals=arrivals.num_taken,
             num_refused=self._num_refused,
             num_steps=sum(replica.num_steps for replica in self._replicas),
             num_preemptions=self._num_preemptions,
             busy_seconds=tuple(replica.busy_seconds for replica in self._replicas),
+            most_waiting=tuple(replica.most_waiting for replica in self._replicas),
         )
-
-    _last_arrival = 0.0
 
     # ------------------------------------------------------------------ inside
 
@@ -363,6 +413,8 @@ class Simulator:
             share = 1.0 / min(model.num_outputs, 1000)
             model.mean_output += share * (arrival.output_tokens - model.mean_output)
         self._consume(record)
+        if self._again is not None and (next_one := self._again(record, now)) is not None:
+            self._arrivals.add(next_one)
 
 
 def _pressure(replica: Replica, now: float) -> Pressure:

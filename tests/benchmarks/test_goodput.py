@@ -15,6 +15,7 @@ import benchmarks.goodput.loads as loads_module
 from benchmarks.common.client import Timing
 from benchmarks.common.server import Server
 from benchmarks.goodput.curves import Curve, Search, capacity, falling, overload, summary, together
+from benchmarks.goodput.lasting import by_minute
 from benchmarks.goodput.loads import (
     PATIENCE,
     Load,
@@ -358,3 +359,12 @@ def test_the_least_of_all_arrivals_counts_and_who_did_not_run_has_nothing() -> N
     }
     # not of one kind alone
     assert beside["overload_goodput_fraction"]["paceline"] is None
+
+
+def test_a_long_row_has_the_share_within_of_every_minute() -> None:
+    loads = [Load(at, [1], 2, "interactive") for at in (0.0, 59.0, 61.0, 130.0)]
+    timings = [
+        Timing(load.at, (load.at + first, load.at + first + 0.05), 2)
+        for load, first in zip(loads, (0.5, 1.5, 0.5, 0.5), strict=True)
+    ]
+    assert by_minute(loads, timings, 3) == [0.5, 1.0, 1.0]

@@ -255,3 +255,76 @@ def test_the_gateways_router_is_told_what_becomes_of_requests() -> None:
     for load in router.loads:
         assert not load.running and load.prefill_tokens == pytest.approx(0.0, abs=1e-6)
     assert router.waiting() == []
+
+
+def test_a_client_that_is_refused_comes_back_when_it_is_told() -> None:
+    # one place, room for one that waits, steps of 1 s: the third is refused
+    config = engine(lead=99.0)
+    config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=1, max_num_waiting=1))
+    served: list[Served] = []
+
+    def again(record: Served, now: float) -> Arrival | None:
+        served.append(record)
+        if not record.refused:
+            return None
+        assert record.retry_after is not None and record.reason == "queue-full"
+        return replace(record.arrival, at=now + record.retry_after)
+
+    workload = [Arrival(0.0, 10, 3), Arrival(0.0, 10, 3), Arrival(0.0, 11, 3), Arrival(9.0, 12, 1)]
+    simulator = Simulator(Pool.single(config, FixedStepTimes(1.0)), lambda _: None, again=again)
+    totals = simulator.run(workload)
+    refused = [record for record in served if record.refused]
+    came_back = [r for r in served if r.arrival.prompt_tokens == 11 and not r.refused]
+    assert totals.num_refused == len(refused) >= 1
+    assert totals.num_arrivals == len(workload) + len(refused) == len(served)
+    assert [record.arrival.at for record in came_back] == [
+        pytest.approx(sum(record.retry_after or 0.0 for record in refused))
+    ]
+    assert totals.most_waiting == (1,)
+
+
+def test_what_is_asked_again_comes_between_what_the_workload_has() -> None:
+    # the first asks again at its end, before the second comes and while the third is served
+    asked = {1: 0.5, 3: 0.25}
+
+    def again(record: Served, now: float) -> Arrival | None:
+        gap = asked.pop(record.output_tokens, None)
+        return None if gap is None else Arrival(now + gap, 10, 2)
+
+    workload = [Arrival(0.0, 10, 1), Arrival(5.0, 10, 3), Arrival(5.0, 10, 9)]
+    ended: list[tuple[float, int]] = []
+    simulator = Simulator(
+        one(FixedStepTimes(1.0)), lambda s: ended.append((s.arrival.at, s.output_tokens)),
+        again=again,
+    )  # fmt: skip
+    simulator.run(workload)
+    assert ended == [(0.0, 1), (1.5, 2), (5.0, 3), (8.25, 2), (5.0, 9)]
+
+
+def test_a_run_may_be_over_before_all_have_ended() -> None:
+    ended: list[float] = []
+    workload = [Arrival(float(second), 10, 4) for second in range(100)]
+    simulator = Simulator(one(FixedStepTimes(1.0)), lambda s: ended.append(s.arrival.at))
+    totals = simulator.run(workload, until=20.5)
+    assert totals.num_arrivals == 21 and totals.end <= 20.5
+    assert ended == [float(second) for second in range(16)]
+
+
+def test_what_was_predicted_on_arrival_is_told_with_what_came() -> None:
+    # steps of 1 s, alike: once they are known every first token is one step away
+    workload = [Arrival(10.0 * number, 10, 5) for number in range(20)]
+    served, _ = serve(workload, one(FixedStepTimes(1.0)))
+    assert served[0].predicted_ttft is None
+    assert [s.predicted_ttft for s in served[10:]] == [pytest.approx(1.0, rel=0.05)] * 10
+    assert [s.ttft for s in served] == [pytest.approx(1.0)] * 20
+    assert not any(s.retry_after for s in served)
+
+
+def test_who_is_dropped_for_having_waited_is_told_when_to_come_back() -> None:
+    config = engine(lead=99.0)
+    config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=1, queue_timeout_s=2))
+    workload = [Arrival(0.0, 10, 30), Arrival(0.5, 10, 3)]
+    (first, second), _ = serve(workload, Pool.single(config, FixedStepTimes(1.0)))
+    assert not first.refused and first.retry_after is None
+    assert second.refused and second.reason == "waited too long"
+    assert second.retry_after is not None and second.retry_after > 0.0

@@ -1,0 +1,1 @@
+"""Overload that lasts: what a server keeps of its promises for as long as it lasts."""

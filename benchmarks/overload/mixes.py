@@ -1,0 +1,207 @@
+"""Mixes and bursts beyond capacity: nothing decays, and which share of the bound is served in time.
+
+A minute of each mix is repeated on end, so every minute asks for the same, and so does the bound
+(``benchmarks/studies/bound.py``), which is for streams that are repeated. The machine is its too.
+Work with deadlines that is put off makes the first minute better than the others can be, since
+it is done in the second; so the worst minute is compared with the second too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from statistics import fmean
+from typing import Any, Final, NamedTuple
+
+from benchmarks.overload.judging import MINUTE, Ratios, Shares, by_minute, ratios
+from benchmarks.overload.serving import as_served, in_time, play
+from benchmarks.studies.bound import Asked, Steps, own_seconds, share_in_time
+from paceline.core.slo import Slo
+from paceline.sim.arrival import Arrival
+from paceline.sim.report import text_table
+from paceline.sim.workload import open_workload
+
+__all__ = ["MIXES", "Mix", "Mixed", "Outcome", "figures", "minute_of", "mixed", "share", "table"]
+
+# means 305 and 55 tokens, of which the machine serves six requests a second
+PROMPTS: Final = "lognormal(255,0.6)"
+ANSWERS: Final = "lognormal(40,0.8)"
+CHAT: Final = "ttft=1,tpot=100ms"
+CLASSES: Final = f"interactive(1,{CHAT})+standard(1,ttft=3,tpot=150ms)+batch(1,deadline=30)"
+# what a request gets under ``deadline`` that asks for nothing
+DEFAULT: Final = Slo(ttft=1.0, tpot=0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """What comes in every minute, and to which server."""
+
+    # requests a second
+    rate: float
+    classes: str
+    policy: str = "deadline"
+    # coefficient of variation of gaps
+    cv: float = 1.0
+    # tokens of prompts are drawn evenly on a logarithmic scale instead
+    prompts: tuple[int, int] | None = None
+    tenants: str = ""
+    # the one tenant whose requests are judged, and bound as if it were alone
+    judged: str = ""
+    # requests at once; None: as served
+    places: int | None = None
+    # besides, once a minute
+    background: Arrival | None = None
+
+
+# half a minute's work for one of eight places
+JOB: Final = Arrival(30.0, 500, 2000, slo_class="best-effort")
+BESIDE: Final = f"chat(3,{CHAT})+best-effort(1)"
+FLOOD: Final = Mix(13.5, f"chat(1,{CHAT})", policy="fair", tenants="flood(8)+light(1)")
+MIXES: Final[dict[str, Mix]] = {
+    "three classes": Mix(9.0, CLASSES),
+    "three classes, bursts": Mix(8.0, CLASSES, cv=4.0),
+    "chats, bursts": Mix(9.0, f"chat(1,{CHAT})", cv=4.0),
+    "chats that ask for nothing": Mix(9.0, "standard(1)"),
+    "prompts of 10 to 4,000": Mix(5.0, "chat(1,ttft=3,tpot=150ms)", prompts=(10, 4000)),
+    "prompts of 10 to 4,000, three classes": Mix(5.0, CLASSES, prompts=(10, 4000)),
+    "three priorities": Mix(
+        9.0,
+        f"a(1,{CHAT},priority=0)+b(1,{CHAT},priority=1)+c(1,{CHAT},priority=2)",
+        policy="priority",
+    ),
+    "a flooding tenant": FLOOD,
+    "a flooding tenant: the other's": replace(FLOOD, judged="light"),
+    "aged background jobs": Mix(9.0, f"chat(1,{CHAT})", places=8, background=JOB),
+    "beside best effort": Mix(16.0, BESIDE),
+    "beside best effort, priority": Mix(16.0, BESIDE, policy="priority"),
+    "beside best effort, fair": Mix(16.0, BESIDE, policy="fair"),
+}
+
+
+def minute_of(mix: Mix, seed: int) -> list[Arrival]:
+    """What comes in a minute."""
+    tenants = f",tenants={mix.tenants}" if mix.tenants else ""
+    spec = f"synthetic:rate={mix.rate},cv={mix.cv},prompt={PROMPTS},output={ANSWERS},seconds=60"
+    found = list(open_workload(f"{spec},classes={mix.classes}{tenants}", seed=seed))
+    if mix.prompts is not None:
+        rng, (low, high) = Random(f"{seed}/prompts"), map(math.log, mix.prompts)
+        found = [
+            replace(each, prompt_tokens=round(math.exp(rng.uniform(low, high)))) for each in found
+        ]
+    if mix.background is not None:
+        found.append(mix.background)
+    return sorted(found, key=lambda arrival: arrival.at)
+
+
+def _slo(arrival: Arrival) -> Slo | None:
+    """What a request is judged by; None: it is not."""
+    if arrival.slo_class == "best-effort":
+        return None
+    if arrival.ttft is None and arrival.deadline is None:
+        return DEFAULT
+    return Slo(ttft=arrival.ttft, tpot=arrival.tpot, deadline=arrival.deadline)
+
+
+class Mixed(NamedTuple):
+    """One run."""
+
+    mix: str
+    seed: int
+    minutes: int
+
+
+class Outcome(NamedTuple):
+    """What came of it."""
+
+    # served in time, by the minute, and what no order exceeds
+    shares: list[float]
+    bound: float
+    most_waiting: int
+    # forecasts over what came, of all that were served
+    forecasts: list[float]
+    # best effort's in the worst ten seconds; None: no best effort came all the time
+    best_effort: float | None
+
+
+def mixed(asked: Mixed) -> Outcome:
+    """Repeat the minute."""
+    mix = MIXES[asked.mix]
+    minute = minute_of(mix, asked.seed)
+    # one more, or the last would have no others after it
+    arrivals = [
+        replace(each, at=each.at + MINUTE * number)
+        for number in range(asked.minutes + 1)
+        for each in minute
+    ]
+    end = MINUTE * asked.minutes
+    watch = Shares(arrivals, seconds_of=own_seconds) if "best-effort" in mix.classes else None
+    config = as_served(mix.policy, **({} if mix.places is None else {"max_num_seqs": mix.places}))
+    run = play(config, Steps(), arrivals, until=end + 30.0, watch=watch)
+    judged = [
+        (arrival.at, in_time(served, slo))
+        for arrival, served in zip(run.arrivals, run.outcomes, strict=True)
+        if (slo := _slo(arrival)) is not None and mix.judged in ("", arrival.tenant)
+    ]
+    stream = [
+        Asked(each.at, each.prompt_tokens, each.output_tokens, slo)
+        for each in minute
+        if (slo := _slo(each)) is not None and mix.judged in ("", each.tenant)
+    ]
+    return Outcome(
+        [each.kept / each.came for each in by_minute(judged, asked.minutes)],
+        share_in_time(stream, MINUTE),
+        run.most_waiting,
+        ratios(run.outcomes, lambda served: True),
+        None if watch is None else watch.least(20.0, end),
+    )
+
+
+def figures(found: Mapping[Mixed, Outcome]) -> dict[str, dict[str, Any]]:
+    """By mix, over all seeds."""
+    results: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(asked.mix for asked in found):
+        runs = [outcome for asked, outcome in found.items() if asked.mix == name]
+        shares = _by_minute(runs)
+        kept = [run.best_effort for run in runs if run.best_effort is not None]
+        told = Ratios.of([ratio for run in runs for ratio in run.forecasts])
+        results[name] = {
+            "worst_of_first_minute": round(min(shares[1:]) / shares[0], 3),
+            "worst_of_second_minute": round(min(shares[1:]) / shares[1], 3) if shares[1] else 0.0,
+            "of_bound": round(fmean(shares), 3),
+            "bound": round(fmean(run.bound for run in runs), 3),
+            "max_waiting": max(run.most_waiting for run in runs),
+            "forecast_p50_ratio": told.p50,
+            "forecast_p90_ratio": told.p90,
+            **({"best_effort_share_min": round(min(kept), 4)} if kept else {}),
+        }
+    return results
+
+
+def _by_minute(runs: Sequence[Outcome]) -> list[float]:
+    """Of the bound, the mean of all runs."""
+    of_bound = [[share / run.bound for share in run.shares] for run in runs]
+    return [fmean(minute) for minute in zip(*of_bound, strict=True)]
+
+
+def share(found: Mapping[Mixed, Outcome]) -> float | None:
+    """Best effort's in the worst ten seconds of all runs."""
+    return min(
+        (each.best_effort for each in found.values() if each.best_effort is not None), default=None
+    )
+
+
+def table(found: Mapping[Mixed, Outcome]) -> str:
+    """For people."""
+    head = ["", "worst of first minute", "of second", "of bound", "bound", "waiting",
+            "forecast p50", "p90", "best effort min", "minutes, % of bound"]  # fmt: skip
+    rows = [head]
+    for name, entry in figures(found).items():
+        shares = _by_minute([outcome for asked, outcome in found.items() if asked.mix == name])
+        minutes = " ".join(f"{100 * each:.0f}" for each in shares)
+        keys = ("worst_of_first_minute", "worst_of_second_minute", "of_bound", "bound",
+                "max_waiting", "forecast_p50_ratio", "forecast_p90_ratio",
+                "best_effort_share_min")  # fmt: skip
+        rows.append([name, *(str(entry.get(key, "")) for key in keys), minutes])
+    return text_table(rows)
