@@ -72,6 +72,8 @@ class Door:
         self._state = state
         self._tenants = tenants
         self.forecast = FirstTokenForecast(state, share, targets)
+        # when the last request that was refused for its wait was asked to come back
+        self._comes_back_at = 0.0
         # limits on waiting: (when, order of arrival, request)
         self._limits: list[tuple[float, int, Request]] = []
         # with more of them than that, those of requests that wait no more are dropped
@@ -121,11 +123,20 @@ class Door:
         if predicted is not None and predicted > longest:
             why = f"the first token is predicted to take {predicted:.1f} s, the limit is "
             why += f"{longest:g} s"
-            raise self._refusal("predicted-wait", why, predicted - longest)
+            now = asked.arrival_time
+            raise self._refusal("predicted-wait", why, self._room_in(request, predicted, now))
         if state.valve.level >= Pressure.REFUSE and num_waiting:
             why = f"KV memory is nearly full and {num_waiting} requests wait for it"
             raise self._refusal("pressure", why, predicted)
         self.forecast.came(request)
+
+    def _room_in(self, request: Request, predicted: float, now: float) -> float:
+        """Seconds until a request that would wait for too long finds room: after those that were
+        told so before it, or all of them would come back at once and be refused again."""
+        following = self._comes_back_at + self.forecast.seconds_each(request) - now
+        wait = min(_MOST_RETRY, max(predicted - self._longest_wait(request), following))
+        self._comes_back_at = max(self._comes_back_at, now + wait)
+        return wait
 
     def _longest_wait(self, request: Request) -> float:
         """Seconds to the first token beyond which a request is refused."""
@@ -192,6 +203,7 @@ class Door:
     def rest(self) -> None:
         """The last request has ended."""
         self._limits.clear()
+        self._state.last.demoted.clear()
         self.next_expiry = math.inf
         self.forecast.rest()
 
@@ -205,7 +217,7 @@ class Door:
             if _never_started(request):
                 waited = now - request.asked.arrival_time
                 why = f"it waited {waited:.1f} s without being started"
-                dropped.append(self._expiry(request, "expired", why, finish))
+                dropped.append(self._expiry(request, "expired", why, finish, now))
         self.next_expiry = self._limits[0][0] if self._limits else math.inf
         demoted, self._state.last.demoted = self._state.last.demoted, []
         for request in demoted:
@@ -216,7 +228,7 @@ class Door:
             if predicted is not None and waited + predicted > longest:
                 why = f"its first token is late and predicted to take {waited + predicted:.1f} s, "
                 why += f"the limit is {longest:g} s"
-                dropped.append(self._expiry(request, "predicted-wait", why, finish))
+                dropped.append(self._expiry(request, "predicted-wait", why, finish, now))
         return dropped
 
     def _expiry(
@@ -225,12 +237,16 @@ class Door:
         reason: str,
         why: str,
         finish: Callable[[Request, FinishReason], None],
+        now: float,
     ) -> Expired:
         forks = tuple(self._state.forks.by_parent.get(request.request_id, ()))
         for each in (*forks, request):
             finish(each, FinishReason.ABORT)
         # predicted once it does not wait any more, or it would wait for itself
-        error = self._refusal(reason, why, self.forecast.predict(request))
+        seconds = self.forecast.predict(request)
+        if reason != "expired" and seconds is not None:
+            seconds = self._room_in(request, seconds, now)
+        error = self._refusal(reason, why, seconds)
         return Expired(request.request_id, error, tuple(fork.request_id for fork in forks))
 
 

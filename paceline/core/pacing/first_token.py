@@ -227,6 +227,15 @@ class FirstTokenForecast:
         """Whether a request that will be late yields to others that wait."""
         return bool(self._state.config.relegate_late and self._targets.dues and not late.favoured)
 
+    def seconds_each(self, request: Request) -> float:
+        """Seconds in which requests like this one find room that others leave, one after another;
+        0.0 while nothing was measured."""
+        if not self._state.step_time.ready:
+            return 0.0
+        self._steps_until(1.0)
+        alone = self._lasting(self._each * _PARTS, request.num_new_tokens)
+        return alone / self._share.left_over(request, request.asked.arrival_time)
+
     def _without_late(self, request: Request) -> float:
         """Seconds until the request has a place if all before it yield that will be late."""
         num, tokens = self._num_ahead(request)

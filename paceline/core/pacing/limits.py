@@ -112,8 +112,9 @@ class PacedStep(Step):
             return turn
         return head
 
-    def holds_up(self, request: Request) -> bool:
-        return request is self._turn and self.share.is_saved_up
+    def stands_aside(self, request: Request, last: Tier) -> bool:
+        holds_up = request is self._turn and self.share.is_saved_up
+        return request.tier > last and not holds_up
 
     def _let_rejoin(self) -> None:
         """If there is room, let a late request be ordinary again beside those that asked for

@@ -32,8 +32,10 @@ from paceline.core.tier import Tier
 
 __all__ = ["GuaranteedShare"]
 
-# seconds of earning that can be saved up, and after which of debt a request yields its place
+# seconds of earning that can be saved up, and after which of debt a request yields its place; where
+# it would have to be computed again, it yields later, up to so many
 _SAVED: Final = 1.0
+_OWED: Final = 5.0
 # seconds of earning: a larger debt is forgiven, so that the next request does not wait for longer
 _DEBT: Final = 20.0
 # tokens of a small chunk, which can always be saved up for
@@ -93,9 +95,13 @@ class GuaranteedShare:
             # there is no promised work to take anything from
             self.credit = min(self.credit, 0.0) if view.best_effort else 0.0
             return
-        own = [request for request in view.best_effort if self.has_share(request)]
-        if last is None or not last.rows or not self._model.ready:
-            return
+        if last is not None and last.rows and self._model.ready:
+            own = [request for request in view.best_effort if self.has_share(request)]
+            self._settle(last, own, len(view.best_effort), charged)
+
+    def _settle(self, last: Step, own: list[Request], num_running: int, charged: float) -> None:
+        """Count what the last step, of which ``charged`` seconds are paid, was for running requests
+        that have a share: ``own`` of ``num_running`` best-effort ones."""
         seconds = self._model.predict(last.shape)
         if own or self._first() is not None:
             self.credit += self._share * seconds
@@ -105,12 +111,12 @@ class GuaranteedShare:
         if self.credit > 0.0 and own:
             left_over = seconds * self._part(own)
             if last.ordinary_seconds is not None:
-                time = (seconds - last.ordinary_seconds) * len(own) / len(view.best_effort)
+                time = (seconds - last.ordinary_seconds) * len(own) / num_running
                 left_over = max(left_over, time)
             self.credit = max(0.0, self.credit - max(0.0, left_over - spent - charged))
         self.credit = max(-_DEBT * self._share, min(self.credit, self._most(own)))
         for request in granted:
-            lost = self._state.running.seconds_lost(request)
+            lost = min(self._state.running.seconds_lost(request), _OWED * self._share)
             request.granted = self.credit > -max(_SAVED * self._share, lost)
 
     def _note_promised(self, view: RunningView, last: Step, starts: float) -> None:

@@ -61,7 +61,7 @@ class Admission:
                 head.times_bypassed += 1
             else:
                 passed.append(request)
-                if request.tier > last and not step.holds_up(request):
+                if step.stands_aside(request, last):
                     # it may go before earlier tiers, but it does not hold these up
                     continue
                 held_by, head, tried = held_by or obstacle, head or request, tried + 1

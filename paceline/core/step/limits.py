@@ -122,6 +122,10 @@ class Step:
         self.narrow_rows += num_rows
         self.narrow_keys += num_keys
 
+    def kept_beside(self, num_rows: int) -> int:
+        """Tokens that are kept for a request of a later pass beside a token for each row."""
+        return min(self.kept, max(0, self.budget - num_rows))
+
     # ------------------------------------------------------------------ admission
 
     def next(self, last: Tier, passed: Sequence[Request]) -> Request | Reason | None:
@@ -144,9 +148,9 @@ class Step:
         """Whether the request, just taken from the queue, was moved to a later tier instead."""
         return False
 
-    def holds_up(self, request: Request) -> bool:
-        """Whether a best-effort request that does not fit among ordinary ones holds these up."""
-        return False
+    def stands_aside(self, request: Request, last: Tier) -> bool:
+        """Whether a request that does not fit, of a pass up to tier ``last``, holds no other up."""
+        return request.tier > last
 
     def obstacle(self, request: Request) -> Reason | None:
         """What keeps the request out beside memory; None: nothing does."""

@@ -81,11 +81,10 @@ class Planner:
         what holds the queue up. Returns what does so now."""
         part, is_first = passes[0], len(passes) == len(step.passes)
         later = sum(len(following.running) for following in passes[1:])
-        if is_first and later:
-            later += min(step.kept, max(0, step.budget - len(part.running) - later))
         reserved = later
         if is_first:
-            reserved += len(part.must_run) + step.reserved
+            later += step.kept_beside(len(part.running) + later)
+            reserved = later + len(part.must_run) + step.reserved
         preempted = self._rows.extend(step, part.running, reserved, limited=not is_first)
         if held_by is None and preempted and self._running.requests:
             held_by = Reason.MEMORY

@@ -23,7 +23,7 @@ def idle_machine(idle: float) -> Machine:
 @pytest.mark.parametrize("idle", [0.0, 3600.0])
 @pytest.mark.parametrize("gap", [0.0, 0.01])
 def test_a_burst_is_told_as_its_number_a_second(gap: float, idle: float) -> None:
-    """Which lasts until the request ages. 20 of one moment would be 20,000 a second, and the wait
+    """20 of one moment would be 20,000 a second, and the wait
     half a day."""
     machine = idle_machine(idle)
     for number in range(20):
@@ -37,7 +37,7 @@ def test_a_burst_is_told_as_its_number_a_second(gap: float, idle: float) -> None
 
 @pytest.mark.parametrize("idle", [1.0, 3600.0])
 def test_a_flood_is_told_as_one_though_no_request_came_for_long_before(idle: float) -> None:
-    """Ten a second, more than the places serve: a batch request waits until it ages."""
+    """Ten a second, more than the places serve: a batch request has its share of them."""
     machine = idle_machine(idle)
     started, number = machine.now, 0
     batch = None
@@ -51,5 +51,5 @@ def test_a_flood_is_told_as_one_though_no_request_came_for_long_before(idle: flo
             machine.add(batch)
         machine.step()
     came = batch.first_token_time - batch.asked.arrival_time
-    assert came > 30.0
-    assert batch.history.predicted_ttft == pytest.approx(came, rel=0.5)
+    assert came < 5.0
+    assert batch.history.predicted_ttft == pytest.approx(came, abs=3.0)

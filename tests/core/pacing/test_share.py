@@ -114,8 +114,8 @@ def test_a_best_effort_request_keeps_its_place_beside_a_flood_for_its_share() ->
         flood.step()
         if night.granted and not was:
             turns.append(flood.machine.now)
-    # it has a quarter of the engine while it runs, and waits once it owes a second's share
-    assert night.num_preemptions >= 3
+    # it has a quarter of the engine while it runs, and waits once it owes five seconds' share
+    assert night.num_preemptions >= 1
     assert 0.15 <= sum(own for _, own, _ in flood.served) / sum(n for *_, n in flood.served) <= 0.25
     assert max(b - a for a, b in pairwise(turns)) <= 15.0
 

@@ -12,6 +12,7 @@ from paceline.core.outputs import StepResult
 from paceline.core.policies import POLICIES, FcfsPolicy, PolicyContext
 from paceline.core.request import Request
 from paceline.core.slo import Slo
+from tests.core.machine import Machine
 from tests.driving import Driver, make_request
 
 
@@ -82,12 +83,12 @@ def test_a_policy_of_another_package_says_what_it_lacks(monkeypatch: pytest.Monk
             self._policy = whole(context)
 
         def __getattr__(self, name: str) -> Any:
-            if name in ("sampled", "later"):
+            if name in ("sampled", "served"):
                 raise AttributeError(name)
             return getattr(self._policy, name)
 
     monkeypatch.setitem(POLICIES, "partial", Partial)
-    with pytest.raises(ConfigError, match=r"'partial' \(.*Partial\) has no later, sampled;"):
+    with pytest.raises(ConfigError, match=r"'partial' \(.*Partial\) has no sampled, served;"):
         Driver(policy="partial")
 
 
@@ -138,18 +139,19 @@ def test_deadline_runs_the_least_slack_first() -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_best_effort_yields_its_place_and_its_slot_but_does_not_starve(policy: str) -> None:
-    driver = Driver(max_num_seqs=1, policy=policy, num_blocks=128)
-    driver.add(make_request("batch", 4, 30, slo=Slo(best_effort=True), tenant="b"))
-    driver.step()
+    machine = Machine(max_num_seqs=1, policy=policy, num_blocks=128, coalesce_window_s=0.0)
+    batch = make_request("batch", 4, 30, arrival=machine.now, slo=Slo(best_effort=True), tenant="b")
+    machine.add(batch)
+    machine.step()
     for index in range(60):
-        driver.add(make_request(f"r{index}", 4, 2, arrival=driver.now, tenant="a"))
-        driver.step()
-        driver.step()
-    admitted = [n.request_id for p in driver.plans for n in p.new_requests]
+        machine.add(make_request(f"r{index}", 4, 2, arrival=machine.now, tenant="a"))
+        machine.step()
+        machine.step()
+    admitted = [n.request_id for p in machine.plans for n in p.new_requests]
     assert admitted[0] == "batch"
     assert admitted[1] == "r0", "a request that is not best-effort takes the slot"
-    assert "batch" in admitted[2:], "after the delay it is served like any other"
-    driver.run()
+    assert "batch" in admitted[2:], "it has its share of the places that come free"
+    machine.run()
 
 
 # ---------------------------------------------------------------- fair

@@ -74,11 +74,13 @@ def test_sums_follow_those_that_come_go_and_move() -> None:
     room = room_of(favoured, plain, night)
     assert (len(room), room.num_tokens[0], sum(room.num_tokens)) == (3, 17, 22)
     newcomer = numbered("new", 9, 1)
-    assert room.ahead_of(newcomer) == (2, 17)
+    assert room.ahead_of(newcomer, newcomer.tier) == (2, 17)
     newcomer.favoured = True
-    assert room.ahead_of(newcomer) == (1, 10), "before a favoured one only favoured ones"
+    assert room.ahead_of(newcomer, newcomer.tier) == (1, 10), (
+        "before a favoured one only favoured ones"
+    )
     background = numbered("background", 9, 1, slo=NIGHT)
-    assert room.ahead_of(background) == (3, 22)
+    assert room.ahead_of(background, background.tier) == (3, 22)
     room.remove(favoured)
     assert (len(room), room.num_tokens[0], sum(room.num_tokens)) == (2, 7, 12)
     room.move(plain, relegated)
