@@ -196,7 +196,9 @@ def test_a_line_is_paid_for_every_four_and_a_half_seconds_beside_a_flood() -> No
     machine = Machine(max_num_seqs=8)
     # the check takes longer than the steps
     machine.scheduler.check_integrity = lambda: None  # type: ignore[method-assign]
-    waiting, starts, number = None, [], 0
+    waiting: Request | None = None
+    starts: list[float] = []
+    number = 0
     while machine.now < 24.0:
         if waiting is None or waiting.first_scheduled_time is not None:
             name = f"line{len(starts)}"
