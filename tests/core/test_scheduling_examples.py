@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,36 @@ def test_a_step_beside_streams_is_bounded() -> None:
     base = StepShape(0, 0.0, 8, 0)
     assert scheduler.step_time.predict(base) == pytest.approx(0.018, rel=1e-3)
     assert scheduler.state.chunk.within(base, 0, 2048, gap=0.25) == 224
+
+
+def test_a_line_is_paid_for_every_four_and_a_half_seconds_beside_a_flood() -> None:
+    says("100 steps of 18 ms, 1.8 s, and an eighth of that is 225 ms", "a line every 4.5 s")
+    step = takes(StepShape(0, 0.0, 8, 0))
+    assert 100 * step == pytest.approx(1.8)
+    assert 100 * step / 8 / SchedulerConfig().best_effort_share == pytest.approx(4.5)
+
+    machine = Machine(max_num_seqs=8)
+    # the check takes longer than the steps
+    machine.scheduler.check_integrity = lambda: None  # type: ignore[method-assign]
+    waiting: Request | None = None
+    starts: list[float] = []
+    number = 0
+    while machine.now < 24.0:
+        if waiting is None or waiting.first_scheduled_time is not None:
+            name = f"line{len(starts)}"
+            waiting = make_request(name, 1, 100, arrival=machine.now, slo=Slo(best_effort=True))
+            machine.add(waiting)
+        while len(machine.scheduler.state.waiting.ordinary) < 4:
+            number += 1
+            machine.add(make_request(f"chat{number}", 1, 40, arrival=machine.now))
+        machine.step()
+        if waiting.first_scheduled_time is not None:
+            starts.append(waiting.first_scheduled_time)
+    # from the first line that was paid for to one that was, without the places free at first
+    paid = [after for before, after in pairwise(starts) if after - before > 1.0]
+    served = sum(paid[0] <= start < paid[-1] for start in starts)
+    assert served
+    assert (paid[-1] - paid[0]) / served == pytest.approx(4.5, rel=0.1)
 
 
 def test_deadlines_press_and_rows_must_run() -> None:
