@@ -301,15 +301,22 @@ class Leg:
             self._end(Verdict("done"))
 
     def _finish_stream(self, why: str) -> None:
-        if self._probe is not None:
-            self._end(Verdict("lost", why))
-            return
+        if not self._is_said():
+            splice = self._owner.splice if self._probe is None else None
+            self._end(Verdict("lost", (splice and splice.failed) or why))
+
+    def _is_said(self) -> bool:
+        """Whether the stream, which goes on no longer, had said all of its answer; then it is done:
+        what was wrong behind that is no loss."""
         splice = self._owner.splice
-        assert splice is not None, "a stream was asked for"
+        if not self._streams or self._probe is not None or splice is None:
+            return False
         out = splice.end_leg()
         if out:
             self._owner.write(out)
-        self._end(Verdict("done") if splice.done else Verdict("lost", splice.failed or why))
+        if splice.done:
+            self._end(Verdict("done"))
+        return splice.done
 
     # ---------------------------------------------------------------- of the engine
 
@@ -351,8 +358,13 @@ class Leg:
     # ---------------------------------------------------------------- ends
 
     def give_up(self, why: str) -> None:
-        """The engine's fault."""
-        self._end(Verdict("lost", why))
+        """The engine's fault, unless all of the answer was said."""
+        if self.verdict is not None:
+            return
+        if not self._is_said():
+            self._end(Verdict("lost", why))
+        elif self.connection is not None:
+            self.connection.drop()
 
     def abandon(self) -> None:
         """Not its fault: the caller is gone, or has the answer from another one."""
