@@ -16,10 +16,10 @@ from paceline.gateway.attempts import Attempts
 from paceline.gateway.bodies import Body
 from paceline.gateway.caller import broken_event
 from paceline.gateway.counts import Counts
-from paceline.gateway.dialects import map_error, map_status
+from paceline.gateway.dialects import map_status
 from paceline.gateway.leg import Leg
 from paceline.gateway.outgoing import Call, Outgoing
-from paceline.gateway.refusals import retry_after, told
+from paceline.gateway.refusals import redacted, retry_after, told
 from paceline.gateway.sending import RESUMABLE, Sending
 from paceline.gateway.splice import DONE, Splice
 from paceline.gateway.tracing import Trace
@@ -194,7 +194,7 @@ class Answer:
         if self._leg is not None:
             site = self._leg.site
             resumable, secret = self._sending.can_go_on(site, site), site.engine.key
-        event = told(self._path, 200, splice.failure_event, secret)
+        event = redacted(splice.failure_event, secret)
         if not event or self._path in RESUMABLE:
             event = broken_event(
                 self._path,
@@ -245,7 +245,7 @@ def _whole_answer(
     body = bytes(leg.body)
     if leg.status == 200:
         return 200, leg.headers, _noted(body, leg, model, note)
-    body = map_error(path, leg.status, told(path, leg.status, body, leg.site.engine.key))
+    body = told(path, leg.status, body, leg.site.engine.key)
     headers = [header for header in leg.headers if header[0] != b"content-type"]
     headers.append((b"content-type", b"application/json"))
     return map_status(path, leg.status), headers, body

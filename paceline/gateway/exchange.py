@@ -345,7 +345,7 @@ class Exchange:
     def _may_pass_on(self, leg: Leg) -> bool:
         """Whether a refused request goes to another engine; otherwise the caller has the answer."""
         now = self.now()
-        if is_too_long(leg.status, bytes(leg.body[:8192])) and self._attempts.may_go_to_a_longer(
+        if is_too_long(leg.status, bytes(leg.body)) and self._attempts.may_go_to_a_longer(
             now, leg.site
         ):
             return True
