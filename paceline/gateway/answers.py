@@ -16,7 +16,7 @@ from paceline.gateway.attempts import Attempts
 from paceline.gateway.bodies import Body
 from paceline.gateway.caller import broken_event
 from paceline.gateway.counts import Counts
-from paceline.gateway.dialects import map_status
+from paceline.gateway.dialects import map_status, read_words
 from paceline.gateway.leg import Leg
 from paceline.gateway.outgoing import Call, Outgoing
 from paceline.gateway.refusals import redacted, retry_after, told
@@ -161,7 +161,8 @@ class Answer:
         """The engine's refusal is the answer. Raises HttpError where it was the gateway's fault."""
         name, status = leg.site.engine.name, leg.status
         if self.out.started:
-            await self.break_off(f"engine {name} refused it ({status})")
+            words = read_words(status, redacted(bytes(leg.body), leg.site.engine.key)).message
+            await self.break_off(f"engine {name} refused it ({status})" + (words and f": {words}"))
             return
         self.ended("refused")
         if status in (401, 403):

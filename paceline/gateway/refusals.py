@@ -15,8 +15,17 @@ from typing import Final
 
 from paceline.gateway.dialects import map_error, read_words
 from paceline.http.upstream import Headers
+from paceline.wire.sse import payload_of
 
-__all__ = ["is_no_answer", "is_too_long", "redacted", "rest_of", "retry_after", "told"]
+__all__ = [
+    "is_no_answer",
+    "is_too_long",
+    "redacted",
+    "refusal_in",
+    "rest_of",
+    "retry_after",
+    "told",
+]
 
 # nobody is asked to wait longer, whatever an engine says
 _MAX_REST: Final = 120.0
@@ -52,6 +61,10 @@ _TOO_LONG: Final = re.compile(
     r"|exceeded model token limit|prompt exceeds max|range of input length should be",
     re.IGNORECASE | re.DOTALL,
 )
+# of refusals that are the caller's fault, or for a prompt that is too long
+_OF_THE_CALLER: Final = (400, 413, 422)
+# where an error in a stream tells no status
+_STATUS_OF_KIND: Final = {"invalid_request_error": 400, "request_too_large": 413}
 # names that vLLM has for the parameter at fault
 _PROMPT_PARAMS: Final = frozenset({"input_tokens", "input_text"})
 # an account's limit of tokens in a time, which some tell with 413
@@ -96,13 +109,24 @@ def is_no_answer(status: int) -> bool:
 def is_too_long(status: int, body: bytes) -> bool:
     """Whether a prompt was refused as too long for the engine's context. The engine's words alone
     say so: some repeat the request beside them."""
-    if status not in (400, 413, 422):
+    if status not in _OF_THE_CALLER:
         return False
     words = read_words(status, body)
     text = f"{words.message} {words.kind} {words.code}"
     if _OF_THE_ACCOUNT.search(text):
         return False
     return words.param in _PROMPT_PARAMS or _TOO_LONG.search(text) is not None
+
+
+def refusal_in(event: bytes) -> tuple[int, bytes] | None:
+    """Status and body of a refusal that came as an event of a stream; None: it reports a failure of
+    the engine's."""
+    body = payload_of(event) or b""
+    words = read_words(400, body)
+    status = int(words.code) if str(words.code) in map(str, _OF_THE_CALLER) else 0
+    if not status:
+        status = 400 if is_too_long(400, body) else _STATUS_OF_KIND.get(words.kind, 0)
+    return (status, body) if status else None
 
 
 def redacted(body: bytes, secret: str) -> bytes:

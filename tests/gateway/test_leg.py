@@ -80,6 +80,9 @@ class Owner:
     def sent(self, leg: Leg) -> None:
         return
 
+    def again(self, leg: Leg, left_out: frozenset[str]) -> None:
+        return
+
     def spare_spoke(self, leg: Leg) -> None:
         raise AssertionError("there is no second engine")
 

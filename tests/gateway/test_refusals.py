@@ -14,13 +14,9 @@ from tests.gateway.helpers import (
     CHAT,
     GOOD,
     WHOLE,
-    WORDS,
     chat,
     configured,
     gateway_over,
-    is_clean,
-    streamed,
-    text_of,
 )
 
 pytestmark = pytest.mark.anyio
@@ -44,8 +40,8 @@ WORDED: dict[str, tuple[str, Any]] = {
         [{"error": {"code": 400, "message": "Invalid value at 'top_k'", "status": "INVALID"}}],
     ),
     "list of texts": ("bad seed; bad stop", {"errors": ["bad seed", "bad stop"]}),
-    "list of objects": ("bad seed", {"success": False, "errors": [{"code": 7, "message": "bad seed"}]}),
-    "by field": ("seed: must be positive", {"title": "wrong", "errors": {"seed": ["must be positive"]}}),
+    "list of objects": ("bad seed", {"errors": [{"code": 7, "message": "bad seed"}]}),
+    "by field": ("seed: below 0", {"title": "wrong", "errors": {"seed": ["below 0"]}}),
     "message": ("bad seed", {"message": "bad seed", "error": "Bad Request", "status": 400}),
     "list of messages": ("bad seed; bad stop", {"message": ["bad seed", "bad stop"]}),
     "validation in a message": (
@@ -61,9 +57,9 @@ WORDED: dict[str, tuple[str, Any]] = {
     "text": ("bad seed: <0", b"bad seed: <0\n"),
 }  # fmt: skip
 HIDDEN = (
-    b"<html><title>nginx</title></html>", b"\n <!DOCTYPE html>", b"\xef\xbb\xbf<?xml?>", b"", b"null",
-    b'{"error": {"message": ', b"\xff\xfe", b"a\x00b", b"ok <HTML>", {"error": "<html>x</html>"}, {},
-    {"error": {}}, [], 7, {"errors": []},
+    b"<html><title>nginx</title></html>", b"\n <!DOCTYPE html>", b"\xef\xbb\xbf<?xml?>", b"",
+    b"null", b'{"error": {"message": ', b"\xff\xfe", b"a\x00b", b"ok <HTML>",
+    {"error": "<html>x</html>"}, {}, {"error": {}}, [], 7, {"errors": []},
 )  # fmt: skip
 
 
@@ -98,69 +94,74 @@ def test_the_field_at_fault_is_told() -> None:
     assert b"sk-1" not in told(CHAT, 400, b"bad key sk-1", "sk-1")
 
 
+def openai(message: str, **more: Any) -> dict[str, Any]:
+    return {"error": {"message": message, **more}}
+
+
 TOO_LONG: tuple[tuple[int, Any], ...] = (
-    (400, {"error": {"message": "You passed 5001 input tokens and requested 9 output tokens. However, "
-        "the model's context length is only 4096 tokens, resulting in a maximum input length of 4087 "
-        "tokens.", "param": "input_tokens", "code": 400}}),
-    (400, {"error": {"message": "This model's maximum context length is 4096 tokens. However, you "
-        "requested 0 output tokens and your prompt contains at least 4097 input tokens."}}),
-    (400, {"object": "error", "message": "The decoder prompt (length 5001) is longer than the maximum "
-        "model length of 4096. Make sure that `max_model_len` is no smaller"}),
-    (400, {"error": {"message": "The prompt (total length 5001) is too long to fit into the model"}}),
-    (400, {"error": {"message": "too many of them", "param": "input_tokens"}}),
-    (422, {"error": "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 2048. Given: "
-        "1527 `inputs` tokens and 1024 `max_new_tokens`", "error_type": "validation"}),
+    # vLLM
+    (400, openai("You passed 5001 input tokens and requested 9 output tokens. However, the model's "
+        "context length is only 4096 tokens, resulting in a maximum input length of 4087 tokens.")),
+    (400, openai("This model's maximum context length is 4096 tokens. However, you requested 0 "
+        "output tokens and your prompt contains at least 4097 input tokens.", code=400)),
+    (400, {"object": "error", "message": "The decoder prompt (length 5001) is longer than the "
+        "maximum model length of 4096. Make sure that `max_model_len` is no smaller"}),
+    (400, openai("The prompt (total length 5001) is too long to fit into the model")),
+    (400, openai("Please send less", param="input_tokens")),
+    # TGI
+    (422, {"error": "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 2048. "
+        "Given: 1527 `inputs` tokens and 1024 `max_new_tokens`", "error_type": "validation"}),
     (422, {"error": "Input validation error: inputs tokens + max_new_tokens must be <= 2048"}),
-    (422, {"error": "Input validation error: `inputs` must have less than 1024 tokens. Given: 1527"}),
-    (400, [{"error": {"code": 400, "status": "INVALID_ARGUMENT", "message": "The input token count "
-        "(1076112) exceeds the maximum number of tokens allowed (1048576)."}}]),
-    (400, {"error": {"message": "the input token count is 32769 but model only supports up to 32768"}}),
-    (400, {"code": "Client specified an invalid argument", "error": "This model's maximum prompt length "
-        "is 131072 but the request contains 150000 tokens."}),
-    (400, {"error": {"message": "The input (5001 tokens) is longer than the model's context length"}}),
-    (400, {"message": "Input length (5001 tokens) exceeds the maximum allowed length (4090 tokens)."}),
-    (400, {"error": {"message": "request (5001 tokens) exceeds the available context size (4096 tokens), "
-        "try increasing it", "type": "exceed_context_size_error"}}),
+    (422, {"error": "`inputs` must have less than 1024 tokens. Given: 1527"}),
+    # Gemini, xAI
+    (400, [openai("The input token count (1076112) exceeds the maximum number of tokens allowed "
+        "(1048576).", code=400, status="INVALID_ARGUMENT")]),
+    (400, openai("the input token count is 32769 but model only supports up to 32768")),
+    (400, {"code": "Client specified an invalid argument", "error": "This model's maximum prompt "
+        "length is 131072 but the request contains 150000 tokens."}),
+    # SGLang, llama.cpp, Ollama
+    (400, openai("The input (5001 tokens) is longer than the model's context length (4096).")),
+    (400, {"message": "Input length (5001 tokens) exceeds the maximum allowed length (4090)."}),
+    (400, openai("request (5001 tokens) exceeds the available context size (4096 tokens)")),
+    (400, openai("no", type="exceed_context_size_error")),
     (400, {"error": "prompt too long; exceeded max context length by 905 tokens"}),
     (400, {"error": "the input length exceeds the context length"}),
+    # Bedrock, Cohere, Mistral, Groq, OpenAI, Anthropic, Moonshot, GitHub, LM Studio and others
     (400, {"message": "Input is too long for requested model."}),
+    (400, {"message": "Too many input tokens. Max input tokens: 8192, request: 9000"}),
     (400, {"message": "too many tokens: size limit exceeded by 905 tokens."}),
-    (400, {"message": "Too many input tokens. Max input tokens: 8192, request input token count: 9000"}),
-    (400, {"object": "error", "message": "Prompt contains 40000 tokens, too large for model with 32768 "
-        "maximum context length"}),
-    (400, {"error": {"message": "Please reduce the length of the messages or completion."}}),
-    (400, {"error": {"message": "Your input exceeds the context window of this model."}}),
-    (400, {"type": "error", "error": {"type": "invalid_request_error", "message": "prompt is too long: "
-        "208310 tokens > 200000 maximum"}}),
-    (400, {"error": {"message": "input length and `max_tokens` exceed context limit: 188240 + 21333 > "
-        "200000"}}),
-    (400, {"error": {"message": "Invalid request: Your request exceeded model token limit: 8192"}}),
-    (400, {"error": {"message": "prompt token count of 135000 exceeds the limit of 128000"}}),
+    (400, {"message": "Prompt contains 40000 tokens, too large for model with 32768 maximum"}),
+    (400, openai("Please reduce the length of the messages or completion.")),
+    (400, openai("Your input exceeds the context window of this model.")),
+    (400, openai("no", code="context_length_exceeded")),
+    (400, {"type": "error", **openai("prompt is too long: 208310 tokens > 200000 maximum")}),
+    (400, openai("input length and `max_tokens` exceed context limit: 188240 + 21333 > 200000")),
+    (400, openai("Invalid request: Your request exceeded model token limit: 8192")),
+    (400, openai("prompt token count of 135000 exceeds the limit of 128000")),
     (400, {"error": "Trying to keep the first 5001 tokens when context the overflows."}),
     (422, {"detail": "Requested input length 5001 exceeds maximum input length 4096"}),
-    (400, b"Requested tokens (5001) exceed context window of 4096"),
+    (413, b"Requested tokens (5001) exceed context window of 4096"),
 )  # fmt: skip
 OTHER: tuple[tuple[int, Any], ...] = (
     # of the output alone
-    (400, {"error": {"message": "max_tokens is too large: 100000. This model supports at most 16384 "
-        "completion tokens, whereas you provided 100000.", "param": "max_tokens"}}),
-    (400, {"error": {"message": "max_tokens: 100000 > 8192, which is the maximum allowed number of "
-        "output tokens for this model"}}),
-    (400, {"error": {"message": "Invalid max_tokens value, the valid range of max_tokens is [1, 8192]"}}),
-    (400, {"error": {"message": "`max_tokens` must be less than or equal to `8192`, the maximum value "
-        "for `max_tokens` is less than the `context_window` for this model"}}),
+    (400, openai("max_tokens is too large: 100000. This model supports at most 16384 completion "
+        "tokens, whereas you provided 100000.", param="max_tokens")),
+    (400, openai("max_tokens: 100000 > 8192, which is the maximum number of output tokens")),
+    (400, openai("Invalid max_tokens value, the valid range of max_tokens is [1, 8192]")),
+    (400, openai("`max_tokens` must be less than or equal to `8192`, the maximum value for "
+        "`max_tokens` is less than the `context_window` for this model")),
     (422, {"error": "Input validation error: `max_new_tokens` must be <= 512. Given: 1024"}),
     # of an account's tokens in a minute, and of bytes
-    (413, {"error": {"message": "Request too large for model `m` on tokens per minute (TPM): Limit 6000, "
-        "Requested 7000, please reduce the length of the messages", "code": "rate_limit_exceeded"}}),
+    (413, openai("Request too large on tokens per minute (TPM): Limit 6000, Requested 7000, please "
+        "reduce the length of the messages", code="rate_limit_exceeded")),
     (413, b"<html>413 Request Entity Too Large</html>"),
-    (413, {"error": {"type": "request_too_large", "message": "Request exceeds the maximum size"}}),
+    (413, openai("Request exceeds the maximum size", type="request_too_large")),
     # of a request that is repeated beside the words
     (422, {"detail": [{"loc": ["body", "top_p"], "msg": "at most 1",
         "input": "the prompt is too long, says the maximum context length"}]}),
     # of something else, or an engine's own failure
-    (400, {"error": {"message": "stop: the list is too long"}}),
-    (500, {"error": {"message": "prompt is too long"}}),
+    (400, openai("stop: the list is too long")),
+    (500, openai("prompt is too long")),
 )  # fmt: skip
 
 
