@@ -482,5 +482,5 @@ def _message(body: str) -> str:
         error = msgspec.json.decode(body)["error"]
         words = error["message"] if isinstance(error, dict) else error
     except (msgspec.DecodeError, RecursionError, KeyError, TypeError):
-        words = body
-    return str(words)[:2000]
+        words = None
+    return (words if isinstance(words, str) and words else body)[:2000]

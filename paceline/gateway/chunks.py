@@ -120,7 +120,7 @@ def read_chunk(name: bytes, payload: bytes) -> Chunk | None:
 
     Raises ReportedError, and ValueError for what is no chunk.
     """
-    if names_error(name):
+    if name and names_error(name):
         raise ReportedError
     if payload in _NOTHING:
         return None
@@ -133,7 +133,8 @@ def read_chunk(name: bytes, payload: bytes) -> Chunk | None:
         raise ValueError(
             f"the stream holds something else than chunks: {str(error)[:100]}"
         ) from None
-    if says_error(bytes(chunk.error)):
+    error = bytes(chunk.error)
+    if error not in _NULL and says_error(error):
         raise ReportedError
     if chunk.choices or chunk.has_usage:
         return chunk

@@ -157,6 +157,15 @@ SCENARIOS: dict[str, Callable[[], Play]] = {
     ),
     "retry_after_too_long": lambda: Play(in_turn(refusing(429, retry_after="61"))),
     "refused": lambda: Play(in_turn(refusing(400, b'{"error": {"message": "no"}}'))),
+    **{
+        f"refused_{name}": lambda body=body: Play(in_turn(refusing(400, body)))  # type: ignore[misc]
+        for name, body in {
+            "without_words": b'{"error": {"message": null}}',
+            "in_other_words": b'{"detail": [{"loc": ["body", "n"], "msg": "no"}]}',
+            "in_a_list": b'[{"error": {"message": "no"}}]',
+            "in_text": b"no",
+        }.items()
+    },
     "strict_server": lambda: Play(_strict),
     "unreachable": lambda: Play(lambda _: unreachable(), targets=TWO),
     "stalled": lambda: Play(lambda _: streaming(b": hm\n\n", closed=False), attempts=2),

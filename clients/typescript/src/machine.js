@@ -468,12 +468,12 @@ function retryAfter({ headers, wall }) {
 
 /** @param {string} body */
 function messageOf(body) {
-  let words = body;
+  let words = null;
   try {
     const { error } = JSON.parse(body);
-    words = (isObject(error) ? error.message : error) ?? body;
+    words = isObject(error) ? error.message : error;
   } catch {
     // it is no JSON, and told as it is
   }
-  return String(words).slice(0, 2000);
+  return (typeof words === "string" && words ? words : body).slice(0, 2000);
 }
