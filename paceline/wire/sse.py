@@ -47,9 +47,10 @@ class SseEvents:
             data = self._with_line_feeds(data)
         rest = self._rest
         if not rest:
-            if data.endswith(b"\n\n") and data.count(b"\n\n") == 1 and len(data) <= self._max:
+            end = len(data) - 2
+            if 0 < end < self._max - 1 and data.find(b"\n\n") == end and data[:1] != b"\n":
                 # nearly every read brings one event
-                return [data[:-2]] if len(data) > 2 else []
+                return [data[:-2]]
             *events, last = data.split(b"\n\n")
         else:
             start = len(rest) - 1
