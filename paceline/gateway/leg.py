@@ -225,7 +225,8 @@ class Leg:
         if self._translator.is_in_long:
             self._has_moved = True
         self._take_events(b"".join(events))
-        if wrong:
+        # what is wrong behind a refusal is of no stream any more
+        if wrong and self._streams:
             self.give_up(wrong)
 
     def _take_events(self, data: bytes) -> None:
@@ -289,6 +290,7 @@ class Leg:
             return
         self.connection.drop()
         self.status, self.body = refusal[0], bytearray(refusal[1])
+        self._streams = False
         splice.begin_leg()
         self._refuse()
 
@@ -313,7 +315,7 @@ class Leg:
         request, self._left_out = again
         self.status, self.headers, self.body = 0, [], bytearray()
         self._kept.clear()
-        self._streams, self.on_data = False, self._keep_whole
+        self.on_data = self._keep_whole
         self.connection, self._num_reads = None, 0
         self._heard_at = self._sign_at = self._owner.now()
         self._ask(request)

@@ -36,7 +36,7 @@ HEDGED: dict[str, Any] = {"hedge_share": 0.5, "hedge_after": 0.1, "silence": 30.
 OTHER = Step(parts=chat_chunks(WORDS, created=2))
 
 
-def known(gateway: Any, first: str = "e1") -> None:
+def _known(gateway: Any, first: str = "e1") -> None:
     """Both engines have answered often, in a moment; the first one is chosen."""
     for engine in gateway.engines.by_name.values():
         for _ in range(64):
@@ -55,7 +55,7 @@ async def test_a_late_first_token_comes_from_another_engine(first: Step) -> None
         scripted(OTHER, metrics=PACELINE_METRICS) as quick,
         gateway_over(configured(late, quick, **HEDGED)) as (gateway, client),
     ):
-        known(gateway)
+        _known(gateway)
         began = time.monotonic()
         answer = await client.post(CHAT, json=chat(stream=True))
         told = streamed(answer)
@@ -84,7 +84,7 @@ async def test_the_first_one_may_be_sooner_after_all() -> None:
         scripted(ROLE_ONLY, metrics=PACELINE_METRICS) as later,
         gateway_over(configured(late, later, **HEDGED)) as (gateway, client),
     ):
-        known(gateway)
+        _known(gateway)
         answer = await client.post(CHAT, json=chat(stream=True))
         assert text_of(streamed(answer)) == "".join(WORDS)
         assert answer.headers["x-paceline-engine"] == "e1" and len(later.bodies) == 1
@@ -104,7 +104,7 @@ async def test_one_of_both_may_fail(fails: str) -> None:
         scripted(good if fails == "first" else refused(500), metrics=PACELINE_METRICS) as two,
         gateway_over(configured(one, two, **HEDGED)) as (gateway, client),
     ):
-        known(gateway)
+        _known(gateway)
         answer = await client.post(CHAT, json=chat(stream=True))
         assert text_of(streamed(answer)) == "".join(WORDS)
         wanted = "e2" if fails == "first" else "e1"
@@ -119,7 +119,7 @@ async def test_a_second_engine_that_asks_for_a_pause_gets_one() -> None:
         scripted(refused(429, retry_after="7"), metrics=PACELINE_METRICS) as two,
         gateway_over(configured(one, two, **HEDGED)) as (gateway, client),
     ):
-        known(gateway)
+        _known(gateway)
         answer = await client.post(CHAT, json=chat(stream=True))
         assert answer.headers["x-paceline-engine"] == "e1" and len(two.bodies) == 1
         rests = {n: e.rests_for(gateway.now()) for n, e in gateway.engines.by_name.items()}
@@ -141,7 +141,7 @@ async def test_where_both_fail_the_pause_is_told(first: Step, status: int, wait:
         scripted(refused(503, retry_after="40"), metrics=PACELINE_METRICS) as b,
         gateway_over(configured(a, b, max_attempts=2, **HEDGED)) as (gateway, client),
     ):
-        known(gateway)
+        _known(gateway)
         answer = await client.post(CHAT, json=chat(stream=True))
         assert (len(a.bodies), len(b.bodies)) == (1, 1)
         assert (answer.status_code, answer.headers["retry-after"]) == (status, wait)
@@ -173,7 +173,7 @@ async def test_a_connection_that_is_late_is_a_late_first_token() -> None:
         scripted(OTHER, metrics=PACELINE_METRICS) as two,
         gateway_over(configured(one, two, **fields)) as (gateway, client),
     ):
-        known(gateway)
+        _known(gateway)
         state: Any = gateway.engines.by_name["e1"]
         state.pool = _NoConnection(state.pool)
         long = [{"role": "user", "content": "word " * 200}]
@@ -235,7 +235,7 @@ async def test_when_none_is_sent(
             client,
         ),
     ):
-        known(gateway)
+        _known(gateway)
         await client.post(CHAT, json=chat(stream=True, **body), headers=headers)
         assert "gateway_hedges_total{" not in (await client.get("/metrics")).text, why
 
@@ -246,7 +246,7 @@ async def test_hedges_are_a_share_of_the_requests() -> None:
         scripted(replace(OTHER, delay=0.25), metrics=PACELINE_METRICS) as two,
         gateway_over(configured(one, two, **{**HEDGED, "hedge_share": 0.2})) as (gateway, client),
     ):
-        known(gateway)
+        _known(gateway)
         gateway._hedges._saved = 0.0
         for engine in gateway.engines.by_name.values():
             engine.load.latency.late_factor = lambda: 1.0  # type: ignore[method-assign]
@@ -262,7 +262,7 @@ async def test_a_hedge_stays_in_its_tier_and_in_the_house() -> None:
         scripted(OTHER, metrics=PACELINE_METRICS) as two,
         gateway_over(configured(one, two, models=(model,), **HEDGED)) as (gateway, client),
     ):
-        known(gateway)
+        _known(gateway)
         await client.post(CHAT, json=chat(stream=True))
         assert len(one.bodies) == 1 and not two.bodies
 
@@ -274,7 +274,7 @@ async def test_after_a_hedge_has_won_its_stream_can_still_be_resumed() -> None:
         scripted(pieces(2), metrics=PACELINE_METRICS) as dies,
         gateway_over(configured(late, dies, **HEDGED)) as (gateway, client),
     ):
-        known(gateway)
+        _known(gateway)
         told = streamed(await client.post(CHAT, json=chat(stream=True)))
         assert text_of(told) == "".join(WORDS)
         assert len(dies.bodies) == 1
@@ -289,7 +289,7 @@ async def test_a_caller_who_hangs_up_ends_both() -> None:
         scripted(ROLE_ONLY, metrics=PACELINE_METRICS) as two,
         gateway_over(configured(one, two, **HEDGED)) as (gateway, client),
     ):
-        known(gateway)
+        _known(gateway)
         sent = asyncio.ensure_future(client.post(CHAT, json=chat(stream=True)))
         await until(lambda: len(one.bodies) + len(two.bodies) == 2)
         sent.cancel()
@@ -343,7 +343,7 @@ async def test_a_second_engine_that_cannot_be_asked_is_not() -> None:
             )
         ) as (gateway, client),
     ):  # fmt: skip
-        known(gateway)
+        _known(gateway)
         answer = await client.post(CHAT, json=chat(stream=True, messages=odd))
         assert text_of(streamed(answer)) == "".join(WORDS)
         assert len(one.bodies) == 1 and not two.bodies
@@ -357,7 +357,7 @@ async def test_a_second_engine_that_answers_whole_has_answered() -> None:
         scripted(WHOLE, metrics=PACELINE_METRICS) as quick,
         gateway_over(configured(late, quick, **HEDGED)) as (gateway, client),
     ):
-        known(gateway)
+        _known(gateway)
         began = time.monotonic()
         answer = await client.post(CHAT, json=chat(stream=True))
         assert answer.json()["choices"][0]["message"]["content"] == "hi"

@@ -22,7 +22,7 @@ from tests.gateway.helpers import (
     streamed,
     text_of,
 )
-from tests.gateway.test_hedging import HEDGED, LATE, known
+from tests.gateway.test_hedging import HEDGED, LATE, _known
 
 pytestmark = pytest.mark.anyio
 
@@ -124,7 +124,7 @@ async def test_a_second_engine_is_asked_again_too(refusal: Step) -> None:
         scripted(refusal, PLAIN, metrics=PACELINE_METRICS) as strict,
         gateway_over(configured(late, strict, **HEDGED)) as (gateway, client),
     ):
-        known(gateway)
+        _known(gateway)
         answer = await client.post(CHAT, json=chat(stream=True))
         assert text_of(streamed(answer)) == "".join(WORDS)
         assert answer.headers["x-paceline-engine"] == "e2" and len(strict.bodies) == 2
