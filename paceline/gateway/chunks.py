@@ -133,8 +133,8 @@ def read_chunk(name: bytes, payload: bytes) -> Chunk | None:
         raise ValueError(
             f"the stream holds something else than chunks: {str(error)[:100]}"
         ) from None
-    error = bytes(chunk.error)
-    if error not in _NULL and says_error(error):
+    reported = bytes(chunk.error)
+    if reported not in _NULL and says_error(reported):
         raise ReportedError
     if chunk.choices or chunk.has_usage:
         return chunk

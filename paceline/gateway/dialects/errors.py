@@ -87,20 +87,21 @@ def map_error(path: str, status: int, body: bytes, code: str = "") -> bytes:
     anthropic = path == "/v1/messages"
     if isinstance(fields, dict):
         error = fields.get("error")
-        fits = isinstance(error, dict) and (fields.get("type") == "error") == anthropic
-        if fits and isinstance(error.get("message"), str) and _words(error["message"], 0):
+        fits = (fields.get("type") == "error") == anthropic
+        told = error.get("message") if fits and isinstance(error, dict) else None
+        if isinstance(error, dict) and isinstance(told, str) and _words(told, 0):
             if anthropic or not code:
                 return body
             return msgspec.json.encode({**fields, "error": {**error, "code": code}})
     words = read_words(status, body)
     message = words.message or f"the engine answered with status {status}"
     if anthropic:
-        told: Mapping[str, Any] = {
+        shaped: Mapping[str, Any] = {
             "type": "error",
             "error": {"type": anthropic_type(status), "message": message},
         }
     else:
-        told = {
+        shaped = {
             "error": {
                 "message": message,
                 "type": words.kind or anthropic_type(status),
@@ -108,7 +109,7 @@ def map_error(path: str, status: int, body: bytes, code: str = "") -> bytes:
                 "code": code or (map_status(path, status) if words.code is None else words.code),
             }
         }
-    return msgspec.json.encode(told)
+    return msgspec.json.encode(shaped)
 
 
 def read_words(status: int, body: bytes) -> Words:
