@@ -21,7 +21,8 @@ from typing import Any, Final
 
 import msgspec
 
-from paceline.client.answer import Answer, ChunkError
+from paceline.client.answer import Answer, usage_of
+from paceline.client.chunks import ChunkError, Reported, read_event
 from paceline.client.errors import (
     ClientError,
     NoAnswerError,
@@ -31,7 +32,6 @@ from paceline.client.errors import (
 )
 from paceline.client.events import Event, FellBack, Restarted, Resumed, Retrying, Started
 from paceline.client.policy import Policy, RetryBudget, Target
-from paceline.client.sse import SseError, SseParser
 from paceline.client.steps import (
     Action,
     Broken,
@@ -47,6 +47,7 @@ from paceline.client.steps import (
     Start,
     Tick,
 )
+from paceline.wire.sse import SseEvents
 
 __all__ = ["RETRYABLE", "Machine"]
 
@@ -109,7 +110,7 @@ class Machine:
         self._trial: set[str] = set()
         # of the attempt at hand
         self._opened = 0.0
-        self._parser = SseParser(policy.max_event_bytes)
+        self._events = SseEvents(policy.max_event_bytes)
         # output tokens it goes on behind; None once that is proved, and where it begins
         self._seam: int | None = None
         self._refusal: Head | None = None
@@ -171,7 +172,7 @@ class Machine:
         self._state = _State.CONNECTING
         self._opened = now
         self._until = now + self._policy.connect_timeout
-        self._parser = SseParser(self._policy.max_event_bytes)
+        self._events = SseEvents(self._policy.max_event_bytes)
         self._refusal = None
         self._seam = None
         answer = self._answer
@@ -270,6 +271,10 @@ class Machine:
         return self._policy.restart_allowed or not self._answer.told
 
     def _give_up(self, reason: str, error: ClientError) -> None:
+        if self._answer.reason is not None:
+            # what went wrong lies behind the whole answer
+            self._finish()
+            return
         self._drop()
         if self._answer.told:
             error = StreamInterruptedError(reason, self._attempt, self._answer.text)
@@ -322,15 +327,12 @@ class Machine:
             if len(self._refusal_body) > _MAX_ERROR_BYTES:
                 self._refused(now)
             return
-        try:
-            found = self._parser.feed(data)
-        except SseError as error:
-            self._failed(str(error), now)
-            return
-        for text in found:
+        for event in self._events.feed(data):
             if self._state is not _State.STREAMING:
                 return
-            self._event(text, now)
+            self._event(event, now)
+        if self._events.too_long and self._state is _State.STREAMING:
+            self._failed(f"an event has more than {self._policy.max_event_bytes} bytes", now)
 
     def _closed(self, now: float) -> None:
         if self._state is _State.REFUSED:
@@ -338,37 +340,29 @@ class Machine:
         else:
             self._failed("the stream ended early", now)
 
-    def _event(self, text: str, now: float) -> None:
-        if text == "[DONE]":
-            self._failed("the stream ended early", now)
-            return
+    def _event(self, event: bytes, now: float) -> None:
         try:
-            chunk = msgspec.json.decode(text)
-        except (msgspec.DecodeError, RecursionError):
-            chunk = None
-        if not isinstance(chunk, dict):
-            self._failed("an event is no JSON object", now)
-            return
-        if chunk.get("error"):
-            self._error_event(chunk["error"], now)
-            return
-        if self._seam is not None and not self._prove(chunk, now):
-            return
+            found = read_event(event)
+            if isinstance(found, Reported):
+                self._reported(found, now)
+            elif found is not None and (self._seam is None or self._prove(found, now)):
+                self._chunk(found, now)
+        except ChunkError as error:
+            self._failed(str(error), now)
+
+    def _chunk(self, chunk: dict[str, Any], now: float) -> None:
         if not self._started:
             self._started = True
-            told = Started(self._target, str(chunk.get("id", "")), str(chunk.get("model", "")))
-            self._out.append(Emit(told))
+            names = (chunk.get(name) for name in ("id", "model"))
+            told = [name if isinstance(name, str) else "" for name in names]
+            self._out.append(Emit(Started(self._target, *told)))
         events: list[Event] = []
         num_ids = len(self._answer.ids)
-        fault = ""
         try:
             self._answer.read(chunk, events)
-        except ChunkError as error:
-            fault = str(error)
-        self._out.extend(Emit(event) for event in events)
-        if fault:
-            self._failed(fault, now)
-        elif events or len(self._answer.ids) > num_ids or self._answer.reason is not None:
+        finally:
+            self._out.extend(Emit(event) for event in events)
+        if events or len(self._answer.ids) > num_ids or self._answer.reason is not None:
             self._until = now + self._policy.gap_timeout
 
     def _prove(self, chunk: dict[str, Any], now: float) -> bool:
@@ -389,9 +383,8 @@ class Machine:
             return True
         ids = [c.get("token_ids") for c in choices]
         new = sum(len(some) for some in ids if isinstance(some, list))
-        usage = chunk.get("usage")
-        counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
-        if not isinstance(counted, int) or counted < self._seam + new:
+        counted = usage_of(chunk.get("usage"))
+        if counted is None or counted.completion_tokens < self._seam + new:
             self._not_resumed(now)
             return False
         self._out.append(Emit(Resumed(self._target, self._seam)))
@@ -433,14 +426,12 @@ class Machine:
             sent.discard("resume_output_ids")
         return sent - self._left_out[self._target] - self._trial
 
-    def _error_event(self, error: object, now: float) -> None:
-        code = error.get("code") if isinstance(error, dict) else None
-        message = error.get("message") if isinstance(error, dict) else error
-        words = str(message)[:2000]
-        if isinstance(code, int) and 400 <= code < 500 and code not in RETRYABLE:
-            self._give_up(words, RefusedError(200, words))
+    def _reported(self, error: Reported, now: float) -> None:
+        code = error.code
+        if code is not None and 400 <= code < 500 and code not in RETRYABLE:
+            self._give_up(error.words, RefusedError(200, error.words))
         else:
-            self._failed(f"the server reports: {words}", now)
+            self._failed(f"the server reports: {error.words}", now)
 
     def _finish(self) -> None:
         self._drop()
@@ -491,5 +482,5 @@ def _message(body: str) -> str:
         error = msgspec.json.decode(body)["error"]
         words = error["message"] if isinstance(error, dict) else error
     except (msgspec.DecodeError, RecursionError, KeyError, TypeError):
-        words = body
-    return str(words)[:2000]
+        words = None
+    return (words if isinstance(words, str) and words else body)[:2000]

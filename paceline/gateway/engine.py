@@ -111,6 +111,8 @@ class Engine:
         self._slow_start = SlowStart(gateway.slow_start)
         # it asked for no requests before
         self._rests_until = 0.0
+        # by model, fields of the gateway's own that it refuses
+        self._left_out: dict[str, frozenset[str]] = {}
 
     @property
     def polled(self) -> bool:
@@ -187,8 +189,18 @@ class Engine:
         self.pool.idle = KINDS[kind].idle
         self.forget()
 
+    def left_out(self, model: str) -> frozenset[str]:
+        """Fields that the gateway would add to requests for this model, and the engine refuses."""
+        return self._left_out.get(model, frozenset())
+
+    def leave_out(self, model: str, names: frozenset[str]) -> None:
+        """It took a request without these, which it had refused with them."""
+        _log.warning("engine_refuses engine=%s model=%s fields=%s", self.name, model, sorted(names))
+        self._left_out[model] = self.left_out(model) | names
+
     def forget(self) -> None:
         """What it can do may be something else now: its kind's table holds until it has said."""
+        self._left_out.clear()
         self.learn(Abilities())
         self._ask_again()
 

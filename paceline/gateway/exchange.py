@@ -162,6 +162,15 @@ class Exchange:
         # of the engine that was really asked
         leg.site.engine.load.prefixes.add(self._demand.prefix)
 
+    def again(self, leg: Leg, left_out: frozenset[str]) -> tuple[bytes, frozenset[str]] | None:
+        """See ``Owner``."""
+        resumed = bool(self._attempts.num_resumes)
+        names = self._sending.refused(leg.site, leg.status, bytes(leg.body), resumed=resumed)
+        if names <= left_out:
+            return None
+        left_out |= names
+        return self._sending.request(leg.site, resumed=resumed, left_out=left_out), left_out
+
     def first_token(self, now: float) -> None:
         self._hedge.first_spoke()
         if not self._attempts.num_resumes:
@@ -345,7 +354,7 @@ class Exchange:
     def _may_pass_on(self, leg: Leg) -> bool:
         """Whether a refused request goes to another engine; otherwise the caller has the answer."""
         now = self.now()
-        if is_too_long(leg.status, bytes(leg.body[:8192])) and self._attempts.may_go_to_a_longer(
+        if is_too_long(leg.status, bytes(leg.body)) and self._attempts.may_go_to_a_longer(
             now, leg.site
         ):
             return True

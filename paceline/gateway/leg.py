@@ -11,7 +11,7 @@ import msgspec
 
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.dialects import Translator
-from paceline.gateway.refusals import is_no_answer
+from paceline.gateway.refusals import is_no_answer, refusal_in
 from paceline.gateway.routes import Site
 from paceline.gateway.sending import RESUMABLE
 from paceline.gateway.splice import Splice
@@ -62,6 +62,11 @@ class Owner(Protocol):
         """Its request is on the way to its engine."""
         ...
 
+    def again(self, leg: Leg, left_out: frozenset[str]) -> tuple[bytes, frozenset[str]] | None:
+        """The request without fields that were added to the caller's and that its engine refused,
+        and which these are; None: its refusal names no more than ``left_out``."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class Verdict:
@@ -105,6 +110,8 @@ class Leg:
         splice = request.splice
         self._tokens_before = 0 if splice is None else splice.num_output_tokens
         self._request = b""
+        # fields that were added to the caller's, and that its engine refused
+        self._left_out: frozenset[str] = frozenset()
         self._connecting: asyncio.Task[None] | None = None
         self._path = ""
         self._translator: Translator | None = None
@@ -136,10 +143,13 @@ class Leg:
         engine.breaker.begin(now)
         hedge = self._probe is not None
         self._trace = self._owner.trace.attempt(self.site, self._tokens_before, hedge, now)
+        self._path = path
+        self._ask(request)
+
+    def _ask(self, request: bytes) -> None:
         traced = self._trace is not NO_ATTEMPT
         self._request = _with_headers(request, self._trace.headers([])) if traced else request
-        self._path = path
-        connection = engine.pool.free()
+        connection = self._engine.pool.free()
         if connection is None:
             self._connecting = asyncio.ensure_future(self._send_on_new())
         else:
@@ -177,6 +187,8 @@ class Leg:
             # no caller could be told of it
             self.give_up(f"status {status}, which is none of HTTP's")
             return
+        if status == 200 and self._left_out:
+            self._engine.leave_out(self.site.model, self._left_out)
         kind = found.get(b"content-type", _SSE)
         # an answer that was not asked for as a stream is relayed as it is, and so is a whole one
         # that comes instead of a stream
@@ -213,7 +225,8 @@ class Leg:
         if self._translator.is_in_long:
             self._has_moved = True
         self._take_events(b"".join(events))
-        if wrong:
+        # what is wrong behind a refusal is of no stream any more
+        if wrong and self._streams:
             self.give_up(wrong)
 
     def _take_events(self, data: bytes) -> None:
@@ -226,7 +239,7 @@ class Leg:
         if self._probe.num_events != parts or self._probe.is_in_long:
             self._has_moved = True
         if self._probe.failed is not None:
-            self.give_up(self._probe.failed)
+            self._fail_by(self._probe, self._probe.failed)
         elif self._probe.emitted or self._probe.done:
             self._owner.spare_spoke(self)
 
@@ -264,9 +277,22 @@ class Leg:
             self._trace.first_token(now)
             owner.first_token(now)
         if splice.failed is not None:
-            self.give_up(splice.failed)
+            self._fail_by(splice, splice.failed)
         elif splice.done:
             self._end(Verdict("done"))
+
+    def _fail_by(self, splice: Splice, why: str) -> None:
+        """Some engines refuse a request in its stream: before they said anything, that is as good
+        as a status."""
+        refusal = None if splice.emitted else refusal_in(splice.failure_event)
+        if refusal is None or self.connection is None:
+            self.give_up(why)
+            return
+        self.connection.drop()
+        self.status, self.body = refusal[0], bytearray(refusal[1])
+        self._streams = False
+        splice.begin_leg()
+        self._refuse()
 
     def on_end(self) -> None:
         self._engine.alive()
@@ -277,7 +303,22 @@ class Leg:
         elif self.status == 200:
             self._finish_whole()
         else:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        """The engine takes no such request. Where that is for a field which its caller did not
+        send, nothing was computed, and asking once more without it is no attempt of its own."""
+        again = self._owner.again(self, self._left_out)
+        if again is None:
             self._end(Verdict("refused", f"status {self.status}", self.status))
+            return
+        request, self._left_out = again
+        self.status, self.headers, self.body = 0, [], bytearray()
+        self._kept.clear()
+        self.on_data = self._keep_whole
+        self.connection, self._num_reads = None, 0
+        self._heard_at = self._sign_at = self._owner.now()
+        self._ask(request)
 
     def on_lost(self, why: str) -> None:
         if self.verdict is not None:
@@ -301,15 +342,22 @@ class Leg:
             self._end(Verdict("done"))
 
     def _finish_stream(self, why: str) -> None:
-        if self._probe is not None:
-            self._end(Verdict("lost", why))
-            return
+        if not self._is_said():
+            splice = self._owner.splice if self._probe is None else None
+            self._end(Verdict("lost", (splice and splice.failed) or why))
+
+    def _is_said(self) -> bool:
+        """Whether the stream, which goes on no longer, had said all of its answer; then it is done:
+        what was wrong behind that is no loss."""
         splice = self._owner.splice
-        assert splice is not None, "a stream was asked for"
+        if not self._streams or self._probe is not None or splice is None:
+            return False
         out = splice.end_leg()
         if out:
             self._owner.write(out)
-        self._end(Verdict("done") if splice.done else Verdict("lost", splice.failed or why))
+        if splice.done:
+            self._end(Verdict("done"))
+        return splice.done
 
     # ---------------------------------------------------------------- of the engine
 
@@ -351,8 +399,13 @@ class Leg:
     # ---------------------------------------------------------------- ends
 
     def give_up(self, why: str) -> None:
-        """The engine's fault."""
-        self._end(Verdict("lost", why))
+        """The engine's fault, unless all of the answer was said."""
+        if self.verdict is not None:
+            return
+        if not self._is_said():
+            self._end(Verdict("lost", why))
+        elif self.connection is not None:
+            self.connection.drop()
 
     def abandon(self) -> None:
         """Not its fault: the caller is gone, or has the answer from another one."""

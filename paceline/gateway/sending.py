@@ -3,6 +3,7 @@ so that the answer can go on elsewhere."""
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import msgspec
@@ -38,7 +39,24 @@ _REQUEST_HEADERS: Final = frozenset(
         b"x-llm-d-inference-ttl",
     }
 )
+# fields that the gateway adds by itself, and leaves out where an engine's refusal names one of them
+_OWN_FIELDS: Final = {
+    name: re.compile(rb"\b(?:%b)\b" % words)
+    for name, words in (
+        ("stream_options", rb"stream_options|include_usage"),
+        ("return_token_ids", rb"return_token_ids"),
+        ("seed", rb"seed"),
+        ("cache_salt", rb"cache_salt"),
+    )
+}
+_MOST_ERROR_BYTES: Final = 64 * 1024
 _TENANT_HEADER: Final = b"x-llm-d-inference-fairness-id"
+
+
+def _resumes(site: Site) -> bool:
+    """Whether an answer can go on there behind the ids of its tokens."""
+    engine = site.engine
+    return engine.facts.resumes and "return_token_ids" not in engine.left_out(site.model)
 
 
 class Sending:
@@ -81,16 +99,32 @@ class Sending:
     def exactly(self, site: Site) -> bool:
         """Whether it would go on there token for token."""
         splice = self._splice
-        return site.engine.facts.resumes and splice is not None and splice.resume_ids() is not None
+        return _resumes(site) and splice is not None and splice.resume_ids() is not None
 
-    def request(self, site: Site, *, resumed: bool) -> bytes:
+    def request(
+        self, site: Site, *, resumed: bool, left_out: frozenset[str] = frozenset()
+    ) -> bytes:
         """Head and body. Raises RequestError for what cannot be said in the engine's API.
 
         Args:
             resumed: it goes on behind what the splice has.
+            left_out: fields of the gateway's own, beside those that this place is known to refuse.
         """
-        body = self._encoded(site, resumed=resumed)
+        changes = self._changes(site, resumed=resumed)
+        for name in left_out | site.engine.left_out(site.model):
+            changes.pop(name, None)
+        body = site.engine.dialect.body(self._path, self._body, changes)
         return b"%bcontent-length: %d\r\n\r\n%b" % (self._head(site), len(body), body)
+
+    def refused(self, site: Site, status: int, error: bytes, *, resumed: bool) -> frozenset[str]:
+        """Fields that the gateway added by itself and that an engine's refusal names."""
+        if status not in (400, 422):
+            return frozenset()
+        added = self._changes(site, resumed=resumed).keys() - site.engine.left_out(site.model)
+        error = error[:_MOST_ERROR_BYTES]
+        return frozenset(
+            name for name in _OWN_FIELDS.keys() & added if _OWN_FIELDS[name].search(error)
+        )
 
     def _head(self, site: Site) -> bytes:
         """But for its end."""
@@ -116,7 +150,8 @@ class Sending:
             found.append((_TENANT_HEADER, caller.tenant.encode()))
         return start + lines_of(found)
 
-    def _encoded(self, site: Site, *, resumed: bool) -> bytes:
+    def _changes(self, site: Site, *, resumed: bool) -> dict[str, Any]:
+        """Fields that differ from the caller's."""
         body, facts = self._body, site.engine.facts
         changes: dict[str, Any] = {}
         if "model" not in body.fields or site.model != body.model:
@@ -126,18 +161,18 @@ class Sending:
         if body.stream and self._path in RESUMABLE:
             if not body.include_usage:
                 changes["stream_options"] = {**body.stream_options(), "include_usage": True}
-            if facts.resumes and not body.resumed:
+            if _resumes(site) and not body.resumed:
                 changes["return_token_ids"] = True
-        if facts.resumes and self._seed is not None and self._path in RESUMABLE:
+        if _resumes(site) and self._seed is not None and self._path in RESUMABLE:
             changes["seed"] = self._seed
         if resumed:
             assert self._splice is not None, "a stream is resumed"
             ids = self._splice.resume_ids()
-            if ids is not None and facts.resumes:
+            if ids is not None and _resumes(site):
                 changes["resume_output_ids"] = ids[0] if len(ids) == 1 else ids
             else:
                 changes |= self._behind_text(self._splice)
-        return site.engine.dialect.body(self._path, body, changes)
+        return changes
 
     def _behind_text(self, splice: Splice) -> dict[str, Any]:
         """Fields of a chat that goes on behind what was said of its answer."""

@@ -86,6 +86,8 @@ export async function* events(response) {
       if (!line.startsWith("data:")) continue;
       const data = line.slice(5).trim();
       if (data === "[DONE]") return;
+      // a keep-alive of some proxy
+      if (data === "") continue;
       yield JSON.parse(data);
     }
   }
