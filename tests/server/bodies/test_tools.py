@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -51,9 +52,9 @@ async def choice_of(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
     return choice
 
 
-def check_calls(calls: list[dict[str, Any]]) -> None:
+def check_calls(calls: list[dict[str, Any]], ids: str = "call_[0-9a-f]{24}") -> None:
     for call in calls:
-        assert call["type"] == "function" and call["id"].startswith("call_")
+        assert call["type"] == "function" and re.fullmatch(ids, call["id"])
         arguments = json.loads(call["function"]["arguments"])
         if call["function"]["name"] == "weather":
             jsonschema.validate(arguments, WEATHER)
@@ -266,7 +267,7 @@ async def test_the_format_can_be_chosen(toolless: httpx.AsyncClient) -> None:
     choice = (await toolless.post("/v1/chat/completions", json=body)).json()["choices"][0]
     text = ByteTokenizer().decode(choice["token_ids"])
     assert text.startswith('[{"name":"weather","arguments":{') and text.endswith("}]")
-    check_calls(choice["message"]["tool_calls"])
+    check_calls(choice["message"]["tool_calls"], ids="[A-Za-z0-9]{9}")
 
 
 @pytest.mark.parametrize(
