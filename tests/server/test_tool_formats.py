@@ -212,14 +212,15 @@ ARGUMENTS = [
 PROSE = ["Sure.\n", " and  then ", "a < b [c] {d}", "\n\nDone.", "é <tool [TOOL <|chan"]
 
 
+@pytest.mark.parametrize("count", [4, pytest.param(200, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_what_is_no_call_is_text_however_tokens_fall(name: str) -> None:
+def test_what_is_no_call_is_text_however_tokens_fall(name: str, count: int) -> None:
     """Thirty transcripts of prose, marks, calls that are whole, broken and not offered."""
     rng = random.Random(name)
     write = WRITTEN[name]
     for number in range(30):
         said, texts, calls = "", [""], []
-        for _ in range(rng.randint(1, 5)):
+        for _ in range(rng.randint(1, 4)):
             arguments, sent = rng.choice(ARGUMENTS)
             kind = rng.choice(("prose", "call", "call", "broken", "other", "mark"))
             part = write(rng.choice(NAMES), arguments)
@@ -239,7 +240,7 @@ def test_what_is_no_call_is_text_however_tokens_fall(name: str) -> None:
             said += part
             texts[-1] += part
         assert read(name, [said]) == (texts, calls)
-        for pieces in cuts(said, number, 200 if number % 10 == 0 else 10):
+        for pieces in cuts(said, number, count):
             assert read(name, pieces) == (texts, calls), pieces
 
 
@@ -284,6 +285,24 @@ def test_forced_calls_come_as_they_are_written(
         parts = collector.push(char, last=False)
         told += [part.arguments for part in parts if not isinstance(part, str)]
     assert told == ["", "{", '"', "a", '"', ":", " ", "1", "2", "}"]
+
+
+def test_calls_or_an_answer_in_json() -> None:
+    """Where the output is held to ``rule`` or a schema, nothing writes a mark that is a token."""
+    said = {
+        "hermes": _hermes("f", "{}"),
+        "llama3_json": '{"name": "f", "parameters": {}}',
+        "mistral": '[{"name": "f", "arguments": {}}]',
+        "harmony": '{"name": "f", "arguments": {}}',
+    }
+    for name, form in TOOL_FORMATS.items():
+        for text, calls in ((said[name], ["f"]), ('{"name": "Alice", "ok": [1]}', [])):
+            collector = CallCollector(form.parser(NAMES, held=True), parallel=True)
+            parts = [part for char in text for part in collector.push(char, last=False)]
+            parts += collector.push("", last=True)
+            assert [call.name for call in collector.calls] == calls
+            content = "".join(part for part in parts if isinstance(part, str))
+            assert content == ("" if calls else text)
 
 
 def test_ids_that_the_model_gives() -> None:

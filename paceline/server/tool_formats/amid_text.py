@@ -118,11 +118,10 @@ class CallsAmidText:
         """So many characters of what is held are text."""
         text, self._held = self._held[:count], self._held[count:]
         if self._layout is not None:
-            text = self._layout + text
-            self._layout = text
             if not text.strip(self._shape.blank):
+                self._layout += text
                 return
-            self._layout = None
+            text, self._layout = self._layout + text, None
         if text:
             pieces.append(text)
 
