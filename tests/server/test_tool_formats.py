@@ -75,6 +75,10 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "",
         [("f", '{"q": "a;b"}'), ("g", "{}")],
     ),
+    # data whose name is a tool's, and a call with more than its arguments
+    ("llama3_json", '{"name": "f", "age": 30}', None, []),
+    ("llama3_json", '{"type": "function", "name": "f"}', "", [("f", "{}")]),
+    ("llama3_json", '{"name": "f", "why": "so", "arguments": {}}', "", [("f", "{}")]),
     ("llama3_json", '{"answer": 42}', '{"answer": 42}', []),
     ("llama3_json", '{"name": "Alice", "parameters": {}}; more', None, []),
     ("llama3_json", "<|python_tag|>print(1); print(2)", None, []),

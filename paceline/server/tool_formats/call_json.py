@@ -20,6 +20,9 @@ _STRING: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _ESCAPE_OR_CONTROL: Final = re.compile(r"\\.|[\x00-\x1f]", re.DOTALL)
 _CONTROLS: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _INVALID: Final = object()
+# the members of a call's object
+_ARGUMENTS: Final = ("arguments", "parameters")
+_KNOWN: Final = frozenset({"name", "id", "type", *_ARGUMENTS})
 _members: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -83,9 +86,11 @@ def call_of(text: str) -> Written | None:
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
         return None
     name, call_id = (_decoded(bytes(members.get(key, b"null"))) for key in ("name", "id"))
-    given = [bytes(members.get(key, b"null")).decode() for key in ("arguments", "parameters")]
+    given = [bytes(members[key]).decode() for key in _ARGUMENTS if key in members]
     arguments = arguments_of(next((text for text in given if text != "null"), ""))
-    if not isinstance(name, str) or arguments is None:
+    # without arguments, an object that says more than a name is data
+    is_data = not given and not members.keys() <= _KNOWN
+    if not isinstance(name, str) or arguments is None or is_data:
         return Written("", "")
     return Written(name, arguments, call_id if isinstance(call_id, str) else "")
 
