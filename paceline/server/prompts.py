@@ -21,6 +21,7 @@ from paceline.core.errors import InvalidRequestError, NeverFitsError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.text.batch_encoder import BatchEncoder
+from paceline.server.bodies.earlier_calls import render_with_calls
 from paceline.server.bodies.messages import USUAL_ROLES
 from paceline.server.bodies.protocol import CompletionRequest, GenerationOptions, TemplateOptions
 from paceline.server.bodies.tool_calls import with_tools
@@ -78,15 +79,18 @@ class PromptMaker:
         if tools and template.chat_template is None and not self._shows_tools:
             messages, tools = with_tools(messages, tools), None
 
+        source = template.chat_template or self._tokenizer.chat_template_source
+        render_chat = partial(
+            self._tokenizer.render_chat,
+            add_generation_prompt=template.add_generation_prompt,
+            continue_final_message=template.continue_final_message,
+            tools=tools,
+            chat_template=template.chat_template,
+            template_kwargs=template.template_kwargs,
+        )
+
         def render() -> str:
-            text = self._tokenizer.render_chat(
-                messages,
-                add_generation_prompt=template.add_generation_prompt,
-                continue_final_message=template.continue_final_message,
-                tools=tools,
-                chat_template=template.chat_template,
-                template_kwargs=template.template_kwargs,
-            )
+            text = render_with_calls(render_chat, messages, source)
             _check_roles(messages, text)
             return text
 

@@ -255,7 +255,7 @@ def parse_template_options(body: TemplateBody, rules: RequestRules) -> TemplateO
         continue_final_message=continue_final,
         chat_template=body.chat_template,
         template_kwargs=kwargs,
-        tools=parse_tools(body, rules.tool_format),
+        tools=parse_tools(body, rules.tool_format, short_ids=rules.short_call_ids),
     )
 
 
