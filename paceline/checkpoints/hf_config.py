@@ -20,7 +20,7 @@ from paceline.checkpoints.quantisation_config import quantisation_of
 from paceline.checkpoints.special_ids import ids_within
 from paceline.core.errors import CheckpointError
 
-__all__ = ["NEUTRAL", "SUPPORTED_ARCHITECTURES", "config_from", "read_hf_config"]
+__all__ = ["NEUTRAL", "SUPPORTED_ARCHITECTURES", "config_from", "is_headless", "read_hf_config"]
 
 SUPPORTED_ARCHITECTURES: Final = tuple(item.class_name for item in ARCHITECTURES.values())
 _BY_CLASS: Final = {item.class_name: item for item in ARCHITECTURES.values()}
@@ -134,6 +134,12 @@ def config_from(
     return ModelConfig(
         model_type=architecture.model_type, stored_dtype=stored_dtype, **(shared | knobs)
     )
+
+
+def is_headless(raw: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is of a class without a head that predicts tokens. Raises
+    CheckpointError for what is not supported."""
+    return _architecture(raw)[1]
 
 
 def _ends(
