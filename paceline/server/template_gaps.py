@@ -34,9 +34,11 @@ REWRITTEN: Final[ContextVar[dict[str, None] | None]] = ContextVar("rewritten", d
 Messages: TypeAlias = list[dict[str, Any]]
 
 _SYSTEMS: Final = ("system", "developer")
-# ``function`` is OpenAI's older name
-_RESULTS: Final = ("tool", "function")
-_KEPT, _FIRST, _IN_USER = "kept", "first", "in user"
+_KEPT: Final = "kept"
+# where system messages go
+_FIRST, _IN_USER = "first", "in user"
+# calls in a message whose content is null, as some templates ask for; calls and results as text
+_NULL, _TEXT = "null", "text"
 # shapes of conversations that are remembered
 _MOST_SHAPES: Final = 512
 _MOST_KEY: Final = 4096
@@ -77,8 +79,7 @@ class _Way:
     # a developer is the system
     developer: bool = False
     system: str = _KEPT
-    # calls and their results are text
-    calls: bool = False
+    calls: str = _KEPT
     # what the template leaves out nevertheless
     lost: tuple[str, ...] = ()
 
@@ -87,7 +88,12 @@ class _Way:
             messages = [
                 {**m, "role": "system"} if m["role"] == "developer" else m for m in messages
             ]
-        if self.calls:
+        if self.calls == _NULL:
+            messages = [
+                {**m, "content": m["content"] or None} if m.get("tool_calls") else m
+                for m in messages
+            ]
+        elif self.calls == _TEXT:
             messages = _calls_as_text(messages)
         if self.system != _KEPT:
             messages = _systems_moved(messages, in_user=self.system == _IN_USER)
@@ -101,9 +107,9 @@ class _Way:
             yield "system messages as one"
         elif self.system == _IN_USER:
             yield "system in the user message"
-        if self.calls and any(message.get("tool_calls") for message in messages):
+        if self.calls == _TEXT and any(message.get("tool_calls") for message in messages):
             yield "tool_calls as text"
-        if self.calls and roles.intersection(_RESULTS):
+        if self.calls == _TEXT and "tool" in roles:
             yield "tool results as user messages"
         for what in self.lost:
             yield f"left out: {what}"
@@ -128,6 +134,10 @@ class TemplateGaps:
         """
         messages, tools = asked.messages, asked.tools
         notes: list[str] = []
+        if any(message["role"] == "function" for message in messages):
+            # OpenAI's older name
+            messages = [_as_tool(message) for message in messages]
+            notes.append("function as tool")
         in_words = asked.source is not None and "tools" not in asked.source and bool(tools)
         if tools and in_words:
             messages, tools = _tools_as_text(messages, tools), None
@@ -190,10 +200,14 @@ def _ways(asked: Conversation, in_words: bool) -> Iterator[_Way]:
     systems = [i for i, message in enumerate(messages) if message["role"] in _SYSTEMS]
     has_developer = any(message["role"] == "developer" for message in messages)
     knows_developer = asked.source is None or "developer" in asked.source
-    has_calls = any(m.get("tool_calls") or m["role"] in _RESULTS for m in messages)
+    has_calls = any(message.get("tool_calls") for message in messages)
+    has_results = any(message["role"] == "tool" for message in messages)
     developer = (False, True) if has_developer and knows_developer else (has_developer,)
     # calls are written as a model is told to write them
-    calls = (True,) if in_words else (False, True) if has_calls else (False,)
+    if in_words:
+        calls = [_TEXT]
+    else:
+        calls = [_KEPT, *[_NULL] * has_calls, *[_TEXT] * (has_calls or has_results)]
     places = [_KEPT]
     if systems:
         places += [_IN_USER] if systems == [0] else [_FIRST, _IN_USER]
@@ -290,10 +304,10 @@ def _calls_as_text(messages: Messages) -> Messages:
     """Calls and results in the form that ``tools_message`` asks for. Results and what the user says
     next to them are one turn, as templates want turns to alternate."""
     written: Messages = []
-    follows_result = False
+    # whether the turn before is the user's, and has a result
+    follows_user = follows_result = False
     for message in messages:
-        role, content = message["role"], message["content"]
-        is_result = role in _RESULTS
+        is_result, content = message["role"] == "tool", message["content"]
         if is_result:
             content = f"<tool_response>\n{content}\n</tool_response>"
             message = {"role": "user", "content": content}
@@ -301,12 +315,18 @@ def _calls_as_text(messages: Messages) -> Messages:
             calls = [_call_as_text(call["function"]) for call in message["tool_calls"]]
             message = {k: v for k, v in message.items() if k != "tool_calls"}
             message["content"] = "\n".join([content, *calls]).strip()
-        if follows_result and message["role"] == "user":
+        is_user = message["role"] == "user"
+        joins = is_user and follows_user and (is_result or follows_result)
+        if joins:
             written[-1] = {**written[-1], "content": f"{written[-1]['content']}\n{content}"}
         else:
             written.append(message)
-        follows_result = is_result or (follows_result and message["role"] == "user")
+        follows_user, follows_result = is_user, is_result or (joins and follows_result)
     return written
+
+
+def _as_tool(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "role": "tool"} if message["role"] == "function" else message
 
 
 def _call_as_text(function: dict[str, Any]) -> str:
