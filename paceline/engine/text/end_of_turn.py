@@ -14,7 +14,7 @@ from typing import Any, Final
 from paceline.checkpoints.gguf_tokenizer import CONTROL, USER_DEFINED
 from paceline.core.errors import InvalidRequestError, RequestFailedError
 
-__all__ = ["end_texts", "harmony_ends", "kinds_of", "turn_end"]
+__all__ = ["end_texts", "harmony_ends", "has_marks", "kinds_of", "turn_end"]
 
 # the texts that llama.cpp (src/llama-vocab.cpp) takes for ends of generation, with <|end_of_text|>
 _KNOWN: Final = frozenset(
@@ -64,6 +64,14 @@ def kinds_of(ends: Collection[str], tokens: Collection[str]) -> dict[str, int]:
     if "<|end|>" in tokens and {"<|return|>", "<|call|>"} <= set(ends):
         kinds |= dict.fromkeys((mark for mark in _HARMONY if mark in tokens), USER_DEFINED)
     return kinds
+
+
+def has_marks(source: str, tokens: Collection[str]) -> bool:
+    """Return whether a chat template writes tokens of which one could end a turn."""
+    marks = set(_MARK.findall(source))
+    # one that is put together from parts may be any
+    made = any(char in mark for mark in marks for char in "{'\"")
+    return made or not marks.intersection(tokens) <= _KNOWN
 
 
 def turn_end(render: Callable[[list[dict[str, Any]]], str], tokens: Collection[str]) -> str | None:

@@ -23,7 +23,7 @@ from paceline.checkpoints.json_file import read_json_object
 from paceline.checkpoints.special_ids import gguf_special_id
 from paceline.core.errors import CheckpointError, InvalidRequestError
 from paceline.engine.text.chat_template import ChatTemplate
-from paceline.engine.text.end_of_turn import end_texts, harmony_ends, kinds_of, turn_end
+from paceline.engine.text.end_of_turn import end_texts, harmony_ends, has_marks, kinds_of, turn_end
 from paceline.engine.text.folder_tokens import NAMED_TOKENS, add_tokens_of_folder, token_text
 from paceline.engine.text.template_process import TemplateProcess
 
@@ -333,10 +333,11 @@ def _gguf_ends(
     """Texts of tokens that end an answer."""
     known = frozenset(tokens)
     texts = {tokens[token_id] for token_id in named if token_id is not None}
-    if template.source(has_tools=False) is not None:
-        texts.add(turn_end(partial(template.render, add_generation_prompt=False), known) or "")
-    template.close()
-    return end_texts(known, texts - {""})
+    if has_marks(template.source(has_tools=False) or "", known):
+        written = turn_end(partial(template.render, add_generation_prompt=False), known)
+        texts |= set() if written is None else {written}
+        template.close()
+    return end_texts(known, texts)
 
 
 def _from_folder(folder: Path) -> HFTokenizer:
