@@ -289,11 +289,9 @@ class _Choice:
 
 def _special_in(stops: Sequence[str], tokenizer: Tokenizer) -> set[str]:
     """Texts of the special tokens that stop strings hold."""
-    try:
-        ids = {i for stop in stops for i in tokenizer.encode(stop, add_special_tokens=False)}
-    except InvalidRequestError:
-        # half of a surrogate pair, which no text will have either
-        return set()
+    # one with half of a surrogate pair is in no text
+    texts = [stop for stop in stops if stop == stop.encode("utf-8", "replace").decode()]
+    ids = {i for text in texts for i in tokenizer.encode(text, add_special_tokens=False)}
     return {tokenizer.token_bytes(i).decode() for i in ids & tokenizer.special_token_ids}
 
 
