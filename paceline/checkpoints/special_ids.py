@@ -44,9 +44,8 @@ def gguf_special_id(metadata: Mapping[str, Any], name: str, count: int) -> int |
 def ids_within(ids: Iterable[int], key: str, count: int) -> frozenset[int]:
     """Return those of ``ids`` that are in a vocabulary of ``count`` tokens; ``key`` names them in
     the warning about the others."""
-    found, others = set(), set()
-    for token_id in ids:
-        (found if 0 <= token_id < count else others).add(token_id)
-    for token_id in sorted(others):
+    given = frozenset(ids)
+    found = frozenset(token_id for token_id in given if 0 <= token_id < count)
+    for token_id in sorted(given - found):
         warn_once(f"{key} is {token_id}, the vocabulary has {count} entries: it counts as absent")
-    return frozenset(found)
+    return found

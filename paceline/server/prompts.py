@@ -240,14 +240,12 @@ class PromptMaker:
 def _conversation(template: TemplateOptions, source: str | None) -> Conversation:
     """``source``: of the model's own template."""
     own, options = template.chat_template, template.template_kwargs
-    variant: str | None = f"{template.add_generation_prompt}{json.dumps(options, sort_keys=True)}"
-    if own is not None or len(variant) > _MOST_VARIANT:
-        variant = None
+    variant = f"{template.add_generation_prompt}{json.dumps(options, sort_keys=True)}"
     return Conversation(
         messages=template.messages,
         tools=None if template.tools is None else template.tools.tools,
         source=source if own is None else own,
-        variant=variant,
+        variant=variant if own is None and len(variant) <= _MOST_VARIANT else None,
     )
 
 
