@@ -22,6 +22,7 @@ _ANSWER_HEADERS: Final = frozenset(
         b"retry-after",
         b"x-should-retry",
         b"x-paceline-ignored-fields",
+        b"x-paceline-rewritten-messages",
         b"x-llm-d-request-dropped-reason",
     }
 )

@@ -43,7 +43,6 @@ __all__ = [
     "parse_tools",
     "tool_schema",
     "tools_message",
-    "with_tools",
 ]
 
 _MAX_TOOLS: Final = 128
@@ -284,29 +283,3 @@ def tools_message(tools: list[dict[str, Any]]) -> str:
         f"<tools></tools>:\n<tools>\n{listed}\n</tools>\nTo call one, write a JSON object with its "
         'name and arguments:\n<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>'
     )
-
-
-def with_tools(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation for such a template: tools in the system message, calls and results in words
-    of the same form."""
-    written: list[dict[str, Any]] = []
-    for message in messages:
-        content = message["content"]
-        if message["role"] == "tool":
-            message = {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-        elif message.get("tool_calls"):
-            calls = [
-                "<tool_call>\n"
-                + json.dumps(
-                    {k: call["function"][k] for k in ("name", "arguments")}, ensure_ascii=False
-                )
-                + "\n</tool_call>"
-                for call in message["tool_calls"]
-            ]
-            message = {"role": "assistant", "content": "\n".join([content, *calls]).strip()}
-        written.append(message)
-    said = tools_message(tools)
-    if written[0]["role"] in ("system", "developer"):
-        first = written[0]
-        return [{**first, "content": f"{first['content']}\n\n{said}"}, *written[1:]]
-    return [{"role": "system", "content": said}, *written]

@@ -111,7 +111,8 @@ class ChatPieces:
         self._readers: list[Reader] = []
         if self._thinking is not None:
             marks = self._thinking.marks
-            self._readers = [marks.reader(thinking=thinking) for _ in range(n)]
+            goes_on = bool(request.template.continued)
+            self._readers = [marks.reader(thinking=thinking, goes_on=goes_on) for _ in range(n)]
             self.count.add_reasoning(0)
         held = request.options.sampling.grammar is not None
         self._collectors = (
@@ -241,7 +242,11 @@ async def start_chat(
     passed_over: Mapping[int, str] = {}
     if options.resume_output_ids and (request.template.tools or request.thinking):
         passed_over = resumed_texts(engine_request, service.client.tokenizer)
+    template = request.template
     thinking = request.thinking is not None and request.thinking.left_open(
-        prompt, service.client.tokenizer
+        prompt,
+        service.client.tokenizer,
+        continued=template.continued,
+        answers=template.add_generation_prompt or template.continue_final_message,
     )
     return StartedChat(prompt, service.run((engine_request,), shortcut), passed_over, thinking)
