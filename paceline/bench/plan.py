@@ -103,7 +103,7 @@ class Plan:
             name = f"lengths:{trace}?{times}"
             stream = open_workload(name, seed=seed)
         elif concurrency is not None and Path(trace).is_file():
-            read = open_trace(Path(trace))
+            read = open_trace(Path(trace), timed=False)
             stream, block = _Restartable(read), read.prefix_block
         else:
             workload = open_workload(trace, seed=seed)
