@@ -30,7 +30,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.policies import POLICIES
 from paceline.gateway.aliases import Aliases, is_alias
 from paceline.gateway.money import Budget, Price, Prices, parse_amount
-from paceline.http.fields import show_url
+from paceline.http.fields import BYTE_ORDER_MARK, show_url
 from paceline.http.otlp import check_endpoint
 from paceline.http.rate_limits import KeyLimits, Rate
 from paceline.http.rate_limits.store import check_storage_url
@@ -241,7 +241,7 @@ def read_config(path: Path) -> GatewayConfig:
 def parse_config(data: bytes, where: str = "the configuration") -> GatewayConfig:
     """Raises ConfigError, naming the place."""
     try:
-        config = msgspec.toml.decode(data, type=GatewayConfig)
+        config = msgspec.toml.decode(data.removeprefix(BYTE_ORDER_MARK), type=GatewayConfig)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: {error}") from None
     try:

@@ -6,6 +6,7 @@ the chat template are written. torch is never imported: the API process tokenize
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
@@ -348,7 +349,7 @@ def _from_folder(folder: Path) -> HFTokenizer:
             "with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     try:
-        backend = Tokenizer.from_file(str(path))
+        backend = Tokenizer.from_buffer(path.read_bytes().removeprefix(codecs.BOM_UTF8))
     except Exception as error:
         # the library raises bare Exception for whatever it does not understand in the file
         raise CheckpointError(f"{path} is not a tokenizer: {error!s:.300}") from None
@@ -415,7 +416,7 @@ def _read_text(path: Path) -> str:
     try:
         if (size := path.stat().st_size) > MAX_TEMPLATE_BYTES:
             raise CheckpointError(f"{path} has {size} bytes, at most {MAX_TEMPLATE_BYTES} are read")
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
 

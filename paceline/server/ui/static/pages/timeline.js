@@ -364,8 +364,12 @@ export function Timeline({ shown }) {
     follow(stopper.signal);
     const timer = setInterval(() => { if (!document.hidden) words.value++; }, calm.matches ? 1000 : 250);
     const unsubscribe = news.subscribe(() => { if (!calm.matches) redraw(); });
-    // without movement: once a second
-    const still = setInterval(() => { if (calm.matches) redraw(); }, 1000);
+    // without movement: once a second, if there are any
+    let shownNews = -1;
+    const still = setInterval(() => {
+      if (calm.matches && shownNews !== news.value) redraw();
+      shownNews = news.value;
+    }, 1000);
     /** @type {any} */
     let away;
     const hidden = () => {
@@ -400,4 +404,4 @@ export function Timeline({ shown }) {
 }
 
 // for tests and for whoever asks in the console: what is drawn, as numbers
-/** @type {any} */ (globalThis).pacelineTimeline = { history, model, stories, view, take, find: byNumber, painter: () => painter };
+/** @type {any} */ (globalThis).pacelineTimeline = { history, model, stories, view, take, find: byNumber, painter: () => painter, heardAt: () => heardAt, pending: () => pending };
