@@ -138,6 +138,17 @@ class Exchange:
         return leg
 
     @property
+    def route(self) -> Route:
+        """Of the model that it was sent to first."""
+        return self._route
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the engine that the answer comes from, if there is one, has said all of it."""
+        leg = self._answer.leg
+        return leg is None or leg.verdict is not None
+
+    @property
     def used(self) -> Used:
         """Tokens of an answer that has ended, as far as anything was counted."""
         return self._bill.used(self._answer.leg)
@@ -146,6 +157,14 @@ class Exchange:
     def num_output_tokens(self) -> int:
         """Of an answer that has ended."""
         return self.used.output
+
+    @property
+    def counted(self) -> Used | None:
+        """The same, where an engine has counted it; None: it has not, or cuts what is too long."""
+        leg = self._answer.leg
+        if leg is None or leg.site.engine.facts.truncates or not self.used.prompt:
+            return None
+        return self._bill.counted
 
     def shares(self) -> Sequence[tuple[Site, Used]]:
         """Who made what of an answer that has ended; see ``Bill.shares``."""

@@ -19,8 +19,8 @@ from paceline.gateway.config import EngineKind
 from paceline.routing.engine_load import Pressure
 
 __all__ = [
-    "KINDS", "VECTOR_PATHS", "KindFacts", "kind_of_metrics", "read_contexts", "read_pressure",
-    "scan",
+    "KINDS", "VECTOR_PATHS", "KindFacts", "is_vectors", "kind_of_metrics", "read_contexts",
+    "read_pressure", "scan",
 ]  # fmt: skip
 
 # beside /v1/embeddings; vLLM's, with its bodies
@@ -29,6 +29,11 @@ VECTOR_PATHS: Final = frozenset(
         "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/pooling",
     }
 )  # fmt: skip
+
+
+def is_vectors(path: str) -> bool:
+    """Whether the answers of an endpoint are vectors or scores, and no text."""
+    return path == "/v1/embeddings" or path in VECTOR_PATHS
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from paceline.gateway.bodies import Body, new_seed
+from paceline.gateway.bodies import PREDICT, Body, new_seed
 from paceline.gateway.caller import Caller
 from paceline.gateway.routes import Site
 from paceline.gateway.splice import Splice
@@ -38,6 +38,7 @@ _REQUEST_HEADERS: Final = frozenset(
         b"x-llm-d-inference-ttl",
     }
 )
+_OPENAI: Final = "api.openai.com"
 _TENANT_HEADER: Final = b"x-llm-d-inference-fairness-id"
 
 
@@ -121,6 +122,8 @@ class Sending:
         changes: dict[str, Any] = {}
         if "model" not in body.fields or site.model != body.model:
             changes["model"] = site.model
+        limits = self._limits(site)
+        changes |= limits
         if self._caller.salt and facts.salts:
             changes["cache_salt"] = self._caller.salt
         if body.stream and self._path in RESUMABLE:
@@ -136,10 +139,28 @@ class Sending:
             if ids is not None and facts.resumes:
                 changes["resume_output_ids"] = ids[0] if len(ids) == 1 else ids
             else:
-                changes |= self._behind_text(self._splice)
+                changes |= self._behind_text(self._splice, limits)
         return site.engine.dialect.body(self._path, body, changes)
 
-    def _behind_text(self, splice: Splice) -> dict[str, Any]:
+    def _limits(self, site: Site) -> dict[str, int]:
+        """Fields that keep an answer within what was reserved for it, where its caller set no
+        limit and the engine's context is not the narrower one."""
+        body, context = self._body, site.max_model_len
+        if body.cap is None or (context is not None and body.cap >= context - body.prompt_tokens):
+            return {}
+        engine = site.engine
+        name = "max_tokens"
+        if self._path == "/v1/responses":
+            name = "max_output_tokens"
+        elif self._path == CHAT and (engine.kind == "azure" or engine.pool.origin.host == _OPENAI):
+            # some models there take no other
+            name = "max_completion_tokens"
+        told = {known: body.cap for known in body.limits if body.limits[known] < 0}
+        if body.limits.get(PREDICT, 0) > body.cap:
+            told[PREDICT] = body.cap
+        return {**told, name: body.cap}
+
+    def _behind_text(self, splice: Splice, limits: dict[str, int]) -> dict[str, Any]:
         """Fields of a chat that goes on behind what was said of its answer."""
         body = self._body
         messages = msgspec.json.decode(body.fields["messages"], type=list[msgspec.Raw])
@@ -149,11 +170,9 @@ class Sending:
             "continue_final_message": True,
             "add_generation_prompt": False,
         }
-        for name in ("max_tokens", "max_completion_tokens"):
-            value = body.fields.get(name, b"null")
-            most = msgspec.json.decode(value, type=int | None)
-            # each from its own: engines go by one or the other. Below 0 is no limit
-            if most is not None and most >= 0:
+        # each from its own: engines go by one or the other. Below 0 is no limit
+        for name, most in {**body.limits, **limits}.items():
+            if most >= 0:
                 changes[name] = max(1, most - splice.num_parts)
         if body.seed is not None:
             # with the same one the draws of the beginning would come again
