@@ -88,7 +88,9 @@ def measure(fields: Mapping[str, bytes]) -> PromptSize:
             text += len(value)
         else:
             pieces = value.split(b'"')
-            found = list(_media(pieces, flat=flat == b'"'))
+            # completions read nothing but text
+            is_flat = value[:1] == b'"' or flat == b'"'
+            found = [] if name == "prompt" else list(_media(pieces, flat=is_flat))
             media += len(found)
             text += len(value) - sum(found) - _saved(value)
             if flat == b'"':

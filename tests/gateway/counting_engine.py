@@ -1,7 +1,7 @@
 """An engine that makes what the text of a request says, and heeds the limits that it is sent.
 
-The text is JSON: ``make`` tokens for each answer, ``cut`` the connection behind so many, for as many
-engines as ``cuts`` says, ``stall`` behind so many, ``refuse`` with a status, or be ``late``.
+The text is JSON: ``make`` tokens for each answer, ``cut`` the connection behind so many, for as
+many engines as ``cuts`` says, ``stall`` behind so many, ``refuse`` with a status, or be ``late``.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class CountingEngine:
         begun = len(body.get("resume_output_ids", ()))
         prompt = prompt_tokens(text)
         writer.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+            b"transfer-encoding: chunked\r\n\r\n"
         )
         first = {"index": 0, "delta": {"role": "assistant"}, "prompt_token_ids": [1] * prompt}
         _event(writer, {**_HEAD, "choices": [first]})

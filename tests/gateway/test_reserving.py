@@ -18,9 +18,12 @@ import pytest
 from redis.asyncio import Redis
 
 from paceline.gateway import Gateway, app, leases
+from paceline.gateway.budgets import Budgets, Cost, LocalStore
 from paceline.gateway.config import KeyConfig, PriceConfig
-from paceline.gateway.money import show_amount
+from paceline.gateway.ledger import Ledger
+from paceline.gateway.money import Budget, Used, show_amount
 from paceline.http.keys import ApiKey
+from paceline.http.rate_limits import Want
 from paceline.http.rate_limits.store import RateStore
 from tests.gateway.counting_engine import CountingEngine, counting, prompt_tokens
 from tests.gateway.fault_server import Step, scripted
@@ -179,7 +182,7 @@ async def many(storage: str, count: int, context: int | None, seed: int) -> None
 
 
 async def test_no_request_takes_a_key_beyond_its_limit(storage: str) -> None:
-    await many(storage, 240, None, 1)
+    await many(storage, 120, None, 1)
 
 
 @pytest.mark.thorough
@@ -188,3 +191,197 @@ async def test_ten_thousand_requests_take_no_key_beyond_its_limit(
     storage: str, context: int | None
 ) -> None:
     await many(storage, 10_000, context, 2)
+
+
+# ------------------------------------------------------------------------------ one by one
+
+
+def whole(prompt: int, output: int, **fields: Any) -> Step:
+    usage = {"prompt_tokens": prompt, "completion_tokens": output}
+    return Step(
+        parts=(json.dumps({"id": "x", "choices": [], "usage": usage}).encode(),), stream=False,
+        **fields,
+    )  # fmt: skip
+
+
+def left(answer: httpx.Response) -> int:
+    return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+
+async def test_an_engine_that_heeds_no_limit_takes_no_key_beyond_its_own() -> None:
+    """Of answers that nobody said a length of."""
+    long = whole(5, 5000)
+    async with (
+        scripted(long) as engine,
+        gateway_over(configured(engine, rate_limit_tokens="10000/300day")) as (_, client),
+    ):
+        first, second = [await client.post(CHAT, json=chat()) for _ in range(2)]
+        assert (first.status_code, left(first)) == (200, 4995)
+        # another one as long would not fit
+        assert (second.status_code, len(engine.bodies)) == (429, 1)
+        # one that says that it is short does
+        engine.script[:] = [whole(5, 50)]
+        short = await client.post(CHAT, json=chat(max_tokens=50))
+        assert (short.status_code, left(short)) == (200, 4940)
+
+
+async def test_a_budget_is_not_overrun_by_many_at_once_that_say_no_length() -> None:
+    # each costs 0.20
+    keys = (KeyConfig(name="*", budget="0.30/day"),)
+    fields = {"prices": (PriceConfig(input=1, output=10),), "keys": keys, "spend_storage": ""}
+    async with (
+        scripted(whole(5, 20_000, delay=0.2)) as engine,
+        gateway_over(configured(engine, **fields)) as (gateway, client),
+    ):
+        sent = [client.post(CHAT, json=chat()) for _ in range(20)]
+        found = await asyncio.gather(*sent)
+        assert Counter(each.status_code for each in found) == {200: 1, 429: 19}
+        # it is a matter of seconds
+        assert {each.headers.get("retry-after") for each in found} == {None, "1"}
+        assert gateway.spending.status()["anybody"]["spent"] == "0.200005"
+        last = await client.post(CHAT, json=chat())
+        assert last.status_code == 429 and int(last.headers["retry-after"]) > 1
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [(CHAT, "max_tokens"), ("/v1/completions", "max_tokens"), (RESPONSES, "max_output_tokens"),
+     (MESSAGES, "max_tokens")],
+)  # fmt: skip
+async def test_an_engine_is_asked_for_no_more_than_was_reserved(path: str, name: str) -> None:
+    body = chat(input="hi", prompt="hi", max_completion_tokens=None)
+    limits = {"rate_limit_tokens": "50000/300day"}
+    async with (
+        scripted(whole(5, 10)) as engine,
+        gateway_over(configured(engine, **limits, default_max_tokens=300)) as (_, client),
+    ):
+        for fields in ({}, {name: -1}, {name: None}, {name: 20_000}):
+            answer = await client.post(path, json=body | fields)
+            assert answer.status_code == 200
+        # what its caller says counts, and where there is no limit nothing is said
+        assert [each.get(name) for each in engine.bodies] == [300, 300, 300, 20_000]
+        assert (await client.post(path, json=body | {name: 60_000})).status_code == 400
+    async with scripted(whole(5, 10)) as engine, gateway_over(configured(engine)) as (_, client):
+        await client.post(path, json=body)
+        assert name not in engine.bodies[0]
+
+
+async def test_a_context_bounds_what_is_reserved() -> None:
+    fields = {"rate_limit_tokens": "4000/300day"}
+    async with (
+        scripted(whole(5, 100), max_model_len=1000) as engine,
+        gateway_over(configured(engine, **fields)) as (_, client),
+    ):
+        first = [client.post(CHAT, json=chat()) for _ in range(3)]
+        # each is reserved all of a context, to which the engine itself keeps
+        assert [each.status_code for each in await asyncio.gather(*first)] == [200] * 3
+        assert all("max_tokens" not in body for body in engine.bodies)
+        # of what is left then no more than it
+        engine.script[:] = [whole(5, 3000)]
+        await client.post(CHAT, json=chat(max_tokens=3000))
+        engine.script[:] = [whole(5, 100)]
+        last = await client.post(CHAT, json=chat())
+        assert last.status_code == 200 and 100 < engine.bodies[-1]["max_tokens"] < 700
+
+
+async def test_several_answers_are_reserved_and_charged() -> None:
+    async with (
+        scripted(whole(5, 400)) as engine,
+        gateway_over(configured(engine, rate_limit_tokens="1000/300day")) as (_, client),
+    ):
+        for fields, status in (
+            ({"n": 4, "max_tokens": 300}, 400),
+            ({"n": 1, "best_of": 4, "max_tokens": 300}, 400),
+            ({"prompt": ["a", "b", "c", "d"], "max_tokens": 300}, 400),
+            ({"n": 4, "max_tokens": 100}, 200),
+            ({"n": 4, "max_tokens": 150}, 429),
+        ):
+            answer = await client.post("/v1/completions", json={"prompt": "hi", **fields})
+            assert answer.status_code == status, fields
+        assert left(answer) == 595
+        # of several that say no length each has its part
+        engine.script[:] = [whole(5, 40)]
+        await client.post("/v1/completions", json={"prompt": "hi", "n": 5})
+        assert 0 < engine.bodies[-1]["max_tokens"] <= 595 // 5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_no_engine_took_costs_nothing(stream: bool) -> None:
+    fields: dict[str, Any] = {"rate_limit_tokens": "10000/300day", "spend_storage": ""}
+    fields |= {"prices": (PRICE,), "keys": (KeyConfig(name="*", budget=BUDGET),)}
+    long = [{"role": "user", "content": "word " * 3000}]
+    body = chat(messages=long, max_tokens=10, stream=stream)
+    statuses = (400, 422, 429, 500, 503, 401)
+    async with (
+        scripted(*map(refused, statuses), Step(raw=b"what?")) as engine,
+        gateway_over(configured(engine, max_attempts=1, **fields)) as (gateway, client),
+    ):
+        wrong = [{**body, "model": "of another"}, {**body, "n": "x"}, {**body, "max_tokens": 10**6}]
+        for each in (*wrong, *([body] * (len(statuses) + 1))):
+            gateway.engines.by_name["e1"]._rests_until = 0.0
+            answer = await client.post(CHAT, json=each)
+            assert answer.status_code >= 400 and left(answer) == 10_000, answer.text
+        assert len(engine.bodies) == len(statuses) + 1
+        gateway.engines.by_name["e1"].draining = True
+        answer = await client.post(CHAT, json=body)
+        assert (answer.status_code, left(answer)) == (503, 10_000)
+        assert gateway.spending.status() == {} and not gateway._limiter._held  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("path", "usage", "charged"),
+    [
+        (EMBEDDINGS, {"prompt_tokens": 2, "total_tokens": 2}, 2),
+        ("/rerank", {"total_tokens": 3}, 3),
+        ("/score", {"prompt_tokens": 4, "total_tokens": 4, "completion_tokens": 0}, 4),
+        # the engine says nothing: as long as its bytes say
+        (EMBEDDINGS, None, 1),
+    ],
+)
+async def test_vectors_have_no_output(path: str, usage: Any, charged: int) -> None:
+    told = {"model": "m", "data": []} | ({} if usage is None else {"usage": usage})
+    step = Step(parts=(json.dumps(told).encode(),), stream=False, delay=0.1)
+    body = {"model": "m", "query": "hi", "documents": ["a"], "text_1": "a", "text_2": "b"}
+    kinds = {"kinds": {"e1": "vllm"}}
+    async with (
+        scripted(step) as engine,
+        gateway_over(configured(engine, rate_limit_tokens="100/300day", **kinds)) as (_, client),
+    ):
+        asked = {"model": "m", "input": "hi"} if path == EMBEDDINGS else body
+        sent = [client.post(path, json=asked) for _ in range(5)]
+        found = await asyncio.gather(*sent)
+        assert [each.status_code for each in found] == [200] * 5
+        assert left(await client.post(path, json=asked)) == 100 - 6 * charged
+
+
+async def test_what_an_engine_counts_beyond_an_estimate_is_charged(storage: str) -> None:
+    """And what is owed is not given away by a smaller request behind it."""
+    async with (
+        scripted(whole(900, 50), whole(5, 1)) as engine,
+        gateway_over(
+            configured(engine, rate_limit_tokens="800/300day", rate_limit_storage=storage)
+        ) as (gateway, client),
+    ):
+        first = await client.post(CHAT, json=chat(max_tokens=50))
+        assert (first.status_code, left(first)) == (200, 0)
+        assert (await client.post(CHAT, json=chat(max_tokens=1))).status_code == 429
+        limiter = gateway._limiter
+        assert limiter is not None
+        usage = await limiter.usage("address 127.0.0.1")
+        assert usage.windows["tokens"].used == 950
+
+
+async def test_a_request_that_ends_in_another_window_is_counted_there() -> None:
+    now = [1774998000.0]
+    ledger = Ledger(None)
+    store = LocalStore(ledger)
+    budgets = Budgets(
+        {"ann": Budget.parse("10/day")}, frozenset(), ledger, store, "EUR", lambda: now[0]
+    )
+    late = await budgets.reserve("ann", Want.exactly(6))
+    now[0] += 7200.0
+    other = await budgets.reserve("ann", Want.exactly(5))
+    budgets.settle(late, [Cost("e", "m", Used(), 4)])
+    budgets.settle(other, [])
+    begins = Budget.parse("10/day").begins(now[0])
+    assert store.used("ann", begins) == ledger.spent("ann", begins) == 4

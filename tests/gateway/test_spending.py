@@ -132,7 +132,7 @@ async def test_a_budget_is_reserved_settled_and_begins_anew() -> None:
     # once the other request has ended, it may fit
     assert caught.value.status == 429 and caught.value.retry_after == 1.0
     found.settle(first, [Cost("e", "m", Used(1, 0, 1), 2 * ONE)])
-    with pytest.raises(HttpError, match="2.00 are .* begins anew in 1h0m0s") as caught:
+    with pytest.raises(HttpError, match=r"2.00 are .* begins anew in 1h0m0s") as caught:
         await found.reserve("ann", Want.exactly(9 * ONE))
     assert caught.value.status == 429 and caught.value.retry_after == 3600.0
     second = await found.reserve("ann", Want.exactly(8 * ONE))
