@@ -63,6 +63,8 @@ _FIXED: Final = frozenset(
         "prices", "keys", "currency", "slow_start", "hedge_share", "otlp_endpoint",
     }
 )  # fmt: skip
+# tokens of a prompt that every context has room for
+_SHORT: Final = 256
 # tokens that an answer is expected to have before any has ended, as a share of what it may have
 _EXPECTED_SHARE: Final = 0.5
 
@@ -235,13 +237,13 @@ class Gateway:
         hold: Hold | None = None
         exchange: Exchange | None = None
         try:
-            granted = [] if charge.granted is None else [charge.granted]
+            if charge.granted is not None and charge.plan is not None:
+                body = charge.plan.capped(body, charge.granted)
             if call.ticket is not None and self._limiter is not None:
-                hold = await self._limiter.hold(call.ticket, charge.plan.tokens())
+                planned = charge.plan or plan(charge.route)
+                hold = await self._limiter.hold(call.ticket, planned.tokens())
                 if hold.window is not None:
-                    granted.append(charge.plan.granted(hold.tokens.__sub__))
-            if granted:
-                body = charge.plan.capped(body, granted)
+                    body = planned.capped(body, planned.granted(hold.tokens.__sub__))
             exchange = self._exchange(call, body, charge.route, route, size, tokens, allowed)
             if hold is not None:
                 call.settled = partial(_headers_settled, hold, exchange)
@@ -359,9 +361,10 @@ class Gateway:
         most = body.max_tokens
         mean = self._lengths.mean(route.model)
         longest = 0.0 if is_vectors(path) else tokens * size.longest / body.num_prompts
-        contexts = [site.max_model_len for site in sites_of(route) if site.max_model_len]
         # what is certain is looked for where the estimate says more than there is room for
-        is_long = bool(contexts) and longest > min(contexts)
+        is_long = longest > _SHORT and any(
+            longest > (site.max_model_len or math.inf) for site in sites_of(route)
+        )
         return Demand(
             prompt_tokens=tokens,
             max_tokens=most,

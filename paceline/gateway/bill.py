@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from paceline.gateway.kinds import is_vectors
+from paceline.gateway.kinds import TEXT_PATHS, is_vectors
 from paceline.gateway.leg import Leg
 from paceline.gateway.money import Used
 from paceline.gateway.routes import Site
@@ -30,10 +30,13 @@ class Bill:
     Args:
         prompt_tokens: as estimated.
         splice: what came of the answer; None: it is not streamed.
+        deferred: tokens that it may have, where it is made in the background.
     """
 
-    def __init__(self, path: str, prompt_tokens: float, splice: Splice | None) -> None:
-        self._path, self._splice = path, splice
+    def __init__(
+        self, path: str, prompt_tokens: float, splice: Splice | None, deferred: int = 0
+    ) -> None:
+        self._path, self._splice, self._deferred = path, splice, deferred
         self._estimate = round(prompt_tokens)
         # engines whose part is over, and the tokens of the answer until then
         self._parts: list[tuple[Site, int]] = []
@@ -71,9 +74,10 @@ class Bill:
 
     def _estimated(self, body: bytes) -> Used:
         """Of a whole answer that has no counts."""
-        if is_vectors(self._path):
-            return Used(self._estimate)
-        return Used(self._estimate, 0, math.ceil(text_bytes(body) / _BYTES_PER_TOKEN))
+        if self._path not in TEXT_PATHS:
+            return Used(self._estimate if is_vectors(self._path) else 0)
+        made = math.ceil(text_bytes(body) / _BYTES_PER_TOKEN)
+        return Used(self._estimate, 0, max(made, self._deferred))
 
     def shares(self, leg: Leg | None) -> Sequence[tuple[Site, Used]]:
         """By engine, the first one's with the prompt; empty: nobody answered, and it costs

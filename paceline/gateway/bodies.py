@@ -101,6 +101,11 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
         told.append(self.limits.get(PREDICT, 0))
         return None if min(told) < 0 else max(told)
 
+    def most_deferred(self, path: str) -> int:
+        """Tokens that may be made of it once it is answered, as far as there is a bound."""
+        is_deferred = self.fields.get("background") == b"true"
+        return (self.cap or self.most_tokens(path) or 0) if is_deferred else 0
+
     @property
     def num_choices(self) -> int:
         return self.n * self.num_prompts

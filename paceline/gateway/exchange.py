@@ -116,7 +116,7 @@ class Exchange:
         self._hedge = Hedge(
             config, hedges, picker, self._attempts, demand, body, self._sending, counts
         )
-        self._bill = Bill(path, demand.prompt_tokens, self.splice)
+        self._bill = Bill(path, demand.prompt_tokens, self.splice, body.most_deferred(path))
 
     def _new_splice(self) -> Splice:
         body = self._body

@@ -19,10 +19,14 @@ from paceline.gateway.config import EngineKind
 from paceline.routing.engine_load import Pressure
 
 __all__ = [
-    "KINDS", "VECTOR_PATHS", "KindFacts", "is_vectors", "kind_of_metrics", "read_contexts",
-    "read_pressure", "scan",
+    "KINDS", "TEXT_PATHS", "VECTOR_PATHS", "KindFacts", "is_vectors", "kind_of_metrics",
+    "read_contexts", "read_pressure", "scan",
 ]  # fmt: skip
 
+# endpoints whose answers are text that a model makes
+TEXT_PATHS: Final = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
+)
 # beside /v1/embeddings; vLLM's, with its bodies
 VECTOR_PATHS: Final = frozenset(
     {

@@ -7,12 +7,12 @@ left, or a share of it, and the engine is asked for no more than that (``Body.ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from paceline.gateway.bodies import Body
-from paceline.gateway.kinds import is_vectors
+from paceline.gateway.kinds import TEXT_PATHS
 from paceline.gateway.money import Prices
 from paceline.gateway.prompts import PromptSize
 from paceline.gateway.routes import Route, Site
@@ -28,7 +28,7 @@ _UNKNOWN: Final = 512
 _ANY: Final = 10**9
 # of the estimate of a prompt, and tokens beside it, by which it may be longer: templates add some
 _MARGIN, _TEMPLATE = 1.25, 64
-# of a picture, a sound or a document, where it is asked what a context has room for
+# tokens of a picture, a sound or a document, for which a request is not refused
 _MEDIA: Final = 2048
 
 
@@ -84,9 +84,10 @@ class Plan:
         """``default``: tokens of an answer for which neither its caller nor its engine has a
         bound."""
         prompt = round(prompt_tokens)
+        media = _MEDIA * size.media
         margin = min(round(_MARGIN * prompt_tokens) + _TEMPLATE, round(size.text) + size.ids)
-        longest = max(prompt, margin)
-        if is_vectors(path):
+        longest = max(prompt, margin) + media
+        if path not in TEXT_PATHS:
             return cls(prompt, longest, 0, 0, 0, 0)
         num, told = body.num_made, body.most_tokens(path)
         if told is not None:
@@ -101,8 +102,7 @@ class Plan:
         most = context if seen is None else cap
         usual = most if seen is None else min(most, usual)
         least = min(usual, round(lengths.mean(model) or _UNKNOWN))
-        beside = prompt_tokens + _MEDIA * size.media
-        return cls(prompt, longest, num, least, usual, most, cap, beside)
+        return cls(prompt, longest, num, least, usual, most, cap, prompt_tokens + media)
 
     def tokens(self) -> Want:
         num, bare = self.num, self.num if self.cap is not None else self.num * self.least
@@ -129,12 +129,13 @@ class Plan:
         least = min(left_beside(self.prompt), self.num * self.least)
         return max(left_beside(self.longest_prompt), least)
 
-    def capped(self, body: Body, granted: Iterable[int]) -> Body:
-        """``body`` with answers of no more tokens than each of ``granted`` is for all of them."""
+    def capped(self, body: Body, granted: int) -> Body:
+        """``body`` with answers of no more tokens than ``granted`` is for all of them, or than it
+        was before."""
         if self.cap is None:
             return body
-        each = min(granted, default=_ANY) // self.num
-        return body.capped(max(1, min(self.cap, each)), self.beside)
+        each = min(self.cap, granted // self.num, self.cap if body.cap is None else body.cap)
+        return body.capped(max(1, each), self.beside)
 
 
 def sites_of(route: Route) -> list[Site]:

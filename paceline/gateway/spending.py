@@ -30,7 +30,8 @@ class Charge:
     reservation: Reservation
     # where it may go: another model where the budget did not reach
     route: Route
-    plan: Plan
+    # None: it costs nothing that is counted
+    plan: Plan | None = None
     # tokens that all its answers may have together; None: as many as they like
     granted: int | None = None
 
@@ -103,9 +104,9 @@ class Spending:
             HttpError: 402 or 429, its key has spent what it may.
         """
         if not self.prices:
-            return Charge(Reservation(name, 0, None), route, plan(route))
+            return Charge(Reservation(name, 0, None), route)
         try:
-            return await self._reserve(name, route, plan(route))
+            return await self._reserve(name, route, plan)
         except HttpError as refused:
             key = self.key(name)
             if other is None or key is None or key.over_budget in ("", route.model):
@@ -117,17 +118,18 @@ class Spending:
                 raise refused from None
             if not route.tiers:
                 raise
-            return await self._reserve(name, route, plan(route))
+            return await self._reserve(name, route, plan)
 
-    async def _reserve(self, name: str, route: Route, plan: Plan) -> Charge:
+    async def _reserve(self, name: str, route: Route, plan: Callable[[Route], Plan]) -> Charge:
         if self._budgets.budget(name) is None:
-            return Charge(Reservation(name, 0, None), route, plan)
+            return Charge(Reservation(name, 0, None), route)
+        made = plan(route)
         places = [(site.engine.name, site.model) for site in sites_of(route)]
-        found = await self._budgets.reserve(name, plan.amounts(self.prices, places))
+        found = await self._budgets.reserve(name, made.amounts(self.prices, places))
         granted = None
         if found.amount:
-            granted = plan.granted(partial(self._affords, places, found.amount))
-        return Charge(found, route, plan, granted)
+            granted = made.granted(partial(self._affords, places, found.amount))
+        return Charge(found, route, made, granted)
 
     def _affords(self, places: Sequence[tuple[str, str]], amount: int, prompt: int) -> int:
         return self.prices.affords(places, prompt, amount)

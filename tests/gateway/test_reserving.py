@@ -385,3 +385,31 @@ async def test_a_request_that_ends_in_another_window_is_counted_there() -> None:
     budgets.settle(other, [])
     begins = Budget.parse("10/day").begins(now[0])
     assert store.used("ann", begins) == ledger.spent("ann", begins) == 4
+
+
+async def test_an_answer_that_is_made_later_is_charged_as_it_was_reserved() -> None:
+    later = Step(parts=(b'{"id":"r","status":"queued","usage":null}',), stream=False)
+    async with (
+        scripted(later) as engine,
+        gateway_over(configured(engine, rate_limit_tokens="1000/300day")) as (_, client),
+    ):
+        body = {"model": "m", "input": "hi", "background": True}
+        found = await client.post(RESPONSES, json={**body, "max_output_tokens": 300})
+        assert left(found) == 1000 - 300 - 1
+        found = await client.post(RESPONSES, json=body)
+        most = engine.bodies[-1]["max_output_tokens"]
+        assert 500 < most < 700 and left(found) == 1000 - 300 - 1 - most - 1
+
+
+async def test_a_picture_takes_of_a_limit_what_is_left_and_refuses_nothing() -> None:
+    url = "data:image/png;base64," + "iVBORw0KGgo" * 1000
+    part = {"type": "image_url", "image_url": {"url": url}}
+    body = chat(messages=[{"role": "user", "content": [part]}], max_tokens=100)
+    async with (
+        scripted(whole(1500, 100, delay=0.2)) as engine,
+        gateway_over(configured(engine, rate_limit_tokens="3300/300day")) as (_, client),
+    ):
+        found = await asyncio.gather(*[client.post(CHAT, json=body) for _ in range(2)])
+        # its tokens are the engine's to count, so some are set apart
+        assert [each.status_code for each in found] == [200, 200]
+        assert left(await client.post(CHAT, json=chat(max_tokens=101))) == 100
