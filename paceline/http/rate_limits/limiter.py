@@ -73,16 +73,15 @@ class Tally:
     """What came of the requests of one run, kept by whoever sees every output first: an answer
     that goes out whole shows nothing before its end."""
 
-    # per request: the engine has sent something; tokens of all its choices
-    begun: list[bool]
+    # tokens of all choices of each request
     generated: list[int]
 
     @classmethod
     def of(cls, count: int) -> Tally:
-        return cls([False] * count, [0] * count)
+        return cls([0] * count)
 
     def note(self, index: int, num_output_tokens: int) -> None:
-        self.begun[index], self.generated[index] = True, num_output_tokens
+        self.generated[index] = num_output_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -243,7 +242,7 @@ class RateLimiter(Collector):
             async for output in outputs:
                 yield output
         except Exception:
-            # of those that the engine did not begin, it has taken none
+            # where nothing was made of a request, nothing was taken
             failed = True
             raise
         finally:
@@ -252,8 +251,8 @@ class RateLimiter(Collector):
             finally:
                 read = sum(
                     prompt
-                    for prompt, begun in zip(prompts, tally.begun, strict=True)
-                    if begun or not failed
+                    for prompt, made in zip(prompts, tally.generated, strict=True)
+                    if made or not failed
                 )
                 await self.settle(hold, read + sum(tally.generated))
 
