@@ -9,7 +9,7 @@ little: that each word is about a token, wherever engines are sure to read it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -165,6 +165,11 @@ class BytesPerToken:
     def __init__(self) -> None:
         # by model: bytes, and the tokens that engines counted of them
         self._seen: dict[str, tuple[float, float]] = {}
+
+    @property
+    def models(self) -> Set[str]:
+        """Of which something was learned."""
+        return self._seen.keys()
 
     def of(self, model: str) -> float:
         text, tokens = self._seen.get(model, (_BYTES_PER_TOKEN, 1.0))

@@ -7,7 +7,7 @@ left, or a share of it, and the engine is asked for no more than that (``Body.ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -38,6 +38,11 @@ class Lengths:
     def __init__(self) -> None:
         self._means: dict[str, float] = {}
         self._longest: dict[str, int] = {}
+
+    @property
+    def models(self) -> Set[str]:
+        """Of which something was learned."""
+        return self._means.keys()
 
     def learn(self, model: str, made: int) -> None:
         """An answer of so many tokens has ended."""

@@ -158,8 +158,8 @@ async def test_15_memory_does_not_grow_with_what_callers_send() -> None:
         assert len(state.load.prefixes) <= 50
         assert (await client.get("/metrics")).text.count("\n") == series
         assert not gateway.turns._queues
-        for kept in (gateway._lengths._means, gateway._bytes_per_token._seen):
-            assert set(kept) <= {"m"}
+        for kept in (gateway._lengths.models, gateway._bytes_per_token.models):
+            assert kept <= {"m"}
         gc.collect()
         # by type: objects of other packages warn where they are asked for anything
         alive = [each for each in gc.get_objects() if type(each) in (Exchange, Leg)]

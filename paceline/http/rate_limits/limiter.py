@@ -187,6 +187,11 @@ class RateLimiter(Collector):
         }
         return Usage(limits, windows, self._running[who])
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether no run holds anything, and nothing is on its way back."""
+        return not self._held and not self._giving_back
+
     def refused(self) -> dict[str, int]:
         """Exchanges so far, by the kind of what was too much."""
         return dict(self._refused)
