@@ -362,8 +362,12 @@ class Exchange:
         self._attempts.tried.add(engine.name)
 
     def _may_pass_on(self, leg: Leg) -> bool:
-        """Whether a refused request goes to another engine; otherwise the caller has the answer."""
+        """Whether a refused request goes to another engine, or to this one in other words;
+        otherwise the caller has the answer."""
         now = self.now()
+        if self._sending.eases(leg.site, leg.status, bytes(leg.body[:8192])):
+            self._attempts.tried.discard(leg.site.engine.name)
+            return self._attempts.may_retry(now, peek=True)
         if is_too_long(leg.status, bytes(leg.body[:8192])) and self._attempts.may_go_to_a_longer(
             now, leg.site
         ):

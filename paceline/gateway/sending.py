@@ -3,12 +3,15 @@ so that the answer can go on elsewhere."""
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import msgspec
 
 from paceline.gateway.bodies import PREDICT, Body, new_seed
 from paceline.gateway.caller import Caller
+from paceline.gateway.engine import Engine
+from paceline.gateway.refusals import is_too_long
 from paceline.gateway.routes import Site
 from paceline.gateway.splice import Splice
 from paceline.gateway.tracing import NO_TRACE
@@ -39,6 +42,12 @@ _REQUEST_HEADERS: Final = frozenset(
     }
 )
 _OPENAI: Final = "api.openai.com"
+# names of the limit of an answer in a chat, of which some engines know one; and in a refusal
+_CHAT_LIMITS: Final = ("max_tokens", "max_completion_tokens")
+_LIMIT_NAMES: Final = re.compile(rb"max_(completion_|output_|new_)?tokens")
+_TOO_LARGE: Final = re.compile(rb"too large|at most|less than|valid range|maximum|must be <=", re.I)
+# tokens that every engine makes
+_SMALL_CAP: Final = 512
 _TENANT_HEADER: Final = b"x-llm-d-inference-fairness-id"
 
 
@@ -52,6 +61,8 @@ class Sending:
     def __init__(self, path: str, body: Body, caller: Caller, splice: Splice | None) -> None:
         self._path, self._body, self._caller, self._splice = path, body, caller, splice
         self._seed = new_seed() if body.seed is None else None
+        # by engine that has refused a limit, the one that it is asked for then
+        self._caps: dict[str, int] = {}
 
     def can_go_on(self, site: Site, before: Site) -> bool:
         """Whether a stream that broke at ``before`` can be resumed at ``site``: the same model, and
@@ -148,17 +159,38 @@ class Sending:
         body, context = self._body, site.max_model_len
         if body.cap is None or (context is not None and body.cap >= context - body.prompt_tokens):
             return {}
-        engine = site.engine
-        name = "max_tokens"
+        cap = min(body.cap, self._caps.get(site.engine.name, body.cap))
+        told = {known: cap for known in body.limits if body.limits[known] < 0}
+        if body.limits.get(PREDICT, 0) > cap:
+            told[PREDICT] = cap
+        return {**told, self._limit_name(site.engine): cap}
+
+    def _limit_name(self, engine: Engine) -> str:
         if self._path == "/v1/responses":
-            name = "max_output_tokens"
-        elif self._path == CHAT and (engine.kind == "azure" or engine.pool.origin.host == _OPENAI):
-            # some models there take no other
-            name = "max_completion_tokens"
-        told = {known: body.cap for known in body.limits if body.limits[known] < 0}
-        if body.limits.get(PREDICT, 0) > body.cap:
-            told[PREDICT] = body.cap
-        return {**told, name: body.cap}
+            return "max_output_tokens"
+        if self._path != CHAT:
+            return "max_tokens"
+        # some models of theirs take no other
+        is_new = engine.kind == "azure" or engine.pool.origin.host == _OPENAI
+        return engine.limit_name or ("max_completion_tokens" if is_new else "max_tokens")
+
+    def eases(self, site: Site, status: int, body: bytes) -> bool:
+        """Whether the engine refused the limit that its caller did not set, and is to be asked
+        otherwise: by its other name, which is remembered, or for less."""
+        limits, name = self._limits(site), site.engine.name
+        if not limits or name in self._caps or status not in (400, 422):
+            return False
+        if not (_LIMIT_NAMES.search(body) or is_too_long(status, body)):
+            return False
+        used = self._limit_name(site.engine)
+        others = [each for each in _CHAT_LIMITS if each != used and each.encode() in body]
+        is_unknown = used.encode() in body and not _TOO_LARGE.search(body)
+        self._caps[name] = limits[used]
+        if self._path == CHAT and (others or is_unknown):
+            site.engine.limit_name = others[0] if others else _CHAT_LIMITS[used == _CHAT_LIMITS[0]]
+        else:
+            self._caps[name] = min(limits[used], _SMALL_CAP)
+        return True
 
     def _behind_text(self, splice: Splice, limits: dict[str, int]) -> dict[str, Any]:
         """Fields of a chat that goes on behind what was said of its answer."""

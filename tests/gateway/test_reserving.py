@@ -90,7 +90,8 @@ def asked(draw: random.Random, number: int) -> tuple[str, dict[str, Any]]:
     if how < 0.05:
         fields["model"] = "of another"
     elif how < 0.15:
-        told["refuse"] = draw.choice((400, 404, 422, 429, 500, 503))
+        # none that asks for a pause, which others would wait for
+        told["refuse"] = draw.choice((400, 404, 422, 500, 502))
     elif how < 0.25 or (how < 0.4 and path != CHAT):
         told |= {"cuts": draw.choice((1, 1, 2)), "cut": draw.randrange(1, 5)}
     elif how < 0.6 and path == CHAT:
@@ -412,3 +413,45 @@ async def test_a_picture_takes_of_a_limit_what_is_left_and_refuses_nothing() -> 
         # its tokens are the engine's to count, so some are set apart
         assert [each.status_code for each in found] == [200, 200]
         assert left(await client.post(CHAT, json=chat(max_tokens=101))) == 100
+
+
+@pytest.mark.parametrize(
+    ("path", "words", "then"),
+    [
+        (CHAT, "Unsupported parameter: 'max_tokens' is not supported with this model. Use "
+         "'max_completion_tokens' instead.", {"max_completion_tokens": 4096}),
+        (CHAT, "extra fields not permitted: max_tokens", {"max_completion_tokens": 4096}),
+        (CHAT, "max_tokens is too large: 4096. This model supports at most 1024 completion tokens",
+         {"max_tokens": 512}),
+        ("/v1/completions", "`inputs` tokens + `max_new_tokens` must be <= 2048. Given: 5 and 4096",
+         {"max_tokens": 512}),
+        (RESPONSES, "This model's maximum context length is 2048 tokens, and you asked for more",
+         {"max_output_tokens": 512}),
+    ],
+)  # fmt: skip
+async def test_an_engine_that_refuses_a_limit_of_ours_is_asked_otherwise(
+    path: str, words: str, then: dict[str, int]
+) -> None:
+    body = json.dumps({"error": {"message": words, "type": "invalid_request_error"}}).encode()
+    no = Step(status=400, parts=(body,), stream=False)
+    asked = chat(prompt="hi", input="hi")
+    names = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+    async with (
+        scripted(no, whole(5, 10)) as engine,
+        gateway_over(configured(engine, rate_limit_tokens="50000/300day")) as (_, client),
+    ):
+        answer = await client.post(path, json=asked)
+        assert answer.status_code == 200 and left(answer) == 50_000 - 15
+        told = [{name: sent[name] for name in names if name in sent} for sent in engine.bodies]
+        assert len(told) == 2 and told[0] != told[1] == then
+        # a name that it does not know it is not told again
+        await client.post(path, json=asked)
+        if "max_completion_tokens" in then:
+            assert "max_tokens" not in engine.bodies[-1]
+        # what its caller said is its caller's, and what is wrong otherwise, too
+        engine.script[:] = [no]
+        limit = next(iter(then))
+        assert (await client.post(path, json=asked | {limit: 40})).status_code == 400
+        engine.script[:] = [refused(400)]
+        assert (await client.post(path, json=asked)).status_code == 400
+        assert len(engine.bodies) == 5
