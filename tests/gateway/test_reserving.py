@@ -320,8 +320,8 @@ async def test_what_no_engine_took_costs_nothing(step: Step | None, stream: bool
         gateway_over(configured(engine, max_attempts=1, **fields)) as (gateway, client),
     ):
         gateway.engines.by_name["e1"].draining = step is None
-        wrong = [{"model": "of another"}, {"n": "x"}, {"max_tokens": 10**6}]
-        for each in (*wrong, {}):
+        wrong: list[dict[str, Any]] = [{"model": "of another"}, {"n": "x"}, {"max_tokens": 10**6}]
+        for each in [*wrong, {}]:
             answer = await client.post(CHAT, json=body | each)
             assert answer.status_code >= 400 and left(answer) == 10_000, answer.text
         assert len(engine.bodies) == (step is not None)
