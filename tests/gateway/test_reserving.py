@@ -187,6 +187,7 @@ async def test_no_request_takes_a_key_beyond_its_limit(storage: str) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("context", [None, 3000])
 async def test_ten_thousand_requests_take_no_key_beyond_its_limit(
     storage: str, context: int | None
