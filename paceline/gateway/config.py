@@ -162,6 +162,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # of each key, or of each caller's address without keys: "60/minute", "100000/day"; "": no limit
     rate_limit_requests: str = ""
     rate_limit_tokens: str = ""
+    # tokens of an answer whose key has a limit of them or a budget, whose caller does not say how
+    # long it may be, and whose engine does not say how long its contexts are
+    default_max_tokens: int = 4096
     # requests of a key at once; 0: no limit
     max_concurrent_per_key: int = 0
     # redis://..., where several gateways count together; "": this one counts alone
@@ -283,6 +286,7 @@ def check_config(config: GatewayConfig) -> None:
         ("slow_start", 0.0),
         ("max_concurrent_per_key", 0),
         ("max_queued", 1),
+        ("default_max_tokens", 1),
         ("queue_timeout", 0.1),
         ("max_attempts", 1),
         ("max_resumes", 0),

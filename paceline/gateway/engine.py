@@ -77,6 +77,8 @@ class Engine:
         self.wants_probe = config.probe != "off"
         # by the clock, when it is asked again, as it gave no answer
         self.probe_again_at = math.inf
+        # of the limit of an answer in a chat, where it has refused another; "": as is usual
+        self.limit_name = ""
         # by an admin
         self.draining = False
         # of the last poll; "": it answered

@@ -116,7 +116,7 @@ class Exchange:
         self._hedge = Hedge(
             config, hedges, picker, self._attempts, demand, body, self._sending, counts
         )
-        self._bill = Bill(path, demand.prompt_tokens, self.splice)
+        self._bill = Bill(path, demand.prompt_tokens, self.splice, body.most_deferred(path))
 
     def _new_splice(self) -> Splice:
         body = self._body
@@ -138,6 +138,17 @@ class Exchange:
         return leg
 
     @property
+    def route(self) -> Route:
+        """Of the model that it was sent to first."""
+        return self._route
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the engine that the answer comes from, if there is one, has said all of it."""
+        leg = self._answer.leg
+        return leg is None or leg.verdict is not None
+
+    @property
     def used(self) -> Used:
         """Tokens of an answer that has ended, as far as anything was counted."""
         return self._bill.used(self._answer.leg)
@@ -146,6 +157,14 @@ class Exchange:
     def num_output_tokens(self) -> int:
         """Of an answer that has ended."""
         return self.used.output
+
+    @property
+    def counted(self) -> Used | None:
+        """The same, where an engine has counted it; None: it has not, or cuts what is too long."""
+        leg = self._answer.leg
+        if leg is None or leg.site.engine.facts.truncates or not self.used.prompt:
+            return None
+        return self._bill.counted
 
     def shares(self) -> Sequence[tuple[Site, Used]]:
         """Who made what of an answer that has ended; see ``Bill.shares``."""
@@ -352,11 +371,14 @@ class Exchange:
         self._attempts.tried.add(engine.name)
 
     def _may_pass_on(self, leg: Leg) -> bool:
-        """Whether a refused request goes to another engine; otherwise the caller has the answer."""
+        """Whether a refused request goes to another engine, or to this one in other words;
+        otherwise the caller has the answer."""
         now = self.now()
-        if is_too_long(leg.status, bytes(leg.body)) and self._attempts.may_go_to_a_longer(
-            now, leg.site
-        ):
+        body = bytes(leg.body)
+        if self._sending.eases(leg.site, leg.status, body):
+            self._attempts.tried.discard(leg.site.engine.name)
+            return self._attempts.may_retry(now, peek=True)
+        if is_too_long(leg.status, body) and self._attempts.may_go_to_a_longer(now, leg.site):
             return True
         should = dict(leg.headers).get(b"x-should-retry", b"true")
         retryable = _is_retryable(leg.status) and should != b"false"

@@ -14,8 +14,8 @@ from paceline.routing import TRICKLE, Demand, EngineView, choose, slow_ones
 
 __all__ = ["AllRestError", "Pick", "Picker"]
 
-# tokens are told from bytes: so many times the context are certainly too many
-_CERTAIN: Final = 1.5
+# tokens are told from bytes: so many times the context are probably too many
+_PROBABLE: Final = 1.5
 # seconds after which an engine that gets nothing gets one request
 _FORGOTTEN: Final = 15.0
 _Only = Callable[[Site], bool]
@@ -71,12 +71,16 @@ class Picker:
         """
         reasons: dict[str, str] = {}
         pressed: Pick | None = None
+        doubtful: list[Site] = []
         tiers = list(route.sites(fallback=fallback))
         for tier in tiers:
             sites = self._fit(tier, demand, now, tried, only, reasons)
-            if not sites:
+            roomy = [site for site in sites if not _probably_too_long(site, demand)]
+            if not roomy:
+                # the engine may know better, where no other one has room for it
+                doubtful = doubtful or sites
                 continue
-            pick = self._choose(sites, demand, now)
+            pick = self._choose(roomy, demand, now)
             if pick.view.pressed and route.pressure_fallback and tier is not tiers[-1]:
                 pressed = pressed or pick
                 reasons[pick.site.engine.name] = "short of memory"
@@ -84,6 +88,8 @@ class Picker:
             return pick
         if pressed is not None:
             return pressed
+        if doubtful:
+            return self._choose(doubtful, demand, now)
         # breakers count failures of the past: one that answers is better than none at all
         last = [
             site
@@ -224,11 +230,19 @@ def _forgotten(
 
 
 def _too_long(site: Site, demand: Demand) -> str:
-    """Whether a prompt is certainly longer than the engine's context: tokens are an estimate here,
-    and what is close is the engine's to say."""
+    """Why a prompt is certainly longer than the engine's context: what is not is the engine's to
+    say."""
     most = site.max_model_len
-    # one that would cut it in silence is given nothing that may be too long
-    margin = 1.0 if site.engine.facts.truncates else _CERTAIN
-    if most is None or demand.prompt_tokens <= margin * most:
+    if most is None:
         return ""
-    return f"about {demand.prompt_tokens:.0f} tokens of prompt, and the context has {most}"
+    if demand.least_prompt > most:
+        return f"at least {demand.least_prompt:.0f} tokens of prompt, and the context has {most}"
+    # one that would cut it in silence is given nothing that may be too long
+    if site.engine.facts.truncates and demand.longest_prompt > most:
+        return f"about {demand.longest_prompt:.0f} tokens of prompt, and the context has {most}"
+    return ""
+
+
+def _probably_too_long(site: Site, demand: Demand) -> bool:
+    most = site.max_model_len
+    return most is not None and demand.longest_prompt > _PROBABLE * most

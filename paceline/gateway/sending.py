@@ -8,8 +8,10 @@ from typing import Any, Final
 
 import msgspec
 
-from paceline.gateway.bodies import Body, new_seed
+from paceline.gateway.bodies import PREDICT, Body, new_seed
 from paceline.gateway.caller import Caller
+from paceline.gateway.engine import Engine
+from paceline.gateway.refusals import is_too_long
 from paceline.gateway.routes import Site
 from paceline.gateway.splice import Splice
 from paceline.gateway.tracing import NO_TRACE
@@ -50,6 +52,13 @@ _OWN_FIELDS: Final = {
     )
 }
 _MOST_ERROR_BYTES: Final = 64 * 1024
+_OPENAI: Final = "api.openai.com"
+# names of the limit of an answer in a chat, of which some engines know one; and in a refusal
+_CHAT_LIMITS: Final = ("max_tokens", "max_completion_tokens")
+_LIMIT_NAMES: Final = re.compile(rb"max_(completion_|output_|new_)?tokens")
+_TOO_LARGE: Final = re.compile(rb"too large|at most|less than|valid range|maximum|must be <=", re.I)
+# tokens that every engine makes
+_SMALL_CAP: Final = 512
 _TENANT_HEADER: Final = b"x-llm-d-inference-fairness-id"
 
 
@@ -69,6 +78,8 @@ class Sending:
     def __init__(self, path: str, body: Body, caller: Caller, splice: Splice | None) -> None:
         self._path, self._body, self._caller, self._splice = path, body, caller, splice
         self._seed = new_seed() if body.seed is None else None
+        # by engine that has refused a limit, the one that it is asked for then
+        self._caps: dict[str, int] = {}
 
     def can_go_on(self, site: Site, before: Site) -> bool:
         """Whether a stream that broke at ``before`` can be resumed at ``site``: the same model, and
@@ -156,6 +167,8 @@ class Sending:
         changes: dict[str, Any] = {}
         if "model" not in body.fields or site.model != body.model:
             changes["model"] = site.model
+        limits = self._limits(site)
+        changes |= limits
         if self._caller.salt and facts.salts:
             changes["cache_salt"] = self._caller.salt
         if body.stream and self._path in RESUMABLE:
@@ -171,10 +184,49 @@ class Sending:
             if ids is not None and _resumes(site):
                 changes["resume_output_ids"] = ids[0] if len(ids) == 1 else ids
             else:
-                changes |= self._behind_text(self._splice)
+                changes |= self._behind_text(self._splice, limits)
         return changes
 
-    def _behind_text(self, splice: Splice) -> dict[str, Any]:
+    def _limits(self, site: Site) -> dict[str, int]:
+        """Fields that keep an answer within what was reserved for it, where its caller set no
+        limit and the engine's context is not the narrower one."""
+        body, context = self._body, site.max_model_len
+        if body.cap is None or (context is not None and body.cap >= context - body.prompt_tokens):
+            return {}
+        cap = min(body.cap, self._caps.get(site.engine.name, body.cap))
+        told = {known: cap for known in body.limits if body.limits[known] < 0}
+        if body.limits.get(PREDICT, 0) > cap:
+            told[PREDICT] = cap
+        return {**told, self._limit_name(site.engine): cap}
+
+    def _limit_name(self, engine: Engine) -> str:
+        if self._path == "/v1/responses":
+            return "max_output_tokens"
+        if self._path != CHAT:
+            return "max_tokens"
+        # some models of theirs take no other
+        is_new = engine.kind == "azure" or engine.pool.origin.host == _OPENAI
+        return engine.limit_name or ("max_completion_tokens" if is_new else "max_tokens")
+
+    def eases(self, site: Site, status: int, body: bytes) -> bool:
+        """Whether the engine refused the limit that its caller did not set, and is to be asked
+        otherwise: by its other name, which is remembered, or for less."""
+        limits, name = self._limits(site), site.engine.name
+        if not limits or name in self._caps or status not in (400, 422):
+            return False
+        if not (_LIMIT_NAMES.search(body) or is_too_long(status, body)):
+            return False
+        used = self._limit_name(site.engine)
+        others = [each for each in _CHAT_LIMITS if each != used and each.encode() in body]
+        is_unknown = used.encode() in body and not _TOO_LARGE.search(body)
+        self._caps[name] = limits[used]
+        if self._path == CHAT and (others or is_unknown):
+            site.engine.limit_name = others[0] if others else _CHAT_LIMITS[used == _CHAT_LIMITS[0]]
+        else:
+            self._caps[name] = min(limits[used], _SMALL_CAP)
+        return True
+
+    def _behind_text(self, splice: Splice, limits: dict[str, int]) -> dict[str, Any]:
         """Fields of a chat that goes on behind what was said of its answer."""
         body = self._body
         messages = msgspec.json.decode(body.fields["messages"], type=list[msgspec.Raw])
@@ -184,11 +236,9 @@ class Sending:
             "continue_final_message": True,
             "add_generation_prompt": False,
         }
-        for name in ("max_tokens", "max_completion_tokens"):
-            value = body.fields.get(name, b"null")
-            most = msgspec.json.decode(value, type=int | None)
-            # each from its own: engines go by one or the other. Below 0 is no limit
-            if most is not None and most >= 0:
+        # each from its own: engines go by one or the other. Below 0 is no limit
+        for name, most in {**body.limits, **limits}.items():
+            if most >= 0:
                 changes[name] = max(1, most - splice.num_parts)
         if body.seed is not None:
             # with the same one the draws of the beginning would come again

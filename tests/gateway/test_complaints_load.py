@@ -132,7 +132,7 @@ async def test_14_a_budget_of_tokens_is_neither_overrun_at_once_nor_charged_twic
         answer = await client.post(CHAT, json=chat(max_tokens=10), headers=headers)
         assert answer.status_code == 200
         left = int(answer.headers["x-ratelimit-remaining-tokens"])
-        assert left == 300 - 2 * (8 + 10) - (8 + 10)
+        assert left == 300 - 3 * (3 + 10)
 
 
 async def test_15_memory_does_not_grow_with_what_callers_send() -> None:
@@ -157,7 +157,9 @@ async def test_15_memory_does_not_grow_with_what_callers_send() -> None:
             await ask(number)
         assert len(state.load.prefixes) <= 50
         assert (await client.get("/metrics")).text.count("\n") == series
-        assert set(gateway._mean_output) <= {"m"} and not gateway.turns._queues
+        assert not gateway.turns._queues
+        for kept in (gateway._lengths.models, gateway._bytes_per_token.models):
+            assert kept <= {"m"}
         gc.collect()
         # by type: objects of other packages warn where they are asked for anything
         alive = [each for each in gc.get_objects() if type(each) in (Exchange, Leg)]
