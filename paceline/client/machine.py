@@ -47,11 +47,10 @@ from paceline.client.steps import (
     Start,
     Tick,
 )
+from paceline.statuses import retry_of
 
-__all__ = ["RETRYABLE", "Machine"]
+__all__ = ["Machine"]
 
-# statuses that another attempt may change
-RETRYABLE: Final = frozenset((408, 409, 429, 500, 502, 503, 504, 529))
 _MAX_ERROR_BYTES: Final = 64 * 1024
 # that the rest of a refusal may take
 _ERROR_SECONDS: Final = 2.0
@@ -212,9 +211,19 @@ class Machine:
         return self._answer.resumable and same and able
 
     def _failed(
-        self, reason: str, now: float, *, status: int = 0, after: float | None = None
+        self,
+        reason: str,
+        now: float,
+        *,
+        status: int = 0,
+        after: float | None = None,
+        refusal: RefusedError | None = None,
     ) -> None:
-        """The attempt is lost: another one, or the end."""
+        """The attempt is lost: another one, or the end.
+
+        Args:
+            refusal: what this target would say again; another one may not.
+        """
         if self._answer.resumable and len(self._answer.ids) >= self._max_tokens:
             self._answer.reason = self._answer.reason or "length"
         if self._answer.reason is not None:
@@ -226,13 +235,14 @@ class Machine:
         backoff = min(policy.backoff_max, policy.backoff_base * 2.0 ** (self._attempt - 1))
         wait = max(after or 0.0, self._draw() * backoff)
         too_long = after is not None and after > policy.max_retry_after
-        self._ready[self._target] = math.inf if too_long else now + wait
+        self._ready[self._target] = math.inf if too_long or refusal else now + wait
         following = self._next(now) if self._attempt < policy.attempts else None
         paid = following is not None and self._budget.take(now)
         if following is None or not paid:
             if following is not None:
                 reason += "; the budget of retries is spent"
-            self._give_up(reason, NoAnswerError(reason, self._attempt, status, after))
+            error = refusal or NoAnswerError(reason, self._attempt, status, after)
+            self._give_up(reason, error)
             return
         wait = max(0.0, self._ready[following] - now)
         self._out.append(Emit(Retrying(self._attempt + 1, reason, wait)))
@@ -420,11 +430,14 @@ class Machine:
                 self._drop()
                 self._send(now)
             return
-        should = head.headers.get("x-should-retry", "").lower()
-        if should == "true" or (status in RETRYABLE and should != "false"):
-            self._failed(f"status {status}", now, status=status, after=_retry_after(head))
+        retry = retry_of(status, head.headers.get("x-should-retry", "").lower())
+        reason, refusal = f"status {status}", RefusedError(status, _message(text))
+        if retry == "anywhere":
+            self._failed(reason, now, status=status, after=_retry_after(head))
+        elif retry == "elsewhere":
+            self._failed(reason, now, refusal=refusal)
         else:
-            self._give_up(f"status {status}", RefusedError(status, _message(text)))
+            self._give_up(reason, refusal)
 
     def _sent_own(self) -> set[str]:
         given = self._request.body
@@ -437,10 +450,12 @@ class Machine:
         code = error.get("code") if isinstance(error, dict) else None
         message = error.get("message") if isinstance(error, dict) else error
         words = str(message)[:2000]
-        if isinstance(code, int) and 400 <= code < 500 and code not in RETRYABLE:
+        retry = retry_of(code) if isinstance(code, int) and code >= 400 else "anywhere"
+        if retry == "nowhere":
             self._give_up(words, RefusedError(200, words))
         else:
-            self._failed(f"the server reports: {words}", now)
+            refusal = RefusedError(200, words) if retry == "elsewhere" else None
+            self._failed(f"the server reports: {words}", now, refusal=refusal)
 
     def _finish(self) -> None:
         self._drop()

@@ -16,13 +16,14 @@ from typing import Any, Final
 import msgspec
 
 from paceline.http.upstream import Headers
+from paceline.statuses import meaning_of
 
-__all__ = ["is_too_long", "rest_of", "retry_after", "told"]
+__all__ = ["is_of_the_request", "is_too_long", "rest_of", "retry_after", "told"]
 
 # nobody is asked to wait longer, whatever an engine says
 _MAX_REST: Final = 120.0
 # reasons of Paceline's that are of one request or one tenant, not of the engine
-_OF_THE_REQUEST: Final = frozenset({b"predicted-wait", b"queue-share", b"expired"})
+_REASONS_OF_THE_REQUEST: Final = frozenset({b"predicted-wait", b"queue-share", b"expired"})
 _REASON_HEADER: Final = b"x-llm-d-request-dropped-reason"
 _TOO_LONG: Final = re.compile(
     # OpenAI, vLLM, Paceline (code and words)
@@ -61,17 +62,16 @@ def retry_after(headers: Headers, now: Callable[[], float] = time.time) -> float
 
 
 def rest_of(status: int, headers: Headers) -> float:
-    """Seconds in which the engine that refused a request wants no others; 0.0: that was about this
-    one alone, or it does not say."""
-    if status not in (429, 503) or dict(headers).get(_REASON_HEADER) in _OF_THE_REQUEST:
+    """Seconds in which the engine that refused a request wants no others of its model; 0.0: that
+    was about this one alone, or it does not say."""
+    if meaning_of(status) != "passing" or is_of_the_request(headers):
         return 0.0
     return retry_after(headers) or 0.0
 
 
-def is_no_answer(status: int) -> bool:
-    """Whether it is neither an answer's nor a refusal's: a redirect, which is not followed, or a
-    success without what was asked for, such as "accepted"."""
-    return 200 < status < 400
+def is_of_the_request(headers: Headers) -> bool:
+    """Whether a refusal says of itself that it is of one request or tenant."""
+    return dict(headers).get(_REASON_HEADER) in _REASONS_OF_THE_REQUEST
 
 
 def is_too_long(status: int, body: bytes) -> bool:

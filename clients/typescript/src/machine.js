@@ -8,9 +8,8 @@
 import { Answer, ChunkError } from "./answer.js";
 import { NoAnswerError, RefusedError, StreamInterruptedError } from "./errors.js";
 import { SseError, SseParser } from "./sse.js";
+import { retryOf } from "./statuses.js";
 
-// statuses that another attempt may change
-export const RETRYABLE = new Set([408, 409, 429, 500, 502, 503, 504, 529]);
 const MAX_ERROR_BYTES = 64 * 1024;
 const ERROR_SECONDS = 2;
 const OWN_FIELDS = ["return_token_ids", "seed", "stream_options", "resume_output_ids"];
@@ -31,12 +30,6 @@ const OWN_FIELDS = ["return_token_ids", "seed", "stream_options", "resume_output
  * @returns {value is Json}
  */
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
-/**
- * @param {unknown} status
- * @returns {status is number}
- */
-const isClientError = (status) =>
-  typeof status === "number" && Number.isInteger(status) && status >= 400 && status < 500;
 
 export class Machine {
   /** @type {Request} */
@@ -194,8 +187,9 @@ export class Machine {
    * @param {string} reason
    * @param {number} now
    * @param {number | null} [after] seconds that the server asked to wait
+   * @param {RefusedError | null} [refusal] what this target would say again; another one may not
    */
-  #failed(reason, now, status = 0, after = null) {
+  #failed(reason, now, status = 0, after = null, refusal = null) {
     const { body } = this.#request;
     const most = body.max_completion_tokens || body.max_tokens || Infinity;
     if (this.#answer.resumable && this.#answer.ids.length >= most) {
@@ -213,12 +207,12 @@ export class Machine {
     );
     const pause = Math.max(after ?? 0, this.#draw() * backoff);
     const tooLong = after !== null && after > policy.max_retry_after;
-    this.#ready[this.#target] = tooLong ? Infinity : now + pause;
+    this.#ready[this.#target] = tooLong || refusal ? Infinity : now + pause;
     const following = this.#attempt < policy.attempts ? this.#next() : null;
     const paid = following !== null && this.#budget.take(now);
     if (!paid) {
       const why = following === null ? reason : `${reason}; the budget of retries is spent`;
-      this.#giveUp(why, new NoAnswerError(why, this.#attempt, status, after));
+      this.#giveUp(why, refusal ?? new NoAnswerError(why, this.#attempt, status, after));
       return;
     }
     const wait = Math.max(0, this.#ready[following] - now);
@@ -426,10 +420,12 @@ export class Machine {
       }
       return;
     }
-    const should = (headers["x-should-retry"] ?? "").toLowerCase();
-    if (should === "true" || (RETRYABLE.has(status) && should !== "false")) {
-      this.#failed(`status ${status}`, now, status, retryAfter(refusal));
-    } else this.#giveUp(`status ${status}`, new RefusedError(status, messageOf(text)));
+    const retry = retryOf(status, (headers["x-should-retry"] ?? "").toLowerCase());
+    const reason = `status ${status}`;
+    const error = new RefusedError(status, messageOf(text));
+    if (retry === "anywhere") this.#failed(reason, now, status, retryAfter(refusal));
+    else if (retry === "elsewhere") this.#failed(reason, now, 0, null, error);
+    else this.#giveUp(reason, error);
   }
 
   #sentOwn() {
@@ -448,9 +444,14 @@ export class Machine {
    */
   #errorEvent(error, now) {
     const words = String(isObject(error) ? error.message : error).slice(0, 2000);
-    if (isObject(error) && isClientError(error.code) && !RETRYABLE.has(error.code)) {
-      this.#giveUp(words, new RefusedError(200, words));
-    } else this.#failed(`the server reports: ${words}`, now);
+    const refusal = new RefusedError(200, words);
+    const code = isObject(error) ? error.code : undefined;
+    const retry = Number.isInteger(code) && code >= 400 ? retryOf(code) : "anywhere";
+    if (retry === "nowhere") this.#giveUp(words, refusal);
+    else {
+      const again = retry === "anywhere" ? null : refusal;
+      this.#failed(`the server reports: ${words}`, now, 0, null, again);
+    }
   }
 
   #finish() {

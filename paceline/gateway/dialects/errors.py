@@ -16,6 +16,8 @@ from typing import Any, Final
 
 import msgspec
 
+from paceline.statuses import told_as
+
 __all__ = ["anthropic_type", "map_error", "map_status"]
 
 _TO_ANTHROPIC: Final = {
@@ -30,8 +32,8 @@ _TO_ANTHROPIC: Final = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-# OpenAI's clients know no 529
-_STATUSES: Final = {529: 503}
+# that Anthropic's clients know, and no others do
+_OVERLOADED: Final = 529
 
 
 def anthropic_type(status: int) -> str:
@@ -40,7 +42,8 @@ def anthropic_type(status: int) -> str:
 
 def map_status(path: str, status: int) -> int:
     """Of an error, as clients of that API know it."""
-    return status if path == "/v1/messages" else _STATUSES.get(status, status)
+    is_theirs = path == "/v1/messages" and status == _OVERLOADED
+    return status if is_theirs else told_as(status)
 
 
 def map_error(path: str, status: int, body: bytes) -> bytes:
