@@ -37,8 +37,8 @@ class Running(Protocol):
         """A tenth of a second or so has passed; whether the engine sent something meanwhile."""
         ...
 
-    def engine_gone(self, why: str) -> None:
-        """Its engine gives no sign; called again while that lasts."""
+    def engine_gone(self, why: str) -> bool:
+        """Its engine gives no sign; whether it is given up there, or asked again in a moment."""
         ...
 
 

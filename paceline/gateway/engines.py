@@ -358,14 +358,14 @@ class Engines:
         self.on_tick()
 
     def _gone(self, engine: Engine) -> None:
-        if engine.breaker.state(self._now()) == "closed":
+        why = f"engine {engine.name} has given no sign for {engine.silent:.1f} s"
+        left = [running.engine_gone(why) for running in list(engine.running)]
+        if any(left):
             _log.error(
                 "engine_gone engine=%s silent=%.2f running=%d",
-                engine.name, engine.silent, len(engine.running),
+                engine.name, engine.silent, len(left),
             )  # fmt: skip
-        engine.breaker.trip(self._now())
-        for running in list(engine.running):
-            running.engine_gone(f"engine {engine.name} has given no sign for {engine.silent:.1f} s")
+            engine.breaker.trip(self._now())
 
 
 def _is_away(status: int) -> bool:

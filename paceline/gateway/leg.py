@@ -360,15 +360,17 @@ class Leg:
                 limit = max(config.first_byte_timeout, limit)
         return f"no part of the answer for {limit:g} s" if now - self._heard_at > limit else ""
 
-    def engine_gone(self, why: str) -> None:
+    def engine_gone(self, why: str) -> bool:
         """See ``Running``. An engine that has been asked a moment ago has time for its sign."""
         waited = self._owner.now() - self._sign_at
         config = self._owner.config
-        if waited > config.silence and (
+        if waited <= config.silence or not (
             waited > config.stall_timeout or self._owner.may_leave(self)
         ):
-            self._is_of_engine = True
-            self.give_up(why)
+            return False
+        self._is_of_engine = True
+        self.give_up(why)
+        return True
 
     # ---------------------------------------------------------------- ends
 
@@ -408,10 +410,10 @@ class Leg:
     def _count(self, verdict: Verdict | None, now: float) -> None:
         """For the breakers of the engine and of its model, and the pause that it asked for."""
         engine, standing = self._engine, self._standing
-        if self.status:
-            engine.breaker.succeed(now)
-        elif verdict is not None and self._is_of_engine:
+        if verdict is not None and self._is_of_engine and self.connection is None:
             engine.breaker.fail(now)
+        elif self.status and not self._is_of_engine:
+            engine.breaker.succeed(now)
         else:
             engine.breaker.abandon()
         if verdict is not None and verdict.kind == "refused":
