@@ -130,10 +130,8 @@ class Pages:
 def _is_able(engine: Engine, now: float) -> bool:
     """Whether requests are sent there, if perhaps after a wait: an engine that is full, has asked
     for a pause, or is late with its sign of life is not dead."""
-    if engine.draining or engine.breaker_state(now) == "open":
-        return False
-    late = bool(engine.num_misses) and not engine.is_unreachable
-    return late or not engine.trouble
+    is_open = engine.breaker_state(now) == "open"
+    return not (engine.draining or is_open or engine.is_unreachable or engine.is_away)
 
 
 def _trouble(engine: Engine, now: float) -> str:

@@ -4,7 +4,9 @@ model there, or of one request."""
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -207,9 +209,10 @@ async def test_an_engine_whose_polls_are_late_is_asked(seconds: float, stream: b
         scripted(slow, metrics=VLLM) as one,
         gateway_over(configured(one, kinds=KIND, **fields)) as (gateway, client),
     ):
-        one.pages = late(seconds)
         state = gateway.engines.by_name["e1"]
-        await asyncio.sleep(0.1)
+        one.pages = late(seconds)
+        before = state.num_polls
+        await until(lambda: state.num_polls > before)
         state.silent += 2.0
         if seconds > 1.0:
             await until(lambda: state.num_misses > 1)
@@ -360,3 +363,17 @@ async def test_an_answer_with_the_word_alone_is_asked_for_elsewhere(body: bytes)
         for stream in (False, True):
             answer = await client.post(CHAT, json=chat(stream=stream))
             assert answer.headers["x-paceline-engine"] == "e2"
+
+
+def test_the_page_shows_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
+    table = page.partition("### What a status means")[2].partition("\n## ")[0]
+    rows = [line.split(" | ")[:2] for line in table.splitlines() if line.startswith("| the ")]
+    names = {"gateway's account": "account", "moment": "passing"}
+    shown = {
+        names.get(name[6:], name[6:]): tuple(
+            map(int, re.findall(r"\d{3}", text.split(", 500 ")[0]))
+        )
+        for name, text in rows
+    }
+    assert shown.pop("caller") == (400, 499) and shown == LISTED

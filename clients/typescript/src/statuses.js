@@ -1,5 +1,5 @@
 /**
- * What the status of an answer means: a copy of paceline/statuses.py, which a test holds to it.
+ * What the status of an answer means: a copy of paceline/statuses, which a test holds to it.
  */
 
 /**
