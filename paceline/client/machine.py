@@ -16,10 +16,7 @@ import enum
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from email.utils import parsedate_to_datetime
 from typing import Any, Final
-
-import msgspec
 
 from paceline.client.answer import Answer, usage_of
 from paceline.client.chunks import ChunkError, Reported, read_event
@@ -32,6 +29,7 @@ from paceline.client.errors import (
 )
 from paceline.client.events import Event, FellBack, Restarted, Resumed, Retrying, Started
 from paceline.client.policy import Policy, RetryBudget, Target
+from paceline.client.refusals import message_of, retry_after
 from paceline.client.steps import (
     Action,
     Broken,
@@ -47,12 +45,11 @@ from paceline.client.steps import (
     Start,
     Tick,
 )
+from paceline.statuses import retry_of
 from paceline.wire.sse import SseEvents
 
-__all__ = ["RETRYABLE", "Machine"]
+__all__ = ["Machine"]
 
-# statuses that another attempt may change
-RETRYABLE: Final = frozenset((408, 409, 429, 500, 502, 503, 504, 529))
 _MAX_ERROR_BYTES: Final = 64 * 1024
 # that the rest of a refusal may take
 _ERROR_SECONDS: Final = 2.0
@@ -213,9 +210,19 @@ class Machine:
         return self._answer.resumable and same and able
 
     def _failed(
-        self, reason: str, now: float, *, status: int = 0, after: float | None = None
+        self,
+        reason: str,
+        now: float,
+        *,
+        status: int = 0,
+        after: float | None = None,
+        refusal: RefusedError | None = None,
     ) -> None:
-        """The attempt is lost: another one, or the end."""
+        """The attempt is lost: another one, or the end.
+
+        Args:
+            refusal: what this target would say again; another one may not.
+        """
         if self._answer.resumable and len(self._answer.ids) >= self._max_tokens:
             self._answer.reason = self._answer.reason or "length"
         if self._answer.reason is not None:
@@ -227,13 +234,14 @@ class Machine:
         backoff = min(policy.backoff_max, policy.backoff_base * 2.0 ** (self._attempt - 1))
         wait = max(after or 0.0, self._draw() * backoff)
         too_long = after is not None and after > policy.max_retry_after
-        self._ready[self._target] = math.inf if too_long else now + wait
+        self._ready[self._target] = math.inf if too_long or refusal else now + wait
         following = self._next(now) if self._attempt < policy.attempts else None
         paid = following is not None and self._budget.take(now)
         if following is None or not paid:
             if following is not None:
                 reason += "; the budget of retries is spent"
-            self._give_up(reason, NoAnswerError(reason, self._attempt, status, after))
+            error = refusal or NoAnswerError(reason, self._attempt, status, after)
+            self._give_up(reason, error)
             return
         wait = max(0.0, self._ready[following] - now)
         self._out.append(Emit(Retrying(self._attempt + 1, reason, wait)))
@@ -413,11 +421,14 @@ class Machine:
                 self._drop()
                 self._send(now)
             return
-        should = head.headers.get("x-should-retry", "").lower()
-        if should == "true" or (status in RETRYABLE and should != "false"):
-            self._failed(f"status {status}", now, status=status, after=_retry_after(head))
+        retry = retry_of(status, head.headers.get("x-should-retry", "").lower())
+        reason, refusal = f"status {status}", RefusedError(status, message_of(text))
+        if retry == "anywhere":
+            self._failed(reason, now, status=status, after=retry_after(head))
+        elif retry == "elsewhere":
+            self._failed(reason, now, refusal=refusal)
         else:
-            self._give_up(f"status {status}", RefusedError(status, _message(text)))
+            self._give_up(reason, refusal)
 
     def _sent_own(self) -> set[str]:
         given = self._request.body
@@ -427,11 +438,13 @@ class Machine:
         return sent - self._left_out[self._target] - self._trial
 
     def _reported(self, error: Reported, now: float) -> None:
-        code = error.code
-        if code is not None and 400 <= code < 500 and code not in RETRYABLE:
-            self._give_up(error.words, RefusedError(200, error.words))
+        code, words = error.code, error.words
+        retry = retry_of(code) if code is not None and code >= 400 else "anywhere"
+        if retry == "nowhere":
+            self._give_up(words, RefusedError(200, words))
         else:
-            self._failed(f"the server reports: {error.words}", now)
+            refusal = RefusedError(200, words) if retry == "elsewhere" else None
+            self._failed(f"the server reports: {words}", now, refusal=refusal)
 
     def _finish(self) -> None:
         self._drop()
@@ -456,31 +469,3 @@ def _says_something(choice: dict[str, Any]) -> bool:
         or choice.get("text")
         or any(value for name, value in content.items() if name != "role")
     )
-
-
-def _retry_after(head: Head) -> float | None:
-    """Seconds that the server asks to wait; None: it names none that can be read."""
-    text = head.headers.get("retry-after-ms", "")
-    try:
-        seconds = float(text) / 1000 if text else float(head.headers.get("retry-after", ""))
-    except ValueError:
-        try:
-            then = parsedate_to_datetime(head.headers.get("retry-after", "")).timestamp()
-        except (ValueError, TypeError, OverflowError):
-            return None
-        try:
-            # the server's own clock, where it says what it shows
-            sent = parsedate_to_datetime(head.headers.get("date", "")).timestamp()
-        except (ValueError, TypeError, OverflowError):
-            sent = head.wall
-        seconds = then - sent
-    return max(0.0, seconds) if math.isfinite(seconds) else None
-
-
-def _message(body: str) -> str:
-    try:
-        error = msgspec.json.decode(body)["error"]
-        words = error["message"] if isinstance(error, dict) else error
-    except (msgspec.DecodeError, RecursionError, KeyError, TypeError):
-        words = None
-    return (words if isinstance(words, str) and words else body)[:2000]

@@ -26,6 +26,7 @@ from paceline.gateway.tracing import Trace
 from paceline.http.errors import HttpError
 from paceline.http.sse import SSE
 from paceline.http.upstream import Headers
+from paceline.statuses import meaning_of
 
 __all__ = ["Answer"]
 
@@ -165,9 +166,10 @@ class Answer:
             await self.break_off(f"engine {name} refused it ({status})" + (words and f": {words}"))
             return
         self.ended("refused")
-        if status in (401, 403):
-            # it is the gateway's key that was refused, not the caller's
-            raise HttpError(502, f"engine {name} refused the gateway's credentials")
+        if meaning_of(status) == "account":
+            # it is the gateway's key that was refused, or has spent its money, not the caller's
+            what = "credit" if status == 402 else "credentials"
+            raise HttpError(502, f"engine {name} refused the gateway's {what}")
         if status < 400:
             raise HttpError(502, f"engine {name} answered with status {status}")
         await self._whole(leg)

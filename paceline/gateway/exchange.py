@@ -37,7 +37,7 @@ from paceline.gateway.leg import Leg
 from paceline.gateway.money import Used
 from paceline.gateway.outgoing import Call
 from paceline.gateway.pick import Pick, Picker
-from paceline.gateway.refusals import is_no_answer, is_too_long, rest_of
+from paceline.gateway.refusals import is_too_long
 from paceline.gateway.routes import Route, Site
 from paceline.gateway.sending import CHAT, Sending
 from paceline.gateway.splice import Splice, make_splice
@@ -54,7 +54,6 @@ _log = logging.getLogger("paceline.gateway")
 RELAYED: Final = VECTOR_PATHS | {
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings",
 }  # fmt: skip
-_RETRYABLE: Final = frozenset({404, 408, 409, 425, 429, 500, 502, 503, 504, 529})
 # of a body that is read without the connection being held back on the way
 _READ_AT_ONCE: Final = 60_000
 
@@ -89,6 +88,7 @@ class Exchange:
         # the model's name as the caller knows it
         self._asked = asked
         self._demand, self._caller, self.trace = demand, caller, caller.trace
+        self.names_stored = body.fields.get("previous_response_id", b"null") != b"null"
         self._receive = receive
         self._arrived = now()
         # what was done to the answer, for its last chunk and its headers
@@ -206,6 +206,11 @@ class Exchange:
         self._answer.comes_from(spare)
         self._answer.note(engine=spare.site.engine.name, attempts=self._attempts.num)
         spare.adopt()
+
+    def may_leave(self, leg: Leg) -> bool:
+        begun = self.splice is not None and self.splice.emitted
+        spare = leg is self._hedge.spare
+        return begun or spare or self._attempts.may_leave(self.now(), leg.site)
 
     def tick(self, now: float) -> None:
         self.out.tick(now, self.config.sse_keep_alive)
@@ -344,9 +349,7 @@ class Exchange:
         if failed is not None:
             self._note_failure(failed)
             return
-        first_failed = leg.verdict is not None and (
-            leg.verdict.kind == "lost" or _is_retryable(leg.verdict.status)
-        )
+        first_failed = leg.verdict is not None and leg.verdict.kind != "done" and not leg.is_final
         answered = self._hedge.second_answered
         if self._hedge.spare is None or not (first_failed or (answered and leg.verdict is None)):
             return
@@ -365,10 +368,10 @@ class Exchange:
             self.splice.emitted if self.splice else False,
         )  # fmt: skip
         self._answer.failed(leg)
-        if leg.verdict.kind == "refused":
-            engine.rest(self.now() + rest_of(leg.status, leg.headers))
         self._counts.failed(leg.site, leg.verdict.kind)
-        self._attempts.tried.add(engine.name)
+        # what an engine refuses is of one of its models
+        lost = leg.verdict.kind == "lost"
+        self._attempts.tried.add(engine.name if lost else leg.site.key)
 
     def _may_pass_on(self, leg: Leg) -> bool:
         """Whether a refused request goes to another engine, or to this one in other words;
@@ -376,20 +379,13 @@ class Exchange:
         now = self.now()
         body = bytes(leg.body)
         if self._sending.eases(leg.site, leg.status, body):
-            self._attempts.tried.discard(leg.site.engine.name)
+            self._attempts.tried.discard(leg.site.key)
             return self._attempts.may_retry(now, peek=True)
         if is_too_long(leg.status, body) and self._attempts.may_go_to_a_longer(now, leg.site):
             return True
-        should = dict(leg.headers).get(b"x-should-retry", b"true")
-        retryable = _is_retryable(leg.status) and should != b"false"
-        return retryable and self._attempts.may_retry(now, peek=True)
+        return not leg.is_final and self._attempts.may_retry(now, peek=True)
 
     async def _disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.out.hung_up()
-
-
-def _is_retryable(status: int) -> bool:
-    """Whether another engine may answer what one has answered so."""
-    return status in _RETRYABLE or is_no_answer(status)

@@ -11,22 +11,19 @@ import msgspec
 
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.dialects import Translator
-from paceline.gateway.refusals import is_no_answer, refusal_in
+from paceline.gateway.refusals import is_of_the_request, refusal_in, rest_of
 from paceline.gateway.routes import Site
 from paceline.gateway.sending import RESUMABLE
 from paceline.gateway.splice import Splice
+from paceline.gateway.standing import Outcome
 from paceline.gateway.tracing import NO_ATTEMPT, AttemptTrace, Trace
 from paceline.http.sse import SSE
 from paceline.http.upstream import ConnectError, Connection, Headers, lines_of
 from paceline.routing import Dispatch
+from paceline.statuses import meaning_of, retry_of
 
 __all__ = ["Leg", "Owner", "Verdict"]
 
-# statuses that count against an engine
-_FAULTS: Final = frozenset({500, 502, 503, 504, 529})
-# seconds after which an engine may be about to close a connection; one that is lost sooner was lost
-# with the request
-_STALE: Final = 1.0
 # of an answer that is not streamed
 _MAX_ANSWER_BYTES: Final = 64 << 20
 _SSE: Final = SSE.encode()
@@ -46,6 +43,8 @@ class Owner(Protocol):
     # None: the answer is not streamed
     splice: Splice | None
     trace: Trace
+    # it names what an engine has stored: where that is not there, the model may well be
+    names_stored: bool
 
     # to the caller; and what ends the answer
     write: Callable[[bytes], None]
@@ -57,6 +56,10 @@ class Owner(Protocol):
         ...
 
     def tick(self, now: float) -> None: ...
+
+    def may_leave(self, leg: Leg) -> bool:
+        """Whether something else can be done than to wait for its engine, which gives no sign."""
+        ...
 
     def sent(self, leg: Leg) -> None:
         """Its request is on the way to its engine."""
@@ -98,6 +101,9 @@ class Leg:
         self.was_abandoned = False
         self._owner = request
         self._engine = site.engine
+        self._standing = site.engine.standings.of(site.model, request.now())
+        # there was no connection, or no sign of life: that is not of the model
+        self._is_of_engine = False
         self._dispatch = dispatch
         self._streams = False
         # a part of the answer came last, and anything at all
@@ -132,6 +138,13 @@ class Leg:
         return self.status == 200 and self.verdict is not None and self.verdict.kind == "done"
 
     @property
+    def is_final(self) -> bool:
+        """Whether no other engine would say something else: its refusal is the caller's."""
+        should = dict(self.headers).get(b"x-should-retry", b"").decode("latin-1").lower()
+        refused = self.verdict is not None and self.verdict.kind == "refused"
+        return refused and retry_of(self.status, should) == "nowhere"
+
+    @property
     def was_sent(self) -> bool:
         """Whether the engine was told of it."""
         return self.connection is not None
@@ -141,6 +154,7 @@ class Leg:
         engine, now = self._engine, self._owner.now()
         engine.running.add(self)
         engine.breaker.begin(now)
+        self._standing.begin(path, now)
         hedge = self._probe is not None
         self._trace = self._owner.trace.attempt(self.site, self._tokens_before, hedge, now)
         self._path = path
@@ -160,6 +174,7 @@ class Leg:
             connection = await self._engine.pool.connect()
         except ConnectError as error:
             self._connecting = None
+            self._is_of_engine = True
             self._end(Verdict("lost", str(error)))
             return
         self._connecting = None
@@ -324,7 +339,7 @@ class Leg:
         if self.verdict is not None:
             return
         connection = self.connection
-        if connection is not None and not connection.begun and connection.was_idle > _STALE:
+        if connection is not None and not connection.begun and connection.is_used:
             # the engine closed an idle connection just as it was used again: no attempt of its own
             self._connecting = asyncio.ensure_future(self._send_on_new())
             return
@@ -393,8 +408,17 @@ class Leg:
                 limit = max(config.first_byte_timeout, limit)
         return f"no part of the answer for {limit:g} s" if now - self._heard_at > limit else ""
 
-    def engine_gone(self, why: str) -> None:
+    def engine_gone(self, why: str) -> bool:
+        """See ``Running``. An engine that has been asked a moment ago has time for its sign."""
+        waited = self._owner.now() - self._sign_at
+        config = self._owner.config
+        if waited <= config.silence or not (
+            waited > config.stall_timeout or self._owner.may_leave(self)
+        ):
+            return False
+        self._is_of_engine = True
         self.give_up(why)
+        return True
 
     # ---------------------------------------------------------------- ends
 
@@ -431,17 +455,40 @@ class Leg:
         )
         self._dispatch.end(now, made)
         self._trace.end("abandoned" if verdict is None else verdict.kind, self.status, made, now)
-        if verdict is None:
-            engine.breaker.abandon()
-        elif verdict.kind == "lost" or verdict.status in _FAULTS or is_no_answer(verdict.status):
-            engine.failed(now)
-        elif verdict.kind == "refused":
-            engine.breaker.abandon()
-        else:
-            engine.breaker.succeed(now)
+        self._count(verdict, now)
         if self.connection is not None and (verdict is None or verdict.kind == "lost"):
             self.connection.drop()
         self._owner.wake.set()
+
+    def _count(self, verdict: Verdict | None, now: float) -> None:
+        """For the breakers of the engine and of its model, and the pause that it asked for."""
+        engine, standing = self._engine, self._standing
+        if verdict is not None and self._is_of_engine and self.connection is None:
+            engine.breaker.fail(now)
+        elif self.status and not self._is_of_engine:
+            engine.breaker.succeed(now)
+        else:
+            engine.breaker.abandon()
+        if verdict is not None and verdict.kind == "refused":
+            standing.rest(now + rest_of(self.status, self.headers))
+        outcome = self._outcome(verdict, now)
+        if outcome in ("failed", "missing") or (verdict is not None and self._is_of_engine):
+            engine.failed_at = now
+        standing.end(self._path, outcome, now)
+
+    def _outcome(self, verdict: Verdict | None, now: float) -> Outcome:
+        """What the end of a request says of the model."""
+        if verdict is None or (verdict.kind == "lost" and self._is_of_engine):
+            return "unknown"
+        if verdict.kind != "refused":
+            return "ok" if verdict.kind == "done" else "failed"
+        meaning = meaning_of(self.status)
+        if meaning == "model":
+            return "unknown" if self._owner.names_stored else "missing"
+        paused = self._standing.rests_for(now) > 0.0 and meaning == "passing"
+        if meaning == "caller" or paused or is_of_the_request(self.headers):
+            return "unknown"
+        return "failed"
 
 
 def _drop(data: bytes) -> None:

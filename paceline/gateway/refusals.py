@@ -15,10 +15,11 @@ from typing import Final
 
 from paceline.gateway.dialects import map_error, read_words
 from paceline.http.upstream import Headers
+from paceline.statuses import meaning_of
 from paceline.wire.sse import payload_of
 
 __all__ = [
-    "is_no_answer",
+    "is_of_the_request",
     "is_too_long",
     "redacted",
     "refusal_in",
@@ -30,7 +31,7 @@ __all__ = [
 # nobody is asked to wait longer, whatever an engine says
 _MAX_REST: Final = 120.0
 # reasons of Paceline's that are of one request or one tenant, not of the engine
-_OF_THE_REQUEST: Final = frozenset({b"predicted-wait", b"queue-share", b"expired"})
+_REASONS_OF_THE_REQUEST: Final = frozenset({b"predicted-wait", b"queue-share", b"expired"})
 _REASON_HEADER: Final = b"x-llm-d-request-dropped-reason"
 # of what each engine says of a prompt that is too long; never of a limit of the output alone, which
 # no longer context mends
@@ -93,17 +94,16 @@ def retry_after(headers: Headers, now: Callable[[], float] = time.time) -> float
 
 
 def rest_of(status: int, headers: Headers) -> float:
-    """Seconds in which the engine that refused a request wants no others; 0.0: that was about this
-    one alone, or it does not say."""
-    if status not in (429, 503) or dict(headers).get(_REASON_HEADER) in _OF_THE_REQUEST:
+    """Seconds in which the engine that refused a request wants no others of its model; 0.0: that
+    was about this one alone, or it does not say."""
+    if meaning_of(status) != "passing" or is_of_the_request(headers):
         return 0.0
     return retry_after(headers) or 0.0
 
 
-def is_no_answer(status: int) -> bool:
-    """Whether it is neither an answer's nor a refusal's: a redirect, which is not followed, or a
-    success without what was asked for, such as "accepted"."""
-    return 200 < status < 400
+def is_of_the_request(headers: Headers) -> bool:
+    """Whether a refusal says of itself that it is of one request or tenant."""
+    return dict(headers).get(_REASON_HEADER) in _REASONS_OF_THE_REQUEST
 
 
 def is_too_long(status: int, body: bytes) -> bool:

@@ -18,12 +18,14 @@ import msgspec
 
 from paceline.client import ClientError, NoAnswerError, RefusedError, Target
 from paceline.client.steps import Action, Data, Emit, Fail, Input, Open
+from paceline.statuses import retry_of
 from tests.client.play import DRAW, SEED, Play, in_turn, refusing, streaming, unreachable
 from tests.client.scripted import chat_stream, sse
 
-__all__ = ["FOLDER", "SCENARIOS", "action_of", "text_of"]
+__all__ = ["FOLDER", "SCENARIOS", "STATUSES", "action_of", "text_of", "told_of_statuses"]
 
 FOLDER = Path(__file__).parent / "vectors"
+STATUSES = Path(__file__).parent / "statuses.json"
 
 TWO = (Target("http://a", "m"), Target("http://b", "m"))
 
@@ -166,6 +168,14 @@ SCENARIOS: dict[str, Callable[[], Play]] = {
             "in_text": b"no",
         }.items()
     },
+    "proxy_without_a_server": lambda: Play(_then_whole(refusing(522)), targets=TWO),
+    "account_refused": lambda: Play(in_turn(refusing(402, b'{"error": {"message": "no"}}'))),
+    "account_refused_at_one": lambda: Play(
+        _then_whole(refusing(401), refusing(507), refusing(503)), targets=TWO, attempts=4
+    ),
+    "no_such_model_in_an_event": lambda: Play(
+        _then_whole(streaming(sse({"error": {"message": "no", "code": 404}}))), targets=TWO
+    ),
     "strict_server": lambda: Play(_strict),
     "unreachable": lambda: Play(lambda _: unreachable(), targets=TWO),
     "stalled": lambda: Play(lambda _: streaming(b": hm\n\n", closed=False), attempts=2),
@@ -247,6 +257,13 @@ def text_of(play: Play) -> str:
     return f'{head[:-2]},\n "steps": [\n{lines}\n ]\n}}\n'
 
 
+def told_of_statuses() -> str:
+    """Where requests that were refused may be answered, by status, for the client in TypeScript."""
+    table = {str(status): retry_of(status) for status in range(200, 700)}
+    return json.dumps(table, indent=1) + "\n"
+
+
 if __name__ == "__main__":
+    STATUSES.write_text(told_of_statuses())
     for name, make in SCENARIOS.items():
         (FOLDER / f"{name}.json").write_text(text_of(make()))

@@ -187,7 +187,7 @@ async def test_16_a_broken_engine_that_is_empty_attracts_nothing() -> None:
             assert (await client.post(CHAT, json=chat())).status_code == 200
         # until its breaker opens
         assert len(broken.bodies) <= 5 and len(good.bodies) == 40
-        assert gateway.engines.by_name["e1"].breaker.num_opened == 1
+        assert gateway.engines.by_name["e1"].num_opened == 1
 
 
 async def test_16_a_whole_conversation_counts_and_not_its_first_message() -> None:

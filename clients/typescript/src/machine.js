@@ -9,9 +9,8 @@ import { Answer, usageOf } from "./answer.js";
 import { ChunkError, isFilled, isObject, readEvent, Reported } from "./chunks.js";
 import { NoAnswerError, RefusedError, StreamInterruptedError } from "./errors.js";
 import { SseEvents } from "./sse.js";
+import { retryOf } from "./statuses.js";
 
-// statuses that another attempt may change
-export const RETRYABLE = new Set([408, 409, 429, 500, 502, 503, 504, 529]);
 const MAX_ERROR_BYTES = 64 * 1024;
 const ERROR_SECONDS = 2;
 const OWN_FIELDS = ["return_token_ids", "seed", "stream_options", "resume_output_ids"];
@@ -183,8 +182,9 @@ export class Machine {
    * @param {string} reason
    * @param {number} now
    * @param {number | null} [after] seconds that the server asked to wait
+   * @param {RefusedError | null} [refusal] what this target would say again; another one may not
    */
-  #failed(reason, now, status = 0, after = null) {
+  #failed(reason, now, status = 0, after = null, refusal = null) {
     const { body } = this.#request;
     const most = body.max_completion_tokens || body.max_tokens || Infinity;
     if (this.#answer.resumable && this.#answer.ids.length >= most) {
@@ -202,12 +202,12 @@ export class Machine {
     );
     const pause = Math.max(after ?? 0, this.#draw() * backoff);
     const tooLong = after !== null && after > policy.max_retry_after;
-    this.#ready[this.#target] = tooLong ? Infinity : now + pause;
+    this.#ready[this.#target] = tooLong || refusal ? Infinity : now + pause;
     const following = this.#attempt < policy.attempts ? this.#next() : null;
     const paid = following !== null && this.#budget.take(now);
     if (!paid) {
       const why = following === null ? reason : `${reason}; the budget of retries is spent`;
-      this.#giveUp(why, new NoAnswerError(why, this.#attempt, status, after));
+      this.#giveUp(why, refusal ?? new NoAnswerError(why, this.#attempt, status, after));
       return;
     }
     const wait = Math.max(0, this.#ready[following] - now);
@@ -411,10 +411,12 @@ export class Machine {
       }
       return;
     }
-    const should = (headers["x-should-retry"] ?? "").toLowerCase();
-    if (should === "true" || (RETRYABLE.has(status) && should !== "false")) {
-      this.#failed(`status ${status}`, now, status, retryAfter(refusal));
-    } else this.#giveUp(`status ${status}`, new RefusedError(status, messageOf(text)));
+    const retry = retryOf(status, (headers["x-should-retry"] ?? "").toLowerCase());
+    const reason = `status ${status}`;
+    const error = new RefusedError(status, messageOf(text));
+    if (retry === "anywhere") this.#failed(reason, now, status, retryAfter(refusal));
+    else if (retry === "elsewhere") this.#failed(reason, now, 0, null, error);
+    else this.#giveUp(reason, error);
   }
 
   #sentOwn() {
@@ -432,9 +434,13 @@ export class Machine {
    * @param {number} now
    */
   #reported({ code, words }, now) {
-    if (code !== null && code >= 400 && code < 500 && !RETRYABLE.has(code)) {
-      this.#giveUp(words, new RefusedError(200, words));
-    } else this.#failed(`the server reports: ${words}`, now);
+    const retry = code !== null && code >= 400 ? retryOf(code) : "anywhere";
+    const refusal = new RefusedError(200, words);
+    if (retry === "nowhere") this.#giveUp(words, refusal);
+    else {
+      const again = retry === "anywhere" ? null : refusal;
+      this.#failed(`the server reports: ${words}`, now, 0, null, again);
+    }
   }
 
   #finish() {

@@ -4,7 +4,6 @@
  * Inputs and actions are plain objects with a `type`: those of paceline/client/steps.py, and
  * tests/client/vectors holds both machines to the same answers. Times are seconds.
  */
-export declare const RETRYABLE: Set<number>;
 export type Action = import("../types/types.js").Action;
 export type ClientEvent = import("../types/types.js").ClientEvent;
 export type Head = import("../types/types.js").Head;

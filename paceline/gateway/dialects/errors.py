@@ -25,6 +25,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from paceline.http.fields import BYTE_ORDER_MARK
+from paceline.statuses import told_as
 
 __all__ = ["Words", "anthropic_type", "map_error", "map_status", "read_words"]
 
@@ -40,8 +41,8 @@ _TO_ANTHROPIC: Final = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-# OpenAI's clients know no 529
-_STATUSES: Final = {529: 503}
+# that Anthropic's clients know, and no others do
+_OVERLOADED: Final = 529
 # fields that hold an error's words, or what holds them: the first that says something counts
 _WORDS: Final = (
     "message", "msg", "detail", "errors", "error", "Message", "error_message",
@@ -74,7 +75,8 @@ def anthropic_type(status: int) -> str:
 
 def map_status(path: str, status: int) -> int:
     """Of an error, as clients of that API know it."""
-    return status if path == "/v1/messages" else _STATUSES.get(status, status)
+    is_theirs = path == "/v1/messages" and status == _OVERLOADED
+    return status if is_theirs else told_as(status)
 
 
 def map_error(path: str, status: int, body: bytes, code: str = "") -> bytes:
