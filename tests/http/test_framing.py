@@ -281,7 +281,7 @@ def test_answers_are_as_many_as_requests(
 
 
 @pytest.mark.thorough
-@settings(max_examples=10_000)
+@settings(max_examples=3_000)
 @given(st.data())
 def test_answers_are_as_many_as_requests_in_many_more(
     loop: asyncio.AbstractEventLoop, data: st.DataObject
