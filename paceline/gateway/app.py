@@ -22,12 +22,15 @@ from starlette.types import Message, Receive, Scope, Send
 from paceline.gateway.bodies import BYTES_PER_TOKEN, Body, read_body
 from paceline.gateway.caller import Allowed, Caller
 from paceline.gateway.config import GatewayConfig, key_limits
+from paceline.gateway.counting import COUNTING, Counting
 from paceline.gateway.counts import Counts
 from paceline.gateway.dialects import anthropic_type
 from paceline.gateway.engines import Engines
 from paceline.gateway.exchange import RELAYED, Exchange
+from paceline.gateway.kept import RESPONSES, Kept
 from paceline.gateway.pages import Pages, as_json
 from paceline.gateway.pick import Picker
+from paceline.gateway.reading import read_json_bytes
 from paceline.gateway.routes import Route, Routes
 from paceline.gateway.spending import Spending
 from paceline.gateway.tracing import NO_TRACE, NO_TRACING, Traces, Tracing
@@ -48,7 +51,8 @@ _log = logging.getLogger("paceline.gateway")
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _DRAIN: Final = re.compile(r"/admin/engines/([A-Za-z0-9_.-]{1,64})/(drain|undrain)")
-_JSON: Final = b"application/json"
+# of which every request counts
+_LIMITED: Final = RELAYED | COUNTING
 # settings of what is made once
 _FIXED: Final = frozenset(
     {
@@ -143,6 +147,8 @@ class Gateway:
         self._salt = os.environ.get(config.salt_env, "") if config.salt_env else ""
         self.tracing: Traces = Tracing(config.otlp_endpoint) if config.otlp_endpoint else NO_TRACING
         self._pages = Pages(self)
+        self.kept = Kept(self)
+        self._counting = Counting(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -160,7 +166,7 @@ class Gateway:
             if b"origin" in headers or b"sec-fetch-site" in headers:
                 refuse_other_origins(scope, ())
             call.key = self.keys.check(scope["path"], credentials(headers))
-            if self._limiter is not None and call.path in RELAYED:
+            if self._limiter is not None and call.path in _LIMITED:
                 call.ticket = self._limiter.ticket(caller_of(call.tenant, scope.get("client")))
                 if call.ticket is not None:
                     await self._limiter.enter(call.ticket)
@@ -190,6 +196,12 @@ class Gateway:
                 raise HttpError(405, f"{path} takes GET, not {method}")
             await _send(send, *page(call.tenant))
             return
+        if path in COUNTING:
+            await self._counting.answer(call)
+            return
+        if self.kept.takes(path):
+            await self.kept.answer(call)
+            return
         match = _DRAIN.fullmatch(path)
         if match is None:
             raise HttpError(404, f"there is no {path[:100]} here")
@@ -203,12 +215,16 @@ class Gateway:
         if self.draining:
             raise HttpError(503, "the gateway is shutting down", self.config.drain_timeout)
         tenant = call.tenant
-        body = read_body(await _read(call.receive, call.headers, self.config.max_body_size))
+        body = read_body(
+            await read_json_bytes(call.receive, call.headers, self.config.max_body_size)
+        )
         prompt = body.prompt
         tokens = len(prompt) / BYTES_PER_TOKEN
         route = self.routes.find(body.model, tokens).serving(call.path, body)
         alias = route.model if route.asked else ""
         self.spending.check(tenant, body.model or route.model, alias)
+        if call.path == RESPONSES:
+            route = await self.kept.bound(route, body, tenant)
         allowed = Allowed.parse(call.headers.get(b"x-paceline-allow"))
         most = body.most_tokens * body.num_choices
 
@@ -247,6 +263,8 @@ class Gateway:
             call=call,
             receive=call.receive,
         )
+        if call.path == RESPONSES:
+            self.kept.watch(exchange, tenant)
         self.in_flight += 1
         self.idle.clear()
         try:
@@ -361,32 +379,8 @@ def _limiter(config: GatewayConfig, keys: KeyRing) -> RateLimiter | None:
     return RateLimiter(limits, own, RateStore(config.rate_limit_storage or None))
 
 
-async def _read(receive: Receive, headers: Mapping[bytes, bytes], most: int) -> bytes:
-    """The body. Raises HttpError 413 and ClientDisconnectedError."""
-    declared = headers.get(b"content-length", b"")
-    if declared.isdigit() and int(declared[:20]) > most:
-        raise HttpError(413, f"the request body may have {most} bytes, got {int(declared[:20])}")
-    kind = headers.get(b"content-type", _JSON)
-    if kind != _JSON and (kind := kind.partition(b";")[0].strip().lower()) != _JSON:
-        shown = kind[:64].decode("latin-1")
-        raise HttpError(415, f"Content-Type must be application/json, got {shown!r}")
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnectedError
-        part = message.get("body", b"")
-        size += len(part)
-        if size > most:
-            raise HttpError(413, f"the request body may have {most} bytes, got more")
-        parts.append(part)
-        if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
 def _error(path: str, reply: Reply) -> tuple[int, str, bytes]:
-    if path != "/v1/messages":
+    if not path.startswith("/v1/messages"):
         return reply.status, "application/json", error_body(reply)
     error = {
         "type": "error",
