@@ -91,11 +91,6 @@ class Connection(PlainProtocol, WatchedProtocol):
         self._num_begun += 1
         self._head_bytes = 0
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        # what stands behind a body is a trailer, not a header of the request (RFC 9110, 6.5.1)
-        if self._in_head:
-            super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
         self._in_head = False
         if len(self.headers) > self._bounds.max_headers:
@@ -120,6 +115,8 @@ class Connection(PlainProtocol, WatchedProtocol):
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is None or cycle.scope is not self.scope:
             return
+        # what stands behind a body is a trailer, not a header of the request (RFC 9110, 6.5.1)
+        self.headers = []
         if not self.pipeline:
             self._running = cycle
         if version == "1.0":
