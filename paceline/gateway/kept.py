@@ -84,11 +84,14 @@ _MOST_PAGES: Final = 100
 class Door(Protocol):
     """The exchange at the door that a request came with."""
 
-    scope: Scope
-    headers: Mapping[bytes, bytes]
-    receive: Receive
-    request_id: str
-
+    @property
+    def scope(self) -> Scope: ...
+    @property
+    def headers(self) -> Mapping[bytes, bytes]: ...
+    @property
+    def receive(self) -> Receive: ...
+    @property
+    def request_id(self) -> str: ...
     @property
     def path(self) -> str: ...
     @property
@@ -123,7 +126,7 @@ class Kept:
         """Raises HttpError."""
         path, method = call.path, call.method
         found = _ONE.fullmatch(path)
-        methods = ("GET", "POST")
+        methods: tuple[str, ...] = ("GET", "POST")
         if found is not None:
             methods = _METHODS[found[1], found[3] or ""]
         if method not in methods:
