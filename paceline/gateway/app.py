@@ -24,15 +24,18 @@ from starlette.types import Message, Receive, Scope, Send
 from paceline.gateway.bodies import Body, read_body
 from paceline.gateway.caller import Allowed, Caller
 from paceline.gateway.config import GatewayConfig, key_limits
+from paceline.gateway.counting import COUNTING, Counting
 from paceline.gateway.counts import Counts
 from paceline.gateway.dialects import anthropic_type
 from paceline.gateway.engines import Engines
 from paceline.gateway.exchange import RELAYED, Exchange
+from paceline.gateway.kept import RESPONSES, Kept
 from paceline.gateway.kinds import is_vectors
 from paceline.gateway.money import Used
 from paceline.gateway.pages import Pages, as_json
 from paceline.gateway.pick import Picker
 from paceline.gateway.prompts import BytesPerToken, PromptSize, least_tokens, measure
+from paceline.gateway.reading import read_json_bytes
 from paceline.gateway.reserving import Lengths, Plan, sites_of
 from paceline.gateway.routes import Route, Routes, Site
 from paceline.gateway.spending import Spending
@@ -54,7 +57,8 @@ _log = logging.getLogger("paceline.gateway")
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _DRAIN: Final = re.compile(r"/admin/engines/([A-Za-z0-9_.-]{1,64})/(drain|undrain)")
-_JSON: Final = b"application/json"
+# of which every request counts
+_LIMITED: Final = RELAYED | COUNTING
 # settings of what is made once
 _FIXED: Final = frozenset(
     {
@@ -153,6 +157,8 @@ class Gateway:
         self._salt = os.environ.get(config.salt_env, "") if config.salt_env else ""
         self.tracing: Traces = Tracing(config.otlp_endpoint) if config.otlp_endpoint else NO_TRACING
         self._pages = Pages(self)
+        self.kept = Kept(self)
+        self._counting = Counting(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -170,7 +176,7 @@ class Gateway:
             if b"origin" in headers or b"sec-fetch-site" in headers:
                 refuse_other_origins(scope, ())
             call.key = self.keys.check(scope["path"], credentials(headers))
-            if self._limiter is not None and call.path in RELAYED:
+            if self._limiter is not None and call.path in _LIMITED:
                 call.ticket = self._limiter.ticket(caller_of(call.tenant, scope.get("client")))
                 if call.ticket is not None:
                     await self._limiter.enter(call.ticket)
@@ -200,6 +206,12 @@ class Gateway:
                 raise HttpError(405, f"{path} takes GET, not {method}")
             await _send(send, *page(call.tenant))
             return
+        if path in COUNTING:
+            await self._counting.answer(call)
+            return
+        if self.kept.takes(path):
+            await self.kept.answer(call)
+            return
         match = _DRAIN.fullmatch(path)
         if match is None:
             raise HttpError(404, f"there is no {path[:100]} here")
@@ -213,12 +225,16 @@ class Gateway:
         if self.draining:
             raise HttpError(503, "the gateway is shutting down", self.config.drain_timeout)
         tenant = call.tenant
-        body = read_body(await _read(call.receive, call.headers, self.config.max_body_size))
+        body = read_body(
+            await read_json_bytes(call.receive, call.headers, self.config.max_body_size)
+        )
         size = measure(body.fields)
         tokens = self._bytes_per_token.tokens(body.model, size)
         route = self.routes.find(body.model, tokens).serving(call.path, body)
         alias = route.model if route.asked else ""
         self.spending.check(tenant, body.model or route.model, alias)
+        if call.path == RESPONSES:
+            route = await self.kept.bound(route, body, tenant)
         allowed = Allowed.parse(call.headers.get(b"x-paceline-allow"))
 
         def other(model: str) -> Route:
@@ -245,6 +261,8 @@ class Gateway:
                 if hold.window is not None:
                     body = planned.capped(body, planned.granted(hold.tokens.__sub__))
             exchange = self._exchange(call, body, charge.route, route, size, tokens, allowed)
+            if call.path == RESPONSES:
+                self.kept.watch(exchange, tenant)
             if hold is not None:
                 call.settled = partial(_headers_settled, hold, exchange)
             await self._run(exchange, body, size)
@@ -405,32 +423,8 @@ def _headers_settled(hold: Hold, exchange: Exchange) -> Headers:
     return hold.headers(_tokens(exchange.shares()) if exchange.is_over else hold.tokens)
 
 
-async def _read(receive: Receive, headers: Mapping[bytes, bytes], most: int) -> bytes:
-    """The body. Raises HttpError 413 and ClientDisconnectedError."""
-    declared = headers.get(b"content-length", b"")
-    if declared.isdigit() and int(declared[:20]) > most:
-        raise HttpError(413, f"the request body may have {most} bytes, got {int(declared[:20])}")
-    kind = headers.get(b"content-type", _JSON)
-    if kind != _JSON and (kind := kind.partition(b";")[0].strip().lower()) != _JSON:
-        shown = kind[:64].decode("latin-1")
-        raise HttpError(415, f"Content-Type must be application/json, got {shown!r}")
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnectedError
-        part = message.get("body", b"")
-        size += len(part)
-        if size > most:
-            raise HttpError(413, f"the request body may have {most} bytes, got more")
-        parts.append(part)
-        if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
 def _error(path: str, reply: Reply) -> tuple[int, str, bytes]:
-    if path != "/v1/messages":
+    if not path.startswith("/v1/messages"):
         return reply.status, "application/json", error_body(reply)
     error = {
         "type": "error",

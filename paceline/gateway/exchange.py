@@ -31,6 +31,7 @@ from paceline.gateway.bodies import Body
 from paceline.gateway.caller import Caller
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.counts import Counts
+from paceline.gateway.engine import Engine
 from paceline.gateway.hedge import Hedge
 from paceline.gateway.kinds import VECTOR_PATHS
 from paceline.gateway.leg import Leg
@@ -116,6 +117,8 @@ class Exchange:
         self._hedge = Hedge(
             config, hedges, picker, self._attempts, demand, body, self._sending, counts
         )
+        # told of a whole answer before its caller is
+        self.on_answer: Callable[[Leg], None] | None = None
         self._bill = Bill(path, demand.prompt_tokens, self.splice, body.most_deferred(path))
 
     def _new_splice(self) -> Splice:
@@ -147,6 +150,11 @@ class Exchange:
         """Whether the engine that the answer comes from, if there is one, has said all of it."""
         leg = self._answer.leg
         return leg is None or leg.verdict is not None
+
+    @property
+    def engine(self) -> Engine:
+        """That the answer comes from, once one is asked."""
+        return self._leg.site.engine
 
     @property
     def used(self) -> Used:
@@ -268,6 +276,8 @@ class Exchange:
             verdict, last = leg.verdict, leg.site
             assert verdict is not None, "the leg is over"
             if verdict.kind == "done":
+                if self.on_answer is not None:
+                    self.on_answer(leg)
                 await self._answer.finish(leg)
                 return
             self._note_failure(leg)

@@ -17,6 +17,7 @@ from paceline.gateway.sending import RESUMABLE
 from paceline.gateway.splice import Splice
 from paceline.gateway.standing import Outcome
 from paceline.gateway.tracing import NO_ATTEMPT, AttemptTrace, Trace
+from paceline.http.encodings import is_plain
 from paceline.http.sse import SSE
 from paceline.http.upstream import ConnectError, Connection, Headers, lines_of
 from paceline.routing import Dispatch
@@ -194,7 +195,7 @@ class Leg:
         self._engine.alive()
         self.status, self.headers = status, headers
         found = dict(headers)
-        if found.get(b"content-encoding", b"identity").lower() != b"identity":
+        if not is_plain(found.get(b"content-encoding", b"").decode("latin-1")):
             # none was asked for: what is packed could be any size
             self.give_up("the answer is compressed")
             return

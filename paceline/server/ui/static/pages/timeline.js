@@ -254,7 +254,7 @@ function Status() {
     draining && state === "live" && h("p", { class: "notice", role: "status" }, "The server is shutting down: what runs may end, nothing new is taken."),
     level > 0 && h("p", { class: "notice", role: "status" },
       ["", "The engine is busy: who computes what is told in one step of eight.", "The engine is very busy: steps are summed over 10 ms.", "The engine is too busy to tell of its steps."][level]),
-    !said && !history.count && h("p", { class: "notice empty-timeline" }, "No step in the last 60 s. Send a request from the ", h("a", { href: "/ui/playground" }, "playground"), ", and watch it here."),
+    !said && !history.count && h("p", { class: "notice empty-timeline" }, "No step in the last 60 s. Send a request from the ", h("a", { href: "playground" }, "playground"), ", and watch it here."),
   ];
   return found.filter(Boolean);
 }
