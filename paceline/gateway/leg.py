@@ -11,17 +11,17 @@ import msgspec
 
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.dialects import Translator
-from paceline.gateway.refusals import is_of_the_request, refusal_in, rest_of
+from paceline.gateway.refusals import refusal_in, rest_of
 from paceline.gateway.routes import Site
 from paceline.gateway.sending import RESUMABLE
 from paceline.gateway.splice import Splice
-from paceline.gateway.standing import Outcome
+from paceline.gateway.standing import Outcome, outcome_of_refusal
 from paceline.gateway.tracing import NO_ATTEMPT, AttemptTrace, Trace
 from paceline.http.encodings import is_plain
 from paceline.http.sse import SSE
 from paceline.http.upstream import ConnectError, Connection, Headers, lines_of
 from paceline.routing import Dispatch
-from paceline.statuses import meaning_of, retry_of
+from paceline.statuses import retry_of
 
 __all__ = ["Leg", "Owner", "Verdict"]
 
@@ -483,13 +483,10 @@ class Leg:
             return "unknown"
         if verdict.kind != "refused":
             return "ok" if verdict.kind == "done" else "failed"
-        meaning = meaning_of(self.status)
-        if meaning == "model":
-            return "unknown" if self._owner.names_stored else "missing"
-        paused = self._standing.rests_for(now) > 0.0 and meaning == "passing"
-        if meaning == "caller" or paused or is_of_the_request(self.headers):
-            return "unknown"
-        return "failed"
+        return outcome_of_refusal(
+            self.status, self.headers, names_stored=self._owner.names_stored,
+            paused=self._standing.rests_for(now) > 0.0,
+        )  # fmt: skip
 
 
 def _drop(data: bytes) -> None:

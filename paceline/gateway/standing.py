@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
+from paceline.gateway.refusals import is_of_the_request
+from paceline.http.upstream import Headers
 from paceline.routing import Breaker
+from paceline.statuses import meaning_of
 
-__all__ = ["Outcome", "Standing", "Standings"]
+__all__ = ["Outcome", "Standing", "Standings", "outcome_of_refusal"]
 
 # how a request ended: "missing" says that this endpoint of the model is not there, "unknown" says
 # nothing about the model
@@ -72,6 +75,24 @@ class Standing:
         return (
             self.breaker.state(now) == "closed" and self._rests_until <= now and not self._missing
         )
+
+
+def outcome_of_refusal(
+    status: int, headers: Headers, *, names_stored: bool, paused: bool
+) -> Outcome:
+    """What a refusal says of the model.
+
+    Args:
+        names_stored: the request names what an engine has stored: where that is not there, the
+            model may well be.
+        paused: the model has asked for a pause.
+    """
+    meaning = meaning_of(status)
+    if meaning == "model":
+        return "unknown" if names_stored else "missing"
+    if meaning == "caller" or (paused and meaning == "passing") or is_of_the_request(headers):
+        return "unknown"
+    return "failed"
 
 
 def _end(breaker: Breaker, outcome: Outcome, now: float) -> None:
