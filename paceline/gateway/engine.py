@@ -182,12 +182,16 @@ class Engine:
         """Times that breakers have opened, its own and those of its models."""
         return self.breaker.num_opened + self.standings.num_opened
 
-    def share(self, now: float, model: str | None = None) -> float:
+    def share(self, now: float) -> float:
         """Of the requests that would come to it, those that it is to get: 1, but for a while after
-        it came back. Of one model, else of that which has come back last."""
-        found = self.standings.values() if model is None else (self.standings.get(model),)
-        closed = [each.breaker.closed_at for each in found if each is not None]
-        return self._slow_start.share(max(self.back_at, self.breaker.closed_at, *closed), now)
+        it came back, or a model of it did."""
+        return min(self.share_of(model, now) for model in self.standings or ("",))
+
+    def share_of(self, model: str, now: float) -> float:
+        """The same of one model's requests."""
+        standing = self.standings.get(model)
+        closed = -math.inf if standing is None else standing.breaker.closed_at
+        return self._slow_start.share(max(self.back_at, self.breaker.closed_at, closed), now)
 
     def usable(self, now: float, model: str = "", path: str = "") -> str:
         """Why it takes no requests, or none for a model at a path; empty where it does, if perhaps

@@ -186,7 +186,7 @@ class Picker:
             site.engine.load.view(
                 demand,
                 now,
-                TRICKLE if site.engine.name in slow else site.engine.share(now, site.model),
+                TRICKLE if site.engine.name in slow else site.engine.share_of(site.model, now),
             )
             for site in sites
         ]

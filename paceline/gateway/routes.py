@@ -109,7 +109,11 @@ class Route:
                 longer = longer.serving(path, body)
             except HttpError:
                 longer = None
-        return replace(self, tiers=tiers, longer=longer, path=path)
+        # for each request: ``replace`` takes twice as long
+        return Route(
+            self.model, tiers, self.fallback, self.pressure_fallback, longer, self.asked,
+            self.local_only, path,
+        )  # fmt: skip
 
     def sites(self, *, fallback: bool) -> Iterator[Sequence[Site]]:
         """The tiers that may be used, in their order."""

@@ -43,16 +43,9 @@ class Standing:
     def end(self, path: str, outcome: Outcome, now: float) -> None:
         if outcome == "missing" and path not in self._missing:
             self._missing[path] = Breaker()
-        ends = [(self.breaker, "unknown" if outcome == "missing" else outcome)]
+        _end(self.breaker, "unknown" if outcome == "missing" else outcome, now)
         if path in self._missing:
-            ends.append((self._missing[path], "unknown" if outcome == "failed" else outcome))
-        for breaker, how in ends:
-            if how == "ok":
-                breaker.succeed(now)
-            elif how == "unknown":
-                breaker.abandon()
-            else:
-                breaker.fail(now)
+            _end(self._missing[path], "unknown" if outcome == "failed" else outcome, now)
 
     def trouble(self, path: str, now: float) -> str:
         """Why it takes no requests; empty where it does."""
@@ -79,6 +72,15 @@ class Standing:
         return (
             self.breaker.state(now) == "closed" and self._rests_until <= now and not self._missing
         )
+
+
+def _end(breaker: Breaker, outcome: Outcome, now: float) -> None:
+    if outcome == "ok":
+        breaker.succeed(now)
+    elif outcome == "unknown":
+        breaker.abandon()
+    else:
+        breaker.fail(now)
 
 
 class Standings(dict[str, Standing]):

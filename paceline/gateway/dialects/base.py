@@ -113,7 +113,8 @@ def checked(path: str, body: bytes) -> bytes:
             return body
         raise
     # an empty list is an answer: nothing was found, or said
-    if not any(name in fields and memoryview(fields[name])[:1] == b"[" for name in names):
-        is_error = fields.get("error", _NULL) != _NULL
-        raise ValueError("it reports an error" if is_error else f"it has no {names[0]}")
-    return body
+    for name in names:
+        if bytes(memoryview(fields.get(name, _NULL))[:1]) == b"[":
+            return body
+    is_error = fields.get("error", _NULL) != _NULL
+    raise ValueError("it reports an error" if is_error else f"it has no {names[0]}")
