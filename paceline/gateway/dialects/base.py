@@ -114,7 +114,7 @@ def checked(path: str, body: bytes) -> bytes:
         raise
     # an empty list is an answer: nothing was found, or said
     for name in names:
-        if memoryview(fields.get(name, _NULL))[:1] == b"[":
+        if bytes(memoryview(fields.get(name, _NULL))[:1]) == b"[":
             return body
     is_error = fields.get("error", _NULL) != _NULL
     raise ValueError("it reports an error" if is_error else f"it has no {names[0]}")
