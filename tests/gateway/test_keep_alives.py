@@ -167,8 +167,9 @@ def test_before_the_reason_of_its_end_an_answer_is_not_whole(name: str) -> None:
         _, leg, connection = started(path, kind, said[:at])
         connection.data_received(b"0\r\n\r\n")
         assert leg.verdict is not None and leg.verdict.kind == "lost", at
-        _, leg, connection = started(path, kind, said[:at])
-        leg.engine_gone("it gives no sign")
+        owner, leg, connection = started(path, kind, said[:at])
+        owner.clock += owner.config.silence + 0.1
+        assert leg.engine_gone("it gives no sign")
         assert leg.verdict.kind == "lost" and leg.verdict.why == "it gives no sign"  # type: ignore[union-attr]
 
 

@@ -77,6 +77,9 @@ class Owner:
     def tick(self, now: float) -> None:
         return
 
+    def may_leave(self, leg: Leg) -> bool:
+        return True
+
     def sent(self, leg: Leg) -> None:
         return
 

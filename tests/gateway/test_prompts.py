@@ -12,7 +12,7 @@ import pytest
 from paceline.gateway import ModelConfig
 from paceline.gateway.prompts import BytesPerToken, PromptSize, least_tokens, measure
 from tests.gateway.fault_server import Step, scripted
-from tests.gateway.helpers import CHAT, WHOLE, chat, configured, gateway_over, refused
+from tests.gateway.helpers import ANY, CHAT, chat, configured, gateway_over, refused
 
 pytestmark = pytest.mark.anyio
 
@@ -88,8 +88,8 @@ async def test_media_are_no_text(path: str, body: dict[str, Any]) -> None:
     )
     fields = {"rate_limit_tokens": "8000/300day", "models": models}
     async with (
-        scripted(WHOLE, max_model_len=4096) as one,
-        scripted(WHOLE) as long,
+        scripted(ANY, max_model_len=4096) as one,
+        scripted(ANY) as long,
         gateway_over(configured(one, long, **fields)) as (_, client),
     ):
         for written in (json.dumps(body), json.dumps(body).replace("/", r"\/")):
@@ -116,7 +116,7 @@ async def test_media_are_no_text(path: str, body: dict[str, Any]) -> None:
 )
 async def test_what_is_only_estimated_is_no_refusal(text: str, tokens: int) -> None:
     async with (
-        scripted(WHOLE, max_model_len=8192) as one,
+        scripted(ANY, max_model_len=8192) as one,
         gateway_over(configured(one)) as (_, client),
     ):
         for path, body in (
@@ -145,7 +145,7 @@ async def test_what_is_only_estimated_is_no_refusal(text: str, tokens: int) -> N
 async def test_what_is_certainly_too_long_is_asked_of_nobody(body: dict[str, Any]) -> None:
     path = "/v1/completions" if "prompt" in body else CHAT
     async with (
-        scripted(WHOLE, max_model_len=4096) as one,
+        scripted(ANY, max_model_len=4096) as one,
         gateway_over(configured(one)) as (_, client),
     ):
         answer = await client.post(path, json=body)
@@ -173,7 +173,7 @@ async def test_what_is_certainly_too_long_is_asked_of_nobody(body: dict[str, Any
 )
 async def test_what_may_fit_is_asked(path: str, body: dict[str, Any]) -> None:
     async with (
-        scripted(WHOLE, max_model_len=4096) as one,
+        scripted(ANY, max_model_len=4096) as one,
         gateway_over(configured(one, kinds={"e1": "vllm"})) as (_, client),
     ):
         answer = await client.post(path, json={"model": "m", **body})
@@ -182,8 +182,8 @@ async def test_what_may_fit_is_asked(path: str, body: dict[str, Any]) -> None:
 
 async def test_what_may_be_too_long_goes_where_there_is_room_for_it() -> None:
     async with (
-        scripted(WHOLE, max_model_len=1000) as short,
-        scripted(WHOLE, max_model_len=100_000) as long,
+        scripted(ANY, max_model_len=1000) as short,
+        scripted(ANY, max_model_len=100_000) as long,
         gateway_over(configured(short, long)) as (gateway, client),
     ):
         body = chat(messages=[{"role": "user", "content": PROSE * 100}])
@@ -202,7 +202,7 @@ async def test_what_may_be_too_long_goes_where_there_is_room_for_it() -> None:
 async def test_an_engine_that_cuts_prompts_gets_none_that_may_be_too_long() -> None:
     contexts = {"models": [{"name": "m", "context_length": 1000}]}
     async with (
-        scripted(WHOLE, pages={"/api/version": {}, "/api/ps": contexts}) as engine,
+        scripted(ANY, pages={"/api/version": {}, "/api/ps": contexts}) as engine,
         gateway_over(configured(engine, kinds={"e1": "ollama"})) as (_, client),
     ):
         for text, status in ((PROSE * 100, 400), (" " * 20_000, 200), (PROSE * 10, 200)):
@@ -231,7 +231,7 @@ async def test_how_long_prompts_are_is_learned(
     text = PROSE * 200
     async with (
         scripted(counted(5000 // bytes_per_token)) as one,
-        scripted(WHOLE) as long,
+        scripted(ANY) as long,
         gateway_over(configured(one, long, models=models, rate_limit_tokens="99999/300day")) as (
             gateway, client
         ),
@@ -241,7 +241,7 @@ async def test_how_long_prompts_are_is_learned(
             assert (await client.post(CHAT, json=teaching)).status_code == 200
         of = gateway._bytes_per_token.of("m")
         assert abs(of - bytes_per_token) < 0.3
-        one.script[:] = [WHOLE]
+        one.script[:] = [ANY]
         await client.post(CHAT, json=chat(messages=[{"role": "user", "content": text[:num_bytes]}]))
         assert len(long.bodies) == goes_to
         # nothing is learned from pictures, nor from prompts that are little beside a template

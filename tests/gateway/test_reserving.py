@@ -27,7 +27,7 @@ from paceline.http.rate_limits import Want
 from paceline.http.rate_limits.store import RateStore
 from tests.gateway.counting_engine import CountingEngine, counting, prompt_tokens
 from tests.gateway.fault_server import Step, scripted
-from tests.gateway.helpers import CHAT, chat, configured, gateway_over, refused, until
+from tests.gateway.helpers import ANY, CHAT, chat, configured, gateway_over, refused, until
 from tests.gateway.test_hedging import _known
 from tests.http.rate_limits.redis_server import RedisServer
 
@@ -197,10 +197,10 @@ async def test_ten_thousand_requests_take_no_key_beyond_its_limit(storage: str) 
 
 def whole(prompt: int, output: int, **fields: Any) -> Step:
     usage = {"prompt_tokens": prompt, "completion_tokens": output}
+    of_any_api = json.loads(ANY.parts[0])
     return Step(
-        parts=(json.dumps({"id": "x", "choices": [], "usage": usage}).encode(),), stream=False,
-        **fields,
-    )  # fmt: skip
+        parts=(json.dumps({**of_any_api, "usage": usage}).encode(),), stream=False, **fields
+    )
 
 
 def left(answer: httpx.Response) -> int:
@@ -386,7 +386,7 @@ async def test_a_request_that_ends_in_another_window_is_counted_there() -> None:
 
 
 async def test_an_answer_that_is_made_later_is_charged_as_it_was_reserved() -> None:
-    later = Step(parts=(b'{"id":"r","status":"queued","usage":null}',), stream=False)
+    later = Step(parts=(b'{"id":"r","status":"queued","output":[],"usage":null}',), stream=False)
     async with (
         scripted(later) as engine,
         gateway_over(configured(engine, rate_limit_tokens="1000/300day")) as (_, client),

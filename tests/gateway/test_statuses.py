@@ -113,20 +113,31 @@ async def test_who_keeps_refusing_is_left_alone(status: int, stream: bool) -> No
 
 
 async def test_an_endpoint_that_is_not_there_says_nothing_of_others() -> None:
-    """Nor does a response that another engine has stored."""
     async with (
-        scripted(WHOLE, pages={COMPLETIONS: (404, {}), "/v1/responses": (404, {})}) as old,
-        scripted(WHOLE, pages={"/v1/responses": {"output": []}}) as new,
+        scripted(WHOLE, pages={COMPLETIONS: (404, {})}) as old,
+        scripted(WHOLE) as new,
         gateway_over(configured(old, new, models=tiers(m=("e1:m", "e2:m")), **MANY)) as (_, client),
     ):
         for _ in range(7):
             answer = await client.post(COMPLETIONS, json={"model": "m", "prompt": "x"})
             assert answer.headers["x-paceline-engine"] == "e2"
-            body = {"model": "m", "input": "x", "previous_response_id": "resp_1"}
-            assert (await client.post("/v1/responses", json=body)).status_code == 200
-        assert old.asked.count(COMPLETIONS) == 5 and old.asked.count("/v1/responses") == 7
+        assert old.asked.count(COMPLETIONS) == 5
         answer = await client.post(CHAT, json=chat())
         assert answer.headers["x-paceline-engine"] == "e1"
+
+
+async def test_a_response_that_is_not_stored_says_nothing_of_the_model() -> None:
+    body = {"model": "m", "input": "x"}
+    async with (
+        scripted(WHOLE, pages={"/v1/responses": (404, {})}) as engine,
+        gateway_over(configured(engine, **MANY)) as (gateway, client),
+    ):
+        behind = {**body, "previous_response_id": "resp_1"}
+        for asked, trouble in ((behind, ""), (body, "has no /v1/responses for it")):
+            for _ in range(7):
+                assert (await client.post("/v1/responses", json=asked)).status_code == 404
+            standing = gateway.engines.by_name["e1"].standings["m"]
+            assert standing.trouble("/v1/responses", gateway.now()) == trouble
 
 
 @pytest.mark.parametrize(
