@@ -27,7 +27,7 @@ _MOST_WHOLE: Final = 64 << 20
 _ANSWER_HEADERS: Final = frozenset(
     {
         b"content-type", b"content-disposition", b"retry-after", b"x-should-retry",
-        b"x-content-type-options", b"x-paceline-ignored-fields",
+        b"x-content-type-options", b"x-paceline-ignored-fields", b"x-paceline-rewritten-messages",
     }
 )  # fmt: skip
 
@@ -171,7 +171,7 @@ async def pass_on(
     said = {name for name, _ in headers}
     common = [h for h in engine.headers() if h[0] not in said] + headers
     request = engine.pool.origin.head(method, target, common, length) + (body or b"")
-    connection = None
+    connection = passed = None
     try:
         async with asyncio.timeout(timeout):
             while True:
@@ -190,7 +190,12 @@ async def pass_on(
                 connection = None
                 return passed
     except TimeoutError:
-        raise ConnectError(f"no answer within {timeout:g} s") from None
+        # a loop that was held up sees the head and the end of its time at once: what came counts
+        if passed is None or not passed.head.done() or passed.head.cancelled():
+            raise ConnectError(f"no answer within {timeout:g} s") from None
+        passed.head.result()
+        connection = None
+        return passed
     finally:
         if connection is not None:
             connection.drop()
