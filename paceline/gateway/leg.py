@@ -78,7 +78,6 @@ class Verdict:
 
     kind: Literal["done", "refused", "lost"]
     why: str = ""
-    status: int = 0
 
 
 class Leg:
@@ -326,7 +325,7 @@ class Leg:
         send, nothing was computed, and asking once more without it is no attempt of its own."""
         again = self._owner.again(self, self._left_out)
         if again is None:
-            self._end(Verdict("refused", f"status {self.status}", self.status))
+            self._end(Verdict("refused", f"status {self.status}"))
             return
         request, self._left_out = again
         self.status, self.headers, self.body = 0, [], bytearray()
