@@ -28,6 +28,7 @@ ALLOWED: dict[str, tuple[int, float, str]] = {
     "engine/supervision/test_watchdog.py": (1, 0.05, "an event loop that is held up"),
     "gateway/counting_engine.py": (1, 0.0, "an engine whose times are the test"),
     "gateway/fault_server.py": (2, 0.0, "a server whose times are the test"),
+    "gateway/test_asking.py": (1, 0.0, "an event loop that is held up"),
     "gateway/test_complaints_faults.py": (1, 0.2, "a breaker's time"),
     "gateway/test_complaints_load.py": (1, 0.5, "probes must not forgive"),
     "gateway/test_model_lists.py": (1, 0.1, "polls at which nothing must be asked"),
