@@ -34,8 +34,10 @@ from typing import Any
 
 from benchmarks.common.client import Timing, complete
 from benchmarks.common.ours import Ours, our_places
+from benchmarks.common.processes import Unavailable
 from benchmarks.common.server import Server
 from benchmarks.common.statistics import percentile
+from benchmarks.common.unmeasured import Unmeasured
 
 QUICK = bool(os.environ.get("QUICK"))
 LONG = bool(os.environ.get("LONG"))
@@ -150,10 +152,10 @@ def play(server: Server, vocab_size: int, seed: int, slo: str, half: str) -> lis
 
 
 def figures(timings: Sequence[Timing]) -> dict[str, float]:
-    """Milliseconds. Raises RuntimeError for requests that failed."""
+    """Milliseconds. Raises Unavailable for requests that failed."""
     errors = [timing.error for timing in timings if timing.error]
     if errors:
-        raise RuntimeError(f"{len(errors)} requests failed: {errors[0]}")
+        raise Unavailable(f"{len(errors)} requests failed: {errors[0]}")
     tpots = [timing.tpot for timing in timings if timing.tpot is not None]
     ttfts = [timing.ttft for timing in timings]
     return {
@@ -197,6 +199,8 @@ def main() -> int:
     from paceline.bench.machine import machine
 
     places, vocab = our_places()
+    results: dict[str, dict[str, Any]] = {}
+    unmeasured = Unmeasured()
     with tempfile.TemporaryDirectory() as folder:
         peer = Ours("background", places, ("--batch-dir", folder))
         server = Server(peer, free_port(), places.folder("logs") / "background.log", vocab)
@@ -208,26 +212,30 @@ def main() -> int:
             pace = (batch.done() - before) / _ALONE
             batch.end()
             print(f"in {server.served}, the batch alone does {pace:.2f} lines/s\n", flush=True)
-            results = {slo: measure(server, vocab, slo) for slo in CLASSES}
+            for slo in CLASSES:
+                with unmeasured.part(slo):
+                    results[slo] = measure(server, vocab, slo)
         finally:
             server.close()
-    ratio = max(result["tpot_p99_ratio"] for result in results.values())
+    # None: no class was measured
+    ratio = max((result["tpot_p99_ratio"] for result in results.values()), default=None)
     print(
         json.dumps(
             {
                 "bench": "background",
                 "tpot_p99_ratio": ratio,
-                "within_target": ratio <= TARGET,
+                "within_target": ratio and ratio <= TARGET,
                 "batch_alone_lines_per_s": round(pace, 3),
                 "formats": server.served,
                 **results,
+                "unmeasured": unmeasured.reasons,
                 "quick": QUICK,
                 "long": LONG,
                 "machine": machine(places.cpus),
             }
         )
     )
-    return 0
+    return unmeasured.exit_code
 
 
 if __name__ == "__main__":

@@ -271,7 +271,7 @@ def read_answers(file: Path) -> dict[str, list[Answer]]:
     """What RECORD wrote, by group."""
     return {
         group: [Answer(tuple(each["prompt"]), tuple(each["output"])) for each in answers]
-        for group, answers in json.loads(file.read_text()).items()
+        for group, answers in json.loads(file.read_text(encoding="utf-8-sig")).items()
     }
 
 

@@ -23,8 +23,10 @@ from collections.abc import Sequence
 
 from benchmarks.common.client import Timing, complete
 from benchmarks.common.ours import Ours, our_places
+from benchmarks.common.processes import Unavailable
 from benchmarks.common.server import Server
 from benchmarks.common.statistics import percentile
+from benchmarks.common.unmeasured import Unmeasured
 
 QUICK = bool(os.environ.get("QUICK"))
 TURNS = 1 if QUICK else 3
@@ -71,10 +73,10 @@ def play(server: Server, vocab_size: int, seed: int) -> tuple[list[Timing], list
 
 
 def figures(streams: Sequence[Timing], prompts: Sequence[Timing]) -> dict[str, float]:
-    """Milliseconds and tokens a second. Raises RuntimeError for requests that failed."""
+    """Milliseconds and tokens a second. Raises Unavailable for requests that failed."""
     errors = [timing.error for timing in (*streams, *prompts) if timing.error]
     if errors:
-        raise RuntimeError(f"{len(errors)} requests failed: {errors[0]}")
+        raise Unavailable(f"{len(errors)} requests failed: {errors[0]}")
     gaps = [gap for timing in streams for gap in timing.gaps]
     tpots = [timing.tpot for timing in streams if timing.tpot is not None]
     ttft = statistics.mean(timing.ttft for timing in prompts)
@@ -95,24 +97,24 @@ def main() -> int:
     from paceline.bench.machine import machine
 
     places, vocab = our_places()
+    unmeasured = Unmeasured()
     found: dict[str, tuple[list[Timing], list[Timing]]] = {name: ([], []) for name in BOUNDS}
     for turn in range(TURNS):
         for name, flags in BOUNDS.items():
             peer = Ours(name, places, flags)
-            server = Server(peer, free_port(), places.folder("logs") / f"gaps-{name}.log", vocab)
-            try:
-                streams, prompts = play(server, vocab, turn)
-            finally:
-                server.close()
-            found[name][0].extend(streams)
-            found[name][1].extend(prompts)
-            print(f"turn {turn + 1} {name:10} {figures(streams, prompts)}", flush=True)
-    results = {name: figures(*timings) for name, timings in found.items()}
+            log = places.folder("logs") / f"gaps-{name}.log"
+            with unmeasured.part(f"{name}, turn {turn + 1}"):
+                with Server(peer, free_port(), log, vocab) as server:
+                    streams, prompts = play(server, vocab, turn)
+                print(f"turn {turn + 1} {name:10} {figures(streams, prompts)}", flush=True)
+                found[name][0].extend(streams)
+                found[name][1].extend(prompts)
+    results = {name: figures(*timings) for name, timings in found.items() if timings[0]}
     for name, row in results.items():
         print(f"{name:10} {row}", flush=True)
     report = {"bench": "gaps", **results, "quick": QUICK, "machine": machine(places.cpus)}
-    print(json.dumps(report))
-    return 0
+    print(json.dumps(report | {"unmeasured": unmeasured.reasons}))
+    return unmeasured.exit_code
 
 
 if __name__ == "__main__":

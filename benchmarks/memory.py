@@ -39,6 +39,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.common.processes import Process, Unavailable
 from benchmarks.common.setup import Places
+from benchmarks.common.unmeasured import Unmeasured
 from benchmarks.peers.ours import Paceline
 from benchmarks.peers.process import Worker
 from benchmarks.peers.rows import make_job, parse_row
@@ -304,6 +305,7 @@ def worker_kinds(model: Path, formats: str, folder: Path) -> dict[str, Any]:
 def main() -> int:
     about = machine(tuple(sorted(os.sched_getaffinity(0))))
     results: dict[str, Any] = {}
+    unmeasured = Unmeasured()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if given := os.environ.get("KINDS"):
@@ -324,13 +326,15 @@ def main() -> int:
                     print(f"MODELS: {model} not among default, 0.6b, embedding", file=sys.stderr)
                     return 2
                 print(f"\n{model}")
-                found = measure(path, folder / "server.log", pooled=model == "embedding")
-                results[model] = found
-                print(f"  measured {found['measured_mb']} MiB, planned {found['planned_mb']} "
-                      f"({found['parts_mb']}): {100 * found['error']:+.1f} %")  # fmt: skip
-    print(json.dumps({"bench": "memory", "machine": about, "results": results}))
+                with unmeasured.part(model):
+                    found = measure(path, folder / "server.log", pooled=model == "embedding")
+                    results[model] = found
+                    print(f"  measured {found['measured_mb']} MiB, planned {found['planned_mb']} "
+                          f"({found['parts_mb']}): {100 * found['error']:+.1f} %")  # fmt: skip
+    told = {"bench": "memory", "machine": about, "results": results}
+    print(json.dumps(told | {"unmeasured": unmeasured.reasons}))
     errors = [abs(found["error"]) for found in results.values() if "error" in found]
-    return int(any(error > TOLERANCE for error in errors))
+    return unmeasured.exit_code or int(any(error > TOLERANCE for error in errors))
 
 
 if __name__ == "__main__":

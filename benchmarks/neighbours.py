@@ -35,16 +35,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
 from benchmarks.common.client import Timing, complete, get
 from benchmarks.common.ours import our_places
-from benchmarks.common.processes import Process
+from benchmarks.common.processes import Process, Unavailable
 from benchmarks.common.server import PacelineServer
 from benchmarks.common.statistics import percentile
+from benchmarks.common.unmeasured import Unmeasured
 from paceline.server.readings.frame import make_frame
 from paceline.server.readings.scrape import Scrape, parse_metrics
 
@@ -229,15 +230,15 @@ class Played:
 
 
 def figures(before: Scrape, after: Scrape, timings: Sequence[Timing]) -> dict[str, Any]:
-    """Of what happened between two readings; times in milliseconds. Raises RuntimeError for
+    """Of what happened between two readings; times in milliseconds. Raises Unavailable for
     requests that failed, and for a window without steps."""
     errors = [timing.error for timing in timings if timing.error]
     if errors:
-        raise RuntimeError(f"{len(errors)} requests failed: {errors[0]}")
+        raise Unavailable(f"{len(errors)} requests failed: {errors[0]}")
     inside = [each for each in timings if before.time <= each.events[-1] <= after.time]
     frame = make_frame(before, after)
     if not inside or not frame.step_seconds or frame.predicted_step_seconds is None:
-        raise RuntimeError("no request ended, or no step was predicted, in the window")
+        raise Unavailable("no request ended, or no step was predicted, in the window")
     tpot = statistics.fmean(each.tpot for each in inside if each.tpot is not None)
     gaps = [gap for each in inside for gap in each.gaps]
     missed = {
@@ -273,18 +274,23 @@ def limited() -> Iterator[ControlGroup | None]:
         group.close()
 
 
-def beside(played: Played, cpus: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """All turns of a server that is not limited."""
-    found = {"alone": played.window()}
-    with Neighbour(cpus[-1]):
-        found["busy neighbour"] = played.window()
-    with Neighbour(cpus[-1], half=True):
-        found["half a neighbour"] = played.window()
-    with contextlib.ExitStack() as stack:
-        for cpu in cpus:
-            stack.enter_context(Neighbour(cpu))
-        found["a neighbour everywhere"] = played.window()
-    found["alone again"] = played.window()
+def beside(
+    played: Played, cpus: Sequence[int], unmeasured: Unmeasured
+) -> dict[str, dict[str, Any]]:
+    """All turns of a server that is not limited, but those that had no figures."""
+    found: dict[str, dict[str, Any]] = {}
+    situations: Mapping[str, Callable[[], Sequence[Neighbour]]] = {
+        "alone": lambda: (),
+        "busy neighbour": lambda: [Neighbour(cpus[-1])],
+        "half a neighbour": lambda: [Neighbour(cpus[-1], half=True)],
+        "a neighbour everywhere": lambda: [Neighbour(cpu) for cpu in cpus],
+        "alone again": lambda: (),
+    }
+    for name, start in situations.items():
+        with unmeasured.part(name), contextlib.ExitStack() as stack:
+            for neighbour in start():
+                stack.enter_context(neighbour)
+            found[name] = played.window()
     return found
 
 
@@ -294,14 +300,15 @@ def main() -> int:
     places, vocab = our_places()
     logs = places.folder("logs")
     about = machine(places.cpus)
+    unmeasured = Unmeasured()
     played = Played(places.model, vocab, logs / "neighbours.log")
     try:
         threads = {"alone": played.threads}
-        results = beside(played, places.cpus)
+        results = beside(played, places.cpus, unmeasured)
     finally:
         played.server.close()
     for name, flags in (("quota 1.5", ()), ("quota 1.5, 2 threads", ("--threads", "2"))):
-        with limited() as group:
+        with unmeasured.part(name), limited() as group:
             around = () if group is None else group.around()
             log = logs / "neighbours-quota.log"
             played = Played(places.model, vocab, log, around=around, flags=flags)
@@ -327,23 +334,24 @@ def main() -> int:
         json.dumps(
             {
                 "bench": "neighbours",
-                "predicted_within": all(
+                "predicted_within": bool(judged) and all(
                     abs(row["predicted_by_measured_tpot"] - 1.0) <= WITHIN for row in judged
                 ),
                 "promises_broken": sum(sum(row["missed"].values()) for row in judged),
                 "targets": TARGETS,
                 "callers": CALLERS,
-                "control_group": "made" if "stopped_s" in results["quota 1.5"] else
+                "control_group": "made" if "stopped_s" in results.get("quota 1.5", {}) else
                 "played by stopping the server for 25 of every 100 ms",
                 "threads": threads,
                 "results": results,
+                "unmeasured": unmeasured.reasons,
                 "quick": QUICK,
                 "long": LONG,
                 "machine": about,
             }
         )
     )  # fmt: skip
-    return 0
+    return unmeasured.exit_code
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:

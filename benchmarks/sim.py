@@ -46,6 +46,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.statistics import percentile
+from benchmarks.common.unmeasured import Unmeasured
 from benchmarks.sim_own import MODEL, Load, Seen, make_load, measure, serving
 from benchmarks.sim_vllm import present, vllm
 from paceline.bench.machine import machine
@@ -323,7 +324,7 @@ def trace() -> Iterator[Arrival]:
         )
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.sim")
     default = os.environ.get("VLLM_RUNS") or "../shared/vllm-runs"
     parser.add_argument("folder", nargs="?", type=Path, default=Path(default))
@@ -334,29 +335,36 @@ def main() -> None:
     models = ModelShape.read(arguments.model_shape) if arguments.model_shape else ()
     parts = chosen_parts(os.environ.get("PARTS", ""))
     results: dict[str, Any] = {}
+    unmeasured = Unmeasured()
     if "decisions" in parts:
-        print("identical decisions: live engine and simulator")
-        results["identical_decisions"] = identical_decisions()
+        with unmeasured.part("decisions"):
+            print("identical decisions: live engine and simulator")
+            results["identical_decisions"] = identical_decisions()
     if "vllm" in parts:
-        print(f"recorded vLLM runs in {folder}")
-        if find_runs(folder):
-            results |= vllm(folder, models)
-        else:
-            print("  none there: left out")
-            results["vllm"] = {}
+        with unmeasured.part("vllm"):
+            print(f"recorded vLLM runs in {folder}")
+            if find_runs(folder):
+                results |= vllm(folder, models)
+            else:
+                print("  none there: left out")
+                results["vllm"] = {}
     if "speed" in parts:
-        print("speed and memory")
-        fast, peak, totals = speed()
-        results["speed_x"], results["peak_rss_mb"] = round(fast, 1), round(peak, 1)
-        print(
-            f"  {fast:.0f} simulated seconds per second of processor time; {totals.num_arrivals:,} "
-            f"requests, {totals.num_steps:,} steps: peak {peak:.0f} MB"
-        )
-        sys.stdout.flush()
+        with unmeasured.part("speed"):
+            print("speed and memory")
+            fast, peak, totals = speed()
+            results["speed_x"], results["peak_rss_mb"] = round(fast, 1), round(peak, 1)
+            print(
+                f"  {fast:.0f} simulated seconds per second of processor time; "
+                f"{totals.num_arrivals:,} requests, {totals.num_steps:,} steps: peak {peak:.0f} MB"
+            )
+            sys.stdout.flush()
     if "own" in parts:
-        print("our own live server")
-        results["own"] = own()
-    print(json.dumps({"bench": "sim", "machine": machine(), "results": results}))
+        with unmeasured.part("own"):
+            print("our own live server")
+            results["own"] = own()
+    told = {"bench": "sim", "machine": machine(), "results": results}
+    print(json.dumps(told | {"unmeasured": unmeasured.reasons}))
+    return unmeasured.exit_code
 
 
 def chosen_parts(text: str) -> tuple[str, ...]:
@@ -369,4 +377,4 @@ def chosen_parts(text: str) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

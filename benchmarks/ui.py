@@ -48,6 +48,7 @@ from benchmarks.common.client import Timing, complete
 from benchmarks.common.processes import Unavailable
 from benchmarks.common.server import PacelineServer, ReadyServer
 from benchmarks.common.statistics import percentile, pooled_ratio
+from benchmarks.common.unmeasured import Unmeasured
 from paceline.bench.machine import machine
 
 QUICK = bool(os.environ.get("QUICK"))
@@ -359,10 +360,12 @@ def judged(results: dict[str, Any]) -> dict[str, bool]:
 
 def main() -> int:
     results: dict[str, Any] = {}
+    unmeasured = Unmeasured()
     for name, part in (("tap", tap), ("viewers", viewers), ("page", page)):
         if name in PARTS:
             print(f"-- {name}", flush=True)
-            results |= part()
+            with unmeasured.part(name):
+                results |= part()
     met = judged(results)
     print()
     for name, value in results.items():
@@ -373,8 +376,8 @@ def main() -> int:
         print(f"  {name:24}{value!s:>26}  {asked}")
     print()
     about = {"bench": "ui", "machine": machine(), "quick": QUICK, "met": met}
-    print(json.dumps({**about, "results": results}))
-    return 0
+    print(json.dumps({**about, "results": results, "unmeasured": unmeasured.reasons}))
+    return unmeasured.exit_code
 
 
 if __name__ == "__main__":

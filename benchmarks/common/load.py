@@ -72,7 +72,7 @@ def read_lengths(trace: Path | None, count: int, seed: int) -> list[tuple[int, i
             for _ in range(count)
         ]
     else:
-        with trace.open(newline="") as file:
+        with trace.open(encoding="utf-8-sig", newline="") as file:
             rows = sorted(
                 (int(row["prompt_tokens"]), int(row["output_tokens"]))
                 for row in csv.DictReader(file)

@@ -37,6 +37,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.unmeasured import Unmeasured
 from benchmarks.faults.rows import ROWS, Row, reference
 from benchmarks.faults.server import FaultyServer
 from benchmarks.faults.storage import Redis, disk_full, redis_gone, small_disk
@@ -63,10 +64,14 @@ def show(name: str, work: Coroutine[Any, Any, Row] | Row) -> Row:
 
 
 def storage_rows(
-    model: str, folder: Path, names: list[str], flags: Sequence[str]
-) -> dict[str, Row]:
+    model: str,
+    folder: Path,
+    names: list[str],
+    flags: Sequence[str],
+    results: dict[str, Row],
+    unmeasured: Unmeasured,
+) -> None:
     """The two rows that need a disk and a Redis to take away; told where there is none."""
-    results: dict[str, Row] = {}
     disk = folder / "disk"
     disk.mkdir()
     around = small_disk(disk)
@@ -84,25 +89,36 @@ def storage_rows(
         if DISK in names:
             absent: Row = {"not_measured": "no file system can be mounted here (unshare)"}
             work = disk_full(server, load, disk / "batches") if around else absent
-            results[DISK] = show(DISK, work)
+            with unmeasured.part(DISK):
+                results[DISK] = show(DISK, work)
         if REDIS in names:
             absent = {"not_measured": "there is no redis-server here"}
-            results[REDIS] = show(REDIS, redis_gone(server, load, redis) if has_redis else absent)
-    return results
+            with unmeasured.part(REDIS):
+                work = redis_gone(server, load, redis) if has_redis else absent
+                results[REDIS] = show(REDIS, work)
 
 
-def run(model: str, names: list[str], flags: Sequence[str]) -> dict[str, Row]:
+def run(
+    model: str, names: list[str], flags: Sequence[str], unmeasured: Unmeasured
+) -> dict[str, Row]:
+    """The rows that could be measured; ``unmeasured`` is told of the others."""
     results: dict[str, Row] = {}
     with tempfile.TemporaryDirectory(prefix="faults-") as made:
         folder = Path(made)
         first = [name for name in names if name in ROWS]
         if first:
-            with FaultyServer(model, folder / "log", *flags, "--batch-dir", "off") as server:
+            log = folder / "log"
+            with (
+                unmeasured.part("a server's faults"),
+                FaultyServer(model, log, *flags, "--batch-dir", "off") as server,
+            ):
                 load = asyncio.run(reference(server))
                 for name in first:
-                    results[name] = show(name, ROWS[name](server, load))
+                    with unmeasured.part(name):
+                        results[name] = show(name, ROWS[name](server, load))
         if len(first) < len(names):
-            results |= storage_rows(model, folder, names, flags)
+            with unmeasured.part("faults of its storage"):
+                storage_rows(model, folder, names, flags, results, unmeasured)
     return results
 
 
@@ -113,10 +129,11 @@ def main() -> int:
     parser.add_argument("--rows", nargs="+", choices=rows, default=rows, metavar="ROW")
     parser.add_argument("--dtype", default="auto", help="of the weights, as paceline serve has it")
     args = parser.parse_args()
-    results = run(args.model, args.rows, [*FLAGS, "--dtype", args.dtype])
+    unmeasured = Unmeasured()
+    results = run(args.model, args.rows, [*FLAGS, "--dtype", args.dtype], unmeasured)
     told = {"bench": "faults", "machine": machine(), "dtype": args.dtype, "results": results}
-    print(json.dumps(told))
-    return 0
+    print(json.dumps(told | {"unmeasured": unmeasured.reasons}))
+    return unmeasured.exit_code
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ a half more; ``live_routing`` less than 4 (two loads of 16 turns of 5 s, and 10 
 with each engine, and no further one begins; ``times`` says how many there were. All ``TIMES`` and
 ``MODEL_TIMES`` need ``MINUTES=40``. ``seconds`` in the result says what each part took. QUICK=1
 takes one turn and one time of each. Prints what it finds on standard error as it goes and, last,
-one JSON line.
+one JSON line, of which ``unmeasured`` names what could not be measured, and why.
 
 Goodput (``routing``, ``live_routing``) is that of loads at or below what the engines bear together,
 where no queue grows with time, so it has no long row: 1,500 requests, or turns of 5 s, are compared
@@ -43,6 +43,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.processes import Unavailable
+from benchmarks.common.unmeasured import Unmeasured
 from benchmarks.gateway.calls import calls_per_chunk
 from benchmarks.gateway.failover import FAULTS, failover
 from benchmarks.gateway.live_routing import TURNS, live_routing
@@ -88,22 +90,29 @@ def _peers() -> Path:
 
 
 def _overhead(
-    options: Options, litellm: str | None, routers: dict[str, Path], folder: Path
+    options: Options,
+    litellm: str | None,
+    routers: dict[str, Path],
+    folder: Path,
+    unmeasured: Unmeasured,
 ) -> dict[str, Any]:
-    found = overhead(1 if options.quick else _TURNS, _SECONDS, litellm, routers, folder)
+    turns = 1 if options.quick else _TURNS
+    found = overhead(turns, _SECONDS, litellm, routers, folder, unmeasured)
     # at the rate at which requests come often enough to keep a core awake
-    ours = found["added_ms"]["paceline 200/s"]
-    return {
-        "overhead_ms": {name: ours[name]["median"] for name in ("p50", "p99")},
-        "rps_per_core": found["rps_per_core"]["paceline"],
+    ours = found["added_ms"].get("paceline 200/s")
+    told = {
+        "overhead_ms": ours and {name: ours[name]["median"] for name in ("p50", "p99")},
+        "rps_per_core": found["rps_per_core"].get("paceline"),
         "rps_per_core_litellm": found["rps_per_core"].get("litellm"),
-        "relay_us_per_chunk": found["relay_us_per_chunk"]["paceline"],
-        "calls_per_chunk": calls_per_chunk(),
+        "relay_us_per_chunk": found["relay_us_per_chunk"].get("paceline"),
         "overhead": found,
     }
+    with unmeasured.part("calls a chunk"):
+        told["calls_per_chunk"] = calls_per_chunk()
+    return told
 
 
-def _failover(options: Options, folder: Path) -> dict[str, Any]:
+def _failover(options: Options, folder: Path, unmeasured: Unmeasured) -> dict[str, Any]:
     """Those that take longest share what time is left of ``options.minutes`` from now."""
     deadline = time.monotonic() + 60.0 * options.minutes
     rows = {}
@@ -111,16 +120,19 @@ def _failover(options: Options, folder: Path) -> dict[str, Any]:
     for number, name in enumerate(("null", *formats)):
         left = deadline - time.monotonic()
         until = time.monotonic() + left / (1 + len(formats) - number)
-        if name == "null":
-            rows[name] = failover(_NULL, options.times, FAULTS, until, folder)
-        else:
-            flags = ("--dtype", name, "--kv-cache-memory", "512MiB")
-            rows[name] = failover(flags, options.model_times, FAULTS, until, folder)
+        flags, times = _NULL, options.times
+        if name != "null":
+            flags, times = ("--dtype", name, "--kv-cache-memory", "512MiB"), options.model_times
+        with unmeasured.part(f"failover, {name}"):
+            rows[name] = failover(flags, times, FAULTS, until, folder, unmeasured)
+    if not rows:
+        raise Unavailable("none of its servers was measured")
     told: dict[str, Any] = {
         name: sum(row[name] for row in rows.values())
         for name in ("streams", "lost_tokens", "doubled_tokens", "failed")
     }
-    told["pause_p99_s"] = max(row.get("pause_p99_s", 0.0) for row in rows.values())
+    pauses = [row["pause_p99_s"] for row in rows.values() if "pause_p99_s" in row]
+    told["pause_p99_s"] = max(pauses, default=None)
     return {**told, "rows": rows}
 
 
@@ -133,31 +145,30 @@ def main() -> int:
     litellm, routers = _litellm(options), _routers(options)
     results: dict[str, Any] = {}
     seconds: dict[str, float] = {}
+    unmeasured = Unmeasured()
     with tempfile.TemporaryDirectory(prefix="gateway-") as made:
         folder = Path(made)
         for part in options.parts:
             began = time.monotonic()
             print(f"{part}:", file=sys.stderr, flush=True)
-            if part == "overhead":
-                results |= _overhead(options, litellm, routers, folder)
-            elif part == "routing":
-                size = (500, (1,)) if options.quick else (1500, (1, 2, 3))
-                found = routing(size[0], 0.7, size[1], options.pools)
-                results[part] = found | results.get(part, {})
-            elif part == "live_routing":
-                # seconds of arrivals in a turn, and turns
-                length = (2.0, 1) if options.quick else (5.0, TURNS)
-                live = live_routing(*length, folder)
-                results["routing"] = results.get("routing", {}) | {"live": live}
-            else:
-                results[part] = _failover(options, folder)
+            with unmeasured.part(part):
+                if part == "overhead":
+                    results |= _overhead(options, litellm, routers, folder, unmeasured)
+                elif part == "routing":
+                    size = (500, (1,)) if options.quick else (1500, (1, 2, 3))
+                    found = routing(size[0], 0.7, size[1], options.pools)
+                    results[part] = found | results.get(part, {})
+                elif part == "live_routing":
+                    # seconds of arrivals in a turn, and turns
+                    length = (2.0, 1) if options.quick else (5.0, TURNS)
+                    live = live_routing(*length, folder, unmeasured)
+                    results["routing"] = results.get("routing", {}) | {"live": live}
+                else:
+                    results[part] = _failover(options, folder, unmeasured)
             seconds[part] = round(time.monotonic() - began, 1)
-    print(
-        json.dumps(
-            {"bench": "gateway", "machine": machine(), "seconds": seconds, "results": results}
-        )
-    )
-    return 0
+    told = {"bench": "gateway", "machine": machine(), "seconds": seconds, "results": results}
+    print(json.dumps(told | {"unmeasured": unmeasured.reasons}))
+    return unmeasured.exit_code
 
 
 if __name__ == "__main__":

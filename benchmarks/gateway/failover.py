@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.client import body_lines, get, read_head
+from benchmarks.common.processes import Unavailable
 from benchmarks.common.server import PacelineServer, ReadyServer
 from benchmarks.common.statistics import percentile
+from benchmarks.common.unmeasured import Unmeasured
 from benchmarks.faults.rows import KINDS as SERVER_KINDS
 
 __all__ = ["FAULTS", "failover"]
@@ -167,15 +169,26 @@ class _Relay:
 
 
 def failover(
-    flags: Sequence[str], times: int, faults: Sequence[str], until: float, log_dir: Path
+    flags: Sequence[str],
+    times: int,
+    faults: Sequence[str],
+    until: float,
+    log_dir: Path,
+    unmeasured: Unmeasured,
 ) -> dict[str, Any]:
     """Servers are started with ``flags``; each fault happens ``times`` times, or as often as there
-    is time for until ``until`` (of ``time.monotonic()``), once at least."""
-    return asyncio.run(_failover(flags, times, faults, until, log_dir))
+    is time for until ``until`` (of ``time.monotonic()``), once at least. ``unmeasured`` is told of
+    faults that could not be played. Raises Unavailable where nothing could be."""
+    return asyncio.run(_failover(flags, times, faults, until, log_dir, unmeasured))
 
 
 async def _failover(
-    flags: Sequence[str], times: int, faults: Sequence[str], until: float, log_dir: Path
+    flags: Sequence[str],
+    times: int,
+    faults: Sequence[str],
+    until: float,
+    log_dir: Path,
+    unmeasured: Unmeasured,
 ) -> dict[str, Any]:
     start = [*flags, "--log-level", "warning"]
     second = PacelineServer(*start, log=log_dir / "second.log")
@@ -194,7 +207,7 @@ async def _failover(
     try:
         unhurt = await asyncio.gather(*(_stream(second.port, i) for i in range(STREAMS)))
         if any(not each.done for each in unhurt):
-            raise RuntimeError(f"an unhurt server failed: {[e.error for e in unhurt if e.error]}")
+            raise Unavailable(f"an unhurt server failed: {[e.error for e in unhurt if e.error]}")
         # in turns, so that what there is no time for is missing from all alike
         longest = 0.0
         for number in range(times):
@@ -202,12 +215,14 @@ async def _failover(
             if number and began + longest > until:
                 break
             for fault in faults:
-                seen, at = await _once(start, second.port, fault, log_dir / f"{fault}-{number}.log")
-                rows[fault]["times"] += 1
-                for each, expected in zip(seen, unhurt, strict=True):
-                    _count(rows[fault], each, expected)
-                    if each.resumed:
-                        pauses[fault].append(_pause(each, at))
+                with unmeasured.part(f"failover {' '.join(flags)}, {fault}"):
+                    log = log_dir / f"{fault}-{number}.log"
+                    seen, at = await _once(start, second.port, fault, log)
+                    rows[fault]["times"] += 1
+                    for each, expected in zip(seen, unhurt, strict=True):
+                        _count(rows[fault], each, expected)
+                        if each.resumed:
+                            pauses[fault].append(_pause(each, at))
             longest = max(longest, time.monotonic() - began)
     finally:
         second.close(grace=0.0)

@@ -30,6 +30,7 @@ from typing import Any
 
 from benchmarks.common.processes import Command, Process, Unavailable, free_port
 from benchmarks.common.server import ReadyServer
+from benchmarks.common.unmeasured import Unmeasured
 
 __all__ = ["overhead"]
 
@@ -60,9 +61,14 @@ class Side:
 
 
 def overhead(
-    turns: int, seconds: float, litellm: str | None, routers: Mapping[str, Path], log_dir: Path
+    turns: int,
+    seconds: float,
+    litellm: str | None,
+    routers: Mapping[str, Path],
+    log_dir: Path,
+    unmeasured: Unmeasured,
 ) -> dict[str, Any]:
-    """All figures.
+    """All figures that could be had; ``unmeasured`` is told of the others.
 
     Args:
         litellm: its ``litellm`` command; None: it is left out.
@@ -102,10 +108,10 @@ def overhead(
             for found_sides, other in zip((sides, relays), ports, strict=True):
                 found_sides[name] = Side(name, other.port, "mock", other.pid)
         _idle([*sides.values(), *relays.values()])
-        found = _turns(sides, turns, seconds)
+        found = _turns(sides, turns, seconds, unmeasured)
         found["idle_share"] = {n: round(s.idle, 4) for n, s in sides.items() if s.pid is not None}
-        found |= _processor(sides, turns, seconds)
-        found |= _relay(relays, found, turns, seconds)
+        found |= _processor(sides, turns, seconds, unmeasured)
+        found |= _relay(relays, found, turns, seconds, unmeasured)
         return found | skipped
 
 
@@ -119,23 +125,31 @@ def _idle(sides: Sequence[Side]) -> None:
             side.idle = (_cpu(side.pid) - pids[side.pid]) / (time.monotonic() - began)
 
 
-def _turns(sides: dict[str, Side], turns: int, seconds: float) -> dict[str, Any]:
+def _turns(
+    sides: dict[str, Side], turns: int, seconds: float, unmeasured: Unmeasured
+) -> dict[str, Any]:
     added: dict[str, dict[str, list[float]]] = {}
+
+    def turn(side: Side, rate: float, direct: dict[str, Any]) -> None:
+        run = _load(side, rate, seconds, 8, stream=True)
+        print(f"  first content {rate:g}/s {side.name:9} {run}", file=sys.stderr)
+        if side.name == "direct":
+            direct |= run
+            return
+        if not direct:
+            raise Unavailable("direct access was not measured in this turn")
+        for name in ("p50", "p99"):
+            more = 1000.0 * (run[f"first_{name}"] - direct[f"first_{name}"])
+            row = added.setdefault(f"{side.name} {rate:g}/s", {})
+            row.setdefault(name, []).append(more)
+
     for _ in range(turns):
         for rate in _RATES:
             direct: dict[str, Any] = {}
             for side in sides.values():
-                if side.name in _SLOW_RATES and rate != _RATES[0]:
-                    continue
-                run = _load(side, rate, seconds, 8, stream=True)
-                print(f"  first content {rate:g}/s {side.name:9} {run}", file=sys.stderr)
-                if side.name == "direct":
-                    direct = run
-                    continue
-                for name in ("p50", "p99"):
-                    more = 1000.0 * (run[f"first_{name}"] - direct[f"first_{name}"])
-                    row = added.setdefault(f"{side.name} {rate:g}/s", {})
-                    row.setdefault(name, []).append(more)
+                if side.name not in _SLOW_RATES or rate == _RATES[0]:
+                    with unmeasured.part(f"added time, {side.name} at {rate:g}/s"):
+                        turn(side, rate, direct)
     told = {
         name: {
             kind: {"median": round(statistics.median(values), 3), "lowest": round(min(values), 3)}
@@ -146,35 +160,52 @@ def _turns(sides: dict[str, Side], turns: int, seconds: float) -> dict[str, Any]
     return {"added_ms": told}
 
 
-def _processor(sides: dict[str, Side], turns: int, seconds: float) -> dict[str, Any]:
+def _processor(
+    sides: dict[str, Side], turns: int, seconds: float, unmeasured: Unmeasured
+) -> dict[str, Any]:
     per_core: dict[str, list[float]] = {}
+
+    def turn(name: str, pid: int, side: Side) -> None:
+        before = _cpu(pid)
+        rate = _SLOW_RATES.get(name, (_CPU_RATE, _CHUNK_RATE))[0]
+        run = _load(side, rate, seconds, 2, stream=False)
+        spent = _cpu(pid) - before - side.idle * run["seconds"]
+        print(f"  whole answers {name:9} {run} {spent:.2f} s", file=sys.stderr)
+        per_core.setdefault(name, []).append(run["requests"] / spent)
+
     for _ in range(turns):
-        for side in sides.values():
-            if side.pid is None:
-                continue
-            before = _cpu(side.pid)
-            rate = _SLOW_RATES.get(side.name, (_CPU_RATE, _CHUNK_RATE))[0]
-            run = _load(side, rate, seconds, 2, stream=False)
-            spent = _cpu(side.pid) - before - side.idle * run["seconds"]
-            print(f"  whole answers {side.name:9} {run} {spent:.2f} s", file=sys.stderr)
-            per_core.setdefault(side.name, []).append(run["requests"] / spent)
+        for name, side in sides.items():
+            if side.pid is not None:
+                with unmeasured.part(f"requests a core, {name}"):
+                    turn(name, side.pid, side)
     return {"rps_per_core": {n: round(statistics.median(v), 1) for n, v in per_core.items()}}
 
 
 def _relay(
-    sides: dict[str, Side], found: dict[str, Any], turns: int, seconds: float
+    sides: dict[str, Side],
+    found: dict[str, Any],
+    turns: int,
+    seconds: float,
+    unmeasured: Unmeasured,
 ) -> dict[str, Any]:
     cost: dict[str, list[float]] = {}
+
+    def turn(name: str, side: Side) -> None:
+        assert side.pid is not None, "a gateway"
+        if name not in found["rps_per_core"]:
+            raise Unavailable("the price of its requests was not measured")
+        before = _cpu(side.pid)
+        rate = _SLOW_RATES.get(name, (_CPU_RATE, _CHUNK_RATE))[1]
+        run = _load(side, rate, seconds, _CHUNK_TOKENS, stream=True)
+        spent = _cpu(side.pid) - before - side.idle * run["seconds"]
+        spent -= run["requests"] / found["rps_per_core"][name]
+        print(f"  chunks        {name:9} {run} {spent:.2f} s", file=sys.stderr)
+        cost.setdefault(name, []).append(1e6 * spent / run["chunks"])
+
     for _ in range(turns):
-        for side in sides.values():
-            assert side.pid is not None, "a gateway"
-            before = _cpu(side.pid)
-            rate = _SLOW_RATES.get(side.name, (_CPU_RATE, _CHUNK_RATE))[1]
-            run = _load(side, rate, seconds, _CHUNK_TOKENS, stream=True)
-            spent = _cpu(side.pid) - before - side.idle * run["seconds"]
-            spent -= run["requests"] / found["rps_per_core"][side.name]
-            print(f"  chunks        {side.name:9} {run} {spent:.2f} s", file=sys.stderr)
-            cost.setdefault(side.name, []).append(1e6 * spent / run["chunks"])
+        for name, side in sides.items():
+            with unmeasured.part(f"microseconds a chunk, {name}"):
+                turn(name, side)
     return {"relay_us_per_chunk": {n: round(statistics.median(v), 1) for n, v in cost.items()}}
 
 
@@ -184,10 +215,13 @@ def _load(side: Side, rate: float, seconds: float, tokens: int, *, stream: bool)
         str(side.port), side.model, str(rate), str(seconds), str(tokens),
         "stream" if stream else "whole",
     )  # fmt: skip
-    out = subprocess.run(argv, capture_output=True, check=True, timeout=seconds + 120).stdout
+    try:
+        out = subprocess.run(argv, capture_output=True, check=True, timeout=seconds + 120).stdout
+    except subprocess.TimeoutExpired as error:
+        raise Unavailable(f"its callers did not end within {error.timeout:g} s") from None
     result: dict[str, Any] = json.loads(out)
     if result["failed"] or not result["requests"]:
-        raise RuntimeError(f"{side.name}: {result}")
+        raise Unavailable(f"{result['failed']} requests failed of {rate * seconds:.0f}")
     return result
 
 

@@ -58,6 +58,7 @@ from benchmarks.common.ours import Ours, our_places
 from benchmarks.common.processes import Unavailable, free_port
 from benchmarks.common.server import Server
 from benchmarks.common.setup import Peer, Places
+from benchmarks.common.unmeasured import Unmeasured
 from benchmarks.goodput.curves import ATTAINMENT, Search, capacity, summary
 from benchmarks.goodput.engines import class_flags, fixed
 from benchmarks.goodput.lasting import lasting
@@ -179,6 +180,11 @@ def main() -> int:
     places, vocab = our_places()
     servers: dict[str, Server] = {}
     absent: dict[str, str] = {}
+    unmeasured = Unmeasured()
+    # by percentile
+    flooded: dict[float, float] = {}
+    shared: dict[float, float] = {}
+    long = None
 
     def start(peer: Peer) -> Server:
         log = places.folder("logs") / f"goodput-{peer.name}.log"
@@ -217,14 +223,18 @@ def main() -> int:
             if name in servers:
                 servers.pop(name).close()
 
-        held = capacity(curves["paceline"].get("poisson", {})) if LONG else 0.0
-        long = lasting(ours, held, LONG, vocab) if held else None
-        flooded = compared("flood: interactive", ours, partial(flood, unit, SECONDS, vocab))
+        with unmeasured.part("long"):
+            held = capacity(curves["paceline"].get("poisson", {})) if LONG else 0.0
+            long = lasting(ours, held, LONG, vocab) if held else None
+        with unmeasured.part("flood"):
+            flooded = compared("flood: interactive", ours, partial(flood, unit, SECONDS, vocab))
         servers.pop("paceline").close()
-        fair = servers["fair"] = start(
-            Ours("fair", places, (*class_flags(), "--scheduling-policy", "fair"))
-        )
-        shared = compared("fairness: light tenant's", fair, partial(tenants, unit, SECONDS, vocab))
+        with unmeasured.part("fairness"):
+            fair = servers["fair"] = start(
+                Ours("fair", places, (*class_flags(), "--scheduling-policy", "fair"))
+            )
+            pair = partial(tenants, unit, SECONDS, vocab)
+            shared = compared("fairness: light tenant's", fair, pair)
     finally:
         for server in servers.values():
             server.close()
@@ -233,12 +243,12 @@ def main() -> int:
     print(f"pressure: {pressure}\n")
     results = {
         **summary(curves),
-        "flood_ttft_p99_ratio": flooded[0.99],
-        "flood_ttft_p90_ratio": flooded[0.9],
-        "flood_ttft_p50_ratio": flooded[0.5],
-        "fairness_ttft_p99_ratio": shared[0.99],
-        "fairness_ttft_p90_ratio": shared[0.9],
-        "fairness_ttft_p50_ratio": shared[0.5],
+        "flood_ttft_p99_ratio": flooded.get(0.99),
+        "flood_ttft_p90_ratio": flooded.get(0.9),
+        "flood_ttft_p50_ratio": flooded.get(0.5),
+        "fairness_ttft_p99_ratio": shared.get(0.99),
+        "fairness_ttft_p90_ratio": shared.get(0.9),
+        "fairness_ttft_p50_ratio": shared.get(0.5),
         "pressure": pressure,
         "long": long,
         "best_fixed_budget": best,
@@ -246,12 +256,13 @@ def main() -> int:
         "curves": curves,
         "absent": absent,
         "formats": formats,
+        "unmeasured": unmeasured.reasons,
     }
     for name, kinds in results["capacity_by_arrivals"].items():
         print(f"{name:16} ({formats[name]}) holds {ATTAINMENT:.0%} up to "
               + ", ".join(f"{rate:.2f}/s {kind}" for kind, rate in kinds.items()))  # fmt: skip
     print(json.dumps({"bench": "goodput", "machine": machine(places.cpus), "results": results}))
-    return 0
+    return unmeasured.exit_code
 
 
 def compared(who: str, server: Server, pair: Callable[[int], Pair]) -> dict[float, float]:

@@ -60,5 +60,7 @@ def model_path() -> Path:
 def prompt_groups() -> dict[str, list[str]]:
     """As ``PROMPTS`` has them."""
     file = os.environ.get("PROMPTS")
-    groups: dict[str, list[str]] = json.loads(Path(file).read_text()) if file else GROUPS
+    if not file:
+        return GROUPS
+    groups: dict[str, list[str]] = json.loads(Path(file).read_text(encoding="utf-8-sig"))
     return groups

@@ -68,7 +68,7 @@ async function play(stop) {
   return new Response(body, { headers: { "Content-Type": "application/octet-stream" } });
 }
 
-globalThis.fetch = (what, options) => (String(what).startsWith("/ui/api/timeline") ? play(options?.signal) : ask(what, options));
+globalThis.fetch = (what, options) => (String(what).includes("/ui/api/timeline") ? play(options?.signal) : ask(what, options));
 recording.catch((error) => (state.value = error.message));
 
 /** In the colours of the page around it, where there is one. */

@@ -5,11 +5,11 @@ server sends: an answer that is not HTTP, not a stream, not JSON or cut off is a
 
 What streams look like differs between servers; understood are
 
-* ``data:`` lines with or without a space, comments, other fields, either line end;
+* events as ``wire/sse.py`` reads them: any line end, comments, keep-alives of every kind;
 * text in ``text``, ``delta.content``, ``delta.reasoning_content`` or ``delta.reasoning``, and tool
   calls; a first chunk with a role alone is not a token;
 * ``usage`` in any event; where a server has none, the chunks with text are counted;
-* an end by ``[DONE]``, or by a ``finish_reason`` alone.
+* an end by ``[DONE]``, or by a ``finish_reason`` alone, behind which nothing is a failure.
 
 This module does not know clocks or sockets.
 """
@@ -23,13 +23,17 @@ from typing import Any, Final
 import httptools
 import msgspec
 
+from paceline.wire.sse import PINGS, SseEvents, name_of, names_error, payload_of
+
 __all__ = ["REFUSALS", "Answer", "Outcome"]
 
 # a server that says so has no room now; anything else is a failure
 REFUSALS: Final = frozenset({429, 503})
-# of a line of a stream, and of a body that is no stream
+# of an event of a stream, and of a body that is no stream
 _MOST_BYTES: Final = 4 << 20
 _DETAIL_CHARS: Final = 200
+# data that says nothing
+_NOTHING: Final = (b"", b"{}", b"null")
 _TEXTS: Final = ("content", "reasoning_content", "reasoning", "tool_calls", "function_call")
 
 
@@ -83,7 +87,8 @@ class Answer:
         self._status = 0
         self._stream = False
         self._has_length = False
-        # what is left of a line; of an answer that is no stream, its body so far
+        self._events = SseEvents(_MOST_BYTES)
+        # of an answer that is no stream, its body so far
         self._rest = b""
         self._usage: Mapping[str, Any] = {}
         self._finish_reason: str | None = None
@@ -132,7 +137,15 @@ class Answer:
                 self.fail("not HTTP", str(error) or type(error).__name__)
 
     def fail(self, failure: str, detail: str) -> None:
-        """It ends here. Of several failures the first counts."""
+        """It ends here. Of several failures the first counts, and none behind the reason of the
+        end, where all of the answer was said."""
+        if self._finish_reason is None:
+            self._fail(failure, detail)
+        elif not self.complete:
+            self.complete = True
+            self._close_stream()
+
+    def _fail(self, failure: str, detail: str) -> None:
         if not self._failure:
             self._failure, self._detail = failure, " ".join(detail.split())[:_DETAIL_CHARS]
 
@@ -155,12 +168,12 @@ class Answer:
         self._stream = self._stream and self._status == 200
 
     def on_body(self, data: bytes) -> None:
-        self._rest += data
         if self._stream:
-            *lines, self._rest = self._rest.split(b"\n")
-            for line in lines:
-                self._line(line)
-        if len(self._rest) > _MOST_BYTES:
+            for event in self._events.feed(data):
+                self._event(event)
+        else:
+            self._rest += data
+        if self._events.too_long or len(self._rest) > _MOST_BYTES:
             self.fail("too long", f"more than {_MOST_BYTES} bytes without an end")
 
     def on_message_complete(self) -> None:
@@ -171,7 +184,6 @@ class Answer:
         self.reusable = self._has_length and self._parser.should_keep_alive()
         self.body = b"" if self._stream else self._rest
         if self._stream:
-            self._line(self._rest)
             self._close_stream()
         elif self._status != 200:
             self.fail(str(self._status), _message(self._rest))
@@ -181,23 +193,28 @@ class Answer:
 
     # ---------------------------------------------------------------- the stream's
 
-    def _line(self, line: bytes) -> None:
-        if not line.startswith(b"data:"):
-            return
-        data = line[5:].strip()
-        if data == b"[DONE]":
+    def _event(self, event: bytes) -> None:
+        data, name = payload_of(event) or b"", name_of(event)
+        if names_error(name):
+            self._odd("error in the stream", _message(data))
+        elif data == b"[DONE]":
             self._ends = True
-            return
+        elif data not in _NOTHING and name not in PINGS:
+            self._chunk(data, name)
+
+    def _chunk(self, data: bytes, name: bytes) -> None:
         try:
             event = msgspec.json.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            self.fail("not JSON", data[:_DETAIL_CHARS].decode(errors="replace"))
-            return
+            event = None
         if not isinstance(event, dict):
-            self.fail("not JSON", data[:_DETAIL_CHARS].decode(errors="replace"))
+            # readers of chunks do not know events of other names
+            if name in (b"", b"message"):
+                self._odd("not JSON", data[:_DETAIL_CHARS].decode(errors="replace"))
             return
-        if event.get("error"):
-            self.fail("error in the stream", _message(data))
+        named = "error" in (event.get("object"), event.get("type")) and not event.get("choices")
+        if event.get("error") or named:
+            self._odd("error in the stream", _message(data))
             return
         usage = event.get("usage")
         if isinstance(usage, dict):
@@ -206,6 +223,11 @@ class Answer:
         if isinstance(choices, list) and choices and isinstance(choices[0], dict):
             self._choice(choices[0])
 
+    def _odd(self, failure: str, detail: str) -> None:
+        """An event that ends an answer, unless all of that was said."""
+        if self._finish_reason is None:
+            self._fail(failure, detail)
+
     def _choice(self, choice: Mapping[str, Any]) -> None:
         delta = choice.get("delta")
         if choice.get("text") or (
@@ -213,17 +235,17 @@ class Answer:
         ):
             self._chunks.append(self._now)
         reason = choice.get("finish_reason")
-        if isinstance(reason, str):
+        if isinstance(reason, str) and reason:
             self._finish_reason, self._finished_at = reason, self._now
 
     def _close_stream(self) -> None:
         if not self._ends and self._finish_reason is None:
-            self.fail("cut off", "the stream ended without [DONE] or a finish_reason")
+            self._fail("cut off", "the stream ended without [DONE] or a finish_reason")
         elif not self._chunks and _count(self._usage, "completion_tokens"):
             # tokens without text, such as an end of sequence alone
             self._chunks.append(self._finished_at or self._now)
         elif not self._chunks:
-            self.fail("no token", "the stream has neither text nor counted tokens")
+            self._fail("no token", "the stream has neither text nor counted tokens")
 
     def results(self) -> dict[str, Any]:
         """The fields of an Outcome that the answer decides."""

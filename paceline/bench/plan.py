@@ -30,6 +30,10 @@ ENDPOINTS: Final[Mapping[str, str]] = {"chat": "/chat/completions", "completions
 ARRIVALS: Final[Mapping[str, float]] = {"poisson": 1.0, "constant": 0.0, "bursty": 3.0}
 # where neither a number nor a duration is given
 _NUMBER: Final = 100
+# what a line of prompts may call its limit, and what of it is not sent: what the run says of all
+# requests, and the name of a line
+_MOST: Final = ("max_tokens", "max_completion_tokens")
+_OF_THE_RUN: Final = frozenset({"model", "stream", "stream_options", "custom_id"})
 
 _WORDS: Final = (
     "also back been book both call care city does down draw each ease even farm feet find food "
@@ -103,7 +107,7 @@ class Plan:
             name = f"lengths:{trace}?{times}"
             stream = open_workload(name, seed=seed)
         elif concurrency is not None and Path(trace).is_file():
-            read = open_trace(Path(trace))
+            read = open_trace(Path(trace), timed=False)
             stream, block = _Restartable(read), read.prefix_block
         else:
             workload = open_workload(trace, seed=seed)
@@ -179,12 +183,16 @@ class Words:
 class _Prompt:
     text: str | None
     messages: list[dict[str, Any]] | None
-    max_tokens: int | None
+    # by the name that the line gives it
+    most: Mapping[str, int]
+    # the rest of the line, such as ``temperature``: sent as it is
+    fields: Mapping[str, Any]
 
 
 class PromptFile:
-    """JSON lines, each with ``prompt`` or ``messages`` and, if it likes, ``max_tokens``; taken in
-    turn, again from the first after the last.
+    """JSON lines, each with ``prompt`` or ``messages`` and, if it likes, other fields of a request;
+    taken in turn, again from the first after the last. Which model is asked, and how it streams, is
+    the run's.
 
     Raises:
         ConfigError: it cannot be read, or a line is something else; the message says which.
@@ -192,7 +200,8 @@ class PromptFile:
 
     def __init__(self, path: Path) -> None:
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            # not at every line end of Unicode: JSON has some in its texts
+            lines = path.read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: cannot be read: {error}") from error
         self._prompts = [
@@ -219,13 +228,16 @@ def _parse_prompt(line: str, where: str) -> _Prompt:
         raise ConfigError(f"{where}: not JSON: {error}") from None
     row = {"prompt": row} if isinstance(row, str) else row
     if isinstance(row, dict):
-        text, messages, most = row.get("prompt"), row.get("messages"), row.get("max_tokens")
+        given = {name: row.pop(name, None) for name in ("prompt", "messages", *_MOST)}
+        text, messages = given["prompt"], given["messages"]
+        most = {name: given[name] for name in _MOST if given[name] is not None}
         right = isinstance(text, str) != isinstance(messages, list)
-        if right and (most is None or (type(most) is int and most >= 1)):
-            return _Prompt(text, messages, most)
+        if right and len(most) < 2 and all(type(m) is int and m >= 1 for m in most.values()):
+            fields = {name: value for name, value in row.items() if name not in _OF_THE_RUN}
+            return _Prompt(text, messages, most, fields)
     raise ConfigError(
         f'{where}: expected {{"prompt": "..."}} or {{"messages": [...]}}, if need be with '
-        '"max_tokens": a whole number'
+        f'"{_MOST[0]}" or "{_MOST[1]}": a whole number'
     )
 
 
@@ -257,15 +269,18 @@ class Bodies:
     def make(self, arrival: Arrival, number: int) -> tuple[bytes, int | None, int]:
         """The body, and the prompt and output tokens that it asks for; those of a prompt from a
         file are not known."""
-        most, asked = arrival.output_tokens, None
+        asked = None
         text: str | None
         messages: list[dict[str, Any]] | None = None
+        limit: Mapping[str, int] = {_MOST[0]: arrival.output_tokens}
+        fields: Mapping[str, Any] = {}
         if self.prompts is None:
             text, asked = self.words.text(arrival, number), arrival.prompt_tokens
         else:
             prompt = self.prompts[number]
-            text, messages, most = prompt.text, prompt.messages, prompt.max_tokens or most
-        body: dict[str, Any] = {"model": self.model, "max_tokens": most, "stream": True}
+            text, messages, fields = prompt.text, prompt.messages, prompt.fields
+            limit = prompt.most or limit
+        body: dict[str, Any] = {"model": self.model, **limit, "stream": True}
         if self.endpoint == "chat":
             body["messages"] = messages or [{"role": "user", "content": text}]
         else:
@@ -282,4 +297,5 @@ class Bodies:
             slo = {n: 1e3 * t for n, t in zip(names, targets, strict=True) if t is not None}
             if slo:
                 body["slo"] = slo
-        return msgspec.json.encode(body | dict(self.extra)), asked, most
+        (most,) = limit.values()
+        return msgspec.json.encode({**body, **fields, **self.extra}), asked, most

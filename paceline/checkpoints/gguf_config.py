@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from paceline.checkpoints.architectures import ARCHITECTURES, Architecture
 from paceline.checkpoints.config import ModelConfig, RopeConfig
 from paceline.checkpoints.gguf_format import GGUFFile, GGUFTensor
+from paceline.checkpoints.special_ids import gguf_special_id
 from paceline.core.errors import CheckpointError
 
 __all__ = ["NEUTRAL", "SUPPORTED_ARCHITECTURES", "GGUFConfigReader", "find_architecture"]
@@ -130,7 +131,7 @@ class GGUFConfigReader:
             "sliding_window": window or None,
             "sliding_layers": tuple(range(layers)) if window and layers <= 1024 else (),
             "eos_token_ids": self.eos_token_ids(vocab),
-            "bos_token_id": self.optional_id("bos", vocab),
+            "bos_token_id": gguf_special_id(self.metadata, "bos", vocab),
             "stored_dtype": self.stored_dtype(),
         }
         return ModelConfig(**(shared | dict(architecture.gguf_knobs(self))))
@@ -231,17 +232,14 @@ class GGUFConfigReader:
         return tuple(float(value) for value in self.values(tensor))
 
     def eos_token_ids(self, vocab: int) -> frozenset[int]:
-        ids = (self.optional_id(name, vocab) for name in ("eos", "eot", "eom"))
-        return frozenset(token_id for token_id in ids if token_id is not None)
-
-    def optional_id(self, name: str, vocab: int) -> int | None:
-        key = f"tokenizer.ggml.{name}_token_id"
-        if key not in self.metadata:
-            return None
-        token_id = self.whole(key)
-        if not 0 <= token_id < vocab:
-            raise CheckpointError(f"{key} is {token_id}, the vocabulary has {vocab} entries")
-        return token_id
+        ids = {name: gguf_special_id(self.metadata, name, vocab) for name in ("eos", "eot", "eom")}
+        if ids["eos"] is None and "tokenizer.ggml.eos_token_id" in self.metadata:
+            found = self.metadata["tokenizer.ggml.eos_token_id"]
+            raise CheckpointError(
+                f"tokenizer.ggml.eos_token_id is {found}, the vocabulary has {vocab} entries: "
+                "answers would never end"
+            )
+        return frozenset(token_id for token_id in ids.values() if token_id is not None)
 
     def stored_dtype(self) -> str:
         """The type that holds most bytes of the layers' matrices."""

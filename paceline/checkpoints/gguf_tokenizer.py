@@ -16,6 +16,7 @@ import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 from tokenizers import (
@@ -29,15 +30,25 @@ from tokenizers import (
     processors,
 )
 
+from paceline.checkpoints.special_ids import gguf_special_id, warn_once
 from paceline.core.errors import CheckpointError
 
-__all__ = ["SUPPORTED_PRE_TOKENIZERS", "build_tokenizer"]
+__all__ = [
+    "CONTROL",
+    "SUPPORTED_PRE_TOKENIZERS",
+    "USER_DEFINED",
+    "build_tokenizer",
+    "tokens_of",
+    "twins_of",
+]
 
 # values of tokenizer.ggml.token_type
 _UNKNOWN: Final = 2
-_CONTROL: Final = 3
-_USER_DEFINED: Final = 4
+CONTROL: Final = 3
+USER_DEFINED: Final = 4
 _BYTE: Final = 6
+# those that are found in a text whole
+_WHOLE: Final = frozenset({_UNKNOWN, CONTROL, USER_DEFINED})
 
 # SentencePiece pieces have at most 16 characters unless trained otherwise
 MAX_PIECE_CHARS: Final = 128
@@ -103,46 +114,100 @@ _WORDS: Final[dict[str, _Words]] = {
 SUPPORTED_PRE_TOKENIZERS: Final = tuple(_WORDS)
 
 
-def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+def build_tokenizer(
+    metadata: Mapping[str, Any], kinds: Mapping[str, int] = MappingProxyType({})
+) -> Tokenizer:
     """The tokenizer described by a GGUF file's ``tokenizer.ggml.*`` keys.
 
     Ids are those of the file; control and unknown tokens are special, user-defined ones are matched
-    whole but are text.
+    whole but are text. Entries that ``twins_of`` names decode to nothing that is of use.
+
+    Args:
+        kinds: types of texts that the file may give another one; of those that it has as control
+            tokens "user-defined" changes nothing.
 
     Raises:
         CheckpointError: a kind that is not supported, keys missing, or arrays that disagree.
     """
     kind = metadata.get("tokenizer.ggml.model")
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
-        raise CheckpointError("the file holds no tokenizer (tokenizer.ggml.tokens)")
-    vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    if len(vocab) != len(tokens):
-        raise CheckpointError(
-            f"tokenizer.ggml.tokens has {len(tokens)} entries, only {len(vocab)} of them different"
-        )
+    tokens, names = tokens_of(metadata), _distinct(metadata)
+    vocab = {token: token_id for token_id, token in enumerate(names)}
     types = _numbers(metadata, "token_type", len(tokens))
     if kind == "gpt2":
         tokenizer, add_bos = _byte_level(metadata, vocab)
     elif kind == "llama":
-        tokenizer, add_bos = _sentencepiece(metadata, tokens, vocab, types), True
+        tokenizer, add_bos = _sentencepiece(metadata, names, vocab, types), True
     elif kind == "bert":
-        return _wordpiece(metadata, tokens)
+        return _wordpiece(metadata, names, vocab)
     else:
         raise CheckpointError(
             f"tokenizer.ggml.model {kind!r:.40} is not supported; these are: gpt2, llama, bert"
         )
-    if types is not None:
-        special = [i for i, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN)]
-        tokenizer.add_special_tokens(
-            [AddedToken(tokens[i], special=True, normalized=False) for i in special if tokens[i]]
-        )
-        plain = [i for i, kind in enumerate(types) if kind == _USER_DEFINED]
-        tokenizer.add_tokens(
-            [AddedToken(tokens[i], special=False, normalized=False) for i in plain if tokens[i]]
-        )
-    _add_ends(tokenizer, metadata, tokens, add_bos)
+    found = {t: i for t, i in zip(tokens, types or (), strict=False) if i in _WHOLE and t}
+    found |= {
+        text: kind
+        for text, kind in kinds.items()
+        if text in vocab and (kind == CONTROL or text not in found)
+    }
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(text, special=True, normalized=False)
+            for text, kind in found.items()
+            if kind != USER_DEFINED
+        ]
+    )
+    tokenizer.add_tokens(
+        [
+            AddedToken(text, special=False, normalized=False)
+            for text, kind in found.items()
+            if kind == USER_DEFINED
+        ]
+    )
+    _add_ends(tokenizer, metadata, names, add_bos)
     return tokenizer
+
+
+def tokens_of(metadata: Mapping[str, Any]) -> list[str]:
+    """Return the texts of all tokens. Raises CheckpointError where the file has none."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
+        raise CheckpointError("the file holds no tokenizer (tokenizer.ggml.tokens)")
+    return tokens
+
+
+def twins_of(metadata: Mapping[str, Any]) -> dict[int, int | None]:
+    """Return the entries that never encode a text: by its id, the first that is equal, and None for
+    an empty one."""
+    first: dict[str, int] = {}
+    twins: dict[int, int | None] = {}
+    for token_id, name in enumerate(_names(metadata)):
+        if not name:
+            twins[token_id] = None
+        elif (known := first.setdefault(name, token_id)) != token_id:
+            twins[token_id] = known
+    return twins
+
+
+def _names(metadata: Mapping[str, Any]) -> list[str]:
+    """Texts as the library spells them; llama.cpp's converter renames BERT's pieces."""
+    tokens = tokens_of(metadata)
+    if metadata.get("tokenizer.ggml.model") == "bert":
+        return [_piece_name(token) for token in tokens]
+    return tokens
+
+
+def _distinct(metadata: Mapping[str, Any]) -> list[str]:
+    """Names under which the library keeps the vocabulary: those of ``twins_of`` get one that no
+    text is cut into, as a byte of zero is spelt otherwise and is merged with nothing."""
+    names, twins = _names(metadata), twins_of(metadata)
+    if not twins:
+        return names
+    some = ", ".join(f"{i} ({names[i]!r:.40})" for i in list(twins)[:3])
+    warn_once(
+        f"tokenizer.ggml.tokens has {len(twins)} doubled or empty of {len(names)} entries, such as "
+        f"{some}: they decode, and the first of equal ones encodes"
+    )
+    return [f"\0{i}" if i in twins else name for i, name in enumerate(names)]
 
 
 def _numbers(metadata: Mapping[str, Any], name: str, count: int) -> array[Any] | None:
@@ -212,11 +277,7 @@ def _sentencepiece(
         raise CheckpointError("tokenizer.ggml.scores is missing, which a llama tokenizer needs")
     if types is None:
         raise CheckpointError("tokenizer.ggml.token_type is missing, which a llama tokenizer needs")
-    unknown_id = metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    if type(unknown_id) is not int or not 0 <= unknown_id < len(tokens):
-        raise CheckpointError(
-            f"tokenizer.ggml.unknown_token_id is {unknown_id!r:.40} of {len(tokens)} tokens"
-        )
+    unknown_id = gguf_special_id(metadata, "unknown", len(tokens)) or 0
     merges = _merges_from_scores(tokens, scores.tolist(), types.tolist())
     has_bytes = all(f"<0x{byte:02X}>" in vocab for byte in range(256))
     tokenizer = Tokenizer(
@@ -240,24 +301,23 @@ def _sentencepiece(
     return tokenizer
 
 
-def _wordpiece(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
-    """As llama.cpp's converter renames BERT's pieces, undone. Whether text is lowered is not
-    written: it is where no piece has a capital letter."""
-    names = [_piece_name(token) for token in tokens]
-    vocab = {name: token_id for token_id, name in enumerate(names)}
-    if len(vocab) != len(names):
-        raise CheckpointError("tokenizer.ggml.tokens has two pieces of one name")
+def _wordpiece(metadata: Mapping[str, Any], names: list[str], vocab: dict[str, int]) -> Tokenizer:
+    """A tokenizer of BERT's. Whether text is lowered is not written: it is where no piece has a
+    capital letter."""
 
-    def special(*keys: str) -> tuple[str, int]:
+    def special(name: str, *keys: str) -> tuple[str, int]:
         for key in keys:
-            token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-            if type(token_id) is int and 0 <= token_id < len(names):
+            token_id = gguf_special_id(metadata, key, len(names))
+            if token_id is not None:
                 return names[token_id], token_id
+        if name in vocab:
+            return name, vocab[name]
         raise CheckpointError(f"tokenizer.ggml.{keys[0]}_token_id is not among {len(names)} tokens")
 
-    unknown, _ = special("unknown")
+    unknown, _ = special("[UNK]", "unknown")
+    first = special("[CLS]", "cls", "bos")
     # the format's own name has one "a" less
-    first, last = special("cls", "bos"), special("seperator", "separator", "eos")
+    last = special("[SEP]", "seperator", "separator", "eos")
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
     lowered = all(name == name.lower() or _is_bracketed(name) for name in names)
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowered)
@@ -271,7 +331,7 @@ def _wordpiece(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
 
 
 def _piece_name(token: str) -> str:
-    if _is_bracketed(token):
+    if not token or _is_bracketed(token):
         return token
     return token[1:] if token.startswith("\u2581") else f"##{token}"
 
@@ -293,7 +353,7 @@ def _merges_from_scores(
     SentencePiece joins the two neighbours whose joint piece scores best; so every way to cut a
     piece into two pieces is a merge, ranked by the piece's score.
     """
-    no_text = (_UNKNOWN, _CONTROL, _BYTE)
+    no_text = (_UNKNOWN, CONTROL, _BYTE)
     pieces = {
         token: token_id
         for token_id, (token, kind) in enumerate(zip(tokens, types, strict=True))
@@ -327,14 +387,8 @@ def _add_ends(
     """What ``add_special_tokens`` puts around a text."""
     parts: dict[str, tuple[str, int]] = {}
     for name, default in (("bos", add_bos), ("eos", False)):
-        token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if token_id is None:
-            continue
-        if type(token_id) is not int or not 0 <= token_id < len(tokens):
-            raise CheckpointError(
-                f"tokenizer.ggml.{name}_token_id is {token_id!r:.40} of {len(tokens)} tokens"
-            )
-        if metadata.get(f"tokenizer.ggml.add_{name}_token", default):
+        token_id = gguf_special_id(metadata, name, len(tokens))
+        if token_id is not None and metadata.get(f"tokenizer.ggml.add_{name}_token", default):
             parts[name] = (tokens[token_id], token_id)
     if parts:
         single = [parts[name][0] if name in parts else "" for name in ("bos", "eos")]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from paceline.checkpoints.architectures import ARCHITECTURES
 from paceline.checkpoints.config import ModelConfig
-from paceline.checkpoints.hf_config import read_hf_config
+from paceline.checkpoints.hf_config import is_headless, read_hf_config
 from paceline.checkpoints.json_file import read_json_object
 from paceline.checkpoints.quantisation_config import quantisation_of
 from paceline.checkpoints.quantised import QuantisedMatrix
@@ -28,6 +28,8 @@ from paceline.checkpoints.safetensors_format import (
     values_of,
 )
 from paceline.checkpoints.shapes import check_shapes, expected_shapes, row_order
+from paceline.checkpoints.special_ids import warn_once
+from paceline.checkpoints.tied import are_equal, rows_of
 from paceline.core.errors import CheckpointError
 
 __all__ = ["HFCheckpoint", "read_entries"]
@@ -38,6 +40,8 @@ _Stored: TypeAlias = SafetensorsEntry | QuantisedMatrix
 
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
+_EMBEDDING: Final = "model.embed_tokens.weight"
+_HEAD: Final = "lm_head.weight"
 _PICKLED: Final = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 # of a decoder that classifies, as transformers names them
 HEAD: Final[tuple[str, ...]] = ("score.weight", "score.bias")
@@ -60,6 +64,8 @@ class HFCheckpoint:
         self._maps: dict[Path, mmap.mmap] = {}
         # the config is judged first: "this architecture is not supported" is the more useful error
         read_hf_config(folder, "float32")
+        raw = read_json_object(folder / "config.json") or {}
+        self._head_is_absent = is_headless(raw)
         stored = read_entries(folder)
         self._head: dict[str, SafetensorsEntry] = {
             name: stored.pop(name) for name in HEAD if name in stored
@@ -68,7 +74,7 @@ class HFCheckpoint:
         self.mtp: Mapping[str, SafetensorsEntry] = {
             name: stored.pop(name) for name in list(stored) if name.startswith(_MTP)
         }
-        quantisation = quantisation_of(read_json_object(folder / "config.json") or {})
+        quantisation = quantisation_of(raw)
         self._entries: dict[str, _Stored] = {**stored}
         if quantisation is not None:
             try:
@@ -86,6 +92,7 @@ class HFCheckpoint:
         main_dtype = sizes.most_common(1)[0][0] if sizes else "F32"
         self._config = read_hf_config(folder, DTYPES.get(main_dtype, main_dtype))
         self._parts = _parts_of(folder, self._entries, self._config)
+        self._untie()
         self._names = self.check_shapes()
 
     def _unstack(self) -> None:
@@ -96,6 +103,21 @@ class HFCheckpoint:
                 self._entries = architecture.unstacked(self._entries)
             except CheckpointError as error:
                 raise CheckpointError(f"{self._folder}: {error}") from None
+
+    def _untie(self) -> None:
+        """Use the head that the file holds, where the config ties it to another embedding."""
+        head, embedding = self._parts.get(_HEAD), self._parts.get(_EMBEDDING)
+        if head is None or self._head_is_absent or not self._config.tie_word_embeddings:
+            return
+        if embedding is None:
+            # what is tied may be stored under either name
+            self._parts[_EMBEDDING] = head
+        elif not are_equal(head.entry, embedding.entry):
+            warn_once(
+                f"{self._folder}: config.json has tie_word_embeddings true, and lm_head.weight "
+                "differs from the embedding: it is used as the head"
+            )
+            self._config = replace(self._config, tie_word_embeddings=False)
 
     @property
     def path(self) -> Path:
@@ -227,7 +249,7 @@ def _parts_of(
     prefix = "model." if "embed_tokens.weight" in entries else ""
     parts: dict[str, _Part] = {}
     for stored, entry in entries.items():
-        names = architecture.parts_of(stored if stored == "lm_head.weight" else prefix + stored)
+        names = architecture.parts_of(stored if stored == _HEAD else prefix + stored)
         if len(names) > 1 and all(name in expected for name in names):
             found = _split(folder, stored, entry, [expected[name][0] for name in names])
         else:
@@ -265,21 +287,10 @@ def _split(folder: Path, name: str, entry: _Stored, counts: list[int]) -> list[_
     parts, first = [], 0
     for count in counts:
         span = slice(first, first + count)
-        part = _rows(entry, span) if isinstance(entry, SafetensorsEntry) else entry.part(span)
+        part = rows_of(entry, span) if isinstance(entry, SafetensorsEntry) else entry.part(span)
         parts.append(_Part(part, name, span))
         first += count
     return parts
-
-
-def _rows(entry: SafetensorsEntry, span: slice) -> SafetensorsEntry:
-    row_bytes = entry.num_bytes // entry.shape[0]
-    count = span.stop - span.start
-    return replace(
-        entry,
-        shape=(count, *entry.shape[1:]),
-        start=entry.start + span.start * row_bytes,
-        num_bytes=count * row_bytes,
-    )
 
 
 def read_entries(folder: Path) -> dict[str, SafetensorsEntry]:

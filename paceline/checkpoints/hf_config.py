@@ -17,9 +17,10 @@ from paceline.checkpoints.config import ModelConfig
 from paceline.checkpoints.hf_fields import Fields, token_ids
 from paceline.checkpoints.json_file import read_json_object
 from paceline.checkpoints.quantisation_config import quantisation_of
+from paceline.checkpoints.special_ids import ids_within
 from paceline.core.errors import CheckpointError
 
-__all__ = ["NEUTRAL", "SUPPORTED_ARCHITECTURES", "config_from", "read_hf_config"]
+__all__ = ["NEUTRAL", "SUPPORTED_ARCHITECTURES", "config_from", "is_headless", "read_hf_config"]
 
 SUPPORTED_ARCHITECTURES: Final = tuple(item.class_name for item in ARCHITECTURES.values())
 _BY_CLASS: Final = {item.class_name: item for item in ARCHITECTURES.values()}
@@ -105,10 +106,14 @@ def config_from(
     partial = fields.partial_rotary()
     if partial != 1.0 and not (architecture.partial_rotary and 0 < partial < 1):
         raise CheckpointError(f"partial_rotary_factor={partial} is not supported, only 1.0")
-    eos = token_ids(fields.raw.get("eos_token_id"), "eos_token_id")
+    vocab = fields.whole("vocab_size")
+    ends = _ends(fields, generation, vocab, required=not is_headless)
+    for key in ("bos_token_id", "pad_token_id"):
+        if type(token_id := raw.get(key)) is int:
+            ids_within((token_id,), f"config.json: {key}", vocab)
     bos = token_ids(fields.raw.get("bos_token_id"), "bos_token_id")
     shared = {
-        "vocab_size": fields.whole("vocab_size"),
+        "vocab_size": vocab,
         "hidden_size": hidden,
         "intermediate_size": fields.whole("intermediate_size"),
         "num_hidden_layers": fields.whole("num_hidden_layers"),
@@ -120,14 +125,39 @@ def config_from(
         "rms_norm_eps": fields.number(fields.raw, "rms_norm_eps", 1e-6),
         # without a head there is none beside the embedding
         "tie_word_embeddings": is_headless or fields.flag("tie_word_embeddings"),
-        "eos_token_ids": eos | token_ids(generation.get("eos_token_id"), "eos_token_id"),
-        "bos_token_id": next(iter(bos), None),
+        "eos_token_ids": ends,
+        "bos_token_id": next((token_id for token_id in bos if 0 <= token_id < vocab), None),
     }
     knobs = dict(architecture.knobs(fields))
     if "rope" not in knobs:
         knobs["rope"] = fields.rope(aliases=architecture.rope_aliases)
     return ModelConfig(
         model_type=architecture.model_type, stored_dtype=stored_dtype, **(shared | knobs)
+    )
+
+
+def is_headless(raw: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is of a class without a head that predicts tokens. Raises
+    CheckpointError for what is not supported."""
+    return _architecture(raw)[1]
+
+
+def _ends(
+    fields: Fields, generation: Mapping[str, Any], vocab: int, *, required: bool
+) -> frozenset[int]:
+    """Return the ids that end an answer. Raises CheckpointError where one is ``required``, and all
+    that are named are outside the vocabulary."""
+    named = {
+        "config.json": token_ids(fields.raw.get("eos_token_id"), "eos_token_id"),
+        "generation_config.json": token_ids(generation.get("eos_token_id"), "eos_token_id"),
+    }
+    ids = frozenset[int]().union(*named.values())
+    if required and ids and not any(0 <= token_id < vocab for token_id in ids):
+        raise CheckpointError(
+            f"end-of-sequence id {min(ids)} of a vocabulary of {vocab}: answers would never end"
+        )
+    return frozenset[int]().union(
+        *(ids_within(each, f"{file}: eos_token_id", vocab) for file, each in named.items())
     )
 
 

@@ -180,7 +180,7 @@ class Fields:
 
 
 def token_ids(value: Any, key: str) -> frozenset[int]:
-    """One id, a list of ids or null, as a set.
+    """One id, a list of ids or null, as a set; ids may lie outside the vocabulary.
 
     Raises:
         CheckpointError: anything else.
@@ -188,7 +188,7 @@ def token_ids(value: Any, key: str) -> frozenset[int]:
     if value is None:
         return frozenset()
     values = value if isinstance(value, list) else [value]
-    if len(values) > 1024 or not all(type(item) is int and item >= 0 for item in values):
+    if len(values) > 1024 or not all(type(item) is int for item in values):
         raise CheckpointError(f"{key} is {value!r:.80}, must be a token id or a list of them")
     return frozenset(values)
 

@@ -44,7 +44,7 @@ def parse_json_object(data: bytes, what: str) -> dict[str, Any]:
 def _parse_json(data: bytes, what: str) -> Any:
     try:
         return json.loads(
-            data.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_no_constant
+            data.decode("utf-8-sig"), object_pairs_hook=_unique_keys, parse_constant=_no_constant
         )
     except RecursionError:
         raise CheckpointError(f"{what} is nested too deeply") from None

@@ -17,6 +17,7 @@ This module does not know what computes, or the tensors of a model.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -125,7 +126,8 @@ def score_token_ids(folder: Path, files: PoolingFiles) -> tuple[int, ...]:
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        data = (folder / "tokenizer.json").read_bytes()
+        tokenizer = Tokenizer.from_buffer(data.removeprefix(codecs.BOM_UTF8))
     except Exception as error:
         raise CheckpointError(
             f"{folder / 'tokenizer.json'} cannot be read: {error!s:.200}"
@@ -365,7 +367,7 @@ def _score_template(folder: Path) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
-            source = path.read_text(encoding="utf-8")
+            source = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"cannot read {path}: {error}") from None
     knows = isinstance(source, str) and all(

@@ -113,7 +113,8 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="JSON lines with prompt or messages, and max_tokens if need be, taken in turn",
+        help="JSON lines with prompt or messages, and other fields of a request such as max_tokens "
+        "or temperature if need be, taken in turn",
     )
     group.add_argument(
         "--ignore-eos", action="store_true", help="ask for the whole output length (an extension)"

@@ -215,8 +215,8 @@ def _read(interactive: bool) -> str:
     line = sys.stdin.buffer.readline()
     if not line:
         raise EOFError
-    # whatever the locale; bytes that are no text become U+FFFD
-    return line.decode("utf-8", "replace").strip()
+    # whatever the locale; bytes that are no text become U+FFFD, and a file may begin with a mark
+    return line.decode("utf-8-sig", "replace").strip()
 
 
 async def _say(conversation: Conversation, text: str) -> None:

@@ -101,15 +101,20 @@ def _tell_all(job: Mapping[str, Any], *, checks: bool) -> int:
 
 
 def _checked(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether a trace can be simulated, and how many requests it has."""
+    """Whether a trace can be simulated, how many requests it has, and whether its times are
+    likely."""
+    from paceline.sim.workload.traces import open_trace
+
     try:
         stream, _ = _read(Path(asked["path"]))
         found = sum(1 for _ in stream)
+        doubt = open_trace(Path(asked["path"])).doubt()
     except PacelineError as error:
         return _said(error, asked["path"])
     except MemoryError:
         return {"error": _too_much(asked)}
-    return {"requests": found} if found else {"error": _EMPTY}
+    told: dict[str, Any] = {"requests": found} if found else {"error": _EMPTY}
+    return told | ({"doubt": doubt} if doubt else {})
 
 
 def _said(error: PacelineError, path: str) -> dict[str, Any]:

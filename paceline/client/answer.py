@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from paceline.client.chunks import ChunkError, integer_of, list_of, object_of, objects_of, text_of
 from paceline.client.events import (
     Event,
     Finished,
@@ -14,11 +15,7 @@ from paceline.client.events import (
     Usage,
 )
 
-__all__ = ["Answer", "ChunkError"]
-
-
-class ChunkError(ValueError):
-    """A chunk does not have the form that OpenAI's API describes."""
+__all__ = ["Answer", "usage_of"]
 
 
 class _Call:
@@ -61,10 +58,6 @@ class Answer:
         """
         try:
             self._read(chunk, events)
-        except ChunkError:
-            raise
-        except (TypeError, AttributeError, KeyError, ValueError, OverflowError) as error:
-            raise ChunkError(f"a chunk is malformed: {type(error).__name__}") from None
         finally:
             self.told = self.told or bool(events)
 
@@ -82,41 +75,40 @@ class Answer:
         return Finished(self.reason or "", usage, self.text, calls, reasoning, target)
 
     def _read(self, chunk: dict[str, Any], events: list[Event]) -> None:
-        if usage := chunk.get("usage"):
-            self._usage = Usage(int(usage["prompt_tokens"]), int(usage["completion_tokens"]))
-        for choice in chunk.get("choices") or ():
-            if choice.get("index", 0) != 0:
+        self._usage = usage_of(chunk.get("usage")) or self._usage
+        for choice in objects_of(chunk.get("choices")):
+            if integer_of(choice.get("index"), 0) != 0:
                 raise ChunkError("a choice that was not asked for")
             prompt_ids = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids")
-            if prompt_ids is not None and self.prompt_ids is None:
-                self.prompt_ids = [int(i) for i in prompt_ids]
-            ids = [int(i) for i in choice.get("token_ids") or ()]
+            if prompt_ids and self.prompt_ids is None:
+                self.prompt_ids = [integer_of(i) for i in list_of(prompt_ids)]
+            ids = [integer_of(i) for i in list_of(choice.get("token_ids"))]
             whole, self.ids_whole = self.ids_whole, False
             self._content(choice, events)
             self.ids_whole = whole and bool(ids or not events)
             self.ids.extend(ids)
-            self.reason = choice.get("finish_reason") or self.reason
+            self.reason = text_of(choice.get("finish_reason")) or self.reason
 
     def _content(self, choice: dict[str, Any], events: list[Event]) -> None:
-        delta = choice.get("delta") or {}
-        text = choice.get("text") or delta.get("content") or ""
-        reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+        delta = object_of(choice.get("delta"))
+        text = text_of(choice.get("text")) or text_of(delta.get("content"))
+        reasoning = text_of(delta.get("reasoning_content")) or text_of(delta.get("reasoning"))
         if reasoning:
-            self._reasoning.append(_string(reasoning))
+            self._reasoning.append(reasoning)
             events.append(ReasoningDelta(reasoning))
         if text:
-            self._text.append(_string(text))
+            self._text.append(text)
             events.append(TextDelta(text))
-        for place, part in enumerate(delta.get("tool_calls") or ()):
-            events.extend(self._call_part(int(part.get("index", place)), part))
+        for place, part in enumerate(objects_of(delta.get("tool_calls"))):
+            events.extend(self._call_part(integer_of(part.get("index"), place), part))
 
     def _call_part(self, index: int, part: dict[str, Any]) -> list[ToolCallDelta]:
+        function = object_of(part.get("function"))
+        told = (part.get("id"), function.get("name"), function.get("arguments"))
+        new_id, new_name, arguments = map(text_of, told)
         call = self._calls.setdefault(index, _Call())
-        function = part.get("function") or {}
         # a resumed attempt may say again what a call is
-        new_id = "" if call.id else _string(part.get("id") or "")
-        new_name = "" if call.name else _string(function.get("name") or "")
-        arguments = _string(function.get("arguments") or "")
+        new_id, new_name = "" if call.id else new_id, "" if call.name else new_name
         call.id = call.id or new_id
         call.name = call.name or new_name
         call.arguments.append(arguments)
@@ -125,7 +117,12 @@ class Answer:
         return [ToolCallDelta(index, new_id, new_name, arguments)]
 
 
-def _string(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
+def usage_of(told: object) -> Usage | None:
+    """None: there are no counts, or none that can be read, which is no reason to lose an answer."""
+    try:
+        found = object_of(told)
+        return Usage(
+            integer_of(found.get("prompt_tokens")), integer_of(found.get("completion_tokens"))
+        )
+    except ChunkError:
+        return None

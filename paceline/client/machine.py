@@ -16,12 +16,10 @@ import enum
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from email.utils import parsedate_to_datetime
 from typing import Any, Final
 
-import msgspec
-
-from paceline.client.answer import Answer, ChunkError
+from paceline.client.answer import Answer, usage_of
+from paceline.client.chunks import ChunkError, Reported, read_event
 from paceline.client.errors import (
     ClientError,
     NoAnswerError,
@@ -31,7 +29,7 @@ from paceline.client.errors import (
 )
 from paceline.client.events import Event, FellBack, Restarted, Resumed, Retrying, Started
 from paceline.client.policy import Policy, RetryBudget, Target
-from paceline.client.sse import SseError, SseParser
+from paceline.client.refusals import message_of, retry_after
 from paceline.client.steps import (
     Action,
     Broken,
@@ -47,11 +45,11 @@ from paceline.client.steps import (
     Start,
     Tick,
 )
+from paceline.statuses import retry_of
+from paceline.wire.sse import SseEvents
 
-__all__ = ["RETRYABLE", "Machine"]
+__all__ = ["Machine"]
 
-# statuses that another attempt may change
-RETRYABLE: Final = frozenset((408, 409, 429, 500, 502, 503, 504, 529))
 _MAX_ERROR_BYTES: Final = 64 * 1024
 # that the rest of a refusal may take
 _ERROR_SECONDS: Final = 2.0
@@ -109,7 +107,7 @@ class Machine:
         self._trial: set[str] = set()
         # of the attempt at hand
         self._opened = 0.0
-        self._parser = SseParser(policy.max_event_bytes)
+        self._events = SseEvents(policy.max_event_bytes)
         # output tokens it goes on behind; None once that is proved, and where it begins
         self._seam: int | None = None
         self._refusal: Head | None = None
@@ -171,7 +169,7 @@ class Machine:
         self._state = _State.CONNECTING
         self._opened = now
         self._until = now + self._policy.connect_timeout
-        self._parser = SseParser(self._policy.max_event_bytes)
+        self._events = SseEvents(self._policy.max_event_bytes)
         self._refusal = None
         self._seam = None
         answer = self._answer
@@ -212,9 +210,19 @@ class Machine:
         return self._answer.resumable and same and able
 
     def _failed(
-        self, reason: str, now: float, *, status: int = 0, after: float | None = None
+        self,
+        reason: str,
+        now: float,
+        *,
+        status: int = 0,
+        after: float | None = None,
+        refusal: RefusedError | None = None,
     ) -> None:
-        """The attempt is lost: another one, or the end."""
+        """The attempt is lost: another one, or the end.
+
+        Args:
+            refusal: what this target would say again; another one may not.
+        """
         if self._answer.resumable and len(self._answer.ids) >= self._max_tokens:
             self._answer.reason = self._answer.reason or "length"
         if self._answer.reason is not None:
@@ -226,13 +234,14 @@ class Machine:
         backoff = min(policy.backoff_max, policy.backoff_base * 2.0 ** (self._attempt - 1))
         wait = max(after or 0.0, self._draw() * backoff)
         too_long = after is not None and after > policy.max_retry_after
-        self._ready[self._target] = math.inf if too_long else now + wait
+        self._ready[self._target] = math.inf if too_long or refusal else now + wait
         following = self._next(now) if self._attempt < policy.attempts else None
         paid = following is not None and self._budget.take(now)
         if following is None or not paid:
             if following is not None:
                 reason += "; the budget of retries is spent"
-            self._give_up(reason, NoAnswerError(reason, self._attempt, status, after))
+            error = refusal or NoAnswerError(reason, self._attempt, status, after)
+            self._give_up(reason, error)
             return
         wait = max(0.0, self._ready[following] - now)
         self._out.append(Emit(Retrying(self._attempt + 1, reason, wait)))
@@ -270,6 +279,10 @@ class Machine:
         return self._policy.restart_allowed or not self._answer.told
 
     def _give_up(self, reason: str, error: ClientError) -> None:
+        if self._answer.reason is not None:
+            # what went wrong lies behind the whole answer
+            self._finish()
+            return
         self._drop()
         if self._answer.told:
             error = StreamInterruptedError(reason, self._attempt, self._answer.text)
@@ -322,15 +335,12 @@ class Machine:
             if len(self._refusal_body) > _MAX_ERROR_BYTES:
                 self._refused(now)
             return
-        try:
-            found = self._parser.feed(data)
-        except SseError as error:
-            self._failed(str(error), now)
-            return
-        for text in found:
+        for event in self._events.feed(data):
             if self._state is not _State.STREAMING:
                 return
-            self._event(text, now)
+            self._event(event, now)
+        if self._events.too_long and self._state is _State.STREAMING:
+            self._failed(f"an event has more than {self._policy.max_event_bytes} bytes", now)
 
     def _closed(self, now: float) -> None:
         if self._state is _State.REFUSED:
@@ -338,37 +348,29 @@ class Machine:
         else:
             self._failed("the stream ended early", now)
 
-    def _event(self, text: str, now: float) -> None:
-        if text == "[DONE]":
-            self._failed("the stream ended early", now)
-            return
+    def _event(self, event: bytes, now: float) -> None:
         try:
-            chunk = msgspec.json.decode(text)
-        except (msgspec.DecodeError, RecursionError):
-            chunk = None
-        if not isinstance(chunk, dict):
-            self._failed("an event is no JSON object", now)
-            return
-        if chunk.get("error"):
-            self._error_event(chunk["error"], now)
-            return
-        if self._seam is not None and not self._prove(chunk, now):
-            return
+            found = read_event(event)
+            if isinstance(found, Reported):
+                self._reported(found, now)
+            elif found is not None and (self._seam is None or self._prove(found, now)):
+                self._chunk(found, now)
+        except ChunkError as error:
+            self._failed(str(error), now)
+
+    def _chunk(self, chunk: dict[str, Any], now: float) -> None:
         if not self._started:
             self._started = True
-            told = Started(self._target, str(chunk.get("id", "")), str(chunk.get("model", "")))
-            self._out.append(Emit(told))
+            names = (chunk.get(name) for name in ("id", "model"))
+            told = [name if isinstance(name, str) else "" for name in names]
+            self._out.append(Emit(Started(self._target, *told)))
         events: list[Event] = []
         num_ids = len(self._answer.ids)
-        fault = ""
         try:
             self._answer.read(chunk, events)
-        except ChunkError as error:
-            fault = str(error)
-        self._out.extend(Emit(event) for event in events)
-        if fault:
-            self._failed(fault, now)
-        elif events or len(self._answer.ids) > num_ids or self._answer.reason is not None:
+        finally:
+            self._out.extend(Emit(event) for event in events)
+        if events or len(self._answer.ids) > num_ids or self._answer.reason is not None:
             self._until = now + self._policy.gap_timeout
 
     def _prove(self, chunk: dict[str, Any], now: float) -> bool:
@@ -389,9 +391,8 @@ class Machine:
             return True
         ids = [c.get("token_ids") for c in choices]
         new = sum(len(some) for some in ids if isinstance(some, list))
-        usage = chunk.get("usage")
-        counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
-        if not isinstance(counted, int) or counted < self._seam + new:
+        counted = usage_of(chunk.get("usage"))
+        if counted is None or counted.completion_tokens < self._seam + new:
             self._not_resumed(now)
             return False
         self._out.append(Emit(Resumed(self._target, self._seam)))
@@ -420,11 +421,14 @@ class Machine:
                 self._drop()
                 self._send(now)
             return
-        should = head.headers.get("x-should-retry", "").lower()
-        if should == "true" or (status in RETRYABLE and should != "false"):
-            self._failed(f"status {status}", now, status=status, after=_retry_after(head))
+        retry = retry_of(status, head.headers.get("x-should-retry", "").lower())
+        reason, refusal = f"status {status}", RefusedError(status, message_of(text))
+        if retry == "anywhere":
+            self._failed(reason, now, status=status, after=retry_after(head))
+        elif retry == "elsewhere":
+            self._failed(reason, now, refusal=refusal)
         else:
-            self._give_up(f"status {status}", RefusedError(status, _message(text)))
+            self._give_up(reason, refusal)
 
     def _sent_own(self) -> set[str]:
         given = self._request.body
@@ -433,14 +437,14 @@ class Machine:
             sent.discard("resume_output_ids")
         return sent - self._left_out[self._target] - self._trial
 
-    def _error_event(self, error: object, now: float) -> None:
-        code = error.get("code") if isinstance(error, dict) else None
-        message = error.get("message") if isinstance(error, dict) else error
-        words = str(message)[:2000]
-        if isinstance(code, int) and 400 <= code < 500 and code not in RETRYABLE:
+    def _reported(self, error: Reported, now: float) -> None:
+        code, words = error.code, error.words
+        retry = retry_of(code) if code is not None and code >= 400 else "anywhere"
+        if retry == "nowhere":
             self._give_up(words, RefusedError(200, words))
         else:
-            self._failed(f"the server reports: {words}", now)
+            refusal = RefusedError(200, words) if retry == "elsewhere" else None
+            self._failed(f"the server reports: {words}", now, refusal=refusal)
 
     def _finish(self) -> None:
         self._drop()
@@ -465,31 +469,3 @@ def _says_something(choice: dict[str, Any]) -> bool:
         or choice.get("text")
         or any(value for name, value in content.items() if name != "role")
     )
-
-
-def _retry_after(head: Head) -> float | None:
-    """Seconds that the server asks to wait; None: it names none that can be read."""
-    text = head.headers.get("retry-after-ms", "")
-    try:
-        seconds = float(text) / 1000 if text else float(head.headers.get("retry-after", ""))
-    except ValueError:
-        try:
-            then = parsedate_to_datetime(head.headers.get("retry-after", "")).timestamp()
-        except (ValueError, TypeError, OverflowError):
-            return None
-        try:
-            # the server's own clock, where it says what it shows
-            sent = parsedate_to_datetime(head.headers.get("date", "")).timestamp()
-        except (ValueError, TypeError, OverflowError):
-            sent = head.wall
-        seconds = then - sent
-    return max(0.0, seconds) if math.isfinite(seconds) else None
-
-
-def _message(body: str) -> str:
-    try:
-        error = msgspec.json.decode(body)["error"]
-        words = error["message"] if isinstance(error, dict) else error
-    except (msgspec.DecodeError, RecursionError, KeyError, TypeError):
-        words = body
-    return str(words)[:2000]

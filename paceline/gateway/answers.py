@@ -16,16 +16,17 @@ from paceline.gateway.attempts import Attempts
 from paceline.gateway.bodies import Body
 from paceline.gateway.caller import broken_event
 from paceline.gateway.counts import Counts
-from paceline.gateway.dialects import map_error, map_status
+from paceline.gateway.dialects import map_status, read_words
 from paceline.gateway.leg import Leg
 from paceline.gateway.outgoing import Call, Outgoing
-from paceline.gateway.refusals import retry_after, told
+from paceline.gateway.refusals import redacted, retry_after, told
 from paceline.gateway.sending import RESUMABLE, Sending
 from paceline.gateway.splice import DONE, Splice
 from paceline.gateway.tracing import Trace
 from paceline.http.errors import HttpError
 from paceline.http.sse import SSE
 from paceline.http.upstream import Headers
+from paceline.statuses import meaning_of
 
 __all__ = ["Answer"]
 
@@ -161,12 +162,14 @@ class Answer:
         """The engine's refusal is the answer. Raises HttpError where it was the gateway's fault."""
         name, status = leg.site.engine.name, leg.status
         if self.out.started:
-            await self.break_off(f"engine {name} refused it ({status})")
+            words = read_words(status, redacted(bytes(leg.body), leg.site.engine.key)).message
+            await self.break_off(f"engine {name} refused it ({status})" + (words and f": {words}"))
             return
         self.ended("refused")
-        if status in (401, 403):
-            # it is the gateway's key that was refused, not the caller's
-            raise HttpError(502, f"engine {name} refused the gateway's credentials")
+        if meaning_of(status) == "account":
+            # it is the gateway's key that was refused, or has spent its money, not the caller's
+            what = "credit" if status == 402 else "credentials"
+            raise HttpError(502, f"engine {name} refused the gateway's {what}")
         if status < 400:
             raise HttpError(502, f"engine {name} answered with status {status}")
         await self._whole(leg)
@@ -194,7 +197,7 @@ class Answer:
         if self._leg is not None:
             site = self._leg.site
             resumable, secret = self._sending.can_go_on(site, site), site.engine.key
-        event = told(self._path, 200, splice.failure_event, secret)
+        event = redacted(splice.failure_event, secret)
         if not event or self._path in RESUMABLE:
             event = broken_event(
                 self._path,
@@ -245,7 +248,7 @@ def _whole_answer(
     body = bytes(leg.body)
     if leg.status == 200:
         return 200, leg.headers, _noted(body, leg, model, note)
-    body = map_error(path, leg.status, told(path, leg.status, body, leg.site.engine.key))
+    body = told(path, leg.status, body, leg.site.engine.key)
     headers = [header for header in leg.headers if header[0] != b"content-type"]
     headers.append((b"content-type", b"application/json"))
     return map_status(path, leg.status), headers, body

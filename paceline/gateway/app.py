@@ -9,32 +9,41 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import random
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from starlette.types import Message, Receive, Scope, Send
 
-from paceline.gateway.bodies import BYTES_PER_TOKEN, Body, read_body
+from paceline.gateway.bodies import Body, read_body
 from paceline.gateway.caller import Allowed, Caller
 from paceline.gateway.config import GatewayConfig, key_limits
+from paceline.gateway.counting import COUNTING, Counting
 from paceline.gateway.counts import Counts
 from paceline.gateway.dialects import anthropic_type
 from paceline.gateway.engines import Engines
 from paceline.gateway.exchange import RELAYED, Exchange
+from paceline.gateway.kept import RESPONSES, Kept
+from paceline.gateway.kinds import is_vectors
+from paceline.gateway.money import Used
 from paceline.gateway.pages import Pages, as_json
 from paceline.gateway.pick import Picker
-from paceline.gateway.routes import Route, Routes
+from paceline.gateway.prompts import BytesPerToken, PromptSize, least_tokens, measure
+from paceline.gateway.reading import read_json_bytes
+from paceline.gateway.reserving import Lengths, Plan, sites_of
+from paceline.gateway.routes import Route, Routes, Site
 from paceline.gateway.spending import Spending
 from paceline.gateway.tracing import NO_TRACE, NO_TRACING, Traces, Tracing
 from paceline.gateway.turns import Turns
 from paceline.http.errors import ClientDisconnectedError, HttpError, Reply, error_body, reply_to
 from paceline.http.keys import ApiKey, KeyRing, credentials
-from paceline.http.rate_limits import RateLimiter, Tally, Ticket, caller_of
+from paceline.http.rate_limits import Hold, RateLimiter, Ticket, caller_of
 from paceline.http.rate_limits.store import RateStore
 from paceline.http.shortcut import BODY_WRITER
 from paceline.http.slow_readers import SlowReaders
@@ -48,7 +57,8 @@ _log = logging.getLogger("paceline.gateway")
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _DRAIN: Final = re.compile(r"/admin/engines/([A-Za-z0-9_.-]{1,64})/(drain|undrain)")
-_JSON: Final = b"application/json"
+# of which every request counts
+_LIMITED: Final = RELAYED | COUNTING
 # settings of what is made once
 _FIXED: Final = frozenset(
     {
@@ -57,10 +67,10 @@ _FIXED: Final = frozenset(
         "prices", "keys", "currency", "slow_start", "hedge_share", "otlp_endpoint",
     }
 )  # fmt: skip
+# tokens of a prompt that every context has room for
+_SHORT: Final = 256
 # tokens that an answer is expected to have before any has ended, as a share of what it may have
 _EXPECTED_SHARE: Final = 0.5
-# weight of one answer in the mean of a model's
-_LEARN: Final = 0.05
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +90,8 @@ class _Call:
     ticket: Ticket | None = None
     # whether the answer has begun
     started: bool = False
+    # headers of its limits, as they will be once it is settled; None: as they are
+    settled: Callable[[], Headers] | None = None
 
     @property
     def path(self) -> str:
@@ -102,7 +114,9 @@ class _Call:
         """See ``outgoing.Call``."""
         self.started = True
         headers = [(b"x-request-id", self.request_id.encode())]
-        if self.ticket is not None:
+        if self.settled is not None:
+            headers += self.settled()
+        elif self.ticket is not None:
             headers += self.ticket.headers()
         if self.gateway.draining:
             headers.append((b"connection", b"close"))
@@ -134,8 +148,8 @@ class Gateway:
         self.engines.on_tick = self.turns.pump
         self.budget = RetryBudget(share=config.retry_share, per_second=config.retries_per_second)
         self._hedges = HedgeBudget(config.hedge_share)
-        # by model, as callers know it: what the configuration and the engines name
-        self._mean_output: dict[str, float] = {}
+        self._lengths = Lengths()
+        self._bytes_per_token = BytesPerToken()
         self._limiter = _limiter(config, keys)
         if self._limiter is not None:
             self.counts.registry.register(self._limiter)
@@ -143,6 +157,8 @@ class Gateway:
         self._salt = os.environ.get(config.salt_env, "") if config.salt_env else ""
         self.tracing: Traces = Tracing(config.otlp_endpoint) if config.otlp_endpoint else NO_TRACING
         self._pages = Pages(self)
+        self.kept = Kept(self)
+        self._counting = Counting(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -160,7 +176,7 @@ class Gateway:
             if b"origin" in headers or b"sec-fetch-site" in headers:
                 refuse_other_origins(scope, ())
             call.key = self.keys.check(scope["path"], credentials(headers))
-            if self._limiter is not None and call.path in RELAYED:
+            if self._limiter is not None and call.path in _LIMITED:
                 call.ticket = self._limiter.ticket(caller_of(call.tenant, scope.get("client")))
                 if call.ticket is not None:
                     await self._limiter.enter(call.ticket)
@@ -190,6 +206,12 @@ class Gateway:
                 raise HttpError(405, f"{path} takes GET, not {method}")
             await _send(send, *page(call.tenant))
             return
+        if path in COUNTING:
+            await self._counting.answer(call)
+            return
+        if self.kept.takes(path):
+            await self.kept.answer(call)
+            return
         match = _DRAIN.fullmatch(path)
         if match is None:
             raise HttpError(404, f"there is no {path[:100]} here")
@@ -203,26 +225,70 @@ class Gateway:
         if self.draining:
             raise HttpError(503, "the gateway is shutting down", self.config.drain_timeout)
         tenant = call.tenant
-        body = read_body(await _read(call.receive, call.headers, self.config.max_body_size))
-        prompt = body.prompt
-        tokens = len(prompt) / BYTES_PER_TOKEN
+        body = read_body(
+            await read_json_bytes(call.receive, call.headers, self.config.max_body_size)
+        )
+        size = measure(body.fields)
+        tokens = self._bytes_per_token.tokens(body.model, size)
         route = self.routes.find(body.model, tokens).serving(call.path, body)
         alias = route.model if route.asked else ""
         self.spending.check(tenant, body.model or route.model, alias)
+        if call.path == RESPONSES:
+            route = await self.kept.bound(route, body, tenant)
         allowed = Allowed.parse(call.headers.get(b"x-paceline-allow"))
-        most = body.most_tokens * body.num_choices
 
         def other(model: str) -> Route:
             found = self.routes.find(model, tokens, local_only=route.local_only)
             return found.serving(call.path, body)
 
+        def plan(where: Route) -> Plan:
+            return Plan.of(
+                call.path, body, sites_of(where), size, tokens, self._lengths, where.model,
+                self.config.default_max_tokens,
+            )  # fmt: skip
+
         charge = await self.spending.reserve(
-            tenant, route, round(tokens), most, other if allowed.fallback else None
+            tenant, route, plan, other if allowed.fallback else None
         )
+        hold: Hold | None = None
+        exchange: Exchange | None = None
+        try:
+            if charge.granted is not None and charge.plan is not None:
+                body = charge.plan.capped(body, charge.granted)
+            if call.ticket is not None and self._limiter is not None:
+                planned = charge.plan or plan(charge.route)
+                hold = await self._limiter.hold(call.ticket, planned.tokens())
+                if hold.window is not None:
+                    body = planned.capped(body, planned.granted(hold.tokens.__sub__))
+            exchange = self._exchange(call, body, charge.route, route, size, tokens, allowed)
+            if call.path == RESPONSES:
+                self.kept.watch(exchange, tenant)
+            if hold is not None:
+                call.settled = partial(_headers_settled, hold, exchange)
+            await self._run(exchange, body, size)
+        finally:
+            call.settled = None
+            shares = () if exchange is None else exchange.shares()
+            self.spending.settle(charge, shares)
+            if exchange is not None:
+                exchange.close()
+            if hold is not None and self._limiter is not None:
+                await self._limiter.settle(hold, _tokens(shares))
+
+    def _exchange(
+        self,
+        call: _Call,
+        body: Body,
+        route: Route,
+        asked: Route,
+        size: PromptSize,
+        tokens: float,
+        allowed: Allowed,
+    ) -> Exchange:
         trace = self.tracing.begin(
-            call.path, route.model, call.request_id, call.scope["headers"], self.now()
+            call.path, asked.model, call.request_id, call.scope["headers"], self.now()
         )
-        exchange = Exchange(
+        return Exchange(
             config=self.config,
             picker=self._picker,
             turns=self.turns,
@@ -232,57 +298,44 @@ class Gateway:
             now=self.now,
             path=call.path,
             body=body,
-            route=route if charge is None else charge.route,
-            asked=route.shown,
-            demand=self._demand(body, route, prompt, tokens, tenant),
+            route=route,
+            asked=asked.shown,
+            demand=self._demand(call.path, body, route, size, tokens, call.tenant),
             caller=Caller(
                 call.request_id,
-                tenant,
+                call.tenant,
                 allowed,
                 call.scope["headers"],
-                Caller.salt_of(self._salt, tenant),
+                Caller.salt_of(self._salt, call.tenant),
                 call.headers.get(b"x-stainless-retry-count", b"0") != b"0",
                 trace,
             ),
             call=call,
             receive=call.receive,
         )
+
+    async def _run(self, exchange: Exchange, body: Body, size: PromptSize) -> None:
         self.in_flight += 1
         self.idle.clear()
         try:
-            await self._run(exchange, body, round(tokens), call.ticket)
-            if made := exchange.num_output_tokens:
-                self._learn(route.model, made)
+            await exchange.run()
+            self._learn(exchange, body, size)
         finally:
-            if charge is not None:
-                self.spending.settle(charge, exchange.shares())
-            if trace is not NO_TRACE:
-                trace.close(exchange.used, self.now())
+            if exchange.trace is not NO_TRACE:
+                exchange.trace.close(exchange.used, self.now())
             self.in_flight -= 1
             if not self.in_flight:
                 self.idle.set()
-            exchange.close()
 
-    async def _run(
-        self, exchange: Exchange, body: Body, prompt_tokens: int, ticket: Ticket | None
-    ) -> None:
-        """Within the limits of its key: the prompt as far as it can be told before an engine has
-        read it, and what the answer may have, of which the rest is given back."""
-        if ticket is None or self._limiter is None:
-            await exchange.run()
-            return
-        tally = Tally.of(1)
-
-        async def outputs() -> AsyncGenerator[None, None]:
-            try:
-                await exchange.run()
-            finally:
-                tally.note(0, exchange.num_output_tokens)
-            yield
-
-        most = body.most_tokens * body.num_choices
-        async for _ in self._limiter.metered(ticket, [prompt_tokens], most, outputs(), tally):
-            pass
+    def _learn(self, exchange: Exchange, body: Body, size: PromptSize) -> None:
+        """A request has ended."""
+        route = exchange.route
+        if made := exchange.num_output_tokens:
+            self._lengths.learn(route.model, math.ceil(made / body.num_made))
+        if (counted := exchange.counted) is not None:
+            names = {route.model} if route.asked else {route.model, body.model}
+            for name in names - {""}:
+                self._bytes_per_token.learn(name, size, counted.prompt)
 
     async def reload(self, config: GatewayConfig, keys: KeyRing) -> list[str]:
         """Go by another configuration from here on; what has changed, in words. Requests under way
@@ -320,25 +373,25 @@ class Gateway:
             await self._limiter.close()
         await asyncio.to_thread(self.tracing.close)
 
-    def _expected(self, model: str, most: int) -> float:
-        """Tokens that an answer of ``model`` will have, as far as one can know."""
-        return max(1.0, min(most, self._mean_output.get(model, _EXPECTED_SHARE * most)))
-
-    def _learn(self, model: str, made: int) -> None:
-        """An answer of ``made`` tokens has ended."""
-        mean = self._mean_output.get(model, float(made))
-        self._mean_output[model] = mean + _LEARN * (made - mean)
-
     def _demand(
-        self, body: Body, route: Route, prompt: bytes, tokens: float, tenant: str
+        self, path: str, body: Body, route: Route, size: PromptSize, tokens: float, tenant: str
     ) -> Demand:
+        most = body.max_tokens
+        mean = self._lengths.mean(route.model)
+        longest = 0.0 if is_vectors(path) else tokens * size.longest / body.num_prompts
+        # what is certain is looked for where the estimate says more than there is room for
+        is_long = longest > _SHORT and any(
+            longest > (site.max_model_len or math.inf) for site in sites_of(route)
+        )
         return Demand(
             prompt_tokens=tokens,
-            max_tokens=body.max_tokens,
-            output_tokens=self._expected(route.model, body.max_tokens),
-            prefix=prefix_chain(prompt, tenant.encode()),
+            max_tokens=most,
+            output_tokens=max(1.0, min(most, _EXPECTED_SHARE * most if mean is None else mean)),
+            prefix=prefix_chain(body.prompt, tenant.encode()),
             ttft=body.slo.ttft,
             tpot=body.slo.tpot,
+            longest_prompt=longest,
+            least_prompt=least_tokens(path, body.fields) if is_long else 0.0,
         )
 
     def _drain(self, name: str, drain: bool) -> tuple[int, str, bytes]:
@@ -361,32 +414,17 @@ def _limiter(config: GatewayConfig, keys: KeyRing) -> RateLimiter | None:
     return RateLimiter(limits, own, RateStore(config.rate_limit_storage or None))
 
 
-async def _read(receive: Receive, headers: Mapping[bytes, bytes], most: int) -> bytes:
-    """The body. Raises HttpError 413 and ClientDisconnectedError."""
-    declared = headers.get(b"content-length", b"")
-    if declared.isdigit() and int(declared[:20]) > most:
-        raise HttpError(413, f"the request body may have {most} bytes, got {int(declared[:20])}")
-    kind = headers.get(b"content-type", _JSON)
-    if kind != _JSON and (kind := kind.partition(b";")[0].strip().lower()) != _JSON:
-        shown = kind[:64].decode("latin-1")
-        raise HttpError(415, f"Content-Type must be application/json, got {shown!r}")
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnectedError
-        part = message.get("body", b"")
-        size += len(part)
-        if size > most:
-            raise HttpError(413, f"the request body may have {most} bytes, got more")
-        parts.append(part)
-        if not message.get("more_body", False):
-            return parts[0] if len(parts) == 1 else b"".join(parts)
+def _tokens(shares: Sequence[tuple[Site, Used]]) -> int:
+    return sum(used.prompt + used.output for _, used in shares)
+
+
+def _headers_settled(hold: Hold, exchange: Exchange) -> Headers:
+    """Of a stream that goes on, what is reserved stands."""
+    return hold.headers(_tokens(exchange.shares()) if exchange.is_over else hold.tokens)
 
 
 def _error(path: str, reply: Reply) -> tuple[int, str, bytes]:
-    if path != "/v1/messages":
+    if not path.startswith("/v1/messages"):
         return reply.status, "application/json", error_body(reply)
     error = {
         "type": "error",

@@ -10,7 +10,7 @@ import math
 
 from paceline.gateway.caller import Allowed
 from paceline.gateway.config import GatewayConfig
-from paceline.gateway.pick import Pick, Picker
+from paceline.gateway.pick import Pick, Picker, Tried
 from paceline.gateway.routes import Route, Site
 from paceline.gateway.sending import Sending
 from paceline.gateway.splice import Splice
@@ -41,7 +41,7 @@ class Attempts:
         self._demand, self._allowed, self._sending = demand, allowed, sending
         self._splice = splice
         self.route = route
-        self.tried: set[str] = set()
+        self.tried: set[str | tuple[str, str]] = set()
         # requests sent; of them, continuations behind what the caller has; and those that were lost
         self.num = 0
         self.num_resumes = 0
@@ -75,11 +75,21 @@ class Attempts:
             tried=self.tried,
             fallback=self.route.fallback and self._allowed.fallback,
             only=only,
+            # where another one has answered, if with a refusal, that is the answer
+            late=not self.num,
         )
 
-    def may_retry(self, now: float, *, free: bool = False, peek: bool = False) -> bool:
+    def may_leave(self, now: float, site: Site) -> bool:
+        """Whether a request that ``site``'s engine has not begun to answer could be asked of
+        another one."""
+        elsewhere: Tried = {*self.tried, site.engine.name}
+        return self.may_retry(now, free=not self.num_lost, peek=True, tried=elsewhere)
+
+    def may_retry(
+        self, now: float, *, free: bool = False, peek: bool = False, tried: Tried | None = None
+    ) -> bool:
         """Whether one more attempt is left; ``free``: not from the budget; ``peek``: it is not
-        taken yet."""
+        taken yet; ``tried``: where it would have been then."""
         if (
             not self._allowed.retry
             or self.num >= self._config.max_attempts
@@ -87,7 +97,7 @@ class Attempts:
                 self.route,
                 self._demand,
                 now,
-                self.tried,
+                self.tried if tried is None else tried,
                 self._is_long_enough,
                 fallback=self.route.fallback and self._allowed.fallback,
             )

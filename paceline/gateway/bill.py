@@ -3,20 +3,25 @@
 Once for the prompt and for what was said, whatever was tried for it: the prompt at the first engine
 that said something, and of the answer to each engine what it made. Counts are the engines' own as
 far as they lived to tell them; otherwise the prompt is estimated from its bytes, and of an answer
-every part that was relayed is a token.
+every part that was relayed is a token, or four bytes of one that came whole.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Final
 
+from paceline.gateway.kinds import TEXT_PATHS, is_vectors
 from paceline.gateway.leg import Leg
 from paceline.gateway.money import Used
 from paceline.gateway.routes import Site
 from paceline.gateway.splice import Splice
-from paceline.gateway.usage import used_by
+from paceline.gateway.usage import text_bytes, used_by
 
 __all__ = ["Bill"]
+
+_BYTES_PER_TOKEN: Final = 4
 
 
 class Bill:
@@ -25,15 +30,20 @@ class Bill:
     Args:
         prompt_tokens: as estimated.
         splice: what came of the answer; None: it is not streamed.
+        deferred: tokens that it may have, where it is made in the background.
     """
 
-    def __init__(self, path: str, prompt_tokens: float, splice: Splice | None) -> None:
-        self._path, self._splice = path, splice
+    def __init__(
+        self, path: str, prompt_tokens: float, splice: Splice | None, deferred: int = 0
+    ) -> None:
+        self._path, self._splice, self._deferred = path, splice, deferred
         self._estimate = round(prompt_tokens)
         # engines whose part is over, and the tokens of the answer until then
         self._parts: list[tuple[Site, int]] = []
         # of a whole answer
         self._told: Used | None = None
+        # what an engine itself has counted; None: nothing
+        self.counted: Used | None = None
 
     def goes_on_behind(self, site: Site) -> None:
         """What ``site`` made of the answer stands; another engine makes the rest."""
@@ -50,13 +60,24 @@ class Bill:
         if splice is None or (leg.is_answer and not leg.streams):
             # engines answer some requests for a stream whole
             if self._told is None and leg.is_answer:
-                self._told = used_by(self._path, bytes(leg.body))
+                body = bytes(leg.body)
+                self.counted = used_by(self._path, body)
+                self._told = self.counted or self._estimated(body)
             return self._told or Used(self._estimate if began else 0)
         output, prompt = splice.num_output_tokens, splice.prompt_tokens
+        if prompt is not None:
+            self.counted = Used(prompt, splice.cached_tokens, output)
         if prompt is None:
             # the engine did not live to count it, or counts nothing
             prompt = self._estimate if output or began else 0
         return Used(prompt, splice.cached_tokens, output)
+
+    def _estimated(self, body: bytes) -> Used:
+        """Of a whole answer that has no counts."""
+        if self._path not in TEXT_PATHS:
+            return Used(self._estimate if is_vectors(self._path) else 0)
+        made = math.ceil(text_bytes(body) / _BYTES_PER_TOKEN)
+        return Used(self._estimate, 0, max(made, self._deferred))
 
     def shares(self, leg: Leg | None) -> Sequence[tuple[Site, Used]]:
         """By engine, the first one's with the prompt; empty: nobody answered, and it costs

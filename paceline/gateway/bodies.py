@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -16,9 +17,10 @@ import msgspec
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.slo import NO_SLO, Slo
+from paceline.gateway.prompts import PROMPT_FIELDS
 from paceline.http.fields import BYTE_ORDER_MARK, show
 
-__all__ = ["Body", "decoded", "read_body"]
+__all__ = ["PREDICT", "Body", "decoded", "read_body"]
 
 
 class _Routed(msgspec.Struct):
@@ -38,18 +40,21 @@ _decode: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_routed: Final = msgspec.json.Decoder(_Routed).decode
 _KINDS: Final = {"model": (str, "a string"), "stream": (bool, "true or false")}
 
-# where the prompt of each API lies, in the order in which engines render it
-_PROMPTS: Final = (
-    "tools", "system", "instructions", "messages", "prompt", "input", "query", "queries", "text_1",
-    "data_1", "documents", "text_2", "data_2",
-)  # fmt: skip
-# most that an answer may have where the caller does not say
+# that an answer is taken to have at most where its caller does not say
 _DEFAULT_MAX_TOKENS: Final = 1024
-_MOST_DIGITS: Final = 18
+# names of that, in the order in which they count; by endpoint, those that all engines know there
+_ALL_LIMITS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_CHAT_LIMITS: Final = _ALL_LIMITS[:2]
+_LIMITS: Final = {
+    "/v1/completions": ("max_tokens",),
+    "/v1/messages": ("max_tokens",),
+    "/v1/responses": ("max_output_tokens",),
+}
+# llama.cpp's own, which comes before the others there
+PREDICT: Final = "n_predict"
+_INTEGER: Final = re.compile(rb"-?[0-9]{1,18}")
 # classes of every server that have no targets and yield to all others
 _BEST_EFFORT: Final = ("batch", "best-effort")
-# bytes of JSON a token of the prompt stands for until engines have counted some
-BYTES_PER_TOKEN: Final = 4.0
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,27 +66,59 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     n: int
     max_tokens: int
-    # the most that any engine would make of an answer, whichever of several limits it goes by
-    most_tokens: int
+    # what its caller said of that, by name
+    limits: Mapping[str, int]
     include_usage: bool
     return_token_ids: bool
-    # prompts in one request of completions; None: messages
+    # prompts in one request of completions; 1: messages
     num_prompts: int
+    # answers that an engine makes of each, of which it gives ``n``
+    best_of: int
     seed: int | None
     slo: Slo
     # lower runs sooner
     priority: int
     # the caller goes on behind tokens itself
     resumed: bool
+    # tokens that an answer may have by the limits of its key, where its caller set none, and
+    # those of the prompt, which share the engine's context with it
+    cap: int | None = None
+    prompt_tokens: float = 0.0
 
     @property
     def prompt(self) -> bytes:
         """The prompt's bytes, as JSON has them."""
-        return b"".join(self.fields[name] for name in _PROMPTS if name in self.fields)
+        return b"".join(self.fields[name] for name in PROMPT_FIELDS if name in self.fields)
+
+    def most_tokens(self, path: str) -> int | None:
+        """The most that any engine would make of an answer, whichever of several limits it goes by;
+        None: there is none that all of them know, or one that says so."""
+        told = [
+            self.limits[name] for name in _LIMITS.get(path, _CHAT_LIMITS) if name in self.limits
+        ]
+        if not told:
+            return None
+        told.append(self.limits.get(PREDICT, 0))
+        return None if min(told) < 0 else max(told)
+
+    def most_deferred(self, path: str) -> int:
+        """Tokens that may be made of it once it is answered, as far as there is a bound."""
+        is_deferred = self.fields.get("background") == b"true"
+        return (self.cap or self.most_tokens(path) or 0) if is_deferred else 0
 
     @property
     def num_choices(self) -> int:
         return self.n * self.num_prompts
+
+    @property
+    def num_made(self) -> int:
+        """Answers that are made for it, whether they are told or not."""
+        return max(self.n, self.best_of) * self.num_prompts
+
+    def capped(self, cap: int, prompt_tokens: float) -> Body:
+        """With an answer of at most so many tokens."""
+        most = min(self.max_tokens, cap)
+        return msgspec.structs.replace(self, cap=cap, prompt_tokens=prompt_tokens, max_tokens=most)
 
     def encode(self, changes: Mapping[str, Any]) -> bytes:
         """The body with some fields set; None takes a field out."""
@@ -130,12 +167,10 @@ def read_body(data: bytes) -> Body:
         raise InvalidRequestError(f"the request body is not valid JSON: {error}") from None
     fields = {name: bytes(value) for name, value in raw.items()}
     routed = _routed(data, fields)
-    limits = (routed.max_completion_tokens, routed.max_tokens, routed.max_output_tokens)
-    told = [n if n >= 0 else _DEFAULT_MAX_TOKENS for n in limits if n is not None]
-    # llama.cpp's own name for it, which others do not read
-    predict = fields.get("n_predict", b"")
-    if predict.isdigit() and len(predict) <= _MOST_DIGITS:
-        told.append(int(predict))
+    told = {name: n for name in _ALL_LIMITS if (n := getattr(routed, name)) is not None}
+    predict = _loose_int(fields, PREDICT)
+    if predict is not None:
+        told[PREDICT] = predict
     prompt = fields.get("prompt", b"")
     options = _loose(fields, "stream_options")
     return Body(
@@ -145,11 +180,14 @@ def read_body(data: bytes) -> Body:
         stream=routed.stream or False,
         n=max(1, routed.n or 1),
         # some engines take a number below 0 for no limit
-        max_tokens=next((n for n in limits if n is not None and n >= 0), _DEFAULT_MAX_TOKENS),
-        most_tokens=max(told, default=_DEFAULT_MAX_TOKENS),
+        max_tokens=next(
+            (told[name] for name in _ALL_LIMITS if told.get(name, -1) >= 0), _DEFAULT_MAX_TOKENS
+        ),
+        limits=told,
         include_usage=options.get("include_usage") is True,
         return_token_ids=_loose_bool(fields, "return_token_ids"),
         num_prompts=_num_prompts(prompt),
+        best_of=_loose_int(fields, "best_of") or 1,
         seed=routed.seed,
         slo=_slo(fields),
         priority=routed.priority or 0,
@@ -204,6 +242,12 @@ def decoded(name: str, value: bytes) -> Any:
 
 def _loose_bool(fields: Mapping[str, bytes], name: str) -> bool:
     return fields.get(name) == b"true"
+
+
+def _loose_int(fields: Mapping[str, bytes], name: str) -> int | None:
+    """Whole, if it is one."""
+    found = _INTEGER.fullmatch(fields.get(name, b""))
+    return None if found is None else int(found[0])
 
 
 def _slo(fields: Mapping[str, bytes]) -> Slo:

@@ -3,7 +3,7 @@ and the rest given back once it is known what it was.
 
 ::
 
-    request ---- reserve(worst case) ----> sent ----> settle(what it cost)
+    request ---- reserve(want) ----> sent ----> settle(what it cost)
                  refused: 429 until the window is over, 402 where it never is
 
 So requests that arrive together cannot all spend the same last cent, and whatever is done for one
@@ -22,7 +22,7 @@ from typing import Final, Protocol
 from paceline.gateway.ledger import Ledger
 from paceline.gateway.money import Budget, Used, show_amount
 from paceline.http.errors import HttpError
-from paceline.http.rate_limits.rates import go_duration
+from paceline.http.rate_limits.rates import Want, go_duration
 
 __all__ = ["BudgetStore", "Budgets", "Cost", "LocalStore", "Reservation"]
 
@@ -30,6 +30,10 @@ _log = logging.getLogger("paceline.gateway")
 
 # of a budget, at which the log says so
 _WARN_AT: Final = 0.8
+# to reserve what is left, of which others take some meanwhile
+_TRIES: Final = 4
+# seconds after which a request of the same key may have ended
+_SOON: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,10 @@ class Cost:
 class BudgetStore(Protocol):
     """Where it is counted what is reserved and spent of a window."""
 
+    def used(self, key: str, begins: str) -> int:
+        """What was spent or is reserved, as far as that was seen."""
+        ...
+
     async def take(self, key: str, begins: str, amount: int, most: int) -> tuple[bool, int]:
         """Whether ``amount`` fits below ``most``; and what was spent or is reserved by others."""
         ...
@@ -73,17 +81,20 @@ class LocalStore:
         self._ledger = ledger
         self._taken: dict[tuple[str, str], int] = {}
 
-    async def take(self, key: str, begins: str, amount: int, most: int) -> tuple[bool, int]:
+    def used(self, key: str, begins: str) -> int:
         window = (key, begins)
         if window not in self._taken:
             # a window that has begun anew: nobody asks for the one before
             for old in [old for old in self._taken if old[0] == key]:
                 del self._taken[old]
             self._taken[window] = self._ledger.spent(key, begins)
-        before = self._taken[window]
+        return self._taken[window]
+
+    async def take(self, key: str, begins: str, amount: int, most: int) -> tuple[bool, int]:
+        before = self.used(key, begins)
         fits = before + amount <= most
         if fits:
-            self._taken[window] += amount
+            self._taken[key, begins] += amount
         return fits, before
 
     def give_back(self, key: str, begins: str, amount: int) -> None:
@@ -116,36 +127,56 @@ class Budgets:
         self._ledger, self._store, self._wall = ledger, store, wall
         # windows of which the log has told
         self._warned: set[tuple[str, str]] = set()
+        # what this process has reserved, by key and window
+        self._held: dict[tuple[str, str], int] = {}
 
     def budget(self, key: str) -> Budget | None:
         return self._by_key.get(key, self._by_key.get("*"))
 
-    async def reserve(self, key: str, worst: int) -> Reservation:
+    async def reserve(self, key: str, want: Want) -> Reservation:
         """Raises HttpError 429 or 402, with the numbers, where it does not fit."""
         budget = self.budget(key)
         if budget is None:
             return Reservation(key, 0, None)
         now = self._wall()
         begins = budget.begins(now)
-        fits, before = await self._store.take(key, begins, worst, budget.amount)
+        want = want.within(budget.amount)
+        before = self._store.used(key, begins)
+        for _ in range(_TRIES):
+            amount = want.of(budget.amount - before)
+            fits, before = await self._store.take(key, begins, amount, budget.amount)
+            if fits or want.of(budget.amount - before) >= amount:
+                break
         share = before / budget.amount if budget.amount else 1.0
         if (not fits or share >= _WARN_AT) and (key, begins) not in self._warned:
             self._warned = {told for told in self._warned if told[0] != key} | {(key, begins)}
             _log.warning("budget_nearly_spent key=%s budget=%s share=%.2f", key, budget, share)
         if fits:
-            return Reservation(key, worst, begins)
+            self._hold(key, begins, amount)
+            return Reservation(key, amount, begins)
         if (key if key in self._by_key else "*") in self._soft:
             # nothing is held back for it, and what it costs is counted all the same
             return Reservation(key, 0, begins)
-        raise self._refusal(budget, before, worst, now)
+        raise self._refusal(key, budget, before, want.least, now)
 
-    def _refusal(self, budget: Budget, before: int, worst: int, now: float) -> HttpError:
+    def _hold(self, key: str, begins: str, amount: int) -> None:
+        held = self._held.get((key, begins), 0) + amount
+        if held:
+            self._held[key, begins] = held
+        else:
+            self._held.pop((key, begins), None)
+
+    def _refusal(self, key: str, budget: Budget, before: int, worst: int, now: float) -> HttpError:
         wait = budget.ends_in(now)
         told = (
             f"the budget of this key is {budget} {self._currency}: "
             f"{show_amount(min(before, budget.amount))} are spent or reserved, and this request "
             f"may cost {show_amount(worst)}"
         )
+        if before - self._held.get((key, budget.begins(now)), 0) + worst <= budget.amount:
+            # what requests under way leave of what they reserved will do
+            told += ". Requests that are under way have reserved the rest"
+            return HttpError(429, told, retry_after=_SOON)
         if wait is None:
             return HttpError(402, told)
         return HttpError(429, f"{told}. It begins anew in {go_duration(wait)}", retry_after=wait)
@@ -153,14 +184,26 @@ class Budgets:
     def settle(self, reservation: Reservation, costs: Sequence[Cost]) -> None:
         """A request has ended; ``costs``: at each engine that made a part of its answer."""
         cost = sum(each.amount for each in costs)
-        if reservation.begins is not None and reservation.amount != cost:
-            self._store.give_back(reservation.key, reservation.begins, reservation.amount - cost)
+        self._give_back(reservation, cost)
         day = Budget(0, "day").begins(self._wall())
         for number, each in enumerate(costs):
             self._ledger.add(
                 reservation.key, day, each.engine, each.model, each.used, each.amount,
                 requests=int(not number),
             )  # fmt: skip
+
+    def _give_back(self, reservation: Reservation, cost: int) -> None:
+        """What was reserved beyond the cost; below 0 what it cost beyond that."""
+        key, begins, budget = reservation.key, reservation.begins, self.budget(reservation.key)
+        if begins is None or budget is None:
+            return
+        self._hold(key, begins, -reservation.amount)
+        now = budget.begins(self._wall())
+        if now == begins:
+            self._store.give_back(key, begins, reservation.amount - cost)
+        elif cost:
+            # it counts where it ended, as in the ledger
+            self._store.give_back(key, now, -cost)
 
     def status(self, key: str) -> Mapping[str, str | None]:
         """What a key has spent of its budget, and today where it has none."""

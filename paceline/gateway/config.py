@@ -30,7 +30,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.policies import POLICIES
 from paceline.gateway.aliases import Aliases, is_alias
 from paceline.gateway.money import Budget, Price, Prices, parse_amount
-from paceline.http.fields import show_url
+from paceline.http.fields import BYTE_ORDER_MARK, show_url
 from paceline.http.otlp import check_endpoint
 from paceline.http.rate_limits import KeyLimits, Rate
 from paceline.http.rate_limits.store import check_storage_url
@@ -162,6 +162,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # of each key, or of each caller's address without keys: "60/minute", "100000/day"; "": no limit
     rate_limit_requests: str = ""
     rate_limit_tokens: str = ""
+    # tokens of an answer whose key has a limit of them or a budget, whose caller does not say how
+    # long it may be, and whose engine does not say how long its contexts are
+    default_max_tokens: int = 4096
     # requests of a key at once; 0: no limit
     max_concurrent_per_key: int = 0
     # redis://..., where several gateways count together; "": this one counts alone
@@ -241,7 +244,7 @@ def read_config(path: Path) -> GatewayConfig:
 def parse_config(data: bytes, where: str = "the configuration") -> GatewayConfig:
     """Raises ConfigError, naming the place."""
     try:
-        config = msgspec.toml.decode(data, type=GatewayConfig)
+        config = msgspec.toml.decode(data.removeprefix(BYTE_ORDER_MARK), type=GatewayConfig)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: {error}") from None
     try:
@@ -283,6 +286,7 @@ def check_config(config: GatewayConfig) -> None:
         ("slow_start", 0.0),
         ("max_concurrent_per_key", 0),
         ("max_queued", 1),
+        ("default_max_tokens", 1),
         ("queue_timeout", 0.1),
         ("max_attempts", 1),
         ("max_resumes", 0),

@@ -59,10 +59,16 @@ class Counts:
             "gauge", f"{name}engine_up", "1 while the engine answers polls.", "engine"
         )
         self._state = registry.numbers(
-            "gauge", f"{name}breaker_open", "1 while the engine's breaker is open.", "engine"
+            "gauge",
+            f"{name}breaker_open",
+            "1 while a breaker of the engine is open: its own, or that of a model.",
+            "engine",
         )
         self._opened = registry.numbers(
-            "gauge", f"{name}breaker_opened", "Times the engine's breaker has opened.", "engine"
+            "gauge",
+            f"{name}breaker_opened",
+            "Times that breakers of the engine have opened.",
+            "engine",
         )
         self._unsolicited = registry.numbers(
             "counter",
@@ -158,8 +164,10 @@ class Counts:
         for engine in engines:
             name, pressure = engine.name, engine.load.pressure
             self._up.at(name).value = 0.0 if engine.trouble else 1.0
-            self._state.at(name).value = float(engine.breaker.state(now) != "closed")
-            self._opened.at(name).value = engine.breaker.num_opened
+            breakers = (engine.breaker, *(each.breaker for each in engine.standings.values()))
+            is_open = any(breaker.state(now) != "closed" for breaker in breakers)
+            self._state.at(name).value = float(is_open)
+            self._opened.at(name).value = engine.num_opened
             self._unsolicited.at(name).value = engine.pool.num_unsolicited
             self._running.at(name).value = len(engine.running)
             kv = None if pressure is None else pressure.kv

@@ -13,8 +13,9 @@ from paceline.gateway.abilities import Abilities
 from paceline.gateway.config import EngineConfig, EngineKind, GatewayConfig, Secret, SecretBytes
 from paceline.gateway.dialects import Dialect, dialect_of
 from paceline.gateway.kinds import KINDS, KindFacts, kind_of_metrics, read_pressure, scan
+from paceline.gateway.standing import Standings
 from paceline.http.upstream import Headers, Origin, Pool
-from paceline.routing import Breaker, EngineLoad, SlowStart
+from paceline.routing import Breaker, BreakerState, EngineLoad, SlowStart
 
 __all__ = ["Engine", "EngineModel", "Running"]
 
@@ -22,6 +23,9 @@ _log = logging.getLogger("paceline.gateway")
 
 # when the process began, as Prometheus' clients tell it
 _STARTED: Final = "process_start_time_seconds"
+# in which an engine that has answered anything, a poll or a request, is not gone
+_ALIVE_SECONDS: Final = 1.0
+_MILDEST: Final[tuple[BreakerState, ...]] = ("closed", "half-open", "open")
 # by which that differs in one process: some work it out anew from a clock that is set meanwhile
 _STARTED_WITHIN: Final = 2.0
 
@@ -33,7 +37,9 @@ class Running(Protocol):
         """A tenth of a second or so has passed; whether the engine sent something meanwhile."""
         ...
 
-    def engine_gone(self, why: str) -> None: ...
+    def engine_gone(self, why: str) -> bool:
+        """Its engine gives no sign; whether it is given up there, or asked again in a moment."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,10 @@ class Engine:
         self._starts: dict[tuple[str, bytes], SecretBytes] = {}
         self.load = EngineLoad(config.name)
         self.load.sent_at = now
+        # of the engine as a whole: it took no connections, or gave no sign; what its answers say is
+        # of a model
         self.breaker = Breaker()
+        self.standings = Standings()
         self.running: set[Running] = set()
         # None: the engine has not told yet
         self.models: dict[str, EngineModel] | None = None
@@ -77,6 +86,8 @@ class Engine:
         self.wants_probe = config.probe != "off"
         # by the clock, when it is asked again, as it gave no answer
         self.probe_again_at = math.inf
+        # of the limit of an answer in a chat, where it has refused another; "": as is usual
+        self.limit_name = ""
         # by an admin
         self.draining = False
         # of the last poll; "": it answered
@@ -88,7 +99,10 @@ class Engine:
         # seconds in which it gave no sign
         self.silent = 0.0
         self.num_polls = 0
+        # polls without an answer while it gave no other sign either
         self.num_misses = 0
+        # it took no connection when it was asked last
+        self.is_unreachable = False
         # a proxy before it answered the last poll: it is not there
         self.is_away = False
         # it may have been started anew since it was asked last, for another reason than a lost
@@ -109,8 +123,8 @@ class Engine:
         # by the clock, when it came back from being gone or drained
         self.back_at = -math.inf
         self._slow_start = SlowStart(gateway.slow_start)
-        # it asked for no requests before
-        self._rests_until = 0.0
+        # by model, fields of the gateway's own that it refuses
+        self._left_out: dict[str, frozenset[str]] = {}
 
     @property
     def polled(self) -> bool:
@@ -118,13 +132,19 @@ class Engine:
         return bool(self.facts.metrics_path) or self.kind == "auto"
 
     def alive(self) -> None:
-        """It gave a sign."""
+        """It gave a sign: polls that are late do not count."""
         self.silent = 0.0
+        if self.num_misses and not self.is_unreachable:
+            self.num_misses, self.trouble = 0, ""
 
-    def failed(self, now: float) -> None:
-        """A request failed there, and that was its fault."""
-        self.failed_at = now
-        self.breaker.fail(now)
+    def missed(self, why: str, *, unreachable: bool) -> bool:
+        """A poll has no answer yet, or none at all; whether the engine is taken for gone."""
+        self.is_unreachable = unreachable
+        if not unreachable and self.silent <= _ALIVE_SECONDS:
+            return False
+        self.num_misses += 1
+        self.trouble = why
+        return True
 
     def headers(self) -> Headers:
         """That every request to it has."""
@@ -150,36 +170,56 @@ class Engine:
         most = self.config.max_concurrent
         return max(0.0, most - len(self.load.running)) if most else math.inf
 
-    def rest(self, until: float) -> None:
-        """It asked to be left alone; a pause that was asked for before is not shortened."""
-        self._rests_until = max(self._rests_until, until)
-
     def rests_for(self, now: float) -> float:
-        """Seconds until it may be sent requests again."""
-        return max(0.0, self._rests_until - now)
+        """Seconds until it may be sent requests again for the first of the models that it was asked
+        for."""
+        return min((each.rests_for(now) for each in self.standings.values()), default=0.0)
+
+    def breaker_state(self, now: float) -> BreakerState:
+        """Of the engine as a whole, else the mildest of the models that it was asked for."""
+        own = self.breaker.state(now)
+        states = {each.breaker.state(now) for each in self.standings.values()} or {own}
+        return own if own != "closed" else min(states, key=_MILDEST.index)
+
+    @property
+    def num_opened(self) -> int:
+        """Times that breakers have opened, its own and those of its models."""
+        return self.breaker.num_opened + self.standings.num_opened
 
     def share(self, now: float) -> float:
         """Of the requests that would come to it, those that it is to get: 1, but for a while after
-        it came back."""
-        since = max(self.back_at, self.breaker.closed_at)
-        return self._slow_start.share(since, now)
+        it came back, or a model of it did."""
+        return min(self.share_of(model, now) for model in self.standings or ("",))
 
-    def usable(self, now: float) -> str:
-        """Why it takes no requests; empty where it does, if perhaps not now."""
+    def share_of(self, model: str, now: float) -> float:
+        """The same of one model's requests."""
+        standing = self.standings.get(model)
+        closed = -math.inf if standing is None else standing.breaker.closed_at
+        return self._slow_start.share(max(self.back_at, self.breaker.closed_at, closed), now)
+
+    def usable(self, now: float, model: str = "", path: str = "") -> str:
+        """Why it takes no requests, or none for a model at a path; empty where it does, if perhaps
+        not now."""
         if self.draining:
             return "draining"
         if not self.breaker.allows(now):
             return f"failing ({self.breaker.state(now)})"
-        if self._rests_until > now:
-            return f"asked for a pause, {self.rests_for(now):.1f} s are left"
-        return self.trouble if self.num_misses else ""
+        if self.num_misses:
+            return self.trouble
+        standing = self.standings.get(model)
+        return "" if standing is None else standing.trouble(path, now)
 
-    def available(self, now: float) -> str:
+    def available(self, now: float, model: str = "", path: str = "") -> str:
         """Why it may not be sent a request now; empty where it may."""
-        if why := self.usable(now):
+        if why := self.usable(now, model, path):
             return why
         most = self.config.max_concurrent
         return f"max_concurrent {most}" if most and not self.places else ""
+
+    def troubles(self, now: float) -> Mapping[str, str]:
+        """Why it takes no requests for models, by their names there."""
+        found = {model: each.troubles(now) for model, each in self.standings.items()}
+        return {model: why for model, why in found.items() if why}
 
     def become(self, kind: EngineKind) -> None:
         """What it is was found out."""
@@ -187,8 +227,18 @@ class Engine:
         self.pool.idle = KINDS[kind].idle
         self.forget()
 
+    def left_out(self, model: str) -> frozenset[str]:
+        """Fields that the gateway would add to requests for this model, and the engine refuses."""
+        return self._left_out.get(model, frozenset())
+
+    def leave_out(self, model: str, names: frozenset[str]) -> None:
+        """It took a request without these, which it had refused with them."""
+        _log.warning("engine_refuses engine=%s model=%s fields=%s", self.name, model, sorted(names))
+        self._left_out[model] = self.left_out(model) | names
+
     def forget(self) -> None:
         """What it can do may be something else now: its kind's table holds until it has said."""
+        self._left_out.clear()
         self.learn(Abilities())
         self._ask_again()
 

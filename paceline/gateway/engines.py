@@ -43,6 +43,9 @@ _PROBE_SECONDS: Final = 2.0
 _NOT_NOW: Final = frozenset({429, 502, 503, 504})
 # those of a proxy before one that is not there, beside Cloudflare's 520 to 530
 _AWAY: Final = frozenset({502, 503, 504})
+# times ``poll_timeout`` and ``connect_timeout`` that a poll is waited for, the longer of both
+_LATEST: Final = 4.0
+_LATEST_CONNECTION: Final = 1.25
 # of a quiet engine's next poll, at most
 _MAX_POLL_WAIT: Final = 2.0
 
@@ -231,16 +234,25 @@ class Engines:
         """Ask it once how it is."""
         engine.num_polls += 1
         path = engine.facts.metrics_path or "/metrics"
+        late = self._config.poll_timeout
+        # an answer that is late is still a sign of life
+        longest = max(_LATEST * late, _LATEST_CONNECTION * self._config.connect_timeout)
+        asking = asyncio.ensure_future(ask(engine, path, longest))
         try:
-            status, text = await ask(engine, path, self._config.poll_timeout)
+            while not (await asyncio.wait((asking,), timeout=late))[0]:
+                self._missed(engine, ConnectError(f"no answer within {late:g} s"))
+            status, text = asking.result()
         except ConnectError as error:
-            self._missed(engine, str(error))
+            self._missed(engine, error)
             return
+        finally:
+            asking.cancel()
+        was_gone = engine.num_misses > 4
+        engine.is_unreachable = False
         engine.alive()
-        if engine.num_misses > 4 and engine.trouble:
+        if was_gone:
             _log.info("engine_back engine=%s", engine.name)
             engine.came_back(self._now())
-        engine.num_misses = 0
         engine.is_away = _is_away(status)
         if engine.is_away:
             engine.suspect()
@@ -255,11 +267,10 @@ class Engines:
         else:
             engine.trouble = f"{path} answers {status}"
 
-    def _missed(self, engine: Engine, why: str) -> None:
-        engine.num_misses += 1
-        if not engine.trouble or engine.num_misses == 1:
-            _log.warning("engine_silent engine=%s reason=%r", engine.name, why)
-        engine.trouble = why
+    def _missed(self, engine: Engine, error: ConnectError) -> None:
+        gone = engine.missed(str(error), unreachable=error.unreachable)
+        if gone and engine.num_misses == 1:
+            _log.warning("engine_silent engine=%s reason=%r", engine.name, str(error))
 
     async def _read_models(self, engine: Engine) -> None:
         path = engine.facts.models_path
@@ -282,9 +293,12 @@ class Engines:
             if not engine.polled:
                 # requests still go there: only missed polls keep them away
                 engine.trouble = str(error)
+                engine.is_unreachable = error.unreachable
             return
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return
+        if not engine.polled:
+            engine.is_unreachable = False
         engine.alive()
         if entries is None:
             if not engine.polled:
@@ -331,7 +345,9 @@ class Engines:
             engine.pool.close()
         for engine in (*self.by_name.values(), *self._retired):
             heard = [running.tick(now) for running in list(engine.running)]
-            engine.silent = elapsed if any(heard) else engine.silent + elapsed
+            engine.silent += elapsed
+            if any(heard):
+                engine.alive()
             if (
                 engine.silent > self._config.silence
                 and engine.running
@@ -342,13 +358,14 @@ class Engines:
         self.on_tick()
 
     def _gone(self, engine: Engine) -> None:
-        _log.error(
-            "engine_gone engine=%s silent=%.2f running=%d",
-            engine.name, engine.silent, len(engine.running),
-        )  # fmt: skip
-        engine.breaker.trip(self._now())
-        for running in list(engine.running):
-            running.engine_gone(f"engine {engine.name} has given no sign for {engine.silent:.1f} s")
+        why = f"engine {engine.name} has given no sign for {engine.silent:.1f} s"
+        left = [running.engine_gone(why) for running in list(engine.running)]
+        if any(left):
+            _log.error(
+                "engine_gone engine=%s silent=%.2f running=%d",
+                engine.name, engine.silent, len(left),
+            )  # fmt: skip
+            engine.breaker.trip(self._now())
 
 
 def _is_away(status: int) -> bool:

@@ -31,13 +31,14 @@ from paceline.gateway.bodies import Body
 from paceline.gateway.caller import Caller
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.counts import Counts
+from paceline.gateway.engine import Engine
 from paceline.gateway.hedge import Hedge
 from paceline.gateway.kinds import VECTOR_PATHS
 from paceline.gateway.leg import Leg
 from paceline.gateway.money import Used
 from paceline.gateway.outgoing import Call
 from paceline.gateway.pick import Pick, Picker
-from paceline.gateway.refusals import is_no_answer, is_too_long, rest_of
+from paceline.gateway.refusals import is_too_long
 from paceline.gateway.routes import Route, Site
 from paceline.gateway.sending import CHAT, Sending
 from paceline.gateway.splice import Splice, make_splice
@@ -54,7 +55,6 @@ _log = logging.getLogger("paceline.gateway")
 RELAYED: Final = VECTOR_PATHS | {
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings",
 }  # fmt: skip
-_RETRYABLE: Final = frozenset({404, 408, 409, 425, 429, 500, 502, 503, 504, 529})
 # of a body that is read without the connection being held back on the way
 _READ_AT_ONCE: Final = 60_000
 
@@ -89,6 +89,7 @@ class Exchange:
         # the model's name as the caller knows it
         self._asked = asked
         self._demand, self._caller, self.trace = demand, caller, caller.trace
+        self.names_stored = body.fields.get("previous_response_id", b"null") != b"null"
         self._receive = receive
         self._arrived = now()
         # what was done to the answer, for its last chunk and its headers
@@ -116,7 +117,9 @@ class Exchange:
         self._hedge = Hedge(
             config, hedges, picker, self._attempts, demand, body, self._sending, counts
         )
-        self._bill = Bill(path, demand.prompt_tokens, self.splice)
+        # told of a whole answer before its caller is
+        self.on_answer: Callable[[Leg], None] | None = None
+        self._bill = Bill(path, demand.prompt_tokens, self.splice, body.most_deferred(path))
 
     def _new_splice(self) -> Splice:
         body = self._body
@@ -138,6 +141,22 @@ class Exchange:
         return leg
 
     @property
+    def route(self) -> Route:
+        """Of the model that it was sent to first."""
+        return self._route
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the engine that the answer comes from, if there is one, has said all of it."""
+        leg = self._answer.leg
+        return leg is None or leg.verdict is not None
+
+    @property
+    def engine(self) -> Engine:
+        """That the answer comes from, once one is asked."""
+        return self._leg.site.engine
+
+    @property
     def used(self) -> Used:
         """Tokens of an answer that has ended, as far as anything was counted."""
         return self._bill.used(self._answer.leg)
@@ -146,6 +165,14 @@ class Exchange:
     def num_output_tokens(self) -> int:
         """Of an answer that has ended."""
         return self.used.output
+
+    @property
+    def counted(self) -> Used | None:
+        """The same, where an engine has counted it; None: it has not, or cuts what is too long."""
+        leg = self._answer.leg
+        if leg is None or leg.site.engine.facts.truncates or not self.used.prompt:
+            return None
+        return self._bill.counted
 
     def shares(self) -> Sequence[tuple[Site, Used]]:
         """Who made what of an answer that has ended; see ``Bill.shares``."""
@@ -161,6 +188,15 @@ class Exchange:
     def sent(self, leg: Leg) -> None:
         # of the engine that was really asked
         leg.site.engine.load.prefixes.add(self._demand.prefix)
+
+    def again(self, leg: Leg, left_out: frozenset[str]) -> tuple[bytes, frozenset[str]] | None:
+        """See ``Owner``."""
+        resumed = bool(self._attempts.num_resumes)
+        names = self._sending.refused(leg.site, leg.status, bytes(leg.body), resumed=resumed)
+        if names <= left_out:
+            return None
+        left_out |= names
+        return self._sending.request(leg.site, resumed=resumed, left_out=left_out), left_out
 
     def first_token(self, now: float) -> None:
         self._hedge.first_spoke()
@@ -178,6 +214,11 @@ class Exchange:
         self._answer.comes_from(spare)
         self._answer.note(engine=spare.site.engine.name, attempts=self._attempts.num)
         spare.adopt()
+
+    def may_leave(self, leg: Leg) -> bool:
+        begun = self.splice is not None and self.splice.emitted
+        spare = leg is self._hedge.spare
+        return begun or spare or self._attempts.may_leave(self.now(), leg.site)
 
     def tick(self, now: float) -> None:
         self.out.tick(now, self.config.sse_keep_alive)
@@ -235,6 +276,8 @@ class Exchange:
             verdict, last = leg.verdict, leg.site
             assert verdict is not None, "the leg is over"
             if verdict.kind == "done":
+                if self.on_answer is not None:
+                    self.on_answer(leg)
                 await self._answer.finish(leg)
                 return
             self._note_failure(leg)
@@ -316,9 +359,7 @@ class Exchange:
         if failed is not None:
             self._note_failure(failed)
             return
-        first_failed = leg.verdict is not None and (
-            leg.verdict.kind == "lost" or _is_retryable(leg.verdict.status)
-        )
+        first_failed = leg.verdict is not None and leg.verdict.kind != "done" and not leg.is_final
         answered = self._hedge.second_answered
         if self._hedge.spare is None or not (first_failed or (answered and leg.verdict is None)):
             return
@@ -337,28 +378,24 @@ class Exchange:
             self.splice.emitted if self.splice else False,
         )  # fmt: skip
         self._answer.failed(leg)
-        if leg.verdict.kind == "refused":
-            engine.rest(self.now() + rest_of(leg.status, leg.headers))
         self._counts.failed(leg.site, leg.verdict.kind)
-        self._attempts.tried.add(engine.name)
+        # what an engine refuses is of one of its models
+        lost = leg.verdict.kind == "lost"
+        self._attempts.tried.add(engine.name if lost else leg.site.key)
 
     def _may_pass_on(self, leg: Leg) -> bool:
-        """Whether a refused request goes to another engine; otherwise the caller has the answer."""
+        """Whether a refused request goes to another engine, or to this one in other words;
+        otherwise the caller has the answer."""
         now = self.now()
-        if is_too_long(leg.status, bytes(leg.body[:8192])) and self._attempts.may_go_to_a_longer(
-            now, leg.site
-        ):
+        body = bytes(leg.body)
+        if self._sending.eases(leg.site, leg.status, body):
+            self._attempts.tried.discard(leg.site.key)
+            return self._attempts.may_retry(now, peek=True)
+        if is_too_long(leg.status, body) and self._attempts.may_go_to_a_longer(now, leg.site):
             return True
-        should = dict(leg.headers).get(b"x-should-retry", b"true")
-        retryable = _is_retryable(leg.status) and should != b"false"
-        return retryable and self._attempts.may_retry(now, peek=True)
+        return not leg.is_final and self._attempts.may_retry(now, peek=True)
 
     async def _disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.out.hung_up()
-
-
-def _is_retryable(status: int) -> bool:
-    """Whether another engine may answer what one has answered so."""
-    return status in _RETRYABLE or is_no_answer(status)

@@ -161,7 +161,7 @@ class Hedge:
         full = [
             saturation(site.engine.load, site.engine.places_in_all, now)
             for site in places
-            if not site.engine.usable(now)
+            if not site.usable(now, route.path)
         ]
         waited = now - self._sent_at
         below = self._config.hedge_below

@@ -19,16 +19,25 @@ from paceline.gateway.config import EngineKind
 from paceline.routing.engine_load import Pressure
 
 __all__ = [
-    "KINDS", "VECTOR_PATHS", "KindFacts", "kind_of_metrics", "read_contexts", "read_pressure",
-    "scan",
+    "KINDS", "TEXT_PATHS", "VECTOR_PATHS", "KindFacts", "is_vectors", "kind_of_metrics",
+    "read_contexts", "read_pressure", "scan",
 ]  # fmt: skip
 
+# endpoints whose answers are text that a model makes
+TEXT_PATHS: Final = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
+)
 # beside /v1/embeddings; vLLM's, with its bodies
 VECTOR_PATHS: Final = frozenset(
     {
         "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/pooling",
     }
 )  # fmt: skip
+
+
+def is_vectors(path: str) -> bool:
+    """Whether the answers of an endpoint are vectors or scores, and no text."""
+    return path == "/v1/embeddings" or path in VECTOR_PATHS
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,12 +87,16 @@ class LeaseStore:
         self._away_until = 0.0
         self.failures = 0
 
+    def used(self, key: str, begins: str) -> int:
+        lease = self._lease(key, begins)
+        return lease.total - lease.left + lease.owed
+
     async def take(self, key: str, begins: str, amount: int, most: int) -> tuple[bool, int]:
         lease = self._lease(key, begins)
         lease.step = step = max(1, int(most * _LEASE_SHARE))
         if amount > most:
             # it never fits, and may be more than Redis counts with
-            return False, lease.total - lease.left + lease.owed
+            return False, self.used(key, begins)
         for _ in range(_TRIES):
             if lease.left >= amount or not self._may_ask(lease, amount - lease.left):
                 break
@@ -109,17 +113,17 @@ class LeaseStore:
             return True, lease.total - lease.left - amount
         if self._is_away():
             # alone, from what was last seen
-            used = lease.total - lease.left + lease.owed
+            used = self.used(key, begins)
             if used + amount <= most:
                 lease.owed += amount
                 return True, used
             return False, used
-        return False, lease.total - lease.left + lease.owed
+        return False, self.used(key, begins)
 
     def give_back(self, key: str, begins: str, amount: int) -> None:
-        lease = self._leases.get((key, begins))
-        if lease is None:
+        if amount >= 0 and (key, begins) not in self._leases:
             return
+        lease = self._lease(key, begins)
         lease.left += amount
         if lease.returning is not None or self._is_away():
             return

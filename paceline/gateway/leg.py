@@ -11,22 +11,20 @@ import msgspec
 
 from paceline.gateway.config import GatewayConfig
 from paceline.gateway.dialects import Translator
-from paceline.gateway.refusals import is_no_answer
+from paceline.gateway.refusals import refusal_in, rest_of
 from paceline.gateway.routes import Site
 from paceline.gateway.sending import RESUMABLE
 from paceline.gateway.splice import Splice
+from paceline.gateway.standing import Outcome, outcome_of_refusal
 from paceline.gateway.tracing import NO_ATTEMPT, AttemptTrace, Trace
+from paceline.http.encodings import is_plain
 from paceline.http.sse import SSE
 from paceline.http.upstream import ConnectError, Connection, Headers, lines_of
 from paceline.routing import Dispatch
+from paceline.statuses import retry_of
 
 __all__ = ["Leg", "Owner", "Verdict"]
 
-# statuses that count against an engine
-_FAULTS: Final = frozenset({500, 502, 503, 504, 529})
-# seconds after which an engine may be about to close a connection; one that is lost sooner was lost
-# with the request
-_STALE: Final = 1.0
 # of an answer that is not streamed
 _MAX_ANSWER_BYTES: Final = 64 << 20
 _SSE: Final = SSE.encode()
@@ -46,6 +44,8 @@ class Owner(Protocol):
     # None: the answer is not streamed
     splice: Splice | None
     trace: Trace
+    # it names what an engine has stored: where that is not there, the model may well be
+    names_stored: bool
 
     # to the caller; and what ends the answer
     write: Callable[[bytes], None]
@@ -58,8 +58,17 @@ class Owner(Protocol):
 
     def tick(self, now: float) -> None: ...
 
+    def may_leave(self, leg: Leg) -> bool:
+        """Whether something else can be done than to wait for its engine, which gives no sign."""
+        ...
+
     def sent(self, leg: Leg) -> None:
         """Its request is on the way to its engine."""
+        ...
+
+    def again(self, leg: Leg, left_out: frozenset[str]) -> tuple[bytes, frozenset[str]] | None:
+        """The request without fields that were added to the caller's and that its engine refused,
+        and which these are; None: its refusal names no more than ``left_out``."""
         ...
 
 
@@ -69,7 +78,6 @@ class Verdict:
 
     kind: Literal["done", "refused", "lost"]
     why: str = ""
-    status: int = 0
 
 
 class Leg:
@@ -93,6 +101,9 @@ class Leg:
         self.was_abandoned = False
         self._owner = request
         self._engine = site.engine
+        self._standing = site.engine.standings.of(site.model, request.now())
+        # there was no connection, or no sign of life: that is not of the model
+        self._is_of_engine = False
         self._dispatch = dispatch
         self._streams = False
         # a part of the answer came last, and anything at all
@@ -105,6 +116,8 @@ class Leg:
         splice = request.splice
         self._tokens_before = 0 if splice is None else splice.num_output_tokens
         self._request = b""
+        # fields that were added to the caller's, and that its engine refused
+        self._left_out: frozenset[str] = frozenset()
         self._connecting: asyncio.Task[None] | None = None
         self._path = ""
         self._translator: Translator | None = None
@@ -125,6 +138,13 @@ class Leg:
         return self.status == 200 and self.verdict is not None and self.verdict.kind == "done"
 
     @property
+    def is_final(self) -> bool:
+        """Whether no other engine would say something else: its refusal is the caller's."""
+        should = dict(self.headers).get(b"x-should-retry", b"").decode("latin-1").lower()
+        refused = self.verdict is not None and self.verdict.kind == "refused"
+        return refused and retry_of(self.status, should) == "nowhere"
+
+    @property
     def was_sent(self) -> bool:
         """Whether the engine was told of it."""
         return self.connection is not None
@@ -134,12 +154,16 @@ class Leg:
         engine, now = self._engine, self._owner.now()
         engine.running.add(self)
         engine.breaker.begin(now)
+        self._standing.begin(path, now)
         hedge = self._probe is not None
         self._trace = self._owner.trace.attempt(self.site, self._tokens_before, hedge, now)
+        self._path = path
+        self._ask(request)
+
+    def _ask(self, request: bytes) -> None:
         traced = self._trace is not NO_ATTEMPT
         self._request = _with_headers(request, self._trace.headers([])) if traced else request
-        self._path = path
-        connection = engine.pool.free()
+        connection = self._engine.pool.free()
         if connection is None:
             self._connecting = asyncio.ensure_future(self._send_on_new())
         else:
@@ -150,6 +174,7 @@ class Leg:
             connection = await self._engine.pool.connect()
         except ConnectError as error:
             self._connecting = None
+            self._is_of_engine = True
             self._end(Verdict("lost", str(error)))
             return
         self._connecting = None
@@ -169,7 +194,7 @@ class Leg:
         self._engine.alive()
         self.status, self.headers = status, headers
         found = dict(headers)
-        if found.get(b"content-encoding", b"identity").lower() != b"identity":
+        if not is_plain(found.get(b"content-encoding", b"").decode("latin-1")):
             # none was asked for: what is packed could be any size
             self.give_up("the answer is compressed")
             return
@@ -177,6 +202,8 @@ class Leg:
             # no caller could be told of it
             self.give_up(f"status {status}, which is none of HTTP's")
             return
+        if status == 200 and self._left_out:
+            self._engine.leave_out(self.site.model, self._left_out)
         kind = found.get(b"content-type", _SSE)
         # an answer that was not asked for as a stream is relayed as it is, and so is a whole one
         # that comes instead of a stream
@@ -213,7 +240,8 @@ class Leg:
         if self._translator.is_in_long:
             self._has_moved = True
         self._take_events(b"".join(events))
-        if wrong:
+        # what is wrong behind a refusal is of no stream any more
+        if wrong and self._streams:
             self.give_up(wrong)
 
     def _take_events(self, data: bytes) -> None:
@@ -226,7 +254,7 @@ class Leg:
         if self._probe.num_events != parts or self._probe.is_in_long:
             self._has_moved = True
         if self._probe.failed is not None:
-            self.give_up(self._probe.failed)
+            self._fail_by(self._probe, self._probe.failed)
         elif self._probe.emitted or self._probe.done:
             self._owner.spare_spoke(self)
 
@@ -264,9 +292,22 @@ class Leg:
             self._trace.first_token(now)
             owner.first_token(now)
         if splice.failed is not None:
-            self.give_up(splice.failed)
+            self._fail_by(splice, splice.failed)
         elif splice.done:
             self._end(Verdict("done"))
+
+    def _fail_by(self, splice: Splice, why: str) -> None:
+        """Some engines refuse a request in its stream: before they said anything, that is as good
+        as a status."""
+        refusal = None if splice.emitted else refusal_in(splice.failure_event)
+        if refusal is None or self.connection is None:
+            self.give_up(why)
+            return
+        self.connection.drop()
+        self.status, self.body = refusal[0], bytearray(refusal[1])
+        self._streams = False
+        splice.begin_leg()
+        self._refuse()
 
     def on_end(self) -> None:
         self._engine.alive()
@@ -277,13 +318,28 @@ class Leg:
         elif self.status == 200:
             self._finish_whole()
         else:
-            self._end(Verdict("refused", f"status {self.status}", self.status))
+            self._refuse()
+
+    def _refuse(self) -> None:
+        """The engine takes no such request. Where that is for a field which its caller did not
+        send, nothing was computed, and asking once more without it is no attempt of its own."""
+        again = self._owner.again(self, self._left_out)
+        if again is None:
+            self._end(Verdict("refused", f"status {self.status}"))
+            return
+        request, self._left_out = again
+        self.status, self.headers, self.body = 0, [], bytearray()
+        self._kept.clear()
+        self.on_data = self._keep_whole
+        self.connection, self._num_reads = None, 0
+        self._heard_at = self._sign_at = self._owner.now()
+        self._ask(request)
 
     def on_lost(self, why: str) -> None:
         if self.verdict is not None:
             return
         connection = self.connection
-        if connection is not None and not connection.begun and connection.was_idle > _STALE:
+        if connection is not None and not connection.begun and connection.is_used:
             # the engine closed an idle connection just as it was used again: no attempt of its own
             self._connecting = asyncio.ensure_future(self._send_on_new())
             return
@@ -301,15 +357,22 @@ class Leg:
             self._end(Verdict("done"))
 
     def _finish_stream(self, why: str) -> None:
-        if self._probe is not None:
-            self._end(Verdict("lost", why))
-            return
+        if not self._is_said():
+            splice = self._owner.splice if self._probe is None else None
+            self._end(Verdict("lost", (splice and splice.failed) or why))
+
+    def _is_said(self) -> bool:
+        """Whether the stream, which goes on no longer, had said all of its answer; then it is done:
+        what was wrong behind that is no loss."""
         splice = self._owner.splice
-        assert splice is not None, "a stream was asked for"
+        if not self._streams or self._probe is not None or splice is None:
+            return False
         out = splice.end_leg()
         if out:
             self._owner.write(out)
-        self._end(Verdict("done") if splice.done else Verdict("lost", splice.failed or why))
+        if splice.done:
+            self._end(Verdict("done"))
+        return splice.done
 
     # ---------------------------------------------------------------- of the engine
 
@@ -345,14 +408,28 @@ class Leg:
                 limit = max(config.first_byte_timeout, limit)
         return f"no part of the answer for {limit:g} s" if now - self._heard_at > limit else ""
 
-    def engine_gone(self, why: str) -> None:
+    def engine_gone(self, why: str) -> bool:
+        """See ``Running``. An engine that has been asked a moment ago has time for its sign."""
+        waited = self._owner.now() - self._sign_at
+        config = self._owner.config
+        if waited <= config.silence or not (
+            waited > config.stall_timeout or self._owner.may_leave(self)
+        ):
+            return False
+        self._is_of_engine = True
         self.give_up(why)
+        return True
 
     # ---------------------------------------------------------------- ends
 
     def give_up(self, why: str) -> None:
-        """The engine's fault."""
-        self._end(Verdict("lost", why))
+        """The engine's fault, unless all of the answer was said."""
+        if self.verdict is not None:
+            return
+        if not self._is_said():
+            self._end(Verdict("lost", why))
+        elif self.connection is not None:
+            self.connection.drop()
 
     def abandon(self) -> None:
         """Not its fault: the caller is gone, or has the answer from another one."""
@@ -378,17 +455,37 @@ class Leg:
         )
         self._dispatch.end(now, made)
         self._trace.end("abandoned" if verdict is None else verdict.kind, self.status, made, now)
-        if verdict is None:
-            engine.breaker.abandon()
-        elif verdict.kind == "lost" or verdict.status in _FAULTS or is_no_answer(verdict.status):
-            engine.failed(now)
-        elif verdict.kind == "refused":
-            engine.breaker.abandon()
-        else:
-            engine.breaker.succeed(now)
+        self._count(verdict, now)
         if self.connection is not None and (verdict is None or verdict.kind == "lost"):
             self.connection.drop()
         self._owner.wake.set()
+
+    def _count(self, verdict: Verdict | None, now: float) -> None:
+        """For the breakers of the engine and of its model, and the pause that it asked for."""
+        engine, standing = self._engine, self._standing
+        if verdict is not None and self._is_of_engine and self.connection is None:
+            engine.breaker.fail(now)
+        elif self.status and not self._is_of_engine:
+            engine.breaker.succeed(now)
+        else:
+            engine.breaker.abandon()
+        if verdict is not None and verdict.kind == "refused":
+            standing.rest(now + rest_of(self.status, self.headers))
+        outcome = self._outcome(verdict, now)
+        if outcome in ("failed", "missing") or (verdict is not None and self._is_of_engine):
+            engine.failed_at = now
+        standing.end(self._path, outcome, now)
+
+    def _outcome(self, verdict: Verdict | None, now: float) -> Outcome:
+        """What the end of a request says of the model."""
+        if verdict is None or (verdict.kind == "lost" and self._is_of_engine):
+            return "unknown"
+        if verdict.kind != "refused":
+            return "ok" if verdict.kind == "done" else "failed"
+        return outcome_of_refusal(
+            self.status, self.headers, names_stored=self._owner.names_stored,
+            paused=self._standing.rests_for(now) > 0.0,
+        )  # fmt: skip
 
 
 def _drop(data: bytes) -> None:

@@ -111,6 +111,18 @@ class Prices:
         found = (self.find(*place) for place in places)
         return max((price.of(used) for price in found if price is not None), default=0)
 
+    def affords(self, places: Iterable[tuple[str, str]], prompt: int, amount: int) -> int:
+        """Tokens of output that ``amount`` pays for beside a prompt, at the dearest of places."""
+        found = [self.find(*place) for place in places]
+        return min(
+            (
+                (amount - price.of(Used(prompt))) // price.output
+                for price in found
+                if price is not None and price.output
+            ),
+            default=_MOST_COST,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 from starlette.types import Scope, Send
 
 from paceline.http.shortcut import BODY_WRITER, AnswerWriter
-from paceline.http.sse import KEEP_ALIVE
+from paceline.http.sse import KEEP_ALIVE, STREAM_HEADERS
 from paceline.http.upstream import Headers
 
 __all__ = ["Outgoing", "Source"]
@@ -22,11 +22,13 @@ _ANSWER_HEADERS: Final = frozenset(
         b"retry-after",
         b"x-should-retry",
         b"x-paceline-ignored-fields",
+        b"x-paceline-rewritten-messages",
         b"x-llm-d-request-dropped-reason",
     }
 )
-# so that no proxy on the way keeps a part back
-_STREAM_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+_STREAM_HEADERS: Final = tuple(
+    (name.lower().encode(), value.encode()) for name, value in STREAM_HEADERS.items()
+)
 
 
 class Call(Protocol):

@@ -93,7 +93,7 @@ class Pages:
     def _health(self, key: str) -> Page:
         gateway = self._gateway
         now = gateway.now()
-        able = [e.name for e in gateway.engines.by_name.values() if not _trouble(e, now)]
+        able = [e.name for e in gateway.engines.by_name.values() if _is_able(e, now)]
         if gateway.draining or not able:
             why = "shutting down" if gateway.draining else "no engine can take requests"
             raise HttpError(503, why, 1.0)
@@ -127,8 +127,17 @@ class Pages:
         return 200, "text/plain; version=0.0.4; charset=utf-8", text.encode()
 
 
+def _is_able(engine: Engine, now: float) -> bool:
+    """Whether requests are sent there, if perhaps after a wait: an engine that is full, has asked
+    for a pause, or is late with its sign of life is not dead."""
+    is_open = engine.breaker_state(now) == "open"
+    return not (engine.draining or is_open or engine.is_unreachable or engine.is_away)
+
+
 def _trouble(engine: Engine, now: float) -> str:
-    return engine.available(now) or engine.trouble
+    models = engine.troubles(now)
+    told = [why if len(engine.standings) == 1 else f"{name}: {why}" for name, why in models.items()]
+    return engine.available(now) or "; ".join(told[:8]) or engine.trouble
 
 
 def _engine(engine: Engine, now: float) -> Mapping[str, Any]:
@@ -137,7 +146,7 @@ def _engine(engine: Engine, now: float) -> Mapping[str, Any]:
         "kind": engine.kind,
         "state": state_of(engine, now),
         "trouble": _trouble(engine, now) or None,
-        "breaker": engine.breaker.state(now),
+        "breaker": engine.breaker_state(now),
         "draining": engine.draining,
         # of the requests that would come to it: 1, less for a while after it has come back
         "share": round(engine.share(now), 3),

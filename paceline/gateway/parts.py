@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["BEGINNINGS", "PINGS", "is_between_parts"]
+__all__ = ["BEGINNINGS", "is_between_parts"]
 
-# names of events that keep a connection alive, behind which a stream stands where it stood before
-PINGS: Final = frozenset({b"ping", b"keepalive"})
 # of events with which one of several parts begins
 BEGINNINGS: Final = frozenset({b"content_block_start", b"response.output_item.added"})
 # how names of events end behind which no other part begins: more of this one comes, or the end of
@@ -27,7 +25,7 @@ def is_between_parts(name: bytes, begins: str) -> bool:
     """Whether the stream stands between two parts of its answer behind this event.
 
     Args:
-        name: the event's, none of ``PINGS``.
+        name: the event's; not a ping's, behind which a stream stands where it stood before.
         begins: the type of the part that one of ``BEGINNINGS`` begins; empty: it does not say.
     """
     is_text = name in BEGINNINGS and begins in _TEXTS

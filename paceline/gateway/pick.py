@@ -12,13 +12,15 @@ from paceline.gateway.routes import Route, Site
 from paceline.http.errors import HttpError
 from paceline.routing import TRICKLE, Demand, EngineView, choose, slow_ones
 
-__all__ = ["AllRestError", "Pick", "Picker"]
+__all__ = ["AllRestError", "Pick", "Picker", "Tried"]
 
-# tokens are told from bytes: so many times the context are certainly too many
-_CERTAIN: Final = 1.5
+# tokens are told from bytes: so many times the context are probably too many
+_PROBABLE: Final = 1.5
 # seconds after which an engine that gets nothing gets one request
 _FORGOTTEN: Final = 15.0
 _Only = Callable[[Site], bool]
+# engines, or models at engines, where a request was tried
+Tried = Collection[str | tuple[str, str]]
 
 
 class AllRestError(HttpError):
@@ -55,15 +57,18 @@ class Picker:
         demand: Demand,
         now: float,
         *,
-        tried: Collection[str] = (),
+        tried: Tried = (),
         fallback: bool = True,
         only: _Only | None = None,
+        late: bool = False,
     ) -> Pick:
         """The engine to send to: one that was not tried while there is one.
 
         Args:
             fallback: whether later tiers may serve it.
             only: further condition.
+            late: whether one that gives no sign is asked where there is no other one, as it may
+                only be late.
 
         Raises:
             AllRestError: those that could have asked to be left alone for a while.
@@ -71,12 +76,16 @@ class Picker:
         """
         reasons: dict[str, str] = {}
         pressed: Pick | None = None
+        doubtful: list[Site] = []
         tiers = list(route.sites(fallback=fallback))
         for tier in tiers:
-            sites = self._fit(tier, demand, now, tried, only, reasons)
-            if not sites:
+            sites = self._fit(tier, route.path, demand, now, tried, only, reasons)
+            roomy = [site for site in sites if not _probably_too_long(site, demand)]
+            if not roomy:
+                # the engine may know better, where no other one has room for it
+                doubtful = doubtful or sites
                 continue
-            pick = self._choose(sites, demand, now)
+            pick = self._choose(roomy, demand, now)
             if pick.view.pressed and route.pressure_fallback and tier is not tiers[-1]:
                 pressed = pressed or pick
                 reasons[pick.site.engine.name] = "short of memory"
@@ -84,6 +93,8 @@ class Picker:
             return pick
         if pressed is not None:
             return pressed
+        if doubtful:
+            return self._choose(doubtful, demand, now)
         # breakers count failures of the past: one that answers is better than none at all
         last = [
             site
@@ -91,16 +102,17 @@ class Picker:
             for site in tier
             if (only is None or only(site))
             and not site.engine.draining
-            and not site.engine.trouble
-            and site.engine.name not in tried
+            and not (site.engine.is_unreachable if late else site.engine.trouble)
+            and not _was_tried(site, tried)
             and not _too_long(site, demand)
             and not site.lacks_model
         ]
-        awake = [site for site in last if not site.engine.rests_for(now)]
+        awake = [site for site in last if not site.rests_for(now)]
         if awake:
-            return self._choose(awake, demand, now)
+            sure = [site for site in awake if not site.engine.trouble]
+            return self._choose(sure or awake, demand, now)
         if last:
-            seconds = min(site.engine.rests_for(now) for site in last)
+            seconds = min(site.rests_for(now) for site in last)
             raise AllRestError(
                 f"every engine of {route.model} has asked for a pause; the first one's is over in "
                 f"{seconds:.1f} s",
@@ -113,7 +125,7 @@ class Picker:
         route: Route,
         demand: Demand,
         now: float,
-        tried: Collection[str],
+        tried: Tried,
         only: _Only,
         *,
         fallback: bool = True,
@@ -134,16 +146,19 @@ class Picker:
         usable = [
             site.engine
             for site in sites
-            if not site.lacks_model and not _too_long(site, demand) and not site.engine.usable(now)
+            if not site.lacks_model
+            and not _too_long(site, demand)
+            and not site.usable(now, route.path)
         ]
         return sum(engine.places for engine in usable) if usable else math.inf
 
     def _fit(
         self,
         tier: Sequence[Site],
+        path: str,
         demand: Demand,
         now: float,
-        tried: Collection[str],
+        tried: Tried,
         only: _Only | None,
         reasons: dict[str, str],
     ) -> list[Site]:
@@ -151,14 +166,14 @@ class Picker:
         for site in tier:
             why = (
                 "tried"
-                if site.engine.name in tried
+                if _was_tried(site, tried)
                 else "cannot go on with it"
                 if only is not None and not only(site)
                 else f"has no model {site.model}"
                 if site.lacks_model
                 else _too_long(site, demand)
                 # a stream that goes on elsewhere has waited its turn once
-                or (site.engine.available(now) if only is None else site.engine.usable(now))
+                or (site.available(now, path) if only is None else site.usable(now, path))
             )
             if why:
                 reasons[site.engine.name] = why
@@ -175,7 +190,9 @@ class Picker:
         )
         views = [
             site.engine.load.view(
-                demand, now, TRICKLE if site.engine.name in slow else site.engine.share(now)
+                demand,
+                now,
+                TRICKLE if site.engine.name in slow else site.engine.share_of(site.model, now),
             )
             for site in sites
         ]
@@ -197,12 +214,16 @@ class Picker:
         if sites and all(too_long):
             return HttpError(400, f"model {route.model}: {too_long[0]}, at every engine of it")
         told = "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:8])
-        waits = [site.engine.breaker.reopens_in(now) for site in sites] or [1.0]
+        waits = [site.reopens_in(now, route.path) for site in sites] or [1.0]
         return HttpError(
             503,
             f"no engine can take a request for {route.model} now ({told or 'there is none'})",
             retry_after=max(1.0, min(waits)),
         )
+
+
+def _was_tried(site: Site, tried: Tried) -> bool:
+    return site.engine.name in tried or site.key in tried
 
 
 def _forgotten(
@@ -224,11 +245,19 @@ def _forgotten(
 
 
 def _too_long(site: Site, demand: Demand) -> str:
-    """Whether a prompt is certainly longer than the engine's context: tokens are an estimate here,
-    and what is close is the engine's to say."""
+    """Why a prompt is certainly longer than the engine's context: what is not is the engine's to
+    say."""
     most = site.max_model_len
-    # one that would cut it in silence is given nothing that may be too long
-    margin = 1.0 if site.engine.facts.truncates else _CERTAIN
-    if most is None or demand.prompt_tokens <= margin * most:
+    if most is None:
         return ""
-    return f"about {demand.prompt_tokens:.0f} tokens of prompt, and the context has {most}"
+    if demand.least_prompt > most:
+        return f"at least {demand.least_prompt:.0f} tokens of prompt, and the context has {most}"
+    # one that would cut it in silence is given nothing that may be too long
+    if site.engine.facts.truncates and demand.longest_prompt > most:
+        return f"about {demand.longest_prompt:.0f} tokens of prompt, and the context has {most}"
+    return ""
+
+
+def _probably_too_long(site: Site, demand: Demand) -> bool:
+    most = site.max_model_len
+    return most is not None and demand.longest_prompt > _PROBABLE * most

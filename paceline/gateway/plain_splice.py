@@ -6,10 +6,18 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from paceline.gateway.parts import BEGINNINGS, PINGS, is_between_parts
+from paceline.gateway.chunks import says_error
+from paceline.gateway.parts import BEGINNINGS, is_between_parts
 from paceline.gateway.shape import Relay, relay_nothing
 from paceline.gateway.usage import Usage
-from paceline.http.sse_reader import MAX_EVENT_BYTES, SseEvents, payload_of
+from paceline.wire.sse import (
+    MAX_EVENT_BYTES,
+    PINGS,
+    SseEvents,
+    name_of,
+    names_error,
+    payload_of,
+)
 
 __all__ = ["PlainSplice"]
 
@@ -33,16 +41,34 @@ class _Begun(msgspec.Struct):
     item: _Typed | None = None
 
 
-def _name_of(event: bytes, payload: bytes) -> bytes:
+class _Stopped(msgspec.Struct):
+    stop_reason: str | None = None
+
+
+class _Odd(msgspec.Struct):
+    """Of events that may say how an answer ends."""
+
+    type: str = ""
+    error: msgspec.Raw = msgspec.Raw(b"")
+    delta: _Stopped | None = None
+
+
+def _kind_of(event: bytes, payload: bytes) -> bytes:
     """What kind of event it is: its name, or where it has none the type that its data has. Never
     what a text in it says."""
-    at = 0 if event.startswith(b"event:") else event.find(b"\nevent:") + 1
-    if at or event.startswith(b"event:"):
-        return event[at + 6 :].partition(b"\n")[0].strip()
+    if name := name_of(event):
+        return name
     try:
         return msgspec.json.decode(payload, type=_Typed).type.encode()
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return b""
+
+
+def _read_odd(payload: bytes) -> _Odd:
+    try:
+        return msgspec.json.decode(payload, type=_Odd)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _Odd()
 
 
 def _what_begins(name: bytes, payload: bytes) -> str:
@@ -69,12 +95,15 @@ class PlainSplice:
         says: how names of events end that have a part of the answer.
         ends: names of the last one, in each way that it can end.
         fails: names of one that reports an error.
+        stops: name of one that has the reason of the end, and the end that is written behind it;
+            None: only the last event says that the answer is whole.
     """
 
     path: str
     says: tuple[bytes, ...]
     ends: tuple[bytes, ...]
     fails: tuple[bytes, ...]
+    stops: tuple[bytes, bytes] | None = None
     emitted: bool = False
     done: bool = False
     failed: str | None = None
@@ -89,6 +118,8 @@ class PlainSplice:
     _num_deltas: int = 0
     _counted: int | None = None
     _held: bytes = b""
+    # the reason of the end is known: what goes wrong from here on is no loss
+    _is_said: bool = False
     _events: SseEvents = field(default_factory=SseEvents)
 
     @property
@@ -101,7 +132,7 @@ class PlainSplice:
 
     def begin_leg(self, *, by_text: bool = False) -> None:
         assert not by_text, "these streams are not resumed"
-        self._held = b""
+        self._held, self._is_said = b"", False
         self._events.clear()
         self.failed, self.failure_event = None, b""
         self.between_parts = True
@@ -112,11 +143,16 @@ class PlainSplice:
             if self.failed is not None or self.done:
                 break
             out += self._event(event)
-        if self._events.too_long or len(self._held) > MAX_EVENT_BYTES:
+        too_long = self._events.too_long or len(self._held) > MAX_EVENT_BYTES
+        if too_long and not self.done and self.failed is None:
             self.failed = f"an event of more than {MAX_EVENT_BYTES} bytes"
         return out
 
     def end_leg(self) -> bytes:
+        if self._is_said and not self.done:
+            assert self.stops is not None, "an event said why it ended"
+            self.done, self.failed = True, None
+            return self._all_held() + self.stops[1]
         if not self.done and self.failed is None:
             self.failed = "the stream ended in the middle of the answer"
         return b""
@@ -129,20 +165,25 @@ class PlainSplice:
 
     def _event(self, event: bytes) -> bytes:
         whole = event + b"\n\n"
-        payload = payload_of(event)
-        if payload is None:
+        payload = payload_of(event) or b""
+        name = _kind_of(event, payload)
+        if self._reports_error(name, payload):
+            if not self._is_said:
+                self.failed = "the engine reported an error"
+                # in another shape, or without a name, no client of this API would read it
+                self.failure_event = whole if payload and name in self.fails else b""
+            return b""
+        if not payload:
             # a comment; a name alone is no event
             return event.partition(b"\n")[0] + b"\n\n" if event.startswith(b":") else b""
-        name = _name_of(event, payload)
         if name not in PINGS:
             self.num_events += 1
             self.between_parts = is_between_parts(name, _what_begins(name, payload))
-        if name in self.fails:
-            self.failed = "the engine reported an error"
-            self.failure_event = whole
-            return b""
         if b'"usage"' in event:
             self._count(payload)
+        if self.stops is not None and name == self.stops[0]:
+            delta = _read_odd(payload).delta
+            self._is_said = self._is_said or (delta is not None and bool(delta.stop_reason))
         if name in self.ends:
             self.done = True
         elif name.endswith(self.says):
@@ -150,9 +191,22 @@ class PlainSplice:
         elif not self.emitted:
             self._held += whole
             return b""
+        return self._all_held() + whole
+
+    def _all_held(self) -> bytes:
         self.emitted = True
         held, self._held = self._held, b""
-        return held + whole
+        return held
+
+    def _reports_error(self, name: bytes, payload: bytes) -> bool:
+        """By its name, its type, or a field where no API has one."""
+        if name in self.fails or names_error(name):
+            return True
+        # inside a string every quote is escaped, so this is never text
+        if b'"error"' not in payload:
+            return False
+        odd = _read_odd(payload)
+        return odd.type == "error" or says_error(bytes(odd.error))
 
     def _count(self, payload: bytes) -> None:
         """What the engine says of tokens stands over the number of deltas; what it says before the

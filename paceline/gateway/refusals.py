@@ -11,32 +11,65 @@ import re
 import time
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
-from typing import Any, Final
+from typing import Final
 
-import msgspec
-
+from paceline.gateway.dialects import map_error, read_words
 from paceline.http.upstream import Headers
+from paceline.statuses import meaning_of
+from paceline.wire.sse import payload_of
 
-__all__ = ["is_too_long", "rest_of", "retry_after", "told"]
+__all__ = [
+    "is_of_the_request",
+    "is_too_long",
+    "redacted",
+    "refusal_in",
+    "rest_of",
+    "retry_after",
+    "told",
+]
 
 # nobody is asked to wait longer, whatever an engine says
 _MAX_REST: Final = 120.0
 # reasons of Paceline's that are of one request or one tenant, not of the engine
-_OF_THE_REQUEST: Final = frozenset({b"predicted-wait", b"queue-share", b"expired"})
+_REASONS_OF_THE_REQUEST: Final = frozenset({b"predicted-wait", b"queue-share", b"expired"})
 _REASON_HEADER: Final = b"x-llm-d-request-dropped-reason"
+# of what each engine says of a prompt that is too long; never of a limit of the output alone, which
+# no longer context mends
 _TOO_LONG: Final = re.compile(
-    # OpenAI, vLLM, Paceline (code and words)
-    rb"context_length_exceeded|maximum context length|maximum model length|max_model_len"
-    # llama.cpp
-    rb"|exceed_context_size_error|available context size|exceeds? the context"
-    # SGLang
-    rb"|longer than the model's context length"
-    # Anthropic
-    rb"|prompt is too long|input length and [`\\\"]*max_tokens[`\\\"]* exceed context limit"
-    # TGI; Mistral; Cohere
-    rb"|inputs tokens \+ max_new_tokens|too large for model with|too many tokens: total",
-    re.IGNORECASE,
+    # codes of OpenAI, Paceline, llama.cpp, Anthropic, GitHub
+    r"context_(?:length|window)_exceeded|exceed_context_size_error|model_max_prompt_tokens_exceeded"
+    # OpenAI, vLLM, SGLang, Mistral, xAI, Ollama
+    r"|max(?:imum)? (?:context|model|prompt|sequence) length|max_model_len|context length is only"
+    r"|parameter=input_(?:tokens|text)|too long to fit"
+    # llama.cpp, OpenAI, Anthropic, Ollama, MiniMax
+    r"|exceeds? (?:the |this |its )?(?:model's |available |max(?:imum)? )?context\b"
+    r"|context window exceeds"
+    # SGLang, LM Studio, MLC
+    r"|(?:longer|larger|greater) than the (?:model's |max |model )?(?:context|input)\b"
+    r"|when context the overflows"
+    # Anthropic, Bedrock, Fireworks, Ollama; vLLM's and others' count
+    r"|\b(?:prompt|input)(?: prompt)?(?: \([^)]*\))?[ _](?:is |was )?too[ _]long"
+    r"|too many (?:input tokens|tokens: (?:total|size))"
+    # TGI, with and without the marks around its names
+    r"|inputs`? tokens \+ `?max_new_tokens|inputs`? must have less than \d+ tokens"
+    # Gemini, OpenAI, GitHub
+    r"|input token count\b.{0,60}(?:exceeds the maximum|only supports)|input tokens exceed\b"
+    r"|prompt token count of \d+ exceeds"
+    # SGLang, TensorRT-LLM, DeepInfra
+    r"|(?:input|prompt) length\b.{0,40}\bexceeds? (?:the )?(?:model's )?max"
+    # Mistral; Groq, Cerebras; Moonshot; Zhipu; Qwen
+    r"|too large for model with|reduce the length of the (?:messages|prompt|input)"
+    r"|exceeded model token limit|prompt exceeds max|range of input length should be",
+    re.IGNORECASE | re.DOTALL,
 )
+# of refusals that are the caller's fault, or for a prompt that is too long
+_OF_THE_CALLER: Final = (400, 413, 422)
+# where an error in a stream tells no status
+_STATUS_OF_KIND: Final = {"invalid_request_error": 400, "request_too_large": 413}
+# names that vLLM has for the parameter at fault
+_PROMPT_PARAMS: Final = frozenset({"input_tokens", "input_text"})
+# an account's limit of tokens in a time, which some tell with 413
+_OF_THE_ACCOUNT: Final = re.compile(r"rate.?limit|\bper.?min|\bTPM\b", re.IGNORECASE)
 
 
 def retry_after(headers: Headers, now: Callable[[], float] = time.time) -> float | None:
@@ -61,37 +94,49 @@ def retry_after(headers: Headers, now: Callable[[], float] = time.time) -> float
 
 
 def rest_of(status: int, headers: Headers) -> float:
-    """Seconds in which the engine that refused a request wants no others; 0.0: that was about this
-    one alone, or it does not say."""
-    if status not in (429, 503) or dict(headers).get(_REASON_HEADER) in _OF_THE_REQUEST:
+    """Seconds in which the engine that refused a request wants no others of its model; 0.0: that
+    was about this one alone, or it does not say."""
+    if meaning_of(status) != "passing" or is_of_the_request(headers):
         return 0.0
     return retry_after(headers) or 0.0
 
 
-def is_no_answer(status: int) -> bool:
-    """Whether it is neither an answer's nor a refusal's: a redirect, which is not followed, or a
-    success without what was asked for, such as "accepted"."""
-    return 200 < status < 400
+def is_of_the_request(headers: Headers) -> bool:
+    """Whether a refusal says of itself that it is of one request or tenant."""
+    return dict(headers).get(_REASON_HEADER) in _REASONS_OF_THE_REQUEST
 
 
 def is_too_long(status: int, body: bytes) -> bool:
-    """Whether a prompt was refused as too long for the engine's context."""
-    return status in (400, 413, 422) and _TOO_LONG.search(body[:8192]) is not None
+    """Whether a prompt was refused as too long for the engine's context. The engine's words alone
+    say so: some repeat the request beside them."""
+    if status not in _OF_THE_CALLER:
+        return False
+    words = read_words(status, body)
+    text = f"{words.message} {words.kind} {words.code}"
+    if _OF_THE_ACCOUNT.search(text):
+        return False
+    return words.param in _PROMPT_PARAMS or _TOO_LONG.search(text) is not None
+
+
+def refusal_in(event: bytes) -> tuple[int, bytes] | None:
+    """Status and body of a refusal that came as an event of a stream; None: it reports a failure of
+    the engine's."""
+    body = payload_of(event) or b""
+    words = read_words(400, body)
+    status = int(words.code) if str(words.code) in map(str, _OF_THE_CALLER) else 0
+    if not status:
+        status = 400 if is_too_long(400, body) else _STATUS_OF_KIND.get(words.kind, 0)
+    return (status, body) if status else None
+
+
+def redacted(body: bytes, secret: str) -> bytes:
+    """Without the gateway's key."""
+    return body.replace(secret.encode(), b"***") if secret else body
 
 
 def told(path: str, status: int, body: bytes, secret: str) -> bytes:
-    """A refusal as the caller reads it: without the gateway's key, and with the code that clients
-    go by where the prompt was too long."""
-    if secret:
-        body = body.replace(secret.encode(), b"***")
-    if path == "/v1/messages" or not is_too_long(status, body):
-        return body
-    try:
-        fields: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
-    except msgspec.MsgspecError:
-        return body
-    error = fields.get("error")
-    if not isinstance(error, dict):
-        return body
-    fields["error"] = {**error, "code": "context_length_exceeded"}
-    return msgspec.json.encode(fields)
+    """A refusal as the caller reads it, with the code that clients go by where the prompt was too
+    long."""
+    body = redacted(body, secret)
+    code = "context_length_exceeded" if is_too_long(status, body) else ""
+    return map_error(path, status, body, code)

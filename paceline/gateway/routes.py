@@ -26,6 +26,30 @@ class Site:
     tier: int
 
     @property
+    def key(self) -> tuple[str, str]:
+        """What a request that was tried there remembers."""
+        return self.engine.name, self.model
+
+    def usable(self, now: float, path: str) -> str:
+        """Why it takes no requests; empty where it does, if perhaps not now."""
+        return self.engine.usable(now, self.model, path)
+
+    def available(self, now: float, path: str) -> str:
+        """Why it may not be sent a request now; empty where it may."""
+        return self.engine.available(now, self.model, path)
+
+    def rests_for(self, now: float) -> float:
+        """Seconds until it may be sent requests again."""
+        standing = self.engine.standings.get(self.model)
+        return 0.0 if standing is None else standing.rests_for(now)
+
+    def reopens_in(self, now: float, path: str) -> float:
+        """Seconds until a breaker lets one request through; 0.0 where none is open."""
+        standing = self.engine.standings.get(self.model)
+        own = 0.0 if standing is None else standing.reopens_in(path, now)
+        return max(own, self.engine.breaker.reopens_in(now))
+
+    @property
     def max_model_len(self) -> int | None:
         models = self.engine.models or {}
         found = models.get(self.model)
@@ -52,6 +76,8 @@ class Route:
     asked: str = ""
     # what goes there stays in the house, also by other models that serve it instead
     local_only: bool = False
+    # of the endpoint that is asked for
+    path: str = ""
 
     @property
     def shown(self) -> str:
@@ -74,9 +100,7 @@ class Route:
                     kept.append(site)
             if kept:
                 tiers.append(kept)
-        if not reasons:
-            return self
-        if not tiers:
+        if reasons and not tiers:
             told = "; ".join(f"{name}: {why}" for name, why in reasons.items())
             raise HttpError(400, f"no engine of {self.model} can serve this request ({told})")
         longer = self.longer
@@ -85,7 +109,11 @@ class Route:
                 longer = longer.serving(path, body)
             except HttpError:
                 longer = None
-        return replace(self, tiers=tiers, longer=longer)
+        # for each request: ``replace`` takes twice as long
+        return Route(
+            self.model, tiers, self.fallback, self.pressure_fallback, longer, self.asked,
+            self.local_only, path,
+        )  # fmt: skip
 
     def sites(self, *, fallback: bool) -> Iterator[Sequence[Site]]:
         """The tiers that may be used, in their order."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from paceline.gateway.config import GatewayConfig, KeyConfig, budgets_of, prices
 from paceline.gateway.leases import LeaseStore
 from paceline.gateway.ledger import Ledger
 from paceline.gateway.money import Budget, Used, show_amount
+from paceline.gateway.reserving import Plan, sites_of
 from paceline.gateway.routes import Route, Site
 from paceline.http.errors import HttpError
 
@@ -28,6 +30,10 @@ class Charge:
     reservation: Reservation
     # where it may go: another model where the budget did not reach
     route: Route
+    # None: it costs nothing that is counted
+    plan: Plan | None = None
+    # tokens that all its answers may have together; None: as many as they like
+    granted: int | None = None
 
 
 class Spending:
@@ -85,22 +91,22 @@ class Spending:
         self,
         name: str,
         route: Route,
-        prompt_tokens: int,
-        most_tokens: int,
+        plan: Callable[[Route], Plan],
         other: Callable[[str], Route] | None,
-    ) -> Charge | None:
-        """Before a request is sent; None: nothing is counted.
+    ) -> Charge:
+        """Before a request is sent.
 
         Args:
+            plan: what it may use where it goes.
             other: the route of another model; None: the caller wants no other.
 
         Raises:
             HttpError: 402 or 429, its key has spent what it may.
         """
         if not self.prices:
-            return None
+            return Charge(Reservation(name, 0, None), route)
         try:
-            found = await self._reserve(name, route, prompt_tokens, most_tokens)
+            return await self._reserve(name, route, plan)
         except HttpError as refused:
             key = self.key(name)
             if other is None or key is None or key.over_budget in ("", route.model):
@@ -112,25 +118,27 @@ class Spending:
                 raise refused from None
             if not route.tiers:
                 raise
-            found = await self._reserve(name, route, prompt_tokens, most_tokens)
-        return Charge(found, route)
+            return await self._reserve(name, route, plan)
 
-    async def _reserve(self, name: str, route: Route, prompt: int, most: int) -> Reservation:
+    async def _reserve(self, name: str, route: Route, plan: Callable[[Route], Plan]) -> Charge:
         if self._budgets.budget(name) is None:
-            return Reservation(name, 0, None)
-        # a prompt that turns out too long goes to another model
-        routes = [route] if route.longer is None else [route, route.longer]
-        places = [
-            (site.engine.name, site.model)
-            for each in routes
-            for tier in each.tiers
-            for site in tier
-        ]
-        return await self._budgets.reserve(name, self.prices.worst(places, prompt, most))
+            return Charge(Reservation(name, 0, None), route)
+        made = plan(route)
+        places = [(site.engine.name, site.model) for site in sites_of(route)]
+        found = await self._budgets.reserve(name, made.amounts(self.prices, places))
+        granted = None
+        if found.amount:
+            granted = made.granted(partial(self._affords, places, found.amount))
+        return Charge(found, route, made, granted)
+
+    def _affords(self, places: Sequence[tuple[str, str]], amount: int, prompt: int) -> int:
+        return self.prices.affords(places, prompt, amount)
 
     def settle(self, charge: Charge, shares: Sequence[tuple[Site, Used]]) -> None:
         """A request has ended; ``shares``: who made what of its answer, nobody where there is
         none."""
+        if not self.prices:
+            return
         costs = []
         for number, (site, used) in enumerate(shares):
             name, model = site.engine.name, site.model

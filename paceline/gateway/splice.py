@@ -14,89 +14,28 @@ connection said; it never becomes a "stop" here. Pure: no clock, no socket.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import msgspec
 
+from paceline.gateway.chunks import (
+    Choice,
+    Chunk,
+    ReportedError,
+    read_chunk,
+    with_choices,
+    without_ids,
+)
 from paceline.gateway.plain_splice import PlainSplice
 from paceline.gateway.shape import Relay, Shape, relay_nothing
 from paceline.gateway.usage import Usage
-from paceline.http.sse_reader import MAX_EVENT_BYTES, SseEvents, payload_of
+from paceline.wire.sse import MAX_EVENT_BYTES, SseEvents, name_of, payload_of
 
 __all__ = ["DONE", "OpenAISplice", "Splice", "make_splice"]
 
 DONE: Final = b"data: [DONE]\n\n"
-# `"token_ids":[1,2]` with a comma on either side. Inside a string every quote is escaped, so this
-# is never text
-_IDS: Final = re.compile(rb',\s*"(?:prompt_)?token_ids":\s*(?:\[[^\]]*\]|null)')
-_IDS_FIRST: Final = re.compile(rb'"(?:prompt_)?token_ids":\s*(?:\[[^\]]*\]|null),?')
-
-
-def _without_ids(payload: bytes) -> bytes:
-    """A chunk without ``token_ids`` and ``prompt_token_ids``."""
-    start = payload.find(b',"token_ids":[')
-    if start >= 0:
-        # nearly all have one such list
-        payload = payload[:start] + payload[payload.find(b"]", start) + 1 :]
-    if b"token_ids" in payload:
-        payload = _IDS_FIRST.sub(b"", _IDS.sub(b"", payload))
-    return payload
-
-
-class _Delta(msgspec.Struct):
-    role: str | None = None
-    content: Any = None
-    reasoning_content: Any = None
-    reasoning: Any = None
-    tool_calls: Any = None
-    function_call: Any = None
-    refusal: Any = None
-
-    @property
-    def says(self) -> bool:
-        return bool(
-            self.content
-            or self.tool_calls
-            or self.reasoning_content
-            or self.reasoning
-            or self.function_call
-            or self.refusal
-        )
-
-    @property
-    def says_alone(self) -> Any:
-        """The text, of one that has nothing beside it."""
-        others = (
-            self.role, self.tool_calls, self.reasoning_content, self.reasoning,
-            self.function_call, self.refusal,
-        )  # fmt: skip
-        return None if any(others) else self.content
-
-
-class _Choice(msgspec.Struct):
-    index: int = 0
-    finish_reason: str | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    delta: _Delta | None = None
-    text: str | None = None
-
-
-class _Chunk(msgspec.Struct):
-    id: msgspec.Raw = msgspec.Raw(b"")
-    created: msgspec.Raw = msgspec.Raw(b"")
-    model: msgspec.Raw = msgspec.Raw(b"")
-    choices: list[_Choice] = []
-    usage: msgspec.Raw = msgspec.Raw(b"")
-    error: msgspec.Raw = msgspec.Raw(b"")
-    prompt_token_ids: list[int] | None = None
-
-
-_decode: Final = msgspec.json.Decoder(_Chunk).decode
-_NULL: Final = (b"", b"null")
 # chunks of a leg that are learned from
 _LESSONS: Final = 16
 
@@ -248,7 +187,7 @@ class OpenAISplice:
             else:
                 self.num_events += 1
             out.append(found)
-        if self._events.too_long:
+        if self._events.too_long and not self.done and self.failed is None:
             self.failed = f"an event of more than {MAX_EVENT_BYTES} bytes"
         goes_on = self._events.is_between and not self.done and self.failed is None
         self.relay = self._shape.relay if self._shape is not None and goes_on else relay_nothing
@@ -260,7 +199,7 @@ class OpenAISplice:
         self.relay = relay_nothing
         if self.done:
             return b""
-        if self.num_choices is not None and len(self._finished) >= self.num_choices:
+        if self._is_said:
             # all was said; what is missing are counts and the end
             self.done = True
             self.failed = None
@@ -290,14 +229,15 @@ class OpenAISplice:
             for index in range(self.num_choices)
         ]
 
+    @property
+    def _is_said(self) -> bool:
+        """Whether every choice has its finish reason: what goes wrong from here on is no loss."""
+        return self.num_choices is not None and len(self._finished) >= self.num_choices
+
     def _event(self, event: bytes) -> bytes:
-        payload = payload_of(event)
-        if payload is None:
-            # a comment: the engine lives, and so must the connection behind; of fields beside it
-            # none is the engine's to set
-            return event.partition(b"\n")[0] + b"\n\n" if event.startswith(b":") else b""
+        payload = payload_of(event) or b""
         if payload == b"[DONE]":
-            if self.num_choices is not None and len(self._finished) < self.num_choices:
+            if self.num_choices is not None and not self._is_said:
                 self.failed = "the stream ended without a finish reason"
                 return b""
             self.done = True
@@ -307,34 +247,39 @@ class OpenAISplice:
             # JSON may have line breaks between its tokens, an event's data may not
             payload = payload.replace(b"\n", b" ")
         try:
-            chunk = _decode(payload)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            self.failed = f"the stream holds something else than chunks: {str(error)[:100]}"
+            chunk = read_chunk(name_of(event), payload)
+        except (ReportedError, ValueError) as error:
+            if not self._is_said:
+                self.failed = str(error)
+                reported = payload and isinstance(error, ReportedError)
+                self.failure_event = b"data: " + payload + b"\n\n" if reported else b""
             return b""
-        if bytes(chunk.error) not in _NULL:
-            self.failed = "the engine reported an error"
-            self.failure_event = b"data: " + payload + b"\n\n"
-            return b""
-        return self._chunk(payload, chunk)
+        if chunk is None:
+            # a comment goes on: the engine lives, and so must the connection behind
+            return event.partition(b"\n")[0] + b"\n\n" if event.startswith(b":") else b""
+        if chunk.choices is None:
+            payload = with_choices(payload)
+        return self._chunk(payload, chunk, chunk.choices or ())
 
-    def _chunk(self, payload: bytes, chunk: _Chunk) -> bytes:
+    def _chunk(self, payload: bytes, chunk: Chunk, choices: Sequence[Choice]) -> bytes:
         first, whole = self._first_of_leg, payload
-        if first and (chunk.choices or b'"id":""' not in payload):
+        if first and (choices or b'"id":""' not in payload):
             # what Azure says of a prompt before the answer has no head of its own
             self._first_of_leg = False
             self._begin(payload, chunk)
         prompt = chunk.prompt_token_ids
-        has_usage = bytes(chunk.usage) not in _NULL
-        self.num_events += bool(chunk.choices) or has_usage
+        has_usage = chunk.has_usage
+        self.num_events += bool(choices) or has_usage
         ends = says = False
-        only_roles = bool(chunk.choices)
-        for choice in chunk.choices:
+        only_roles = bool(choices)
+        for choice in choices:
+            index = choice.index or 0
             prompt = prompt or choice.prompt_token_ids
             delta = choice.delta
             speaks = bool(choice.text) or (delta is not None and delta.says)
             says = says or speaks or bool(choice.token_ids)
             if choice.token_ids is not None:
-                self._ids.setdefault(choice.index, []).extend(choice.token_ids)
+                self._ids.setdefault(index, []).extend(choice.token_ids)
             elif speaks:
                 self._lost_ids = True
                 self._parts += 1
@@ -342,21 +287,19 @@ class OpenAISplice:
                 self._remember(choice)
             # some engines say "" for none
             if choice.finish_reason:
-                self._finished.add(choice.index)
+                self._finished.add(index)
                 ends = True
-            known_role = (
-                delta is not None and delta.role is not None and choice.index in self._roles
-            )
+            known_role = delta is not None and delta.role is not None and index in self._roles
             only_roles = only_roles and known_role and not speaks and not choice.finish_reason
             if delta is not None and delta.role is not None:
-                self._roles.add(choice.index)
+                self._roles.add(index)
         if prompt and self.prompt_tokens is None:
             self.prompt_tokens = len(prompt)
         if has_usage:
             self._count(bytes(chunk.usage))
             if self._leg > 1:
                 payload = self._recounted(payload)
-            if not chunk.choices:
+            if not choices:
                 if self.hide_usage or self._usage_out:
                     return b""
                 self._usage_out = True
@@ -364,17 +307,17 @@ class OpenAISplice:
             return b""
         self.emitted = self.emitted or says or ends
         if self.hide_ids:
-            payload = _without_ids(payload)
+            payload = without_ids(payload)
         for old, new in self._swaps:
             payload = payload.replace(old, new, 1)
         if ends and self.note:
             payload = payload[:-1] + b',"paceline":' + msgspec.json.encode(self.note) + b"}"
         out = b"data: " + payload + b"\n\n"
         if self._lessons and says and not (first or ends or has_usage or prompt):
-            self._learn(whole, out, chunk.choices)
+            self._learn(whole, out, choices)
         return out
 
-    def _learn(self, payload: bytes, out: bytes, choices: Sequence[_Choice]) -> None:
+    def _learn(self, payload: bytes, out: bytes, choices: Sequence[Choice]) -> None:
         """From a chunk in the middle, what the next ones will look like."""
         self._lessons -= 1
         self._forget_shape()
@@ -385,7 +328,7 @@ class OpenAISplice:
             has_ids = choice.token_ids is not None
             # where ids come and go, nothing is usual
             if has_ids != self._lost_ids:
-                ids = self._ids[choice.index] if has_ids else None
+                ids = self._ids[choice.index or 0] if has_ids else None
                 self._shape = Shape.of(payload, out, ids)
 
     def _forget_shape(self) -> None:
@@ -393,14 +336,14 @@ class OpenAISplice:
             self._parts += self._shape.num_parts
             self._shape = None
 
-    def _remember(self, choice: _Choice) -> None:
+    def _remember(self, choice: Choice) -> None:
         said = choice.delta.content if choice.delta is not None else choice.text
         if self._text is not None and isinstance(said, str) and said:
             self._text.append(said)
         else:
             self._text = None
 
-    def _begin(self, payload: bytes, chunk: _Chunk) -> None:
+    def _begin(self, payload: bytes, chunk: Chunk) -> None:
         """The first chunk of a leg: what of its head is to look otherwise."""
         told = (("id", chunk.id), ("created", chunk.created), ("model", chunk.model))
         head = {name: found for name, value in told if (found := bytes(value))}
@@ -476,6 +419,7 @@ def make_splice(path: str, **openai: Any) -> Splice:
             says=(b"content_block_delta",),
             ends=(b"message_stop",),
             fails=(b"error",),
+            stops=(b"message_delta", b'event: message_stop\ndata: {"type":"message_stop"}\n\n'),
         )
     if path == "/v1/responses":
         return PlainSplice(

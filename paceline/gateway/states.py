@@ -27,8 +27,9 @@ EngineState = Literal[
 
 
 def state_of(engine: Engine, now: float) -> EngineState:
-    """The first that holds, in the order above."""
-    breaker = engine.breaker.state(now)
+    """The first that holds, in the order above. What its answers say is of a model: it holds of the
+    engine where it does of every model that it was asked for."""
+    breaker = engine.breaker_state(now)
     if engine.draining:
         return "draining"
     if engine.num_misses:

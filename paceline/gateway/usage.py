@@ -8,9 +8,13 @@ import msgspec
 
 from paceline.gateway.money import Used
 
-__all__ = ["Usage", "believed", "used_by"]
+__all__ = ["Usage", "believed", "text_bytes", "used_by"]
 
 _MOST_TOKENS: Final = 10**9
+# keys under which an answer of any API has what was said
+_SAID: Final = frozenset(
+    {"content", "text", "arguments", "reasoning", "reasoning_content", "thinking", "refusal"}
+)
 
 
 def believed(count: int | None) -> int:
@@ -28,6 +32,8 @@ class Usage(msgspec.Struct):
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    # of ranks, some engines tell nothing else
+    total_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
     input_tokens: int | None = None
     output_tokens: int | None = None
@@ -38,14 +44,15 @@ class Usage(msgspec.Struct):
     def used(self, path: str) -> Used:
         details = self.prompt_tokens_details or self.input_tokens_details
         cached = believed(details.cached_tokens if details else None)
+        output = believed(self.completion_tokens or self.output_tokens)
         prompt = believed(self.prompt_tokens or self.input_tokens)
+        if self.prompt_tokens is None and self.input_tokens is None:
+            prompt = max(0, believed(self.total_tokens) - output)
         if path == "/v1/messages":
             # there what was cached is not in the count of the prompt
             cached = believed(self.cache_read_input_tokens)
             prompt += cached + believed(self.cache_creation_input_tokens)
-        return Used(
-            believed(prompt), cached, believed(self.completion_tokens or self.output_tokens)
-        )
+        return Used(believed(prompt), cached, output)
 
 
 class _Answer(msgspec.Struct):
@@ -55,10 +62,28 @@ class _Answer(msgspec.Struct):
 _decode: Final = msgspec.json.Decoder(_Answer).decode
 
 
-def used_by(path: str, body: bytes) -> Used:
-    """Of a whole answer; nothing where it does not say."""
+def used_by(path: str, body: bytes) -> Used | None:
+    """Of a whole answer; None where it does not say."""
     try:
         usage = _decode(body).usage
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        return Used()
-    return Used() if usage is None else usage.used(path)
+        return None
+    return None if usage is None else usage.used(path)
+
+
+def text_bytes(body: bytes) -> int:
+    """Bytes of what a whole answer says."""
+    try:
+        return _text_bytes("", msgspec.json.decode(body))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return 0
+
+
+def _text_bytes(key: str, value: object) -> int:
+    if isinstance(value, str):
+        return len(value.encode()) if key in _SAID else 0
+    if isinstance(value, list):
+        return sum(_text_bytes(key, item) for item in value)
+    if isinstance(value, dict):
+        return sum(_text_bytes(name, item) for name, item in value.items())
+    return 0

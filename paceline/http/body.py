@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from paceline.core.errors import InvalidRequestError
 from paceline.http.bounds import MAX_JSON_DEPTH, Bounds, check_json_depth, check_json_items
+from paceline.http.encodings import check_plain
 from paceline.http.errors import ClientDisconnectedError, HttpError
 from paceline.http.fields import decode_object, show
 
@@ -28,12 +29,7 @@ async def read_object(request: Request, max_bytes: int, bounds: Bounds) -> dict[
             f"Content-Type must be application/json, got {show(kind)}; with curl add "
             "-H 'Content-Type: application/json'"
         )
-    packed = request.headers.get("content-encoding", "identity")
-    if packed.strip().lower() not in ("identity", ""):
-        # unpacked it could be of any size
-        raise InvalidRequestError(
-            f"Content-Encoding {show(packed)} is not served: send the body as it is"
-        )
+    check_plain(request.headers.get("content-encoding", ""))
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > max_bytes:
         raise _too_long(f"{declared[:20]} bytes", max_bytes)

@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 
 from paceline.http.bounds import Bounds
 from paceline.http.errors import Reply, error_body
+from paceline.http.plain import PlainProtocol
 from paceline.http.shortcut import BODY_WRITER
 from paceline.http.slow_readers import WatchedProtocol
 
@@ -27,11 +28,13 @@ _OTHER_FILES: Final = 256
 
 # bytes a second; slower is nobody who wants an answer
 _MIN_RATE: Final = 4096
+# of HTTP; what the parser reads besides them is not framed as they are
+_VERSIONS: Final = frozenset({"1.0", "1.1"})
 # seconds that a caller is told to wait for a connection of somebody else to end
 _RETRY_SECONDS: Final = 1
 
 
-class Connection(WatchedProtocol):
+class Connection(PlainProtocol, WatchedProtocol):
     """uvicorn's protocol, held to ``bounds``: refuses what goes on for ever; the parser would keep
     it all.
 
@@ -53,7 +56,13 @@ class Connection(WatchedProtocol):
         self._between = True
         # requests that began in the data at hand
         self._num_begun = 0
+        # bytes of a body came in the data at hand
+        self._body_came = False
         self._refused = False
+        # the request that is being answered
+        self._running: RequestResponseCycle | None = None
+        # an answer of this connection's own, which waits for those before it
+        self._parting = b""
         self._late: asyncio.TimerHandle | None = None
         self._clock_from = 0.0
         self._received = 0
@@ -69,6 +78,10 @@ class Connection(WatchedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._arrived()
+        if self._running is not None:
+            # uvicorn says so to the newest request alone, which may wait behind this one
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
@@ -85,8 +98,16 @@ class Connection(WatchedProtocol):
             most = self._bounds.max_headers
             self._refuse(431, f"a request may have {most} headers, got {len(self.headers)}")
             raise _RefusedError
+        version = self.parser.get_http_version()
+        if version not in _VERSIONS:
+            self._refuse(400, f"a request must be of HTTP 1.1 or 1.0, got {version}")
+            raise _RefusedError
+        if self.parser.get_method() == b"CONNECT":
+            # what lies behind it is of another protocol
+            self._refuse(501, "this server is no proxy: CONNECT is not served")
+            raise _RefusedError
         hosts = sum(name == b"host" for name, _ in self.headers)
-        if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+        if hosts > 1 or (not hosts and version == "1.1"):
             # RFC 9112, 3.2: proxies on the way may have gone by another one
             self._refuse(400, f"a request must have one Host header, got {hosts}")
             raise _RefusedError
@@ -94,13 +115,23 @@ class Connection(WatchedProtocol):
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is None or cycle.scope is not self.scope:
             return
-        if self.scope["http_version"] != "1.1":
-            # whose callers know no chunks: an answer without a length ends with its connection
+        # what stands behind a body is a trailer, not a header of the request (RFC 9110, 6.5.1)
+        self.headers = []
+        if not self.pipeline:
+            self._running = cycle
+        if version == "1.0":
+            # whose callers know no interim answers, and no chunks: an answer without a length ends
+            # with its connection
+            cycle.waiting_for_100_continue = False
             cycle.chunked_encoding, cycle.expected_content_length = False, _NoLength()
         else:
             # ASGI would have a dict for each; this one is between us
             ours: Any = {BODY_WRITER: _BodyWriter(cycle)}
             self.scope["extensions"] = ours
+
+    def on_body(self, body: bytes) -> None:
+        self._body_came, self._head_bytes = True, 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._between = True
@@ -110,7 +141,7 @@ class Connection(WatchedProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        between, self._num_begun = self._between, 0
+        between, self._num_begun, self._body_came = self._between, 0, False
         super().data_received(data)
         if self._num_begun and not self._between and not self._refused:
             # a request that came in one piece needs no clock
@@ -119,11 +150,20 @@ class Connection(WatchedProtocol):
         self._received += len(data)
         # where a head behind another request begins in the data nobody says; its rest counts
         all_of_it = not self._num_begun or (between and self._num_begun == 1)
-        if self._in_head and all_of_it and not self._refused:
+        # what is no body counts too: trailers, and what chunks say beside their sizes
+        counts = not self._between and not self._body_came
+        if counts and all_of_it and not self._refused:
             self._head_bytes += len(data)
             if self._head_bytes > self._bounds.max_head_bytes:
                 most = self._bounds.max_head_bytes
                 self._refuse(431, f"request line and headers may have {most} bytes together")
+
+    def on_response_complete(self) -> None:
+        # which uvicorn starts now
+        self._running = self.pipeline[-1][0] if self.pipeline else None
+        super().on_response_complete()
+        if self._parting and self._running is None:
+            self._part()
 
     def send_400_response(self, msg: str) -> None:
         if not self._refused:
@@ -167,17 +207,26 @@ class Connection(WatchedProtocol):
         )
 
     def _refuse(self, status: int, message: str) -> None:
-        """The last answer of this connection, to what never becomes a request."""
+        """The last answer of this connection, to what never becomes a request; its turn comes after
+        the answers to the requests before it."""
         self._refused = True
+        self._arrived()
         if self.transport.is_closing():
             return
-        cycle: RequestResponseCycle | None = self.cycle
-        if self.pipeline or (
-            cycle is not None and cycle.response_started and not cycle.response_complete
-        ):
-            # in the middle of another answer there is no place for this one
+        running, cycle = self._running, self.cycle
+        # where the head was good, and what follows it is not
+        has_cycle = cycle is not None and cycle.scope is self.scope and not self._between
+        if has_cycle and cycle.response_started:
+            # there is an answer already, or half of one
             self.transport.close()
             return
+        waits = running is not None and not (has_cycle and running is cycle)
+        if has_cycle:
+            # what waits for the body need not answer
+            cycle.disconnected = True
+            cycle.message_event.set()
+            if waits:
+                self.pipeline.popleft()
         request_id = uuid4().hex
         client = self.client[0] if self.client else ""
         _log.info("refused id=%s status=%d client=%s", request_id, status, client)
@@ -191,8 +240,14 @@ class Connection(WatchedProtocol):
         ]
         if status == 503:
             head.append(f"retry-after: {_RETRY_SECONDS}")
-        self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
-        self.transport.close()
+        self._parting = "\r\n".join([*head, "", ""]).encode() + body
+        if not waits:
+            self._part()
+
+    def _part(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(self._parting)
+            self.transport.close()
 
 
 class _BodyWriter:

@@ -106,7 +106,7 @@ class ApiKey:
 def parse_key_file(text: str, name: str) -> list[ApiKey]:
     """The keys of a file; ``name`` is for errors, which never quote a digest."""
     keys = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
         words = line.split("#", 1)[0].split()
         if not words:
             continue

@@ -18,6 +18,7 @@ __all__ = [
     "DONE",
     "KEEP_ALIVE",
     "SSE",
+    "STREAM_HEADERS",
     "EventStream",
     "TextEvents",
     "TokenEvents",
@@ -32,6 +33,8 @@ _T = TypeVar("_T")
 _encode: Final = msgspec.json.Encoder().encode
 
 SSE: Final = "text/event-stream"
+# of every stream, so that no proxy on the way keeps a part of it back; nginx goes by the second
+STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 DONE: Final = b"data: [DONE]\n\n"
 # a comment, which readers skip
 KEEP_ALIVE: Final = b": keep-alive\n\n"
@@ -110,7 +113,7 @@ class EventStream(Response):
         shortcut: Shortcut[Any],
         media_type: str = SSE,
     ) -> None:
-        super().__init__(media_type=media_type, headers={"Cache-Control": "no-cache"})
+        super().__init__(media_type=media_type, headers=STREAM_HEADERS)
         # Response counted its empty body
         del self.headers["content-length"]
         self._first = first

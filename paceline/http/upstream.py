@@ -42,7 +42,15 @@ def lines_of(headers: Headers) -> bytes:
 
 
 class ConnectError(Exception):
-    """There is no connection to be had."""
+    """There is no connection to be had, or no answer on one.
+
+    Args:
+        unreachable: the other side took no connection.
+    """
+
+    def __init__(self, why: str, *, unreachable: bool = False) -> None:
+        super().__init__(why)
+        self.unreachable = unreachable
 
 
 class Sink(Protocol):
@@ -133,8 +141,8 @@ class Connection(asyncio.Protocol):
         self.idle_since = 0.0
         # by this side, whatever the other one did
         self._dropped = False
-        # seconds that it lay unused before the request at hand
-        self.was_idle = 0.0
+        # it has carried an answer before the one at hand
+        self.is_used = False
 
     @property
     def is_open(self) -> bool:
@@ -381,8 +389,7 @@ class Pool:
         now = time.monotonic()
         while self._free:
             connection = self._free.pop()
-            connection.was_idle = now - connection.idle_since
-            if connection.is_open and connection.was_idle <= self.idle:
+            if connection.is_open and now - connection.idle_since <= self.idle:
                 return connection
             connection.drop()
         return None
@@ -401,21 +408,23 @@ class Pool:
                     server_hostname=origin.host if self._tls else None,
                 )
         except TimeoutError:
-            raise ConnectError(f"no connection within {self._connect_timeout:g} s") from None
+            why = f"no connection within {self._connect_timeout:g} s"
+            raise ConnectError(why, unreachable=True) from None
         except (OSError, UnicodeError) as error:
             # a name that no resolver can be asked for is a UnicodeError
             why = getattr(error, "strerror", None) or type(error).__name__
             self.num_lost += 1
-            raise ConnectError(f"no connection: {why}") from None
+            raise ConnectError(f"no connection: {why}", unreachable=True) from None
         self._open.add(connection)
         if connection.leads_to_credentials:
             # whatever the name said: the address that answered is what counts
             connection.drop()
-            raise ConnectError("no connection: its address is where clouds keep credentials")
+            why = "no connection: its address is where clouds keep credentials"
+            raise ConnectError(why, unreachable=True)
         return connection
 
     def give_back(self, connection: Connection) -> None:
-        connection.idle_since = time.monotonic()
+        connection.idle_since, connection.is_used = time.monotonic(), True
         if len(self._free) < _MAX_IDLE:
             self._free.append(connection)
         else:

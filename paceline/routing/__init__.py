@@ -4,7 +4,7 @@ Used by ``sim`` in virtual time and by ``gateway`` before live engines. Imports 
 errors alone; knows neither clocks nor sockets.
 """
 
-from paceline.routing.breaker import Breaker, BreakerSettings
+from paceline.routing.breaker import Breaker, BreakerSettings, BreakerState
 from paceline.routing.choice import choose
 from paceline.routing.engine_load import Demand, Dispatch, EngineLoad, EngineView, Pressure
 from paceline.routing.hedging import HedgeBudget, hedge_delay, is_worth_it, saturation
@@ -26,6 +26,7 @@ __all__ = [
     "TRICKLE",
     "Breaker",
     "BreakerSettings",
+    "BreakerState",
     "Demand",
     "Dispatch",
     "EngineLoad",

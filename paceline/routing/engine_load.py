@@ -44,6 +44,9 @@ class Demand:
     # seconds that the caller wants; None: no such target
     ttft: float | None = None
     tpot: float | None = None
+    # tokens of the longest of its prompts, as estimated, and those that it certainly has
+    longest_prompt: float = 0.0
+    least_prompt: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from paceline.server.bodies.targets import parse_tenant
 from paceline.server.config import ServerConfig
 from paceline.server.errors import refusal
 from paceline.server.service import Service
+from paceline.server.template_gaps import REWRITTEN
 
 __all__ = [
     "GENERATE_PATHS",
@@ -67,6 +68,8 @@ _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "O
 _UNCOUNTED: Final = frozenset(
     {"/metrics", "/health", "/health/live", "/health/ready", "/load", "/ping", "/version"}
 )
+# says what of a conversation the chat template could not show as it was
+_REWRITTEN_HEADER: Final = b"x-paceline-rewritten-messages"
 _STATUS_GONE: Final = 499
 # of the time that an idle connection has, what its caller is told
 _ANNOUNCED: Final = 0.95
@@ -105,6 +108,8 @@ class ExchangeMiddleware:
         status = _STATUS_GONE
         sent = 0
         started = time.monotonic()
+        rewritten: dict[str, None] = {}
+        REWRITTEN.set(rewritten)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status, sent
@@ -117,6 +122,7 @@ class ExchangeMiddleware:
                     (b"x-request-id", request_id),
                     self._closing if self._service.is_ending else self._keeping,
                     *limits,
+                    *([(_REWRITTEN_HEADER, "; ".join(rewritten).encode())] if rewritten else ()),
                 ]
             else:
                 sent += len(message.get("body", b""))

@@ -11,6 +11,7 @@ its own, wait apart from plain ones.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,9 +22,9 @@ from paceline.core.errors import InvalidRequestError, NeverFitsError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.text.batch_encoder import BatchEncoder
-from paceline.server.bodies.messages import USUAL_ROLES
+from paceline.server.bodies.earlier_calls import render_with_calls
 from paceline.server.bodies.protocol import CompletionRequest, GenerationOptions, TemplateOptions
-from paceline.server.bodies.tool_calls import with_tools
+from paceline.server.template_gaps import REWRITTEN, Conversation, TemplateGaps
 
 __all__ = ["PromptMaker", "sampling_for", "slices", "truncated"]
 
@@ -40,6 +41,8 @@ _THREADS: Final = 2
 _PREDICTION_SLACK: Final = 256
 # tokens of a prompt that wants its log-probabilities: each takes the logits of a whole vocabulary
 MAX_PROMPT_LOGPROBS: Final = 1024
+# characters of a request's own arguments for its template with which it is remembered
+_MOST_VARIANT: Final = 256
 
 
 class PromptMaker:
@@ -47,9 +50,8 @@ class PromptMaker:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # a template that never says "tools" would leave them out
-        source = tokenizer.chat_template_source
-        self._shows_tools = source is None or "tools" in source
+        self._source = tokenizer.chat_template_source
+        self._gaps = TemplateGaps()
         self._encoder = BatchEncoder(tokenizer)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="prompts")
         # each waits for a process that renders one conversation at a time
@@ -63,34 +65,43 @@ class PromptMaker:
 
     async def render(self, template: TemplateOptions) -> str:
         """The text of a conversation. Raises like ``chat``."""
-        render = self._renderer(template)
+        render = partial(self._render, template)
         if template.chat_template is None and self._tokenizer.renders_quickly:
-            return await self._run(render, _size(template))
-        return await asyncio.get_running_loop().run_in_executor(self._lane(template), render)
+            text, notes = await self._run(render, _size(template))
+        else:
+            lane = self._lane(template)
+            text, notes = await asyncio.get_running_loop().run_in_executor(lane, render)
+        if notes and (told := REWRITTEN.get()) is not None:
+            told |= dict.fromkeys(notes)
+        return text
 
     def _lane(self, template: TemplateOptions) -> ThreadPoolExecutor:
         apart = template.chat_template is not None or template.template_kwargs
         return self._callers if apart else self._plain
 
-    def _renderer(self, template: TemplateOptions) -> Callable[[], str]:
-        messages = template.messages
-        tools = None if template.tools is None else template.tools.tools
-        if tools and template.chat_template is None and not self._shows_tools:
-            messages, tools = with_tools(messages, tools), None
+    def _render(self, template: TemplateOptions) -> tuple[str, tuple[str, ...]]:
+        """The text, and what of the conversation was written otherwise than the caller had it."""
 
-        def render() -> str:
-            text = self._tokenizer.render_chat(
-                messages,
+        source = template.chat_template or self._source
+
+        def render(
+            messages: list[dict[str, Any]],
+            tools: Sequence[dict[str, Any]] | None,
+            continues: bool = False,
+        ) -> str:
+            render_chat = partial(
+                self._tokenizer.render_chat,
                 add_generation_prompt=template.add_generation_prompt,
-                continue_final_message=template.continue_final_message,
+                continue_final_message=continues,
                 tools=tools,
                 chat_template=template.chat_template,
                 template_kwargs=template.template_kwargs,
             )
-            _check_roles(messages, text)
-            return text
+            return render_with_calls(render_chat, messages, source)
 
-        return render
+        written = self._gaps.fill(_conversation(template, self._source), render)
+        text = render(written.messages, written.tools, template.continue_final_message)
+        return text, written.notes
 
     async def mixed(
         self, prompts: Sequence[Sequence[str | int]], *, add_special_tokens: bool
@@ -230,17 +241,16 @@ class PromptMaker:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _check_roles(messages: Sequence[dict[str, Any]], text: str) -> None:
-    """Raises InvalidRequestError if a message of an unusual role is not in the rendered ``text``:
-    templates pass over roles that they do not know."""
-    for index, message in enumerate(messages):
-        role, content = message["role"], message["content"].strip()
-        if role not in USUAL_ROLES and content not in text:
-            raise InvalidRequestError(
-                f"messages[{index}].role is {role!r}, and this model's chat template leaves such "
-                f"messages out; it takes at most {', '.join(sorted(USUAL_ROLES))}",
-                "messages",
-            )
+def _conversation(template: TemplateOptions, source: str | None) -> Conversation:
+    """``source``: of the model's own template."""
+    own, options = template.chat_template, template.template_kwargs
+    variant = f"{template.add_generation_prompt}{json.dumps(options, sort_keys=True)}"
+    return Conversation(
+        messages=template.messages,
+        tools=None if template.tools is None else template.tools.tools,
+        source=source if own is None else own,
+        variant=variant if own is None and len(variant) <= _MOST_VARIANT else None,
+    )
 
 
 def _size(template: TemplateOptions) -> int:

@@ -1,9 +1,10 @@
 """Thoughts that a model writes before its answer, told apart from it while the text comes.
 
 A format is two marks around the thoughts. Some models write the first mark themselves (Qwen3), with
-others the chat template has written it at the end of the prompt (DeepSeek-R1), and with thinking
-turned off a template may have written both. Where the output is held to a grammar there is no
-place for thoughts, so nothing is looked for there.
+others the chat template has written it at the end of the prompt (DeepSeek-R1), a message that is
+continued may end within thoughts, and with thinking turned off a template may have written both
+marks. Where the output is held to a grammar there is no place for thoughts, so nothing is looked
+for there.
 """
 
 from __future__ import annotations
@@ -35,23 +36,45 @@ class ReasoningFormat:
     sign: str = ""
     # thoughts are a channel among others (``harmony``)
     channels: bool = False
+    # an answer begins within thoughts, whether its first mark is written or not
+    opened: bool = False
 
-    def reader(self, *, thinking: bool) -> Reader:
-        """Of one output; ``thinking``: the prompt has left the thoughts open."""
+    def reader(self, *, thinking: bool, goes_on: bool = False) -> Reader:
+        """Return a reader of one output.
+
+        Args:
+            thinking: the output begins within thoughts.
+            goes_on: it goes on with a message that has text already.
+        """
         if self.channels:
             return HarmonyReader(thinking=thinking)
-        return ThoughtReader(self, thinking=thinking)
+        return ThoughtReader(self, thinking=thinking, goes_on=goes_on)
 
-    def left_open(self, prompt: str) -> bool:
-        """Whether a rendered prompt ends within thoughts."""
-        return prompt.rstrip(_SPACE).endswith(self.begin)
+    def left_open(self, prompt: str, *, continued: str | None = None, answers: bool = True) -> bool:
+        """Whether what comes behind a rendered prompt is thoughts.
+
+        Args:
+            continued: the text of the last message, which the output goes on with.
+            answers: the prompt ends where an answer begins.
+        """
+        prompt = prompt.rstrip(_SPACE)
+        if continued is not None:
+            begin, end = continued.rfind(self.begin), continued.rfind(self.end)
+            if begin != end:
+                return begin > end
+            # the template may have opened them before it
+            before = prompt.removesuffix(continued.strip(_SPACE)).rstrip(_SPACE)
+            return before != prompt and before.endswith(self.begin)
+        if prompt.endswith(self.begin):
+            return True
+        return self.opened and answers and not prompt.endswith(self.end)
 
 
 _THINK: Final = ReasoningFormat("think", "<think>", "</think>")
 # by the names that vLLM's --reasoning-parser has for them
 REASONING_FORMATS: Final[dict[str, ReasoningFormat]] = {
     "think": _THINK,
-    "deepseek_r1": _THINK,
+    "deepseek_r1": ReasoningFormat("deepseek_r1", "<think>", "</think>", opened=True),
     "qwen3": _THINK,
     "mistral": ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
     "granite": ReasoningFormat("granite", "Here is my thought process:", "Here is my response:"),
@@ -88,14 +111,24 @@ class Thinking:
         if marks is None:
             return None
         ids = tuple(tokenizer.encode(marks.end, add_special_tokens=False))
-        shown = tokenizer.decode(list(ids), skip_special_tokens=True)
+        spelt = [tokenizer.encode(m, add_special_tokens=False) for m in (marks.begin, marks.end)]
+        shown = [tokenizer.decode(each, skip_special_tokens=True) for each in spelt]
+        hidden = marks.begin not in shown[0] or marks.end not in shown[1]
         source = tokenizer.chat_template_source or ""
-        return cls(marks, ids, marks.end not in shown, "enable_thinking" in source)
+        return cls(marks, ids, hidden, "enable_thinking" in source)
 
-    def left_open(self, prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
-        """Whether a prompt ends within thoughts."""
-        end = tokenizer.decode(list(prompt[-_OPENING:]), skip_special_tokens=False)
-        return self.marks.left_open(end)
+    def left_open(
+        self,
+        prompt: Sequence[int],
+        tokenizer: Tokenizer,
+        *,
+        continued: str | None = None,
+        answers: bool = True,
+    ) -> bool:
+        """Whether what comes behind a prompt is thoughts; see ``ReasoningFormat.left_open``."""
+        tail = prompt[-_OPENING - len(continued or "") :]
+        end = tokenizer.decode(list(tail), skip_special_tokens=False)
+        return self.marks.left_open(end, continued=continued, answers=answers)
 
     def count(self, token_ids: Sequence[int]) -> int:
         """Tokens up to the closing mark; all where it is spelt in other tokens than alone."""
@@ -110,26 +143,27 @@ class ThoughtReader:
     """A ``thoughts.Reader`` of two marks.
 
     Args:
-        thinking: the prompt has left the thoughts open.
+        thinking, goes_on: see ``ReasoningFormat.reader``.
     """
 
-    def __init__(self, marks: ReasoningFormat, *, thinking: bool) -> None:
+    def __init__(self, marks: ReasoningFormat, *, thinking: bool, goes_on: bool = False) -> None:
         self._marks = marks
         # what may turn out to be a mark, or white space before one
         self._held = ""
-        self._before = not thinking
+        # the first mark may come, also where the prompt has left the thoughts open
+        self._before = not (thinking and goes_on)
         self.thinking = thinking
         # the closing mark has come
         self.ended = False
         # nothing but white space has come since the last mark
-        self._at_start = True
+        self._at_start = self._before
 
     def push(self, text: str) -> Read:
         """Take in more of the output."""
         held, self._held = self._held + text, ""
         if self._before:
             held = self._look_for_begin(held)
-        if not self.thinking:
+        if self._before or not self.thinking:
             return Read("", "" if self._before else self._trimmed(held))
         thoughts, found, rest = held.partition(self._marks.end)
         if found:
@@ -157,7 +191,8 @@ class ThoughtReader:
         if begin.startswith(said):
             self._held = held
             return ""
-        self._before = self._at_start = False
+        self._before = False
+        self._at_start = self.thinking
         return held
 
     def _trimmed(self, text: str) -> str:

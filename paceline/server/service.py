@@ -28,6 +28,7 @@ from paceline.http.rate_limits import RateLimiter, Tally, current_ticket
 from paceline.http.rate_limits.store import RateStore
 from paceline.http.shortcut import Shortcut
 from paceline.http.slow_readers import SlowReaders
+from paceline.server.bodies.earlier_calls import wants_short_ids
 from paceline.server.bodies.protocol import RequestRules
 from paceline.server.bodies.targets import CLASSES
 from paceline.server.config import ServerConfig
@@ -309,6 +310,7 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
             tool_format=TOOL_FORMATS[config.tool_call_parser]
             if config.tool_call_parser
             else detect_format(template),
+            short_call_ids=config.tool_call_parser == "mistral" or wants_short_ids(template),
             thinking=_thinking(client.tokenizer, config.reasoning_parser),
         ),
         prompts=PromptMaker(client.tokenizer),

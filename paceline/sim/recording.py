@@ -90,7 +90,7 @@ class Recording:
         dropped = 0
         number = 0
         try:
-            with path.open() as lines:
+            with path.open(encoding="utf-8-sig") as lines:
                 for line in lines:
                     number += 1
                     record: dict[str, Any] = json.loads(line)

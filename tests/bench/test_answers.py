@@ -124,7 +124,7 @@ def test_failures_are_named(parts: list[bytes], failure: str, detail: str) -> No
 def test_a_connection_that_closes() -> None:
     whole = chunked(lines(chat("a"), chat("b", "stop"), b"[DONE]"))
     assert fed([], closed=True).results()["failure"] == "no answer"
-    assert fed(whole[:3], closed=True).results()["failure"] == "cut off"
+    assert fed(whole[:2], closed=True).results()["failure"] == "cut off"
     # all of it came, so closing is no matter
     assert fed(whole, closed=True).results()["failure"] == ""
 
@@ -148,6 +148,41 @@ def test_counts_that_are_none() -> None:
     assert (found["prompt_tokens"], found["output_tokens"], found["cached_tokens"]) == (
         None, None, None,
     )  # fmt: skip
+
+
+KEEP_ALIVES = (
+    b"", b"  ", b"{}", b"null", b'{"choices": null}', b'{"choices": [], "error": ""}',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\r", b"\r\n\r\n"])
+def test_keep_alives_are_no_failures(end: bytes) -> None:
+    named = [b"event: ping" + end, b"event: heartbeat\ndata: 12" + end, b"event: x\ndata: y" + end]
+    said = lines(chat("a"), *KEEP_ALIVES, chat("b", "stop"), b"[DONE]", end=end)
+    for whole in (said, [b"\xef\xbb\xbf" + named[0], *said[:3], *named, *said[3:]]):
+        found = fed(chunked(whole)).results()
+        assert (found["failure"], len(found["chunks"])) == ("", 2)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'data: {"object": "error", "message": "dead"}', b"event: error\ndata: dead",
+        b'event: error\ndata: {"message": "dead"}', b'data: {"error": "dead"}',
+    ],
+)  # fmt: skip
+def test_errors_count_until_all_was_said(event: bytes) -> None:
+    said = lines(chat("a"), chat("", "stop"))
+    found = fed(chunked([said[0], event + b"\n\n", said[1]])).results()
+    assert (found["failure"], found["detail"]) == ("error in the stream", "dead")
+    whole = chunked([*said, event + b"\n\n", b"data: {oops\n\n", *lines(usage(1, 2))])
+    assert fed(whole).results()["output_tokens"] == 2
+    # reset, or silent until it was given up
+    cut = fed(whole[:4], closed=True)
+    assert cut.done and not cut.reusable and cut.results()["failure"] == ""
+    late = fed(whole[:4])
+    late.fail("timeout", "not done in time")
+    assert late.done and late.results()["failure"] == ""
 
 
 @given(st.data())

@@ -147,10 +147,43 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
         Bodies("m", "completions", Words(0), PromptFile(path))
 
 
+def test_a_line_of_a_file_says_more_of_its_request(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    line = {
+        "messages": [{"role": "user", "content": "a\u2028b"}],
+        "max_completion_tokens": 3,
+        "temperature": 0.2,
+        "top_p": 0.5,
+        "seed": 4,
+        "stop": ["\n"],
+        "user": "u",
+        "response_format": {"type": "json_object"},
+    }
+    # what the run says of all requests, and a line's name
+    others = {"model": "x", "stream": False, "stream_options": {}, "custom_id": "one"}
+    text = json.dumps(line | others, ensure_ascii=False)
+    path.write_text(text + '\n{"prompt": "Hi"}\n', encoding="utf-8")
+    bodies = Bodies("m", "chat", Words(0), PromptFile(path), ignore_eos=True, extra={"seed": 5})
+    arrival = Arrival(0.0, 9, 7, tenant="t")
+    body, asked, most = made(bodies, arrival)
+    assert (asked, most) == (None, 3)
+    assert body == {
+        **line,
+        "model": "m",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+        "seed": 5,
+    }
+    body, _, most = made(bodies, arrival, 1)
+    assert body["max_tokens"] == most == 7 and body["user"] == "t" and "top_p" not in body
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("", "has no prompts"),
+        ('{"prompt": "a", "max_tokens": 1, "max_completion_tokens": 1}', ":1: expected"),
         ("{", ":1: not JSON"),
         ('"a"\n{"text": "b"}', ":2: expected"),
         ('{"prompt": "a", "max_tokens": 0}', ":1: expected"),

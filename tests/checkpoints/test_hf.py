@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from paceline.checkpoints.config import ModelConfig
 from paceline.checkpoints.hf import HFCheckpoint
 from paceline.checkpoints.hf_config import read_hf_config
 from paceline.checkpoints.shapes import expected_shapes
+from paceline.checkpoints.special_ids import warn_once
 from paceline.core.errors import CheckpointError
 
 SIZES: dict[str, Any] = {
@@ -310,3 +312,29 @@ def test_raw_rows_are_the_stored_ones(
     assert torch.equal(again, weights[name])
     with pytest.raises(CheckpointError, match=r"shape \[32\]; only matrices have rows"):
         checkpoint.raw_tensor("model.norm.weight")
+
+
+def test_special_ids_outside_the_vocabulary_count_as_absent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 48, -1]}')
+    with caplog.at_level(logging.WARNING):
+        config = read_config(tmp_path, eos_token_id=2, bos_token_id=151669, pad_token_id=-1)
+    assert config.eos_token_ids == {2, 5} and config.bos_token_id is None
+    told = [record.getMessage() for record in caplog.records]
+    for file, key, token_id in (
+        ("generation_config.json", "eos_token_id", 48),
+        ("generation_config.json", "eos_token_id", -1),
+        ("config.json", "bos_token_id", 151669),
+        ("config.json", "pad_token_id", -1),
+    ):
+        assert any(line.startswith(f"{file}: {key} is {token_id}, ") for line in told), told
+    # one of several that is inside will do
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    assert read_config(tmp_path, eos_token_id=48).eos_token_ids == {7}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2147483647]}')
+    with pytest.raises(CheckpointError, match="answers would never end"):
+        read_config(tmp_path, eos_token_id=[48])
+    # a model without a head ends nothing
+    assert not read_config(tmp_path, architectures=["LlamaModel"], eos_token_id=48).eos_token_ids

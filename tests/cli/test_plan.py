@@ -314,12 +314,18 @@ def test_a_checkpoint_takes_here_what_serve_takes_for_it(
     assert f" KiB in {served.kv_dtype}, as serve takes it here" in said
     assert main(["plan", *flags, "--weights", "1MB", "--kv-per-token", "1KB"]) == 0
     assert "as serve takes it" not in capsys.readouterr().out
-    # flags name other formats, or another machine
+    # flags name formats of any machine, by the shape alone; the one that serve takes here, too
+    shape = find_model(str(path))
+    by_shape = {
+        "weight_bytes": shape.num_parameters,
+        "kv_bytes_per_token": shape.kv_bytes_per_token(1.0),
+    }
     for flag, name in (("--weight-dtype", "weight_bytes"), ("--kv-dtype", "kv_bytes_per_token")):
-        other = plan(capsys, *flags, flag, "float32")
-        assert other[name] > found[name]
-        same = ({"weight_bytes", "kv_bytes_per_token"} - {name}).pop()
-        assert other[same] == found[same]
+        same = (by_shape.keys() - {name}).pop()
+        for dtype, size in (("float32", 4.0), ("bfloat16", 2.0), ("int4", 0.5)):
+            other = plan(capsys, *flags, flag, dtype)
+            assert other[name] == size * by_shape[name]
+            assert other[same] == found[same]
 
 
 def test_a_checkpoint_is_planned_for_another_device(

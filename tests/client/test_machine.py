@@ -201,7 +201,7 @@ def test_all_tokens_were_there() -> None:
     assert play.events[-1] == Finished("length", None, "ab")
 
 
-@pytest.mark.parametrize("status", [408, 409, 429, 500, 502, 503, 504])
+@pytest.mark.parametrize("status", [408, 409, 429, 500, 502, 503, 504, 507, 522, 529, 530, 599])
 def test_statuses_that_are_retried(status: int) -> None:
     play = Play(lambda _: refusing(status))
     assert isinstance(play.error, NoAnswerError) and play.error.status == status
@@ -213,11 +213,33 @@ def test_statuses_that_are_retried(status: int) -> None:
     ]
 
 
-@pytest.mark.parametrize("status", [301, 400, 401, 403, 404, 413, 422, 501])
+@pytest.mark.parametrize("status", [400, 406, 413, 418, 422, 451, 494])
 def test_statuses_that_are_not(status: int) -> None:
     play = Play(in_turn(refusing(status, b'{"error": {"message": "no"}}')), targets=TWO)
     assert isinstance(play.error, RefusedError)
     assert (play.error.status, play.error.message) == (status, "no")
+
+
+@pytest.mark.parametrize("status", [301, 401, 402, 403, 404, 405, 410, 501])
+def test_statuses_of_one_target(status: int) -> None:
+    """Its key, or its models: another target is asked at once, and the same one never again."""
+    no = refusing(status, b'{"error": {"message": "no"}}')
+    alone = Play(in_turn(no))
+    assert isinstance(alone.error, RefusedError) and len(alone.opened) == 1
+    assert (alone.error.status, alone.error.message) == (status, "no")
+    play = Play(lambda action: no if action.target == 0 else refusing(503), targets=TWO)
+    assert [action.target for action in play.opened] == [0, 1, 1]
+    assert isinstance(play.error, NoAnswerError) and play.error.status == 503
+    both = Play(lambda _: no, targets=TWO, attempts=9)
+    assert isinstance(both.error, RefusedError) and len(both.opened) == 2
+
+
+@pytest.mark.parametrize(("code", "asked"), [(400, [0]), (402, [0, 1]), (429, [0, 1, 0])])
+def test_an_event_that_reports_an_error_has_a_status(code: int, asked: list[int]) -> None:
+    event = streaming(sse({"error": {"message": "no", "code": code}}))
+    play = Play(lambda _: event, targets=TWO)
+    assert [action.target for action in play.opened] == asked
+    assert isinstance(play.error, NoAnswerError if code == 429 else RefusedError)
 
 
 def test_the_server_has_the_last_word_on_retries() -> None:

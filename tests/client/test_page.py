@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import get_args
 
 from paceline.client import Event
-from paceline.client.machine import RETRYABLE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "client.md").read_text()
 
@@ -17,8 +16,3 @@ def test_events_and_their_fields() -> None:
     table = "".join(re.findall(r"^\| (`[A-Z].*?) \|", PAGE, re.MULTILINE))
     told = {name: parts.split(", ") for name, parts in re.findall(r"`(\w+)\((.*?)\)`", table)}
     assert told == {kind.__name__: [f.name for f in fields(kind)] for kind in get_args(Event)}
-
-
-def test_statuses() -> None:
-    text = PAGE.partition("the statuses ")[2].partition(". Other")[0]
-    assert {int(number) for number in re.findall(r"\d+", text)} == RETRYABLE

@@ -13,7 +13,7 @@ from paceline.client import Policy, RetryBudget, Target
 from paceline.client import steps as kinds
 from paceline.client.machine import Machine
 from paceline.client.steps import Data, Input, Request
-from tests.client.vectors import FOLDER, SCENARIOS, action_of
+from tests.client.vectors import FOLDER, SCENARIOS, STATUSES, action_of, told_of_statuses
 
 FILES = sorted(FOLDER.glob("*.json"))
 
@@ -50,3 +50,8 @@ def test_transcript(path: Path) -> None:
 
 def test_every_scenario_has_a_file() -> None:
     assert {path.stem for path in FILES} == set(SCENARIOS)
+
+
+def test_the_file_of_statuses_is_the_table() -> None:
+    """The client in TypeScript is held to it."""
+    assert STATUSES.read_text() == told_of_statuses()

@@ -18,12 +18,14 @@ import msgspec
 
 from paceline.client import ClientError, NoAnswerError, RefusedError, Target
 from paceline.client.steps import Action, Data, Emit, Fail, Input, Open
+from paceline.statuses import retry_of
 from tests.client.play import DRAW, SEED, Play, in_turn, refusing, streaming, unreachable
 from tests.client.scripted import chat_stream, sse
 
-__all__ = ["FOLDER", "SCENARIOS", "action_of", "text_of"]
+__all__ = ["FOLDER", "SCENARIOS", "STATUSES", "action_of", "text_of", "told_of_statuses"]
 
 FOLDER = Path(__file__).parent / "vectors"
+STATUSES = Path(__file__).parent / "statuses.json"
 
 TWO = (Target("http://a", "m"), Target("http://b", "m"))
 
@@ -76,6 +78,64 @@ def _tools(action: Open) -> list[Input]:
     return streaming(sse(thought, *chunks, last, "[DONE]"))
 
 
+KEEP_ALIVES = (
+    b"data:\n\ndata:   \n\nevent: ping\ndata:\n\nevent: ping\ndata: {}\n\ndata: null\n\n"
+    b'event: keepalive\ndata: 17\n\ndata: {"type": "ping"}\n\n: hm\n\ndata\n\nevent: ping\n\n'
+    b'data: {"choices": null}\n\nevent: status\ndata: busy\n\nid: 7\nretry: 9\n\n\n'
+)
+
+
+def _choice(content: str, reason: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"index": 0, "delta": {"content": content}, "finish_reason": reason, **more}
+
+
+def _with_keep_alives(line_end: bytes, piece: int) -> Callable[[Open], list[Input]]:
+    def serve(action: Open) -> list[Input]:
+        said = chat_stream(action.body).replace(b"\n\n", b"\n\n" + KEEP_ALIVES)
+        whole = b"\xef\xbb\xbf" + KEEP_ALIVES + said
+        return streaming(whole.replace(b"\n", line_end), piece=piece)
+
+    return serve
+
+
+def _odd(action: Open) -> list[Input]:
+    head = {"id": None, "model": 5}
+    chunks: list[dict[str, Any]] = [
+        head | {"choices": [_choice("a", index=None)], "error": empty, "usage": empty}
+        for empty in ({}, "", None, [], False, 0)
+    ]
+    chunks += [
+        {"choices": [_choice("b", "", token_ids=None, text="")], "usage": {"prompt_tokens": None}},
+        {"choices": [{"delta": None, "text": None}], "prompt_token_ids": []},
+        {"choices": [{"delta": {"tool_calls": [], "reasoning": ""}}]},
+        {"choices": [{"delta": {"tool_calls": [{"index": None, "id": "c1", "function": None}]}}]},
+        {"choices": [{"index": 0.0, "delta": {}, "finish_reason": "stop"}]},
+        {"choices": None, "usage": {"prompt_tokens": 3, "completion_tokens": 8}},
+    ]
+    return streaming(sse(*chunks, "[DONE]"))
+
+
+def _named(action: Open) -> list[Input]:
+    """The answer under names, and a word between that no reader of chunks knows."""
+    first, *rest = chat_stream(action.body).split(b"\n\n")
+    events = [
+        b"event: message\n" + first,
+        b"event: x\ndata: hm",
+        *(b"event: c\n" + e for e in rest),
+    ]
+    return streaming(b"\n\n".join(events[:-1]) + b"\n\n")
+
+
+def _failing(event: bytes) -> Callable[[], Play]:
+    return lambda: Play(_then_whole(streaming(event + b"\n\n")))
+
+
+def _behind_the_end(rest: bytes, **policy: Any) -> Callable[[], Play]:
+    """All was said, and then that, and no more."""
+    data = sse({"choices": [_choice("all", "stop")]}) + rest
+    return lambda: Play(lambda _: streaming(data, closed=False), **policy)
+
+
 SCENARIOS: dict[str, Callable[[], Play]] = {
     "whole": lambda: Play(_whole),
     "carriage_returns_and_comments": lambda: Play(
@@ -99,10 +159,45 @@ SCENARIOS: dict[str, Callable[[], Play]] = {
     ),
     "retry_after_too_long": lambda: Play(in_turn(refusing(429, retry_after="61"))),
     "refused": lambda: Play(in_turn(refusing(400, b'{"error": {"message": "no"}}'))),
+    **{
+        f"refused_{name}": lambda body=body: Play(in_turn(refusing(400, body)))  # type: ignore[misc]
+        for name, body in {
+            "without_words": b'{"error": {"message": null}}',
+            "in_other_words": b'{"detail": [{"loc": ["body", "n"], "msg": "no"}]}',
+            "in_a_list": b'[{"error": {"message": "no"}}]',
+            "in_text": b"no",
+        }.items()
+    },
+    "proxy_without_a_server": lambda: Play(_then_whole(refusing(522)), targets=TWO),
+    "account_refused": lambda: Play(in_turn(refusing(402, b'{"error": {"message": "no"}}'))),
+    "account_refused_at_one": lambda: Play(
+        _then_whole(refusing(401), refusing(507), refusing(503)), targets=TWO, attempts=4
+    ),
+    "no_such_model_in_an_event": lambda: Play(
+        _then_whole(streaming(sse({"error": {"message": "no", "code": 404}}))), targets=TWO
+    ),
     "strict_server": lambda: Play(_strict),
     "unreachable": lambda: Play(lambda _: unreachable(), targets=TWO),
     "stalled": lambda: Play(lambda _: streaming(b": hm\n\n", closed=False), attempts=2),
     "error_event": lambda: Play(_then_whole(streaming(sse({"error": {"message": "died"}})))),
+    "keep_alives": lambda: Play(_with_keep_alives(b"\n", 0)),
+    "keep_alives_carriage_returns": lambda: Play(_with_keep_alives(b"\r", 113)),
+    "keep_alives_cut_anywhere": lambda: Play(_with_keep_alives(b"\r\n", 61)),
+    "odd_fields": lambda: Play(_odd),
+    "named_events": lambda: Play(_named),
+    "error_by_name": _failing(b"event: error\ndata: boom"),
+    "error_by_name_without_data": _failing(b"event: error\ndata:"),
+    "error_by_name_with_code": _failing(b'event: error\ndata: {"message": "no", "code": 404}'),
+    "error_as_object": _failing(b'data: {"object": "error", "message": "no", "code": 400}'),
+    "error_without_words": _failing(b'data: {"error": {"code": 500, "message": null}}'),
+    "error_behind_the_end": _behind_the_end(
+        sse({"error": {"message": "late", "code": 400}}), attempts=1
+    ),
+    "garbage_behind_the_end": _behind_the_end(b"data: {\n\n"),
+    "silence_behind_the_end": _behind_the_end(b"", total_timeout=9.0),
+    "null_among_choices": _failing(b'data: {"choices": [null]}'),
+    "another_choice": _failing(b'data: {"choices": [{"index": true}]}'),
+    "not_utf8": _failing(b": \xff\n\ndata: \xff"),
     "garbage": lambda: Play(_then_whole(streaming(b"data: {\n\n"))),
 }
 
@@ -162,6 +257,13 @@ def text_of(play: Play) -> str:
     return f'{head[:-2]},\n "steps": [\n{lines}\n ]\n}}\n'
 
 
+def told_of_statuses() -> str:
+    """Where requests that were refused may be answered, by status, for the client in TypeScript."""
+    table = {str(status): retry_of(status) for status in range(200, 700)}
+    return json.dumps(table, indent=1) + "\n"
+
+
 if __name__ == "__main__":
+    STATUSES.write_text(told_of_statuses())
     for name, make in SCENARIOS.items():
         (FOLDER / f"{name}.json").write_text(text_of(make()))

@@ -44,6 +44,8 @@ WHOLE = Step(
     parts=(b'{"id":"x","model":"m","choices":[{"index":0,"message":{"content":"hi"}}]}',),
     stream=False,
 )
+# of any API
+ANY = Step(parts=(b'{"id":"x","choices":[],"output":[],"content":[],"data":[]}',), stream=False)
 # metrics of such an engine
 VLLM = (
     "vllm:num_requests_waiting 0.0\nvllm:num_requests_running 0.0\n"

@@ -202,7 +202,7 @@ async def test_who_says_nothing_leaves_the_kinds_table(kind: EngineKind) -> None
         assert {found[field]["from"] for field in FIELDS.values()} == {"kind"}
         # which is no outage
         one = gateway.engines.by_name["e1"]
-        assert not one.num_misses and one.breaker.state(gateway.now()) == "closed"
+        assert not one.num_misses and one.breaker_state(gateway.now()) == "closed"
         assert text_of(streamed(await http.post(CHAT, json=chat(stream=True)))) == "".join(WORDS)
 
 

@@ -74,7 +74,8 @@ async def test_where_it_goes_and_what_its_caller_sees() -> None:
         answer = await client.post(CHAT, json=chat(model="cloud/big", stream=True))
         assert answer.headers["x-paceline-fallback"] == "m"
         # nothing is kept by what callers wrote
-        assert set(gateway._mean_output) <= {"exact", "cloud/*", "any-*"}
+        for kept in (gateway._lengths.models, gateway._bytes_per_token.models):
+            assert kept <= {"exact", "cloud/*", "any-*"}
         listed = (await client.get("/v1/models")).json()["data"]
         assert [entry["id"] for entry in listed] == ["exact"]
         unknown = await client.post(CHAT, json=chat(model="cloud"))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import InvalidRequestError
 from paceline.gateway.bodies import read_body
 from paceline.gateway.dialects.anthropic import AnthropicDialect
+from tests.gateway.helpers import CHAT
 
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8),
@@ -124,21 +125,39 @@ def test_prompts_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "made", "most"),
+    ("path", "fields", "made", "most"),
     [
-        ({}, 1024, 1024),
-        ({"max_tokens": 7}, 7, 7),
+        (CHAT, {}, 1024, None),
+        (CHAT, {"max_tokens": 7}, 7, 7),
         # engines of an older API go by the one, newer ones by the other
-        ({"max_completion_tokens": 1, "max_tokens": 9000}, 1, 9000),
-        ({"max_completion_tokens": 50, "max_tokens": 20}, 50, 50),
+        (CHAT, {"max_completion_tokens": 1, "max_tokens": 9000}, 1, 9000),
+        (CHAT, {"max_completion_tokens": 50, "max_tokens": 20}, 50, 50),
         # no limit, to some
-        ({"max_completion_tokens": 1, "max_tokens": -1}, 1, 1024),
-        ({"max_tokens": 3, "n_predict": 500}, 3, 500),
-        ({"max_tokens": 3, "n_predict": "odd"}, 3, 3),
+        (CHAT, {"max_completion_tokens": 1, "max_tokens": -1}, 1, None),
+        (CHAT, {"max_tokens": 3, "n_predict": -1}, 3, None),
+        (CHAT, {"max_tokens": 3, "n_predict": 500}, 3, 500),
+        (CHAT, {"max_tokens": 3, "n_predict": "odd"}, 3, 3),
+        # none that engines read there
+        (CHAT, {"max_output_tokens": 5}, 5, None),
+        (CHAT, {"n_predict": 5}, 1024, None),
+        ("/v1/completions", {"max_completion_tokens": 5}, 5, None),
+        ("/v1/responses", {"max_tokens": 5}, 5, None),
+        ("/v1/responses", {"max_output_tokens": 6}, 6, 6),
+        ("/v1/messages", {"max_tokens": 6, "max_output_tokens": 1}, 6, 6),
     ],
 )
 def test_of_several_limits_the_largest_may_count(
-    fields: dict[str, Any], made: int, most: int
+    path: str, fields: dict[str, Any], made: int, most: int | None
 ) -> None:
     body = read_body(json.dumps({"model": "m", **fields}).encode())
-    assert (body.max_tokens, body.most_tokens) == (made, most)
+    assert (body.max_tokens, body.most_tokens(path)) == (made, most)
+
+
+def test_answers_are_counted_that_are_made_and_not_told() -> None:
+    made = [
+        read_body(text).num_made
+        for text in (b'{"n":2,"best_of":5}', b'{"n":2,"best_of":1}', b'{"best_of":"x"}',
+                     b'{"prompt":["a","b"],"best_of":3}')
+    ]  # fmt: skip
+    assert made == [5, 2, 1, 6]
+    assert read_body(b'{"n":2,"best_of":5}').num_choices == 2

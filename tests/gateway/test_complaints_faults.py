@@ -12,6 +12,7 @@ import pytest
 from paceline.gateway import ModelConfig
 from paceline.http.keys import ApiKey
 from paceline.routing import Breaker, BreakerSettings
+from paceline.routing.latency import LatencyModel
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
 from tests.gateway.helpers import (
     CHAT,
@@ -78,7 +79,9 @@ async def test_01_counters_do_not_leak_when_callers_hang_up_or_time_runs_out() -
         one.script[:] = two.script[:] = [WHOLE]
         del one.bodies[:], two.bodies[:]
         for engine in gateway.engines.by_name.values():
-            engine.breaker = Breaker()
+            engine.standings.clear()
+            # short answers go to the one that was a little faster so far
+            engine.load.latency = LatencyModel()
         for _ in range(30):
             assert (await client.post(CHAT, json=chat(), headers=headers)).status_code == 200
         assert min(len(one.bodies), len(two.bodies)) >= 5
@@ -118,7 +121,9 @@ async def test_04_attempts_do_not_multiply(name: str) -> None:
             gateway_over(configured(a, b, c, d, e, models=(model,), max_resumes=9)) as (_, client),
         ):
             await client.post(CHAT, json=chat(stream=stream))
-            assert 1 <= sum(len(engine.bodies) for engine in (a, b, c, d, e)) <= 3
+            # a connection that was used before, and closes without a byte, is no attempt
+            most = 6 if name == "cut before the head" else 3
+            assert 1 <= sum(len(engine.bodies) for engine in (a, b, c, d, e)) <= most
 
 
 async def test_04_a_clients_own_retries_are_paid_from_the_same_budget() -> None:
@@ -213,12 +218,16 @@ async def test_07_a_death_in_the_middle_is_no_success_in_any_api(path: str) -> N
         assert 'result="ok"' not in metrics
 
 
+# an answer of each API
+_WHOLE = b'{"choices": [], "content": [], "output": []}'
+
+
 @pytest.mark.parametrize("path", _EVENTS)
 async def test_07_what_the_caller_forbids_is_not_done_in_any_api(path: str) -> None:
     model = ModelConfig(name="m", tiers=(("e1:m",), ("e2:m",)))
     async with (
         scripted(refused(503)) as one,
-        scripted(WHOLE) as two,
+        scripted(Step(parts=(_WHOLE,), stream=False)) as two,
         gateway_over(configured(one, two, models=(model,))) as (_, client),
     ):
         body = {"model": "m", "prompt": "x"}
@@ -259,7 +268,7 @@ async def test_17_a_breaker_that_is_half_open_lets_one_through() -> None:
         scripted(replace(WHOLE, delay=0.05)) as two,
         gateway_over(configured(one, two)) as (gateway, client),
     ):
-        state = gateway.engines.by_name["e1"]
+        state = gateway.engines.by_name["e1"].standings.of("m", gateway.now())
         state.breaker = Breaker(BreakerSettings(max_failures=1, open_seconds=0.15))
         prefer_others(gateway, "e2")
         await client.post(CHAT, json=chat())

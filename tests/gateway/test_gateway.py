@@ -242,7 +242,7 @@ async def test_the_callers_fault_is_told_as_the_engine_said_it(status: int) -> N
         assert response.status_code == status
         assert response.json()["error"]["message"] == f"no: {status}"
         assert len(one.bodies) + len(two.bodies) == 1
-        states = {e.breaker.state(gateway.now()) for e in gateway.engines.by_name.values()}
+        states = {e.breaker_state(gateway.now()) for e in gateway.engines.by_name.values()}
         assert states == {"closed"}
 
 
@@ -302,7 +302,7 @@ async def test_an_engine_that_falls_silent_is_left() -> None:
         await until(lambda: bool(stops.bodies))
         stops.frozen = True
         assert text_of(streamed(await request)) == "".join(WORDS)
-        assert gateway.engines.by_name["e1"].breaker.state(gateway.now()) == "open"
+        assert gateway.engines.by_name["e1"].breaker_state(gateway.now()) == "open"
         # no request goes there meanwhile
         lives.script[:] = [GOOD]
         for _ in range(5):
@@ -337,7 +337,7 @@ async def test_a_caller_who_hangs_up_ends_the_work() -> None:
         metrics = (await client.get("/metrics")).text
         assert 'paceline:gateway_requests_total{engine="e1",result="gone"} 1.0' in metrics
         # not its fault
-        assert gateway.engines.by_name["e1"].breaker.state(gateway.now()) == "closed"
+        assert gateway.engines.by_name["e1"].breaker_state(gateway.now()) == "closed"
 
 
 async def test_counters_return_to_zero_whatever_happens() -> None:
@@ -374,10 +374,11 @@ async def test_other_apis_begin_anew_until_something_is_said() -> None:
 
 
 async def test_an_idle_connection_that_was_closed_is_no_failure() -> None:
+    """However short a time ago it was used; one that is new, and closes, is one."""
     closes = Step(raw=b"")
     async with scripted(WHOLE) as engine, gateway_over(configured(engine)) as (gateway, client):
         state = gateway.engines.by_name["e1"]
-        for idle, status in ((30.0, 503), (3.0, 200), (0.0, 503)):
+        for idle, status in ((30.0, 503), (3.0, 200), (0.0, 200)):
             engine.script[:] = [WHOLE]
             assert (await client.post(CHAT, json=chat())).status_code == 200
             for connection in state.pool._free:
@@ -385,10 +386,12 @@ async def test_an_idle_connection_that_was_closed_is_no_failure() -> None:
             sent = len(engine.bodies)
             engine.script[:] = [closes, WHOLE] if idle < 10.0 else [closes]
             answer = await client.post(CHAT, json=chat(), headers={"x-paceline-allow": ""})
-            # one that was open too long is not used at all; one that may have been closed for want
-            # of use is no failure; one that was just in use is
+            # one that was open too long is not used at all
             assert answer.status_code == status
             assert len(engine.bodies) - sent == (2 if status == 200 else 1)
+            # and a second time in a row it is the engine's fault
+            engine.script[:] = [closes]
+            assert (await client.post(CHAT, json=chat())).status_code == 503
 
 
 async def test_who_sends_ahead_is_answered_in_order() -> None:

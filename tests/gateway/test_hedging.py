@@ -74,7 +74,7 @@ async def test_a_late_first_token_comes_from_another_engine(first: Step) -> None
         # the other one is told to stop, and is not blamed
         state = gateway.engines.by_name["e1"]
         await until(lambda: not state.running and not state.load.running)
-        assert state.breaker.state(gateway.now()) == "closed"
+        assert state.breaker_state(gateway.now()) == "closed"
         assert len(late.bodies) == len(quick.bodies) == 1
 
 
@@ -143,7 +143,8 @@ async def test_where_both_fail_the_pause_is_told(first: Step, status: int, wait:
     ):
         _known(gateway)
         answer = await client.post(CHAT, json=chat(stream=True))
-        assert (len(a.bodies), len(b.bodies)) == (1, 1)
+        # one that closes a connection that was used before is asked once more on a new one
+        assert (len(a.bodies), len(b.bodies)) == (1 if status == 429 else 2, 1)
         assert (answer.status_code, answer.headers["retry-after"]) == (status, wait)
         assert 35.0 < gateway.engines.by_name["e2"].rests_for(gateway.now()) <= 40.0
 
@@ -367,4 +368,4 @@ async def test_a_second_engine_that_answers_whole_has_answered() -> None:
         assert "gateway_attempt_failures_total{" not in metrics
         # the other one is told to stop, and is not blamed
         await until(lambda: is_clean(gateway))
-        assert gateway.engines.by_name["e1"].breaker.state(gateway.now()) == "closed"
+        assert gateway.engines.by_name["e1"].breaker_state(gateway.now()) == "closed"

@@ -8,8 +8,17 @@ import time
 import pytest
 
 from paceline.gateway import engines
-from tests.gateway.fault_server import Step, scripted
-from tests.gateway.helpers import CHAT, GOOD, WHOLE, chat, configured, gateway_over, until
+from tests.gateway.fault_server import scripted
+from tests.gateway.helpers import (
+    CHAT,
+    GOOD,
+    WHOLE,
+    chat,
+    configured,
+    gateway_over,
+    refused,
+    until,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -55,14 +64,14 @@ async def test_who_fails_a_request_is_asked_for_its_models_soon(
     monkeypatch.setattr(engines, "_MAX_POLL_WAIT", 0.005)
     monkeypatch.setattr(engines, "_MODEL_POLLS", 10_000)
     listed = {"data": [{"id": "m"}]}
-    async with scripted(Step(raw=b""), WHOLE, pages={"/v1/models": listed}) as engine:
+    async with scripted(refused(500), WHOLE, pages={"/v1/models": listed}) as engine:
         config = configured(engine, kinds={"e1": "openai"}, poll_interval=0.01)
         async with gateway_over(config) as (gateway, http):
             one = gateway.engines.by_name["e1"]
             listed["data"].append({"id": "n"})
             await asyncio.sleep(0.1)
             assert set(one.models or ()) == {"m"} and engine.asked.count("/v1/models") == 1
-            assert (await http.post(CHAT, json=chat())).status_code == 503
+            assert (await http.post(CHAT, json=chat())).status_code == 500
             assert one.failed_at > 0.0
             await until(lambda: set(one.models or ()) == {"m", "n"})
 

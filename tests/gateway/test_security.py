@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -53,6 +54,36 @@ async def test_callers_headers_stay_with_the_gateway() -> None:
             "authorization", "cookie", "forwarded", "x-forwarded-for", "x-api-key", "x-hop",
         }  # fmt: skip
         assert seen["host"] == f"127.0.0.1:{engine.port}"
+
+
+async def test_an_upgrade_costs_no_body() -> None:
+    """Nor is a body that came apart a request of its own."""
+    said = b'{"id":"x","model":"m","choices":[{"index":0,"message":{"content":"hi"}}]}'
+    text = json.dumps(chat()).encode()
+    hidden = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n".ljust(len(text))
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: {len(text)}\r\n\r\n"
+    )
+    async with (
+        scripted(Step(parts=(said,), stream=False), metrics=PACELINE_METRICS) as engine,
+        gateway_over(configured(engine)) as (_, client),
+    ):
+        port = client.base_url.port
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for body, status in ((text, "200"), (hidden, "400")):
+            writer.write(head.encode())
+            await asyncio.sleep(0.05)
+            writer.write(body)
+            answer = await reader.readuntil(b"\r\n\r\n")
+            assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+            length = re.search(rb"content-length: (\d+)", answer)
+            assert length is not None
+            await reader.readexactly(int(length[1]))
+        writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert (await reader.read()).count(b"HTTP/1.1 ") == 1
+        writer.close()
+        assert [body["messages"] for body in engine.bodies] == [chat()["messages"]]
 
 
 async def test_engines_headers_stay_there_too() -> None:

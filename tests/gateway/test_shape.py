@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.gateway import splice as splice_module
+from paceline.gateway import chunks as chunks_module
 from paceline.gateway.shape import Shape
 from paceline.gateway.splice import OpenAISplice, make_splice
 from tests.gateway.fault_server import chat_chunks
@@ -115,8 +115,8 @@ def test_nothing_shows_it(
 @pytest.mark.parametrize("ids", [True, False])
 def test_most_chunks_are_not_read(monkeypatch: pytest.MonkeyPatch, ids: bool) -> None:
     read: list[Any] = []
-    really = splice_module._decode
-    monkeypatch.setattr(splice_module, "_decode", _noting(read, really))
+    really = chunks_module._decode
+    monkeypatch.setattr(chunks_module, "_decode", _noting(read, really))
     parts = chat_chunks([f" word{n}" for n in range(100)], ids=ids)
     splice = OpenAISplice(num_choices=1)
     splice.begin_leg()

@@ -65,9 +65,13 @@ def _check(cut: int) -> None:
     assert len(roles) == 1
 
 
-@given(st.lists(st.integers(0, len(WHOLE)), max_size=12), st.booleans())
-def test_in_whatever_parts_it_comes(cuts: list[int], carriage: bool) -> None:
-    data = WHOLE.replace(b"\n\n", b"\r\n\r\n") if carriage else WHOLE
+@given(
+    st.lists(st.integers(0, len(WHOLE)), max_size=12),
+    st.sampled_from([b"\n", b"\r", b"\r\n"]),
+    st.sampled_from([b"", b"data:\n\n", b"event: ping\ndata: {}\n\n", b"\n"]),
+)
+def test_in_whatever_parts_it_comes(cuts: list[int], line_end: bytes, quiet: bytes) -> None:
+    data = b"\xef\xbb\xbf" + WHOLE.replace(b"\n\n", b"\n\n" + quiet).replace(b"\n", line_end)
     places = sorted({0, len(data), *(min(cut, len(data)) for cut in cuts)})
     splice = OpenAISplice(num_choices=1, hide_usage=False, hide_ids=False)
     splice.begin_leg()

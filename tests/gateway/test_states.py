@@ -40,12 +40,13 @@ def test_each_state_has_its_word() -> None:
     assert state_of(made, 106.0) == "pressed"
     made.load.pace.slow_since = 100.0
     assert state_of(made, 106.0) == "slow"
+    model = made.standings.of("m", 110.0)
     for _ in range(5):
-        made.breaker.begin(110.0)
-        made.breaker.fail(110.0)
+        model.begin(CHAT, 110.0)
+        model.end(CHAT, "failed", 110.0)
     assert state_of(made, 111.0) == "failing"
-    assert state_of(made, 110.0 + made.breaker.reopens_in(110.0) + 0.1) == "half-open"
-    made.rest(300.0)
+    assert state_of(made, 110.0 + model.reopens_in(CHAT, 110.0) + 0.1) == "half-open"
+    model.rest(300.0)
     assert state_of(made, 120.0) == "paused" and state_of(made, 111.0) == "failing"
     made.num_misses = 1
     assert state_of(made, 120.0) == "silent"

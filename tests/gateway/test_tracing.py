@@ -295,10 +295,12 @@ def test_a_bad_endpoint_is_refused() -> None:
 
 
 async def test_a_second_engine_that_is_given_up_says_nothing_of_how_it_ended() -> None:
-    """The first one refuses with 501; the other one had begun to answer, and was not waited for."""
+    """The first one refuses for good; the other one had begun to answer, and was not waited for."""
     with receiving() as receiver:
         async with (
-            scripted(replace(refused(501), delay=0.3), metrics=PACELINE_METRICS) as one,
+            scripted(
+                replace(refused(501, x_should_retry="false"), delay=0.3), metrics=PACELINE_METRICS
+            ) as one,
             scripted(ROLE_ONLY, metrics=PACELINE_METRICS) as two,
             traced(receiver, one, two, **HEDGED) as (gateway, client),
         ):

@@ -177,6 +177,32 @@ def test_too_many_headers_are_counted(server: LiveServer) -> None:
         assert refused(server, read_all(connection), 431) == "a request may have 20 headers, got 31"
 
 
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+def test_an_upgrade_costs_no_body(server: LiveServer, protocol: str) -> None:
+    """As the JDK's client asks for it with every first request, and sends the body apart."""
+    asked = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol}\r\nHTTP2-Settings: AA\r\n"
+    good = raw_request(TEXT, {"prompt": "x", "max_tokens": 2, "logit_bias": say("a")})
+    head, _, body = good.partition(b"\r\n\r\n")
+    hidden = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n".ljust(len(body))
+    with server.connect() as connection:
+        for text, status in ((body, b"200"), (hidden, b"400")):
+            connection.sendall(head + b"\r\n" + asked.encode() + b"\r\n")
+            time.sleep(0.05)
+            connection.sendall(text)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 " + status)
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        answers = read_all(connection)
+    assert answers.startswith(b"HTTP/1.1 200 ") and answers.count(b"HTTP/1.1 ") == 1
+
+
+def test_what_is_no_request_waits_its_turn(server: LiveServer) -> None:
+    with server.connect() as connection:
+        connection.sendall(raw_request(TEXT, {"prompt": "x", "max_tokens": 20}) + b"\x00\x00")
+        answers = read_all(connection)
+    assert answers.startswith(b"HTTP/1.1 200 ")
+    assert answers.count(b"HTTP/1.1 ") == 2 and b"HTTP/1.1 400 " in answers
+
+
 def test_what_is_no_request(server: LiveServer) -> None:
     with server.connect() as connection:
         connection.sendall(b"GET /version HTPP/1.1\r\n\r\n")

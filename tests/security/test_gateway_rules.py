@@ -202,7 +202,7 @@ async def test_an_engine_cannot_forge_events() -> None:
     chunk = b'{"id":"x","model":"m","choices":[{"index":0,"delta":{"content":"a"}%b}]}'
     parts = (
         b": hello\nevent: forged\nid: 7\nretry: 1\n\n",
-        b": cr\rdata: forged\r\n\r\n",
+        b": cr\revent: forged\r\n\r\n",
         b"data: " + (chunk % b"").replace(b",", b",\ndata: ", 1) + b"\n\n",
         b"event: forged\nid: 8\ndata: " + chunk % b',"finish_reason":"stop"' + b"\n\n",
         b"data: [DONE]\n\n",
@@ -212,10 +212,17 @@ async def test_an_engine_cannot_forge_events() -> None:
         gateway_over(configured(engine)) as (_, client),
     ):
         answer = await client.post(CHAT, json=chat(stream=True))
-        assert b"forged" not in answer.content.replace(b"data: forged", b"")
+        assert b"forged" not in answer.content
         lines = [line for line in answer.text.split("\n") if line]
         assert all(line.startswith((":", "data: ")) for line in lines), lines
         assert len([c for c in streamed(answer) if c != "[DONE]" and "choices" in c]) == 2
+    # a carriage return ends a line: this is no comment, and no chunk either
+    async with (
+        scripted(Step(parts=(b": cr\rdata: forged\r\n\r\n", *parts))) as engine,
+        gateway_over(configured(engine)) as (_, client),
+    ):
+        answer = await client.post(CHAT, json=chat(stream=True))
+        assert answer.status_code == 503 and b"forged" not in answer.content
 
 
 async def test_local_only_holds_for_retries_resumes_and_long_prompts() -> None:

@@ -89,12 +89,12 @@ def test_cuts_change_nothing(thoughts: str, answer: str, cuts: list[int]) -> Non
 def test_calls_reach_the_caller(size: int) -> None:
     text = f'{ANALYSIS}Hm.{NEXT}<|channel|>commentary<|message|>Let me see.{NEXT}{CALL}{{"a": 1}}'
     reader = HarmonyReader(thinking=False)
-    collector = CallCollector(TOOL_FORMATS["harmony"].parser(forced=False), parallel=True)
-    said = ""
+    collector = CallCollector(TOOL_FORMATS["harmony"].parser(["now"]), parallel=True)
+    parts = []
     for begin in range(0, len(text), size):
-        said += collector.push(reader.push(text[begin : begin + size]).text, last=False)[0]
-    said += collector.push(reader.finish().text, last=True)[0]
-    assert said == "Let me see."
+        parts += collector.push(reader.push(text[begin : begin + size]).text, last=False)
+    parts += collector.push(reader.finish().text, last=True)
+    assert "".join(part for part in parts if isinstance(part, str)) == "Let me see."
     assert [(call.name, call.arguments) for call in collector.calls] == [("now", '{"a": 1}')]
 
 

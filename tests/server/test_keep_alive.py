@@ -1,10 +1,12 @@
-"""Streams that wait say so."""
+"""Streams on their way: those that wait say so, and no proxy keeps one back."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 
@@ -80,3 +82,30 @@ async def test_hanging_up_while_queued_leaves_nothing(slow: FastAPI) -> None:
         async with asyncio.timeout(5):
             while service.in_flight or service.client.num_unfinished:
                 await asyncio.sleep(0.01)
+
+
+CHAT = [{"role": "user", "content": "hi"}]
+STREAMS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": CHAT, "stream": True, "max_tokens": 3},
+    "/v1/completions": {"prompt": "hi", "stream": True, "max_tokens": 3},
+    "/v1/responses": {"input": "hi", "stream": True, "max_output_tokens": 3},
+    "/v1/messages": {"messages": CHAT, "stream": True, "max_tokens": 3},
+    "/api/chat": {"model": "tiny", "messages": CHAT, "options": {"num_predict": 3}},
+    "/api/generate": {"model": "tiny", "prompt": "hi", "options": {"num_predict": 3}},
+    "/completion": {"prompt": "hi", "stream": True, "n_predict": 3},
+    "/inference/v1/generate": {
+        "token_ids": [1, 2],
+        "stream": True,
+        "sampling_params": {"max_tokens": 3},
+    },
+}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+async def test_no_proxy_keeps_a_stream_back(http: httpx.AsyncClient, path: str) -> None:
+    """nginx collects an answer until a buffer is full, unless the answer asks it not to."""
+    streamed = await http.post(path, json=STREAMS[path])
+    assert streamed.status_code == 200 and "content-length" not in streamed.headers
+    assert streamed.headers["x-accel-buffering"] == "no"
+    whole = await http.post(path, json=STREAMS[path] | {"stream": False})
+    assert whole.status_code == 200 and "x-accel-buffering" not in whole.headers

@@ -300,6 +300,25 @@ async def test_a_refusal_by_the_engine_costs_nothing() -> None:
         assert told(answer)["remaining-tokens"] == "1000"
 
 
+async def test_a_request_that_fails_before_its_first_token_costs_nothing() -> None:
+    body = text_body(100)
+    poison = body["prompt"][0]
+    async with limited(KeyLimits(tokens=Rate(1000, DAY)), poison_token=poison) as http:
+        answer = await http.post(TEXT, json=body, headers=bearer(ALICE))
+        assert answer.status_code == 500
+        assert told(answer)["remaining-tokens"] == "1000" and await left(http) == 1000
+
+
+async def test_what_is_held_by_others_is_waited_for_shortly() -> None:
+    async with limited(KeyLimits(tokens=Rate(600, DAY)), step_time=0.02) as http:
+        first = asyncio.ensure_future(http.post(TEXT, json=text_body(400), headers=bearer(ALICE)))
+        await generated(http, 2)
+        second = await http.post(TEXT, json=text_body(300), headers=bearer(ALICE))
+        assert second.status_code == 429 and second.headers["retry-after"] == "1"
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+
+
 async def test_requests_at_once() -> None:
     async with limited(KeyLimits(concurrent=2), own={"concurrent": 1}, step_time=0.02) as http:
         tasks = [

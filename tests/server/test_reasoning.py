@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,12 +16,18 @@ from paceline.server.reasoning import (
 )
 
 THINK = REASONING_FORMATS["think"]
+# models of which begin within thoughts, whether they write the first mark or not
+OPENED = REASONING_FORMATS["deepseek_r1"]
 
 
 def read(
-    pieces: list[str], marks: ReasoningFormat = THINK, *, thinking: bool = False
+    pieces: list[str],
+    marks: ReasoningFormat = THINK,
+    *,
+    thinking: bool = False,
+    goes_on: bool = False,
 ) -> tuple[str, str]:
-    reader = ThoughtReader(marks, thinking=thinking)
+    reader = ThoughtReader(marks, thinking=thinking, goes_on=goes_on)
     found = [reader.push(piece) for piece in pieces] + [reader.finish()]
     return "".join(each.thoughts for each in found), "".join(each.text for each in found)
 
@@ -70,6 +77,49 @@ def test_a_prompt_that_leaves_them_open() -> None:
     assert THINK.left_open("<|im_start|>assistant\n<think>\n")
     assert not THINK.left_open("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert not THINK.left_open("<|im_start|>assistant\n")
+
+
+def test_an_answer_that_begins_within_thoughts() -> None:
+    assert OPENED.left_open("<|im_start|>assistant\n")
+    # thinking was turned off
+    assert not OPENED.left_open("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    # no answer begins here
+    assert not OPENED.left_open("<|im_start|>assistant\nSo", answers=False)
+    for text in ("Hm.</think>Yes.", "<think>Hm.</think>Yes.", "\n<think>\nHm.\n</think>\nYes."):
+        for pieces in ([text], list(text)):
+            assert read(pieces, OPENED, thinking=True) == ("Hm.", "Yes.")
+    assert read(["<thi"], OPENED, thinking=True) == ("<thi", "")
+
+
+@pytest.mark.parametrize("marks", [THINK, OPENED])
+@pytest.mark.parametrize(
+    ("said", "thinks"),
+    [
+        ("<think>\nLet me", True),
+        ("<think>", True),
+        ("<think>Hm.</think>Let me", False),
+        ("<think>Hm.</think>a<think>b", True),
+        ("Hm.</think>", False),
+        ("Let me", False),
+    ],
+)
+def test_a_message_that_goes_on(marks: ReasoningFormat, said: str, thinks: bool) -> None:
+    prompt = f"<user>What is <think>?<assistant>{said}"
+    assert marks.left_open(prompt, continued=said) is thinks
+    # as the template writes it, without white space around it
+    assert marks.left_open(prompt, continued=f"{said}\n") is thinks
+
+
+def test_a_message_that_goes_on_behind_what_the_template_opened() -> None:
+    assert THINK.left_open("<assistant><think>\nLet me", continued="Let me")
+    assert not THINK.left_open("<assistant><think>\n\n</think>\n\nLet me", continued="Let me")
+
+
+def test_thoughts_that_go_on_keep_their_white_space() -> None:
+    text = " see. </think> Yes."
+    for pieces in ([text], list(text)):
+        assert read(pieces, thinking=True, goes_on=True) == (" see.", "Yes.")
+    assert read([" <think>"], thinking=True, goes_on=True) == (" <think>", "")
 
 
 def test_by_template() -> None:

@@ -83,12 +83,13 @@ def test_live_then_step_by_step(told: LiveServer, open_page: OpenPage) -> None:
     page.keyboard.press("Space")
     page.get_by_role("button", name="Live").wait_for()
     words = page.locator(".step-words")
-    here = words.inner_text()
+    # the newest that is drawn, which movement may have left behind the newest there is
+    here = asked(page, "t.history.step[t.view.end - 1]")
+    eventually(lambda: f"Step {here} " in words.inner_text())
     page.keyboard.press("ArrowLeft")
-    eventually(lambda: words.inner_text() != here)
-    first = int(re.findall(r"Step (\d+)", words.inner_text())[0])
+    eventually(lambda: f"Step {here - 1} " in words.inner_text())
     page.keyboard.press("Shift+ArrowLeft")
-    eventually(lambda: f"Step {first - 10} " in words.inner_text())
+    eventually(lambda: f"Step {here - 11} " in words.inner_text())
     zoom = asked(page, "t.view.zoom")
     page.keyboard.press("w")
     assert asked(page, "t.view.zoom") > zoom
@@ -96,11 +97,11 @@ def test_live_then_step_by_step(told: LiveServer, open_page: OpenPage) -> None:
     page.keyboard.press("a")
     eventually(lambda: asked(page, "t.view.end") <= end)
     page.keyboard.press("Home")
-    eventually(lambda: "Step " in words.inner_text())
-    # a page that is stopped draws nothing
-    page.wait_for_timeout(300)
-    frames = asked(page, "t.painter().frames")
-    page.wait_for_timeout(400)
+    eventually(lambda: asked(page, "t.pending()") == 0)
+    # a page that is stopped draws nothing, though it hears of the engine each second
+    frames, heard = asked(page, "[t.painter().frames, t.heardAt()]")
+    eventually(lambda: asked(page, "t.heardAt()") > heard)
+    page.evaluate("new Promise(requestAnimationFrame)")
     assert asked(page, "t.painter().frames") == frames
     page.keyboard.press("End")
     page.get_by_role("button", name="Pause").wait_for()

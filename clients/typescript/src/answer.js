@@ -1,6 +1,6 @@
 /** One answer, put together from the chunks of all attempts. See paceline/client/answer.py. */
 
-export class ChunkError extends Error {}
+import { ChunkError, isFilled } from "./chunks.js";
 
 /**
  * @param {unknown} value
@@ -8,7 +8,7 @@ export class ChunkError extends Error {}
  */
 function text(value) {
   if (value === null || value === undefined || value === "") return "";
-  if (typeof value !== "string") throw new ChunkError("a chunk is malformed");
+  if (typeof value !== "string") throw new ChunkError();
   return value;
 }
 
@@ -18,7 +18,7 @@ function text(value) {
  */
 function list(value) {
   if (value === null || value === undefined) return [];
-  if (!Array.isArray(value)) throw new ChunkError("a chunk is malformed");
+  if (!Array.isArray(value)) throw new ChunkError();
   return value;
 }
 
@@ -27,7 +27,7 @@ function list(value) {
  * @returns {number}
  */
 function integer(value) {
-  if (typeof value !== "number" || !Number.isInteger(value)) throw new ChunkError("a chunk is malformed");
+  if (typeof value !== "number" || !Number.isInteger(value)) throw new ChunkError();
   return value;
 }
 
@@ -37,9 +37,23 @@ function integer(value) {
  */
 function object(value) {
   if (typeof value !== "object" || value === null || Array.isArray(value)) {
-    throw new ChunkError("a chunk is malformed");
+    throw new ChunkError();
   }
   return value;
+}
+
+/**
+ * null: there are no counts, or none that can be read, which is no reason to lose an answer.
+ * @param {unknown} told
+ * @returns {import("../types/types.js").Usage | null}
+ */
+export function usageOf(told) {
+  try {
+    const { prompt_tokens, completion_tokens } = object(told);
+    return { prompt_tokens: integer(prompt_tokens), completion_tokens: integer(completion_tokens) };
+  } catch {
+    return null;
+  }
 }
 
 export class Answer {
@@ -108,17 +122,11 @@ export class Answer {
    * @param {import("../types/types.js").ClientEvent[]} events
    */
   #read(chunk, events) {
-    if (chunk.usage) {
-      const { prompt_tokens, completion_tokens } = object(chunk.usage);
-      this.#usage = {
-        prompt_tokens: integer(prompt_tokens),
-        completion_tokens: integer(completion_tokens),
-      };
-    }
+    this.#usage = usageOf(chunk.usage) ?? this.#usage;
     for (const choice of list(chunk.choices).map(object)) {
-      if ((choice.index ?? 0) !== 0) throw new ChunkError("a choice that was not asked for");
-      const promptIds = chunk.prompt_token_ids ?? choice.prompt_token_ids;
-      if (promptIds) this.promptIds ??= list(promptIds).map(integer);
+      if (integer(choice.index ?? 0) !== 0) throw new ChunkError("a choice that was not asked for");
+      const given = [chunk.prompt_token_ids, choice.prompt_token_ids].find(isFilled);
+      if (given) this.promptIds ??= list(given).map(integer);
       const ids = list(choice.token_ids).map(integer);
       const whole = this.idsWhole;
       this.idsWhole = false;

@@ -5,12 +5,12 @@
  * tests/client/vectors holds both machines to the same answers. Times are seconds.
  */
 
-import { Answer, ChunkError } from "./answer.js";
+import { Answer, usageOf } from "./answer.js";
+import { ChunkError, isFilled, isObject, readEvent, Reported } from "./chunks.js";
 import { NoAnswerError, RefusedError, StreamInterruptedError } from "./errors.js";
-import { SseError, SseParser } from "./sse.js";
+import { SseEvents } from "./sse.js";
+import { retryOf } from "./statuses.js";
 
-// statuses that another attempt may change
-export const RETRYABLE = new Set([408, 409, 429, 500, 502, 503, 504, 529]);
 const MAX_ERROR_BYTES = 64 * 1024;
 const ERROR_SECONDS = 2;
 const OWN_FIELDS = ["return_token_ids", "seed", "stream_options", "resume_output_ids"];
@@ -25,18 +25,6 @@ const OWN_FIELDS = ["return_token_ids", "seed", "stream_options", "resume_output
  * @typedef {import("../types/types.js").Request} Request
  * @typedef {import("../types/types.js").Target} Target
  */
-
-/**
- * @param {unknown} value
- * @returns {value is Json}
- */
-const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
-/**
- * @param {unknown} status
- * @returns {status is number}
- */
-const isClientError = (status) =>
-  typeof status === "number" && Number.isInteger(status) && status >= 400 && status < 500;
 
 export class Machine {
   /** @type {Request} */
@@ -68,8 +56,8 @@ export class Machine {
   /** @type {Set<string>} */
   #trial = new Set();
   #opened = 0;
-  /** @type {SseParser} */
-  #parser;
+  /** @type {SseEvents} */
+  #events;
   /** @type {number | null} */
   #seam = null;
   /** @type {Head | null} */
@@ -94,7 +82,7 @@ export class Machine {
     this.#draw = draw;
     this.#leftOut = leftOut;
     this.#ready = targets.map(() => -Infinity);
-    this.#parser = new SseParser(policy.max_event_bytes);
+    this.#events = new SseEvents(policy.max_event_bytes);
   }
 
   get over() {
@@ -146,7 +134,7 @@ export class Machine {
     this.#state = "connecting";
     this.#opened = now;
     this.#until = now + this.#policy.connect_timeout;
-    this.#parser = new SseParser(this.#policy.max_event_bytes);
+    this.#events = new SseEvents(this.#policy.max_event_bytes);
     this.#refusal = null;
     this.#seam = null;
     if (this.#canResume(this.#target)) this.#seam = this.#answer.ids.length;
@@ -194,8 +182,9 @@ export class Machine {
    * @param {string} reason
    * @param {number} now
    * @param {number | null} [after] seconds that the server asked to wait
+   * @param {RefusedError | null} [refusal] what this target would say again; another one may not
    */
-  #failed(reason, now, status = 0, after = null) {
+  #failed(reason, now, status = 0, after = null, refusal = null) {
     const { body } = this.#request;
     const most = body.max_completion_tokens || body.max_tokens || Infinity;
     if (this.#answer.resumable && this.#answer.ids.length >= most) {
@@ -213,12 +202,12 @@ export class Machine {
     );
     const pause = Math.max(after ?? 0, this.#draw() * backoff);
     const tooLong = after !== null && after > policy.max_retry_after;
-    this.#ready[this.#target] = tooLong ? Infinity : now + pause;
+    this.#ready[this.#target] = tooLong || refusal ? Infinity : now + pause;
     const following = this.#attempt < policy.attempts ? this.#next() : null;
     const paid = following !== null && this.#budget.take(now);
     if (!paid) {
       const why = following === null ? reason : `${reason}; the budget of retries is spent`;
-      this.#giveUp(why, new NoAnswerError(why, this.#attempt, status, after));
+      this.#giveUp(why, refusal ?? new NoAnswerError(why, this.#attempt, status, after));
       return;
     }
     const wait = Math.max(0, this.#ready[following] - now);
@@ -250,6 +239,11 @@ export class Machine {
    * @param {import("./errors.js").ClientError} error where nothing was told
    */
   #giveUp(reason, error) {
+    if (this.#answer.reason !== null) {
+      // what went wrong lies behind the whole answer
+      this.#finish();
+      return;
+    }
     this.#drop();
     this.#state = "over";
     const { told, text } = this.#answer;
@@ -311,62 +305,53 @@ export class Machine {
       if (this.#refusalBytes > MAX_ERROR_BYTES) this.#refused(now);
       return;
     }
-    let found;
-    try {
-      found = this.#parser.feed(data);
-    } catch (error) {
-      if (!(error instanceof SseError)) throw error;
-      this.#failed(error.message, now);
-      return;
-    }
-    for (const text of found) {
+    for (const event of this.#events.feed(data)) {
       if (this.#state !== "streaming") return;
-      this.#event(text, now);
+      this.#event(event, now);
+    }
+    if (this.#events.tooLong && this.#state === "streaming") {
+      this.#failed(`an event has more than ${this.#policy.max_event_bytes} bytes`, now);
     }
   }
 
   /**
-   * @param {string} text
+   * @param {import("./sse.js").SseEvent} event
    * @param {number} now
    */
-  #event(text, now) {
-    if (text === "[DONE]") {
-      this.#failed("the stream ended early", now);
-      return;
-    }
-    let chunk = null;
+  #event(event, now) {
     try {
-      chunk = JSON.parse(text);
-    } catch {
-      // said below
+      const found = readEvent(event);
+      if (found instanceof Reported) this.#reported(found, now);
+      else if (found !== null && (this.#seam === null || this.#prove(found, now))) {
+        this.#chunk(found, now);
+      }
+    } catch (error) {
+      if (!(error instanceof ChunkError)) throw error;
+      this.#failed(error.message, now);
     }
-    if (!isObject(chunk)) {
-      this.#failed("an event is no JSON object", now);
-      return;
-    }
-    if (chunk.error) {
-      this.#errorEvent(chunk.error, now);
-      return;
-    }
-    if (this.#seam !== null && !this.#prove(chunk, now)) return;
+  }
+
+  /**
+   * @param {Json} chunk
+   * @param {number} now
+   */
+  #chunk(chunk, now) {
     if (!this.#started) {
       this.#started = true;
-      const [id, model] = [String(chunk.id ?? ""), String(chunk.model ?? "")];
+      const [id, model] = [chunk.id, chunk.model].map((name) =>
+        typeof name === "string" ? name : "",
+      );
       this.#emit({ type: "Started", target: this.#target, id, model });
     }
     /** @type {ClientEvent[]} */
     const events = [];
     const before = this.#answer.ids.length;
-    let fault = "";
     try {
       this.#answer.read(chunk, events);
-    } catch (error) {
-      if (!(error instanceof ChunkError)) throw error;
-      fault = error.message;
+    } finally {
+      for (const event of events) this.#emit(event);
     }
-    for (const event of events) this.#emit(event);
-    if (fault) this.#failed(fault, now);
-    else if (events.length || this.#answer.ids.length > before || this.#answer.reason !== null) {
+    if (events.length || this.#answer.ids.length > before || this.#answer.reason !== null) {
       this.#until = now + this.#policy.gap_timeout;
     }
   }
@@ -381,7 +366,7 @@ export class Machine {
     const choices = Array.isArray(chunk.choices) ? chunk.choices.filter(isObject) : [];
     const asked = this.#answer.promptIds;
     for (const { prompt_token_ids: ids } of [chunk, ...choices]) {
-      if (ids && asked !== null && JSON.stringify(ids) !== JSON.stringify(asked)) {
+      if (isFilled(ids) && asked !== null && JSON.stringify(ids) !== JSON.stringify(asked)) {
         this.#notResumed(now);
         return false;
       }
@@ -389,8 +374,8 @@ export class Machine {
     if (!choices.some(saysSomething)) return true;
     let added = 0;
     for (const { token_ids: ids } of choices) added += Array.isArray(ids) ? ids.length : 0;
-    const counted = isObject(chunk.usage) ? chunk.usage.completion_tokens : null;
-    if (!Number.isInteger(counted) || counted < seam + added) {
+    const counted = usageOf(chunk.usage);
+    if (counted === null || counted.completion_tokens < seam + added) {
       this.#notResumed(now);
       return false;
     }
@@ -426,10 +411,12 @@ export class Machine {
       }
       return;
     }
-    const should = (headers["x-should-retry"] ?? "").toLowerCase();
-    if (should === "true" || (RETRYABLE.has(status) && should !== "false")) {
-      this.#failed(`status ${status}`, now, status, retryAfter(refusal));
-    } else this.#giveUp(`status ${status}`, new RefusedError(status, messageOf(text)));
+    const retry = retryOf(status, (headers["x-should-retry"] ?? "").toLowerCase());
+    const reason = `status ${status}`;
+    const error = new RefusedError(status, messageOf(text));
+    if (retry === "anywhere") this.#failed(reason, now, status, retryAfter(refusal));
+    else if (retry === "elsewhere") this.#failed(reason, now, 0, null, error);
+    else this.#giveUp(reason, error);
   }
 
   #sentOwn() {
@@ -443,14 +430,17 @@ export class Machine {
   }
 
   /**
-   * @param {unknown} error
+   * @param {Reported} error
    * @param {number} now
    */
-  #errorEvent(error, now) {
-    const words = String(isObject(error) ? error.message : error).slice(0, 2000);
-    if (isObject(error) && isClientError(error.code) && !RETRYABLE.has(error.code)) {
-      this.#giveUp(words, new RefusedError(200, words));
-    } else this.#failed(`the server reports: ${words}`, now);
+  #reported({ code, words }, now) {
+    const retry = code !== null && code >= 400 ? retryOf(code) : "anywhere";
+    const refusal = new RefusedError(200, words);
+    if (retry === "nowhere") this.#giveUp(words, refusal);
+    else {
+      const again = retry === "anywhere" ? null : refusal;
+      this.#failed(`the server reports: ${words}`, now, 0, null, again);
+    }
   }
 
   #finish() {
@@ -463,8 +453,8 @@ export class Machine {
 /** @param {Json} choice */
 function saysSomething(choice) {
   const delta = isObject(choice.delta) ? choice.delta : {};
-  const told = Object.entries(delta).some(([name, value]) => name !== "role" && value);
-  return Boolean(choice.token_ids?.length || choice.finish_reason || choice.text || told);
+  const told = Object.entries(delta).some(([name, value]) => name !== "role" && isFilled(value));
+  return [choice.token_ids, choice.finish_reason, choice.text].some(isFilled) || told;
 }
 
 /**
@@ -484,12 +474,12 @@ function retryAfter({ headers, wall }) {
 
 /** @param {string} body */
 function messageOf(body) {
-  let words = body;
+  let words = null;
   try {
     const { error } = JSON.parse(body);
-    words = (isObject(error) ? error.message : error) ?? body;
+    words = isObject(error) ? error.message : error;
   } catch {
     // it is no JSON, and told as it is
   }
-  return String(words).slice(0, 2000);
+  return (typeof words === "string" && words ? words : body).slice(0, 2000);
 }

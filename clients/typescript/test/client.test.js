@@ -29,7 +29,7 @@ function stream(body, ids) {
   return Buffer.from(events.map((event) => `data: ${event}\n\n`).join(""));
 }
 
-async function serving({ cut = Infinity, ids = true, status = 200, stall = false }, use) {
+async function serving({ cut = Infinity, ids = true, status = 200, stall = false, hold = 0 }, use) {
   const bodies = [];
   const server = createServer(async (request, response) => {
     let text = "";
@@ -44,12 +44,14 @@ async function serving({ cut = Infinity, ids = true, status = 200, stall = false
     // time for what was written to be read
     if (first && cut < data.length) setTimeout(() => response.destroy(), 20);
     else response.end();
+    // the whole process, client and server
+    if (hold) Atomics.wait(new Int32Array(new SharedArrayBuffer(4)), 0, 0, 1000 * hold);
   });
   server.listen(0, "127.0.0.1");
   await once(server, "listening");
   try {
     const base_url = `http://127.0.0.1:${server.address().port}`;
-    const policy = { backoff_base: 0.01 };
+    const policy = { backoff_base: 0.01, first_token_timeout: hold || 120 };
     const client = new Client([{ base_url, model: "m", api_key: "k" }], { policy });
     return await use(client, bodies, server);
   } finally {
@@ -69,6 +71,13 @@ test("a cut stream is the uncut one", async () => {
       assert.deepEqual(events.at(-1).usage, { prompt_tokens: 1, completion_tokens: WORDS.length });
     });
   }
+});
+
+test("what came in time counts though the process was held up", async () => {
+  await serving({ hold: 0.2 }, async (client, bodies) => {
+    assert.equal((await Client.result(client.chat([]))).text, WORDS.join(""));
+    assert.equal(bodies.length, 1);
+  });
 });
 
 test("without ids the end is honest", async () => {

@@ -7,6 +7,7 @@ import { test } from "node:test";
 import { NoAnswerError, RefusedError } from "../src/errors.js";
 import { Machine } from "../src/machine.js";
 import { RetryBudget } from "../src/policy.js";
+import { retryOf } from "../src/statuses.js";
 
 const FOLDER = new URL("../../../tests/client/vectors/", import.meta.url);
 
@@ -29,6 +30,16 @@ function actionOf(action) {
   }
   return { type: "Fail", error: { type, partial: error.partial } };
 }
+
+test("statuses mean the same", () => {
+  const told = JSON.parse(readFileSync(new URL("../statuses.json", FOLDER), "utf8"));
+  assert.ok(Object.keys(told).length === 500);
+  for (const [status, retry] of Object.entries(told)) {
+    assert.equal(retryOf(Number(status)), retry, status);
+  }
+  assert.equal(retryOf(400, "true"), "anywhere");
+  assert.equal(retryOf(503, "false"), "nowhere");
+});
 
 const files = readdirSync(FOLDER).filter((name) => name.endsWith(".json"));
 assert.ok(files.length > 10);

@@ -1,6 +1,10 @@
 /** One answer, put together from the chunks of all attempts. See paceline/client/answer.py. */
-export declare class ChunkError extends Error {
-}
+/**
+ * null: there are no counts, or none that can be read, which is no reason to lose an answer.
+ * @param {unknown} told
+ * @returns {import("../types/types.js").Usage | null}
+ */
+export declare function usageOf(told: unknown): import("../types/types.js").Usage | null;
 export declare class Answer {
     #private;
     /** @type {string | null} */

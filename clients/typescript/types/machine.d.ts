@@ -4,7 +4,6 @@
  * Inputs and actions are plain objects with a `type`: those of paceline/client/steps.py, and
  * tests/client/vectors holds both machines to the same answers. Times are seconds.
  */
-export declare const RETRYABLE: Set<number>;
 export type Action = import("../types/types.js").Action;
 export type ClientEvent = import("../types/types.js").ClientEvent;
 export type Head = import("../types/types.js").Head;
@@ -13,6 +12,16 @@ export type Json = import("../types/types.js").Json;
 export type Policy = import("../types/types.js").Policy;
 export type Request = import("../types/types.js").Request;
 export type Target = import("../types/types.js").Target;
+/**
+ * @typedef {import("../types/types.js").Action} Action
+ * @typedef {import("../types/types.js").ClientEvent} ClientEvent
+ * @typedef {import("../types/types.js").Head} Head
+ * @typedef {import("../types/types.js").Input} Input
+ * @typedef {import("../types/types.js").Json} Json
+ * @typedef {import("../types/types.js").Policy} Policy
+ * @typedef {import("../types/types.js").Request} Request
+ * @typedef {import("../types/types.js").Target} Target
+ */
 export declare class Machine {
     #private;
     /**

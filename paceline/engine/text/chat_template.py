@@ -53,6 +53,10 @@ class Renderer(Protocol):
         refuses, fails or takes too much."""
         ...
 
+    def close(self) -> None:
+        """Give back what it holds; a later render takes it again."""
+        ...
+
 
 class ChatTemplate:
     """Renders conversations with the templates of one checkpoint. Thread-safe.
@@ -87,6 +91,11 @@ class ChatTemplate:
         """Whether ``render`` takes time in proportion to the text, as long as the request brings
         no template of its own."""
         return self._known == frozenset(self._templates.values())
+
+    def close(self) -> None:
+        """End the processes that render; the next render that needs one starts it again."""
+        self._renderer.close()
+        self._callers.close()
 
     def source(self, has_tools: bool) -> str | None:
         """The template that would be used, None if the checkpoint has none."""

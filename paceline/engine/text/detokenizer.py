@@ -11,7 +11,7 @@ reasons; ``output_processor`` does.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
 from paceline.engine.protocol import Tokenizer
@@ -146,20 +146,45 @@ class StopStrings:
     Text that may be the start of a stop string is held back, and nothing else. The stop string
     that is complete first wins; of several complete at the same character, the longest.
 
+    Special tokens that are left out of the text are still seen: ``mark`` gives a character that
+    stands for one in the stream, and is in no text that comes back.
+
     One Knuth-Morris-Pratt automaton per stop string, so the work per character is constant
     whatever the caller asks for.
+
+    Args:
+        hidden: texts of special tokens in the stop strings that are left out of the text.
     """
 
-    __slots__ = ("_held", "_include", "_matched", "_stops", "_tables")
+    __slots__ = ("_drop", "_held", "_include", "_marks", "_matched", "_patterns", "_tables")
 
-    def __init__(self, stops: Sequence[str], *, include_in_output: bool = False) -> None:
+    def __init__(
+        self,
+        stops: Sequence[str],
+        *,
+        include_in_output: bool = False,
+        hidden: Collection[str] = (),
+    ) -> None:
+        # halves of surrogate pairs are in no text that a tokenizer makes
+        free = (
+            char for char in map(chr, range(0xD800, 0xE000)) if not any(char in s for s in stops)
+        )
+        self._marks = dict(zip(sorted(hidden, key=len, reverse=True), free, strict=False))
+        self._drop = {ord(mark): None for mark in self._marks.values()}
+        # what is looked for and the stop string that it stands for: it may be spelt out, too
+        patterns = {(stop, stop) for stop in stops} | {(self._marked(s), s) for s in stops}
         # longest first: ties go to the longest
-        self._stops = tuple(sorted(set(stops), key=len, reverse=True))
-        self._tables = tuple(_borders(stop) for stop in self._stops)
-        # characters of each stop string that the text so far ends with
-        self._matched = [0] * len(self._stops)
+        self._patterns = tuple(sorted(patterns, key=lambda pattern: len(pattern[1]), reverse=True))
+        self._tables = tuple(_borders(pattern) for pattern, _ in self._patterns)
+        # characters of each pattern that the text so far ends with
+        self._matched = [0] * len(self._patterns)
         self._held = ""
         self._include = include_in_output
+
+    def mark(self, text: str) -> str:
+        """Return what to push for a special token that is left out; "" for one that no stop string
+        has."""
+        return self._marks.get(text, "")
 
     def push(self, text: str, *, may_stop: bool = True) -> str | StopFound:
         """Take the next text; return what can be delivered.
@@ -168,24 +193,32 @@ class StopStrings:
             may_stop: False ignores stop strings that end within ``text``.
         """
         end = len(text) + 1
-        found: str | None = None
-        for number, stop in enumerate(self._stops):
-            position = self._scan(number, stop, text, may_stop)
+        found: tuple[str, str] | None = None
+        for number, pattern in enumerate(self._patterns):
+            position = self._scan(number, pattern[0], text, may_stop)
             if position is not None and position < end:
-                end, found = position, stop
+                end, found = position, pattern
         buffered = self._held + text
         if found is not None:
-            end += len(self._held)
+            before = self._visible(buffered[: len(self._held) + end - len(found[0])])
             self._held = ""
-            return StopFound(buffered[: end if self._include else end - len(found)], found)
+            return StopFound(before + found[1] if self._include else before, found[1])
         keep = len(buffered) - max(self._matched, default=0)
         self._held = buffered[keep:]
-        return buffered[:keep]
+        return self._visible(buffered[:keep])
 
     def flush(self) -> str:
         """What is held back, at the end of the text."""
         held, self._held = self._held, ""
-        return held
+        return self._visible(held)
+
+    def _marked(self, stop: str) -> str:
+        for text, mark in self._marks.items():
+            stop = stop.replace(text, mark)
+        return stop
+
+    def _visible(self, text: str) -> str:
+        return text.translate(self._drop) if self._drop else text
 
     def _scan(self, number: int, stop: str, text: str, may_stop: bool) -> int | None:
         """Advance one automaton; the index in ``text`` just after a complete stop string."""

@@ -157,12 +157,14 @@ class _Choice:
 
     __slots__ = (
         "detokenizer", "index", "owner", "passed_over", "stops", "timeline", "token_ids",
+        "tokenizer",
     )  # fmt: skip
 
     def __init__(self, owner: _Request, index: int, tokenizer: Tokenizer) -> None:
         request = owner.request
         self.owner = owner
         self.index = index
+        self.tokenizer = tokenizer
         # told so far
         self.token_ids = owner.token_ids[index]
         # the latest
@@ -175,7 +177,9 @@ class _Choice:
             )
         if request.stop:
             self.stops = StopStrings(
-                request.stop, include_in_output=request.include_stop_str_in_output
+                request.stop,
+                include_in_output=request.include_stop_str_in_output,
+                hidden=_special_in(request.stop, tokenizer) if request.skip_special_tokens else (),
             )
         # text that another engine has delivered
         self.passed_over = "".join(
@@ -190,7 +194,7 @@ class _Choice:
         """
         if self.detokenizer is None:
             return ""
-        text = self.detokenizer.push((token_id,))
+        text = self._text(self.detokenizer, token_id)
         if self.stops is None:
             return text
         may_stop = number > self.owner.request.sampling.min_tokens
@@ -202,6 +206,13 @@ class _Choice:
                 "resume_output_ids",
             )
         return found
+
+    def _text(self, detokenizer: IncrementalDetokenizer, token_id: int) -> str:
+        """What a token adds to the text, or the mark of one that is left out of it."""
+        special = self.owner.request.skip_special_tokens and self.tokenizer.special_token_ids
+        if self.stops is None or not special or token_id not in special:
+            return detokenizer.push((token_id,))
+        return self.stops.mark(self.tokenizer.token_bytes(token_id).decode("utf-8", "replace"))
 
     def take(self, update: RequestUpdate) -> ChoiceDelta:
         """The next delta. Its ``stop_reason`` is a string when a stop string ended the choice."""
@@ -234,7 +245,7 @@ class _Choice:
         told = len(self.token_ids)
         for position in range(min(spoken, len(token_ids))):
             found = self.stops.push(
-                self.detokenizer.push(token_ids[position : position + 1]),
+                self._text(self.detokenizer, token_ids[position]),
                 may_stop=told + position + 1 > min_tokens,
             )
             if isinstance(found, StopFound):
@@ -274,6 +285,14 @@ class _Choice:
             error=update.error,
             timeline=None if reason is None else self.timeline,
         )
+
+
+def _special_in(stops: Sequence[str], tokenizer: Tokenizer) -> set[str]:
+    """Texts of the special tokens that stop strings hold."""
+    # one with half of a surrogate pair is in no text
+    texts = [stop for stop in stops if stop == stop.encode("utf-8", "replace").decode()]
+    ids = {i for text in texts for i in tokenizer.encode(text, add_special_tokens=False)}
+    return {tokenizer.token_bytes(i).decode() for i in ids & tokenizer.special_token_ids}
 
 
 def resumed_texts(request: GenerationRequest, tokenizer: Tokenizer) -> dict[int, str]:

@@ -239,3 +239,6 @@ class RendersHere:
 
     def render(self, source: str, variables: dict[str, Any]) -> str:
         return render_template(source, variables)
+
+    def close(self) -> None:
+        """There is nothing to give back."""

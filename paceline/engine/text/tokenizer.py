@@ -6,36 +6,34 @@ the chat template are written. torch is never imported: the API process tokenize
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from tokenizers import Encoding, Tokenizer
 
 from paceline.checkpoints.gguf_format import read_gguf
 from paceline.checkpoints.gguf_parts import gguf_files
-from paceline.checkpoints.gguf_tokenizer import build_tokenizer
+from paceline.checkpoints.gguf_tokenizer import build_tokenizer, tokens_of, twins_of
 from paceline.checkpoints.hf_fields import token_ids
 from paceline.checkpoints.json_file import read_json_object
+from paceline.checkpoints.special_ids import gguf_special_id
 from paceline.core.errors import CheckpointError, InvalidRequestError
 from paceline.engine.text.chat_template import ChatTemplate
+from paceline.engine.text.end_of_turn import end_texts, harmony_ends, has_marks, kinds_of, turn_end
+from paceline.engine.text.folder_tokens import NAMED_TOKENS, add_tokens_of_folder, token_text
 from paceline.engine.text.template_process import TemplateProcess
 
 __all__ = ["HFTokenizer", "load_tokenizer"]
 
-# control tokens that end a turn in some model family, whatever the file calls its eos
-_END_OF_TURN: Final = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<end_of_turn>",
-    "<|end|>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-)
-_NAMED_TOKENS: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+# special ids of a GGUF, with the names that templates have for their texts
+_GGUF_NAMES: Final = {
+    "bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "eot": "", "eom": "",
+}  # fmt: skip
 MAX_TEMPLATE_BYTES: Final = 1 << 20
 # characters of a text whose tokenising other threads can wait for: about half a millisecond
 _SHORT_CHARS: Final = 4096
@@ -45,10 +43,17 @@ class HFTokenizer:
     """A ``tokenizers.Tokenizer`` with its chat template; implements ``protocol.Tokenizer``.
 
     Says the same for ever after construction, so any number of threads may use one.
+
+    Args:
+        twins: ids that decode as another one does, or to nothing (None).
     """
 
     def __init__(
-        self, backend: Tokenizer, eos_token_ids: frozenset[int], template: ChatTemplate
+        self,
+        backend: Tokenizer,
+        eos_token_ids: frozenset[int],
+        template: ChatTemplate,
+        twins: Mapping[int, int | None] = MappingProxyType({}),
     ) -> None:
         # a tokenizer.json may ask for both; a request must never be cut or filled up in silence
         backend.no_truncation()
@@ -59,7 +64,9 @@ class HFTokenizer:
         self._vocab_size = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
-        self._special = frozenset(i for i, token in added.items() if token.special)
+        special = {i for i, token in added.items() if token.special}
+        self._special = frozenset(special | {i for i, first in twins.items() if first in special})
+        self._twins = twins
         self._steps = _decoder_steps(backend)
         # what token_bytes and token_text have said before
         self._bytes: dict[int, bytes] = {}
@@ -183,7 +190,11 @@ class HFTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``; incomplete characters become U+FFFD, unknown ids nothing."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        ids = list(token_ids)
+        if self._twins:
+            firsts = [self._twins.get(token_id, token_id) for token_id in ids]
+            ids = [token_id for token_id in firsts if token_id is not None]
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes of one id, by itself; empty for an id without a token.
@@ -200,7 +211,9 @@ class HFTokenizer:
         return known
 
     def vocabulary_token(self, token_id: int) -> str:
-        return (self._backend.id_to_token(token_id) if token_id >= 0 else None) or ""
+        first = self._twins.get(token_id, token_id)
+        found = self._backend.id_to_token(first) if first is not None and first >= 0 else None
+        return found or ""
 
     def token_text(self, token_id: int) -> str | None:
         try:
@@ -219,11 +232,10 @@ class HFTokenizer:
         return text if text.encode() == self.token_bytes(token_id) else None
 
     def _spell(self, token_id: int) -> bytes:
-        if token_id in self._added:
-            return self._added[token_id].encode()
-        token = self._backend.id_to_token(token_id) if token_id >= 0 else None
-        if token is None:
-            return b""
+        first = self._twins.get(token_id, token_id)
+        if first in self._added:
+            return self._added[first].encode()
+        token = self.vocabulary_token(token_id)
         if "ByteLevel" in self._steps:
             table = _byte_of_character()
             return b"".join(table.get(char, char.encode()) for char in token)
@@ -290,35 +302,43 @@ def load_tokenizer(path: Path) -> HFTokenizer:
 def _from_gguf(path: Path) -> HFTokenizer:
     metadata = read_gguf(gguf_files(path)[0]).metadata
     try:
-        backend = build_tokenizer(metadata)
+        tokens = tokens_of(metadata)
+        named = {key: gguf_special_id(metadata, key, len(tokens)) for key in _GGUF_NAMES}
+        special = {
+            f"{name}_token": tokens[token_id]
+            for key, name in _GGUF_NAMES.items()
+            if name and (token_id := named[key]) is not None
+        }
+        template = _chat_template(_gguf_templates(metadata), special)
+        ends = _gguf_ends(template, tokens, [named[key] for key in ("eos", "eot", "eom")])
+        backend = build_tokenizer(metadata, kinds_of(ends, tokens))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    eos = frozenset(i for i, token in enumerate(tokens) if token in ends)
+    return HFTokenizer(backend, eos, template, twins_of(metadata))
 
-    def named(key: str) -> int | None:
-        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if token_id is None:
-            return None
-        if type(token_id) is not int or not 0 <= token_id < len(tokens):
-            raise CheckpointError(
-                f"{path}: tokenizer.ggml.{key}_token_id is {token_id!r:.40} of {len(tokens)} tokens"
-            )
-        return token_id
 
-    eos = {token_id for key in ("eos", "eot", "eom") if (token_id := named(key)) is not None}
-    added = backend.get_added_tokens_decoder()
-    eos |= {i for i, token in added.items() if token.content in _END_OF_TURN and token.special}
-    special = {
-        f"{name}_token": tokens[token_id]
-        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-        if (token_id := named(key)) is not None
-    }
-    templates: dict[str, str] = {}
+def _gguf_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name."""
     prefix = "tokenizer.chat_template"
-    for key, value in metadata.items():
-        if isinstance(value, str) and (key == prefix or key.startswith(f"{prefix}.")):
-            templates[key[len(prefix) + 1 :] or "default"] = value
-    return HFTokenizer(backend, frozenset(eos), _chat_template(templates, special))
+    return {
+        key[len(prefix) + 1 :] or "default": value
+        for key, value in metadata.items()
+        if isinstance(value, str) and (key == prefix or key.startswith(f"{prefix}."))
+    }
+
+
+def _gguf_ends(
+    template: ChatTemplate, tokens: list[str], named: Sequence[int | None]
+) -> frozenset[str]:
+    """Texts of tokens that end an answer."""
+    known = frozenset(tokens)
+    texts = {tokens[token_id] for token_id in named if token_id is not None}
+    if has_marks(template.source(has_tools=False) or "", known):
+        written = turn_end(partial(template.render, add_generation_prompt=False), known)
+        texts |= set() if written is None else {written}
+        template.close()
+    return end_texts(known, texts)
 
 
 def _from_folder(folder: Path) -> HFTokenizer:
@@ -329,22 +349,25 @@ def _from_folder(folder: Path) -> HFTokenizer:
             "with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     try:
-        backend = Tokenizer.from_file(str(path))
+        backend = Tokenizer.from_buffer(path.read_bytes().removeprefix(codecs.BOM_UTF8))
     except Exception as error:
         # the library raises bare Exception for whatever it does not understand in the file
         raise CheckpointError(f"{path} is not a tokenizer: {error!s:.300}") from None
     config = read_json_object(folder / "tokenizer_config.json") or {}
     special_map = read_json_object(folder / "special_tokens_map.json") or {}
+    add_tokens_of_folder(backend, folder, config, special_map)
     special: dict[str, str] = {}
-    for name in _NAMED_TOKENS:
+    for name in NAMED_TOKENS:
         key = f"{name}_token"
-        text = _token_text(config.get(key)) or _token_text(special_map.get(key))
+        text = token_text(config.get(key)) or token_text(special_map.get(key))
         if text is not None:
             special[key] = text
 
     eos: set[int] = set()
+    size: Any = None
     for file_name in ("config.json", "generation_config.json"):
         values = read_json_object(folder / file_name) or {}
+        size = values.get("vocab_size", size)
         try:
             eos |= token_ids(values.get("eos_token_id"), "eos_token_id")
         except CheckpointError as error:
@@ -353,6 +376,11 @@ def _from_folder(folder: Path) -> HFTokenizer:
         token_id = backend.token_to_id(special["eos_token"])
         if token_id is not None:
             eos.add(token_id)
+    ends, messages = harmony_ends(backend.token_to_id)
+    eos = (eos | ends) - messages
+    if type(size) is int:
+        # the reader of the config warns of the others
+        eos = {token_id for token_id in eos if 0 <= token_id < size}
     templates = _folder_templates(folder, config)
     return HFTokenizer(backend, frozenset(eos), _chat_template(templates, special))
 
@@ -360,13 +388,6 @@ def _from_folder(folder: Path) -> HFTokenizer:
 def _chat_template(templates: Mapping[str, str], special: Mapping[str, str]) -> ChatTemplate:
     """No process is started before a template needs one."""
     return ChatTemplate(templates, special, renderer=TemplateProcess(), callers=TemplateProcess())
-
-
-def _token_text(value: Any) -> str | None:
-    """A token written as a string or as the fields of an AddedToken."""
-    if isinstance(value, Mapping):
-        value = value.get("content")
-    return value if isinstance(value, str) and value else None
 
 
 def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -395,7 +416,7 @@ def _read_text(path: Path) -> str:
     try:
         if (size := path.stat().st_size) > MAX_TEMPLATE_BYTES:
             raise CheckpointError(f"{path} has {size} bytes, at most {MAX_TEMPLATE_BYTES} are read")
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
 

@@ -7,7 +7,7 @@ would have said; in between everything else of the gateway knows OpenAI's shapes
 from paceline.gateway.dialects.anthropic import AnthropicDialect
 from paceline.gateway.dialects.azure import AzureDialect
 from paceline.gateway.dialects.base import Dialect, OpenAIDialect, Translator
-from paceline.gateway.dialects.errors import anthropic_type, map_error, map_status
+from paceline.gateway.dialects.errors import anthropic_type, map_error, map_status, read_words
 
 __all__ = [
     "AnthropicDialect",
@@ -19,6 +19,7 @@ __all__ = [
     "dialect_of",
     "map_error",
     "map_status",
+    "read_words",
 ]
 
 _OPENAI = OpenAIDialect()

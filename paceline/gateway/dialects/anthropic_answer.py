@@ -5,12 +5,12 @@
     message_start             a chunk with the role
     content_block_start       of a tool: id and name
     content_block_delta       text, thinking, or a part of a tool's arguments
-    message_delta             the finish reason
+    message_delta             the finish reason, and usage where it tells any
     message_stop              usage, [DONE]
     ping                      a comment
     error                     an event with ``error``
 
-An event of another name is left out, as the vendor asks of clients.
+An event of another name is left out.
 """
 
 from __future__ import annotations
@@ -21,13 +21,27 @@ from typing import Any, Final
 
 import msgspec
 
-from paceline.gateway.parts import PINGS, is_between_parts
+from paceline.gateway.parts import is_between_parts
 from paceline.gateway.usage import believed
-from paceline.http.sse_reader import MAX_EVENT_BYTES, SseEvents, payload_of
+from paceline.wire.sse import (
+    MAX_EVENT_BYTES,
+    PINGS,
+    SseEvents,
+    name_of,
+    names_error,
+    payload_of,
+)
 
 __all__ = ["AnthropicStream", "chat_answer"]
 
 _DONE: Final = b"data: [DONE]\n\n"
+# of events; clients leave out others, as the vendor asks of them
+_NAMES: Final = frozenset(
+    {
+        b"message_start", b"content_block_start", b"content_block_delta", b"content_block_stop",
+        b"message_delta", b"message_stop", b"message",
+    }
+)  # fmt: skip
 _REASONS: Final = {
     "end_turn": "stop",
     "stop_sequence": "stop",
@@ -91,7 +105,7 @@ class _Delta(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    type: str
+    type: str = ""
     index: int = 0
     message: _Message | None = None
     content_block: _Block | None = None
@@ -100,7 +114,12 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
+class _Reported(msgspec.Struct):
+    error: Any = None
+
+
 _decode: Final = msgspec.json.Decoder(_Event).decode
+_decode_error: Final = msgspec.json.Decoder(_Reported).decode
 _decode_message: Final = msgspec.json.Decoder(_Message).decode
 
 
@@ -151,6 +170,7 @@ class AnthropicStream:
         self._events = SseEvents()
         self._head: Mapping[str, Any] = {}
         self._usage = _Usage()
+        self._has_counted = False
         # by index of a content block, the index of its tool call
         self._calls: dict[int, int] = {}
         self._between_parts = True
@@ -169,14 +189,23 @@ class AnthropicStream:
             raise ValueError(f"an event of more than {MAX_EVENT_BYTES} bytes")
 
     def _event(self, event: bytes) -> bytes:
-        payload = payload_of(event)
+        payload, name = payload_of(event), name_of(event)
+        if names_error(name):
+            return self._error(payload or b"")
         if payload is None:
             return event.partition(b"\n")[0] + b"\n\n" if event.startswith(b":") else b""
+        if name in PINGS:
+            return b": ping\n\n"
+        if name and name not in _NAMES:
+            return b""
         found = _decode(payload)
-        delta = found.delta
-        name, block = found.type.encode(), found.content_block
-        if name not in PINGS:
-            self._between_parts = is_between_parts(name, "" if block is None else block.type)
+        delta, block = found.delta, found.content_block
+        name = found.type.encode()
+        if found.error or names_error(name):
+            return self._error(payload)
+        if name in PINGS:
+            return b": ping\n\n"
+        self._between_parts = is_between_parts(name, "" if block is None else block.type)
         match found.type:
             case "message_start" if found.message is not None:
                 self._usage.add(found.message.usage)
@@ -196,14 +225,27 @@ class AnthropicStream:
                     self._usage.add(found.usage)
                 if delta is None or delta.stop_reason is None:
                     return b""
-                return self._chunk({}, _REASONS.get(delta.stop_reason, "stop"))
+                end = self._chunk({}, _REASONS.get(delta.stop_reason, "stop"))
+                return end if found.usage is None else end + self._counts()
             case "message_stop":
-                return self._line({"choices": [], "usage": self._usage.as_openai()}) + _DONE
-            case "ping":
-                return b": ping\n\n"
-            case "error":
-                return b"data: " + msgspec.json.encode({"error": found.error}) + b"\n\n"
+                return self._counts() + _DONE
         return b""
+
+    def _counts(self) -> bytes:
+        """Once, as soon as they are known: what follows the reason of the end may be lost."""
+        if self._has_counted:
+            return b""
+        self._has_counted = True
+        return self._line({"choices": [], "usage": self._usage.as_openai()})
+
+    def _error(self, payload: bytes) -> bytes:
+        """Of an engine that failed, whatever it says of that."""
+        try:
+            error = _decode_error(payload).error
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            error = None
+        told = {"error": error or {"message": "the engine reported an error"}}
+        return b"data: " + msgspec.json.encode(told) + b"\n\n"
 
     def _begin(self, index: int, block: _Block) -> bytes:
         if block.type == "text" and block.text:

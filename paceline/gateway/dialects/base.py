@@ -12,11 +12,17 @@ from paceline.http.upstream import Headers
 
 __all__ = ["Dialect", "OpenAIDialect", "Translator", "checked"]
 
-# endpoints whose whole answers have a list of choices
-_OF_CHOICES: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
-# endpoints whose whole answers are objects. Those for vectors are not among them: ranks of SGLang
-# are a list, and vLLM's embeddings may be bytes (``encoding_format``)
-_OBJECTS: Final = _OF_CHOICES | {"/v1/responses", "/v1/messages"}
+# by endpoint, the list without which a whole answer is none
+_LISTS: Final = {
+    "/v1/chat/completions": ("choices",),
+    "/v1/completions": ("choices",),
+    "/v1/responses": ("output",),
+    "/v1/messages": ("content",),
+}
+# of those for vectors, one of these. They need not be objects: ranks of SGLang are a list, and
+# vLLM's embeddings may be bytes (``encoding_format``)
+_OF_VECTORS: Final = ("data", "results")
+_NULL: Final = msgspec.Raw(b"null")
 
 
 class Translator(Protocol):
@@ -99,9 +105,16 @@ class OpenAIDialect:
 def checked(path: str, body: bytes) -> bytes:
     """A whole answer in the caller's own API, as it is. Raises ValueError for what no client of
     that API could read."""
-    if path not in _OBJECTS:
-        return body
-    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    if path in _OF_CHOICES and "choices" not in fields:
-        raise ValueError("it reports an error" if "error" in fields else "it has no choices")
-    return body
+    names = _LISTS.get(path, _OF_VECTORS)
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        if names is _OF_VECTORS:
+            return body
+        raise
+    # an empty list is an answer: nothing was found, or said
+    for name in names:
+        if bytes(memoryview(fields.get(name, _NULL))[:1]) == b"[":
+            return body
+    is_error = fields.get("error", _NULL) != _NULL
+    raise ValueError("it reports an error" if is_error else f"it has no {names[0]}")

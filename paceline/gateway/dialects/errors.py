@@ -5,18 +5,29 @@
     OpenAI      {"error": {"message", "type", "param", "code"}}
     Anthropic   {"type": "error", "error": {"type", "message"}}
 
+What has the right shape already is not touched. Otherwise the engine's own words are looked for in
+the shapes that engines, clouds and frameworks write::
+
+    FastAPI     {"detail": "..."}, {"detail": [{"loc": ["body", "top_p"], "msg": "..."}]}
+    Google      [{"error": {"message", "status"}}]
+    others      {"error": "..."}, {"message": "..."}, {"errors": ["..."]}, {"errors": {"top_p": ..}}
+    plain text  of a fault of the caller's; a page of HTML is of some proxy on the way
+
 Sources: https://platform.openai.com/docs/guides/error-codes,
-https://docs.anthropic.com/en/api/errors. What has the right shape already is not touched.
+https://docs.anthropic.com/en/api/errors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
-__all__ = ["anthropic_type", "map_error", "map_status"]
+from paceline.http.fields import BYTE_ORDER_MARK
+from paceline.statuses import told_as
+
+__all__ = ["Words", "anthropic_type", "map_error", "map_status", "read_words"]
 
 _TO_ANTHROPIC: Final = {
     400: "invalid_request_error",
@@ -30,8 +41,32 @@ _TO_ANTHROPIC: Final = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-# OpenAI's clients know no 529
-_STATUSES: Final = {529: 503}
+# that Anthropic's clients know, and no others do
+_OVERLOADED: Final = 529
+# fields that hold an error's words, or what holds them: the first that says something counts
+_WORDS: Final = (
+    "message", "msg", "detail", "errors", "error", "Message", "error_message",
+    "error_description", "description", "fault", "faultstring", "reason", "title",
+)  # fmt: skip
+# and those that say what kind of error it is
+_KINDS: Final = frozenset(
+    {"type", "code", "status", "param", "object", "loc", "input", "ctx", "url"}
+)
+_MOST_CHARS: Final = 2000
+_MOST_DEPTH: Final = 6
+_MOST_ITEMS: Final = 8
+# below it an error is the caller's fault
+_SERVER_ERROR: Final = 500
+
+
+class Words(NamedTuple):
+    """What an engine says of a request that it refused."""
+
+    # empty: nothing that a caller is told
+    message: str = ""
+    kind: str = ""
+    code: Any = None
+    param: str | None = None
 
 
 def anthropic_type(status: int) -> str:
@@ -40,47 +75,127 @@ def anthropic_type(status: int) -> str:
 
 def map_status(path: str, status: int) -> int:
     """Of an error, as clients of that API know it."""
-    return status if path == "/v1/messages" else _STATUSES.get(status, status)
+    is_theirs = path == "/v1/messages" and status == _OVERLOADED
+    return status if is_theirs else told_as(status)
 
 
-def map_error(path: str, status: int, body: bytes) -> bytes:
-    """The body of an error as callers of ``path`` read it."""
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        # a page of some proxy on the way: what it says is of its own house
-        fields = {}
+def map_error(path: str, status: int, body: bytes, code: str = "") -> bytes:
+    """The body of an error as callers of ``path`` read it.
+
+    Args:
+        code: that clients of OpenAI's API go by; empty: the engine's own.
+    """
+    fields = _decoded(body)
     anthropic = path == "/v1/messages"
-    error = fields.get("error")
-    if isinstance(error, Mapping) and (fields.get("type") == "error") == anthropic:
-        return body
-    message, kind, code = _read(fields, status)
+    if isinstance(fields, dict):
+        error = fields.get("error")
+        fits = (fields.get("type") == "error") == anthropic
+        told = error.get("message") if fits and isinstance(error, dict) else None
+        if isinstance(error, dict) and isinstance(told, str) and _words(told, 0):
+            if anthropic or not code:
+                return body
+            return msgspec.json.encode({**fields, "error": {**error, "code": code}})
+    words = read_words(status, body)
+    message = words.message or f"the engine answered with status {status}"
     if anthropic:
-        told: Mapping[str, Any] = {
+        shaped: Mapping[str, Any] = {
             "type": "error",
             "error": {"type": anthropic_type(status), "message": message},
         }
     else:
-        told = {
+        shaped = {
             "error": {
                 "message": message,
-                "type": kind or anthropic_type(status),
-                "param": None,
-                "code": code if code is not None else map_status(path, status),
+                "type": words.kind or anthropic_type(status),
+                "param": words.param,
+                "code": code or (map_status(path, status) if words.code is None else words.code),
             }
         }
-    return msgspec.json.encode(told)
+    return msgspec.json.encode(shaped)
 
 
-def _read(fields: Mapping[str, Any], status: int) -> tuple[str, str, Any]:
-    """Message, type and code, in whatever shape they came."""
+def read_words(status: int, body: bytes) -> Words:
+    """What an error says, in whatever shape it came."""
+    fields = _decoded(body)
+    if fields is None:
+        return Words(_text(body)) if status < _SERVER_ERROR else Words()
+    message = _words(fields, 0)
+    while isinstance(fields, list) and fields:
+        fields = fields[0]
+    if not isinstance(fields, dict):
+        return Words(message)
+    found = fields
     error = fields.get("error")
-    if isinstance(error, str):
-        # Ollama
-        return error, "", None
-    found = error if isinstance(error, Mapping) else fields
-    message = found.get("message") or found.get("detail") or ""
-    if not isinstance(message, str) or not message:
-        message = f"the engine answered with status {status}"
-    kind = found.get("type")
-    return message, kind if isinstance(kind, str) else "", found.get("code")
+    if isinstance(error, dict):
+        found = error
+    kind, param = found.get("type"), found.get("param")
+    if param is None and isinstance(detail := found.get("detail"), list) and detail:
+        param = _place(detail[0]) or None
+    return Words(
+        message,
+        kind if isinstance(kind, str) else "",
+        found.get("code"),
+        param if isinstance(param, str) else None,
+    )
+
+
+def _decoded(body: bytes) -> Any:
+    """None: it is no JSON."""
+    try:
+        return msgspec.json.decode(body.removeprefix(BYTE_ORDER_MARK))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _text(body: bytes) -> str:
+    """The words of an error that is plain text; empty: it is a page, or no text."""
+    try:
+        return _shown(body.removeprefix(BYTE_ORDER_MARK).decode())
+    except UnicodeDecodeError:
+        return ""
+
+
+def _shown(text: str) -> str:
+    text = text.strip()
+    # half an object is no words, and a page is of some proxy's house
+    if text == "null" or text.startswith(("<", "{", "[")) or "<html" in text.lower():
+        return ""
+    printable = all(char.isprintable() or char.isspace() for char in text[:_MOST_CHARS])
+    return text[:_MOST_CHARS] if printable else ""
+
+
+def _words(value: Any, depth: int) -> str:
+    """The words in what an error holds; empty: there are none."""
+    if depth > _MOST_DEPTH:
+        return ""
+    if isinstance(value, str):
+        # what is quoted, such as a message, may begin with anything but a tag
+        return "" if value.lstrip().startswith("<") else value.strip()[:_MOST_CHARS]
+    if isinstance(value, list):
+        found = (_words(item, depth + 1) for item in value[:_MOST_ITEMS])
+        return "; ".join(filter(None, found))[:_MOST_CHARS]
+    if not isinstance(value, dict):
+        return ""
+    for name in _WORDS:
+        if words := _words(value.get(name), depth + 1):
+            place = _place(value)
+            return f"{place}: {words}" if place else words
+    return _by_field(value, depth)
+
+
+def _by_field(value: Mapping[str, Any], depth: int) -> str:
+    """Of words by the name of the field that they are about."""
+    if not depth and not all(isinstance(item, list) for item in value.values()):
+        return ""
+    items = [(name, item) for name, item in value.items() if name not in _KINDS]
+    found = ((name, _words(item, depth + 1)) for name, item in items[:_MOST_ITEMS])
+    told = [f"{name}: {words}" for name, words in found if words]
+    return "; ".join(told)[:_MOST_CHARS]
+
+
+def _place(item: Any) -> str:
+    """The field that an item of FastAPI's is about, as the caller knows it."""
+    place = item.get("loc") if isinstance(item, dict) else None
+    if not isinstance(place, list):
+        return ""
+    return ".".join(str(part) for part in place if part not in ("body", "query"))[:100]

@@ -3,10 +3,10 @@
 ::
 
     door                 enter: one request            refused: 429 before the body is read
-    around the engine    metered: prompt + n * max_tokens of every prompt
+    around the engine    hold: prompt + n * max_tokens of every prompt
                                                        refused: 429, or 400 if it can never fit
                          ... tokens flow ...
-                         at the end, however it comes: what was not generated is given back
+                         settle, however it ends: what was not used is given back
 
 Between the door and the engine lie five APIs which need not know of any of this, so the exchange's
 ``Ticket`` goes from one to the other in a context variable.
@@ -26,17 +26,19 @@ from typing import Any, Final, TypeVar
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from paceline.core.errors import InvalidRequestError, RequestError
+from paceline.core.errors import InvalidRequestError
 from paceline.http.errors import HttpError
-from paceline.http.rate_limits.rates import KeyLimits, Window, go_duration
+from paceline.http.rate_limits.rates import KeyLimits, Want, Window, go_duration
 from paceline.http.rate_limits.store import RateStore
 
-__all__ = ["RateLimiter", "Tally", "Ticket", "Usage", "caller_of", "current_ticket"]
+__all__ = ["Hold", "RateLimiter", "Tally", "Ticket", "Usage", "caller_of", "current_ticket"]
 
 # before the window rolls, time for what is given back to arrive in it
 _ROLL_MARGIN: Final = 0.1
-# advised wait when a key has too many requests at once: nobody knows when one ends
+# advised wait where a request of the same key has to end first, which may be soon
 _CONCURRENT_WAIT: Final = 1.0
+# to reserve what is left, of which others take some meanwhile
+_TRIES: Final = 4
 
 _T = TypeVar("_T")
 
@@ -71,16 +73,36 @@ class Tally:
     """What came of the requests of one run, kept by whoever sees every output first: an answer
     that goes out whole shows nothing before its end."""
 
-    # per request: the engine has sent something; tokens of all its choices
-    begun: list[bool]
+    # tokens of all choices of each request
     generated: list[int]
 
     @classmethod
     def of(cls, count: int) -> Tally:
-        return cls([False] * count, [0] * count)
+        return cls([0] * count)
 
     def note(self, index: int, num_output_tokens: int) -> None:
-        self.begun[index], self.generated[index] = True, num_output_tokens
+        self.generated[index] = num_output_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """What one run has reserved, until it is settled."""
+
+    ticket: Ticket
+    tokens: int = 0
+    # that they were taken from; None: the tokens of its key are not limited
+    window: Window | None = None
+    # until when they can be given back, in seconds of the limiter's clock
+    deadline: float = 0.0
+
+    def headers(self, used: int) -> list[tuple[bytes, bytes]]:
+        """The ticket's, as they will be once that is settled."""
+        ticket = self.ticket
+        if self.window is None:
+            return ticket.headers()
+        seen = ticket.windows["tokens"]
+        after = replace(seen, current=seen.current - self.tokens + used)
+        return replace(ticket, windows={**ticket.windows, "tokens": after}).headers()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +114,13 @@ class Usage:
     windows: Mapping[str, Window]
     # generation requests under way, where anything is limited
     running: int
+
+
+def _add(counts: Counter[str], who: str, amount: int) -> None:
+    """To what is counted of a caller, whom nothing is kept of at 0."""
+    counts[who] += amount
+    if not counts[who]:
+        del counts[who]
 
 
 def current_ticket() -> Ticket | None:
@@ -134,6 +163,8 @@ class RateLimiter(Collector):
         self._store = store
         self._now = now
         self._running: Counter[str] = Counter()
+        # tokens that this process holds, by caller
+        self._held: Counter[str] = Counter()
         self._giving_back: set[asyncio.Task[None]] = set()
         # refused exchanges, by what was too much
         self._refused: Counter[str] = Counter({"requests": 0, "tokens": 0, "concurrent": 0})
@@ -155,6 +186,11 @@ class RateLimiter(Collector):
             if rate is not None
         }
         return Usage(limits, windows, self._running[who])
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no run holds anything, and nothing is on its way back."""
+        return not self._held and not self._giving_back
 
     def refused(self) -> dict[str, int]:
         """Exchanges so far, by the kind of what was too much."""
@@ -181,7 +217,10 @@ class RateLimiter(Collector):
         if limits.tokens is not None:
             ticket.windows["tokens"] = await self._store.look("tokens", ticket.who, limits.tokens)
         if limits.requests is not None:
-            await self._take("requests", ticket, 1)
+            taken, window = await self._store.take("requests", ticket.who, limits.requests, 1)
+            ticket.windows["requests"] = window
+            if not taken:
+                raise self._too_much("requests", window, 1, window.retry_after(1))
 
     async def metered(
         self,
@@ -202,34 +241,33 @@ class RateLimiter(Collector):
             HttpError: 429, now is too early.
             InvalidRequestError: more tokens than the limit allows at any time.
         """
-        reserved = sum(prompts) + most
-        refused = False
-        self._start(ticket)
-        reservation = None
+        hold = await self.hold(ticket, Want.exactly(sum(prompts) + most))
+        failed = False
         try:
-            if ticket.limits.tokens is not None:
-                reservation = await self._reserve(ticket, reserved)
             async for output in outputs:
                 yield output
-        except RequestError:
-            # the engine did not take it
-            refused = True
+        except Exception:
+            # where nothing was made of a request, nothing was taken
+            failed = True
             raise
         finally:
-            self._running[ticket.who] -= 1
-            if not self._running[ticket.who]:
-                del self._running[ticket.who]
-            await outputs.aclose()
-            if reservation is not None:
+            try:
+                await outputs.aclose()
+            finally:
                 read = sum(
                     prompt
-                    for prompt, seen in zip(prompts, tally.begun, strict=True)
-                    if seen or not refused
+                    for prompt, made in zip(prompts, tally.generated, strict=True)
+                    if made or not failed
                 )
-                unused = reserved - read - sum(tally.generated)
-                await self._give_back(ticket, unused, *reservation)
+                await self.settle(hold, read + sum(tally.generated))
 
-    def _start(self, ticket: Ticket) -> None:
+    async def hold(self, ticket: Ticket, want: Want) -> Hold:
+        """Reserve tokens for a run, to be settled when it has ended.
+
+        Raises:
+            HttpError: 429, now is too early.
+            InvalidRequestError: more tokens than the limit allows at any time.
+        """
         most = ticket.limits.concurrent
         if most is not None and self._running[ticket.who] >= most:
             self._refused["concurrent"] += 1
@@ -239,52 +277,69 @@ class RateLimiter(Collector):
                 "once",
                 retry_after=_CONCURRENT_WAIT,
             )
-        self._running[ticket.who] += 1
+        _add(self._running, ticket.who, 1)
+        try:
+            found = Hold(ticket) if ticket.limits.tokens is None else await self._take(ticket, want)
+        except BaseException:
+            _add(self._running, ticket.who, -1)
+            raise
+        _add(self._held, ticket.who, found.tokens)
+        return found
 
-    async def _reserve(self, ticket: Ticket, cost: int) -> tuple[Window, float]:
-        """The window it was taken from, and until when it can be given back, in seconds of
-        ``now``."""
+    async def _take(self, ticket: Ticket, want: Want) -> Hold:
         rate = ticket.limits.tokens
         assert rate is not None, "asked for where there is a limit"
-        if cost > rate.amount:
+        want = want.within(rate.amount)
+        if want.least > rate.amount:
             raise InvalidRequestError(
-                f"this request may take {cost} tokens (prompt and max_tokens of every choice), and "
-                f"its key's limit is {rate.amount} in {rate.seconds} s: lower max_tokens or "
-                "shorten the prompt",
+                f"this request may take {want.least} tokens (prompt and max_tokens of every "
+                f"choice), and its key's limit is {rate.amount} in {rate.seconds} s: lower "
+                "max_tokens or shorten the prompt",
                 "max_tokens",
             )
-        window = await self._take("tokens", ticket, cost)
-        return window, self._now() + window.rolls_in - _ROLL_MARGIN
+        seen = ticket.windows.get("tokens")
+        left = rate.amount if seen is None else seen.remaining
+        for _ in range(_TRIES):
+            cost = want.of(left)
+            taken, window = await self._store.take("tokens", ticket.who, rate, cost)
+            ticket.windows["tokens"] = window
+            if taken:
+                return Hold(ticket, cost, window, self._now() + window.rolls_in - _ROLL_MARGIN)
+            left = window.remaining
+            if want.of(left) >= cost:
+                break
+        wait = window.retry_after(want.least)
+        if window.used - self._held[ticket.who] + want.least <= rate.amount:
+            # what requests under way leave of what they reserved will do
+            wait = min(wait, _CONCURRENT_WAIT)
+        raise self._too_much("tokens", window, want.least, wait)
 
-    async def _take(self, kind: str, ticket: Ticket, cost: int) -> Window:
-        rate = getattr(ticket.limits, kind)
-        taken, window = await self._store.take(kind, ticket.who, rate, cost)
-        ticket.windows[kind] = window
-        if not taken:
-            self._refused[kind] += 1
-            wait = window.retry_after(cost)
-            raise HttpError(
-                429,
-                f"too many {kind} for this key: the limit is {rate}, {window.remaining} are left, "
-                f"this request takes {cost}. Try again in {go_duration(wait)}",
-                retry_after=wait,
-            )
-        return window
+    def _too_much(self, kind: str, window: Window, cost: int, wait: float) -> HttpError:
+        self._refused[kind] += 1
+        return HttpError(
+            429,
+            f"too many {kind} for this key: the limit is {window.rate}, {window.remaining} are "
+            f"left, this request takes {cost}. Try again in {go_duration(wait)}",
+            retry_after=wait,
+        )
 
-    async def _give_back(
-        self, ticket: Ticket, amount: int, taken_from: Window, deadline: float
-    ) -> None:
-        """Best effort: a window that has rolled is left alone, it fades by itself."""
-        if amount <= 0 or self._now() >= deadline:
+    async def settle(self, hold: Hold, used: int) -> None:
+        """A run has ended, and used so many tokens: the rest is given back, and what it used beyond
+        what was reserved is charged. Best effort: a window that has rolled gets nothing back, it
+        fades by itself."""
+        ticket, unused = hold.ticket, hold.tokens - used
+        _add(self._running, ticket.who, -1)
+        _add(self._held, ticket.who, -hold.tokens)
+        if hold.window is None or not unused or (unused > 0 and self._now() >= hold.deadline):
             return
         # this exchange may be cancelled, what it owes is given back all the same
         task = asyncio.ensure_future(
-            self._store.give_back("tokens", ticket.who, taken_from, amount)
+            self._store.give_back("tokens", ticket.who, hold.window, unused)
         )
         self._giving_back.add(task)
         task.add_done_callback(self._giving_back.discard)
         window = ticket.windows["tokens"]
-        ticket.windows["tokens"] = replace(window, current=window.current - amount)
+        ticket.windows["tokens"] = replace(window, current=window.current - unused)
         await asyncio.shield(task)
 
     async def close(self) -> None:

@@ -13,18 +13,23 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from paceline.core.errors import ConfigError
 
-__all__ = ["NO_LIMITS", "UNLIMITED", "KeyLimits", "Rate", "Window", "go_duration", "parse_override"]
+__all__ = [
+    "NO_LIMITS", "UNLIMITED", "KeyLimits", "Rate", "Want", "Window", "go_duration",
+    "parse_override",
+]  # fmt: skip
 
 UNLIMITED: Final = "unlimited"
 _RATE: Final = re.compile(r"([0-9]{1,15})/([0-9]{1,6})?([a-z]+)")
 _UNITS: Final = {"second": 1, "minute": 60, "hour": 3600, "day": 86400}
 _UNITS_SHORT: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _MAX_SECONDS: Final = 366 * 86400
+# of what is left, that a request reserves which takes as much as it may
+_SHARE: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,35 @@ def parse_override(word: str) -> tuple[str, Any]:
             raise ConfigError(f"concurrent must be a number from 1, got {value[:80]!r}")
         return name, int(value)
     return name, Rate.parse(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """What a request would reserve, of tokens or of money: as much as it may use, where that can be
+    said, and otherwise a share of what is left.
+
+    Whoever reserves less than ``most`` for it sees to it that it uses no more.
+    """
+
+    # without which it is not begun
+    least: int
+    # more than a share of what is left only up to here
+    usual: int
+    most: int
+    # what it takes at least, whatever becomes of it
+    bare: int
+
+    @classmethod
+    def exactly(cls, amount: int) -> Want:
+        return cls(amount, amount, amount, amount)
+
+    def within(self, limit: int) -> Want:
+        """For a limit of that size: where ``least`` is more, all of it will do."""
+        return replace(self, least=min(self.least, max(self.bare, limit)))
+
+    def of(self, left: int) -> int:
+        """How much to reserve where so much is left; ``least`` where less is."""
+        return max(self.least, min(self.most, max(self.usual, left // _SHARE), left))
 
 
 @dataclass(frozen=True, slots=True)

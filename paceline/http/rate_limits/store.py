@@ -34,6 +34,8 @@ _TIMEOUT: Final = 0.25
 # seconds between two tries to reach a Redis that is down
 _PROBE_EVERY: Final = 1.0
 _SWEEP_EVERY: Final = 1.0
+# Lua counts with doubles
+_NO_LIMIT: Final = 2**53
 
 
 def check_storage_url(url: str) -> None:
@@ -125,20 +127,25 @@ class RateStore:
         return await self._do(on)
 
     async def give_back(self, kind: str, who: str, window: Window, amount: int) -> None:
-        """Take ``amount`` off the current window, in which it must have been counted.
+        """Take ``amount`` off the current window, in which it must have been counted; below 0: more
+        was used than was taken, which counts whatever the limit says.
 
         Args:
             window: what ``take`` returned. Where counting went on elsewhere since, nothing is given
                 back: other counters would fall below what was taken from them.
         """
-        if window.epoch != self._epoch:
+        if amount > 0 and window.epoch != self._epoch:
             return
         backend = self._memory
         if self._shared is not None and self._probe is None:
             backend = self._shared
+        item = _item(window.rate)
+        key = item.key_for(kind, who)
         try:
             async with asyncio.timeout(self._timeout):
-                await backend.strategy.hit(_item(window.rate), kind, who, cost=-amount)
+                await backend.storage.acquire_sliding_window_entry(
+                    key, _NO_LIMIT, item.get_expiry(), -amount
+                )
         except Exception as error:
             if backend is self._memory:
                 raise

@@ -187,8 +187,8 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             raise InvalidRequestError(
                 f"{where}[{index}] must be an object with function.name", "messages"
             )
-        arguments = function.get("arguments", "{}")
-        if type(arguments) is str:
+        arguments = function.get("arguments")
+        if arguments is None or type(arguments) is str:
             try:
                 arguments = msgspec.json.decode(arguments or "{}")
             except (msgspec.MsgspecError, RecursionError, UnicodeError):

@@ -111,6 +111,12 @@ class TemplateOptions:
     tools: ToolPlan | None
 
     @property
+    def continued(self) -> str | None:
+        """The text that the answer goes on with; None: it begins."""
+        text: str = self.messages[-1]["content"] if self.continue_final_message else ""
+        return text if text.strip() else None
+
+    @property
     def speaker(self) -> str:
         """Whose the answer is: without a generation prompt the last message's role goes on."""
         role: str = "assistant" if self.add_generation_prompt else self.messages[-1]["role"]
@@ -255,7 +261,7 @@ def parse_template_options(body: TemplateBody, rules: RequestRules) -> TemplateO
         continue_final_message=continue_final,
         chat_template=body.chat_template,
         template_kwargs=kwargs,
-        tools=parse_tools(body, rules.tool_format),
+        tools=parse_tools(body, rules.tool_format, short_ids=rules.short_call_ids),
     )
 
 

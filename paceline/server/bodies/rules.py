@@ -40,6 +40,8 @@ class RequestRules:
     slo_classes: Mapping[str, Slo] = field(default_factory=lambda: CLASSES)
     # how the model writes tool calls
     tool_format: ToolFormat = field(default_factory=lambda: detect_format(None))
+    # the chat template wants ids of calls to have nine letters and digits
+    short_call_ids: bool = False
     # tokens whose log-probabilities are told at each place
     max_logprobs: int = MAX_LOGPROBS
     # how it thinks; None: it does not

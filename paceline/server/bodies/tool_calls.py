@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field, replace
-from secrets import token_hex
+import secrets
+from dataclasses import dataclass, replace
+from string import ascii_letters, digits
 from typing import Any, Final
 
 from paceline.core.errors import InvalidRequestError
@@ -26,7 +27,13 @@ from paceline.server.bodies.rules import RequestRules
 from paceline.server.bodies.schemas import Schema
 from paceline.server.bodies.structured import schema_text
 from paceline.server.json_schema.check import check_schema
-from paceline.server.tool_formats import CallDelta, Piece, ToolFormat, ToolParser, call_schema
+from paceline.server.tool_formats import (
+    ForcedCalls,
+    Piece,
+    ToolFormat,
+    ToolParser,
+    call_schema,
+)
 
 __all__ = [
     "TOOL_NAME",
@@ -36,7 +43,6 @@ __all__ = [
     "parse_tools",
     "tool_schema",
     "tools_message",
-    "with_tools",
 ]
 
 _MAX_TOOLS: Final = 128
@@ -56,6 +62,8 @@ class ToolPlan:
     format: ToolFormat
     # with "named"
     name: str | None = None
+    # calls get ids of nine letters and digits
+    short_ids: bool = False
 
     @property
     def forced(self) -> bool:
@@ -97,10 +105,11 @@ class ToolPlan:
             source += f"answer: %json {answer.source}\n"
         return Grammar("lark", source, "tools")
 
-    def collector(self) -> CallCollector:
-        return CallCollector(
-            self.format.parser(forced=self.forced), parallel=self.parallel, forced=self.forced
-        )
+    def collector(self, *, held: bool = False) -> CallCollector:
+        """Of one choice; ``held``: to ``grammar``."""
+        names = [tool["function"]["name"] for tool in self.tools]
+        parser = ForcedCalls() if self.forced else self.format.parser(names, held=held)
+        return CallCollector(parser, parallel=self.parallel, short_ids=self.short_ids)
 
     def finish_reason(self, reason: str | None, *, called: bool) -> str | None:
         """OpenAI's: a named call ends with "stop", as the caller knew that it would come."""
@@ -182,7 +191,9 @@ class ToolFields(Body):
     parallel_tool_calls = boolean(True)
 
 
-def parse_tools(body: ToolFields, tool_format: ToolFormat) -> ToolPlan | None:
+def parse_tools(
+    body: ToolFields, tool_format: ToolFormat, *, short_ids: bool = False
+) -> ToolPlan | None:
     """None without tools. Raises InvalidRequestError."""
     tools, choice = body.tools, body.tool_choice
     if not tools:
@@ -190,7 +201,11 @@ def parse_tools(body: ToolFields, tool_format: ToolFormat) -> ToolPlan | None:
             raise InvalidRequestError(f"tool_choice={show(choice)} needs tools", "tool_choice")
         return None
     plan = ToolPlan(
-        tools=tools, choice="auto", parallel=body.parallel_tool_calls, format=tool_format
+        tools=tools,
+        choice="auto",
+        parallel=body.parallel_tool_calls,
+        format=tool_format,
+        short_ids=short_ids,
     )
     if choice is None:
         return plan
@@ -218,41 +233,46 @@ class Call:
     """One call, complete when the output is."""
 
     name: str
-    id: str = field(default_factory=lambda: f"call_{token_hex(12)}")
+    id: str
     arguments: str = ""
 
 
 class CallCollector:
-    """The calls of one choice as its text comes.
+    """The calls of one choice as its text comes. Without ``parallel`` the first one counts.
 
     Args:
-        forced: the output was held to calls, so whatever is none is the beginning of one that was
-            cut off (``max_tokens``), and nothing for the caller.
+        short_ids: ids have nine letters and digits.
     """
 
-    def __init__(self, parser: ToolParser, *, parallel: bool, forced: bool = False) -> None:
+    def __init__(self, parser: ToolParser, *, parallel: bool, short_ids: bool = False) -> None:
         self._parser = parser
         self._parallel = parallel
-        self._forced = forced
+        self._short_ids = short_ids
         self.calls: list[Call] = []
 
-    def push(self, text: str, *, last: bool) -> tuple[str, list[CallDelta]]:
-        """Text for the caller and pieces of calls, from more output; ``last``: all of it came."""
+    def push(self, text: str, *, last: bool) -> list[Piece]:
+        """What is for the caller, in order, of more output; ``last``: all of it came."""
         pieces: list[Piece] = self._parser.push(text) if text else []
         if last:
             pieces += self._parser.finish()
-        content: list[str] = []
-        deltas: list[CallDelta] = []
+        told: list[Piece] = []
         for piece in pieces:
-            if isinstance(piece, str):
-                if not self._forced:
-                    content.append(piece)
-            elif self._parallel or piece.index == 0:
+            if not isinstance(piece, str):
+                if piece.index and not self._parallel:
+                    continue
                 if piece.name is not None:
-                    self.calls.append(Call(piece.name))
+                    self.calls.append(Call(piece.name, self._id(piece.id)))
                 self.calls[piece.index].arguments += piece.arguments
-                deltas.append(piece)
-        return "".join(content), deltas
+            told.append(piece)
+        return told
+
+    def _id(self, given: str) -> str:
+        """The model's own, unless another call has it."""
+        if given and all(call.id != given for call in self.calls):
+            return given
+        if self._short_ids:
+            return "".join(secrets.choice(ascii_letters + digits) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
 
 
 def tools_message(tools: list[dict[str, Any]]) -> str:
@@ -263,29 +283,3 @@ def tools_message(tools: list[dict[str, Any]]) -> str:
         f"<tools></tools>:\n<tools>\n{listed}\n</tools>\nTo call one, write a JSON object with its "
         'name and arguments:\n<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>'
     )
-
-
-def with_tools(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation for such a template: tools in the system message, calls and results in words
-    of the same form."""
-    written: list[dict[str, Any]] = []
-    for message in messages:
-        content = message["content"]
-        if message["role"] == "tool":
-            message = {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-        elif message.get("tool_calls"):
-            calls = [
-                "<tool_call>\n"
-                + json.dumps(
-                    {k: call["function"][k] for k in ("name", "arguments")}, ensure_ascii=False
-                )
-                + "\n</tool_call>"
-                for call in message["tool_calls"]
-            ]
-            message = {"role": "assistant", "content": "\n".join([content, *calls]).strip()}
-        written.append(message)
-    said = tools_message(tools)
-    if written[0]["role"] in ("system", "developer"):
-        first = written[0]
-        return [{**first, "content": f"{first['content']}\n\n{said}"}, *written[1:]]
-    return [{"role": "system", "content": said}, *written]

@@ -254,11 +254,11 @@ class ChatStream:
 
 def _delta(piece: ChatPiece) -> ChatDelta:
     """What a piece adds to the message; ``_NOTHING`` where that is nothing."""
-    thoughts = piece.reasoning or UNSET
-    if not piece.call_deltas:
-        if thoughts is UNSET and not piece.text:
+    thoughts, content = piece.reasoning or UNSET, piece.text or UNSET
+    deltas = piece.call_deltas
+    if not deltas:
+        if thoughts is UNSET and content is UNSET:
             return _NOTHING
-        content = piece.text or UNSET
         return ChatDelta(reasoning=thoughts, reasoning_content=thoughts, content=content)
     calls = [
         ToolCallDelta(
@@ -269,11 +269,11 @@ def _delta(piece: ChatPiece) -> ChatDelta:
                 name=UNSET if part.name is None else part.name, arguments=part.arguments
             ),
         )
-        for part in piece.call_deltas
+        for part in deltas
     ]
     return ChatDelta(
         reasoning=thoughts,
         reasoning_content=thoughts,
-        content=piece.text or UNSET,
+        content=content,
         tool_calls=calls,
     )

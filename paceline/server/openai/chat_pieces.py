@@ -6,9 +6,10 @@ by the same code as ``/v1/chat/completions``.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from paceline.engine.text.output_processor import resumed_texts
 from paceline.engine.types import ChoiceDelta, GenerationOutput, TokenLogprobs
@@ -20,9 +21,12 @@ from paceline.server.openai.answers import AnswerHead, UsageCount, generation_re
 from paceline.server.prompts import sampling_for, truncated
 from paceline.server.service import Service
 from paceline.server.thoughts import Reader
-from paceline.server.tool_formats import CallDelta
+from paceline.server.tool_formats import CallDelta, Piece
 
-__all__ = ["ChatPiece", "ChatPieces", "StartedChat", "chat_pieces", "start_chat"]
+__all__ = ["ChatPiece", "ChatPieces", "Quiet", "StartedChat", "chat_pieces", "start_chat"]
+
+# seconds
+_LONG_QUIET: Final = 5.0
 
 
 class ChatPiece(NamedTuple):
@@ -31,9 +35,8 @@ class ChatPiece(NamedTuple):
     choice: int
     # thoughts, which are in no text
     reasoning: str
-    text: str
-    # of calls, which are in no text
-    call_deltas: list[CallDelta]
+    # text, and pieces of calls, in order
+    parts: list[Piece]
     # all calls so far; a call is complete once the next began or the answer is over
     calls: list[Call]
     token_ids: tuple[int, ...]
@@ -45,9 +48,33 @@ class ChatPiece(NamedTuple):
     so_far: UsageCount
 
     @property
+    def text(self) -> str:
+        return "".join([part for part in self.parts if isinstance(part, str)])
+
+    @property
+    def call_deltas(self) -> list[CallDelta]:
+        return [part for part in self.parts if not isinstance(part, str)]
+
+    @property
     def usage(self) -> Usage:
         """Tokens up to this piece."""
         return self.so_far.usage()
+
+
+class Quiet:
+    """How long a stream has told nothing. While a call is written there is nothing to tell, and
+    gateways take a stream for stalled that stays silent within a part of its answer."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+
+    def begin(self) -> None:
+        self._since = time.monotonic()
+
+    @property
+    def has_lasted(self) -> bool:
+        """An empty part is due."""
+        return time.monotonic() - self._since > _LONG_QUIET
 
 
 class StartedChat(NamedTuple):
@@ -84,9 +111,13 @@ class ChatPieces:
         self._readers: list[Reader] = []
         if self._thinking is not None:
             marks = self._thinking.marks
-            self._readers = [marks.reader(thinking=thinking) for _ in range(n)]
+            goes_on = bool(request.template.continued)
+            self._readers = [marks.reader(thinking=thinking, goes_on=goes_on) for _ in range(n)]
             self.count.add_reasoning(0)
-        self._collectors = [] if self.plan is None else [self.plan.collector() for _ in range(n)]
+        held = request.options.sampling.grammar is not None
+        self._collectors = (
+            [] if self.plan is None else [self.plan.collector(held=held) for _ in range(n)]
+        )
 
     def pass_over(self, texts: Mapping[int, str]) -> None:
         """Take in text of choices that another engine has delivered, thoughts and calls in it
@@ -108,7 +139,7 @@ class ChatPieces:
 
     def first(self) -> ChatPiece:
         """A piece that adds nothing, of a request that is under way."""
-        return ChatPiece(0, "", "", [], self.calls(0), (), (), None, None, self.count)
+        return ChatPiece(0, "", [], self.calls(0), (), (), None, None, self.count)
 
     def read(self, output: GenerationOutput) -> list[ChatPiece]:
         self.count.update(0, output)
@@ -116,21 +147,20 @@ class ChatPieces:
 
     def _piece(self, delta: ChoiceDelta) -> ChatPiece:
         index, text, reason = delta.index, delta.text, delta.finish_reason
-        deltas: list[CallDelta] = []
         calls: list[Call] = []
         thoughts = ""
         if self._readers:
             thoughts, text = self._read_thoughts(delta)
+        parts: list[Piece] = [text] if text else []
         if self.plan is not None:
             collector = self._collectors[index]
             calls = collector.calls
-            text, deltas = collector.push(text, last=reason is not None)
+            parts = collector.push(text, last=reason is not None)
             reason = self.plan.finish_reason(reason, called=bool(calls))
         return ChatPiece(
             index,
             thoughts,
-            text,
-            deltas,
+            parts,
             calls,
             delta.token_ids,
             delta.logprobs or (),
@@ -212,7 +242,11 @@ async def start_chat(
     passed_over: Mapping[int, str] = {}
     if options.resume_output_ids and (request.template.tools or request.thinking):
         passed_over = resumed_texts(engine_request, service.client.tokenizer)
+    template = request.template
     thinking = request.thinking is not None and request.thinking.left_open(
-        prompt, service.client.tokenizer
+        prompt,
+        service.client.tokenizer,
+        continued=template.continued,
+        answers=template.add_generation_prompt or template.continue_final_message,
     )
     return StartedChat(prompt, service.run((engine_request,), shortcut), passed_over, thinking)

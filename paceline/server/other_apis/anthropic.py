@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -29,11 +29,12 @@ from paceline.server.bodies.kinds import (
     unread_each,
 )
 from paceline.server.bodies.protocol import ChatRequest, RequestRules, parse_chat
-from paceline.server.bodies.tool_calls import TOOL_NAME
+from paceline.server.bodies.tool_calls import TOOL_NAME, Call
 from paceline.server.bodies.wire import Usage, encode
 from paceline.server.openai.answers import AnswerHead
-from paceline.server.openai.chat_pieces import chat_pieces
+from paceline.server.openai.chat_pieces import ChatPiece, Quiet, chat_pieces
 from paceline.server.service import Service
+from paceline.server.tool_formats import CallDelta
 
 __all__ = [
     "CountTokensBody",
@@ -347,35 +348,53 @@ async def messages_answer(
 ) -> bytes:
     """The body of an answer that is not streamed."""
     head = AnswerHead.of("msg", request_id, service)
-    thoughts: list[str] = []
-    text: list[str] = []
+    content: list[dict[str, Any]] = []
     last = None
     async with aclosing(chat_pieces(service, request, head, arrival)) as pieces:
-        async for piece in pieces:
-            thoughts.append(piece.reasoning)
-            text.append(piece.text)
-            last = piece
+        async for last in pieces:
+            for part in _parts(last):
+                _add(part, last.calls, content)
     assert last is not None, "an answer has a last piece"
-    said = "".join(text)
-    content: list[dict[str, Any]] = []
-    if thought := "".join(thoughts):
-        content.append({"type": "thinking", "thinking": thought, "signature": ""})
-    if said or not last.calls:
-        content.append({"type": "text", "text": said})
-    for call in last.calls:
-        content.append(
-            {
-                "type": "tool_use",
-                "id": call.id,
-                "name": call.name,
-                "input": object_of(call.arguments),
-            }
-        )
+    calls = iter(last.calls)
+    for block in content:
+        if block["type"] == "tool_use":
+            block["input"] = object_of(next(calls).arguments)
     return encode(
         _message(head)
-        | {"content": content, "usage": _usage(last.usage)}
+        | {"content": content or [{"type": "text", "text": ""}], "usage": _usage(last.usage)}
         | _stop(last.finish_reason, last.stop_reason, called=bool(last.calls))
     )
+
+
+# thoughts, text, or a piece of a call
+_Part: TypeAlias = tuple[str, str] | CallDelta
+
+
+def _parts(piece: ChatPiece) -> list[_Part]:
+    thoughts: list[_Part] = [("thinking", piece.reasoning)] if piece.reasoning else []
+    return thoughts + [("text", part) if isinstance(part, str) else part for part in piece.parts]
+
+
+def _begun(part: _Part, calls: list[Call]) -> dict[str, Any]:
+    """The empty block that a part is the first of."""
+    if isinstance(part, CallDelta):
+        call = calls[part.index]
+        return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+    return {"type": part[0], part[0]: ""} | ({"signature": ""} if part[0] == "thinking" else {})
+
+
+def _begins(part: _Part, block: str) -> bool:
+    """Whether a part begins a block of its own behind one of type ``block``."""
+    return part.name is not None if isinstance(part, CallDelta) else part[0] != block
+
+
+def _add(part: _Part, calls: list[Call], content: list[dict[str, Any]]) -> None:
+    """Append to the content of an answer; a call's arguments are left out."""
+    if _begins(part, content[-1]["type"] if content else ""):
+        content.append(_begun(part, calls))
+    if not isinstance(part, CallDelta):
+        kind, text = part
+        content[-1][kind] += text
 
 
 def _message(head: AnswerHead) -> dict[str, Any]:
@@ -408,11 +427,11 @@ async def messages_events(
 ) -> AsyncGenerator[bytes, None]:
     """The events of a streamed answer, from ``message_start`` to ``message_stop``."""
     head = AnswerHead.of("msg", request_id, service)
-    # the content block that is open: None, "thoughts", "text" or the number of a call
-    block: str | int | None = None
+    # the type of the content block that is open; empty: none is
+    block = ""
     index = -1
     started = False
-    start: dict[str, Any]
+    quiet = Quiet()
     async with aclosing(chat_pieces(service, request, head, arrival)) as pieces:
         async for piece in pieces:
             data = b""
@@ -420,36 +439,33 @@ async def messages_events(
                 started = True
                 message = _message(head) | {"usage": _usage(piece.usage)}
                 data = _event("message_start", message=message) + _event("ping")
-            if piece.reasoning:
-                if block != "thoughts":
-                    data += b"" if block is None else _event("content_block_stop", index=index)
-                    block, index = "thoughts", index + 1
-                    start = {"type": "thinking", "thinking": "", "signature": ""}
-                    data += _event("content_block_start", index=index, content_block=start)
-                delta = {"type": "thinking_delta", "thinking": piece.reasoning}
-                data += _event("content_block_delta", index=index, delta=delta)
-            if piece.text:
-                if block != "text":
-                    data += b"" if block is None else _event("content_block_stop", index=index)
-                    block, index = "text", index + 1
-                    start = {"type": "text", "text": ""}
-                    data += _event("content_block_start", index=index, content_block=start)
-                delta = {"type": "text_delta", "text": piece.text}
-                data += _event("content_block_delta", index=index, delta=delta)
-            for part in piece.call_deltas:
-                if block != part.index:
-                    data += b"" if block is None else _event("content_block_stop", index=index)
-                    block, index = part.index, index + 1
-                    call = piece.calls[part.index]
-                    start = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-                    data += _event("content_block_start", index=index, content_block=start)
-                if part.arguments:
-                    delta = {"type": "input_json_delta", "partial_json": part.arguments}
-                    data += _event("content_block_delta", index=index, delta=delta)
+            for part in _parts(piece):
+                if _begins(part, block):
+                    data += _event("content_block_stop", index=index) if block else b""
+                    begun = _begun(part, piece.calls)
+                    block, index = begun["type"], index + 1
+                    data += _event("content_block_start", index=index, content_block=begun)
+                if said := part.arguments if isinstance(part, CallDelta) else part[1]:
+                    data += _delta_event(block, index, said)
             if piece.finish_reason is not None:
-                data += b"" if block is None else _event("content_block_stop", index=index)
+                data += _event("content_block_stop", index=index) if block else b""
                 stop = _stop(piece.finish_reason, piece.stop_reason, called=bool(piece.calls))
                 data += _event("message_delta", delta=stop, usage=_usage(piece.usage))
                 data += _event("message_stop")
+            elif block and not data and quiet.has_lasted:
+                data = _delta_event(block, index, "")
             if data:
+                quiet.begin()
                 yield data
+
+
+_DELTAS: Final = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
+
+
+def _delta_event(block: str, index: int, said: str) -> bytes:
+    kind, name = _DELTAS[block]
+    return _event("content_block_delta", index=index, delta={"type": kind, name: said})

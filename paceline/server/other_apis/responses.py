@@ -12,14 +12,21 @@ from typing import Any, Final
 from paceline.http.errors import Reply, reply_to
 from paceline.server.bodies.wire import Usage, encode
 from paceline.server.openai.answers import AnswerHead
-from paceline.server.openai.chat_pieces import ChatPiece, chat_pieces
+from paceline.server.openai.chat_pieces import ChatPiece, Quiet, chat_pieces
 from paceline.server.openai.logprobs import TokenWriter, chat_logprobs
 from paceline.server.other_apis.responses_request import ResponsesRequest
 from paceline.server.prompts import truncated
 from paceline.server.response_store import StoredResponse
 from paceline.server.service import Service
+from paceline.server.tool_formats import CallDelta
 
 __all__ = ["cancel_response", "failed_event", "response_answer", "response_events"]
+
+# of an open item, an event that adds nothing
+_EMPTY_DELTAS: Final[dict[str | int | None, dict[str, Any]]] = {
+    "text": {"kind": "response.output_text.delta", "delta": "", "logprobs": []},
+    "thoughts": {"kind": "response.reasoning_text.delta", "delta": ""},
+}
 
 
 class ResponseBuilder:
@@ -41,6 +48,7 @@ class ResponseBuilder:
         # of tokens whose text is not out yet, such as a part of a character
         self._untold: list[Any] = []
         self._output: list[dict[str, Any]] = []
+        self._quiet = Quiet()
         # the output item that is open: None, "thoughts", "text" or the number of a call
         self._open: str | int | None = None
         self.body: dict[str, Any] = {
@@ -82,28 +90,43 @@ class ResponseBuilder:
         self._token_ids += piece.token_ids
         if self._request.chat.options.sampling.logprobs is not None:
             self._untold += chat_logprobs(piece.logprobs, self._writer).content
-        if piece.text:
-            if self._open != "text":
-                data += self._close(piece) + self._open_text()
-            self._text.append(piece.text)
-            data += self._text_event(
-                "response.output_text.delta", delta=piece.text, logprobs=self._tell()
-            )
-        if piece.call_deltas:
-            # what a call is written in is no text
-            self._untold = []
-        for part in piece.call_deltas:
-            if self._open != part.index:
-                data += self._close(piece) + self._open_call(piece, part.index)
-            if part.arguments:
-                data += self._item_event(
-                    "response.function_call_arguments.delta", delta=part.arguments
-                )
+        for part in piece.parts:
+            if isinstance(part, str):
+                data += self._take_text(piece, part)
+            else:
+                data += self._take_call(piece, part)
         if piece.finish_reason is not None:
             if not self._output:
                 data += self._open_text()
-            data += self._close(piece) + self._end(piece)
+            cut = piece.finish_reason == "length"
+            data += self._close(piece, cut=cut) + self._end(piece)
+        if data:
+            self._quiet.begin()
+        elif self._open in _EMPTY_DELTAS and self._quiet.has_lasted:
+            self._quiet.begin()
+            data = self._text_event(**_EMPTY_DELTAS[self._open])
         return data
+
+    def _take_text(self, piece: ChatPiece, text: str) -> bytes:
+        data = b""
+        if self._open != "text":
+            data = self._close(piece) + self._open_text()
+        self._text.append(text)
+        return data + self._text_event(
+            "response.output_text.delta", delta=text, logprobs=self._tell()
+        )
+
+    def _take_call(self, piece: ChatPiece, part: CallDelta) -> bytes:
+        # what a call is written in is no text
+        self._untold = []
+        data = b""
+        if self._open != part.index:
+            data = self._close(piece) + self._open_call(piece, part.index)
+        if part.arguments:
+            data += self._item_event("response.function_call_arguments.delta", delta=part.arguments)
+        plan = self._request.chat.template.tools
+        # a call that no grammar wrote comes whole
+        return data if plan is not None and plan.forced else data + self._close(piece)
 
     def failed(self, reply: Reply) -> bytes:
         """The event that ends the stream instead of the response."""
@@ -182,12 +205,11 @@ class ResponseBuilder:
             "response.output_item.added", output_index=len(self._output) - 1, item=item
         )
 
-    def _close(self, piece: ChatPiece) -> bytes:
-        """End the open item."""
+    def _close(self, piece: ChatPiece, *, cut: bool = False) -> bytes:
+        """End the open item; ``cut``: before its end."""
         if self._open is None:
             return b""
         item = self._output[-1]
-        cut = piece.finish_reason == "length"
         item["status"] = "incomplete" if cut else "completed"
         if self._open == "text":
             self._tell()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from paceline.server.tool_formats.base import CallDelta, Piece, ToolFormat, ToolParser, call_schema
+from paceline.server.tool_formats.forced import ForcedCalls
 from paceline.server.tool_formats.harmony import Harmony
 from paceline.server.tool_formats.hermes import Hermes
 from paceline.server.tool_formats.llama3_json import Llama3Json
@@ -13,6 +14,7 @@ from paceline.server.tool_formats.mistral import Mistral
 __all__ = [
     "TOOL_FORMATS",
     "CallDelta",
+    "ForcedCalls",
     "Piece",
     "ToolFormat",
     "ToolParser",

@@ -1,4 +1,4 @@
-"""What a tool format is, and what all of them share: reading one call as it is written.
+"""What a tool format is.
 
 A format says how a model writes calls into its text. Adding one is adding a file with a
 ``ToolFormat`` and a line in ``__init__``. Parsers see text in any pieces, take time in proportion
@@ -7,8 +7,7 @@ to it, and never evaluate it.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -16,7 +15,6 @@ from paceline.server.json_schema.check import with_refs
 
 __all__ = [
     "CallDelta",
-    "CallReader",
     "Piece",
     "ToolFormat",
     "ToolParser",
@@ -24,12 +22,10 @@ __all__ = [
     "held_back",
 ]
 
-_SPACE: Final = " \t\r\n"
-
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A piece of a call."""
+    """A piece of a call: all of it, unless the output was held to calls."""
 
     # which call of the output, from 0
     index: int
@@ -37,6 +33,8 @@ class CallDelta:
     name: str | None
     # JSON text, to be appended to what came before
     arguments: str
+    # that the model gave it; empty: none
+    id: str = ""
 
 
 # text for the caller, or a piece of a call
@@ -71,8 +69,9 @@ class ToolFormat(Protocol):
         """What a call's arguments are called in the model's text."""
         ...
 
-    def parser(self, *, forced: bool) -> ToolParser:
-        """``forced``: the output was held to ``rule`` and is calls from the first character on."""
+    def parser(self, names: Collection[str], *, held: bool = False) -> ToolParser:
+        """Of output that may be text and calls of ``names``; ``held``: to ``rule``, or to an answer
+        in JSON."""
         ...
 
     def rule(self, *, parallel: bool) -> str:
@@ -117,129 +116,3 @@ def held_back(text: str, mark: str) -> int:
         if mark.startswith(text[-count:]):
             return count
     return 0
-
-
-class CallReader:
-    """Reads one ``{"name": ..., "arguments": {...}}``, character by character.
-
-    Arguments come out as they are written, once the name is known. Feed it until ``done`` or
-    ``broken``; what it read is ``text``.
-    """
-
-    def __init__(self, index: int, name: str | None = None) -> None:
-        """With ``name``, what is read is the arguments alone."""
-        self.done = False
-        # not such an object after all, found out before anything of it was told
-        self.broken = False
-        self.named = False
-        self._index = index
-        self._name = name
-        self._bare = name is not None
-        self._chars: list[str] = []
-        self._depth = 0
-        self._quoted = False
-        self._escaped = False
-        # the member being read at depth 1: its key and where its value begins, in characters
-        self._key: str | None = None
-        self._start = 0
-        self._arguments_from: int | None = None
-        self._arguments_to: int | None = None
-        self._told = 0
-        if self._bare:
-            self._arguments_from = 0
-
-    @property
-    def text(self) -> str:
-        return "".join(self._chars)
-
-    def take(self, text: str) -> str:
-        """Read on; what is left of ``text`` once the call is over."""
-        for position, char in enumerate(text, 1):
-            self.feed(char)
-            if self.done or self.broken:
-                return text[position:]
-        return ""
-
-    def feed(self, char: str) -> None:
-        self._chars.append(char)
-        if self._quoted:
-            if self._escaped:
-                self._escaped = False
-            elif char == "\\":
-                self._escaped = True
-            elif char == '"':
-                self._quoted = False
-            return
-        if char == '"':
-            self._quoted = True
-        elif char in "{[":
-            self._depth += 1
-            if self._depth == 1:
-                self.broken = char != "{"
-                self._start = len(self._chars)
-        elif char in "}]":
-            if self._depth == 1:
-                self._end_of_member(len(self._chars) - 1)
-                self.done = True
-            self._depth -= 1
-        elif self._depth == 1 and char == ":" and self._key is None:
-            self._begin_value()
-        elif self._depth == 1 and char == ",":
-            self._end_of_member(len(self._chars) - 1)
-            self._start = len(self._chars)
-        elif self._depth == 0 and char not in _SPACE:
-            self.broken = True
-        elif char in _SPACE and self._arguments_from == len(self._chars) - 1:
-            # white space before the value is not part of it
-            self._arguments_from += 1
-        if self.done and not self.named and (self._name is None or self._arguments_from is None):
-            # no name: some other object
-            self.broken = self._name is None
-
-    def deltas(self) -> Iterator[CallDelta]:
-        """What is new since the last call."""
-        if self._name is None or self.broken:
-            return
-        if not self.named:
-            if self._arguments_from is None and not self.done:
-                return
-            self.named = True
-            yield CallDelta(self._index, self._name, "")
-        if self._arguments_from is None:
-            if self.done and not self._told:
-                self._told = 1
-                yield CallDelta(self._index, None, "{}")
-            return
-        end = len(self._chars) if self._arguments_to is None else self._arguments_to
-        if self._bare and self.done:
-            end = len(self._chars)
-        begin = self._arguments_from + self._told
-        if end > begin:
-            self._told += end - begin
-            yield CallDelta(self._index, None, "".join(self._chars[begin:end]))
-
-    def _begin_value(self) -> None:
-        key = _string("".join(self._chars[self._start : -1]))
-        self._key = "" if key is None else key
-        self._start = len(self._chars)
-        if self._key in ("arguments", "parameters") and self._arguments_from is None:
-            self._arguments_from = self._start
-
-    def _end_of_member(self, end: int) -> None:
-        if self._bare:
-            return
-        if self._key == "name" and self._name is None:
-            self._name = _string("".join(self._chars[self._start : end]))
-            self.broken = not self._name
-        elif self._key in ("arguments", "parameters") and self._arguments_to is None:
-            self._arguments_to = end
-        self._key = None
-
-
-def _string(text: str) -> str | None:
-    """The string that ``text`` is in JSON, None if it is none."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, str) else None

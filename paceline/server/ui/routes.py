@@ -29,6 +29,7 @@ from starlette.responses import Response, StreamingResponse
 
 from paceline.http.errors import HttpError
 from paceline.http.fields import show
+from paceline.http.sse import STREAM_HEADERS
 from paceline.http.web import host_name
 from paceline.server.responding import answering
 from paceline.server.service import Service
@@ -72,10 +73,10 @@ def ui_router(service: Service) -> APIRouter:
     async def root(request: Request) -> Response:
         if "text/html" not in request.headers.get("accept", ""):
             raise HttpError(404, f"there is no {request.method} /; the page for browsers is /ui/")
-        return _to_page(request)
+        return _to_page()
 
     async def bare(request: Request) -> Response:
-        return _to_page(request)
+        return _to_page()
 
     async def page(request: Request) -> Response:
         _refuse_strange_names(request, service)
@@ -114,7 +115,9 @@ def ui_router(service: Service) -> APIRouter:
             )
         except TooManyViewersError as error:
             raise HttpError(503, str(error)) from None
-        return StreamingResponse(frames, media_type=_FRAMES, headers=_API_HEADERS)
+        return StreamingResponse(
+            frames, media_type=_FRAMES, headers={**STREAM_HEADERS, **_API_HEADERS}
+        )
 
     @lru_cache(maxsize=1)
     def watched() -> Promises:
@@ -194,9 +197,9 @@ def _flag(request: Request, name: str) -> bool:
     return value == "1"
 
 
-def _to_page(request: Request) -> Response:
-    base = request.scope.get("root_path", "")
-    return Response(status_code=307, headers={"Location": f"{base}/ui/", "Vary": "Accept"})
+def _to_page() -> Response:
+    # relative: a proxy may have this server below the root of its host
+    return Response(status_code=307, headers={"Location": "ui/", "Vary": "Accept"})
 
 
 def _answer(request: Request, asset: Asset, keep: str) -> Response:

@@ -143,7 +143,7 @@ class ModelShape:
             ConfigError: not such a file; the message says which number is missing.
         """
         try:
-            data: Any = json.loads(path.read_text())
+            data: Any = json.loads(path.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read model shapes from {path}: {error}") from error
         entries = data if isinstance(data, list) else [data]

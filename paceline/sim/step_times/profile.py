@@ -337,7 +337,7 @@ def _model_of(folder: Path, prefix: str, models: Sequence[ModelShape]) -> ModelS
         if prefix.startswith(re.sub(r"-tp\d+$", "", path.name.removesuffix("-meta.yaml")))
     ]
     for path in sorted(metas, key=lambda path: len(path.name), reverse=True):
-        match = re.search(r"^model:\s*(\S+)", path.read_text(), re.MULTILINE)
+        match = re.search(r"^model:\s*(\S+)", path.read_text(encoding="utf-8-sig"), re.MULTILINE)
         if match:
             return ModelShape.named(match.group(1), models)
     raise ConfigError(f"{folder}: no {prefix}-meta.yaml that names a model at the left margin")
@@ -346,7 +346,7 @@ def _model_of(folder: Path, prefix: str, models: Sequence[ModelShape]) -> ModelS
 def _rows(path: Path, width: int) -> Iterator[Sequence[str]]:
     """Rows below the header. Raises ConfigError with file and line for any other width."""
     try:
-        with path.open(newline="") as lines:
+        with path.open(encoding="utf-8-sig", newline="") as lines:
             reader = csv.reader(lines)
             next(reader, None)
             for row in reader:

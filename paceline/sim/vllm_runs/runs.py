@@ -109,9 +109,9 @@ class VllmRun:
                 its model.
         """
         try:
-            meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
+            meta = _object(folder / "meta.json")
             hardware = folder / "config.json"
-            config: dict[str, Any] = json.loads(hardware.read_text()) if hardware.exists() else {}
+            config = _object(hardware) if hardware.exists() else {}
             raw = _rows(folder / "requests.jsonl")
             arguments = meta["engine_kwargs"]
             instance = config["nodes"][0]["instances"][0] if config else {}
@@ -173,6 +173,11 @@ def _positive(value: Any, name: str) -> int:
     if number < 1 or number != value:
         raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
     return number
+
+
+def _object(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8-sig"))
+    return found
 
 
 def _rows(path: Path) -> list[dict[str, float]]:

@@ -4,6 +4,7 @@
 
     FILE                                     a trace; its format is recognised
     azure:FILE?speedup=2&scale=0.25          the same, and it must be an azure trace
+    mooncake:FILE?unit=s&block=16            stamps in seconds, 16 tokens a hash
     lengths:FILE?rate=5&cv=2&n=1000          lengths drawn from any trace, new arrival times
     synthetic:rate=10,cv=4,prompt=lognormal(1020,1.2),output=fixed(128),n=10000
     clients:rate=10,clients=50,skew=1,spread=0.8,prompt=fixed(500),output=fixed(50),n=10000
@@ -16,6 +17,7 @@ This module does not know how arrivals are simulated.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,7 +33,9 @@ from paceline.sim.workload.traces import MOONCAKE_BLOCK, open_trace, read_length
 
 __all__ = ["open_workload", "parse_classes", "parse_lengths", "parse_seconds"]
 
-_TRACES = ("azure", "burstgpt", "arena", "mooncake", "recording", "trace")
+_log = logging.getLogger(__name__)
+
+_TRACES = ("azure", "burstgpt", "arena", "mooncake", "bailian", "recording", "trace")
 _GENERATED = ("lengths", "synthetic", "clients")
 _KINDS = (*_TRACES, *_GENERATED)
 
@@ -54,13 +58,15 @@ def open_workload(spec: str, *, seed: int = 0) -> Workload:
     start: Callable[[], Iterator[Arrival]]
     if kind in _TRACES:
         assert path is not None
-        trace = open_trace(path)
+        trace = open_trace(path, unit=options.text("unit"), block=options.whole("block"))
         if kind not in ("trace", trace.format):
             raise WorkloadError(f"{spec}: {path} is in {trace.format} format, not {kind}")
         if trace.timeless:
             raise WorkloadError(
                 f"{spec}: {path} has lengths only; say lengths:{path}?rate=... for arrival times"
             )
+        if doubt := trace.doubt():
+            _log.warning("%s: %s: unit= says which", path, doubt)
         start, prefix_block = trace.arrivals, trace.prefix_block
     elif kind == "lengths":
         assert path is not None

@@ -237,6 +237,40 @@ class TestStopStrings:
         assert finder.push("ab a", may_stop=False) == "ab "
         assert finder.push("b") == StopFound("", "ab")
 
+    @settings(max_examples=300)
+    @given(
+        stops=st.lists(st.text("ab*", min_size=1, max_size=4), min_size=1, max_size=3),
+        text=st.text("abc*", max_size=12),
+    )
+    def test_tokens_that_are_left_out_count_where_a_stop_has_them(
+        self, stops: list[str], text: str
+    ) -> None:
+        """``*`` is a token that is left out of the text."""
+        hidden = {"*"} if any("*" in stop for stop in stops) else set()
+        finder = StopStrings(stops, hidden=hidden)
+        said, found = "", None
+        for char in text:
+            result = finder.push(finder.mark("*") if char == "*" else char)
+            if isinstance(result, StopFound):
+                said, found = said + result.text, result.stop
+                break
+            said += result
+        said += "" if found is not None else finder.flush()
+        wanted, stop = first_stop(stops, text if hidden else text.replace("*", ""))
+        assert (said, found) == (wanted.replace("*", ""), stop)
+
+    def test_a_token_that_is_left_out_may_be_spelt_out(self) -> None:
+        stops, hidden = ["<end>now"], {"<end>"}
+        finder = StopStrings(stops, hidden=hidden)
+        assert finder.push("a<en") == "a"
+        assert finder.push("d>no") == ""
+        assert finder.push("w") == StopFound("", "<end>now")
+        finder = StopStrings(stops, hidden=hidden, include_in_output=True)
+        assert finder.push("a" + finder.mark("<end>")) == "a"
+        assert finder.push("now!") == StopFound("<end>now", "<end>now")
+        # one that no stop string has is not in the way
+        assert finder.mark("<other>") == ""
+
     def test_long_stops_do_not_cost_more_per_character(self) -> None:
         # 20,000 characters that keep matching almost all of a long stop: naive search is quadratic
         finder = StopStrings(["a" * 20_000 + "b"])

@@ -13,7 +13,7 @@ from paceline.core.request import FinishReason
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.text.output_processor import OutputProcessor, merge_outputs
-from paceline.engine.types import GenerationOutput, GenerationRequest
+from paceline.engine.types import GenerationOutput, GenerationRequest, Resume, ResumedChoice
 
 EOS = ByteTokenizer.IM_END
 
@@ -214,6 +214,38 @@ class TestStopStrings:
         assert outputs[0].choices[0].finish_reason == "stop"
         assert outputs[0].choices[0].stop_reason == "b"
         assert aborts == []
+
+    @pytest.mark.parametrize("skip", [True, False])
+    @pytest.mark.parametrize("stop", ["<|im_start|>", "<|im_start|>us", "\n<|im_start|>", "<|im_"])
+    def test_special_tokens_are_part_of_one(self, stop: str, skip: bool) -> None:
+        special = [ByteTokenizer.IM_START]
+        made = processor(request(stop=(stop,), skip_special_tokens=skip))
+        outputs, aborts = feed(
+            made,
+            update("r/0", "a"),
+            update("r/0", [ByteTokenizer.BOS, 10]),
+            update("r/0", special),
+            update("r/0", "use"),
+        )
+        text = "".join(out.choices[0].text for out in outputs)
+        if skip and stop == "<|im_":
+            # half of a token that is left out
+            assert text == "a\nuse" and not aborts
+            return
+        assert outputs[-1].choices[0].stop_reason == stop and aborts == ["r/0"]
+        said = "a\n" if skip else "a<|bos|>\n"
+        assert text == said.removesuffix(stop.split("<")[0])
+
+    def test_special_tokens_in_one_after_a_resume(self) -> None:
+        resumed = Resume(choices=(ResumedChoice(token_ids=(97, ByteTokenizer.IM_START)),))
+        made = processor(request(stop=("<|im_start|>us",), resume=resumed))
+        outputs, _ = feed(made, update("r/0", "us"))
+        assert outputs[-1].choices[0].stop_reason == "<|im_start|>us"
+
+    def test_half_of_a_surrogate_pair_in_one_is_never_found(self) -> None:
+        made = processor(request(stop=("\ud800", "<|im_start|>")))
+        outputs, _ = feed(made, update("r/0", "ab", finish=FinishReason.LENGTH))
+        assert outputs[-1].choices[0].text == "ab"
 
     def test_a_stop_token_flushes_what_was_held_back(self) -> None:
         made = processor(request(stop=("END",)))

@@ -119,6 +119,71 @@ async def test_a_prompt_that_opens_the_thoughts(
     assert (said["reasoning"], said["content"]) == (THOUGHTS.strip(), ANSWER)
 
 
+@pytest.fixture
+async def opened(anyio_backend: str) -> AsyncIterator[httpx.AsyncClient]:
+    """A model that begins within its thoughts; its template says nothing of them."""
+    client = null_client(Thinker(vocab_size=VOCAB, max_model_len=512))
+    config = ServerConfig(served_model_names=("tiny",), reasoning_parser="deepseek_r1")
+    async with connect(create_app(client, config)) as http:
+        yield http
+    await client.close()
+
+
+async def check_all_apis(http: httpx.AsyncClient, messages: Any, thoughts: str) -> None:
+    """What is thought and said in each API, whole and streamed, of a conversation that may end with
+    the beginning of the answer."""
+    goes_on = messages[-1]["role"] == "assistant"
+    body: dict[str, Any] = {"messages": messages, "continue_final_message": goes_on}
+    said = (await http.post(CHAT, json=body)).json()["choices"][0]["message"]
+    assert (said["reasoning"], said["content"]) == (thoughts or None, ANSWER)
+    chunks = events((await http.post(CHAT, json=body | {"stream": True})).text)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == thoughts
+    assert "".join(delta.get("content", "") for delta in deltas) == ANSWER
+    # there a last message by the assistant always goes on
+    body = {"messages": messages, "max_tokens": 100}
+    blocks = (await http.post("/v1/messages", json=body)).json()["content"]
+    wanted = [thoughts] * bool(thoughts) + [ANSWER]
+    assert [block.get("thinking") or block["text"] for block in blocks] == wanted
+    told = typed_events((await http.post("/v1/messages", json=body | {"stream": True})).text)
+    deltas = [event["delta"] for event in told if event["type"] == "content_block_delta"]
+    assert "".join(delta.get("thinking", "") for delta in deltas) == thoughts
+    assert "".join(delta.get("text", "") for delta in deltas) == ANSWER
+
+
+@pytest.mark.parametrize("begin", ["", "<think>\n"])
+async def test_thoughts_without_their_first_mark(
+    opened: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, begin: str
+) -> None:
+    monkeypatch.setattr(f"{__name__}.SCRIPT", begin + SCRIPT.removeprefix("<think>\n"))
+    asked = [{"role": "user", "content": "2 + 2?"}]
+    await check_all_apis(opened, asked, THOUGHTS.strip())
+    body: dict[str, Any] = {"messages": asked, "stream": False}
+    said = (await opened.post("/api/chat", json=body)).json()["message"]
+    assert (said["thinking"], said["content"]) == (THOUGHTS.strip(), ANSWER)
+    thought, text = (await opened.post("/v1/responses", json={"input": "2 + 2?"})).json()["output"]
+    assert thought["content"][0]["text"] == THOUGHTS.strip()
+    assert text["content"][0]["text"] == ANSWER
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+async def test_a_message_goes_on_within_its_thoughts(
+    http: httpx.AsyncClient,
+    opened: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+    by_name: bool,
+) -> None:
+    client = opened if by_name else http
+    asked = [{"role": "user", "content": "What does <think> do?"}]
+    monkeypatch.setattr(f"{__name__}.SCRIPT", f" see.\n</think>\n\n{ANSWER}")
+    await check_all_apis(
+        client, [*asked, {"role": "assistant", "content": "<think>\nLet me"}], " see."
+    )
+    monkeypatch.setattr(f"{__name__}.SCRIPT", ANSWER)
+    for before in ("<think>Hm.</think>\n\n4 is ", "4 is "):
+        await check_all_apis(client, [*asked, {"role": "assistant", "content": before}], "")
+
+
 async def test_a_grammar_leaves_no_place_for_thoughts(
     http: httpx.AsyncClient, tokenizer: ThinkingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

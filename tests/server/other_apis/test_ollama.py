@@ -100,11 +100,11 @@ async def test_calls_come_at_the_end_as_objects(
 ) -> None:
     """The model's words are chosen here."""
     count = UsageCount(1, explain=False)
-    calls = [Call("now", arguments=text) for text in ('{"zone": "CET"}', '{"zone')]
+    calls = [Call("now", "id", text) for text in ('{"zone": "CET"}', '{"zone')]
 
     async def pieces(*_: object) -> AsyncIterator[ChatPiece]:
-        yield ChatPiece(0, "", "Let me see.", [], calls[:1], (1,), (), None, None, count)
-        yield ChatPiece(0, "", "", [], calls, (2,), (), "tool_calls", None, count)
+        yield ChatPiece(0, "", ["Let me see."], calls[:1], (1,), (), None, None, count)
+        yield ChatPiece(0, "", [], calls, (2,), (), "tool_calls", None, count)
 
     monkeypatch.setattr(ollama, "chat_pieces", pieces)
     text, made, last = lines((await http.post(CHAT, json={"messages": MESSAGES})).text)

@@ -29,6 +29,9 @@ async def test_what_cannot_be_simulated_is_refused_when_it_is_sent(ask: Ask) -> 
         assert said in error["message"] and "paceline-what-if" not in error["message"]
     # the one before it is still there
     assert (await asker.tell())["trace_bytes"] == len(TRACE)
+    line = '{"timestamp": %d, "input_length": 9, "output_length": 1}\n'
+    told = (await asker.send("".join(line % (40 * n) for n in range(6)))).json()
+    assert told["requests"] == 6 and "25 a second, if stamps are milliseconds" in told["doubt"]
     assert [path.name for path in (asker.root / "1").iterdir()] == ["trace"]
 
 

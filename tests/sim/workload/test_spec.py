@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import statistics
 import tracemalloc
 from collections import Counter
@@ -193,6 +194,30 @@ def test_the_named_format_must_be_the_files(trace: Path, tmp_path: Path) -> None
     lengths.write_text("prompt_tokens,output_tokens\n1,2\n")
     with pytest.raises(WorkloadError, match="has lengths only; say lengths:"):
         open_workload(str(lengths))
+
+
+def test_traces_of_another_unit_and_block(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "t.jsonl"
+    row = {"input_length": 32, "output_length": 4, "hash_ids": [5, 6]}
+    path.write_text("".join(json.dumps(row | {"timestamp": 60 * n}) + "\n" for n in range(9)))
+    workload = open_workload(f"mooncake:{path}?unit=s&block=16&scale=0.5")
+    assert workload.prefix_block == 8
+    assert [arrival.at for arrival in workload] == [60 * n for n in range(9)]
+    assert not caplog.text
+    # where the unit is the format's, the numbers are said
+    open_workload(f"mooncake:{path}?block=16")
+    assert "9 requests come in 0.48 s, 16.6667 a second" in caplog.text
+    assert "they may be seconds: unit= says which" in caplog.text
+    for options, said in (
+        ("block=0", "block must be at least 1 token, got 0"),
+        ("unit=h", "unit is 'h'; known are s, ms, us, ns"),
+    ):
+        with pytest.raises(WorkloadError, match=said):
+            open_workload(f"{path}?{options}")
+    with pytest.raises(WorkloadError, match="unknown option unit"):
+        open_workload(f"lengths:{path}?rate=1&n=1&unit=s")
+    with pytest.raises(WorkloadError, match="mooncake format, not bailian"):
+        open_workload(f"bailian:{path}")
 
 
 def test_seconds() -> None:

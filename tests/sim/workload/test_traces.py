@@ -7,6 +7,7 @@ import itertools
 import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,8 +26,8 @@ def write(folder: Path, *lines: str) -> Path:
     return path
 
 
-def read(path: Path) -> list[Arrival]:
-    return list(open_trace(path).arrivals())
+def read(path: Path, **options: Any) -> list[Arrival]:
+    return list(open_trace(path, **options).arrivals())
 
 
 @pytest.mark.parametrize(
@@ -89,6 +90,105 @@ def test_mooncake_hashes_are_the_prefix(tmp_path: Path) -> None:
         Arrival(0.0, 1030, 6, prefix=(4, 9, 11)),
         Arrival(3.0, 512, 1, prefix=(4,)),
     ]
+
+
+# as the dataset's page shows its lines, but for the values
+BAILIAN = {
+    "chat_id": 7,
+    "parent_chat_id": -1,
+    "timestamp": 12.5,
+    "input_length": 40,
+    "output_length": 9,
+    "type": "text",
+    "turn": 1,
+    "hash_ids": [3, 1, 4],
+}
+
+
+def lines(folder: Path, *stamps: float, **fields: object) -> Path:
+    """A trace of JSON lines, as Mooncake has them unless ``fields`` say otherwise."""
+    row = {"input_length": 40, "output_length": 9} | fields
+    return write(folder, *(json.dumps(row | {"timestamp": stamp}) for stamp in stamps))
+
+
+def test_bailian_is_in_seconds_and_small_blocks(tmp_path: Path) -> None:
+    path = write(tmp_path, *(json.dumps(BAILIAN | {"timestamp": at}) for at in (12.5, 15, 21.25)))
+    trace = open_trace(path)
+    assert (trace.format, trace.prefix_block, trace.doubt()) == ("bailian", 16, "")
+    assert list(trace.arrivals()) == [
+        Arrival(at, 40, 9, prefix=(3, 1, 4)) for at in (0.0, 2.5, 8.75)
+    ]
+    assert read_lengths(path) == [(40, 9)] * 3
+    # one that was converted
+    assert read(path, unit="ms")[1].at == pytest.approx(0.0025)
+
+
+@pytest.mark.parametrize(("unit", "of_a_second"), [("s", 1), ("ms", 1e3), ("us", 1e6), ("ns", 1e9)])
+def test_units_and_blocks_that_are_named(tmp_path: Path, unit: str, of_a_second: float) -> None:
+    moments = (1.7e9, 1.7e9 + 2.5)
+    path = lines(tmp_path, *(at * of_a_second for at in moments), hash_ids=[1, 2, 3, 4, 5])
+    trace = open_trace(path, unit=unit, block=8)
+    assert trace.prefix_block == 8 and trace.doubt() == ""
+    assert [arrival.at for arrival in trace.arrivals()] == pytest.approx([0, 2.5], abs=1e-6)
+    table = write(tmp_path, AZURE, *(f"{at * of_a_second:.0f},4,5" for at in (1.7e9, 1.7e9 + 3)))
+    assert [arrival.at for arrival in read(table, unit=unit)] == pytest.approx([0, 3], abs=1e-6)
+
+
+def test_stamps_of_another_unit_are_no_load_of_a_thousand_times(tmp_path: Path) -> None:
+    """Refused where they can be of no other, and else told with the numbers."""
+    refused = [
+        (lambda: lines(tmp_path, 0, 10.5, 20.5), r"trace:2: timestamp is 10.5.* say unit=s"),
+        (lambda: lines(tmp_path, 1700000000, 1700000010), "moment of our time in seconds.*unit=s"),
+        (lambda: lines(tmp_path, 17 * 10**14), "in microseconds, not in milliseconds: say unit=us"),
+        (lambda: write(tmp_path, AZURE, "1700000000000,1,1"), "in milliseconds.* say unit=ms"),
+        (lambda: write(tmp_path, AZURE, "1.7e18,1,1"), "in nanoseconds, not in seconds"),
+        (
+            lambda: write(tmp_path, *[json.dumps(BAILIAN | {"timestamp": 1.7e12})]),
+            "in milliseconds, not in seconds: say unit=ms",
+        ),
+        (lambda: lines(tmp_path, 0, hash_ids=[1, 2, 3]), "40 tokens are at most 1 .*say block=16"),
+    ]
+    for path, said in refused:
+        with pytest.raises(WorkloadError, match=said):
+            read(path())
+    # a moment of our time in the format's own unit, or one that was named
+    assert len(read(lines(tmp_path, 1700000000000, 1700000009000))) == 2
+    assert len(read(lines(tmp_path, 0, 10.5, 20.5), unit="ms")) == 3
+    assert open_trace(lines(tmp_path, *range(0, 900, 60))).doubt() == (
+        "15 requests come in 0.84 s, 16.6667 a second, if stamps are milliseconds; they may be "
+        "seconds"
+    )
+    table = write(tmp_path, AZURE, *(f"{400 * n},1,1" for n in range(5)))
+    assert "5 requests come in 1600 s, 0.0025 a second" in open_trace(table).doubt()
+    assert open_trace(lines(tmp_path, *range(0, 900, 60)), unit="ms").doubt() == ""
+    # times that nothing is said against, dates, and none at all
+    for text in (
+        lambda: lines(tmp_path, 0, 800, 3000),
+        lambda: lines(tmp_path, 0, 0, 0),
+        lambda: write(tmp_path, AZURE, "0,1,1", "3,1,1"),
+        lambda: write(tmp_path, AZURE, "2024-05-10 00:00:00,1,1", "2024-05-11 00:00:00,1,1"),
+        lambda: write(tmp_path, "prompt_tokens,output_tokens", "1,1", "2,2"),
+    ):
+        assert open_trace(text()).doubt() == ""
+
+
+def test_units_and_blocks_of_what_has_none_are_refused(tmp_path: Path) -> None:
+    record(tmp_path / "run.jsonl")
+    dates = write(tmp_path, AZURE, "2024-05-10 00:00:00,1,1")
+    for path, options, said in (
+        (dates, {"unit": "ms"}, "unit= is of numbers, and this trace has dates"),
+        (dates, {"block": 16}, "block= is of hash_ids, and azure has none"),
+        (dates, {"unit": "h"}, "unit is 'h'; known are s, ms, us, ns"),
+        (tmp_path / "run.jsonl", {"unit": "s"}, "a recording says itself"),
+    ):
+        with pytest.raises(WorkloadError, match=said):
+            open_trace(path, **options)
+
+
+def test_lengths_need_no_unit_and_no_block(tmp_path: Path) -> None:
+    path = lines(tmp_path, 0, 10.5, hash_ids=[1, 2, 3])
+    assert read_lengths(path) == [(40, 9)] * 2
+    assert [a.at for a in open_trace(path, timed=False, block=16).arrivals()] == [0, 0]
 
 
 def test_our_own_recordings(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ function go(event, name) {
   if (event.metaKey || event.ctrlKey || event.shiftKey || event.button) return;
   // without a reload, which would forget the key and the conversation
   event.preventDefault();
-  history.pushState(null, "", `/ui/${name}`);
+  history.pushState(null, "", name);
   show(name);
 }
 
@@ -154,7 +154,7 @@ function App() {
           h("path", { d: "M6 22h6V10h6v8h8", fill: "none", stroke: "currentColor", "stroke-width": 3, "stroke-linejoin": "round", "stroke-linecap": "round" })),
         "Paceline"),
       h("nav", { "aria-label": "Pages" }, TABS.map(({ name, title }) =>
-        h("a", { href: `/ui/${name}`, "aria-current": tab.value === name ? "page" : undefined,
+        h("a", { href: name, "aria-current": tab.value === name ? "page" : undefined,
           onClick: (/** @type {MouseEvent} */ event) => go(event, name) }, title))),
       h("span", { class: "state", role: "status" },
         h("span", { class: problem.value ? "dot off" : "dot", "aria-hidden": "true" }),

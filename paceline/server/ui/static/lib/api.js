@@ -2,6 +2,9 @@
 import { signal } from "../vendor/preact.js";
 import { lines } from "./format.js";
 
+/** The server's address, which may be a path below a host's root: this module is ROOT/ui/v/VERSION/lib/api.js. */
+export const root = new URL("../../../..", import.meta.url).href.replace(/\/$/, "");
+
 const STORED = "paceline-key";
 const SESSION = "paceline-session";
 
@@ -49,7 +52,7 @@ export async function call(path, options = {}) {
   const headers = { ...options.headers };
   if (key.value) headers.Authorization = `Bearer ${key.value}`;
   if (typeof options.body === "string") headers["Content-Type"] = "application/json";
-  const response = await fetch(path, { ...options, headers, credentials: "omit", cache: "no-store" });
+  const response = await fetch(root + path, { ...options, headers, credentials: "omit", cache: "no-store" });
   if (response.ok) return response;
   const text = await response.text();
   let told = { message: text || response.statusText, param: null };
@@ -86,6 +89,8 @@ export async function* events(response) {
       if (!line.startsWith("data:")) continue;
       const data = line.slice(5).trim();
       if (data === "[DONE]") return;
+      // a keep-alive of some proxy
+      if (data === "") continue;
       yield JSON.parse(data);
     }
   }

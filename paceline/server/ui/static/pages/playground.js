@@ -1,6 +1,6 @@
 // Chat, completion and raw requests, and what became of each.
 import { h, signal, useEffect, useRef } from "../vendor/preact.js";
-import { ApiError, call, events, getJson, key } from "../lib/api.js";
+import { ApiError, call, events, getJson, key, root } from "../lib/api.js";
 import { bodyOf, FieldError, FIELDS, fieldOf } from "../lib/fields.js";
 import { visible } from "../lib/format.js";
 import { asCurl, asPython } from "../lib/snippets.js";
@@ -277,8 +277,8 @@ function Copies({ turn }) {
   const keyed = key.value !== "";
   return h("div", { class: "copies" },
     h(Copy, { label: "Copy", about: " the answer", text: () => turn.plain || turn.text.value }),
-    h(Copy, { label: "As curl", about: ", the request", text: () => asCurl(location.origin, path, body, keyed) }),
-    how !== "raw" && h(Copy, { label: "As Python", about: ", the request", text: () => asPython(location.origin, path, body, keyed) }));
+    h(Copy, { label: "As curl", about: ", the request", text: () => asCurl(root, path, body, keyed) }),
+    how !== "raw" && h(Copy, { label: "As Python", about: ", the request", text: () => asPython(root, path, body, keyed) }));
 }
 
 function Ask() {

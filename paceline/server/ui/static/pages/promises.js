@@ -121,7 +121,7 @@ function Shown() {
       ["met every target", kept(frame.attainment)], ["goodput, requests/s", plain(frame.goodput_per_s)], ["ended, requests/s", plain(frame.requests_per_s)],
       ["running", frame.running], ["waiting", frame.waiting], ["output tokens/s", plain(frame.output_tokens_per_s)],
     ].map(([name, value]) => h("div", { key: name }, h("dt", null, name), h("dd", null, value))))),
-    !some && h("p", { class: "notice" }, "No request ended in this time. Send one from the ", h("a", { href: "/ui/playground" }, "playground"), ", or look at a longer time."),
+    !some && h("p", { class: "notice" }, "No request ended in this time. Send one from the ", h("a", { href: "playground" }, "playground"), ", or look at a longer time."),
     h("div", { class: "cards" },
       h(Card, { id: "kept", title: "Kept, by class", wide: true },
         frame.classes.length ? h(Rows, { label: "Classes", names: [["Class"], ["Running", true], ["Waiting", true], ["Ended", true], ["Met", true], ["Since start", true], ["Missed"]],

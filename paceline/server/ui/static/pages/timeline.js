@@ -254,7 +254,7 @@ function Status() {
     draining && state === "live" && h("p", { class: "notice", role: "status" }, "The server is shutting down: what runs may end, nothing new is taken."),
     level > 0 && h("p", { class: "notice", role: "status" },
       ["", "The engine is busy: who computes what is told in one step of eight.", "The engine is very busy: steps are summed over 10 ms.", "The engine is too busy to tell of its steps."][level]),
-    !said && !history.count && h("p", { class: "notice empty-timeline" }, "No step in the last 60 s. Send a request from the ", h("a", { href: "/ui/playground" }, "playground"), ", and watch it here."),
+    !said && !history.count && h("p", { class: "notice empty-timeline" }, "No step in the last 60 s. Send a request from the ", h("a", { href: "playground" }, "playground"), ", and watch it here."),
   ];
   return found.filter(Boolean);
 }
@@ -364,8 +364,12 @@ export function Timeline({ shown }) {
     follow(stopper.signal);
     const timer = setInterval(() => { if (!document.hidden) words.value++; }, calm.matches ? 1000 : 250);
     const unsubscribe = news.subscribe(() => { if (!calm.matches) redraw(); });
-    // without movement: once a second
-    const still = setInterval(() => { if (calm.matches) redraw(); }, 1000);
+    // without movement: once a second, if there are any
+    let shownNews = -1;
+    const still = setInterval(() => {
+      if (calm.matches && shownNews !== news.value) redraw();
+      shownNews = news.value;
+    }, 1000);
     /** @type {any} */
     let away;
     const hidden = () => {
@@ -400,4 +404,4 @@ export function Timeline({ shown }) {
 }
 
 // for tests and for whoever asks in the console: what is drawn, as numbers
-/** @type {any} */ (globalThis).pacelineTimeline = { history, model, stories, view, take, find: byNumber, painter: () => painter };
+/** @type {any} */ (globalThis).pacelineTimeline = { history, model, stories, view, take, find: byNumber, painter: () => painter, heardAt: () => heardAt, pending: () => pending };

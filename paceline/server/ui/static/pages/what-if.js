@@ -9,6 +9,8 @@ import { forgetPair, nameOf, onKey, Pair, seen, sides } from "./what-if-pair.js"
 const told = signal(null);
 const failed = signal("");
 const sending = signal("");
+/** why the trace's times may be in another unit */
+const doubt = signal("");
 /** @type {{ value: { param: string | null, message: string } | null }} why the last job was refused */
 const bad = signal(null);
 /** @type {{ value: any }} what the form holds */
@@ -86,8 +88,9 @@ async function run() {
   try {
     if (workload === "trace" && file && file !== sent) {
       sending.value = `Sending ${visible(file.name)}.`;
-      const { trace_bytes } = await (await callAsTab("/ui/api/what-if/trace", { method: "PUT", body: file })).json();
+      const { trace_bytes, doubt: said } = await (await callAsTab("/ui/api/what-if/trace", { method: "PUT", body: file })).json();
       told.value = { ...told.value, trace_bytes };
+      doubt.value = said ?? "";
       sent = file;
     }
     sending.value = "Asking the server.";
@@ -145,7 +148,8 @@ function Form() {
       workload === "minutes" && h(Field, { name: "minutes", label: "Minutes" }, h("input", { ...about("minutes"), inputMode: "decimal" })),
       radio("workload", "trace", "A trace"),
       workload === "trace" && h(Field, { name: "trace", label: "File: CSV or JSON lines with times and lengths, up to 32 MiB", hint: "Formats: docs/simulator.md. It is deleted when the server ends." },
-        h("input", { type: "file", accept: ".csv,.jsonl,.json,.txt", "aria-invalid": bad.value?.param === "trace" ? "true" : undefined, "aria-describedby": bad.value?.param === "trace" ? "bad-trace" : undefined, onChange: (/** @type {any} */ event) => (file = event.target.files[0] ?? null) })),
+        h("input", { type: "file", accept: ".csv,.jsonl,.json,.txt", "aria-invalid": bad.value?.param === "trace" ? "true" : undefined, "aria-describedby": bad.value?.param === "trace" ? "bad-trace" : undefined, onChange: (/** @type {any} */ event) => { file = event.target.files[0] ?? null; doubt.value = ""; } })),
+      workload === "trace" && doubt.value && h("p", { class: "notice" }, `Of this trace, ${doubt.value}: convert them if so.`),
       bad.value?.param === "workload" && h("p", { class: "bad", id: "bad-workload", role: "alert" }, visible(bad.value.message))),
     h("fieldset", null, h("legend", null, "Policies"),
       choices.policies.map((/** @type {string} */ name) => h("label", { class: "tick", key: name },

@@ -107,15 +107,18 @@ export async function follow(stop) {
         if (link.value.state !== "live") link.value = { state: "live", why: "" };
         wait = 500;
         let began = heardAt;
+        // gauges are words: of them alone nothing is drawn
+        let fresh = false;
         for (const frame of decoder.feed(value)) {
           take(frame);
+          fresh ||= frame.frame !== "gauges";
           if (performance.now() - began > SLICE) {
             news.value++;
             await pause(0);
             began = performance.now();
           }
         }
-        news.value++;
+        if (fresh) news.value++;
       }
       link.value = { state: "retry", why: engine.value.draining ? "the server is shutting down" : "the stream ended" };
     } catch (error) {

@@ -1,0 +1,57 @@
+"""HTTP/1 and nothing else on a connection: ``Upgrade`` is ignored, as RFC 9110 (7.8) lets a server
+do, and the request is answered as it stands. ADR 26 says why it takes a reading of its own."""
+
+from __future__ import annotations
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+__all__ = ["PlainProtocol"]
+
+
+class PlainProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, for which a head with ``Upgrade`` is one like any other.
+
+    httptools stops behind such a head, and its parser goes on as if another request followed::
+
+        data        | head with Upgrade      | body, or the next request ...
+        1st parser    stops here: ^ offset
+        2nd parser    the same head without    data[offset:]
+                      its Upgrade lines
+
+    So a head that was read is written once more, from what the parser understood of it, and a
+    parser that knows of no upgrade frames what follows by it.
+    """
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        rest: bytes | memoryview = data
+        try:
+            while True:
+                try:
+                    self.parser.feed_data(rest)
+                    return
+                except HttpParserUpgrade as upgrade:
+                    # a view: a thousand such requests in one piece are not copied a thousand times
+                    rest = memoryview(rest)[upgrade.args[0] :]
+                head = self._head_without_upgrade()
+                self.parser = HttpRequestParser(self)
+                # as uvicorn sets it: what lies behind the last request of a connection is left
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+                self.parser.feed_data(head)
+        except HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def on_headers_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])

@@ -1,0 +1,133 @@
+"""Earlier calls of a conversation, as the chat template wants them.
+
+Callers have calls in one form: any id, and arguments that are an object. Mistral's templates take
+ids of nine letters and digits alone, and some templates want arguments as JSON text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from string import ascii_letters, digits
+from typing import Any, Final
+
+from paceline.core.errors import InvalidRequestError
+
+__all__ = ["render_with_calls", "wants_short_ids"]
+
+Messages = list[dict[str, Any]]
+
+_SHORT_ID: Final = re.compile(r"[A-Za-z0-9]{9}")
+_MARKS: Final = ("[TOOL_CALLS]", "[AVAILABLE_TOOLS]")
+_LENGTH: Final = re.compile(
+    r"\blength\b[\s()]{0,8}[!=]=\s{0,8}9\b|\b9\s{0,8}[!=]=[^\n%{}]{1,80}\blength\b"
+)
+_DIGITS: Final = digits + ascii_letters
+
+
+def wants_short_ids(template: str | None) -> bool:
+    """Whether a chat template takes ids of nine letters and digits alone: Mistral's."""
+    return template is not None and (
+        any(mark in template for mark in _MARKS) or _LENGTH.search(template) is not None
+    )
+
+
+def render_with_calls(
+    render: Callable[[Messages], str], messages: Messages, template: str | None
+) -> str:
+    """The text of a conversation. Arguments are objects, or JSON text where the template cannot
+    show them as objects. Raises what ``render`` raises."""
+    calls = list(_functions(messages))
+    if wants_short_ids(template):
+        messages = _with_short_ids(messages)
+    if not calls:
+        return render(messages)
+    try:
+        text = render(messages)
+    except InvalidRequestError as error:
+        # one that was stopped for what it takes is not tried again
+        if "was stopped" in str(error):
+            raise
+        try:
+            return render(_with_text(messages))
+        except InvalidRequestError:
+            raise error from None
+    if all(_shows(text, call["arguments"]) for call in calls):
+        return text
+    try:
+        other = render(_with_text(messages))
+    except InvalidRequestError:
+        return text
+    return other if all(_json(call["arguments"]) in other for call in calls) else text
+
+
+def _functions(messages: Messages) -> Iterator[dict[str, Any]]:
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            yield call["function"]
+
+
+def _json(arguments: dict[str, Any]) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def _shows(text: str, arguments: dict[str, Any]) -> bool:
+    """Whether a template has printed arguments, and not as Python writes them."""
+    if _json(arguments) in text or not arguments:
+        return True
+    return str(arguments) not in text and all(name in text for name in arguments)
+
+
+def _with_calls(messages: Messages, change: Callable[[int, dict[str, Any]], Any]) -> Messages:
+    """Messages with every call as ``change`` makes it, of its place among all and itself."""
+    place = 0
+    changed: Messages = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        if calls:
+            message = {**message, "tool_calls": [change(place + i, c) for i, c in enumerate(calls)]}
+            place += len(calls)
+        changed.append(message)
+    return changed
+
+
+def _with_text(messages: Messages) -> Messages:
+    def change(_: int, call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": _json(function["arguments"])}}
+
+    return _with_calls(messages, change)
+
+
+def _with_short_ids(messages: Messages) -> Messages:
+    """Ids that are not of that form are mapped, the same one to the same; a call without one gets
+    one, and results without one are those of the calls before them, in order."""
+
+    def change(place: int, call: dict[str, Any]) -> dict[str, Any]:
+        known = call.get("id")
+        return {**call, "id": _short(known if type(known) is str and known else f"call {place}")}
+
+    changed = _with_calls(messages, change)
+    open_ids: list[str] = []
+    for place, message in enumerate(changed):
+        if message.get("tool_calls"):
+            open_ids = [call["id"] for call in message["tool_calls"]]
+        elif message["role"] == "tool":
+            known = message.get("tool_call_id")
+            of = _short(known) if known else open_ids[0] if open_ids else _short("call")
+            open_ids = [call_id for call_id in open_ids if call_id != of]
+            changed[place] = {**message, "tool_call_id": of}
+    return changed
+
+
+def _short(call_id: str) -> str:
+    if _SHORT_ID.fullmatch(call_id):
+        return call_id
+    number = int.from_bytes(hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).digest())
+    short = ""
+    for _ in range(9):
+        number, rest = divmod(number, len(_DIGITS))
+        short += _DIGITS[rest]
+    return short

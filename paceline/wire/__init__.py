@@ -1,0 +1,1 @@
+"""What both ends of a connection read the same way: no sockets, no clocks, nothing else of ours."""
