@@ -46,11 +46,13 @@ def plain_runs(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str
 
 
 def test_policies_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = runs(capsys, *FIXED, "--policy", "fcfs,sjf", "--max-num-seqs", "2")
+    flags = (*FIXED, "--policy", "fcfs,sjf", "--max-num-seqs", "2")
+    flags += ("--max-wait", "0", "--queue-timeout", "0")
+    first, second = runs(capsys, *flags)
     assert (first["policy"], second["policy"]) == ("fcfs", "sjf")
     assert first["finished"] == second["finished"] == 60
     assert second["ttft"]["mean"] < 0.9 * first["ttft"]["mean"]
-    assert main([*FIXED, "--policy", "fcfs,sjf", "--max-num-seqs", "2"]) == 0
+    assert main(list(flags)) == 0
     table = capsys.readouterr().out
     assert f"{1e3 * first['ttft']['mean']:.1f}" in table
     assert "sjf: backends busy" in table
@@ -391,7 +393,7 @@ def test_tenants_have_figures_of_their_own(capsys: pytest.CaptureFixture[str]) -
     flags = ("simulate", "--workload", f"{WORKLOAD},tenants=a(9)+b(1)", *FIXED[3:])
     (found,) = runs(capsys, *flags)
     assert set(found["by_tenant"]) == {"a", "b"}
-    assert main([*flags]) == 0
+    assert main(list(flags)) == 0
     assert "TTFT mean of tenant b ms" in capsys.readouterr().out
 
 
