@@ -121,17 +121,12 @@ SITUATIONS: Final[Mapping[str, Situation]] = {
     "streams": Situation(
         "rate=12,cv=1,prompt=lognormal(40,0.6),output=lognormal(120,0.6),"
         "classes=stream(2,ttft=2,tpot=25ms)+standard(1)+best-effort(1)",
-        settings={"background_share": 0.1},
     ),
     # more than the machine can do, and a third of it without targets
     "overload": Situation(
         f"rate=9,cv=2,{LENGTHS},classes=interactive(1,ttft=1,tpot=100ms)+tight(1,ttft=0.4)"
         "+batch(1,deadline=30)+standard(2)+best-effort(1)",
-        settings={
-            "background_share": 0.1,
-            "max_predicted_wait_s": 8.0,
-            "best_effort_delay_s": 10.0,
-        },
+        settings={"max_predicted_wait_s": 8.0, "queue_timeout_s": 16.0},
     ),
     "tenants": Situation(
         f"rate=9,cv=4,{LENGTHS},classes=chat(1,ttft=3,tpot=100ms)+standard(1),"

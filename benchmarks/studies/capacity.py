@@ -49,7 +49,7 @@ SLOS: Final = {
 SAMPLE: Final = 2000
 # by name: fields of the scheduler's configuration, and whether requests say what they need
 SERVERS: Final[dict[str, tuple[dict[str, Any], bool]]] = {
-    "everything on": ({"policy": "deadline", "background_share": 0.1}, True),
+    "everything on": ({"policy": "deadline"}, True),
     "deadline order, fixed budget": (
         BASELINE | {"policy": "deadline", "max_num_batched_tokens": 256},
         True,

@@ -122,14 +122,7 @@ SWITCHES: Final[Mapping[str, Switch]] = {
     "coming back": _swap(pacing__deadlines__Deadlines___that_may_come_back=_no_entries),
     "must run": _swap(pacing__deadlines__Deadlines__must_run=_no_requests),
     # best effort
-    "background share": _set(background_share=None),
-    "ageing": _swap(pacing__ageing__Ageing__look=_nothing),
-    "rows for those passed over": Switch(
-        replaced={
-            "pacing.limits._MAX_SKIPPED_STEPS": _NEVER,
-            "pacing.limits._MAX_SAVING_STEPS": _NEVER,
-        }
-    ),
+    "best effort's share": _set(best_effort_share=0.0),
     # memory
     "look ahead at memory": _set(future_memory_check=False),
     "swapping": _set(preemption="recompute"),

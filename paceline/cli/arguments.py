@@ -123,6 +123,11 @@ _ELSEWHERE: Final = {
     "--quantization": "--dtype int8 or q4",
     "--trust-remote-code": "nothing: no code of a checkpoint is ever run",
 }
+# flags of earlier versions -> what does their work
+_RENAMED: Final = {
+    "--background-share": "--best-effort-share",
+    "--best-effort-delay": "--best-effort-share",
+}
 _SYNONYMS: Final = {
     "edf": "deadline", "fifo": "fcfs", "lifo": "priority", "shortest": "sjf", "spf": "sjf",
     "vtc": "fair", "wfq": "fair", "fp32": "float32", "bf16": "bfloat16", "half": "bfloat16",
@@ -134,6 +139,8 @@ def _nearest(word: str, known: Iterable[str]) -> str:
     known = list(known)
     if word in _ELSEWHERE:
         return f" (here that is {_ELSEWHERE[word]})"
+    if _RENAMED.get(word) in known:
+        return f" ({word} is now {_RENAMED[word]})"
     if _SYNONYMS.get(word) in known:
         return f" (did you mean {_SYNONYMS[word]}?)"
     near = difflib.get_close_matches(word, known, n=1)

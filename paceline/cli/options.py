@@ -6,7 +6,13 @@ import argparse
 
 from paceline.backends.topology import format_list, parse_list
 from paceline.cli.arguments import bounded_float, bounded_int, byte_count, size_list
-from paceline.cli.scheduling_options import ADMISSION, SCHEDULING, add_flags, given_settings
+from paceline.cli.scheduling_options import (
+    ADMISSION,
+    SCHEDULING,
+    add_flags,
+    given_settings,
+    naming_flags,
+)
 from paceline.cli.settings import EngineSettings
 from paceline.core.errors import ConfigError
 from paceline.core.pooling import CONVERTS, RUNNERS
@@ -275,6 +281,9 @@ def engine_settings(
 ) -> EngineSettings:
     """Settings from the flags of ``add_model_argument`` and ``add_engine_options``; fetches the
     model when needed."""
+    with naming_flags():
+        # before a model is fetched
+        settings = EngineSettings.of(**given_settings(args, (*SCHEDULING, *ADMISSION)))
     model = chosen_model(args)
     if args.backend == "null":
         name, path = "null", None
@@ -284,7 +293,7 @@ def engine_settings(
             )
     else:
         name, path = resolve_path(model)
-    return EngineSettings.of(
+    return settings.changed(
         model_name=name,
         model_path=path,
         backend=args.backend,
@@ -309,5 +318,4 @@ def engine_settings(
         null_step_time=args.null_step_time,
         log_level=log_level,
         log_format=log_format,
-        **given_settings(args, (*SCHEDULING, *ADMISSION)),
     )

@@ -4,7 +4,9 @@ simulate."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,6 +20,7 @@ from paceline.cli.arguments import (
 from paceline.cli.plugins import policy_names
 from paceline.cli.settings import EngineSettings
 from paceline.core.config import PREEMPTION_MODES
+from paceline.core.errors import ConfigError
 from paceline.core.policies import POLICIES
 
 __all__ = [
@@ -28,6 +31,7 @@ __all__ = [
     "default_settings",
     "given_settings",
     "ignored_flags",
+    "naming_flags",
 ]
 
 
@@ -368,3 +372,16 @@ def given_settings(args: argparse.Namespace, flags: tuple[Flag, ...]) -> dict[st
         for flag in flags
         if (value := getattr(args, flag.dest, None)) is not None
     }
+
+
+@contextmanager
+def naming_flags() -> Iterator[None]:
+    """In errors about settings that do not go together, call these what they are called here."""
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error)
+        for flag in (*SCHEDULING, *ADMISSION):
+            if flag.scale == 1.0:
+                text = re.sub(rf"\b{flag.field}=\b", f"{flag.name} ", text)
+        raise ConfigError(text) from None

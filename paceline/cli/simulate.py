@@ -20,6 +20,7 @@ from paceline.cli.scheduling_options import (
     add_flags,
     default_settings,
     given_settings,
+    naming_flags,
 )
 from paceline.core.errors import ConfigError
 
@@ -458,9 +459,11 @@ def _config(point: _Point, source: Source) -> ReplicaConfig:
         given["enable_prefix_caching"] = False
     if args.swap_space is not None:
         given |= _host_memory(args, source, args.block_size or config.cache.block_size)
+    with naming_flags():
+        scheduler = replace(config.scheduler, **_of(SchedulerConfig, given))
     return replace(
         config,
-        scheduler=replace(config.scheduler, **_of(SchedulerConfig, given)),
+        scheduler=scheduler,
         cache=replace(config.cache, **_of(CacheConfig, given)),
         pipeline_depth=given.get("pipeline_depth", config.pipeline_depth),
         max_tokens=args.max_tokens,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
-from typing import cast
 
 import pytest
 
-from benchmarks.studies.ablation import SITUATIONS, Situation, plans_of, same_plans
+from benchmarks.studies.ablation import SITUATIONS, plans_of, same_plans
 from benchmarks.studies.switches import SWITCHES, Switch
 
 # where it shows soonest
@@ -33,9 +31,7 @@ SHOWS = {
     "pressing": "bursts",
     "coming back": "bursts",
     "must run": "beyond-capacity",
-    "background share": "streams",
-    "ageing": "overload",
-    "rows for those passed over": "poisson",
+    "best effort's share": "streams",
     "look ahead at memory": "little-memory",
     "swapping": "little-memory",
     "victim by work lost": "little-memory",
@@ -55,17 +51,9 @@ def _everything_on(situation: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_switch_changes_a_plan_and_leaves_the_core_as_it_was(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_switch_changes_a_plan_and_leaves_the_core_as_it_was(name: str) -> None:
     situation = SHOWS[name]
     everything_on = _everything_on(situation)
-    if name == "ageing":
-        # with these arrivals no best-effort request waits for the study's ten seconds
-        own = SITUATIONS[situation]
-        sooner = replace(own, settings={**own.settings, "best_effort_delay_s": 5.0})
-        monkeypatch.setitem(cast(dict[str, Situation], SITUATIONS), situation, sooner)
-        everything_on = plans_of(situation, Switch())
     assert not same_plans(situation, SWITCHES[name], everything_on)
     if situation == "gpu":
         assert same_plans(situation, Switch(), _everything_on(situation))

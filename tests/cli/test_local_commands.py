@@ -140,6 +140,8 @@ def test_the_model_may_be_named_by_a_flag(command: str) -> None:
         (["--tensor-parallel-size", "2"], "start a server for each one"),
         (["-tp", "x"], "start a server for each one"),
         (["--gpu-memory-utilization", "0.9"], "(here that is --kv-cache-memory SIZE)"),
+        (["--best-effort-delay", "60"], "(--best-effort-delay is now --best-effort-share)"),
+        (["--background-share=0.1"], "(--background-share is now --best-effort-share)"),
         (["--ctx-size", "4096"], "(here that is --max-model-len)"),
         (["--scheduling-polcy", "fcfs"], "(did you mean --scheduling-policy?)"),
     ],

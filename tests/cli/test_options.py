@@ -133,7 +133,7 @@ def test_weights_refuse(text: str) -> None:
         (["--max-queue", "7"], "max_num_waiting", 7),
         (["--max-queue", "0"], "max_num_waiting", None),
         (["--max-wait", "7.5"], "max_predicted_wait_s", 7.5),
-        (["--queue-timeout", "7"], "queue_timeout_s", 7.0),
+        (["--queue-timeout", "70"], "queue_timeout_s", 70.0),
         (["--pressure-threshold", "0.5"], "pressure_threshold", 0.5),
     ],
 )

@@ -46,11 +46,13 @@ def plain_runs(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str
 
 
 def test_policies_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = runs(capsys, *FIXED, "--policy", "fcfs,sjf", "--max-num-seqs", "2")
+    flags = (*FIXED, "--policy", "fcfs,sjf", "--max-num-seqs", "2")
+    flags += ("--max-wait", "0", "--queue-timeout", "0")
+    first, second = runs(capsys, *flags)
     assert (first["policy"], second["policy"]) == ("fcfs", "sjf")
     assert first["finished"] == second["finished"] == 60
     assert second["ttft"]["mean"] < 0.9 * first["ttft"]["mean"]
-    assert main([*FIXED, "--policy", "fcfs,sjf", "--max-num-seqs", "2"]) == 0
+    assert main(list(flags)) == 0
     table = capsys.readouterr().out
     assert f"{1e3 * first['ttft']['mean']:.1f}" in table
     assert "sjf: backends busy" in table
@@ -114,13 +116,12 @@ SWAPS = ("--step-times", "roofline:L4,Qwen3-0.6B", "--num-blocks", "160", "--swa
         (WORKLOAD, ("--policy", "phase-aligned"), ("--coalesce-size", "1")),
         (WORKLOAD, ("--max-num-seqs", "2"), ("--max-queue", "3")),
         (WORKLOAD, ("--max-num-seqs", "2"), ("--max-wait", "0.5")),
-        (WORKLOAD, ("--max-num-seqs", "2"), ("--queue-timeout", "0.5")),
+        (WORKLOAD, ("--max-num-seqs", "2"), ("--max-wait", "0", "--queue-timeout", "0.5")),
         (LATE, (), ("--no-relegate-late",)),
         (LATE, (*STEEP, "--no-relegate-late"), ("--no-pace-admission",)),
         (MIXED, ("--policy", "priority", "--max-num-seqs", "2"), ("--priority-ageing", "0.1")),
-        (MIXED, ("--max-num-seqs", "4"), ("--best-effort-delay", "0")),
+        (MIXED, ("--max-num-seqs", "4"), ("--best-effort-share", "0.5")),
         (MIXED, (), ("--best-effort-step-ms", "500")),
-        (MIXED, (), ("--background-share", "0")),
         (SPARSE, (), ("--acceptance", "0.9,0.8")),
         (
             SPARSE,
@@ -392,7 +393,7 @@ def test_tenants_have_figures_of_their_own(capsys: pytest.CaptureFixture[str]) -
     flags = ("simulate", "--workload", f"{WORKLOAD},tenants=a(9)+b(1)", *FIXED[3:])
     (found,) = runs(capsys, *flags)
     assert set(found["by_tenant"]) == {"a", "b"}
-    assert main([*flags]) == 0
+    assert main(list(flags)) == 0
     assert "TTFT mean of tenant b ms" in capsys.readouterr().out
 
 
@@ -413,3 +414,33 @@ def test_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(list(tree.iter("svg"))) == 2 + 2 * 3
     assert "Latencies at 2 times the load" in "".join(tree.itertext())
     assert main([*FIXED, "--html", str(tmp_path / "no" / "page.html")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "wait", "timeout"),
+    [
+        (("serve", "--backend", "null"), ("--queue-timeout", "10"), 30, 10),
+        (("serve", "--backend", "null"), ("--max-wait", "61.5"), 61.5, 60),
+        (("serve", "--backend", "null"), ("--max-wait", "2", "--queue-timeout", "1"), 2, 1),
+        # before the model is looked for
+        (("serve", "nothing/of-this-name"), ("--queue-timeout", "10"), 30, 10),
+        (FIXED, ("--queue-timeout", "10"), 30, 10),
+    ],
+)
+def test_a_timeout_below_the_wait_is_refused_with_both_numbers(
+    capsys: pytest.CaptureFixture[str],
+    command: tuple[str, ...],
+    flags: tuple[str, ...],
+    wait: float,
+    timeout: float,
+) -> None:
+    assert main([*command, *flags]) == 2
+    said = capsys.readouterr().err.strip()
+    assert f"--queue-timeout {timeout:g} must be at least --max-wait {wait:g}" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_without_one_of_the_two_bounds_any_timeout_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (("--max-wait", "0", "--queue-timeout", "10"), ("--queue-timeout", "0")):
+        (run,) = runs(capsys, *FIXED, *flags)
+        assert run["finished"] == 60
