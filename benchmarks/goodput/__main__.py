@@ -184,7 +184,7 @@ def main() -> int:
     # by percentile
     flooded: dict[float, float] = {}
     shared: dict[float, float] = {}
-    long = None
+    long: dict[str, Any] | None = None
 
     def start(peer: Peer) -> Server:
         log = places.folder("logs") / f"goodput-{peer.name}.log"

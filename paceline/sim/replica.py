@@ -200,7 +200,8 @@ class Replica:
             for expired in scheduler.take_expired():
                 job = self._jobs.pop(expired.request_id)
                 job.retry_after = expired.error.retry_after
-                self._on_end(self, job, "waited too long", now)
+                expiry = expired.error.reason == "expired"
+                self._on_end(self, job, "waited too long" if expiry else expired.error.reason, now)
                 if self._recorder is not None:
                     self._recorder.ended((expired.request_id,), now)
 
