@@ -105,8 +105,8 @@ class Run:
             self._lengths = sorted(arrival.output_tokens for arrival in others)
         note = FirstTokenForecast.note
 
-        def noted(forecast: FirstTokenForecast, request: Request) -> float | None:
-            predicted = note(forecast, request)
+        def noted(forecast: FirstTokenForecast, request: Request, longest: float) -> float | None:
+            predicted = note(forecast, request, longest)
             number = int(request.request_id.partition("/")[0])
             self._last_noted = number
             if self._answer is None and predicted is not None and number in self._judged:

@@ -94,7 +94,7 @@ class Paced:
             pressing=pressing, evicted=evicted, seconds=allowance.seconds,
             background_seconds=background_seconds, ordinary_seconds=0.0,
             model=state.step_time, feasibility=feasibility, share=self.share, guard=guard,
-            kept=self.share.tokens(view),
+            kept=min(self.share.tokens(view), max(0, tokens - view.num_running)),
             added_seconds=self.budget.added_seconds(view), others=others,
             made_way_for=made_way_for,
         )  # fmt: skip

@@ -122,10 +122,6 @@ class Step:
         self.narrow_rows += num_rows
         self.narrow_keys += num_keys
 
-    def kept_beside(self, num_rows: int) -> int:
-        """Tokens that are kept for a request of a later pass beside a token for each row."""
-        return min(self.kept, max(0, self.budget - num_rows))
-
     # ------------------------------------------------------------------ admission
 
     def next(self, last: Tier, passed: Sequence[Request]) -> Request | Reason | None:

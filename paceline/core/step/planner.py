@@ -83,7 +83,7 @@ class Planner:
         later = sum(len(following.running) for following in passes[1:])
         reserved = later
         if is_first:
-            later += step.kept_beside(len(part.running) + later)
+            later += step.kept
             reserved = later + len(part.must_run) + step.reserved
         preempted = self._rows.extend(step, part.running, reserved, limited=not is_first)
         if held_by is None and preempted and self._running.requests:
