@@ -37,7 +37,7 @@ _RETRY_SECONDS: Final = 1.0
 _LEAST_RETRY: Final = 0.1
 # seconds until a caller is asked to come back, at most, where the wait is what is too long: it is
 # predicted from what is left over now, and no overload is known to last
-_MOST_RETRY: Final = 60.0
+_MOST_RETRY: Final = 300.0
 # times its target for the first token, at least, that a request may be predicted to wait
 _TARGETS_WAITED: Final = 4.0
 # waiting requests of one tenant for every place that is left in the queue, at most

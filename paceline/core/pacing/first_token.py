@@ -43,6 +43,8 @@ _PARTS: Final = 3
 _ARRIVALS: Final = 256
 _LATELY: Final = 60.0
 _FEW: Final = 8
+# part of the engine that is left over, at least, once an overload has ended
+_ROOM: Final = 0.25
 # waiting requests asked whether they will be late, at most
 _MAX_JUDGED: Final = 256
 # times the seconds after which a request is late: one that is predicted later than that is taken to
@@ -228,13 +230,13 @@ class FirstTokenForecast:
         return bool(self._state.config.relegate_late and self._targets.dues and not late.favoured)
 
     def seconds_each(self, request: Request) -> float:
-        """Seconds in which requests like this one find room that others leave, one after another;
-        0.0 while nothing was measured."""
+        """Seconds in which requests like this one find room that others leave, one after another,
+        once these leave some; 0.0 while nothing was measured."""
         if not self._state.step_time.ready:
             return 0.0
         self._steps_until(1.0)
         alone = self._lasting(self._each * _PARTS, request.num_new_tokens)
-        return alone / self._share.left_over(request, request.asked.arrival_time)
+        return alone / max(_ROOM, self._share.left_over(request, request.asked.arrival_time))
 
     def _without_late(self, request: Request) -> float:
         """Seconds until the request has a place if all before it yield that will be late."""
