@@ -332,7 +332,7 @@ def first_visit() -> dict[str, int]:
 
     assets = load_assets(BUILT_IN)
     assert assets is not None, "they are part of the package"
-    named = re.findall(rb'"/ui/v/[^/]+/([^"]+)"', assets.page.body)
+    named = re.findall(rb'"v/[^/]+/([^"]+)"', assets.page.body)
     wanted, seen = [name.decode() for name in named], set[str]()
     while wanted:
         name = wanted.pop()

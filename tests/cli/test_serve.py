@@ -267,7 +267,7 @@ def wait_until_running(server: ServerProcess, count: int) -> None:
     [
         ([*NULL, "--max-model-len", "9999"], "9999 exceeds the model's 8192 positions"),
         ([*NULL, "--num-blocks", "4", "--max-model-len", "100"], "the pool has 4"),
-        ([*NULL, "--max-num-batched-tokens", "4"], "max_num_batched_tokens=4"),
+        ([*NULL, "--max-num-batched-tokens", "4"], "--max-num-batched-tokens 4"),
         ([*NULL, "--num-blocks", "4", "--kv-cache-memory", "1MiB"], "both size the KV cache"),
         (["no-such-model"], "no model 'no-such-model'"),
         (["../escape"], "'..'"),
