@@ -12,12 +12,12 @@ from paceline.http.upstream import Headers
 
 __all__ = ["Dialect", "OpenAIDialect", "Translator", "checked"]
 
-# by endpoint, the list without which a whole answer is none
+# by endpoint, the lists of which a whole answer has one: some relays answer every API as a chat
 _LISTS: Final = {
     "/v1/chat/completions": ("choices",),
     "/v1/completions": ("choices",),
-    "/v1/responses": ("output",),
-    "/v1/messages": ("content",),
+    "/v1/responses": ("output", "choices"),
+    "/v1/messages": ("content", "choices"),
 }
 # of those for vectors, one of these. They need not be objects: ranks of SGLang are a list, and
 # vLLM's embeddings may be bytes (``encoding_format``)
