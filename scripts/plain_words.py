@@ -1,4 +1,4 @@
-"""Count the sentences that are hard to read, and list them: docstrings and comments that are no sentences.
+"""Count docstrings and comments that are hard to read, and list them.
 
     python scripts/plain_words.py [--list] [--limit] [FOLDER ...]
 
@@ -23,14 +23,16 @@ from typing import Final, NamedTuple
 
 # a docstring that begins so says something of a thing that it does not name
 HANGING: Final = frozenset(
-    "of by as at in on with without for from where when while until once beside besides after before"
-    " that those these which who whom whose whoever nobody what whatever if so than into to also only"
-    " not it they its their nothing none see".split()
+    ("of", "by", "as", "at", "in", "on", "with", "without", "for", "from", "where", "when", "while",
+     "until", "once", "beside", "besides", "after", "before", "that", "those", "these", "which",
+     "who", "whom", "whose", "whoever", "nobody", "what", "whatever", "if", "so", "than", "into",
+     "to", "also", "only", "not", "it", "they", "its", "their", "nothing", "none", "see")
 )  # fmt: skip
-# the same of the first line of a comment
+# the same for the first line of a comment
 LEADING: Final = frozenset(
-    "of what whatever who whom whose whoever that those which nobody".split()
-)
+    ("of", "what", "whatever", "who", "whom", "whose", "whoever", "that", "those", "which",
+     "nobody")
+)  # fmt: skip
 HIDDEN: Final = re.compile(r"\b(nobody|whoever)\b", re.IGNORECASE)
 # how many of each there may be below paceline/
 LIMITS: Final = {"docstring": 10, "comment": 100, "hidden": 10}
