@@ -40,7 +40,7 @@ _LEAST_RETRY: Final = 0.1
 _MOST_RETRY: Final = 300.0
 # times its target for the first token, at least, that a request may be predicted to wait
 _TARGETS_WAITED: Final = 4.0
-# waiting requests of one tenant for every place that is left in the queue, at most
+# waiting requests of one tenant, or before best effort, for every place left in the queue, at most
 _PER_PLACE: Final = 7
 # limits on waiting, at least, until those of requests that wait no more are dropped
 _FEW: Final = 64
@@ -148,10 +148,11 @@ class Door:
     def _check_places(self, request: Request, num_waiting: int, left: float) -> None:
         """Return if the queue has places for a request and its forks.
 
-        Where tenants are kept apart and there are several, one of them may have no more requests in
-        the queue than ``_PER_PLACE`` times the places that are left, so that other tenants find
-        one. It is the dynamic threshold of shared packet buffers (Choudhury and Hahne, IEEE/ACM ToN
-        6(2), 1998); no waiting request is dropped for it, and it needs no number of tenants.
+        Best effort, whose wait has no limit, may come while no more requests wait than
+        ``_PER_PLACE`` times the places that are left, so that other requests find one. Where
+        tenants are kept apart and there are several, the same holds for the requests of each. It is
+        the dynamic threshold of shared packet buffers (Choudhury and Hahne, IEEE/ACM ToN 6(2),
+        1998); no waiting request is dropped for it, and it needs no number of tenants.
 
         Args:
             left: places, once the newcomer's forks have theirs.
@@ -162,11 +163,13 @@ class Door:
         if left <= 0:
             why = f"{num_waiting} requests wait already, the limit is {limit}{wanted}"
             raise self._refusal("queue-full", why, predicted)
-        if (
-            tenants is None
-            or num_waiting + num_forks < _PER_PLACE * left
-            or not tenants.has_others(asked.tenant)
-        ):
+        if num_waiting + num_forks < _PER_PLACE * left:
+            return
+        if asked.slo.best_effort:
+            why = f"{num_waiting} requests wait already, and the {left + num_forks} places left of "
+            why += f"{limit} are for requests that are not best effort{wanted}"
+            raise self._refusal("queue-share", why, predicted)
+        if tenants is None or not tenants.has_others(asked.tenant):
             return
         running = sum(r.asked.tenant == asked.tenant for r in self._state.running.requests)
         own = tenants.unfinished(asked.tenant) - running

@@ -9,7 +9,8 @@ ordinary tasks beside real-time ones.
 
 Seconds are predicted ones of steps. A request that holds one of ``max_num_seqs`` places while all
 are taken, or blocks while memory is what requests wait for, costs that part of every step. What
-best effort gets from what others leave counts as served, so beside light load nothing is earned.
+best effort gets from what others leave counts as paid, for some seconds in advance too: under
+bursts it is served between them and costs promised work nothing.
 
 A late request that was never started is not best effort as its caller asked: it has no share where
 its wait is bounded by ``queue_timeout_s``, and gets what is left over until then.
@@ -38,6 +39,8 @@ _SAVED: Final = 1.0
 _OWED: Final = 5.0
 # seconds of earning: a larger debt is forgiven, so that the next request does not wait for longer
 _DEBT: Final = 20.0
+# seconds of earning: the most that what was left over counts as paid in advance
+_AHEAD: Final = 10.0
 # tokens of a small chunk, which can always be saved up for
 _TILE: Final = 16
 # one in so many steps is without background rows
@@ -108,16 +111,25 @@ class GuaranteedShare:
         granted = [request for request in own if request.granted]
         spent = max(0.0, seconds * self._part(granted) - charged)
         self.credit -= spent
-        if self.credit > 0.0 and own:
+        if own:
             left_over = seconds * self._part(own)
             if last.ordinary_seconds is not None:
                 time = (seconds - last.ordinary_seconds) * len(own) / num_running
                 left_over = max(left_over, time)
-            self.credit = max(0.0, self.credit - max(0.0, left_over - spent - charged))
+            free = max(0.0, left_over - spent - charged)
+            least = -self._share * (_SAVED if self._steady() else _AHEAD)
+            self.credit = max(min(self.credit, least), self.credit - free)
         self.credit = max(-_DEBT * self._share, min(self.credit, self._most(own)))
         for request in granted:
             lost = min(self._state.running.seconds_lost(request), _OWED * self._share)
             request.granted = self.credit > -max(_SAVED * self._share, lost)
+
+    def _steady(self) -> bool:
+        """Whether background work wants its share in every few seconds: unlike work with targets,
+        it has nothing else that bounds its wait."""
+        state, tier = self._state, Tier.BACKGROUND
+        waits = any(head.tier is tier for head in state.waiting.best_effort_heads())
+        return waits or bool(state.running.most_tokens[tier])
 
     def _note_promised(self, view: RunningView, last: Step, starts: float) -> None:
         """Count what the last step was for promised work."""
