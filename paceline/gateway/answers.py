@@ -101,12 +101,12 @@ class Answer:
     # ---------------------------------------------------------------- outgoing.Source
 
     def head(self) -> tuple[Headers, Headers] | None:
-        """See ``outgoing.Source``."""
+        """Return the headers of a stream that starts now; None: no engine is answering."""
         leg = self._leg
         return None if leg is None else (_headers_of(leg), self._notes())
 
     def hold_back(self) -> None:
-        """See ``outgoing.Source``."""
+        """Pause the engine's connection: too much waits for the caller."""
         if self._leg is not None and self._leg.connection is not None:
             self._leg.connection.pause()
 

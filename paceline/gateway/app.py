@@ -103,14 +103,14 @@ class _Call:
         return method
 
     async def send(self, message: Message) -> None:
-        """See ``outgoing.Call``. A method, because a closure over its call would be a reference
-        cycle."""
+        """Send a message, and common headers with the head. A method, because a closure over its
+        call would be a reference cycle."""
         if message["type"] == "http.response.start":
             message["headers"] = [*message["headers"], *self.begin()]
         await self.send_on(message)
 
     def begin(self) -> Headers:
-        """See ``outgoing.Call``."""
+        """Start the answer and return the headers that every answer has."""
         self.started = True
         headers = [(b"x-request-id", self.request_id.encode())]
         if self.settled is not None:

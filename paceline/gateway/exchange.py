@@ -2,7 +2,7 @@
 
 ::
 
-    Exchange   (a task a request)   Waiting -> Leg -> done | once more -> Answer
+    Exchange   (task per request)   Waiting -> Leg -> done | retry -> Answer
     Leg        (callbacks)          engine's bytes -> Splice -> caller's connection
 
 What an engine sends reaches the caller in the callback that read it. The task only wakes for the
@@ -92,7 +92,7 @@ class Exchange:
         self.names_stored = body.fields.get("previous_response_id", b"null") != b"null"
         self._receive = receive
         self._arrived = now()
-        # what was done to the answer, for its last chunk and its headers
+        # notes on the answer, for its last chunk and its headers
         self._note: dict[str, Any] = {}
         if asked != route.shown:
             # the key's budget does not cover the model that was asked for
@@ -190,7 +190,7 @@ class Exchange:
         leg.site.engine.load.prefixes.add(self._demand.prefix)
 
     def again(self, leg: Leg, left_out: frozenset[str]) -> tuple[bytes, frozenset[str]] | None:
-        """See ``Owner``."""
+        """Return the request without fields that the engine refused; see ``Owner``."""
         resumed = bool(self._attempts.num_resumes)
         names = self._sending.refused(leg.site, leg.status, bytes(leg.body), resumed=resumed)
         if names <= left_out:

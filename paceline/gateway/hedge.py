@@ -86,8 +86,8 @@ class Hedge:
         try:
             request = self._sending.request(site, resumed=False)
         except RequestError:
-            # what the second engine's API cannot express does not concern the first attempt, and is
-            # not paid for
+            # the second engine's API cannot express the request: that does not concern the first
+            # attempt, and nothing is paid for it
             return False
         if not self._attempts.may_hedge(now):
             return False

@@ -3,7 +3,7 @@
 ::
 
     POST /v1/responses, previous_response_id     only that engine can continue it
-    GET, DELETE, POST .../ID...                  passed on to the engine
+    GET, DELETE, POST .../ID...                  passed on to that engine
     POST /v1/files                               to an engine with the model of the first line
     POST /v1/batches                             to the engine that has the input file
     GET /v1/files, /v1/batches                   the lists of all engines, merged

@@ -408,7 +408,7 @@ class Leg:
         return f"no part of the answer for {limit:g} s" if now - self._heard_at > limit else ""
 
     def engine_gone(self, why: str) -> bool:
-        """See ``Running``. A request sent a moment ago gives the engine time for a sign of life."""
+        """Give a silent engine up, unless it was asked only a moment ago; see ``Running``."""
         waited = self._owner.now() - self._sign_at
         config = self._owner.config
         if waited <= config.silence or not (

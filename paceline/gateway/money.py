@@ -143,7 +143,7 @@ class Budget:
         return cls(parse_amount(match[1], "a budget"), window)
 
     def begins(self, now: float) -> str:
-        """Return the first day of the window that ``now`` (Unix seconds) lies in; "" of a total."""
+        """Return the first day of the window that holds ``now`` (Unix seconds); "" for a total."""
         day = datetime.datetime.fromtimestamp(now, datetime.UTC).date()
         if self.window == "total":
             return ""

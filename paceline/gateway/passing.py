@@ -61,13 +61,13 @@ class Passed:
         self._why: str | None = None
 
     def on_head(self, status: int, headers: Headers) -> None:
-        """See ``upstream.Sink``."""
+        """Take the head of the answer."""
         self.status, self.headers = status, headers
         if not self.head.done():
             self.head.set_result(None)
 
     def on_data(self, data: bytes) -> None:
-        """See ``upstream.Sink``."""
+        """Take a part of the body; pause the engine if too much waits."""
         self._parts.append(data)
         self._waiting += len(data)
         if self._waiting > _MOST_WAITING and self.connection is not None:
@@ -75,12 +75,12 @@ class Passed:
         self._wake.set()
 
     def on_end(self) -> None:
-        """See ``upstream.Sink``."""
+        """Note that the answer is complete."""
         self._ended = True
         self._wake.set()
 
     def on_lost(self, why: str) -> None:
-        """See ``upstream.Sink``."""
+        """Note that the connection ended before the answer did."""
         self._why = why
         if not self.head.done():
             self.head.set_exception(ConnectError(why))

@@ -82,7 +82,7 @@ class Picker:
             sites = self._fit(tier, route.path, demand, now, tried, only, reasons)
             roomy = [site for site in sites if not _probably_too_long(site, demand)]
             if not roomy:
-                # without a roomier engine, let the engine itself count the tokens
+                # probably too long everywhere: the engine itself counts the tokens
                 doubtful = doubtful or sites
                 continue
             pick = self._choose(roomy, demand, now)

@@ -132,7 +132,7 @@ def least_tokens(path: str, fields: Mapping[str, bytes]) -> int:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return 0
         if name == "prompt" and isinstance(told, list):
-            # of several prompts the longest counts, of ids all
+            # the longest of several prompts counts, and all of a list of ids
             counts = [_ids_or_words(item) for item in told]
             is_ids = all(isinstance(item, int) for item in told)
             words += len(told) * _WORDS_PER_TOKEN if is_ids else max(counts, default=0)
