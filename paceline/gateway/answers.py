@@ -42,7 +42,7 @@ class Answer:
         asked: the model's name as the caller knows it.
         splice: relay of the streamed answer; None: it is not streamed.
         note: what was done to the answer, for its headers and, by the splice, its last chunk.
-        now: seconds of a clock that never goes back.
+        now: clock, monotonic seconds.
         wake: set when there is something to flush, or the caller is gone.
     """
 
@@ -186,7 +186,7 @@ class Answer:
         await self._break(str(failure))
 
     async def break_off(self, why: str) -> None:
-        """End a stream that cannot go on with an error event."""
+        """Send an error event and end the stream, which cannot go on."""
         self.ended("broken")
         await self._break(why)
 

@@ -118,7 +118,7 @@ class Attempts:
         )
 
     def may_resume(self, now: float, last: Site, *, free: bool) -> bool:
-        """Whether a stream that broke at ``last`` may be resumed elsewhere; if so, pay for it."""
+        """Whether a stream that broke at ``last`` may resume elsewhere; if so, count and pay it."""
         splice = self._splice
         if (
             splice is None

@@ -159,7 +159,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     port: int = 8080
     # file of keys, as for ``paceline serve``
     api_key_file: str = ""
-    # per key, or per caller's address without keys: "60/minute", "100000/day"; "": no limit
+    # limit per key, or per caller's address without keys: "60/minute", "100000/day"; "": none
     rate_limit_requests: str = ""
     rate_limit_tokens: str = ""
     # cap on an answer under a token limit or budget, in tokens, if neither its caller sets a limit
@@ -178,9 +178,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # for dead
     silence: float = 1.2
     connect_timeout: float = 2.0
-    # until the first byte of an answer, or the first token of a stream; and between two parts of a
-    # stream, not counting comments and pings. An engine that answers polls may be slow, but not for
-    # ever. Between two blocks of an answer, an engine that pings has ``first_byte_timeout``
+    # time to an answer's first byte or a stream's first token, and between two parts of a stream,
+    # not counting comments and pings. An engine that answers polls may be slow, but not for ever;
+    # between two blocks of an answer, an engine that pings has ``first_byte_timeout``
     first_byte_timeout: float = 600.0
     stall_timeout: float = 60.0
     # attempts of one request, over all tiers
@@ -199,7 +199,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     hedge_below: float = 0.7
     # factor over its usual first-token times that makes an engine slow: it gets a trickle; 0: never
     slow_factor: float = 3.0
-    # until a returning engine has its full share again
+    # time until a returning engine has its full share again
     slow_start: float = 10.0
     # queue for engines at ``max_concurrent``: order, requests of one model at most, and time limit
     queue_policy: str = "deadline"

@@ -25,7 +25,7 @@ _RESPONSES: Final = "/v1/responses/input_tokens"
 COUNTING: Final = frozenset({_MESSAGES, _RESPONSES})
 # kinds with other APIs, and the counting endpoint that they have
 _OTHERS: Final = {"anthropic": _MESSAGES, "azure": ""}
-# headers of callers that engines get
+# callers' headers that are passed on to engines
 _VERSIONS: Final = (b"anthropic-version", b"anthropic-beta")
 # timeout of a count, s
 _SECONDS: Final = 30.0

@@ -23,7 +23,7 @@ _log = logging.getLogger("paceline.gateway")
 
 # the process's start time, in Prometheus' standard metric
 _STARTED: Final = "process_start_time_seconds"
-# s within which any answer, to a poll or a request, shows that the engine is alive
+# time for which any answer, to a poll or a request, shows the engine to be alive, s
 _ALIVE_SECONDS: Final = 1.0
 _MILDEST: Final[tuple[BreakerState, ...]] = ("closed", "half-open", "open")
 # tolerance of the start time, s: some engines recompute it from a clock that may be adjusted

@@ -58,7 +58,7 @@ class KindFacts:
     salts: bool = False
     # endpoint that lists its models; "": none
     models_path: str = "/v1/models"
-    # endpoint that tells context lengths which /v1/models lacks; "": none
+    # endpoint with the context lengths that /v1/models lacks; "": none
     context_path: str = ""
     # truncates prompts that are too long without saying so
     truncates: bool = False
@@ -113,7 +113,7 @@ KINDS: Final[Mapping[EngineKind, KindFacts]] = {
         context_path="/props",
         vectors=frozenset({"/rerank", "/v1/rerank"}),
     ),
-    # these tell no load: the gateway only sees what it sent and what has not ended
+    # these report no load: the gateway only sees what it sent and what has not ended
     "ollama": KindFacts(metrics_path="/api/version", context_path="/api/ps", truncates=True),
     "openai": KindFacts(metrics_path=""),
     "azure": KindFacts(metrics_path="", models_path="", idle=50.0),
@@ -177,7 +177,7 @@ def read_pressure(text: bytes, facts: KindFacts, now: float) -> Pressure:
 
 def read_contexts(body: bytes) -> Mapping[str, int]:
     """Return context lengths by model, "" for all models: of one slot from llama.cpp's /props, of
-    each loaded model from Ollama's /api/ps. Empty if the body tells none."""
+    each loaded model from Ollama's /api/ps. Empty if the body has none."""
     try:
         told = msgspec.json.decode(body, type=_Contexts)
     except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -47,7 +47,7 @@ class Owner(Protocol):
     # the request names a stored object: if the engine lacks that, it may still have the model
     names_stored: bool
 
-    # send a part to the caller; the second one ends the answer
+    # send a part to the caller; ``write_last`` also ends the answer
     write: Callable[[bytes], None]
     write_last: Callable[[bytes], None]
 

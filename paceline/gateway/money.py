@@ -112,7 +112,7 @@ class Prices:
         return max((price.of(used) for price in found if price is not None), default=0)
 
     def affords(self, places: Iterable[tuple[str, str]], prompt: int, amount: int) -> int:
-        """Return the output tokens that ``amount`` buys after a prompt, at the dearest site."""
+        """Return the output tokens that ``amount`` buys after a prompt, at the costliest site."""
         found = [self.find(*place) for place in places]
         return min(
             (

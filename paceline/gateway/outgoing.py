@@ -15,7 +15,7 @@ __all__ = ["Outgoing", "Source"]
 
 # bytes that may wait for the caller before the engine's connection is paused
 _MAX_BACKLOG: Final = 64 * 1024
-# headers of engines that callers get
+# engines' headers that are passed on to callers
 _ANSWER_HEADERS: Final = frozenset(
     {
         b"content-type",
@@ -40,7 +40,7 @@ class Call(Protocol):
     def send(self) -> Send: ...
 
     def begin(self) -> Headers:
-        """Start the answer and return the headers that every answer has. For a caller that bypasses
+        """Start the answer and return the headers that every answer has. For code that bypasses
         ``send``, which adds them itself."""
         ...
 

@@ -23,7 +23,7 @@ __all__ = ["Passed", "pass_on"]
 _MOST_WAITING: Final = 256 * 1024
 # size of an answer that is collected in full
 _MOST_WHOLE: Final = 64 << 20
-# headers of an engine's answer that callers get
+# engines' headers that are passed on to callers
 _ANSWER_HEADERS: Final = frozenset(
     {
         b"content-type", b"content-disposition", b"retry-after", b"x-should-retry",

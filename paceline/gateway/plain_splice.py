@@ -199,7 +199,7 @@ class PlainSplice:
         return held
 
     def _reports_error(self, name: bytes, payload: bytes) -> bool:
-        """Whether its name, its type, or an ``error`` field (no API has one) reports one."""
+        """Whether name, type or an ``error`` field (not in these APIs) reports an error."""
         if name in self.fails or names_error(name):
             return True
         # inside a string every quote is escaped, so this never matches text

@@ -36,7 +36,7 @@ _TEXT_KEYS: Final = frozenset(
     {b"content", b"text", b"prompt", b"input", b"query", b"instructions", b"system", b"arguments",
      b"output", b"thinking"}
 )  # fmt: skip
-# runs that tokenizers have tokens for, JSON-encoded, and the share of a run's bytes that is saved
+# runs that tokenizers have tokens for, JSON-encoded, and the share of a run's bytes not counted
 _RUNS: Final = (
     b"        ", rb"\n\n\n\n", rb"\t\t\t\t", b"========", b"--------", b"________", b"********",
     b"########", b"........", b"~~~~~~~~",

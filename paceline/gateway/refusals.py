@@ -94,7 +94,7 @@ def retry_after(headers: Headers, now: Callable[[], float] = time.time) -> float
 
 
 def rest_of(status: int, headers: Headers) -> float:
-    """Return the cooldown, in seconds, that a refusal asks for the model; 0.0: none is given, or
+    """Return the cooldown, in seconds, that a refusal sets for the model; 0.0: none is given, or
     the refusal concerns only this request."""
     if meaning_of(status) != "passing" or is_of_the_request(headers):
         return 0.0

@@ -70,7 +70,7 @@ class Plan:
     most: int
     # most tokens that an engine is asked for per answer; None: the caller set a limit
     cap: int | None = None
-    # the prompt's share of the context, next to an answer
+    # prompt tokens that share the context with an answer
     beside: float = 0.0
 
     @classmethod

@@ -74,7 +74,7 @@ class Route:
     longer: Route | None = None
     # the requested name, if ``model`` has a ``*``
     asked: str = ""
-    # never sent to a cloud, also by models that serve in place of this one
+    # whether no cloud may serve it, also through models that stand in for this one
     local_only: bool = False
     # endpoint of the request
     path: str = ""

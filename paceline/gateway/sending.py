@@ -28,7 +28,7 @@ _BOUND_TO_TOKENS: Final = (
     "continue_final_message",
 )  # fmt: skip
 _TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
-# headers of callers that engines get
+# callers' headers that are passed on to engines
 _REQUEST_HEADERS: Final = frozenset(
     {
         *_TRACE_HEADERS,

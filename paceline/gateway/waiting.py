@@ -96,7 +96,7 @@ class Waiting:
         self, what: Coroutine[Any, Any, _T], undo: Callable[[_T], None] = lambda _: None
     ) -> _T:
         """Await ``what`` unless the caller hangs up, which raises ClientDisconnectedError. On any
-        error ``what`` is cancelled, and ``undo`` is called with a result that it still had."""
+        error ``what`` is cancelled, and ``undo`` is called with a result that it had by then."""
         waiting = asyncio.ensure_future(what)
         try:
             await self._while_there(waiting)

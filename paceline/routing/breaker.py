@@ -127,7 +127,7 @@ class Breaker:
         self._count(now, 0, 1)
         settings = self._settings
         if self._opened:
-            # requests sent before it opened tell nothing new
+            # requests sent before it opened say nothing new
             if now >= self._open_until:
                 self._open(now)
             return

@@ -26,7 +26,7 @@ RELIEVED: Final = 0.83
 FULL: Final = 0.95
 # weight of one first token in what is usual for an engine
 _USUAL_STEP: Final = 0.02
-# level of a Paceline engine's pressure valve from which running requests are preempted
+# level of a Paceline engine's pressure valve from which it preempts best-effort work
 _PRESSED_LEVEL: Final = 3.0
 
 
