@@ -1,24 +1,24 @@
-"""A gateway before any engines with OpenAI's API: it sends each request where it will be answered
-soonest, elsewhere when an engine fails, and goes on with a stream whose engine died.
+"""Gateway in front of engines with OpenAI's API: it sends each request to the engine predicted to
+answer soonest, retries on another engine after a failure, and resumes streams whose engine died.
 
 ::
 
-    engines    what is known of each       kinds     what each kind of engine tells
-    routes     from a model's name to engines        pick      which engine
-    aliases    names with a *
-    turns      whose turn it is            slot_queue         the scheduler of that
-    bodies     a request's few fields      config    the file
-    exchange   one request on its way      leg       a request at one engine
-    waiting    until it may be sent        hedge     a second engine for a late first token
-    attempts   whether it may be tried once more     refusals  what a refusal means
-    answers    what its caller is told     outgoing  the caller's connection
-    splice     one stream of several       shape     what its chunks have in common
-    bill       what its key is charged
-    dialects   APIs other than OpenAI's    caller    who asks, and what they allow
+    engines    state of each engine        kinds     metrics and features by kind of engine
+    routes     model name -> engines       pick      choice of an engine
+    aliases    model names with a *
+    turns      queues for busy engines     slot_queue         the scheduler behind a queue
+    bodies     request fields              config    the file
+    exchange   one request, start to end   leg       one attempt: a request at one engine
+    waiting    wait until it may be sent   hedge     a second engine for a late first token
+    attempts   retry decisions             refusals  meaning of an engine's refusal
+    answers    response to the caller      outgoing  the caller's connection
+    splice     one stream out of several   shape     common parts of a stream's chunks
+    bill       usage charged to the key
+    dialects   APIs other than OpenAI's    caller    the caller and its permissions
     app        endpoints                   lifecycle bind, serve, drain
 
-Which engine gets a request, breakers and budgets are ``routing``'s; connections to callers, keys
-and errors are ``http``'s.
+``routing`` holds the choice of an engine, breakers and budgets; ``http`` holds connections to
+callers, keys and errors.
 """
 
 from paceline.gateway.app import Gateway

@@ -1,20 +1,20 @@
-"""What an engine can do, as it says itself, or as a request of one token shows.
+"""Capabilities of an engine, as it advertises them or as one-token requests show them.
 
-The table of kinds (``kinds``) says what engines of a kind can do in general; a version that is
-older or newer, or a server that only looks like one of the kind, does something else. So each is
-asked once, in what its kind says of itself:
+The table of kinds (``kinds``) says what engines of a kind can do in general; an older or newer
+version, or a server that only resembles the kind, may differ. So each engine is asked once, at the
+endpoints of its kind:
 
-* Paceline, vLLM, SGLang: ``/openapi.json``, which lists the fields of a chat; vLLM without it
+* Paceline, vLLM, SGLang: ``/openapi.json``, which lists the fields of a chat; for a vLLM without it
   ``/tokenize``, which renders a chat with and without ``continue_final_message``;
-* SGLang: ``/server_info``, older ``/get_server_info``: context and version;
+* SGLang: ``/server_info``, or the older ``/get_server_info``: context length and version;
 * llama.cpp: ``/props``: context of a slot, slots, build; ``/apply-template``, whose prompt ends
-  with what was said so far where that is continued;
+  with the last assistant message if the engine continues it;
 * Ollama: ``/api/version``, and ``/api/show`` for the context that a model is configured with.
 
-What none of these says may be tried (``probe = "try"``): a chat that asks for both
-``continue_final_message`` and ``add_generation_prompt`` is refused, and costs nothing, where the
-first is known; a chat of one token shows whether ids come with it. What is left open is None, and
-the kind's table holds. Knows no engines and no sockets: how to ask is an argument.
+Whatever the engine does not advertise may be probed (``probe = "try"``): an engine that knows
+``continue_final_message`` refuses a chat that also sets ``add_generation_prompt``, at no cost; a
+chat of one token shows whether token ids are returned. Unknown capabilities are None and fall back
+to the kind's table. This module knows no engines and no sockets: ``ask`` is an argument.
 
 Sources: vLLM 0.32.0 ``entrypoints/serve/tokenize``, llama.cpp ``tools/server/server-common.cpp``
 and ``server-context.cpp`` (the releases that ``make test-upstreams`` runs); SGLang's native API,
@@ -31,13 +31,13 @@ from paceline.gateway.config import EngineKind
 
 __all__ = ["ABILITIES", "Abilities", "Ask", "find_abilities"]
 
-# of a path, and of a body that is posted there: status and what the JSON of the answer holds;
-# (0, None) where there is no answer, or no JSON
+# GET of a path, or POST of a body: returns the status and the decoded JSON, or (0, None) without an
+# answer or without JSON
 Ask = Callable[[str, Mapping[str, Any] | None], Awaitable[tuple[int, Any]]]
 
 Source = Literal["engine", "tried"]
 
-# fields of a chat, by ability
+# capability -> field of a chat request
 ABILITIES: Final[Mapping[str, str]] = {
     "token_ids": "return_token_ids",
     "resume": "resume_output_ids",
@@ -49,31 +49,31 @@ _MESSAGES: Final = (
     {"role": "user", "content": "Count."},
     {"role": "assistant", "content": _SAID_SO_FAR},
 )
-# of Ollama's models, how many are asked for
+# models of an Ollama engine that are asked about, at most
 _MOST_MODELS: Final = 32
 
 
 @dataclass(slots=True)
 class Abilities:
-    """Of one engine; what is not known is None, and the kind's table holds."""
+    """Capabilities of one engine; an unknown one is None, and the kind's table holds."""
 
-    # sends the ids of tokens with ``return_token_ids``
+    # returns token ids for ``return_token_ids``
     token_ids: bool | None = None
-    # goes on behind ``resume_output_ids``
+    # resumes behind ``resume_output_ids``
     resume: bool | None = None
-    # goes on behind a last assistant message with ``continue_final_message``
+    # continues a last assistant message with ``continue_final_message``
     continues: bool | None = None
-    # tokens that one request may have, by model; "": any
+    # context length in tokens, by model; "": any model
     contexts: dict[str, int] = field(default_factory=dict)
-    # requests that it runs at once
+    # requests that run at once
     slots: int | None = None
     version: str = ""
-    # by ability, how it was found out
+    # capability -> how it was found out
     sources: dict[str, Source] = field(default_factory=dict)
 
     @property
     def answered(self) -> bool:
-        """Whether anything was found out."""
+        """Whether the engine revealed anything."""
         return bool(self.sources or self.contexts or self.slots or self.version)
 
     def learn(self, ability: str, value: bool, source: Source) -> None:
@@ -84,11 +84,11 @@ class Abilities:
 async def find_abilities(
     kind: EngineKind, ask: Ask, models: Sequence[str], *, tries: bool
 ) -> Abilities:
-    """What an engine of ``kind`` can do.
+    """Find out what an engine of ``kind`` can do.
 
     Args:
-        models: that it has.
-        tries: whether it may be sent requests for a token, where it says nothing.
+        models: the engine's models.
+        tries: whether one-token requests may probe what the engine does not advertise.
     """
     found = Abilities()
     if kind in ("paceline", "vllm", "sglang"):
@@ -109,7 +109,7 @@ async def find_abilities(
 
 
 async def _object(ask: Ask, path: str, body: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-    """Of a good answer; empty where there is none."""
+    """Return the JSON object of an answer with status 200; empty for any other answer."""
     status, told = await ask(path, body)
     return told if status == 200 and isinstance(told, dict) else {}
 
@@ -125,14 +125,14 @@ def _count(told: Any, name: str) -> int | None:
 
 
 def _at(told: Any, *names: str) -> Any:
-    """What lies there; None: nothing does."""
+    """Return the value at a path of names; None if it is missing."""
     for name in names:
         told = told.get(name) if isinstance(told, dict) else None
     return told
 
 
 async def _read_fields(found: Abilities, ask: Ask) -> None:
-    """The fields that the description of its API has for a chat."""
+    """Read the chat fields that ``/openapi.json`` lists."""
     told = await _object(ask, "/openapi.json")
     schema = _at(
         told, "paths", _CHAT, "post", "requestBody", "content", "application/json", "schema"
@@ -141,14 +141,14 @@ async def _read_fields(found: Abilities, ask: Ask) -> None:
     if isinstance(name, str):
         schema = _at(told, "components", "schemas", name.rpartition("/")[2])
     fields = _at(schema, "properties")
-    # one without messages describes something else
+    # a schema without messages describes something else
     if isinstance(fields, dict) and "messages" in fields:
         for ability, wanted in ABILITIES.items():
             found.learn(ability, wanted in fields, "engine")
 
 
 async def _compare_prompts(found: Abilities, ask: Ask, model: str) -> None:
-    """A chat that is gone on with lacks the end of its last message."""
+    """Tell from two token counts whether a chat is continued: then its last message has no end."""
     counts = []
     for goes_on in (True, False):
         body = {
@@ -203,7 +203,7 @@ async def _read_ollama(found: Abilities, ask: Ask, models: Sequence[str]) -> Non
 
 
 async def _try(found: Abilities, ask: Ask, model: str) -> None:
-    """What nothing was said of, by requests for a token each."""
+    """Probe, with one-token requests, what the engine did not advertise."""
     if found.continues is None:
         status, told = await ask(
             _CHAT,
@@ -215,7 +215,7 @@ async def _try(found: Abilities, ask: Ask, model: str) -> None:
                 "add_generation_prompt": True,
             },
         )
-        # who knows both fields refuses them together; who lists them as unknown does not say "both"
+        # if both fields are known, their combination is refused; other refusals do not say "both"
         if status == 200:
             found.learn("continues", False, "tried")
         elif _refuses(status, told, "continue_final_message"):
@@ -238,5 +238,5 @@ async def _try(found: Abilities, ask: Ask, model: str) -> None:
 
 
 def _refuses(status: int, told: Any, field: str) -> bool:
-    """Whether the request failed for this field of it, and not for anything else."""
+    """Whether the request was refused because of this field."""
     return status in (400, 422) and field in str(told).lower()

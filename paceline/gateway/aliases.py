@@ -1,10 +1,10 @@
-"""Models whose name has a ``*``: one entry of the configuration for all names that look alike.
+"""Model names with a ``*``: one entry of the configuration serves all names that match it.
 
 ::
 
-    name "gpt-*"    asked for gpt-4o-mini     "*" stands for 4o-mini
+    name "gpt-*"    requested: gpt-4o-mini    "*" stands for 4o-mini
     target "a:small"      the model small     "a:cloud-*"    the model cloud-4o-mini
-    target "a"            gpt-4o-mini, or the only model that a has
+    target "a"            gpt-4o-mini, or engine a's only model
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Final
 
 __all__ = ["Aliases", "fill", "is_alias", "stem_of"]
 
-# what a caller may have written there: it becomes a part of what engines are sent, of paths and
-# headers too, so no step of a path may be empty or lead upwards
+# text that a caller may put in place of ``*``: it ends up in upstream bodies, paths and headers, so
+# no path segment may be empty or lead upwards
 _STEM: Final = re.compile(r"(?!.*(?:^|/)\.{0,2}(?:/|$))[A-Za-z0-9][A-Za-z0-9_.:/@+-]{0,199}")
 
 
@@ -25,7 +25,7 @@ def is_alias(name: str) -> bool:
 
 
 def stem_of(alias: str, name: str) -> str | None:
-    """What the ``*`` of ``alias`` stands for in ``name``; None: it is no such name."""
+    """Return the text that ``*`` of ``alias`` stands for in ``name``; None if it does not match."""
     before, _, after = alias.partition("*")
     stem = name[len(before) : len(name) - len(after)]
     same = name == f"{before}{stem}{after}"
@@ -33,18 +33,18 @@ def stem_of(alias: str, name: str) -> str | None:
 
 
 def fill(text: str, stem: str) -> str:
-    """``text`` with what ``*`` stands for."""
+    """Replace ``*`` in ``text`` by ``stem``."""
     return text.replace("*", stem)
 
 
 class Aliases:
-    """Of a configuration; of several that match, the one that says most counts."""
+    """Aliases of a configuration; if several match a name, the longest one wins."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = sorted(filter(is_alias, names), key=len, reverse=True)
 
     def find(self, name: str) -> tuple[str, str] | None:
-        """The one for ``name``, and what its ``*`` stands for there; None: there is none."""
+        """Return the alias that matches ``name`` and what its ``*`` stands for, or None."""
         for alias in self.names:
             stem = stem_of(alias, name)
             if stem is not None:

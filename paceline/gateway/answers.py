@@ -1,5 +1,5 @@
-"""What the caller of a request is told: the head with notes of what was done, what waits to be
-read, and the end in each way that a request can end.
+"""Response to the caller of one request: head with notes, flushing of what waits, and every way in
+which a request can end.
 
 This module does not know which engines are asked, or when.
 """
@@ -30,19 +30,19 @@ from paceline.statuses import meaning_of
 
 __all__ = ["Answer"]
 
-# of a stream whose engine has not said what it is
+# headers of a stream before its engine has sent any
 _EVENTS: Final = [(b"content-type", SSE.encode())]
 
 
 class Answer:
-    """Of one request. Whoever runs it says whose leg the answer comes from, and calls one of the
-    ends, once.
+    """Response to one request. Its owner names the attempt with ``comes_from``, then calls exactly
+    one of ``finish``, ``refuse``, ``give_up`` and ``break_off``.
 
     Args:
         asked: the model's name as the caller knows it.
-        splice: what came of the answer; None: it is not streamed.
+        splice: relay of the streamed answer; None: it is not streamed.
         note: what was done to the answer, for its headers and, by the splice, its last chunk.
-        now: seconds of a clock that never goes back.
+        now: clock, monotonic seconds.
         wake: set when there is something to flush, or the caller is gone.
     """
 
@@ -73,24 +73,24 @@ class Answer:
 
     @property
     def leg(self) -> Leg | None:
-        """What it comes from; None: no engine was asked."""
+        """The attempt that answers; None: no engine was asked."""
         return self._leg
 
     def comes_from(self, leg: Leg) -> None:
-        """From here on."""
+        """Take the answer from ``leg`` from now on."""
         self._leg = leg
 
     def close(self) -> None:
-        """All is told, and asked. See ``Exchange.close``."""
+        """Drop references once the request is over. See ``Exchange.close``."""
         self._leg = None
         self.out.close()
 
     def note(self, **what: Any) -> None:
-        """Something was done that the caller may want to know."""
+        """Record something done to the answer that the caller may want to know."""
         self._note |= what
 
     def failed(self, leg: Leg) -> None:
-        """An attempt has failed, which is told if no other one succeeds."""
+        """Record a failed attempt; the caller hears of it only if no other attempt succeeds."""
         assert leg.verdict is not None, "the leg is over"
         self._failures.append(f"{leg.site.engine.name}: {leg.verdict.why}")
         if leg.verdict.kind == "refused":
@@ -98,15 +98,15 @@ class Answer:
             if wait is not None:
                 self._retry_after = min(wait, self._retry_after or wait)
 
-    # ---------------------------------------------------------------- of what goes out
+    # ---------------------------------------------------------------- outgoing.Source
 
     def head(self) -> tuple[Headers, Headers] | None:
-        """See ``outgoing.Source``."""
+        """Return the headers of a stream that starts now; None: no engine is answering."""
         leg = self._leg
         return None if leg is None else (_headers_of(leg), self._notes())
 
     def hold_back(self) -> None:
-        """See ``outgoing.Source``."""
+        """Pause the engine's connection: too much waits for the caller."""
         if self._leg is not None and self._leg.connection is not None:
             self._leg.connection.pause()
 
@@ -114,10 +114,10 @@ class Answer:
         return _note_headers(self._leg, self._path, self._body, self._attempts.num, self._note)
 
     async def flush(self, *, comments: bool = False) -> None:
-        """What waits for the caller; returns once one who reads slowly has read enough.
+        """Send what waits for the caller; returns once a slow caller has read enough.
 
         Args:
-            comments: nothing but those, while no engine is at it.
+            comments: only comments wait to be sent; no engine is answering.
         """
         leg = None if comments else self._leg
         if not self.out.started:
@@ -132,16 +132,16 @@ class Answer:
     # ---------------------------------------------------------------- ends
 
     def ended(self, result: str) -> None:
-        """Counts and traces it; see ``Counts.ended``."""
+        """Count and trace the end of the request; see ``Counts.ended``."""
         leg = self._leg
         engine, status = ("", 0) if leg is None else (leg.site.engine.name, leg.status)
         self._counts.ended(engine, result, self._now() - self._arrived)
         self._trace.ended(result, status, self._note)
 
     async def finish(self, leg: Leg) -> None:
-        """All of it is there."""
+        """Complete an answer that has arrived in full."""
         if leg.streams:
-            # an engine that said nothing but the end, too, has answered
+            # an empty stream that ends in order is an answer, too
             if not self.out.started:
                 await self._start(200, leg.headers)
             await self.out.end()
@@ -150,16 +150,16 @@ class Answer:
         self.ended("ok")
 
     async def _whole(self, leg: Leg) -> None:
-        """An answer that is no stream."""
+        """Send an answer that is not a stream."""
         status, headers, body = _whole_answer(leg, self._path, self._asked, self._note)
         if self.out.started:
-            # comments went out while this was waited for
+            # comments were sent meanwhile, so the body goes out as an event
             await self.out.end(b"data: " + body.replace(b"\n", b" ") + b"\n\n" + DONE)
             return
         await self.out.whole(status, headers, self._notes(), body)
 
     async def refuse(self, leg: Leg) -> None:
-        """The engine's refusal is the answer. Raises HttpError where it was the gateway's fault."""
+        """Pass the engine's refusal on. Raises HttpError if the gateway caused it."""
         name, status = leg.site.engine.name, leg.status
         if self.out.started:
             words = read_words(status, redacted(bytes(leg.body), leg.site.engine.key)).message
@@ -167,7 +167,7 @@ class Answer:
             return
         self.ended("refused")
         if meaning_of(status) == "account":
-            # it is the gateway's key that was refused, or has spent its money, not the caller's
+            # the engine refused the gateway's key or its credit, not the caller's
             what = "credit" if status == 402 else "credentials"
             raise HttpError(502, f"engine {name} refused the gateway's {what}")
         if status < 400:
@@ -175,7 +175,7 @@ class Answer:
         await self._whole(leg)
 
     async def give_up(self) -> None:
-        """Nobody answered. Raises HttpError while a status can be told."""
+        """Report that no engine answered. Raises HttpError while a status can still be sent."""
         self.ended("failed")
         tried = "; ".join(self._failures[-3:])
         failure = HttpError(
@@ -186,7 +186,7 @@ class Answer:
         await self._break(str(failure))
 
     async def break_off(self, why: str) -> None:
-        """A stream that cannot go on."""
+        """Send an error event and end the stream, which cannot go on."""
         self.ended("broken")
         await self._break(why)
 
@@ -209,17 +209,17 @@ class Answer:
 
 
 def _headers_of(leg: Leg) -> Headers:
-    """Of a stream that comes from it; comments may begin it before it has said anything."""
+    """Headers of a stream from ``leg``; comments may start it before the engine has answered."""
     return leg.headers if leg.streams else _EVENTS
 
 
 def _note_headers(
     leg: Leg | None, path: str, body: Body, attempts: int, note: Mapping[str, Any]
 ) -> Headers:
-    """What callers may want to know, in headers.
+    """Build the headers that tell the caller about attempts, engine and fallback.
 
     Args:
-        leg: whose answer it is; None: no engine was asked.
+        leg: the attempt that answers; None: no engine was asked.
         note: what was done to the answer.
     """
     found = [(b"x-paceline-attempts", b"%d" % attempts)]
@@ -240,7 +240,7 @@ def _note_headers(
 def _whole_answer(
     leg: Leg, path: str, model: str, note: Mapping[str, Any]
 ) -> tuple[int, Headers, bytes]:
-    """Status, headers and body of an answer that is no stream, in the API of ``path``.
+    """Return status, headers and body of an answer that is not a stream, in the API of ``path``.
 
     Args:
         model: its name as the caller knows it.

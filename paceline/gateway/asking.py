@@ -1,4 +1,4 @@
-"""Small questions to an engine, beside the requests that it serves."""
+"""Small requests to an engine in addition to those that it serves: polls and probes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_ANSWER_BYTES: Final = 8 << 20
 
 
 class _Asked(Protocol):
-    """``Engine``."""
+    """The part of ``Engine`` that ``ask`` needs."""
 
     pool: Pool
 
@@ -21,7 +21,7 @@ class _Asked(Protocol):
 
 
 class _Whole:
-    """A sink that waits for all of a small answer."""
+    """Sink that collects a small answer in full."""
 
     def __init__(self) -> None:
         self.done: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
@@ -48,7 +48,7 @@ class _Whole:
 async def ask(
     engine: _Asked, path: str, timeout: float, body: bytes | None = None
 ) -> tuple[int, bytes]:
-    """Status and body of a GET, or of a POST of ``body``, which is JSON. Raises ConnectError."""
+    """Return status and body of a GET, or of a POST of ``body`` (JSON). Raises ConnectError."""
     connection = sink = None
     headers = engine.headers()
     if body is not None:
@@ -65,7 +65,7 @@ async def ask(
                 try:
                     answer = await sink.done
                 except ConnectError:
-                    # the engine closed it just as it was used again
+                    # the engine closed the idle connection just as it was reused
                     if reused is None or connection.begun:
                         raise
                     continue
@@ -73,7 +73,7 @@ async def ask(
                 return answer
             raise ConnectError("two connections were closed")
     except TimeoutError:
-        # a loop that was held up sees the answer and the end of its time at once: what came counts
+        # after a held-up event loop, answer and timeout arrive together: the answer counts
         if sink is None or not sink.done.done() or sink.done.cancelled():
             raise ConnectError(f"no answer within {timeout:g} s") from None
         answer = sink.done.result()

@@ -1,7 +1,7 @@
-"""How often one request was tried, where, and whether it may be once more.
+"""Attempts of one request: how many were made, where, and whether another is allowed.
 
-One budget pays for whatever is done beyond a request's first attempt, and one number bounds the
-attempts of a request, over all tiers and for whatever reason they are made.
+One budget pays for every attempt after a request's first, and ``max_attempts`` bounds the attempts
+of a request, over all tiers and for whatever reason they are made.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["Attempts"]
 
 
 class Attempts:
-    """Of one request. Seconds of a clock that never goes back are an argument.
+    """Attempts of one request. Times are arguments, in seconds of a monotonic clock.
 
     Args:
-        splice: what came of the answer; None: it is not streamed.
+        splice: relay of the streamed answer; None: it is not streamed.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class Attempts:
         self._splice = splice
         self.route = route
         self.tried: set[str | tuple[str, str]] = set()
-        # requests sent; of them, continuations behind what the caller has; and those that were lost
+        # requests sent; continuations of a stream among them; and those that were lost
         self.num = 0
         self.num_resumes = 0
         self.num_lost = 0
-        # tokens of the largest context that was too short for it
+        # longest context, in tokens, that was too short for the prompt
         self._needs_more: float | None = None
 
     @property
@@ -54,8 +54,8 @@ class Attempts:
         return self._splice is not None and self._splice.emitted
 
     def pick(self, now: float, last: Site | None) -> Pick:
-        """An engine that was not tried; ``last``: where it was sent before. Raises as
-        ``Picker.pick``."""
+        """Pick an engine that was not tried. Raises as ``Picker.pick``; ``last``: site of the
+        attempt before."""
         only = None if self._needs_more is None else self._is_long_enough
         if self._goes_on:
             assert last is not None, "somebody said what was emitted"
@@ -75,21 +75,21 @@ class Attempts:
             tried=self.tried,
             fallback=self.route.fallback and self._allowed.fallback,
             only=only,
-            # where another one has answered, if with a refusal, that is the answer
+            # once an engine has refused the request, its refusal is the answer
             late=not self.num,
         )
 
     def may_leave(self, now: float, site: Site) -> bool:
-        """Whether a request that ``site``'s engine has not begun to answer could be asked of
-        another one."""
+        """Whether another engine could take a request that ``site``'s engine has not begun to
+        answer."""
         elsewhere: Tried = {*self.tried, site.engine.name}
         return self.may_retry(now, free=not self.num_lost, peek=True, tried=elsewhere)
 
     def may_retry(
         self, now: float, *, free: bool = False, peek: bool = False, tried: Tried | None = None
     ) -> bool:
-        """Whether one more attempt is left; ``free``: not from the budget; ``peek``: it is not
-        taken yet; ``tried``: where it would have been then."""
+        """Whether one more attempt is allowed. ``free``: it does not draw from the budget;
+        ``peek``: it is not taken yet; ``tried``: sites to count as tried."""
         if (
             not self._allowed.retry
             or self.num >= self._config.max_attempts
@@ -108,8 +108,8 @@ class Attempts:
         return self._budget.left(now) >= 1.0 if peek else self._budget.take(now)
 
     def may_hedge(self, now: float, *, peek: bool = False) -> bool:
-        """Whether one more engine may be asked while the first one has not answered; it then is
-        paid for, but for a ``peek``."""
+        """Whether a second engine may be asked while the first has not answered. Pays for it unless
+        ``peek``."""
         return (
             self._allowed.hedge
             and self.num < self._config.max_attempts
@@ -118,7 +118,7 @@ class Attempts:
         )
 
     def may_resume(self, now: float, last: Site, *, free: bool) -> bool:
-        """Whether a stream that broke at ``last`` may go on elsewhere; it then does."""
+        """Whether a stream that broke at ``last`` may resume elsewhere; if so, count and pay it."""
         splice = self._splice
         if (
             splice is None
@@ -140,8 +140,8 @@ class Attempts:
         return True
 
     def may_go_to_a_longer(self, now: float, site: Site) -> bool:
-        """Whether there is a place with a longer context than ``site``'s, which was too short:
-        never one with a shorter one, or of which nothing is known."""
+        """Whether a site has a longer context than ``site``'s, which was too short. Sites of
+        unknown or shorter context do not count."""
         most = math.inf if site.max_model_len is None else site.max_model_len
         self._needs_more = max(self._needs_more or 0.0, most)
         if self.may_retry(now, peek=True):
@@ -149,7 +149,7 @@ class Attempts:
         longer = self.route.longer
         if longer is None or not self._allowed.fallback:
             return False
-        # this is what the configuration has for long prompts: its length need not be known
+        # the configuration names this route for long prompts, so its context need not be known
         self.route, self._needs_more = longer, None
         self.tried.clear()
         return self.may_retry(now, peek=True)

@@ -1,9 +1,9 @@
-"""What the key of a request is charged for: tokens, and which engines made them.
+"""Usage that a request's key is charged for: tokens, by engine that made them.
 
-Once for the prompt and for what was said, whatever was tried for it: the prompt at the first engine
-that said something, and of the answer to each engine what it made. Counts are the engines' own as
-far as they lived to tell them; otherwise the prompt is estimated from its bytes, and of an answer
-every part that was relayed is a token, or four bytes of one that came whole.
+Each token is charged once, however many attempts were made: the prompt at the first engine that
+produced output, and the output at the engine that produced it. The engines' own counts are used
+where they arrived. Otherwise the prompt is estimated from its bytes; each relayed part of a stream
+counts as a token, as do four bytes of an answer that is not streamed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _BYTES_PER_TOKEN: Final = 4
 
 
 class Bill:
-    """Of one request. What it says holds once the request is over.
+    """Usage of one request, valid once the request is over.
 
     Args:
-        prompt_tokens: as estimated.
-        splice: what came of the answer; None: it is not streamed.
-        deferred: tokens that it may have, where it is made in the background.
+        prompt_tokens: estimated tokens of the prompt.
+        splice: relay of the streamed answer; None: it is not streamed.
+        deferred: tokens that a background answer may use, else 0.
     """
 
     def __init__(
@@ -38,27 +38,27 @@ class Bill:
     ) -> None:
         self._path, self._splice, self._deferred = path, splice, deferred
         self._estimate = round(prompt_tokens)
-        # engines whose part is over, and the tokens of the answer until then
+        # engines that are done, each with the answer's tokens up to its end
         self._parts: list[tuple[Site, int]] = []
-        # of a whole answer
+        # usage of an answer that is not streamed
         self._told: Used | None = None
-        # what an engine itself has counted; None: nothing
+        # usage as counted by an engine; None: it counted none
         self.counted: Used | None = None
 
     def goes_on_behind(self, site: Site) -> None:
-        """What ``site`` made of the answer stands; another engine makes the rest."""
+        """Keep what ``site`` made of the answer; another engine makes the rest."""
         assert self._splice is not None, "a stream goes on"
         self._parts.append((site, self._splice.num_output_tokens))
 
     def used(self, leg: Leg | None) -> Used:
-        """In all; ``leg``: the last one, None: no engine was asked."""
+        """Return the usage in total; ``leg``: the last attempt, None: no engine was asked."""
         if leg is None:
             return Used()
-        # who hangs up has had an engine at work, whatever it had said until then
+        # an engine worked for a caller that hung up, whether or not it had sent output
         began = leg.was_abandoned and leg.was_sent
         splice = self._splice
         if splice is None or (leg.is_answer and not leg.streams):
-            # engines answer some requests for a stream whole
+            # some engines answer a request for a stream with a single body
             if self._told is None and leg.is_answer:
                 body = bytes(leg.body)
                 self.counted = used_by(self._path, body)
@@ -68,19 +68,19 @@ class Bill:
         if prompt is not None:
             self.counted = Used(prompt, splice.cached_tokens, output)
         if prompt is None:
-            # the engine did not live to count it, or counts nothing
+            # the engine died before it counted the prompt, or never counts
             prompt = self._estimate if output or began else 0
         return Used(prompt, splice.cached_tokens, output)
 
     def _estimated(self, body: bytes) -> Used:
-        """Of a whole answer that has no counts."""
+        """Estimate the usage of an answer without counts."""
         if self._path not in TEXT_PATHS:
             return Used(self._estimate if is_vectors(self._path) else 0)
         made = math.ceil(text_bytes(body) / _BYTES_PER_TOKEN)
         return Used(self._estimate, 0, max(made, self._deferred))
 
     def shares(self, leg: Leg | None) -> Sequence[tuple[Site, Used]]:
-        """By engine, the first one's with the prompt; empty: nobody answered, and it costs
+        """Usage by engine, the prompt with the first one; empty if no engine answered: that costs
         nothing."""
         used = self.used(leg)
         began = leg is not None and leg.was_abandoned and leg.was_sent
@@ -89,7 +89,7 @@ class Bill:
         found: list[tuple[Site, Used]] = []
         before = 0
         for site, until in (*self._parts, (leg.site, used.output)):
-            # no more than there are in all: a count at the end stands over what was relayed
+            # the engine's count of the whole answer overrules the number of relayed parts
             made = max(0, min(until, used.output) - before)
             before += made
             if not found:

@@ -1,8 +1,8 @@
-"""A request's body as the gateway reads it: a few fields, and the rest as it came.
+"""Request body as the gateway reads it: a few decoded fields, the rest as raw bytes.
 
-The top level alone is taken apart, into the bytes of each value; a body for an engine is those
-bytes put together again, with some replaced. A field that is there twice becomes one, so gateway
-and engine never read different ones.
+Only the top level is parsed, into the bytes of each value; a body for an engine joins those bytes
+again, with some of them replaced. A duplicate field is sent once, so that gateway and engine never
+read different values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["PREDICT", "Body", "decoded", "read_body"]
 
 
 class _Routed(msgspec.Struct):
-    """The fields that the gateway itself goes by, and that every API has of these types."""
+    """Fields that the gateway itself uses and that have these types in every API."""
 
     model: str | None = None
     stream: bool | None = None
@@ -40,9 +40,9 @@ _decode: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_routed: Final = msgspec.json.Decoder(_Routed).decode
 _KINDS: Final = {"model": (str, "a string"), "stream": (bool, "true or false")}
 
-# that an answer is taken to have at most where its caller does not say
+# limit of an answer, in tokens, if its caller sets none
 _DEFAULT_MAX_TOKENS: Final = 1024
-# names of that, in the order in which they count; by endpoint, those that all engines know there
+# names of the limit, by precedence; then, by endpoint, those that all engines know
 _ALL_LIMITS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _CHAT_LIMITS: Final = _ALL_LIMITS[:2]
 _LIMITS: Final = {
@@ -50,15 +50,15 @@ _LIMITS: Final = {
     "/v1/messages": ("max_tokens",),
     "/v1/responses": ("max_output_tokens",),
 }
-# llama.cpp's own, which comes before the others there
+# llama.cpp's own limit, which it prefers to the others
 PREDICT: Final = "n_predict"
 _INTEGER: Final = re.compile(rb"-?[0-9]{1,18}")
-# classes of every server that have no targets and yield to all others
+# classes that have no targets and yield to all others, on every server
 _BEST_EFFORT: Final = ("batch", "best-effort")
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one request."""
+    """Body of one request."""
 
     fields: Mapping[str, bytes]
     num_bytes: int
@@ -66,33 +66,33 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     n: int
     max_tokens: int
-    # what its caller said of that, by name
+    # limits of the answer that the caller set, by name
     limits: Mapping[str, int]
     include_usage: bool
     return_token_ids: bool
-    # prompts in one request of completions; 1: messages
+    # prompts of a completions request; 1 for messages
     num_prompts: int
-    # answers that an engine makes of each, of which it gives ``n``
+    # answers that an engine generates for each prompt, of which it returns ``n``
     best_of: int
     seed: int | None
     slo: Slo
     # lower runs sooner
     priority: int
-    # the caller goes on behind tokens itself
+    # the caller itself resumes behind given tokens
     resumed: bool
-    # tokens that an answer may have by the limits of its key, where its caller set none, and
-    # those of the prompt, which share the engine's context with it
+    # cap on an answer's tokens by the limits of its key, if its caller set none, and the prompt's
+    # tokens, which share the engine's context with it
     cap: int | None = None
     prompt_tokens: float = 0.0
 
     @property
     def prompt(self) -> bytes:
-        """The prompt's bytes, as JSON has them."""
+        """The prompt as bytes of JSON."""
         return b"".join(self.fields[name] for name in PROMPT_FIELDS if name in self.fields)
 
     def most_tokens(self, path: str) -> int | None:
-        """The most that any engine would make of an answer, whichever of several limits it goes by;
-        None: there is none that all of them know, or one that says so."""
+        """Most tokens that any engine would make of an answer, whichever of the given limits it
+        uses; None if no limit is known to all of them, or one of them is unlimited."""
         told = [
             self.limits[name] for name in _LIMITS.get(path, _CHAT_LIMITS) if name in self.limits
         ]
@@ -102,7 +102,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
         return None if min(told) < 0 else max(told)
 
     def most_deferred(self, path: str) -> int:
-        """Tokens that may be made of it once it is answered, as far as there is a bound."""
+        """Tokens that a background request may still generate, if bounded, else 0."""
         is_deferred = self.fields.get("background") == b"true"
         return (self.cap or self.most_tokens(path) or 0) if is_deferred else 0
 
@@ -112,16 +112,16 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_made(self) -> int:
-        """Answers that are made for it, whether they are told or not."""
+        """Answers that are generated for the request, returned or not."""
         return max(self.n, self.best_of) * self.num_prompts
 
     def capped(self, cap: int, prompt_tokens: float) -> Body:
-        """With an answer of at most so many tokens."""
+        """Return a copy whose answers have at most ``cap`` tokens."""
         most = min(self.max_tokens, cap)
         return msgspec.structs.replace(self, cap=cap, prompt_tokens=prompt_tokens, max_tokens=most)
 
     def encode(self, changes: Mapping[str, Any]) -> bytes:
-        """The body with some fields set; None takes a field out."""
+        """Encode the body with some fields set; None removes a field."""
         fields = dict(self.fields)
         for name, value in changes.items():
             if value is None:
@@ -131,7 +131,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
         return b"{" + b",".join([_key(k) + v for k, v in fields.items()]) + b"}"
 
     def stream_options(self) -> dict[str, Any]:
-        """As the caller sent them."""
+        """Decode the caller's ``stream_options``."""
         options = self.fields.get("stream_options")
         if options is None or options == b"null":
             return {}
@@ -140,7 +140,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _key(name: str) -> bytes:
-    # what is remembered is short, whatever callers send
+    # long names are not cached, so that callers cannot fill the cache
     return _usual_key(name) if len(name) <= 32 else msgspec.json.encode(name) + b":"
 
 
@@ -150,12 +150,12 @@ def _usual_key(name: str) -> bytes:
 
 
 def new_seed() -> int:
-    """For a request without one, so that each engine draws the same. No secret."""
+    """Draw a seed for a request without one, so that each engine samples the same. Not a secret."""
     return random.getrandbits(63)
 
 
 def read_body(data: bytes) -> Body:
-    """Raises InvalidRequestError for what no engine would take."""
+    """Parse a request body. Raises InvalidRequestError for one that no engine would take."""
     data = data.removeprefix(BYTE_ORDER_MARK)
     try:
         raw = _decode(data)
@@ -179,7 +179,7 @@ def read_body(data: bytes) -> Body:
         model=routed.model or "",
         stream=routed.stream or False,
         n=max(1, routed.n or 1),
-        # some engines take a number below 0 for no limit
+        # for some engines a negative number means no limit
         max_tokens=next(
             (told[name] for name in _ALL_LIMITS if told.get(name, -1) >= 0), _DEFAULT_MAX_TOKENS
         ),
@@ -199,12 +199,12 @@ def _routed(data: bytes, fields: Mapping[str, bytes]) -> _Routed:
     try:
         return _decode_routed(data)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        # which of them is of another type is told; of one that is there twice the last counts
+        # name the field whose type is wrong; of a duplicate field the last one counts
         return _Routed(**{name: _read(fields, name) for name in _Routed.__struct_fields__})
 
 
 def _read(fields: Mapping[str, bytes], name: str) -> Any:
-    """One of the routed fields. Raises InvalidRequestError."""
+    """Decode one of the routed fields. Raises InvalidRequestError."""
     kind, words = _KINDS.get(name, (int, "an integer"))
     value = fields.get(name, b"null")
     try:
@@ -223,7 +223,7 @@ def _read(fields: Mapping[str, bytes], name: str) -> Any:
 
 
 def _loose(fields: Mapping[str, bytes], name: str) -> Mapping[str, Any]:
-    """An object, if it is one: what else it may be is the engine's to refuse."""
+    """Decode an object; empty for any other type, which is left to the engine to refuse."""
     value = fields.get(name)
     if value is None or not value.startswith(b"{"):
         return {}
@@ -232,8 +232,8 @@ def _loose(fields: Mapping[str, bytes], name: str) -> Mapping[str, Any]:
 
 
 def decoded(name: str, value: bytes) -> Any:
-    """A field's value. Raises InvalidRequestError for what JSON cannot say: bytes that are not
-    UTF-8, numbers beyond a double."""
+    """Decode a field's value. Raises InvalidRequestError for bytes that are not UTF-8 and for
+    numbers beyond a double."""
     try:
         return msgspec.json.decode(value)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -245,13 +245,13 @@ def _loose_bool(fields: Mapping[str, bytes], name: str) -> bool:
 
 
 def _loose_int(fields: Mapping[str, bytes], name: str) -> int | None:
-    """Whole, if it is one."""
+    """Decode an integer; None for anything else."""
     found = _INTEGER.fullmatch(fields.get(name, b""))
     return None if found is None else int(found[0])
 
 
 def _slo(fields: Mapping[str, bytes]) -> Slo:
-    """The targets in ``slo`` that the gateway goes by; what is wrong there the engine says."""
+    """Read the targets in ``slo`` that the gateway uses; the engine reports what is wrong there."""
     value = fields.get("slo", b"")
     if not value:
         return NO_SLO
@@ -275,7 +275,7 @@ def _milliseconds(value: object) -> float | None:
 
 
 def _num_prompts(prompt: bytes) -> int:
-    """How many a ``prompt`` of completions holds: a list of texts or of lists of ids."""
+    """Count the prompts in ``prompt`` of completions: a list of texts or of lists of ids."""
     if not prompt.startswith(b"["):
         return 1
     items = msgspec.json.decode(prompt, type=list[msgspec.Raw])

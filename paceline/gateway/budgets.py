@@ -1,14 +1,14 @@
-"""What a key may still spend: the dearest that a request could be is reserved before it is sent,
-and the rest given back once it is known what it was.
+"""Budgets of keys: the largest cost that a request could have is reserved before it is sent, and
+the rest is given back once its cost is known.
 
 ::
 
     request ---- reserve(want) ----> sent ----> settle(what it cost)
-                 refused: 429 until the window is over, 402 where it never is
+                 refused: 429 until the window ends, 402 if it never does
 
-So requests that arrive together cannot all spend the same last cent, and whatever is done for one
-request (retries, other engines) is settled once. Where several gateways share a budget, each holds
-leases on it (``leases``).
+So requests that arrive together cannot all spend the same last cent, and everything done for one
+request (retries, other engines) is settled once. Gateways that share a budget hold leases on it
+(``leases``).
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ __all__ = ["BudgetStore", "Budgets", "Cost", "LocalStore", "Reservation"]
 
 _log = logging.getLogger("paceline.gateway")
 
-# of a budget, at which the log says so
+# share of a budget from which the log warns
 _WARN_AT: Final = 0.8
-# to reserve what is left, of which others take some meanwhile
+# tries to reserve what is left while other requests take some of it
 _TRIES: Final = 4
-# seconds after which a request of the same key may have ended
+# seconds after which another request of the key may have ended
 _SOON: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Of one request."""
+    """Amount reserved for one request."""
 
     key: str
     amount: int
-    # the window that it counts in; None: the key has no budget
+    # first day of the window that it counts in; None: the key has no budget
     begins: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of what one engine made of an answer."""
+    """Cost of one engine's part of an answer."""
 
     engine: str
     model: str
@@ -57,25 +57,25 @@ class Cost:
 
 
 class BudgetStore(Protocol):
-    """Where it is counted what is reserved and spent of a window."""
+    """Counter of what is reserved and spent in each window."""
 
     def used(self, key: str, begins: str) -> int:
-        """What was spent or is reserved, as far as that was seen."""
+        """Return what was spent or is reserved, as last seen."""
         ...
 
     async def take(self, key: str, begins: str, amount: int, most: int) -> tuple[bool, int]:
-        """Whether ``amount`` fits below ``most``; and what was spent or is reserved by others."""
+        """Reserve ``amount`` if it fits below ``most``; return whether it did, and others' use."""
         ...
 
     def give_back(self, key: str, begins: str, amount: int) -> None:
-        """Of what was taken; negative: it cost more."""
+        """Give back a part of what was taken; negative: the request cost more."""
         ...
 
     async def close(self) -> None: ...
 
 
 class LocalStore:
-    """Of this process alone, beginning with what the ledger has."""
+    """Counter of this process alone, starting from the ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -84,7 +84,7 @@ class LocalStore:
     def used(self, key: str, begins: str) -> int:
         window = (key, begins)
         if window not in self._taken:
-            # a window that has begun anew: nobody asks for the one before
+            # a new window has begun: the one before is not needed any more
             for old in [old for old in self._taken if old[0] == key]:
                 del self._taken[old]
             self._taken[window] = self._ledger.spent(key, begins)
@@ -106,11 +106,11 @@ class LocalStore:
 
 
 class Budgets:
-    """Of one gateway.
+    """Budgets of one gateway.
 
     Args:
-        by_key: budgets, "*" of keys that have none of their own.
-        soft: keys that are only warned of.
+        by_key: budget of each key; "*": of keys without an entry.
+        soft: keys that are warned about instead of refused.
         wall: seconds of the wall clock.
     """
 
@@ -125,16 +125,16 @@ class Budgets:
     ) -> None:
         self._by_key, self._soft, self._currency = dict(by_key), soft, currency
         self._ledger, self._store, self._wall = ledger, store, wall
-        # windows of which the log has told
+        # windows that the log has warned of
         self._warned: set[tuple[str, str]] = set()
-        # what this process has reserved, by key and window
+        # reserved by this process, by key and window
         self._held: dict[tuple[str, str], int] = {}
 
     def budget(self, key: str) -> Budget | None:
         return self._by_key.get(key, self._by_key.get("*"))
 
     async def reserve(self, key: str, want: Want) -> Reservation:
-        """Raises HttpError 429 or 402, with the numbers, where it does not fit."""
+        """Reserve what a request may cost. Raises HttpError 429 or 402, with the numbers."""
         budget = self.budget(key)
         if budget is None:
             return Reservation(key, 0, None)
@@ -155,7 +155,7 @@ class Budgets:
             self._hold(key, begins, amount)
             return Reservation(key, amount, begins)
         if (key if key in self._by_key else "*") in self._soft:
-            # nothing is held back for it, and what it costs is counted all the same
+            # a soft budget reserves nothing, but its cost counts all the same
             return Reservation(key, 0, begins)
         raise self._refusal(key, budget, before, want.least, now)
 
@@ -174,7 +174,7 @@ class Budgets:
             f"may cost {show_amount(worst)}"
         )
         if before - self._held.get((key, budget.begins(now)), 0) + worst <= budget.amount:
-            # what requests under way leave of what they reserved will do
+            # it will fit once running requests give back what they do not use
             told += ". Requests that are under way have reserved the rest"
             return HttpError(429, told, retry_after=_SOON)
         if wait is None:
@@ -182,7 +182,7 @@ class Budgets:
         return HttpError(429, f"{told}. It begins anew in {go_duration(wait)}", retry_after=wait)
 
     def settle(self, reservation: Reservation, costs: Sequence[Cost]) -> None:
-        """A request has ended; ``costs``: at each engine that made a part of its answer."""
+        """Settle a request that has ended; ``costs``: one per engine that made a part of it."""
         cost = sum(each.amount for each in costs)
         self._give_back(reservation, cost)
         day = Budget(0, "day").begins(self._wall())
@@ -193,7 +193,7 @@ class Budgets:
             )  # fmt: skip
 
     def _give_back(self, reservation: Reservation, cost: int) -> None:
-        """What was reserved beyond the cost; below 0 what it cost beyond that."""
+        """Give back what was reserved beyond the cost, or take what it cost beyond that."""
         key, begins, budget = reservation.key, reservation.begins, self.budget(reservation.key)
         if begins is None or budget is None:
             return
@@ -202,11 +202,11 @@ class Budgets:
         if now == begins:
             self._store.give_back(key, begins, reservation.amount - cost)
         elif cost:
-            # it counts where it ended, as in the ledger
+            # the cost counts in the window in which the request ended, as in the ledger
             self._store.give_back(key, now, -cost)
 
     def status(self, key: str) -> Mapping[str, str | None]:
-        """What a key has spent of its budget, and today where it has none."""
+        """Return what a key has spent of its budget, or today if it has none."""
         budget = self.budget(key) or Budget(0, "day")
         spent = self._ledger.spent(key, budget.begins(self._wall()))
         return {

@@ -1,4 +1,4 @@
-"""Who asks, what they allow, and how they are told of a stream that breaks."""
+"""The caller of a request, its permissions, and the error event of a stream that breaks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Allowed", "Caller", "broken_event"]
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What a caller lets be done to get an answer; header ``x-paceline-allow``."""
+    """Measures that the caller permits; header ``x-paceline-allow``."""
 
     retry: bool = True
     fallback: bool = True
@@ -28,7 +28,7 @@ class Allowed:
 
     @classmethod
     def parse(cls, value: bytes | None) -> Allowed:
-        """``retry, resume``: what is not named is not done. None: everything."""
+        """Parse a list such as ``retry, resume``: the rest is forbidden. None allows all."""
         if value is None:
             return _ALL
         words = {word.strip().lower() for word in value.decode("latin-1").split(",")}
@@ -40,29 +40,29 @@ _ALL: Final = Allowed()
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, and what comes with the request."""
+    """The caller, and what comes with its request."""
 
     request_id: str
     # the key's name; "" without keys
     tenant: str
     allowed: Allowed
     headers: Headers
-    # of its prompts in caches that several tenants share; "": none
+    # cache salt of its prompts, where tenants share a cache; "": none
     salt: str = ""
-    # its client's own library tries again: what it asks for is no new work
+    # its client library is retrying, so this is not new work
     tries_again: bool = False
     trace: Trace = NO_TRACE
 
     @classmethod
     def salt_of(cls, secret: str, tenant: str) -> str:
-        """The same on every gateway with that secret, and no way back to the tenant."""
+        """Derive a tenant's salt: the same on every gateway with ``secret``, irreversible."""
         if not secret or not tenant:
             return ""
         return hmac.digest(secret.encode(), tenant.encode(), hashlib.sha256).hex()[:32]
 
 
 def broken_event(path: str, why: str, num_tokens: int, resume: str) -> bytes:
-    """The last events of a stream that breaks, in the words of the endpoint's API."""
+    """Build the last events of a stream that breaks, in the API of the endpoint."""
     if path == "/v1/messages":
         error: Mapping[str, Any] = {
             "type": "error",

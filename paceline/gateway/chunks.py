@@ -1,4 +1,4 @@
-"""What events of chat and completions hold: chunks, errors of the engine, and nothing at all."""
+"""Events of chat and completions streams: chunks, errors of the engine, and empty ones."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = [
 ]
 
 # `"token_ids":[1,2]` with a comma on either side. Inside a string every quote is escaped, so this
-# is never text
+# never matches text
 _IDS: Final = re.compile(rb',\s*"(?:prompt_)?token_ids":\s*(?:\[[^\]]*\]|null)')
 _IDS_FIRST: Final = re.compile(rb'"(?:prompt_)?token_ids":\s*(?:\[[^\]]*\]|null),?')
 
 
 def without_ids(payload: bytes) -> bytes:
-    """A chunk without ``token_ids`` and ``prompt_token_ids``."""
+    """Remove ``token_ids`` and ``prompt_token_ids`` from a chunk."""
     start = payload.find(b',"token_ids":[')
     if start >= 0:
-        # nearly all have one such list
+        # nearly all chunks have one such list
         payload = payload[:start] + payload[payload.find(b"]", start) + 1 :]
     if b"token_ids" in payload:
         payload = _IDS_FIRST.sub(b"", _IDS.sub(b"", payload))
@@ -58,7 +58,7 @@ class _Delta(msgspec.Struct):
 
     @property
     def says_alone(self) -> Any:
-        """The text, of one that has nothing beside it."""
+        """The text of a delta that holds nothing else, else None."""
         others = (
             self.role, self.tool_calls, self.reasoning_content, self.reasoning,
             self.function_call, self.refusal,
@@ -67,7 +67,7 @@ class _Delta(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    # null: the first one's
+    # null means the first choice
     index: int | None = 0
     finish_reason: str | None = None
     token_ids: list[int] | None = None
@@ -96,7 +96,7 @@ class _Typed(msgspec.Struct):
 
 
 class ReportedError(Exception):
-    """The engine says in its stream that it failed."""
+    """The engine reports in its stream that it failed."""
 
     def __init__(self) -> None:
         super().__init__("the engine reported an error")
@@ -104,21 +104,21 @@ class ReportedError(Exception):
 
 _decode: Final = msgspec.json.Decoder(Chunk).decode
 _NULL: Final = (b"", b"null")
-# data that says nothing
+# payloads without content
 _NOTHING: Final = (b"", b"{}", b"null")
-# names of events that are chunks, as if they had none
+# event names that mark a chunk, like no name at all
 _NAMES: Final = (b"", b"message")
 
 
 def says_error(error: bytes) -> bool:
-    """Whether the JSON of a field ``error`` reports one: some write an empty one for none."""
+    """Whether a field ``error`` reports an error: some engines send an empty one for none."""
     return error not in _NULL and bool(msgspec.json.decode(error))
 
 
 def read_chunk(name: bytes, payload: bytes) -> Chunk | None:
-    """The chunk of an event; None: it says nothing, such as a ping.
+    """Decode the chunk of an event; None: it has no content, such as a ping.
 
-    Raises ReportedError, and ValueError for what is no chunk.
+    Raises ReportedError, and ValueError for data that is not a chunk.
     """
     if name and names_error(name):
         raise ReportedError
@@ -128,7 +128,7 @@ def read_chunk(name: bytes, payload: bytes) -> Chunk | None:
         chunk = _decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         if name in PINGS or (name not in _NAMES and not payload.startswith(b"{")):
-            # of a name that readers of chunks do not know
+            # an event of a name that readers of chunks do not know
             return None
         raise ValueError(
             f"the stream holds something else than chunks: {str(error)[:100]}"
@@ -145,6 +145,6 @@ def read_chunk(name: bytes, payload: bytes) -> Chunk | None:
 
 
 def with_choices(payload: bytes) -> bytes:
-    """A chunk of counts whose choices are missing or null, with an empty list for clients."""
+    """Give a usage chunk whose choices are missing or null the empty list that clients expect."""
     fields = msgspec.json.decode(payload, type=dict[str, msgspec.Raw])
     return msgspec.json.encode({**fields, "choices": []})

@@ -1,4 +1,4 @@
-"""What ``paceline gateway config.toml`` reads::
+"""Configuration file of ``paceline gateway config.toml``::
 
     host = "127.0.0.1"
     port = 8080
@@ -8,12 +8,12 @@
     url = "http://10.0.0.5:8000"
     api_key_env = "GPU1_KEY"
 
-    [[models]]                       # without any, every model of every engine has its own name
+    [[models]]                       # without any, each engine's models keep their own names
     name = "chat"
     tiers = [["gpu1", "gpu2"], ["laptop:smollm2-q4"]]
 
-A tier holds engines, each with the name that the model has there where it has another one. Requests
-go to the first tier; to the next one where no engine of it can take them and ``fallback`` is true.
+A tier holds engines, each with the model's name there if it differs. Requests go to the first tier;
+they go to the next one if no engine of the tier can take them and ``fallback`` is true.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ EngineKind = Literal[
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_CONFIG_BYTES: Final = 1 << 20
-# addresses at which clouds hand out their machines' credentials
+# addresses at which clouds hand out a machine's credentials
 _METADATA_HOSTS: Final = frozenset(
     {"169.254.169.254", "169.254.170.2", "fd00:ec2::254", "metadata.google.internal"}
 )
 
 
 class Secret(str):
-    """A key, which no repr, log line or error shows."""
+    """Key that no repr, log line or error shows."""
 
     def __repr__(self) -> str:
         return "'***'"
 
 
 class SecretBytes(bytes):
-    """Bytes with a key in them, the same."""
+    """Bytes that contain a key, hidden in the same way."""
 
     def __repr__(self) -> str:
         return "b'***'"
@@ -81,34 +81,34 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     # http or https, with the path before /v1 if there is one
     url: str
     kind: EngineKind = "auto"
-    # name of the environment variable that holds its key
+    # environment variable that holds its key
     api_key_env: str = ""
-    # of Azure's API: 2024-10-21
+    # version of Azure's API, such as 2024-10-21
     api_version: str = ""
-    # that it has, where it does not say: Azure's deployments. Empty: it is asked
+    # its models, if it cannot list them (Azure's deployments); empty: it is asked
     models: tuple[str, ...] = ()
-    # whether what is sent there leaves the house: a model with ``local_only`` never goes there
+    # whether it runs off premises: a model with ``local_only`` is never sent there
     cloud: bool = False
-    # requests at once; 0: as many as come
+    # concurrent requests at most; 0: unlimited
     max_concurrent: int = 0
-    # how it is found out what it can do: it is asked, or where it says nothing also sent requests
-    # for one token, or neither
+    # how its capabilities are found out: "ask" reads what it advertises, "try" also sends one-token
+    # requests, "off" does neither
     probe: Literal["ask", "try", "off"] = "ask"
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A name that callers may ask for, and where it is served."""
+    """Model name that callers may request, and where it is served."""
 
     # one ``*`` in it stands for any text: see ``aliases``
     name: str
-    # the first one first; "engine" or "engine:model"
+    # in order of preference; "engine" or "engine:model"
     tiers: tuple[tuple[str, ...], ...]
-    # whether later tiers may serve what earlier ones cannot: they are smaller, or quantised
+    # whether later tiers, smaller or quantised models, may serve what earlier ones cannot
     fallback: bool = True
-    # whether later tiers also serve while all of a tier's engines are short of memory
+    # whether later tiers also serve while all engines of a tier are short of memory
     pressure_fallback: bool = False
     local_only: bool = False
-    # prompts of more tokens go to the model of that name: "4096" = "long"
+    # model for prompts of more tokens than the key says: "4096" = "long"
     length_over: dict[str, str] = {}
 
 
@@ -116,32 +116,32 @@ Amount = str | int | float
 
 
 class PriceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What tokens cost, per million of them; the row that names most of a place counts."""
+    """Price per million tokens; the most specific row that matches a site counts."""
 
-    # "": any
+    # "": any engine
     engine: str = ""
-    # its name at the engine; "": any
+    # model name at the engine; "": any model
     model: str = ""
     input: Amount
     output: Amount
-    # of the prompt, what the engine had in its cache; none: as ``input``
+    # prompt tokens that the engine had in its cache; None: as ``input``
     cached_input: Amount | None = None
     # per request
     request: Amount = 0
 
 
 class KeyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one key may do."""
+    """Permissions and budget of one key."""
 
-    # as in the file of keys; "*": every key that has no entry here
+    # as in the file of keys; "*": every key without an entry
     name: str
-    # that it may ask for; empty: all
+    # models that it may request; empty: all
     models: tuple[str, ...] = ()
     # "5.00/day", "100/month", "20/total"; "": none
     budget: str = ""
-    # the log tells of a budget that is spent, and nothing is refused
+    # a spent budget is only logged; nothing is refused
     soft: bool = False
-    # model that serves it once its budget does not reach for the one it asked for; "": none
+    # model that serves a request which the budget does not cover; "": none
     over_budget: str = ""
 
 
@@ -153,70 +153,69 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     prices: tuple[PriceConfig, ...] = ()
     keys: tuple[KeyConfig, ...] = ()
     currency: str = "USD"
-    # file in which is kept what each key has spent; "": memory alone, until the gateway ends
+    # file with each key's spending; "": memory alone, lost when the gateway ends
     spend_storage: str = "paceline-spend.sqlite"
     host: str = "127.0.0.1"
     port: int = 8080
-    # files, as of ``paceline serve``
+    # file of keys, as for ``paceline serve``
     api_key_file: str = ""
-    # of each key, or of each caller's address without keys: "60/minute", "100000/day"; "": no limit
+    # limit per key, or per caller's address without keys: "60/minute", "100000/day"; "": none
     rate_limit_requests: str = ""
     rate_limit_tokens: str = ""
-    # tokens of an answer whose key has a limit of them or a budget, whose caller does not say how
-    # long it may be, and whose engine does not say how long its contexts are
+    # cap on an answer under a token limit or budget, in tokens, if neither its caller sets a limit
+    # nor its engine tells its context length
     default_max_tokens: int = 4096
-    # requests of a key at once; 0: no limit
+    # concurrent requests of a key; 0: no limit
     max_concurrent_per_key: int = 0
-    # redis://..., where several gateways count together; "": this one counts alone
+    # redis://..., for limits that several gateways share; "": this gateway counts alone
     rate_limit_storage: str = ""
-    # environment variable with a secret from which each key's cache salt is made
+    # environment variable with the secret that each key's cache salt is derived from
     salt_env: str = ""
     poll_interval: float = 0.25
-    # of one poll
+    # timeout of one poll
     poll_timeout: float = 0.5
-    # engines that neither answered a poll nor sent a byte, of comments too, for so long are taken
-    # for gone
+    # an engine that neither answered a poll nor sent a byte (comments count) for this long is taken
+    # for dead
     silence: float = 1.2
     connect_timeout: float = 2.0
-    # from a request to its answer's first byte, of a stream to its first token, and between two
-    # parts of it, comments and pings not counted; an engine that answers polls may be slow, not for
-    # ever. Between two blocks of an answer, one that pings has as long as for the first token
+    # time to an answer's first byte or a stream's first token, and between two parts of a stream,
+    # not counting comments and pings. An engine that answers polls may be slow, but not for ever;
+    # between two blocks of an answer, an engine that pings has ``first_byte_timeout``
     first_byte_timeout: float = 600.0
     stall_timeout: float = 60.0
     # attempts of one request, over all tiers
     max_attempts: int = 3
-    # continuations of one stream behind what its caller has read
+    # resumptions of one stream
     max_resumes: int = 2
-    # go on behind the text of a stream where its engines cannot go on behind its tokens: the rest
-    # is then one that the model might have said, not the one that it would have
+    # resume a stream behind its text if no engine can resume behind its tokens: the rest is then a
+    # possible continuation, not the one that the first engine would have made
     resume_by_text: bool = False
     retry_share: float = 0.2
     retries_per_second: float = 5.0
-    # share of the requests whose first token is asked of a second engine once it is late; 0: none
+    # share of the requests whose late first token is asked of a second engine; 0: none
     hedge_share: float = 0.0
-    # seconds before which none is late, and share of the engines' capacity above which none is sent
+    # earliest time that counts as late; share of the engines' capacity above which no hedge is sent
     hedge_after: float = 0.2
     hedge_below: float = 0.7
-    # times what is usual for it from which an engine is slow and gets a trickle; 0: never
+    # factor over its usual first-token times that makes an engine slow: it gets a trickle; 0: never
     slow_factor: float = 3.0
-    # until an engine that has come back has its whole share again
+    # time until a returning engine has its full share again
     slow_start: float = 10.0
-    # of requests that wait for a place (``max_concurrent``): the order, how many of a model, and
-    # how long
+    # queue for engines at ``max_concurrent``: order, requests of one model at most, and time limit
     queue_policy: str = "deadline"
     max_queued: int = 1000
     queue_timeout: float = 120.0
-    # that a request waits where every engine has asked for a pause (Retry-After)
+    # longest wait of a request for a cooldown (Retry-After) that all engines asked for
     max_rest_wait: float = 5.0
     sse_keep_alive: float = 15.0
-    # of an OTLP/HTTP collector that gets a trace of every request; "": none is made
+    # OTLP/HTTP collector that gets a trace of every request; "": no traces
     otlp_endpoint: str = ""
     drain_timeout: float = 30.0
     max_body_size: int = 32 * 1024 * 1024
 
 
 class Target(msgspec.Struct, frozen=True):
-    """An engine, and the name that a model has there; "": the name it was asked for by."""
+    """Engine, and a model's name there; "": the requested name."""
 
     engine: str
     model: str = ""
@@ -228,7 +227,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 def read_config(path: Path) -> GatewayConfig:
-    """Raises ConfigError for a file that cannot be read or holds something else."""
+    """Read a file. Raises ConfigError if it cannot be read or is not a configuration."""
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             raise ConfigError(
@@ -242,7 +241,7 @@ def read_config(path: Path) -> GatewayConfig:
 
 
 def parse_config(data: bytes, where: str = "the configuration") -> GatewayConfig:
-    """Raises ConfigError, naming the place."""
+    """Parse a file's content. Raises ConfigError, which says where."""
     try:
         config = msgspec.toml.decode(data.removeprefix(BYTE_ORDER_MARK), type=GatewayConfig)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -255,7 +254,7 @@ def parse_config(data: bytes, where: str = "the configuration") -> GatewayConfig
 
 
 def check_config(config: GatewayConfig) -> None:
-    """Raises ConfigError for what cannot be."""
+    """Check values and references. Raises ConfigError."""
     names = [engine.name for engine in config.engines]
     if not names:
         raise ConfigError("no [[engines]]: a gateway needs at least one")
@@ -316,7 +315,7 @@ def check_config(config: GatewayConfig) -> None:
 
 
 def key_limits(config: GatewayConfig) -> KeyLimits:
-    """Of a key that has none of its own. Raises ConfigError."""
+    """Return the limits of a key that has none of its own. Raises ConfigError."""
     requests, tokens = config.rate_limit_requests, config.rate_limit_tokens
     return KeyLimits(
         requests=Rate.parse(requests) if requests else None,
@@ -326,7 +325,7 @@ def key_limits(config: GatewayConfig) -> KeyLimits:
 
 
 def prices_of(config: GatewayConfig) -> Prices:
-    """Raises ConfigError."""
+    """Return the table of prices. Raises ConfigError."""
     rows: dict[tuple[str, str], Price] = {}
     for row in config.prices:
         place = (row.engine, row.model)
@@ -344,13 +343,13 @@ def prices_of(config: GatewayConfig) -> Prices:
 
 
 def budgets_of(config: GatewayConfig) -> dict[str, Budget]:
-    """By key. Raises ConfigError."""
+    """Return budgets by key. Raises ConfigError."""
     return {key.name: Budget.parse(key.budget) for key in config.keys if key.budget}
 
 
 def check_spending(config: GatewayConfig) -> None:
-    """Raises ConfigError, also where a budget is held against a place that has no price: what is
-    unknown does not cost nothing."""
+    """Check keys, prices and budgets. Raises ConfigError, also if there are budgets and a site has
+    no price: an unknown price is not zero."""
     prices, budgets = prices_of(config), budgets_of(config)
     names = [key.name for key in config.keys]
     if len(set(names)) < len(names):
@@ -387,7 +386,7 @@ def _check_engine(engine: EngineConfig) -> None:
         parts = urlsplit(engine.url)
         port = parts.port
     except ValueError:
-        # what is wrong is not repeated: a part of a password may be taken for a port
+        # do not repeat the bad part: it may be a piece of a password
         raise ConfigError(
             f"engine {engine.name}: url {show_url(engine.url)} has no valid host or port"
         ) from None
@@ -397,7 +396,7 @@ def _check_engine(engine: EngineConfig) -> None:
             f"{show_url(engine.url)}"
         )
     if "@" in parts.netloc or parts.query or parts.fragment:
-        # a password needs no user before it
+        # a password can appear without a user name
         raise ConfigError(
             f"engine {engine.name}: url may not hold a user, a password, a query or a fragment; a "
             "key comes from the environment variable that api_key_env names"

@@ -1,5 +1,5 @@
-"""Questions about a request that is not made: how many tokens its prompt has. Nothing is generated,
-so nothing is charged, and an engine that cannot say is no failure."""
+"""Token counts of prompts that are not run. Nothing is generated, so nothing is charged, and an
+engine that cannot count has not failed."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["COUNTING", "Counting"]
 _MESSAGES: Final = "/v1/messages/count_tokens"
 _RESPONSES: Final = "/v1/responses/input_tokens"
 COUNTING: Final = frozenset({_MESSAGES, _RESPONSES})
-# kinds of other APIs, and what they have of these
+# kinds with other APIs, and the counting endpoint that they have
 _OTHERS: Final = {"anthropic": _MESSAGES, "azure": ""}
-# of callers that engines get
+# callers' headers that are passed on to engines
 _VERSIONS: Final = (b"anthropic-version", b"anthropic-beta")
-# seconds for a count
+# timeout of a count, s
 _SECONDS: Final = 30.0
 
 
@@ -39,13 +39,13 @@ class _Gateway(Protocol):
 
 
 class Counting:
-    """Of one gateway."""
+    """Counting endpoints of one gateway."""
 
     def __init__(self, gateway: _Gateway) -> None:
         self._gateway = gateway
 
     async def answer(self, call: Door) -> None:
-        """Raises HttpError and RequestError."""
+        """Answer a counting request. Raises HttpError and RequestError."""
         gateway, path = self._gateway, call.path
         if call.method != "POST":
             raise HttpError(405, f"{path} takes POST, not {call.method}")
@@ -59,14 +59,14 @@ class Counting:
         await unless_disconnected(call.receive, self._ask(call, body, route))
 
     async def _ask(self, call: Door, body: Body, route: Route) -> None:
-        """The engines of a route, one after the other, until one says."""
+        """Ask the engines of a route, one after the other, until one answers."""
         troubled = False
         for site in _in_turn(route, call.path):
             headers = headers_for(site.engine, call.tenant, call.request_id)
             headers.append((b"content-type", b"application/json"))
             headers += [h for h in call.scope["headers"] if h[0] in _VERSIONS]
             changes = {"model": site.model}
-            # of the endpoint beside it: the same fields
+            # the counting endpoint takes the fields of its parent endpoint
             data = site.engine.dialect.body(call.path.rpartition("/")[0], body, changes)
             passed = None
             try:
@@ -88,7 +88,7 @@ class Counting:
 
 
 def _in_turn(route: Route, path: str) -> list[Site]:
-    """The places that may know, tier by tier; those that answered their last poll first."""
+    """Return sites that may count, by tier; first those whose engines answered their last poll."""
     return [
         site
         for tier in route.tiers

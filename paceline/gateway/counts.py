@@ -1,4 +1,4 @@
-"""The gateway's metrics: names begin with ``paceline:gateway_``."""
+"""Metrics of the gateway; all names begin with ``paceline:gateway_``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SECONDS: Final = (
 
 
 class Counts:
-    """Of one gateway. Labels are names of the configuration, never what callers sent."""
+    """Metrics of one gateway. Labels are names from the configuration, never callers' text."""
 
     def __init__(self) -> None:
         self.registry = registry = Registry({})
@@ -150,12 +150,12 @@ class Counts:
         self._first.at(site.engine.name).observe(seconds)
 
     def ended(self, engine: str, result: str, seconds: float) -> None:
-        """``engine``: "" where none was sent the request."""
+        """Count the end of a request; ``engine``: "" if it was sent to none."""
         self._requests.at(engine, result).value += 1
         self._seconds.at(engine).observe(seconds)
 
     def spent(self, named: Mapping[str, float], others: float) -> None:
-        """Today, by key that the configuration names, and by all others."""
+        """Set today's spending: of each key that the configuration names, and of all others."""
         for name, amount in (*named.items(), ("", others)):
             self._spend.at(name).value = amount
 

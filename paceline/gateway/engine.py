@@ -1,4 +1,4 @@
-"""One engine behind a gateway: what is known of it, and how much it may be sent."""
+"""One engine behind the gateway: its state, and what it may be sent."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ __all__ = ["Engine", "EngineModel", "Running"]
 
 _log = logging.getLogger("paceline.gateway")
 
-# when the process began, as Prometheus' clients tell it
+# the process's start time, in Prometheus' standard metric
 _STARTED: Final = "process_start_time_seconds"
-# in which an engine that has answered anything, a poll or a request, is not gone
+# time for which any answer, to a poll or a request, shows the engine to be alive, s
 _ALIVE_SECONDS: Final = 1.0
 _MILDEST: Final[tuple[BreakerState, ...]] = ("closed", "half-open", "open")
-# by which that differs in one process: some work it out anew from a clock that is set meanwhile
+# tolerance of the start time, s: some engines recompute it from a clock that may be adjusted
 _STARTED_WITHIN: Final = 2.0
 
 
 class Running(Protocol):
-    """A request under way at an engine."""
+    """Request that is running at an engine."""
 
     def tick(self, now: float) -> bool:
-        """A tenth of a second or so has passed; whether the engine sent something meanwhile."""
+        """Check the request, about every 0.1 s; return whether the engine sent anything since."""
         ...
 
     def engine_gone(self, why: str) -> bool:
-        """Its engine gives no sign; whether it is given up there, or asked again in a moment."""
+        """React to an engine that gives no sign of life; return whether the request gives it up."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """As /v1/models tells of it."""
+    """A model as an engine's /v1/models lists it."""
 
     id: str
-    # None: it does not say
+    # context length, tokens; None: not listed
     max_model_len: int | None = None
     # the whole entry
     entry: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Engine:
-    """One engine."""
+    """State of one engine."""
 
     def __init__(self, config: EngineConfig, gateway: GatewayConfig, now: float) -> None:
         self.config = config
@@ -67,78 +67,77 @@ class Engine:
         self.pool = Pool(
             Origin.of(config.url), connect_timeout=gateway.connect_timeout, idle=self.facts.idle
         )
-        # by path and what is accepted: few, as the configuration and the engine name them
+        # (path, accept) -> start of a request head; few, as configuration and engine name them
         self._starts: dict[tuple[str, bytes], SecretBytes] = {}
         self.load = EngineLoad(config.name)
         self.load.sent_at = now
-        # of the engine as a whole: it took no connections, or gave no sign; what its answers say is
-        # of a model
+        # for the engine as a whole: no connection, or no sign of life. Its answers count for one
+        # model
         self.breaker = Breaker()
         self.standings = Standings()
         self.running: set[Running] = set()
-        # None: the engine has not told yet
+        # None: not known yet
         self.models: dict[str, EngineModel] | None = None
-        # the same without what it said otherwise, which goes when the engine does
+        # the models as listed, without contexts from ``abilities``, which a restart clears
         self._listed: dict[str, EngineModel] = {}
-        # what it said it can do, which stands over its kind's table
+        # as the engine advertises them; they take precedence over its kind's table
         self.abilities = Abilities()
-        # it is to be asked, once it answers at all
+        # to be probed once it answers
         self.wants_probe = config.probe != "off"
-        # by the clock, when it is asked again, as it gave no answer
+        # monotonic time of the next probe, after one without an answer
         self.probe_again_at = math.inf
-        # of the limit of an answer in a chat, where it has refused another; "": as is usual
+        # name of a chat's token limit, once the engine has refused another; "": the usual one
         self.limit_name = ""
-        # by an admin
+        # set by an admin
         self.draining = False
-        # of the last poll; "": it answered
+        # result of the last poll; "": it answered
         self.trouble = "not asked yet"
-        # whether it answered, if with an error, when it was asked for its models last
+        # whether it answered the last request for its models, an error included
         self.has_answered = False
-        # by the clock, when a request last failed there through its own fault
+        # monotonic time at which a request last failed through the engine's fault
         self.failed_at = -math.inf
-        # seconds in which it gave no sign
+        # time without a sign of life, s
         self.silent = 0.0
         self.num_polls = 0
-        # polls without an answer while it gave no other sign either
+        # consecutive polls without an answer or any other sign of life
         self.num_misses = 0
-        # it took no connection when it was asked last
+        # the last connection attempt failed
         self.is_unreachable = False
-        # a proxy before it answered the last poll: it is not there
+        # a proxy answered the last poll in its place
         self.is_away = False
-        # it may have been started anew since it was asked last, for another reason than a lost
-        # connection
+        # it may have restarted since it was last asked, for a reason other than a lost connection
         self._is_suspect = False
-        # of its pool's lost connections, those of which it was asked since
+        # the pool's ``num_lost`` when the engine was last asked
         self._num_lost = 0
-        # by the clock, when a doubt is heeded again, and how long that was from the last one
+        # monotonic time from which the next doubt counts, and the last interval between doubts
         self._doubt_again_at = -math.inf
         self._doubt_wait = 0.0
-        # by its metrics, in unix time
+        # start time by its metrics, Unix seconds
         self._started_at: float | None = None
-        # its metrics are still to tell
+        # its kind is still to be read from its metrics
         self._seeks_kind = config.kind == "auto"
-        # signals that it once gave and gives no longer
+        # signals that its metrics once had and no longer have
         self.lost_signals: frozenset[str] = frozenset()
         self._signals: frozenset[str] = frozenset()
-        # by the clock, when it came back from being gone or drained
+        # monotonic time at which it came back from being gone or drained
         self.back_at = -math.inf
         self._slow_start = SlowStart(gateway.slow_start)
-        # by model, fields of the gateway's own that it refuses
+        # model -> fields added by the gateway that the engine refuses
         self._left_out: dict[str, frozenset[str]] = {}
 
     @property
     def polled(self) -> bool:
-        """Whether it can be asked anything that costs it next to nothing."""
+        """Whether there is a path that can be polled at almost no cost."""
         return bool(self.facts.metrics_path) or self.kind == "auto"
 
     def alive(self) -> None:
-        """It gave a sign: polls that are late do not count."""
+        """Note a sign of life: a late poll does not count as missed."""
         self.silent = 0.0
         if self.num_misses and not self.is_unreachable:
             self.num_misses, self.trouble = 0, ""
 
     def missed(self, why: str, *, unreachable: bool) -> bool:
-        """A poll has no answer yet, or none at all; whether the engine is taken for gone."""
+        """Note a poll that is late or failed; return whether the engine is taken for dead."""
         self.is_unreachable = unreachable
         if not unreachable and self.silent <= _ALIVE_SECONDS:
             return False
@@ -147,11 +146,11 @@ class Engine:
         return True
 
     def headers(self) -> Headers:
-        """That every request to it has."""
+        """Headers of every request to this engine."""
         return [(b"accept-encoding", b"identity"), *self.dialect.headers(self.key)]
 
     def start_of(self, target: str, accept: bytes) -> bytes:
-        """Of the head of a request to it, what all to this path have in common."""
+        """Return the start of a request head, which all requests to this path share."""
         start = self._starts.get((target, accept))
         if start is None:
             headers = [(b"content-type", b"application/json"), (b"accept", accept)]
@@ -161,45 +160,44 @@ class Engine:
 
     @property
     def places_in_all(self) -> float:
-        """Requests that it may have at once."""
+        """Requests that the engine may run at once."""
         return self.config.max_concurrent or math.inf
 
     @property
     def places(self) -> float:
-        """Requests that it may be sent beside those that run there."""
+        """Requests that it may be sent in addition to the running ones."""
         most = self.config.max_concurrent
         return max(0.0, most - len(self.load.running)) if most else math.inf
 
     def rests_for(self, now: float) -> float:
-        """Seconds until it may be sent requests again for the first of the models that it was asked
-        for."""
+        """Seconds until the first of its models' cooldowns ends; 0.0 if one model has none."""
         return min((each.rests_for(now) for each in self.standings.values()), default=0.0)
 
     def breaker_state(self, now: float) -> BreakerState:
-        """Of the engine as a whole, else the mildest of the models that it was asked for."""
+        """State of its own breaker; if that is closed, the mildest state of its models."""
         own = self.breaker.state(now)
         states = {each.breaker.state(now) for each in self.standings.values()} or {own}
         return own if own != "closed" else min(states, key=_MILDEST.index)
 
     @property
     def num_opened(self) -> int:
-        """Times that breakers have opened, its own and those of its models."""
+        """Number of times that the engine's and its models' breakers have opened."""
         return self.breaker.num_opened + self.standings.num_opened
 
     def share(self, now: float) -> float:
-        """Of the requests that would come to it, those that it is to get: 1, but for a while after
-        it came back, or a model of it did."""
+        """Share of the requests for it that it gets: below 1 for a while after it, or one of its
+        models, came back."""
         return min(self.share_of(model, now) for model in self.standings or ("",))
 
     def share_of(self, model: str, now: float) -> float:
-        """The same of one model's requests."""
+        """Share of one model's requests that it gets; see ``share``."""
         standing = self.standings.get(model)
         closed = -math.inf if standing is None else standing.breaker.closed_at
         return self._slow_start.share(max(self.back_at, self.breaker.closed_at, closed), now)
 
     def usable(self, now: float, model: str = "", path: str = "") -> str:
-        """Why it takes no requests, or none for a model at a path; empty where it does, if perhaps
-        not now."""
+        """Return why it takes no requests, or none for a model at a path; empty if it takes them,
+        even if only after a wait."""
         if self.draining:
             return "draining"
         if not self.breaker.allows(now):
@@ -210,53 +208,53 @@ class Engine:
         return "" if standing is None else standing.trouble(path, now)
 
     def available(self, now: float, model: str = "", path: str = "") -> str:
-        """Why it may not be sent a request now; empty where it may."""
+        """Return why it may not be sent a request now; empty if it may."""
         if why := self.usable(now, model, path):
             return why
         most = self.config.max_concurrent
         return f"max_concurrent {most}" if most and not self.places else ""
 
     def troubles(self, now: float) -> Mapping[str, str]:
-        """Why it takes no requests for models, by their names there."""
+        """Reasons why it takes no requests, by model name at the engine."""
         found = {model: each.troubles(now) for model, each in self.standings.items()}
         return {model: why for model, why in found.items() if why}
 
     def become(self, kind: EngineKind) -> None:
-        """What it is was found out."""
+        """Set the kind, once it is known."""
         self.kind = kind
         self.pool.idle = KINDS[kind].idle
         self.forget()
 
     def left_out(self, model: str) -> frozenset[str]:
-        """Fields that the gateway would add to requests for this model, and the engine refuses."""
+        """Fields that the gateway would add for this model, but that the engine refuses."""
         return self._left_out.get(model, frozenset())
 
     def leave_out(self, model: str, names: frozenset[str]) -> None:
-        """It took a request without these, which it had refused with them."""
+        """Remember fields that the engine refused: it then took the request without them."""
         _log.warning("engine_refuses engine=%s model=%s fields=%s", self.name, model, sorted(names))
         self._left_out[model] = self.left_out(model) | names
 
     def forget(self) -> None:
-        """What it can do may be something else now: its kind's table holds until it has said."""
+        """Drop its abilities, which may have changed: the kind's table holds until a probe."""
         self._left_out.clear()
         self.learn(Abilities())
         self._ask_again()
 
     def suspect(self) -> None:
-        """It may have been started anew."""
+        """Note that it may have restarted."""
         self._is_suspect = True
 
     def is_doubtful(self, now: float) -> bool:
-        """Whether it is there and may have been started anew since it was asked last."""
+        """Whether it is reachable and may have restarted since it was last asked."""
         signs = self._is_suspect or self.pool.num_lost != self._num_lost
         return signs and not self.num_misses and not self.is_away and now >= self._doubt_again_at
 
     def doubt(self, now: float, shortest: float, longest: float) -> None:
-        """It is asked again; what is known of it stands until it has answered.
+        """Have it probed again; its known state stands until it has answered.
 
         Args:
-            shortest: seconds before another doubt is heeded; twice as many each time, up to
-                ``longest``, where one comes after the other.
+            shortest: seconds before another doubt counts; the interval doubles, up to ``longest``,
+                if the next doubt follows closely.
         """
         again = now - self._doubt_again_at < self._doubt_wait
         self._doubt_wait = min(2.0 * self._doubt_wait, longest) if again else shortest
@@ -269,13 +267,13 @@ class Engine:
         self._is_suspect, self._num_lost = False, self.pool.num_lost
 
     def came_back(self, now: float) -> None:
-        """It was gone, and may have been started anew, as something else."""
+        """Note that it is back after being gone, perhaps restarted as something else."""
         self.back_at = now
         self.load.prefixes.clear()
         self.forget()
 
     def learn(self, found: Abilities) -> None:
-        """What it can do, as far as that was found out."""
+        """Apply probed capabilities over the kind's table."""
         self.abilities = found
         kind = KINDS["openai" if self.kind == "auto" else self.kind]
         token_ids = kind.resumes if found.token_ids is None else found.token_ids
@@ -289,8 +287,7 @@ class Engine:
             self.has_models(self._listed)
 
     def has_models(self, listed: dict[str, EngineModel]) -> None:
-        """These; how long those are that its list does not say, it may have said when it was asked
-        what it can do."""
+        """Set the models; contexts that the list lacks are taken from the probed abilities."""
         contexts = self.abilities.contexts
         self._listed = listed
         self.models = {
@@ -301,7 +298,7 @@ class Engine:
         }
 
     def lists(self, entries: Sequence[Mapping[str, Any]], contexts: Mapping[str, int]) -> None:
-        """It told of its models; ``contexts``: how long those are that the list does not say."""
+        """Take over its list of models; ``contexts``: context lengths that the list lacks."""
         models = {}
         for entry in entries:
             name, most = entry.get("id"), entry.get("max_model_len")
@@ -310,15 +307,15 @@ class Engine:
                     most = contexts.get(name, contexts.get(""))
                 models[name] = EngineModel(name, most, entry)
         if _lengths(models) != _lengths(self._listed):
-            # where other models are, other software may be
+            # a change of models may mean a change of software
             self._ask_again()
         self.has_models(models)
 
     def heard(self, text: bytes, now: float) -> None:
-        """It answered a poll with ``text``."""
+        """Read the answer to a poll."""
         started_at = scan(text, _STARTED)
         if started_at is not None:
-            # one address may be that of several, each with its own: what is later is new
+            # several engines may share the address: only a later start time is a restart
             before = self._started_at
             if before is not None and started_at > before + _STARTED_WITHIN:
                 _log.info("engine_restarted engine=%s", self.name)
@@ -345,6 +342,6 @@ class Engine:
 
 
 def _lengths(models: Mapping[str, EngineModel]) -> Mapping[str, Any]:
-    """Of what a list says, what stays the same from one answer to the next: some name the moment
-    of the answer as that in which the model was made."""
+    """Return the part of a list that is the same in each answer: some engines put the time of the
+    answer into each entry as the model's creation time."""
     return {name: model.entry.get("max_model_len") for name, model in models.items()}

@@ -1,9 +1,9 @@
-"""The engines behind a gateway: what is known of each, and how it stays known.
+"""The engines behind a gateway, and the tasks that keep their state up to date.
 
-A task an engine asks how pressed it is, several times a second over one connection, and now and
-then which models it has. Whatever comes from an engine, a poll's answer or a token of a stream,
-shows that it lives; one that gives no sign for ``silence`` seconds is taken for gone, and its
-streams go on elsewhere. A byte that is late because this process was late does not count.
+One task per engine polls its load several times a second over one connection, and its models now
+and then. Anything that comes from an engine, a poll's answer or a token of a stream, is a sign of
+life; an engine without one for ``silence`` seconds is taken for dead, and its streams are resumed
+elsewhere. Delays of this process do not count as silence.
 """
 
 from __future__ import annotations
@@ -28,52 +28,52 @@ __all__ = ["Engines"]
 
 _log = logging.getLogger("paceline.gateway")
 
-# poll intervals between two readings of an engine's models
+# poll intervals between two requests for an engine's models
 _MODEL_POLLS: Final = 120
-# and at first between two doubts: a server may close every connection after a second or two
+# at first, between two doubts: a server may close every connection after a second or two
 _DOUBT_POLLS: Final = 20
-# a tick of the watch on silence, and the most that one counts: a tick that is later than this was
-# kept waiting by this process itself
+# interval of the check for silence, s, and the most that one interval counts: a later tick was
+# delayed by this process itself
 _TICK_SECONDS: Final = 0.1
 _MOST_PER_TICK: Final = 0.15
 _JITTER: Final = 0.1
-# for each question of what an engine can do, at least
+# minimum timeout of a probe request, s
 _PROBE_SECONDS: Final = 2.0
-# answers of one that is not ready, or of a proxy before it
+# answers of an engine that is not ready, or of a proxy in front of it
 _NOT_NOW: Final = frozenset({429, 502, 503, 504})
-# those of a proxy before one that is not there, beside Cloudflare's 520 to 530
+# answers of a proxy whose engine is gone, in addition to Cloudflare's 520 to 530
 _AWAY: Final = frozenset({502, 503, 504})
-# times ``poll_timeout`` and ``connect_timeout`` that a poll is waited for, the longer of both
+# a poll is awaited for the longer of these multiples of ``poll_timeout`` and ``connect_timeout``
 _LATEST: Final = 4.0
 _LATEST_CONNECTION: Final = 1.25
-# of a quiet engine's next poll, at most
+# longest poll interval of a silent engine, s
 _MAX_POLL_WAIT: Final = 2.0
 
 
 class Engines:
-    """All of them, and the tasks that keep up with them.
+    """The engines by name, and the tasks that follow them.
 
     Args:
-        now: seconds of a clock that never goes back.
+        now: clock, monotonic seconds.
     """
 
     def __init__(self, config: GatewayConfig, now: Callable[[], float]) -> None:
         self._config = config
         self._now = now
         self.by_name = {each.name: Engine(each, config, now()) for each in config.engines}
-        # any of them has a bound on its requests
+        # whether any engine has a bound on its requests
         self.has_bounds = _has_bounds(config)
-        # by engine, what follows it
+        # polling task of each engine; None: the check for silence
         self._tasks: dict[Engine | None, asyncio.Task[None]] = {}
-        # by engine, what finds out what it can do
+        # probe that is running, by engine
         self._probes: dict[Engine, asyncio.Task[None]] = {}
-        # no longer in the configuration, until nothing runs there
+        # removed from the configuration, but still running requests
         self._retired: set[Engine] = set()
-        # configurations come one after the other
+        # held while a configuration is applied
         self._changes = asyncio.Lock()
-        # called every tick, for what waits on engines
+        # called every tick, for requests that wait for engines
         self.on_tick: Callable[[], None] = lambda: None
-        # each engine was asked once
+        # set once each engine was asked once
         self.asked = asyncio.Event()
 
     async def start(self) -> None:
@@ -86,8 +86,8 @@ class Engines:
         self.asked.set()
 
     async def change(self, config: GatewayConfig) -> list[str]:
-        """Go by another configuration; what became of engines. One that is gone from it, or is
-        another one now, gets no new requests and ends what it has."""
+        """Apply another configuration; return what changed. An engine that is removed or replaced
+        gets no new requests and finishes its running ones."""
         async with self._changes:
             return await self._change(config)
 
@@ -147,15 +147,15 @@ class Engines:
                 await self.poll(engine)
             else:
                 await asyncio.sleep(_MAX_POLL_WAIT)
-            # one that came back may have others
+            # after a restart the models may be others
             is_other = was != (engine.back_at, engine.kind)
             news = is_other or (not known and not engine.trouble)
-            # one that is not polled shows by its list alone that it is there; a request that has
-            # failed since may mean that it has gone, or was started anew with other models
+            # for an engine that is not polled, only the list of models shows that it is there; a
+            # failed request may mean that it is gone, or has restarted with other models
             away = not engine.polled and (not engine.has_answered or engine.failed_at >= asked_at)
             asks = news or away or self._now() >= models_at
             if not is_other and engine.is_doubtful(self._now()):
-                # it ended, if it did, so shortly that no poll, or few, came to nothing
+                # if it restarted, it was down too briefly for its polls to show it
                 shortest, longest = (
                     polls * self._config.poll_interval for polls in (_DOUBT_POLLS, _MODEL_POLLS)
                 )
@@ -168,12 +168,12 @@ class Engines:
             self._start_probe(engine)
 
     def _models_again(self) -> float:
-        """When an engine whose models were read just now is asked for them again."""
+        """Return when the models of an engine that was just asked are due again."""
         return self._now() + _MODEL_POLLS * self._config.poll_interval
 
     def _start_probe(self, engine: Engine) -> None:
-        """Find out what it can do, beside everything else: no poll or request waits for it."""
-        # one without metrics has its trouble, and answers all the same
+        """Start a probe of its capabilities in the background; no poll or request waits for it."""
+        # an engine without metrics answers although it has a ``trouble``
         answers = engine.kind != "auto" and engine.models is not None and not engine.num_misses
         wanted = engine.wants_probe or self._now() >= engine.probe_again_at
         if wanted and answers and engine not in self._probes:
@@ -183,11 +183,11 @@ class Engines:
             task.add_done_callback(lambda done: self._probes.pop(engine, None))
 
     def is_probed(self, engine: Engine) -> bool:
-        """Whether what it can do was asked for, and it has answered or not."""
+        """Whether the last probe is over, answered or not."""
         return not engine.wants_probe and engine not in self._probes
 
     def is_probing(self, engine: Engine) -> bool:
-        """Whether it is being asked what it can do."""
+        """Whether a probe is running."""
         return engine in self._probes
 
     async def _probe(self, engine: Engine) -> None:
@@ -202,7 +202,7 @@ class Engines:
                 missed = missed or status in _NOT_NOW
                 return status, msgspec.json.decode(told)
             except ConnectError:
-                # whether it lives its polls and its answers show
+                # polls and answers tell whether it is alive
                 missed = True
                 return 0, None
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -213,17 +213,17 @@ class Engines:
             tries = engine.config.probe == "try"
             found = await find_abilities(engine.kind, asked, models, tries=tries)
         except Exception:
-            # a fault of ours: the kind's table holds
+            # the gateway's fault: the kind's table holds
             _log.exception("probe_failed engine=%s", engine.name)
             return
         if engine.wants_probe:
-            # it has gone meanwhile, and is asked again
+            # the engine went away meanwhile and will be probed again
             return
         if missed:
-            # it was not up yet, or too busy
+            # it was starting or too busy
             engine.probe_again_at = self._models_again()
         if found.answered or not missed:
-            # one that was asked anew may say less than before
+            # a later probe may find less than an earlier one
             engine.learn(found)
         _log.info(
             "engine_probed engine=%s kind=%s answered=%s %s",
@@ -231,11 +231,11 @@ class Engines:
         )  # fmt: skip
 
     async def poll(self, engine: Engine) -> None:
-        """Ask it once how it is."""
+        """Ask for its load once."""
         engine.num_polls += 1
         path = engine.facts.metrics_path or "/metrics"
         late = self._config.poll_timeout
-        # an answer that is late is still a sign of life
+        # a late answer is still a sign of life
         longest = max(_LATEST * late, _LATEST_CONNECTION * self._config.connect_timeout)
         asking = asyncio.ensure_future(ask(engine, path, longest))
         try:
@@ -261,7 +261,7 @@ class Engines:
             engine.trouble = ""
             engine.heard(text, self._now())
         elif engine.kind == "auto":
-            # it answers, and has no metrics: nothing more is known of it
+            # it answers but has no metrics, so nothing more is known of it
             engine.become("openai")
             engine.trouble = ""
         else:
@@ -278,20 +278,20 @@ class Engines:
         if named:
             engine.has_models({name: EngineModel(name) for name in named})
         if named or not path:
-            # nobody is asked: whether it lives, its answers show
+            # nothing to ask for: its answers show whether it is alive
             engine.has_answered = True
             if not engine.polled:
                 engine.trouble = ""
             return
         try:
             status, body = await ask(engine, path, max(2.0, self._config.poll_timeout))
-            # an error is an answer: asked soon again it would say the same
+            # an error is an answer: it would be the same soon after
             engine.has_answered = not _is_away(status)
             entries = msgspec.json.decode(body, type=_ModelList).data if status == 200 else None
         except ConnectError as error:
             engine.has_answered = False
             if not engine.polled:
-                # requests still go there: only missed polls keep them away
+                # requests are still sent there: only missed polls keep them away
                 engine.trouble = str(error)
                 engine.is_unreachable = error.unreachable
             return
@@ -306,7 +306,7 @@ class Engines:
             return
         if not engine.polled and engine.trouble:
             engine.trouble = ""
-            # it may have been started anew, as something else
+            # it may have restarted as something else
             engine.forget()
         engine.lists(entries, await self._read_contexts(engine))
 
@@ -330,13 +330,13 @@ class Engines:
             try:
                 self._tick(now, elapsed)
             except Exception:
-                # a fault of ours in one request: the others are still to be watched
+                # a fault in one request: the others must still be watched
                 _log.exception("tick_failed")
 
     def _tick(self, now: float, elapsed: float) -> None:
         for engine in [each for each in self._retired if not each.running]:
             self._retired.discard(engine)
-            # one that was retired before it was followed has none
+            # an engine retired before it was followed has no task
             task = self._tasks.pop(engine, None)
             if task is not None:
                 task.cancel()
@@ -369,7 +369,7 @@ class Engines:
 
 
 def _is_away(status: int) -> bool:
-    """Whether a proxy before an engine says that there is none."""
+    """Whether a proxy reports that its engine is gone."""
     return status in _AWAY or 520 <= status <= 530
 
 

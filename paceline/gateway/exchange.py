@@ -1,16 +1,16 @@
-"""One request on its way: to an engine, to another where that fails, and its answer back.
+"""One request from arrival to end: sent to an engine, retried elsewhere, answered.
 
 ::
 
-    Exchange   (a task a request)   Waiting -> Leg -> done | once more -> Answer
+    Exchange   (task per request)   Waiting -> Leg -> done | retry -> Answer
     Leg        (callbacks)          engine's bytes -> Splice -> caller's connection
 
-What an engine sends reaches the caller in the callback that read it. The task wakes for the head,
-for a caller who reads slowly, and for the end.
+What an engine sends reaches the caller in the callback that read it. The task only wakes for the
+head, for a slow caller, and for the end.
 
-Before its caller has seen anything of the answer, a request whose engine refuses or fails begins
-anew at another one. Later it goes on behind what was seen, where the engine's kind can do that
-exactly, and ends in an error that says so where it cannot.
+Until the caller has seen a part of the answer, a request whose engine refuses or fails is retried
+on another engine. After that it is resumed behind what was seen, if the engine's kind can do that
+exactly; if not, the stream ends in an error that says so.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ __all__ = ["RELAYED", "Exchange"]
 
 _log = logging.getLogger("paceline.gateway")
 
-# endpoints that are relayed
+# endpoints whose requests are relayed
 RELAYED: Final = VECTOR_PATHS | {
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings",
 }  # fmt: skip
-# of a body that is read without the connection being held back on the way
+# size of a body, in bytes, that is read without the connection ever being paused
 _READ_AT_ONCE: Final = 60_000
 
 
 class Exchange:
-    """One request of one caller; the owner of its legs."""
+    """One request of one caller; the owner of its attempts."""
 
     def __init__(
         self,
@@ -92,10 +92,10 @@ class Exchange:
         self.names_stored = body.fields.get("previous_response_id", b"null") != b"null"
         self._receive = receive
         self._arrived = now()
-        # what was done to the answer, for its last chunk and its headers
+        # notes on the answer, for its last chunk and its headers
         self._note: dict[str, Any] = {}
         if asked != route.shown:
-            # its key's budget does not reach for what it asked for
+            # the key's budget does not cover the model that was asked for
             self._note["fallback"] = route.model
         self.splice: Splice | None = self._new_splice() if body.stream else None
         self._sending = Sending(path, body, caller, self.splice)
@@ -107,7 +107,7 @@ class Exchange:
             counts, self.trace, now, self._arrived, self.wake,
         )  # fmt: skip
         self.out = self._answer.out
-        # of the legs, which call it for every part
+        # called by the attempts for every part
         self.write: Callable[[bytes], None] = self.out.write
         self.write_last: Callable[[bytes], None] = self.out.write_last
         self._waiting = Waiting(
@@ -117,7 +117,7 @@ class Exchange:
         self._hedge = Hedge(
             config, hedges, picker, self._attempts, demand, body, self._sending, counts
         )
-        # told of a whole answer before its caller is
+        # called with a complete answer before it is sent to the caller
         self.on_answer: Callable[[Leg], None] | None = None
         self._bill = Bill(path, demand.prompt_tokens, self.splice, body.most_deferred(path))
 
@@ -135,62 +135,62 @@ class Exchange:
 
     @property
     def _leg(self) -> Leg:
-        """The one that the answer comes from, once an engine is asked."""
+        """The attempt that answers, once an engine is asked."""
         leg = self._answer.leg
         assert leg is not None, "an engine is asked"
         return leg
 
     @property
     def route(self) -> Route:
-        """Of the model that it was sent to first."""
+        """Route of the model that the request was sent to first."""
         return self._route
 
     @property
     def is_over(self) -> bool:
-        """Whether the engine that the answer comes from, if there is one, has said all of it."""
+        """Whether the answering engine, if there is one, has sent all of the answer."""
         leg = self._answer.leg
         return leg is None or leg.verdict is not None
 
     @property
     def engine(self) -> Engine:
-        """That the answer comes from, once one is asked."""
+        """The answering engine, once one is asked."""
         return self._leg.site.engine
 
     @property
     def used(self) -> Used:
-        """Tokens of an answer that has ended, as far as anything was counted."""
+        """Usage of an answer that has ended, as far as it was counted."""
         return self._bill.used(self._answer.leg)
 
     @property
     def num_output_tokens(self) -> int:
-        """Of an answer that has ended."""
+        """Output tokens of an answer that has ended."""
         return self.used.output
 
     @property
     def counted(self) -> Used | None:
-        """The same, where an engine has counted it; None: it has not, or cuts what is too long."""
+        """Usage as the engine counted it; None: it did not, or it truncates prompts."""
         leg = self._answer.leg
         if leg is None or leg.site.engine.facts.truncates or not self.used.prompt:
             return None
         return self._bill.counted
 
     def shares(self) -> Sequence[tuple[Site, Used]]:
-        """Who made what of an answer that has ended; see ``Bill.shares``."""
+        """Usage by engine of an answer that has ended; see ``Bill.shares``."""
         return self._bill.shares(self._answer.leg)
 
     def close(self) -> None:
-        """Nothing more is asked of it. What points in circles is let go: the garbage collector
-        would take longer to find it than a tenth of a request."""
+        """Drop references after the last use: garbage collection of these reference cycles would
+        cost more than a tenth of a request's time."""
         self._answer.close()
 
-    # ---------------------------------------------------------------- of the legs
+    # ---------------------------------------------------------------- Owner
 
     def sent(self, leg: Leg) -> None:
-        # of the engine that was really asked
+        # the engine that was asked, also if it was a hedge
         leg.site.engine.load.prefixes.add(self._demand.prefix)
 
     def again(self, leg: Leg, left_out: frozenset[str]) -> tuple[bytes, frozenset[str]] | None:
-        """See ``Owner``."""
+        """Return the request without fields that the engine refused; see ``Owner``."""
         resumed = bool(self._attempts.num_resumes)
         names = self._sending.refused(leg.site, leg.status, bytes(leg.body), resumed=resumed)
         if names <= left_out:
@@ -205,12 +205,12 @@ class Exchange:
 
     def spare_spoke(self, leg: Leg) -> None:
         assert leg is self._hedge.spare, "the other one was dropped"
-        # before anything is told, or it would count as what the first one said
+        # before the hedge is adopted, or its output would count as the first engine's
         self._leg.abandon()
         self._go_on_with(self._hedge.take(won=True))
 
     def _go_on_with(self, spare: Leg) -> None:
-        """The answer is the second engine's from here on."""
+        """Let the hedge answer from now on."""
         self._answer.comes_from(spare)
         self._answer.note(engine=spare.site.engine.name, attempts=self._attempts.num)
         spare.adopt()
@@ -228,19 +228,19 @@ class Exchange:
     # ---------------------------------------------------------------- the task
 
     async def run(self) -> None:
-        """To the last byte of the answer.
+        """Run the request to the last byte of its answer.
 
         Raises:
-            HttpError: there is none, and nothing was sent yet.
+            HttpError: there is no answer, and nothing was sent yet.
             ClientDisconnectedError: the caller hung up.
         """
-        # a task for each request costs more than a look at its connection now and then; of a long
-        # body the connection may have stopped reading
+        # checking the connection now and then is cheaper than a task per request; but while a long
+        # body is read, the connection may be paused
         looks = self.out.sees_hang_ups and self._body.num_bytes < _READ_AT_ONCE
         watch = None if looks else asyncio.ensure_future(self._disconnected())
         try:
             if self._caller.tries_again:
-                # it costs an attempt as the gateway's own would, and pays for none
+                # the client's retry costs an attempt like the gateway's own, and deposits nothing
                 self._budget.take(self._arrived)
             else:
                 self._budget.deposit(self._arrived)
@@ -249,12 +249,12 @@ class Exchange:
             self._answer.ended("gone")
             raise
         except RequestError:
-            # what no engine was asked, as it cannot be said in that engine's API
+            # no engine was asked: the request cannot be expressed in that engine's API
             self._answer.ended("refused")
             raise
         except HttpError as error:
             if self.out.started:
-                # no status can be told any more
+                # the status was already sent
                 await self._answer.break_off(str(error))
                 return
             if not self._attempts.num:
@@ -284,8 +284,8 @@ class Exchange:
             if verdict.kind == "refused" and not self._may_pass_on(leg):
                 await self._answer.refuse(leg)
                 return
-            # an engine that dies leaves many requests at once, each through no fault of its own:
-            # the first move away is free, and the budget is for what keeps failing
+            # a dying engine loses many requests at once through no fault of their own: the first
+            # retry is free, and the budget is for repeated failures
             free = verdict.kind == "lost" and not self._attempts.num_lost
             self._attempts.num_lost += verdict.kind == "lost"
             if self.splice is not None and self.splice.emitted:
@@ -334,7 +334,7 @@ class Exchange:
         return self._leg
 
     async def _pump(self) -> None:
-        """Until the answer is over, and what it brought is with the caller."""
+        """Wait until the answer is over and the caller has all of it."""
         while True:
             if self.out.gone:
                 raise ClientDisconnectedError
@@ -349,8 +349,8 @@ class Exchange:
                 self.wake.clear()
 
     def _look_after_hedge(self) -> None:
-        """A second engine is due. Or one of two has failed: the other one is all there is. Or the
-        second one has answered whole."""
+        """Send a hedge that is due; or, if one of two engines failed or the hedge answered in one
+        piece, continue with the other or the hedge."""
         if self._hedge.is_due(self.now()) and self._hedge.ask(
             self._leg.site, self, self._path, self._new_splice
         ):
@@ -379,13 +379,13 @@ class Exchange:
         )  # fmt: skip
         self._answer.failed(leg)
         self._counts.failed(leg.site, leg.verdict.kind)
-        # what an engine refuses is of one of its models
+        # a refusal concerns one of the engine's models
         lost = leg.verdict.kind == "lost"
         self._attempts.tried.add(engine.name if lost else leg.site.key)
 
     def _may_pass_on(self, leg: Leg) -> bool:
-        """Whether a refused request goes to another engine, or to this one in other words;
-        otherwise the caller has the answer."""
+        """Whether a refused request may be retried, on another engine or on this one in another
+        form; otherwise the caller gets the refusal."""
         now = self.now()
         body = bytes(leg.body)
         if self._sending.eases(leg.site, leg.status, body):

@@ -1,14 +1,14 @@
-"""A second engine for a first token that is late: whether, when and which, and what becomes of it.
+"""Hedging: a second engine is asked if the first token is late.
 
 ::
 
-    first engine   sent ...................... (late) ............ says nothing yet
-    second engine                              sent ..... first word: it has won
-    caller                                                ^ reads the second one's, whole
+    first engine   sent ...................... (late) ............ nothing yet
+    second engine                              sent ..... first token: it wins
+    caller                                                ^ gets the second answer, from its start
 
-What the second one says is kept back until it has said something; then the other one is dropped.
-Nothing of both is ever mixed. It costs an attempt of the request's and one of the budget that all
-further attempts are paid from.
+The second engine's output is held back until it holds a token; then the first attempt is dropped,
+so output of both is never mixed. A hedge counts as an attempt of the request, and draws on the
+budget that pays for retries.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Hedge"]
 
 
 class Hedge:
-    """Of one streamed request. Seconds of a clock that never goes back are an argument."""
+    """The hedge of one streamed request. Times are arguments, in seconds of a monotonic clock."""
 
     def __init__(
         self,
@@ -48,20 +48,20 @@ class Hedge:
         self._config, self._budget, self._picker = config, budget, picker
         self._attempts, self._demand = attempts, demand
         self._sending, self._counts = sending, counts
-        # work that can wait, and answers that would be paid for several times, are not hedged
+        # no hedge for work that can wait, nor for answers that would be paid for several times
         self.is_wanted = bool(config.hedge_share) and not body.slo.best_effort and body.n == 1
         self._due_at: float | None = None
         self._sent_at = 0.0
-        # the second engine's, while both run
+        # the second attempt, while both run
         self._spare: Leg | None = None
 
     @property
     def spare(self) -> Leg | None:
-        """The second engine's leg, while both run."""
+        """The second attempt, while both run."""
         return self._spare
 
     def arm(self, pick: Pick, now: float) -> None:
-        """The first attempt is made."""
+        """Set the time at which the first attempt counts as late."""
         if self.is_wanted:
             self._budget.deposit()
             delay = hedge_delay(pick.site.engine.load, pick.view, self._config.hedge_after)
@@ -72,11 +72,11 @@ class Hedge:
         return self._due_at is not None and now >= self._due_at
 
     def ask(self, first: Site, owner: Owner, path: str, probe: Callable[[], Splice]) -> bool:
-        """Send it to a second engine, if there is one for it; whether it was.
+        """Ask a second engine, if there is one for it; return whether it was asked.
 
         Args:
-            owner: of the leg there.
-            probe: makes a splice that what it says is tried on.
+            owner: owner of the second attempt.
+            probe: makes a splice that watches the second engine's output for a token.
         """
         now = owner.now()
         pick = self._pick(first, now)
@@ -86,8 +86,8 @@ class Hedge:
         try:
             request = self._sending.request(site, resumed=False)
         except RequestError:
-            # what cannot be said in the second engine's API is no trouble of the first one's, and
-            # what is not sent is not paid for
+            # the second engine's API cannot express the request: that does not concern the first
+            # attempt, and nothing is paid for it
             return False
         if not self._attempts.may_hedge(now):
             return False
@@ -100,7 +100,7 @@ class Hedge:
         return True
 
     def first_spoke(self) -> None:
-        """The first engine has said something: the second one is not needed any more."""
+        """Abandon the hedge: the first engine has answered."""
         self._due_at = None
         spare, self._spare = self._spare, None
         if spare is not None:
@@ -108,7 +108,7 @@ class Hedge:
             spare.abandon()
 
     def second_failed(self) -> Leg | None:
-        """The second one's leg, once, if it has failed while the first one has not answered."""
+        """Return the second attempt, once, if it failed before the first engine answered."""
         spare = self._spare
         if spare is None or spare.verdict is None or spare.is_answer:
             return None
@@ -118,14 +118,14 @@ class Hedge:
 
     @property
     def second_answered(self) -> bool:
-        """Whether the second one gave its answer whole, and not as a stream."""
+        """Whether the second engine sent its answer in one piece instead of a stream."""
         return self._spare is not None and self._spare.is_answer
 
     def take(self, *, won: bool) -> Leg:
-        """The second one's leg is the request's own from here on.
+        """Return the second attempt, to answer the request from now on.
 
         Args:
-            won: it spoke first; else the first engine has failed.
+            won: it answered first; False: the first engine failed.
         """
         spare, self._spare = self._spare, None
         assert spare is not None, "there are two"
@@ -134,14 +134,14 @@ class Hedge:
         return spare
 
     def end(self) -> None:
-        """The attempt is over."""
+        """Abandon the hedge, as the attempt is over."""
         self._due_at = None
         spare, self._spare = self._spare, None
         if spare is not None:
             spare.abandon()
 
     def _pick(self, first: Site, now: float) -> Pick | None:
-        """The second engine; None: it is not to be."""
+        """Choose the second engine; None: no hedge is sent."""
         self._due_at = None
         if not (self._budget.has_one and self._attempts.may_hedge(now, peek=True)):
             return None

@@ -1,7 +1,7 @@
-"""Which engine keeps what: responses, files and batches, by id.
+"""Index of the engine that stores each response, file and batch.
 
-Only a shortcut: every engine is asked for an id that is not here (``kept``), as after a restart of
-the gateway, or behind another one.
+It is only a shortcut: all engines are asked about an unknown id (``kept``), such as after a restart
+of the gateway or behind another gateway.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _MOST: Final = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where one of them is."""
+    """Engine that stores an object."""
 
     engine: str
-    # the key's name that it was made for; None: it was found, and its key is not known
+    # name of the key that made it; None: unknown, as the object was found by asking
     tenant: str | None
 
 
 class Homes:
-    """Of the latest ids."""
+    """Bounded map from the latest ids to their engines."""
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
@@ -35,19 +35,19 @@ class Homes:
         return len(self._homes)
 
     def note(self, kept_id: str, engine: str, tenant: str | None) -> None:
-        """It is there."""
+        """Record where an object is stored."""
         self._homes[kept_id] = Home(engine, tenant)
         self._homes.move_to_end(kept_id)
         if len(self._homes) > self._most:
             self._homes.popitem(last=False)
 
     def find(self, kept_id: str) -> Home | None:
-        """None: it is not known."""
+        """Return where an object is stored; None: unknown."""
         home = self._homes.get(kept_id)
         if home is not None:
             self._homes.move_to_end(kept_id)
         return home
 
     def forget(self, kept_id: str) -> None:
-        """It is no longer there."""
+        """Forget an object that was deleted."""
         self._homes.pop(kept_id, None)

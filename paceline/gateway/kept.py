@@ -1,15 +1,15 @@
-"""Responses, files and batches, which engines keep: each is asked of the engine that has it.
+"""Responses, files and batches stored by engines: requests go to the engine that has the object.
 
 ::
 
-    POST /v1/responses, previous_response_id     that engine alone may go on with it
-    GET, DELETE, POST .../ID...                  passed on to it
-    POST /v1/files                               to one that has the model of the first line
-    POST /v1/batches                             where its file is
-    GET /v1/files, /v1/batches                   all engines' lists as one
+    POST /v1/responses, previous_response_id     only that engine can continue it
+    GET, DELETE, POST .../ID...                  passed on to that engine
+    POST /v1/files                               to an engine with the model of the first line
+    POST /v1/batches                             to the engine that has the input file
+    GET /v1/files, /v1/batches                   the lists of all engines, merged
 
-Which engine that is, is known of what was made through this gateway (``homes``); of other ids all
-engines are asked. None of that is an attempt, of which failures are counted.
+The engine is known for objects made through this gateway (``homes``); for other ids all engines are
+asked. None of these requests is an attempt, so breakers do not count their failures.
 """
 
 from __future__ import annotations
@@ -60,21 +60,21 @@ _METHODS: Final[Mapping[tuple[str, str], tuple[str, ...]]] = {
     ("batches", "cancel"): ("POST",),
 }
 _LISTS: Final = frozenset({"/v1/files", "/v1/batches"})
-# kinds that have none of it
+# kinds that store nothing
 _WITHOUT: Final = frozenset({"anthropic", "azure"})
-# kinds that have files and batches
+# kinds that store files and batches
 _WITH_FILES: Final = frozenset({"paceline", "openai", "auto"})
-# statuses that say: not here
+# statuses that mean: not stored here
 _NOT_HERE: Final = frozenset({400, 404, 405, 422, 501})
-# seconds for an engine to say whether it has something
+# timeout of asking an engine for an object, s
 _ASK_SECONDS: Final = 5.0
-# of an upload, in which its first line's model is looked for
+# bytes of an upload that are searched for the model of its first line
 _FIRST_BYTES: Final = 64 * 1024
 _MODEL: Final = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.){0,500}")')
-# of a stream's first event, which tells of the response
+# the id of the response, in a stream's first event
 _TOLD_ID: Final = re.compile(rb'"id"\s*:\s*"(' + _ID.encode() + rb')"')
 _PAGE: Final[Mapping[str, tuple[int, int, int]]] = {
-    # asked for at once; usual of a caller's; most of a caller's
+    # requested from engines at once; a caller's default limit; a caller's maximum
     "/v1/files": (10_000, 1000, 10_000),
     "/v1/batches": (100, 20, 100),
 }
@@ -82,7 +82,7 @@ _MOST_PAGES: Final = 100
 
 
 class Door(Protocol):
-    """The exchange at the door that a request came with."""
+    """HTTP request as ``app`` hands it over."""
 
     @property
     def scope(self) -> Scope: ...
@@ -111,19 +111,19 @@ class _Gateway(Protocol):
 
 
 class Kept:
-    """Of one gateway."""
+    """Stored objects of one gateway."""
 
     def __init__(self, gateway: _Gateway) -> None:
         self._gateway = gateway
         self.homes = Homes()
 
     def takes(self, path: str) -> bool:
-        """Whether a path is of something that is kept, or of a list of it."""
+        """Whether a path names a stored object or a list of them."""
         found = _ONE.fullmatch(path)
         return path in _LISTS or (found is not None and (found[1], found[3] or "") in _METHODS)
 
     async def answer(self, call: Door) -> None:
-        """Raises HttpError."""
+        """Answer a request for stored objects. Raises HttpError."""
         path, method = call.path, call.method
         found = _ONE.fullmatch(path)
         methods: tuple[str, ...] = ("GET", "POST")
@@ -140,12 +140,12 @@ class Kept:
         else:
             await self._create(call)
 
-    # ---------------------------------------------------------------- of requests that are relayed
+    # ---------------------------------------------------------------- relayed requests
 
     async def bound(self, route: Route, body: Body, tenant: str) -> Route:
-        """Where a response may be made: if it goes on behind another one, where that is.
+        """Restrict a route to the engine that stores the previous response, if there is one.
 
-        Raises HttpError 404 where no engine has it.
+        Raises HttpError 404 if no engine has it.
         """
         value = body.fields.get("previous_response_id", b"null")
         if value[:1] != b'"':
@@ -154,7 +154,7 @@ class Kept:
         sites = [site for tier in route.tiers for site in tier]
         engines = list({site.engine.name: site.engine for site in sites}.values())
         if not _IS_ID.fullmatch(previous) or len(self._keepers()) < 2:
-            # what is wrong with it an engine says
+            # an engine reports what is wrong with it
             return route
         home = await self._home("responses", previous, tenant)
         if home not in engines:
@@ -167,8 +167,8 @@ class Kept:
         return replace(route, tiers=[tier for tier in tiers if tier], longer=None)
 
     def watch(self, exchange: Exchange, tenant: str) -> None:
-        """Note where a response is made: of a stream by its first event, as it is asked for while
-        it runs."""
+        """Record where a response is made; of a stream by its first event, as the response may be
+        requested while it runs."""
 
         def answered(leg: Leg) -> None:
             if not leg.streams:
@@ -201,7 +201,7 @@ class Kept:
             return
         self.homes.note(made.id, engine.name, tenant)
 
-    # ---------------------------------------------------------------- one that is kept
+    # ---------------------------------------------------------------- one object
 
     async def _one(self, call: Door, kind: str, kept_id: str) -> None:
         engine = await self._home(kind, kept_id, call.tenant)
@@ -210,8 +210,8 @@ class Kept:
             self.homes.forget(kept_id)
 
     async def _home(self, kind: str, kept_id: str, tenant: str) -> Engine:
-        """Raises HttpError: 404, no engine has it, or it is another key's; 503, one that may have
-        it does not answer."""
+        """Return the engine that has an object. Raises HttpError: 404, no engine has it, or it
+        belongs to another key; 503, an engine that may have it does not answer."""
         engines = self._gateway.engines.by_name
         home = self.homes.find(kept_id)
         if home is not None and home.tenant not in (None, tenant):
@@ -220,14 +220,14 @@ class Kept:
             return engines[home.engine]
         keepers = self._keepers() if kind == "responses" else self._with_files()
         if len(keepers) == 1:
-            # it says by itself whether it has it
+            # the engine itself says whether it has it
             return keepers[0]
         found = await self._ask_all(keepers, kind, kept_id, tenant)
         self.homes.note(kept_id, found.name, None)
         return found
 
     async def _ask_all(self, engines: list[Engine], kind: str, kept_id: str, tenant: str) -> Engine:
-        """The one that has it. Raises HttpError."""
+        """Ask all engines which one has an object. Raises HttpError."""
         target = f"/v1/{kind}/{quote(kept_id)}"
 
         async def has(engine: Engine) -> tuple[Engine, int]:
@@ -266,7 +266,7 @@ class Kept:
         return [e for e in self._keepers() if e.kind in _WITH_FILES]
 
     async def _pass_on(self, call: Door, engine: Engine, body: bytes | None) -> None:
-        """The request as it came, and its answer back. What it makes is noted."""
+        """Pass a request on unchanged, and its answer back; record an object that it makes."""
         query = call.scope.get("query_string", b"").decode("latin-1")
         target = quote(call.path) + (f"?{query}" if query else "")
         headers = headers_for(engine, call.tenant, call.request_id)
@@ -294,7 +294,7 @@ class Kept:
 
         await unless_disconnected(call.receive, relay())
 
-    # ---------------------------------------------------------------- made and listed
+    # ---------------------------------------------------------------- creation and lists
 
     async def _create(self, call: Door) -> None:
         most = self._gateway.config.max_body_size
@@ -316,18 +316,18 @@ class Kept:
         await self._pass_on(call, engine, body)
 
     def _place(self, upload: bytes) -> Engine:
-        """Of a file: an engine that has the model of its first line under that name, and little
-        else to do. Raises HttpError, and UnknownModelError."""
+        """Choose the least busy engine that has the model of an upload's first line by that name.
+        Raises HttpError, and UnknownModelError."""
         engines = self._with_files()
         told = _MODEL.search(upload[:_FIRST_BYTES])
         if told is not None:
             name = msgspec.json.decode(told[1], type=str)
-            # as the engine reads the lines as they are
+            # the engine reads the lines unchanged, so the name must match
             route = self._gateway.routes.find(name, 0.0)
             places = {s.engine.name for tier in route.tiers for s in tier if s.model == name}
             engines = [e for e in engines if e.name in places]
         else:
-            # what nothing is known of stays in the house
+            # a file whose model is unknown is not sent to a cloud
             engines = [e for e in engines if not e.config.cloud]
         if not engines:
             raise HttpError(404, "no engine here keeps files of that model")
@@ -335,7 +335,7 @@ class Kept:
         return min(alive, key=lambda engine: (len(engine.running), random.random()))
 
     def _check_counted(self, tenant: str) -> None:
-        """Raises HttpError 403: what a batch uses is known to its engine alone."""
+        """Raise HttpError 403 if a key has limits: only the engine knows what a batch uses."""
         gateway = self._gateway
         limits = key_limits(gateway.config) or gateway.keys.limits().get(tenant)
         if limits or gateway.spending.key(tenant) is not None:
@@ -344,7 +344,7 @@ class Kept:
             )
 
     async def _list(self, call: Door) -> None:
-        """The newest first, unless ``order`` says otherwise."""
+        """Send the merged lists, newest first unless ``order`` says otherwise."""
         query = parse_qs(call.scope.get("query_string", b"").decode("latin-1"))
         at_once, usual, most = _PAGE[call.path]
         limit = query.get("limit", [str(usual)])[0]
@@ -376,14 +376,14 @@ class Kept:
         await _send_json(call.send, as_json(200, told)[2])
 
     def _is_of(self, entry: Mapping[str, Any], call: Door) -> bool:
-        """Engines know one key, the gateway's: whose it is, is known of what was made here."""
+        """Whether an object is the caller's key's: engines know only the gateway's key."""
         if not isinstance(entry.get("id"), str):
             return False
         home = self.homes.find(entry["id"])
         return not len(self._gateway.keys) or (home is not None and home.tenant == call.tenant)
 
     async def _listed(self, engine: Engine, target: str, tenant: str) -> list[Mapping[str, Any]]:
-        """All that an engine has. Raises HttpError where it does not say."""
+        """Return all objects that an engine lists. Raises HttpError if it does not answer."""
         found: list[Mapping[str, Any]] = []
         after = ""
         for _ in range(_MOST_PAGES):
@@ -419,7 +419,7 @@ class _Page(msgspec.Struct):
 
 
 def headers_for(engine: Engine, tenant: str, request_id: str = "") -> Headers:
-    """Of a request that is no attempt, beside those that every request has."""
+    """Headers to add to those of every request, for a request that is not an attempt."""
     found: Headers = []
     if request_id:
         found.append((b"x-request-id", request_id.encode()))

@@ -1,9 +1,9 @@
-"""What each kind of engine tells about itself, and where: names as data.
+"""Table of engine kinds: the metrics, endpoints and features of each, as data.
 
-A signal that is missing is unknown (None), never zero: a gateway that read a removed name as "no
-pressure" would send everything to the engine it knows least of. Alternates are older or newer names
-of the same thing. Sources: the engines' documentation of their metrics; ``vllm:`` names may also
-come from a Paceline engine, which has ``paceline:ready`` beside them.
+A missing signal is unknown (None), never zero: a gateway that read a removed metric as "no
+pressure" would send everything to the engine it knows least about. Alternatives are older or newer
+names of the same metric. Sources: the engines' documentation of their metrics. A Paceline engine
+may export ``vllm:`` names as well; it is recognised by ``paceline:ready``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = [
     "read_contexts", "read_pressure", "scan",
 ]  # fmt: skip
 
-# endpoints whose answers are text that a model makes
+# endpoints whose answers are generated text
 TEXT_PATHS: Final = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
 )
-# beside /v1/embeddings; vLLM's, with its bodies
+# endpoints in addition to /v1/embeddings; they and their bodies are vLLM's
 VECTOR_PATHS: Final = frozenset(
     {
         "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/pooling",
@@ -36,35 +36,35 @@ VECTOR_PATHS: Final = frozenset(
 
 
 def is_vectors(path: str) -> bool:
-    """Whether the answers of an endpoint are vectors or scores, and no text."""
+    """Whether an endpoint answers with vectors or scores instead of text."""
     return path == "/v1/embeddings" or path in VECTOR_PATHS
 
 
 @dataclass(frozen=True, slots=True)
 class KindFacts:
-    """Of one kind of engine."""
+    """Facts about one kind of engine."""
 
-    # exposition with the signals below; "": there is none
+    # endpoint with the signals below; "": none
     metrics_path: str = "/metrics"
-    # by signal of ``Pressure``, names of metrics, the first that is there counts
+    # signal of ``Pressure`` -> names of its metric, of which the first one present counts
     signals: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    # metric with the size of the KV cache in its labels, and those labels: tokens a block, blocks
+    # metric with the KV cache's size in its labels; the labels of tokens per block and of blocks
     capacity: tuple[str, str, str] | None = None
-    # sends ids with ``return_token_ids`` and goes on behind ``resume_output_ids``, exactly
+    # returns ids for ``return_token_ids`` and resumes exactly behind ``resume_output_ids``
     resumes: bool = False
-    # goes on behind a last assistant message with ``continue_final_message``
+    # continues a last assistant message with ``continue_final_message``
     continues: bool = False
-    # takes ``cache_salt``
+    # accepts ``cache_salt``
     salts: bool = False
-    # where it lists its models; "": nowhere
+    # endpoint that lists its models; "": none
     models_path: str = "/v1/models"
-    # where it says how long its contexts are, where /v1/models does not; "": nowhere
+    # endpoint with the context lengths that /v1/models lacks; "": none
     context_path: str = ""
-    # cuts prompts that are too long and says nothing
+    # truncates prompts that are too long without saying so
     truncates: bool = False
-    # those of VECTOR_PATHS that it has, for models that are pooled
+    # the VECTOR_PATHS that it serves with pooling models
     vectors: frozenset[str] = frozenset()
-    # seconds a connection may lie idle before it is used again: below what the engine keeps
+    # seconds after which an idle connection is not reused: fewer than the engine keeps it open
     idle: float = 4.0
 
 
@@ -101,7 +101,7 @@ KINDS: Final[Mapping[EngineKind, KindFacts]] = {
         },
         capacity=("sglang:cache_config_info", "page_size", "num_pages"),
         continues=True,
-        # its /v1/score has another body
+        # its /v1/score takes another body
         vectors=frozenset({"/v1/rerank"}),
     ),
     "llama.cpp": KindFacts(
@@ -113,7 +113,7 @@ KINDS: Final[Mapping[EngineKind, KindFacts]] = {
         context_path="/props",
         vectors=frozenset({"/rerank", "/v1/rerank"}),
     ),
-    # neither says how pressed it is: what was sent and has not ended is all there is to see
+    # these report no load: the gateway only sees what it sent and what has not ended
     "ollama": KindFacts(metrics_path="/api/version", context_path="/api/ps", truncates=True),
     "openai": KindFacts(metrics_path=""),
     "azure": KindFacts(metrics_path="", models_path="", idle=50.0),
@@ -129,7 +129,7 @@ _KIND_MARKS: Final[Sequence[tuple[bytes, EngineKind]]] = (
 
 
 def kind_of_metrics(text: bytes) -> EngineKind | None:
-    """Of which kind of engine this exposition is; None: of no kind that is known."""
+    """Recognise the kind of engine from its metrics; None: an unknown kind."""
     for mark, kind in _KIND_MARKS:
         if mark in text:
             return kind
@@ -137,10 +137,10 @@ def kind_of_metrics(text: bytes) -> EngineKind | None:
 
 
 def scan(text: bytes, name: str) -> float | None:
-    """The value of a metric, summed over its series; None where it has none.
+    """Return a metric's value, summed over its series; None if there is no series.
 
-    Looks for the name alone: an exposition is tens of kilobytes of histograms, and parsing all of
-    it would cost more than the poll is worth.
+    It searches for the name alone: metrics hold tens of kilobytes of histograms, and to parse them
+    all would cost more than a poll is worth.
     """
     wanted = name.encode()
     total: float | None = None
@@ -150,7 +150,7 @@ def scan(text: bytes, name: str) -> float | None:
         line = text[at : end if end >= 0 else len(text)]
         behind = line[len(wanted) : len(wanted) + 1]
         if (at == 0 or text[at - 1 : at] == b"\n") and behind in (b"{", b" "):
-            # labels may hold spaces, and a timestamp may follow the value
+            # labels may contain spaces, and a timestamp may follow the value
             rest = line.rpartition(b"}")[2] if behind == b"{" else line[len(wanted) :]
             try:
                 value = float(rest.split()[0])
@@ -163,8 +163,8 @@ def scan(text: bytes, name: str) -> float | None:
 
 
 def read_pressure(text: bytes, facts: KindFacts, now: float) -> Pressure:
-    """What an exposition says of an engine. Shares of several series (data-parallel ranks) are
-    averaged."""
+    """Read an engine's load from its metrics. Shares are averaged over series (data-parallel
+    ranks)."""
     found: dict[str, float | None] = {}
     for signal, names in facts.signals.items():
         value = next((v for v in (scan(text, name) for name in names) if v is not None), None)
@@ -176,8 +176,8 @@ def read_pressure(text: bytes, facts: KindFacts, now: float) -> Pressure:
 
 
 def read_contexts(body: bytes) -> Mapping[str, int]:
-    """Tokens of context by model, of all models as "": llama.cpp's /props tells what one slot has,
-    Ollama's /api/ps what each loaded model was loaded with. Empty where it says neither."""
+    """Return context lengths by model, "" for all models: of one slot from llama.cpp's /props, of
+    each loaded model from Ollama's /api/ps. Empty if the body has none."""
     try:
         told = msgspec.json.decode(body, type=_Contexts)
     except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -1,15 +1,15 @@
-"""Budgets that several gateways share: leases on a counter in Redis.
+"""Budgets shared by several gateways: leases on a counter in Redis.
 
-A gateway takes a hundredth of a budget ahead, and what it serves is counted against that lease in
-memory; Redis is asked when a lease is used up, and in the background before that. What is left at
-the end goes back, and so does what requests leave of what they reserved, beyond two leases. So at
-most two leases a gateway lie idle, and none is spent twice. What was spent beyond a lease (by a
-request that cost more than it was said to, or whose budget only warns) is told at once. It takes no
-scripts: ``INCRBY`` alone, and back where the sum went beyond the budget.
+A gateway reserves a hundredth of a budget in advance, and counts what it serves against that lease
+in memory; it asks Redis when a lease is used up, and in the background before that. It gives back
+what is left at the end, and what requests leave unused beyond two leases. So at most two leases per
+gateway lie idle, and nothing is spent twice. What was spent beyond a lease (by a request that cost
+more than estimated, or whose budget only warns) is added at once. No scripts are needed: ``INCRBY``
+adds, and subtracts again if the sum exceeds the budget.
 
-While Redis does not answer, each gateway counts alone from what it last saw, and asks again once a
-second: a counter that is away must be neither an outage nor an open door. A counter that was
-flushed begins at nothing, and so does the budget.
+While Redis does not answer, each gateway counts alone from the last value it saw, and asks again
+once a second: a lost counter must neither stop requests nor lift the budget. If the counter is
+flushed, counting starts at zero, and so does the budget.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["LeaseStore"]
 
 _log = logging.getLogger("paceline.gateway")
 
-# seconds for one operation
+# timeout of one operation, s
 _TIMEOUT: Final = 0.25
 _RETRY_SECONDS: Final = 1.0
 _TRIES: Final = 4
-# of a counter, beyond which nothing is told apart; Redis counts with 63 bits
+# value beyond which a counter is not raised further; Redis counts with 63 bits
 _MOST: Final = 2**62
-# of a budget, that one gateway takes ahead
+# share of a budget that one gateway leases in advance
 _LEASE_SHARE: Final = 0.01
 # seconds that a window's counter is kept after its last use
 _KEEP_SECONDS: Final = 40 * 86400
@@ -43,26 +43,26 @@ _KEEP_SECONDS: Final = 40 * 86400
 
 @dataclass(slots=True)
 class _Lease:
-    """Of one key and window."""
+    """Lease of one gateway on one window of a key's budget."""
 
-    # taken and not used
+    # leased and not used
     left: int = 0
-    # what is taken ahead
+    # amount leased in advance
     step: int = 0
-    # the counter in Redis when it was last seen
+    # last seen value of the counter in Redis
     total: int = 0
-    # to be added to the counter: used beyond the lease while Redis was away; below 0: taken in vain
+    # still to be added to the counter: used while Redis was away; negative: leased in vain
     owed: int = 0
     refilling: bool = False
-    # what is on its way back to the counter, where it is counted as used until it is there
+    # task that gives back a part; the counter holds it as used until the task ends
     returning: asyncio.Task[None] | None = None
-    # so much was refused a moment ago, and until then is not asked for again
+    # amount that the budget refused, and when so much may be asked for again
     refused: int = 0
     refused_until: float = 0.0
 
 
 class LeaseStore:
-    """See ``BudgetStore``.
+    """``BudgetStore`` whose counters lie in Redis.
 
     Raises:
         ConfigError: the client is not installed, or the URL is not one of a Redis.
@@ -83,7 +83,7 @@ class LeaseStore:
             raise ConfigError("the storage of budgets is not the URL of a Redis") from None
         self._leases: dict[tuple[str, str], _Lease] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        # of the event loop's clock; until then Redis is not asked
+        # event loop time until which Redis is not asked
         self._away_until = 0.0
         self.failures = 0
 
@@ -95,7 +95,7 @@ class LeaseStore:
         lease = self._lease(key, begins)
         lease.step = step = max(1, int(most * _LEASE_SHARE))
         if amount > most:
-            # it never fits, and may be more than Redis counts with
+            # it can never fit, and may exceed what Redis counts with
             return False, self.used(key, begins)
         for _ in range(_TRIES):
             if lease.left >= amount or not self._may_ask(lease, amount - lease.left):
@@ -103,7 +103,7 @@ class LeaseStore:
             if lease.returning is not None:
                 await asyncio.wait((lease.returning,))
                 continue
-            # others may use it while Redis is asked
+            # other requests may use up the lease during the call
             await self._lend(key, begins, lease, amount - lease.left, step, most)
         if lease.left >= amount:
             lease.left -= amount
@@ -112,7 +112,7 @@ class LeaseStore:
                 self._spawn(self._refill(key, begins, lease, step, most))
             return True, lease.total - lease.left - amount
         if self._is_away():
-            # alone, from what was last seen
+            # count alone, from the last value seen
             used = self.used(key, begins)
             if used + amount <= most:
                 lease.owed += amount
@@ -137,7 +137,7 @@ class LeaseStore:
         lease.returning = self._spawn(self._return(key, begins, lease, amount))
 
     async def _return(self, key: str, begins: str, lease: _Lease, amount: int) -> None:
-        """To the counter, for other gateways; below 0: from it."""
+        """Give a part back to the counter, for other gateways; negative: take a part."""
         total = await self._add_with_owed(key, begins, lease, -amount)
         lease.returning = None
         if total is None:
@@ -146,8 +146,8 @@ class LeaseStore:
             lease.total = total
 
     async def close(self) -> None:
-        """Give back what was not used."""
-        # what is under way would take more
+        """Give back all that was not used."""
+        # tasks that are still running could lease more
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for (key, begins), lease in self._leases.items():
             if lease.left or lease.owed:
@@ -158,7 +158,7 @@ class LeaseStore:
         found = self._leases.get((key, begins))
         if found is None:
             for old in [old for old in self._leases if old[0] == key]:
-                # its window is over, and what is left of it worth nothing
+                # its window is over, so the rest is worthless
                 del self._leases[old]
             found = self._leases[key, begins] = _Lease()
         return found
@@ -166,7 +166,7 @@ class LeaseStore:
     async def _lend(
         self, key: str, begins: str, lease: _Lease, needed: int, step: int, most: int
     ) -> None:
-        """As much as is needed and a step more, or what is needed alone where that is all."""
+        """Lease what is needed and one step more, or only what is needed if no more is left."""
         for wanted in (needed + step, needed):
             total = await self._add_with_owed(key, begins, lease, wanted)
             if total is None:
@@ -176,7 +176,7 @@ class LeaseStore:
                 return
             back = await self._add(key, begins, -wanted)
             if back is None:
-                # the counter has it still, until something else is added
+                # the counter still holds it; the next addition corrects that
                 lease.total = total
                 lease.owed -= wanted
             else:
@@ -194,7 +194,7 @@ class LeaseStore:
             lease.refilling = False
 
     async def _add_with_owed(self, key: str, begins: str, lease: _Lease, amount: int) -> int | None:
-        # taken before others may ask meanwhile, so that it is added once
+        # cleared before the call, so that a concurrent request does not add it twice
         owed, lease.owed = lease.owed, 0
         total = await self._add(key, begins, amount + owed)
         if total is None:
@@ -202,7 +202,7 @@ class LeaseStore:
         return total
 
     async def _add(self, key: str, begins: str, amount: int) -> int | None:
-        """The counter after that; None: Redis does not answer."""
+        """Add to the counter and return its value; None: Redis does not answer."""
         if self._is_away():
             return None
         name = f"paceline:budget:{{{key}}}:{begins}"
@@ -210,10 +210,10 @@ class LeaseStore:
             async with asyncio.timeout(_TIMEOUT):
                 total = int(await self._redis.incrby(name, amount))
                 if begins:
-                    # a budget for good has no window that ends
+                    # the window of a "total" budget never ends
                     await self._redis.expire(name, _KEEP_SECONDS)
         except Exception as error:
-            # its text may quote the URL
+            # the error's text may quote the URL
             self.failures += 1
             _log.warning(
                 "budget_storage up=false error=%s: budgets are held by this process alone",

@@ -1,7 +1,7 @@
-"""What every key has spent, by day, model and engine: in memory, and in a SQLite file behind it.
+"""Ledger of what every key has spent, by day, model and engine: in memory, backed by SQLite.
 
-Nothing waits for the file: rows that have changed are written by a thread, every second and at the
-end. A gateway that is killed loses the spending of its last second. No prompt is in it.
+No request waits for the file: a thread writes changed rows every second and at the end. A gateway
+that is killed loses its last second of spending. The file holds no prompts.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ CREATE TABLE IF NOT EXISTS spend (
     PRIMARY KEY (key, day, engine, model)
 ) WITHOUT ROWID
 """
-# what a row holds: as much as one request may cost, a million of the currency. SQLite counts with
-# 63 bits, so a sum of nine such rows can be told
+# bound of a stored value: the most that one request may cost, a million of the currency. SQLite has
+# 63 bits, so that nine such rows can be summed
 _MOST: Final = 10**18
-# what was written by others since (another gateway with this file) is kept: counts are added
+# adds to the stored counts, as another gateway may share the file
 _ADD: Final = f"""
 INSERT INTO spend VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (key, day, engine, model) DO UPDATE SET
@@ -45,14 +45,14 @@ ON CONFLICT (key, day, engine, model) DO UPDATE SET
     output_tokens = MIN(output_tokens + excluded.output_tokens, {_MOST}),
     amount = MIN(amount + excluded.amount, {_MOST})
 """
-# in two parts, as the sum of amounts may be more than SQLite counts with
+# summed in two parts, as the sum of amounts may exceed SQLite's integers
 _SUMS: Final = """
 SELECT key, CASE WHEN day >= ? THEN day ELSE '' END AS since,
     SUM(CAST(amount AS INTEGER) / 1000000), SUM(CAST(amount AS INTEGER) % 1000000)
 FROM spend GROUP BY key, since
 """
 _EVERY_SECONDS: Final = 1.0
-# days that are kept apart in memory; what is older counts for budgets that never end alone
+# days kept apart in memory; older ones only count for budgets that never end
 _DAYS: Final = 62
 _BUSY_SECONDS: Final = 2.0
 
@@ -61,7 +61,7 @@ _Row = tuple[str, str, str, str]
 
 @dataclass(slots=True)
 class Spent:
-    """Of one key, day, engine and model."""
+    """Spending of one key, day, engine and model."""
 
     requests: int = 0
     prompt: int = 0
@@ -78,19 +78,19 @@ class Spent:
 
 
 class Ledger:
-    """Of one gateway. ``start`` on its event loop, ``close`` at the end.
+    """Ledger of one gateway. Call ``start`` on its event loop, and ``close`` at the end.
 
     Args:
-        path: of the file, made where there is none; None: memory alone.
+        path: the file, created if it is missing; None: memory alone.
 
     Raises:
-        ConfigError: the file cannot be opened, or is no database of this kind.
+        ConfigError: the file cannot be opened, or is not a ledger.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._unwritten: dict[_Row, Spent] = {}
-        # by key, and day: what was spent
+        # key -> day -> amount
         self._totals: dict[str, dict[str, int]] = {}
         self._task: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
@@ -99,7 +99,7 @@ class Ledger:
 
     def _load(self, path: Path) -> None:
         try:
-            # before SQLite makes it: others are not to read who spends what
+            # created with this mode before SQLite opens it: spending is private
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
             with contextlib.closing(self._open()) as database:
                 database.execute("PRAGMA journal_mode=WAL")
@@ -129,7 +129,7 @@ class Ledger:
         amount: int,
         requests: int = 1,
     ) -> None:
-        """A request has ended; ``requests``: 0 for what further engines made of it."""
+        """Add a request that has ended; ``requests``: 0 for a further engine's part of it."""
         days = self._totals.setdefault(key, {})
         days[day] = days.get(day, 0) + amount
         if self._path is not None:
@@ -138,16 +138,16 @@ class Ledger:
             )
 
     def spent(self, key: str, since: str) -> int:
-        """By a key, from the day ``since`` on ("": ever)."""
+        """Return what a key has spent since the day ``since`` ("": ever)."""
         days = self._totals.get(key, {})
         return sum(amount for day, amount in days.items() if day >= since)
 
     def spent_on(self, day: str) -> Mapping[str, int]:
-        """By every key that spent anything."""
+        """Return the day's spending of every key that spent anything."""
         return {key: days[day] for key, days in self._totals.items() if day in days}
 
     async def close(self) -> None:
-        """What was spent until now is in the file then, if it can be written."""
+        """Write what was spent until now, if the file can be written."""
         if self._task is not None:
             self._closing.set()
             await self._task
@@ -166,7 +166,7 @@ class Ledger:
         try:
             refused = await asyncio.to_thread(self._write, rows)
         except Exception as error:
-            # nothing was written: the next try must have these rows too
+            # nothing was written, so the next try must include these rows
             _log.error("spend_not_written rows=%d error=%r", len(rows), str(error)[:100])
             for row, spent in rows.items():
                 kept = self._unwritten.setdefault(row, Spent())
@@ -177,8 +177,8 @@ class Ledger:
             _log.error("spend_row_refused row=%r spent=%r error=%r", row, rows[row], why)
 
     def _write(self, rows: Mapping[_Row, Spent]) -> Sequence[tuple[_Row, str]]:
-        """All of them or none; but a row that the file can never hold keeps no other one out of it.
-        Those, and why."""
+        """Write all rows or none, except rows that the file can never hold: return those, and
+        why."""
         refused = []
         with contextlib.closing(self._open()) as database:
             database.execute("BEGIN IMMEDIATE")
@@ -187,7 +187,7 @@ class Ledger:
                 try:
                     database.execute(_ADD, (*row, *counts))
                 except sqlite3.OperationalError:
-                    # of the file, not of the row: it is full, or somebody else's
+                    # the fault is the file's, not the row's: it is full, locked or read-only
                     raise
                 except (sqlite3.Error, ValueError, OverflowError) as error:
                     refused.append((row, str(error)[:100]))

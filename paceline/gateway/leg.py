@@ -1,4 +1,4 @@
-"""One request at one engine: what its bytes do, in the callback that read them."""
+"""One attempt: a request at one engine, whose bytes are handled in the callback that read them."""
 
 from __future__ import annotations
 
@@ -25,56 +25,56 @@ from paceline.statuses import retry_of
 
 __all__ = ["Leg", "Owner", "Verdict"]
 
-# of an answer that is not streamed
+# size of an answer that is not streamed
 _MAX_ANSWER_BYTES: Final = 64 << 20
 _SSE: Final = SSE.encode()
 _LAST_STATUS: Final = 599
-# endpoints that answer with events where a stream is asked for
+# endpoints that answer with events if a stream is requested
 _STREAMED: Final = RESUMABLE | {"/v1/responses", "/v1/messages"}
 
 
 class Owner(Protocol):
-    """The request that a leg is of: ``Exchange``."""
+    """Owner of an attempt: ``Exchange``."""
 
     config: GatewayConfig
-    # seconds of a clock that never goes back
+    # clock, monotonic seconds
     now: Callable[[], float]
-    # set when there is news for the request's task
+    # set when the request's task has something to do
     wake: asyncio.Event
-    # None: the answer is not streamed
+    # relay of the streamed answer; None: not streamed
     splice: Splice | None
     trace: Trace
-    # it names what an engine has stored: where that is not there, the model may well be
+    # the request names a stored object: if the engine lacks that, it may still have the model
     names_stored: bool
 
-    # to the caller; and what ends the answer
+    # send a part to the caller; ``write_last`` also ends the answer
     write: Callable[[bytes], None]
     write_last: Callable[[bytes], None]
 
     def first_token(self, now: float) -> None: ...
     def spare_spoke(self, leg: Leg) -> None:
-        """A second engine has something to say."""
+        """Note that the hedge has output."""
         ...
 
     def tick(self, now: float) -> None: ...
 
     def may_leave(self, leg: Leg) -> bool:
-        """Whether something else can be done than to wait for its engine, which gives no sign."""
+        """Whether the attempt may leave an engine that gives no sign of life."""
         ...
 
     def sent(self, leg: Leg) -> None:
-        """Its request is on the way to its engine."""
+        """Note that the request was sent to the engine."""
         ...
 
     def again(self, leg: Leg, left_out: frozenset[str]) -> tuple[bytes, frozenset[str]] | None:
-        """The request without fields that were added to the caller's and that its engine refused,
-        and which these are; None: its refusal names no more than ``left_out``."""
+        """Return the request without added fields that the engine refused, and their names; None if
+        the refusal names none beyond ``left_out``."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Verdict:
-    """How a leg ended."""
+    """Outcome of an attempt."""
 
     kind: Literal["done", "refused", "lost"]
     why: str = ""
@@ -84,8 +84,8 @@ class Leg:
     """A request at one engine: the sink of its answer.
 
     Args:
-        probe: of a second engine (``hedge``): what it says is kept, and fed to this splice to see
-            whether it says anything, until it is adopted.
+        probe: set for a hedge (``hedge``). Its output is kept, and fed to this splice to find the
+            first token, until the hedge is adopted.
     """
 
     def __init__(
@@ -97,26 +97,26 @@ class Leg:
         self.body = bytearray()
         self.verdict: Verdict | None = None
         self.connection: Connection | None = None
-        # given up for no fault of the engine's
+        # ended through no fault of the engine
         self.was_abandoned = False
         self._owner = request
         self._engine = site.engine
         self._standing = site.engine.standings.of(site.model, request.now())
-        # there was no connection, or no sign of life: that is not of the model
+        # no connection, or no sign of life: the failure is the engine's, not the model's
         self._is_of_engine = False
         self._dispatch = dispatch
         self._streams = False
-        # a part of the answer came last, and anything at all
+        # times of the last part of the answer, and of the last bytes of any kind
         self._heard_at = self._sign_at = request.now()
-        # of the connection's, at the last tick
+        # the connection's ``num_reads`` at the last tick
         self._num_reads = 0
-        # a part of the answer came since then: comments, pings and how they are wrapped show that
-        # the connection lives, not that the engine works on this
+        # a part of the answer came since the last tick. Comments, pings and framing do not count:
+        # they show that the connection lives, not that the engine works on this request
         self._has_moved = False
         splice = request.splice
         self._tokens_before = 0 if splice is None else splice.num_output_tokens
         self._request = b""
-        # fields that were added to the caller's, and that its engine refused
+        # fields that the gateway added and the engine refused
         self._left_out: frozenset[str] = frozenset()
         self._connecting: asyncio.Task[None] | None = None
         self._path = ""
@@ -124,7 +124,7 @@ class Leg:
         self._trace: AttemptTrace = NO_ATTEMPT
         self._probe = probe
         self._kept = bytearray()
-        # takes a part of the answer, by what kind of answer it is; see ``upstream.Sink``
+        # takes a part of the answer; set by the kind of answer. See ``upstream.Sink``
         self.on_data: Callable[[bytes], None] = self._keep_whole
 
     @property
@@ -134,23 +134,23 @@ class Leg:
 
     @property
     def is_answer(self) -> bool:
-        """Whether the engine answered, and all of it came."""
+        """Whether the engine answered completely."""
         return self.status == 200 and self.verdict is not None and self.verdict.kind == "done"
 
     @property
     def is_final(self) -> bool:
-        """Whether no other engine would say something else: its refusal is the caller's."""
+        """Whether the refusal is final: any other engine would refuse the request as well."""
         should = dict(self.headers).get(b"x-should-retry", b"").decode("latin-1").lower()
         refused = self.verdict is not None and self.verdict.kind == "refused"
         return refused and retry_of(self.status, should) == "nowhere"
 
     @property
     def was_sent(self) -> bool:
-        """Whether the engine was told of it."""
+        """Whether the request was sent to the engine."""
         return self.connection is not None
 
     def send(self, path: str, request: bytes) -> None:
-        """On a connection that is open, else as soon as one is; what goes wrong is the verdict."""
+        """Send the request on an open or a new connection; a failure becomes the verdict."""
         engine, now = self._engine, self._owner.now()
         engine.running.add(self)
         engine.breaker.begin(now)
@@ -188,25 +188,24 @@ class Leg:
         connection.send(self._request, self)
         self._owner.sent(self)
 
-    # ---------------------------------------------------------------- of the sink
+    # ---------------------------------------------------------------- Sink
 
     def on_head(self, status: int, headers: Headers) -> None:
         self._engine.alive()
         self.status, self.headers = status, headers
         found = dict(headers)
         if not is_plain(found.get(b"content-encoding", b"").decode("latin-1")):
-            # none was asked for: what is packed could be any size
+            # no compression was requested, and the data could unpack to any size
             self.give_up("the answer is compressed")
             return
         if not 200 <= status <= _LAST_STATUS:
-            # no caller could be told of it
+            # such a status cannot be passed on
             self.give_up(f"status {status}, which is none of HTTP's")
             return
         if status == 200 and self._left_out:
             self._engine.leave_out(self.site.model, self._left_out)
         kind = found.get(b"content-type", _SSE)
-        # an answer that was not asked for as a stream is relayed as it is, and so is a whole one
-        # that comes instead of a stream
+        # an answer is relayed as it is if no stream was asked for, or if the engine sent none
         asked = self._owner.splice is not None and status == 200
         self._streams = asked and kind.lower().startswith(_SSE)
         other = not self._streams and not kind.lower().startswith(b"application/json")
@@ -240,7 +239,7 @@ class Leg:
         if self._translator.is_in_long:
             self._has_moved = True
         self._take_events(b"".join(events))
-        # what is wrong behind a refusal is of no stream any more
+        # after a refusal the rest of the stream does not matter
         if wrong and self._streams:
             self.give_up(wrong)
 
@@ -259,7 +258,7 @@ class Leg:
             self._owner.spare_spoke(self)
 
     def adopt(self) -> None:
-        """From here on the answer is this engine's: what it said goes to the caller."""
+        """Answer the request from now on: send the output kept so far to the caller."""
         assert self._owner.splice is not None, "a stream was asked for"
         self._probe = None
         if self._streams and self._translator is None and self.verdict is None:
@@ -275,7 +274,7 @@ class Leg:
         assert splice is not None, "a stream was asked for"
         out = splice.relay(data)
         if out is not None:
-            # nearly all go this way
+            # nearly all parts take this path
             self._has_moved = True
             owner.write(out)
             return
@@ -297,8 +296,8 @@ class Leg:
             self._end(Verdict("done"))
 
     def _fail_by(self, splice: Splice, why: str) -> None:
-        """Some engines refuse a request in its stream: before they said anything, that is as good
-        as a status."""
+        """End the stream with its error. Some engines refuse a request in its stream: before any
+        output, that counts like a status."""
         refusal = None if splice.emitted else refusal_in(splice.failure_event)
         if refusal is None or self.connection is None:
             self.give_up(why)
@@ -321,8 +320,8 @@ class Leg:
             self._refuse()
 
     def _refuse(self) -> None:
-        """The engine takes no such request. Where that is for a field which its caller did not
-        send, nothing was computed, and asking once more without it is no attempt of its own."""
+        """Handle a refusal. If it concerns a field that the gateway added, nothing was computed:
+        the retry without that field is not an attempt of its own."""
         again = self._owner.again(self, self._left_out)
         if again is None:
             self._end(Verdict("refused", f"status {self.status}"))
@@ -340,7 +339,7 @@ class Leg:
             return
         connection = self.connection
         if connection is not None and not connection.begun and connection.is_used:
-            # the engine closed an idle connection just as it was used again: no attempt of its own
+            # the engine closed the idle connection just as it was reused: not an attempt of its own
             self._connecting = asyncio.ensure_future(self._send_on_new())
             return
         if self._streams:
@@ -362,8 +361,8 @@ class Leg:
             self._end(Verdict("lost", (splice and splice.failed) or why))
 
     def _is_said(self) -> bool:
-        """Whether the stream, which goes on no longer, had said all of its answer; then it is done:
-        what was wrong behind that is no loss."""
+        """Whether a stream that ended early had sent its whole answer. If so, the attempt is done,
+        and later errors do not matter."""
         splice = self._owner.splice
         if not self._streams or self._probe is not None or splice is None:
             return False
@@ -374,13 +373,13 @@ class Leg:
             self._end(Verdict("done"))
         return splice.done
 
-    # ---------------------------------------------------------------- of the engine
+    # ---------------------------------------------------------------- Running
 
     def tick(self, now: float) -> bool:
         connection = self.connection
         new = 0 if connection is None else connection.num_reads - self._num_reads
         if self._has_moved or (connection is not None and connection.is_paused):
-            # where its caller reads slowly nobody listens to what the engine says
+            # a caller that reads slowly has paused the connection: the engine is not stalled
             self._heard_at = self._sign_at = now
         elif new:
             self._sign_at = now
@@ -393,7 +392,7 @@ class Leg:
         return new > 0
 
     def _stalled(self, now: float) -> str:
-        """For how long nothing came that it must send; empty while it has time left."""
+        """Return why the attempt has stalled; empty while it has time left."""
         config = self._owner.config
         limit = config.stall_timeout
         if not self.status or (self._streams and not self._dispatch.first_at):
@@ -403,13 +402,13 @@ class Leg:
             if reader is not None and reader.between_parts:
                 if now - self._sign_at > limit:
                     return f"neither a part of the answer nor a ping for {limit:g} s"
-                # it pings, and what it does before the next part of the answer nobody may be told:
-                # as before the first token, it may be slow, not for ever
+                # between content blocks the engine may think or run a tool and send only pings:
+                # allow it ``first_byte_timeout``
                 limit = max(config.first_byte_timeout, limit)
         return f"no part of the answer for {limit:g} s" if now - self._heard_at > limit else ""
 
     def engine_gone(self, why: str) -> bool:
-        """See ``Running``. An engine that has been asked a moment ago has time for its sign."""
+        """Give a silent engine up, unless it was asked only a moment ago; see ``Running``."""
         waited = self._owner.now() - self._sign_at
         config = self._owner.config
         if waited <= config.silence or not (
@@ -423,7 +422,7 @@ class Leg:
     # ---------------------------------------------------------------- ends
 
     def give_up(self, why: str) -> None:
-        """The engine's fault, unless all of the answer was said."""
+        """End the attempt through the engine's fault, unless the whole answer was sent."""
         if self.verdict is not None:
             return
         if not self._is_said():
@@ -432,7 +431,7 @@ class Leg:
             self.connection.drop()
 
     def abandon(self) -> None:
-        """Not its fault: the caller is gone, or has the answer from another one."""
+        """End the attempt without fault: the caller is gone, or another engine answered."""
         if self.verdict is None:
             self.was_abandoned = True
             self._end(None)
@@ -461,7 +460,7 @@ class Leg:
         self._owner.wake.set()
 
     def _count(self, verdict: Verdict | None, now: float) -> None:
-        """For the breakers of the engine and of its model, and the pause that it asked for."""
+        """Inform the breakers of engine and model; note a cooldown that was asked for."""
         engine, standing = self._engine, self._standing
         if verdict is not None and self._is_of_engine and self.connection is None:
             engine.breaker.fail(now)
@@ -477,7 +476,7 @@ class Leg:
         standing.end(self._path, outcome, now)
 
     def _outcome(self, verdict: Verdict | None, now: float) -> Outcome:
-        """What the end of a request says of the model."""
+        """Return what the attempt's end says about the model."""
         if verdict is None or (verdict.kind == "lost" and self._is_of_engine):
             return "unknown"
         if verdict.kind != "refused":
@@ -489,10 +488,10 @@ class Leg:
 
 
 def _drop(data: bytes) -> None:
-    """What comes of a leg that is over."""
+    """Ignore data of an attempt that is over."""
 
 
 def _with_headers(request: bytes, headers: Headers) -> bytes:
-    """A request, head and body, with more headers before its own."""
+    """Insert headers before a request's own."""
     first = request.index(b"\r\n") + 2
     return request[:first] + lines_of(headers) + request[first:]

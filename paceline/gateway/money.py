@@ -1,7 +1,7 @@
-"""What an answer costs: amounts, prices, and the budget of a key. Pure.
+"""Cost of an answer: amounts, prices, and budgets of keys. Pure.
 
-An amount is an ``int`` of a millionth of a millionth of the currency, so that a price of so much
-per million tokens is a whole number per token, and sums never drift.
+An amount is an ``int`` in millionths of a millionth of the currency, so that a price per million
+tokens is a whole number per token, and sums are exact.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["Budget", "Price", "Prices", "Used", "Window", "parse_amount", "show_
 
 _UNIT: Final = 10**12
 _MILLION: Final = 10**6
-# of any price and budget
+# largest price or budget
 _MAX: Final = Decimal(10**6)
-# of one request, whatever was counted: as much as any budget has; SQLite and Redis count with 63
-# bits, which is nine times that
+# largest cost of one request, whatever was counted: as large as any budget. SQLite and Redis count
+# with 63 bits, nine times that
 _MOST_COST: Final = 10**18
 _BUDGET: Final = re.compile(r"([0-9.]{1,20})/(day|month|total)")
 
@@ -30,10 +30,10 @@ Window = Literal["day", "month", "total"]
 
 
 def parse_amount(value: str | int | float, what: str) -> int:
-    """Raises ConfigError, naming ``what``, for anything but a number from 0 with at most six
-    places."""
+    """Parse a number from 0 with at most six decimal places. Raises ConfigError, naming
+    ``what``."""
     try:
-        # of a float its shortest name is what was written
+        # a float's shortest form is what was written in the file
         found = Decimal(str(value))
     except InvalidOperation:
         raise ConfigError(
@@ -47,7 +47,7 @@ def parse_amount(value: str | int | float, what: str) -> int:
 
 
 def show_amount(amount: int) -> str:
-    """With as many places as it has, and at least two."""
+    """Format an amount with all its decimal places, at least two."""
     whole, rest = divmod(abs(amount), _UNIT)
     places = f"{rest:012d}".rstrip("0").ljust(2, "0")
     return f"{'-' if amount < 0 else ''}{whole}.{places}"
@@ -58,14 +58,14 @@ class Used:
     """Tokens of one request."""
 
     prompt: int = 0
-    # of the prompt, those that the engine had in its cache
+    # prompt tokens that the engine had in its cache
     cached: int = 0
     output: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Amounts per token, and per request."""
+    """Price per token, and per request."""
 
     input: int
     cached_input: int
@@ -74,11 +74,11 @@ class Price:
 
     @classmethod
     def per_million(cls, input: int, cached_input: int, output: int, *, request: int = 0) -> Price:
-        """Of tokens whose prices are said per million, as every vendor does."""
+        """Make a price from amounts per million tokens, as vendors quote them."""
         return cls(input // _MILLION, cached_input // _MILLION, output // _MILLION, request)
 
     def of(self, used: Used, *, whole: bool = True) -> int:
-        """``whole``: False for what further engines made of a request, which is paid for once."""
+        """Return the cost; ``whole``: False for a further engine, without ``request``."""
         cached = min(used.cached, used.prompt)
         cost = (
             (self.request if whole else 0)
@@ -90,7 +90,7 @@ class Price:
 
 
 class Prices:
-    """Rows by (engine, model), either of which may be "": any."""
+    """Prices by (engine, model), either of which may be "": any."""
 
     def __init__(self, rows: Mapping[tuple[str, str], Price]) -> None:
         self._rows = dict(rows)
@@ -99,20 +99,20 @@ class Prices:
         return bool(self._rows)
 
     def find(self, engine: str, model: str) -> Price | None:
-        """The row that names most of it; None: there is none."""
+        """Return the most specific row for a site; None if there is none."""
         for row in ((engine, model), (engine, ""), ("", model), ("", "")):
             if row in self._rows:
                 return self._rows[row]
         return None
 
     def worst(self, places: Iterable[tuple[str, str]], prompt: int, most_output: int) -> int:
-        """What a request could cost at the dearest of its places."""
+        """Return the cost of a request at the most expensive of its sites."""
         used = Used(prompt, 0, most_output)
         found = (self.find(*place) for place in places)
         return max((price.of(used) for price in found if price is not None), default=0)
 
     def affords(self, places: Iterable[tuple[str, str]], prompt: int, amount: int) -> int:
-        """Tokens of output that ``amount`` pays for beside a prompt, at the dearest of places."""
+        """Return the output tokens that ``amount`` buys after a prompt, at the costliest site."""
         found = [self.find(*place) for place in places]
         return min(
             (
@@ -126,14 +126,14 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """So much a day, a month (of UTC's calendar), or in all."""
+    """Amount per day, per month (UTC calendar), or in total."""
 
     amount: int
     window: Window
 
     @classmethod
     def parse(cls, text: str) -> Budget:
-        """``5.00/day``, ``100/month``, ``20/total``. Raises ConfigError."""
+        """Parse ``5.00/day``, ``100/month``, ``20/total``. Raises ConfigError."""
         match = _BUDGET.fullmatch(text)
         if match is None:
             raise ConfigError(
@@ -143,14 +143,14 @@ class Budget:
         return cls(parse_amount(match[1], "a budget"), window)
 
     def begins(self, now: float) -> str:
-        """The window that ``now`` (seconds of the wall clock) lies in, by its first day."""
+        """Return the first day of the window that holds ``now`` (Unix seconds); "" for a total."""
         day = datetime.datetime.fromtimestamp(now, datetime.UTC).date()
         if self.window == "total":
             return ""
         return (day if self.window == "day" else day.replace(day=1)).isoformat()
 
     def ends_in(self, now: float) -> float | None:
-        """Seconds until it begins anew; None: never."""
+        """Seconds until the next window; None: never."""
         if self.window == "total":
             return None
         then = datetime.datetime.fromtimestamp(now, datetime.UTC)

@@ -1,4 +1,4 @@
-"""The caller's side of one request: its connection, and what waits to be written there."""
+"""The caller's connection for one request, and what waits to be written to it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from paceline.http.upstream import Headers
 
 __all__ = ["Outgoing", "Source"]
 
-# waiting for the caller to read before the engine is read no further
+# bytes that may wait for the caller before the engine's connection is paused
 _MAX_BACKLOG: Final = 64 * 1024
-# of engines that callers get
+# engines' headers that are passed on to callers
 _ANSWER_HEADERS: Final = frozenset(
     {
         b"content-type",
@@ -32,7 +32,7 @@ _STREAM_HEADERS: Final = tuple(
 
 
 class Call(Protocol):
-    """The exchange at the door that a request came with."""
+    """HTTP request as ``app`` hands it over."""
 
     @property
     def scope(self) -> Scope: ...
@@ -40,27 +40,27 @@ class Call(Protocol):
     def send(self) -> Send: ...
 
     def begin(self) -> Headers:
-        """The answer begins: what every one has among its headers. For who does not ``send`` it,
-        which adds them by itself."""
+        """Start the answer and return the headers that every answer has. For code that bypasses
+        ``send``, which adds them itself."""
         ...
 
 
 class Source(Protocol):
-    """Where what is written comes from."""
+    """The sender of what is written: ``Answer``."""
 
     def head(self) -> tuple[Headers, Headers] | None:
-        """Of a stream that begins now: the engine's headers, and what callers are told beside them;
-        None: no engine is at it."""
+        """Return the engine's headers for a stream that starts now, and the gateway's notes; None:
+        no engine is answering."""
         ...
 
     def hold_back(self) -> None:
-        """More waits than may: no more for now."""
+        """Pause the engine: too much waits for the caller."""
         ...
 
 
 class Outgoing:
-    """What is written goes out in the call that wrote it, where the connection takes it; else it
-    waits for the request's task to flush it.
+    """Writes go out within the call if the connection takes them; otherwise they wait for the
+    request's task to flush them.
 
     Args:
         stream: the caller asked for events.
@@ -79,30 +79,30 @@ class Outgoing:
         self._writer: AnswerWriter | None = call.scope.get("extensions", {}).get(BODY_WRITER)
         self._call, self._source, self._stream, self._wake = call, source, stream, wake
         self._backlog = bytearray()
-        # an earlier part is on its way, and waits for a caller who reads slowly
+        # an earlier part is being sent to a slow caller
         self._flushing = False
-        # the status is told
+        # the status was sent
         self.started = False
-        # all of the answer is out
+        # the whole answer was sent
         self.ended = False
         # the caller hung up
         self.gone = False
-        # ticks since something was written, and when the first of them was
+        # ticks since the last write, and the time of the first of them
         self._quiet_for = 0
         self._quiet_since = now
 
     @property
     def sees_hang_ups(self) -> bool:
-        """Whether ``look`` finds out that the caller is gone."""
+        """Whether ``look`` detects that the caller is gone."""
         return self._writer is not None
 
     @property
     def num_waiting(self) -> int:
-        """Bytes that were not written yet."""
+        """Bytes that wait to be written."""
         return len(self._backlog)
 
     def write(self, data: bytes) -> None:
-        """To the caller, now or when its connection takes it."""
+        """Send a part to the caller, now or when its connection takes it."""
         writer = self._writer
         if (
             writer is not None
@@ -118,8 +118,8 @@ class Outgoing:
         self._wake.set()
 
     def write_last(self, data: bytes) -> None:
-        """What an answer in parts ends with. Where it cannot go out now, the end is left to
-        ``end``."""
+        """Send the last part of a stream, and end it; if that cannot be done now, ``end`` does it
+        later."""
         writer = self._writer
         if (
             writer is not None
@@ -133,14 +133,14 @@ class Outgoing:
             self.write(data)
 
     def _finish_with(self, data: bytes, writer: AnswerWriter) -> bool:
-        # before its connection begins with a request that was sent ahead: the task of this one
-        # runs first, and its reservations are given back by then, unless it has to wait for more,
-        # such as for where rate limits are kept
+        # wake the task before a pipelined request starts on the connection: the task then runs
+        # first, and gives back the request's reservations, unless it must wait for something else,
+        # such as the store of rate limits
         self._wake.set()
         return writer.finish(data)
 
     def _start_with(self, data: bytes, writer: AnswerWriter) -> bool:
-        """Head and first part in one; False: they go the usual way."""
+        """Send head and first part in one write; False: not possible now."""
         found = self._source.head() if self._stream else None
         if found is None:
             return False
@@ -150,15 +150,15 @@ class Outgoing:
         return self.started
 
     def _kept(self, status: int, headers: Headers) -> Headers:
-        """Of the engine's headers those that callers get."""
+        """Keep the headers of an engine's answer that callers get."""
         kept = [header for header in headers if header[0] in _ANSWER_HEADERS]
         if self._stream and status == 200:
             kept += _STREAM_HEADERS
         return kept
 
     def tick(self, now: float, keep_alive: float) -> None:
-        """A comment where nothing else is said for ``keep_alive`` seconds (0.0: never): no proxy on
-        the way is to think it dead."""
+        """Send a comment after ``keep_alive`` seconds without output (0.0: never), so that proxies
+        do not take the stream for dead."""
         self.look()
         if not self._quiet_for:
             self._quiet_since = now
@@ -172,19 +172,19 @@ class Outgoing:
             self.hung_up()
 
     def hung_up(self) -> None:
-        """The caller does not listen any more: of an answer that is out already, no loss."""
+        """Note that the caller hung up; after a complete answer that does not matter."""
         if not self.ended:
             self.gone = True
             self._wake.set()
 
     async def start(self, status: int, headers: Headers, told: Headers) -> None:
-        """The head: of the engine's headers those that callers get, and ``told``."""
+        """Send the head: ``told``, and the engine's headers that callers get."""
         self.started = True
         found = [*self._kept(status, headers), *told]
         await self._call.send({"type": "http.response.start", "status": status, "headers": found})
 
     async def whole(self, status: int, headers: Headers, told: Headers, body: bytes) -> None:
-        """An answer that is no stream; arguments as of ``start``."""
+        """Send an answer that is not a stream; arguments as for ``start``."""
         writer = self._writer
         if writer is not None and not self._stream:
             found = [*self._kept(status, headers), *told, *self._call.begin()]
@@ -195,7 +195,7 @@ class Outgoing:
         await self.end(body)
 
     async def flush(self) -> None:
-        """What waits; returns once a caller who reads slowly has read enough, or hung up."""
+        """Send what waits; returns once a slow caller has read enough, or hung up."""
         data, self._backlog = bytes(self._backlog), bytearray()
         self._quiet_for = 0
         self._flushing = True
@@ -205,11 +205,11 @@ class Outgoing:
             self._flushing = False
 
     def close(self) -> None:
-        """Nothing more is written. See ``Exchange.close``."""
+        """Drop references after the last write. See ``Exchange.close``."""
         del self._source
 
     async def end(self, body: bytes = b"") -> None:
-        """Whatever is not out yet of an answer's end."""
+        """Send the rest of an answer and end it, unless it has ended."""
         if self.ended:
             return
         self.ended = True

@@ -1,4 +1,4 @@
-"""What a gateway tells of itself: models, health, status, metrics."""
+"""Pages about the gateway itself: models, health, status, metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Page = tuple[int, str, bytes]
 
 
 class Told(Protocol):
-    """What there is to tell of: ``Gateway``."""
+    """The state that pages show: ``Gateway``."""
 
     now: Callable[[], float]
     engines: Engines
@@ -45,7 +45,7 @@ def as_json(status: int, value: object) -> Page:
 
 
 class Pages:
-    """Of one gateway."""
+    """Pages of one gateway."""
 
     def __init__(self, gateway: Told) -> None:
         self._gateway = gateway
@@ -61,7 +61,7 @@ class Pages:
         }
 
     def find(self, path: str) -> Callable[[str], Page] | None:
-        """The page of a path, for a key's name; None: there is none."""
+        """Return the page of a path, a function of the key's name; None if there is none."""
         if path.startswith("/v1/models/"):
             return lambda key: self._model(path, key)
         return self._pages.get(path)
@@ -128,8 +128,8 @@ class Pages:
 
 
 def _is_able(engine: Engine, now: float) -> bool:
-    """Whether requests are sent there, if perhaps after a wait: an engine that is full, has asked
-    for a pause, or is late with its sign of life is not dead."""
+    """Whether requests are sent there, if perhaps after a wait: an engine that is full, cooling
+    down, or late with a sign of life is not dead."""
     is_open = engine.breaker_state(now) == "open"
     return not (engine.draining or is_open or engine.is_unreachable or engine.is_away)
 
@@ -148,7 +148,7 @@ def _engine(engine: Engine, now: float) -> Mapping[str, Any]:
         "trouble": _trouble(engine, now) or None,
         "breaker": engine.breaker_state(now),
         "draining": engine.draining,
-        # of the requests that would come to it: 1, less for a while after it has come back
+        # share of the requests for it: 1, or less for a while after it came back
         "share": round(engine.share(now), 3),
         "slow": engine.load.pace.slow_since is not None,
         "rests_for": round(engine.rests_for(now), 1),
@@ -165,7 +165,7 @@ def _engine(engine: Engine, now: float) -> Mapping[str, Any]:
 
 
 def _abilities(engine: Engine, engines: Engines) -> Mapping[str, Any]:
-    """What it can do, and who says so: its kind's table, itself, or a request that was tried."""
+    """Describe its capabilities, each with its source: the kind's table, the engine, or a probe."""
     found, facts = engine.abilities, engine.facts
     kind = KINDS["openai" if engine.kind == "auto" else engine.kind]
     held = {"token_ids": kind.resumes, "resume": kind.resumes, "continues": kind.continues}
@@ -183,7 +183,7 @@ def _abilities(engine: Engine, engines: Engines) -> Mapping[str, Any]:
     elif engines.is_probed(engine):
         probe = "answered" if found.answered else "unanswered"
     else:
-        # it has not answered at all yet
+        # it has not answered anything yet
         probe = "waiting"
     return {
         "probe": probe,
@@ -196,7 +196,7 @@ def _abilities(engine: Engine, engines: Engines) -> Mapping[str, Any]:
 
 
 def _pressure(engine: Engine, now: float) -> Mapping[str, Any] | None:
-    """As the engine last said; what it does not say is null, which is not 0."""
+    """Describe the load that the engine last reported; null means not reported, which is not 0."""
     pressure = engine.load.pressure
     if pressure is None:
         return None

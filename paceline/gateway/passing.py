@@ -1,5 +1,5 @@
-"""A request that goes to one engine as it came, and its answer back: no second engine, no splice,
-and nothing of it counts for or against the engine."""
+"""Pass-through of a request to one engine, and of its answer back: no retry, no splice, and no
+effect on the engine's breaker."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from paceline.statuses import meaning_of
 
 __all__ = ["Passed", "pass_on"]
 
-# bytes that wait for a caller before the engine is held back
+# bytes that may wait for a caller before the engine is paused
 _MOST_WAITING: Final = 256 * 1024
-# of an answer that is read whole
+# size of an answer that is collected in full
 _MOST_WHOLE: Final = 64 << 20
-# of an engine's answer that callers get
+# engines' headers that are passed on to callers
 _ANSWER_HEADERS: Final = frozenset(
     {
         b"content-type", b"content-disposition", b"retry-after", b"x-should-retry",
@@ -33,7 +33,7 @@ _ANSWER_HEADERS: Final = frozenset(
 
 
 class _Asked(Protocol):
-    """``Engine``."""
+    """The part of ``Engine`` that ``pass_on`` needs."""
 
     name: str
     key: Secret
@@ -43,7 +43,7 @@ class _Asked(Protocol):
 
 
 class Passed:
-    """The answer of one engine, as it comes. To be used as a context, which ends it."""
+    """Answer of one engine as it arrives. A context manager, which ends it."""
 
     def __init__(self, engine: _Asked) -> None:
         self.engine = engine
@@ -51,23 +51,23 @@ class Passed:
         self.headers: Headers = []
         self.head: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.connection: Connection | None = None
-        # its caller has the head
+        # the head was sent to the caller
         self.is_told = False
         self._parts: deque[bytes] = deque()
         self._waiting = 0
         self._wake = asyncio.Event()
         self._ended = False
-        # None: it has not been lost
+        # why the connection was lost; None: it was not
         self._why: str | None = None
 
     def on_head(self, status: int, headers: Headers) -> None:
-        """See ``upstream.Sink``."""
+        """Take the head of the answer."""
         self.status, self.headers = status, headers
         if not self.head.done():
             self.head.set_result(None)
 
     def on_data(self, data: bytes) -> None:
-        """See ``upstream.Sink``."""
+        """Take a part of the body; pause the engine if too much waits."""
         self._parts.append(data)
         self._waiting += len(data)
         if self._waiting > _MOST_WAITING and self.connection is not None:
@@ -75,19 +75,19 @@ class Passed:
         self._wake.set()
 
     def on_end(self) -> None:
-        """See ``upstream.Sink``."""
+        """Note that the answer is complete."""
         self._ended = True
         self._wake.set()
 
     def on_lost(self, why: str) -> None:
-        """See ``upstream.Sink``."""
+        """Note that the connection ended before the answer did."""
         self._why = why
         if not self.head.done():
             self.head.set_exception(ConnectError(why))
         self._wake.set()
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """Raises ConnectError where the engine breaks off."""
+        """Yield the parts of the body. Raises ConnectError if the engine breaks off."""
         while True:
             while self._parts:
                 part = self._parts.popleft()
@@ -103,7 +103,7 @@ class Passed:
             self._wake.clear()
 
     async def whole(self) -> bytes:
-        """All of a small answer. Raises ConnectError."""
+        """Collect a small answer in full. Raises ConnectError."""
         body = bytearray()
         async for part in self.parts():
             body += part
@@ -112,9 +112,9 @@ class Passed:
         return bytes(body)
 
     async def tell(self, send: Send) -> None:
-        """The caller of it: its status, a few headers, and its body as it comes."""
+        """Send the answer to the caller: its status, a few headers, and its body as it arrives."""
         if meaning_of(self.status) == "account":
-            # it is the gateway's key that was refused, not the caller's
+            # the engine refused the gateway's key, not the caller's
             raise HttpError(502, f"engine {self.engine.name} refused the gateway's credentials")
         found = dict(self.headers)
         if not is_plain(found.get(b"content-encoding", b"").decode("latin-1")):
@@ -161,9 +161,9 @@ async def pass_on(
     """Ask ``engine``, and wait for the head of its answer.
 
     Args:
-        headers: beside those that every request to it has.
-        body: None: there is none.
-        timeout: seconds for the head.
+        headers: in addition to those of every request to the engine.
+        body: None: no body.
+        timeout: of the head, s.
 
     Raises ConnectError.
     """
@@ -183,14 +183,14 @@ async def pass_on(
                 try:
                     await passed.head
                 except ConnectError:
-                    # the engine closed it just as it was used again
+                    # the engine closed the idle connection just as it was reused
                     if reused is None or connection.begun:
                         raise
                     continue
                 connection = None
                 return passed
     except TimeoutError:
-        # a loop that was held up sees the head and the end of its time at once: what came counts
+        # after a held-up event loop, head and timeout arrive together: the head counts
         if passed is None or not passed.head.done() or passed.head.cancelled():
             raise ConnectError(f"no answer within {timeout:g} s") from None
         passed.head.result()

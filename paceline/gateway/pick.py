@@ -1,4 +1,4 @@
-"""Which engine gets a request: what rules engines out, and ``routing`` among what is left."""
+"""Choice of an engine for a request: filters here, the rest by ``routing``."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from paceline.routing import TRICKLE, Demand, EngineView, choose, slow_ones
 
 __all__ = ["AllRestError", "Pick", "Picker", "Tried"]
 
-# tokens are told from bytes: so many times the context are probably too many
+# tokens are estimated from bytes: beyond this multiple of the context they are probably too many
 _PROBABLE: Final = 1.5
-# seconds after which an engine that gets nothing gets one request
+# seconds without a request after which an engine gets one, so that its estimates stay current
 _FORGOTTEN: Final = 15.0
 _Only = Callable[[Site], bool]
-# engines, or models at engines, where a request was tried
+# engines, or (engine, model) pairs, where a request was tried
 Tried = Collection[str | tuple[str, str]]
 
 
 class AllRestError(HttpError):
-    """Every engine that could take the request has asked to be left alone for a while."""
+    """Every engine that could take the request has asked for a cooldown."""
 
     def __init__(self, message: str, seconds: float) -> None:
         super().__init__(429, message, retry_after=seconds)
-        # until the first of them may be asked again
+        # until the first cooldown ends
         self.seconds = seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
     site: Site
-    # as the choice saw it
+    # the engine as the choice saw it
     view: EngineView
 
 
 class Picker:
-    """Of one gateway.
+    """Picker of one gateway.
 
     Args:
-        draw: among engines that are as good as each other.
-        slow_factor: times what is usual for it from which an engine is slow; 0: none is.
+        draw: breaks ties between equally good engines.
+        slow_factor: factor over its usual first-token times that makes an engine slow; 0: never.
     """
 
     def __init__(self, draw: random.Random, slow_factor: float = 0.0) -> None:
@@ -62,17 +62,17 @@ class Picker:
         only: _Only | None = None,
         late: bool = False,
     ) -> Pick:
-        """The engine to send to: one that was not tried while there is one.
+        """Pick an engine, one that was not tried if possible.
 
         Args:
-            fallback: whether later tiers may serve it.
-            only: further condition.
-            late: whether one that gives no sign is asked where there is no other one, as it may
-                only be late.
+            fallback: whether later tiers may serve the request.
+            only: further condition on a site.
+            late: whether to try an engine without a sign of life if there is no other: it may only
+                be late.
 
         Raises:
-            AllRestError: those that could have asked to be left alone for a while.
-            HttpError: 503, no engine can take it now, with the reason for each; 400, none ever can.
+            AllRestError: the engines that could take it have asked for a cooldown.
+            HttpError: 503, no engine can take it now, with each one's reason; 400, none ever can.
         """
         reasons: dict[str, str] = {}
         pressed: Pick | None = None
@@ -82,7 +82,7 @@ class Picker:
             sites = self._fit(tier, route.path, demand, now, tried, only, reasons)
             roomy = [site for site in sites if not _probably_too_long(site, demand)]
             if not roomy:
-                # the engine may know better, where no other one has room for it
+                # probably too long everywhere: the engine itself counts the tokens
                 doubtful = doubtful or sites
                 continue
             pick = self._choose(roomy, demand, now)
@@ -95,7 +95,7 @@ class Picker:
             return pressed
         if doubtful:
             return self._choose(doubtful, demand, now)
-        # breakers count failures of the past: one that answers is better than none at all
+        # breakers count past failures: an engine that answers is better than none
         last = [
             site
             for tier in tiers
@@ -138,8 +138,8 @@ class Picker:
         return True
 
     def places(self, route: Route, demand: Demand, now: float) -> float:
-        """Requests that the engines of a route would take now, each for its part; infinite where
-        none of them takes any at all."""
+        """Return the free slots of a route's usable engines; infinite if no engine has a bound, or
+        none is usable."""
         sites = [site for tier in route.sites(fallback=route.fallback) for site in tier]
         if not any(site.engine.config.max_concurrent for site in sites):
             return math.inf
@@ -172,7 +172,7 @@ class Picker:
                 else f"has no model {site.model}"
                 if site.lacks_model
                 else _too_long(site, demand)
-                # a stream that goes on elsewhere has waited its turn once
+                # a stream that is resumed has waited in the queue before
                 or (site.available(now, path) if only is None else site.usable(now, path))
             )
             if why:
@@ -229,8 +229,8 @@ def _was_tried(site: Site, tried: Tried) -> bool:
 def _forgotten(
     sites: Sequence[Site], views: Sequence[EngineView], demand: Demand, now: float
 ) -> int | None:
-    """An idle engine that has been sent nothing for so long that what is known of it may no longer
-    hold; None: there is none, or the request has a target that is not to be risked on it."""
+    """Return an idle engine without requests for so long that its estimates may be outdated; None
+    if there is none, or if the request has a target that this would risk."""
     if len(sites) < 2 or demand.ttft is not None:
         return None
     found = [
@@ -240,19 +240,18 @@ def _forgotten(
         and not views[index].num_requests
         and not views[index].pressed
     ]
-    # where all were idle as long, nobody has anything to learn
+    # if all were idle that long, none of them is worth testing
     return min(found)[1] if 0 < len(found) < len(sites) else None
 
 
 def _too_long(site: Site, demand: Demand) -> str:
-    """Why a prompt is certainly longer than the engine's context: what is not is the engine's to
-    say."""
+    """Return why a prompt certainly exceeds the context; empty if that is for the engine to say."""
     most = site.max_model_len
     if most is None:
         return ""
     if demand.least_prompt > most:
         return f"at least {demand.least_prompt:.0f} tokens of prompt, and the context has {most}"
-    # one that would cut it in silence is given nothing that may be too long
+    # an engine that truncates silently gets no prompt that may be too long
     if site.engine.facts.truncates and demand.longest_prompt > most:
         return f"about {demand.longest_prompt:.0f} tokens of prompt, and the context has {most}"
     return ""

@@ -1,4 +1,4 @@
-"""Streams that are relayed as they are, watched for their beginning, their end and their counts."""
+"""Relay of streams that are passed on unchanged, watched for their beginning, end and usage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["PlainSplice"]
 
 
 class _Told(msgspec.Struct):
-    """Where events of Anthropic's messages and OpenAI's responses have their usage."""
+    """Usage in events of Anthropic's messages and OpenAI's responses."""
 
     usage: Usage | None = None
     message: _Told | None = None
@@ -35,7 +35,7 @@ class _Typed(msgspec.Struct):
 
 
 class _Begun(msgspec.Struct):
-    """What an event says that something begins with."""
+    """Event that begins a block or an item."""
 
     content_block: _Typed | None = None
     item: _Typed | None = None
@@ -46,7 +46,7 @@ class _Stopped(msgspec.Struct):
 
 
 class _Odd(msgspec.Struct):
-    """Of events that may say how an answer ends."""
+    """Event that may tell how an answer ends."""
 
     type: str = ""
     error: msgspec.Raw = msgspec.Raw(b"")
@@ -54,8 +54,8 @@ class _Odd(msgspec.Struct):
 
 
 def _kind_of(event: bytes, payload: bytes) -> bytes:
-    """What kind of event it is: its name, or where it has none the type that its data has. Never
-    what a text in it says."""
+    """Return an event's name, or without a name the type in its data; text in the data never
+    counts."""
     if name := name_of(event):
         return name
     try:
@@ -72,7 +72,7 @@ def _read_odd(payload: bytes) -> _Odd:
 
 
 def _what_begins(name: bytes, payload: bytes) -> str:
-    """The type of the part that begins with this event; empty: none, or it does not say."""
+    """Return the type of the part that an event begins; empty: none begins, or it is not given."""
     if name not in BEGINNINGS:
         return ""
     try:
@@ -85,18 +85,18 @@ def _what_begins(name: bytes, payload: bytes) -> str:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PlainSplice:
-    """Of streams that are relayed as they are: Anthropic's messages and OpenAI's responses.
+    """Relay of unchanged streams: Anthropic's messages and OpenAI's responses.
 
-    Events go out from the first that says something, with those before it: an engine that ends
-    earlier leaves no trace, and another one begins anew.
+    Events are held back until the first one with output: an engine that fails earlier leaves no
+    trace, and the request can start over on another one.
 
     Args:
-        path: of the endpoint.
-        says: how names of events end that have a part of the answer.
-        ends: names of the last one, in each way that it can end.
-        fails: names of one that reports an error.
-        stops: name of one that has the reason of the end, and the end that is written behind it;
-            None: only the last event says that the answer is whole.
+        path: the endpoint.
+        says: suffixes of the names of events that carry a part of the answer.
+        ends: names of the last event, one for each way to end.
+        fails: names of events that report an error.
+        stops: name of the event that tells why the answer ended, and the last event to write after
+            it; None: only the last event shows that the answer is complete.
     """
 
     path: str
@@ -113,12 +113,12 @@ class PlainSplice:
     num_parts: int = 0
     num_events: int = 0
     between_parts: bool = True
-    # nothing is learned of its events, which have names
+    # no shape is learned: the events have names
     relay: Relay = relay_nothing
     _num_deltas: int = 0
     _counted: int | None = None
     _held: bytes = b""
-    # the reason of the end is known: what goes wrong from here on is no loss
+    # the reason of the end is known: later errors do not matter
     _is_said: bool = False
     _events: SseEvents = field(default_factory=SseEvents)
 
@@ -170,11 +170,11 @@ class PlainSplice:
         if self._reports_error(name, payload):
             if not self._is_said:
                 self.failed = "the engine reported an error"
-                # in another shape, or without a name, no client of this API would read it
+                # clients of this API could not read it in another shape, or without a name
                 self.failure_event = whole if payload and name in self.fails else b""
             return b""
         if not payload:
-            # a comment; a name alone is no event
+            # comments pass; a name without data is not an event
             return event.partition(b"\n")[0] + b"\n\n" if event.startswith(b":") else b""
         if name not in PINGS:
             self.num_events += 1
@@ -199,18 +199,18 @@ class PlainSplice:
         return held
 
     def _reports_error(self, name: bytes, payload: bytes) -> bool:
-        """By its name, its type, or a field where no API has one."""
+        """Whether name, type or an ``error`` field (not in these APIs) reports an error."""
         if name in self.fails or names_error(name):
             return True
-        # inside a string every quote is escaped, so this is never text
+        # inside a string every quote is escaped, so this never matches text
         if b'"error"' not in payload:
             return False
         odd = _read_odd(payload)
         return odd.type == "error" or says_error(bytes(odd.error))
 
     def _count(self, payload: bytes) -> None:
-        """What the engine says of tokens stands over the number of deltas; what it says before the
-        first one is of the prompt."""
+        """Read usage, which takes precedence over the number of deltas; before the first delta it
+        only counts the prompt."""
         try:
             told = msgspec.json.decode(payload, type=_Told)
         except (msgspec.MsgspecError, UnicodeDecodeError):

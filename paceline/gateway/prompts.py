@@ -1,9 +1,9 @@
-"""How long a prompt is, as far as its bytes tell: an estimate, and what is certain.
+"""Length of a prompt from its bytes: an estimate, and a certain lower bound.
 
-A token stands for four bytes until an engine has counted some, and then for as many as it does in
-that model's prompts. Runs of blanks or of one sign are few tokens. Pictures, sounds and documents
-say nothing of theirs: each engine has a rule of its own, so they are not counted at all. Certain is
-little: that each word is about a token, wherever engines are sure to read it.
+A token counts as four bytes until an engine has counted some, then as many as in that model's
+prompts so far. Runs of blanks or of one sign are few tokens. Images, audio and documents are not
+counted at all, as each engine counts them by a rule of its own. Little is certain: that a word is
+about a token, in text that every engine is sure to read.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from paceline.gateway.kinds import is_vectors
 
 __all__ = ["PROMPT_FIELDS", "BytesPerToken", "PromptSize", "least_tokens", "measure"]
 
-# where the prompt of each API lies, in the order in which engines render it
+# fields with the prompt in each API, in the order in which engines render them
 PROMPT_FIELDS: Final = (
     "tools", "system", "instructions", "messages", "prompt", "input", "query", "queries", "text_1",
     "data_1", "documents", "text_2", "data_2",
 )  # fmt: skip
-# bytes up to which no part of a prompt is looked at
+# bytes up to which a part of a prompt is not examined
 _SMALL: Final = 2048
-# of a picture, a sound or a document, at least
+# smallest image, audio or document, bytes
 _SMALL_MEDIA: Final = 512
-# as JSON has them: some write "/" with a backslash, and line breaks in the middle
+# in the JSON encoding: some write "/" with a backslash, and line breaks within base64
 _DATA_URL: Final = re.compile(rb"data:[\w.+-]+\\?/")
 _BASE64: Final = re.compile(rb"[A-Za-z0-9+/=_\\-]+")
-# keys of text, whatever it looks like
+# JSON keys of text, even if it looks like base64
 _TEXT_KEYS: Final = frozenset(
     {b"content", b"text", b"prompt", b"input", b"query", b"instructions", b"system", b"arguments",
      b"output", b"thinking"}
 )  # fmt: skip
-# runs that tokenizers have tokens for, as JSON has them, and the share of one that is no token
+# runs that tokenizers have tokens for, JSON-encoded, and the share of a run's bytes not counted
 _RUNS: Final = (
     b"        ", rb"\n\n\n\n", rb"\t\t\t\t", b"========", b"--------", b"________", b"********",
     b"########", b"........", b"~~~~~~~~",
 )  # fmt: skip
 _RUN_SHARE: Final = 0.9
 _BYTES_PER_TOKEN: Final = 4.0
-# what an engine says beyond these is of something else than the text
+# bounds of bytes per token: a count beyond them is of something other than the text
 _LEAST_BYTES, _MOST_BYTES = 1.0, 8.0
-# weight of what was known before in what is learned from one more prompt
+# weight of earlier prompts when a new one is learned
 _KEEP: Final = 0.95
 _BEFORE: Final = 1000.0
-# words that one token may stand for
+# words that one token may cover
 _WORDS_PER_TOKEN: Final = 4
-# fields of text that every engine renders, and of requests whose prompt an engine may cut
+# text fields that every engine renders; fields by which a caller lets an engine truncate
 _RENDERED: Final = ("system", "instructions", "messages", "prompt", "input")
 _CUT: Final = ("truncate_prompt_tokens", "truncation", "context_management", "transforms")
 _TEXTS: Final = ("content", "text", "input", "prompt")
@@ -60,20 +60,20 @@ _NOT_ALWAYS: Final = ("tool", "function")
 
 @dataclass(frozen=True, slots=True)
 class PromptSize:
-    """Of one request."""
+    """Size of one request's prompt."""
 
     # bytes of JSON that are text
     text: float
-    # tokens that the caller gave by their ids
+    # tokens given as ids
     ids: int = 0
-    # pictures, sounds and documents
+    # images, audio and documents
     media: int = 0
-    # share of it that the longest of several prompts has
+    # share of the longest prompt among several
     longest: float = 1.0
 
 
 def measure(fields: Mapping[str, bytes]) -> PromptSize:
-    """Of a body's fields, as JSON has them."""
+    """Measure the prompt in a body's fields, which are bytes of JSON."""
     text, ids, media, longest = 0.0, 0, 0, 1.0
     for name in PROMPT_FIELDS:
         value = fields.get(name)
@@ -88,7 +88,7 @@ def measure(fields: Mapping[str, bytes]) -> PromptSize:
             text += len(value)
         else:
             pieces = value.split(b'"')
-            # completions read nothing but text
+            # completions only read text
             is_flat = value[:1] == b'"' or flat == b'"'
             found = [] if name == "prompt" else list(_media(pieces, flat=is_flat))
             media += len(found)
@@ -99,7 +99,7 @@ def measure(fields: Mapping[str, bytes]) -> PromptSize:
 
 
 def _media(pieces: list[bytes], *, flat: bool) -> Iterator[int]:
-    """Bytes of each string that is no text; ``pieces``: of JSON, cut at its quotes."""
+    """Yield the bytes of each string that is media; ``pieces``: JSON, split at its quotes."""
     for index, piece in enumerate(pieces):
         if len(piece) < _SMALL_MEDIA:
             continue
@@ -112,12 +112,12 @@ def _media(pieces: list[bytes], *, flat: bool) -> Iterator[int]:
 
 
 def _saved(value: bytes) -> float:
-    """Bytes in runs, which are fewer tokens than other text."""
+    """Return the bytes in runs that do not count, as runs are fewer tokens than other text."""
     return _RUN_SHARE * sum(len(run) * value.count(run) for run in _RUNS)
 
 
 def least_tokens(path: str, fields: Mapping[str, bytes]) -> int:
-    """Tokens that the longest prompt of a request certainly has, wherever it is read whole."""
+    """Return tokens that the longest prompt certainly has, if it is not truncated."""
     if is_vectors(path):
         return 0
     if any(fields.get(name, b"null") not in (b"null", b'"disabled"') for name in _CUT):
@@ -132,7 +132,7 @@ def least_tokens(path: str, fields: Mapping[str, bytes]) -> int:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return 0
         if name == "prompt" and isinstance(told, list):
-            # of several the longest; of ids all
+            # the longest of several prompts counts, and all of a list of ids
             counts = [_ids_or_words(item) for item in told]
             is_ids = all(isinstance(item, int) for item in told)
             words += len(told) * _WORDS_PER_TOKEN if is_ids else max(counts, default=0)
@@ -146,7 +146,7 @@ def _ids_or_words(prompt: Any) -> int:
 
 
 def _words(value: Any) -> int:
-    """Of text that is part of a message, and no thought: templates leave those out."""
+    """Count the words of messages, without reasoning, which templates leave out."""
     if isinstance(value, str):
         return len(value.rpartition("</think>")[2].split())
     if isinstance(value, list):
@@ -159,16 +159,15 @@ def _words(value: Any) -> int:
 
 
 class BytesPerToken:
-    """What was learned of each model's prompts. Models are those of the configuration and of the
-    engines."""
+    """Bytes per token, learned by model; models are those of the configuration and of engines."""
 
     def __init__(self) -> None:
-        # by model: bytes, and the tokens that engines counted of them
+        # model -> bytes, and the tokens that engines counted in them
         self._seen: dict[str, tuple[float, float]] = {}
 
     @property
     def models(self) -> Set[str]:
-        """Of which something was learned."""
+        """Models that something was learned of."""
         return self._seen.keys()
 
     def of(self, model: str) -> float:
@@ -179,8 +178,8 @@ class BytesPerToken:
         return size.text / self.of(model) + size.ids
 
     def learn(self, model: str, size: PromptSize, tokens: int) -> None:
-        """An engine counted the prompt. One that is short is a template's more than its own, and
-        what media are is each engine's rule."""
+        """Learn from an engine's count. Short prompts are skipped, as the template dominates them,
+        and so are those with media, which each engine counts in its own way."""
         if size.media or size.ids or size.text < _SMALL or not tokens:
             return
         text, before = self._seen.get(model, (_BEFORE * _BYTES_PER_TOKEN, _BEFORE))

@@ -1,4 +1,4 @@
-"""A request's body at the gateway: bytes of bounded size."""
+"""Read a request's body, of bounded size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _JSON: Final = b"application/json"
 
 
 async def read_json_bytes(receive: Receive, headers: Mapping[bytes, bytes], most: int) -> bytes:
-    """A body that says to be JSON. Raises HttpError 415, and as ``read_body_bytes``."""
+    """Read a body of type JSON. Raises HttpError 415, and as ``read_body_bytes``."""
     kind = headers.get(b"content-type", _JSON)
     if kind != _JSON and (kind := kind.partition(b";")[0].strip().lower()) != _JSON:
         shown = kind[:64].decode("latin-1")
@@ -25,7 +25,7 @@ async def read_json_bytes(receive: Receive, headers: Mapping[bytes, bytes], most
 
 
 async def read_body_bytes(receive: Receive, headers: Mapping[bytes, bytes], most: int) -> bytes:
-    """The body. Raises HttpError 413, InvalidRequestError for a packed one, and
+    """Read the body. Raises HttpError 413, InvalidRequestError for a compressed one, and
     ClientDisconnectedError."""
     if encoding := headers.get(b"content-encoding"):
         check_plain(encoding.decode("latin-1"))

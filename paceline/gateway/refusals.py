@@ -1,8 +1,8 @@
-"""What an engine's refusal means: how long it wants to be left alone, whether the prompt was too
-long for it, and what of its words a caller is told.
+"""Meaning of an engine's refusal: its cooldown, whether the prompt was too long, and the words that
+the caller gets.
 
-The words of a prompt that is too long differ from engine to engine; a gateway that does not know
-them takes a request that another engine could serve for one that nobody can.
+Each engine has its own words for a prompt that is too long; a gateway that does not know them gives
+up on a request that another engine could serve.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = [
     "told",
 ]
 
-# nobody is asked to wait longer, whatever an engine says
+# longest cooldown, s, whatever an engine asks for
 _MAX_REST: Final = 120.0
-# reasons of Paceline's that are of one request or one tenant, not of the engine
+# Paceline's reasons that concern one request or one tenant, not the engine
 _REASONS_OF_THE_REQUEST: Final = frozenset({b"predicted-wait", b"queue-share", b"expired"})
 _REASON_HEADER: Final = b"x-llm-d-request-dropped-reason"
-# of what each engine says of a prompt that is too long; never of a limit of the output alone, which
-# no longer context mends
+# words for a prompt that is too long; never for a limit on the output alone, which a longer context
+# would not help
 _TOO_LONG: Final = re.compile(
     # codes of OpenAI, Paceline, llama.cpp, Anthropic, GitHub
     r"context_(?:length|window)_exceeded|exceed_context_size_error|model_max_prompt_tokens_exceeded"
@@ -62,21 +62,21 @@ _TOO_LONG: Final = re.compile(
     r"|exceeded model token limit|prompt exceeds max|range of input length should be",
     re.IGNORECASE | re.DOTALL,
 )
-# of refusals that are the caller's fault, or for a prompt that is too long
+# statuses of refusals that are the caller's fault, or are about a prompt that is too long
 _OF_THE_CALLER: Final = (400, 413, 422)
-# where an error in a stream tells no status
+# error type -> status, for an error in a stream that has none
 _STATUS_OF_KIND: Final = {"invalid_request_error": 400, "request_too_large": 413}
-# names that vLLM has for the parameter at fault
+# vLLM's names for the parameter at fault
 _PROMPT_PARAMS: Final = frozenset({"input_tokens", "input_text"})
-# an account's limit of tokens in a time, which some tell with 413
+# an account's token limit per time, which some engines report with 413
 _OF_THE_ACCOUNT: Final = re.compile(r"rate.?limit|\bper.?min|\bTPM\b", re.IGNORECASE)
 
 
 def retry_after(headers: Headers, now: Callable[[], float] = time.time) -> float | None:
-    """Seconds that an answer asks to wait; None: it does not say.
+    """Return the seconds that an answer asks to wait; None: it does not say.
 
     Args:
-        now: of the wall clock, for answers that tell a date.
+        now: wall clock, Unix seconds, for answers with a date.
     """
     found = dict(headers)
     try:
@@ -94,21 +94,21 @@ def retry_after(headers: Headers, now: Callable[[], float] = time.time) -> float
 
 
 def rest_of(status: int, headers: Headers) -> float:
-    """Seconds in which the engine that refused a request wants no others of its model; 0.0: that
-    was about this one alone, or it does not say."""
+    """Return the cooldown, in seconds, that a refusal sets for the model; 0.0: none is given, or
+    the refusal concerns only this request."""
     if meaning_of(status) != "passing" or is_of_the_request(headers):
         return 0.0
     return retry_after(headers) or 0.0
 
 
 def is_of_the_request(headers: Headers) -> bool:
-    """Whether a refusal says of itself that it is of one request or tenant."""
+    """Whether a refusal declares that it concerns one request or tenant."""
     return dict(headers).get(_REASON_HEADER) in _REASONS_OF_THE_REQUEST
 
 
 def is_too_long(status: int, body: bytes) -> bool:
-    """Whether a prompt was refused as too long for the engine's context. The engine's words alone
-    say so: some repeat the request beside them."""
+    """Whether a prompt was refused as too long for the context. Only the engine's words count: some
+    engines quote the request next to them."""
     if status not in _OF_THE_CALLER:
         return False
     words = read_words(status, body)
@@ -119,8 +119,8 @@ def is_too_long(status: int, body: bytes) -> bool:
 
 
 def refusal_in(event: bytes) -> tuple[int, bytes] | None:
-    """Status and body of a refusal that came as an event of a stream; None: it reports a failure of
-    the engine's."""
+    """Return status and body of a refusal that came as an event of a stream; None: the event
+    reports a failure of the engine."""
     body = payload_of(event) or b""
     words = read_words(400, body)
     status = int(words.code) if str(words.code) in map(str, _OF_THE_CALLER) else 0
@@ -130,13 +130,13 @@ def refusal_in(event: bytes) -> tuple[int, bytes] | None:
 
 
 def redacted(body: bytes, secret: str) -> bytes:
-    """Without the gateway's key."""
+    """Remove the gateway's key."""
     return body.replace(secret.encode(), b"***") if secret else body
 
 
 def told(path: str, status: int, body: bytes, secret: str) -> bytes:
-    """A refusal as the caller reads it, with the code that clients go by where the prompt was too
-    long."""
+    """Return a refusal as the caller gets it; a prompt that was too long has the code that clients
+    check."""
     body = redacted(body, secret)
     code = "context_length_exceeded" if is_too_long(status, body) else ""
     return map_error(path, status, body, code)

@@ -1,8 +1,8 @@
-"""What is reserved for a request before it is sent: the most that it may use, in tokens and money.
+"""Reservation for a request before it is sent: the most that it may use, in tokens and money.
 
-Where its caller does not say how long an answer may be, nothing bounds it but the context of its
-engines, and where they do not tell that, nothing at all. So what is reserved is what its key has
-left, or a share of it, and the engine is asked for no more than that (``Body.cap``).
+If the caller does not limit the answer, only the engines' context bounds it, and if that is
+unknown, nothing does. Then the key's remaining budget, or a share of it, is reserved, and the
+engine is asked for no more than that (``Body.cap``).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from paceline.http.rate_limits import Want
 
 __all__ = ["Lengths", "Plan", "sites_of"]
 
-# weight of one answer in the mean of a model's
+# weight of one answer in its model's mean
 _LEARN: Final = 0.05
-# tokens that an answer has before any has ended
+# expected tokens of an answer before any has ended
 _UNKNOWN: Final = 512
-# as many as can be told: there is no bound
+# stands for an unknown context: no bound
 _ANY: Final = 10**9
-# of the estimate of a prompt, and tokens beside it, by which it may be longer: templates add some
+# safety factor on an estimated prompt, and tokens that a template may add
 _MARGIN, _TEMPLATE = 1.25, 64
-# tokens of a picture, a sound or a document, for which a request is not refused
+# tokens reserved per image, audio or document, which never cause a refusal
 _MEDIA: Final = 2048
 
 
 class Lengths:
-    """Of the answers that have ended, by model: those of the configuration and of the engines."""
+    """Lengths of ended answers, by model; models are those of the configuration and of engines."""
 
     def __init__(self) -> None:
         self._means: dict[str, float] = {}
@@ -41,11 +41,11 @@ class Lengths:
 
     @property
     def models(self) -> Set[str]:
-        """Of which something was learned."""
+        """Models that something was learned of."""
         return self._means.keys()
 
     def learn(self, model: str, made: int) -> None:
-        """An answer of so many tokens has ended."""
+        """Learn from an answer of ``made`` tokens."""
         mean = self._means.get(model, float(made))
         self._means[model] = mean + _LEARN * (made - mean)
         self._longest[model] = max(made, self._longest.get(model, 0))
@@ -59,9 +59,8 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Of one request: tokens of its prompt as estimated, and as they may be; how many answers are
-    made; and of each the tokens without which it is not begun, that it is given as a rule, and that
-    it may have."""
+    """Tokens to reserve for one request: its prompt as estimated, and at most; ``num`` answers; and
+    of each answer the tokens needed to start it, the usual reservation, and the most it may use."""
 
     prompt: int
     longest_prompt: int
@@ -69,9 +68,9 @@ class Plan:
     least: int
     usual: int
     most: int
-    # tokens that an engine is asked for at most; None: the caller has said it
+    # most tokens that an engine is asked for per answer; None: the caller set a limit
     cap: int | None = None
-    # of the prompt beside an answer in a context
+    # prompt tokens that share the context with an answer
     beside: float = 0.0
 
     @classmethod
@@ -86,8 +85,8 @@ class Plan:
         model: str,
         default: int,
     ) -> Plan:
-        """``default``: tokens of an answer for which neither its caller nor its engine has a
-        bound."""
+        """Plan a request; ``default``: tokens of an answer that neither its caller nor its engine
+        bounds."""
         prompt = round(prompt_tokens)
         media = _MEDIA * size.media
         margin = min(round(_MARGIN * prompt_tokens) + _TEMPLATE, round(size.text) + size.ids)
@@ -101,9 +100,9 @@ class Plan:
         context = max(contexts, default=_ANY)
         seen = lengths.longest(model)
         usual = max(default, seen or 0)
-        # one that does not say how much it can make may refuse to be asked for more
+        # an engine of unknown context may refuse a request for more
         cap = usual if context == _ANY else context
-        # some engines heed no limit: nothing is known of a model before an answer of it has ended
+        # some engines ignore limits: until a model's first answer ends, reserve the full context
         most = context if seen is None else cap
         usual = most if seen is None else min(most, usual)
         least = min(usual, round(lengths.mean(model) or _UNKNOWN))
@@ -119,7 +118,7 @@ class Plan:
         )
 
     def amounts(self, prices: Prices, places: Sequence[tuple[str, str]]) -> Want:
-        """The same in money, at the dearest of places."""
+        """Return the plan in money, at the most expensive site."""
         bare = self.tokens().bare - self.prompt
         return Want(
             prices.worst(places, self.prompt, self.num * self.least),
@@ -129,14 +128,14 @@ class Plan:
         )
 
     def granted(self, left_beside: Callable[[int], int]) -> int:
-        """Tokens for all answers together of what was reserved; ``left_beside``: a prompt of so
-        many tokens."""
+        """Return the tokens that a reservation allows for all answers together; ``left_beside``:
+        tokens left after a prompt of a given length."""
         least = min(left_beside(self.prompt), self.num * self.least)
         return max(left_beside(self.longest_prompt), least)
 
     def capped(self, body: Body, granted: int) -> Body:
-        """``body`` with answers of no more tokens than ``granted`` is for all of them, or than it
-        was before."""
+        """Cap the answers of ``body`` to share ``granted`` tokens, and never raise an earlier
+        cap."""
         if self.cap is None:
             return body
         each = min(self.cap, granted // self.num, self.cap if body.cap is None else body.cap)
@@ -144,6 +143,6 @@ class Plan:
 
 
 def sites_of(route: Route) -> list[Site]:
-    """All to which its requests may go: a prompt that turns out too long goes to another model."""
+    """Return all sites that may serve a route, including those for prompts that prove too long."""
     routes = [route] if route.longer is None else [route, route.longer]
     return [site for each in routes for tier in each.tiers for site in tier]

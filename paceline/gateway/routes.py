@@ -1,4 +1,4 @@
-"""From a model's name to the engines that may serve it, tier by tier."""
+"""Routes: from a model's name to the sites that may serve it, tier by tier."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ class Site:
     """A model at an engine."""
 
     engine: Engine
-    # its name there
+    # the model's name at the engine
     model: str
     tier: int
 
     @property
     def key(self) -> tuple[str, str]:
-        """What a request that was tried there remembers."""
+        """Key of the site among those where a request was tried."""
         return self.engine.name, self.model
 
     def usable(self, now: float, path: str) -> str:
-        """Why it takes no requests; empty where it does, if perhaps not now."""
+        """Return why it takes no requests; empty if it takes them, even if only after a wait."""
         return self.engine.usable(now, self.model, path)
 
     def available(self, now: float, path: str) -> str:
-        """Why it may not be sent a request now; empty where it may."""
+        """Return why it may not be sent a request now; empty if it may."""
         return self.engine.available(now, self.model, path)
 
     def rests_for(self, now: float) -> float:
-        """Seconds until it may be sent requests again."""
+        """Seconds until its cooldown ends."""
         standing = self.engine.standings.get(self.model)
         return 0.0 if standing is None else standing.rests_for(now)
 
     def reopens_in(self, now: float, path: str) -> float:
-        """Seconds until a breaker lets one request through; 0.0 where none is open."""
+        """Seconds until an open breaker lets a probe through; 0.0 if none is open."""
         standing = self.engine.standings.get(self.model)
         own = 0.0 if standing is None else standing.reopens_in(path, now)
         return max(own, self.engine.breaker.reopens_in(now))
@@ -57,37 +57,37 @@ class Site:
 
     @property
     def lacks_model(self) -> bool:
-        """Whether the engine said which models it has, and this one is not among them."""
+        """Whether the engine listed its models without this one."""
         return self.engine.models is not None and self.model not in self.engine.models
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where one model's requests may go."""
+    """Sites where one model's requests may go."""
 
-    # as the configuration or an engine names it
+    # the name in the configuration, or at an engine
     model: str
     tiers: Sequence[Sequence[Site]]
     fallback: bool = True
     pressure_fallback: bool = False
-    # where the longest prompts of this model go
+    # route of prompts that prove too long for this one
     longer: Route | None = None
-    # what its caller wrote, where ``model`` has a ``*``
+    # the requested name, if ``model`` has a ``*``
     asked: str = ""
-    # what goes there stays in the house, also by other models that serve it instead
+    # whether no cloud may serve it, also through models that stand in for this one
     local_only: bool = False
-    # of the endpoint that is asked for
+    # endpoint of the request
     path: str = ""
 
     @property
     def shown(self) -> str:
-        """As its caller knows the model."""
+        """The model's name as the caller knows it."""
         return self.asked or self.model
 
     def serving(self, path: str, body: Body) -> Route:
-        """Without the places whose API cannot be asked that.
+        """Return the route without sites whose API cannot serve the request.
 
-        Raises HttpError 400 where none is left.
+        Raises HttpError 400 if none is left.
         """
         reasons: dict[str, str] = {}
         tiers = []
@@ -109,44 +109,44 @@ class Route:
                 longer = longer.serving(path, body)
             except HttpError:
                 longer = None
-        # for each request: ``replace`` takes twice as long
+        # called for each request, and ``replace`` takes twice as long
         return Route(
             self.model, tiers, self.fallback, self.pressure_fallback, longer, self.asked,
             self.local_only, path,
         )  # fmt: skip
 
     def sites(self, *, fallback: bool) -> Iterator[Sequence[Site]]:
-        """The tiers that may be used, in their order."""
+        """Return the tiers that may be used, in order."""
         return iter(self.tiers if fallback else self.tiers[:1])
 
 
 def _lacks(engine: Engine, path: str) -> str:
-    """Why an engine of its kind is not asked for vectors there; empty where it may be. An engine of
-    a kind that is not known yet may have all."""
+    """Return why an engine does not serve a vector endpoint; empty if it may. Engines of unknown
+    kind may serve all."""
     if path not in VECTOR_PATHS or engine.kind == "auto" or path in engine.facts.vectors:
         return ""
     return f"{engine.kind} has no {path}"
 
 
 class Routes:
-    """Of a configuration, over engines whose models come and go."""
+    """Routes of a configuration, over engines whose models come and go."""
 
     def __init__(self, config: GatewayConfig, engines: Mapping[str, Engine]) -> None:
         self._engines = engines
         self._are_named = bool(config.models)
         by_name = {model.name: model for model in config.models}
         self._aliases = Aliases(by_name)
-        # those with a ``*``, and all others
+        # models whose name has a ``*``, and all others
         self._aliased = {name: by_name.pop(name) for name in self._aliases.names}
         self._models = by_name
 
     def find(self, name: str, prompt_tokens: float, *, local_only: bool = False) -> Route:
-        """Where a request for ``name`` goes; "" means the only model there is.
+        """Return the route for ``name``; "" means the only model there is.
 
         Args:
-            local_only: it serves for another model, whose requests stay in the house.
+            local_only: it stands in for a model whose requests must not go to a cloud.
 
-        Raises UnknownModelError, listing what there is.
+        Raises UnknownModelError, listing the known models.
         """
         if not name and len(entries := self.entries()) == 1:
             name = entries[0].id
@@ -173,11 +173,11 @@ class Routes:
         return Route(name, (sites,))
 
     def names(self) -> list[str]:
-        """What callers may ask for: what is configured, else what the engines have."""
+        """Return the names that callers may request: configured ones, else the engines'."""
         return [*(entry.id for entry in self.entries()), *self._aliases.names]
 
     def entries(self) -> list[EngineModel]:
-        """The same, but for names with a ``*``: nobody can say what they stand for."""
+        """Return those models as entries, without names that have a ``*``."""
         found: dict[str, EngineModel] = {}
         if self._are_named:
             for name in self._models:
@@ -200,8 +200,8 @@ class Routes:
     def _configured(
         self, config: ModelConfig, local_only: bool, asked: str = "", stem: str = ""
     ) -> Route:
-        """``local_only``: of the model that it serves for; ``asked``: where its name has a ``*``,
-        what was asked for, and what that stands for."""
+        """Resolve a configured model. ``local_only``: required by the model that it stands in for;
+        ``asked``, ``stem``: the requested name and what its ``*`` stands for."""
         name = asked or config.name
         local_only = local_only or config.local_only
         tiers = []
@@ -220,7 +220,7 @@ class Routes:
         )
 
     def _own_name(self, engine: Engine, name: str) -> str:
-        """Of a target that names none: the same, or the only one that the engine has."""
+        """Return the model's name at a target without one: the same, or its only model."""
         models = engine.models or {}
         return name if name in models or len(models) != 1 else next(iter(models))
 

@@ -1,5 +1,5 @@
-"""What of a request is sent to an engine: headers, and the body with what that kind of engine needs
-so that the answer can go on elsewhere."""
+"""Request as it is sent to an engine: headers, and the body with the fields that its kind of engine
+needs so that the answer can be resumed elsewhere."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from paceline.http.upstream import Headers, lines_of
 __all__ = ["CHAT", "RESUMABLE", "Sending"]
 
 CHAT: Final = "/v1/chat/completions"
-# endpoints whose streams can go on behind what was made
+# endpoints whose streams can be resumed
 RESUMABLE: Final = frozenset({CHAT, "/v1/completions"})
-# of a chat that text cannot go on behind: it says how the rest has to look
+# fields of a chat that rule out resuming behind text: they constrain the form of the rest
 _BOUND_TO_TOKENS: Final = (
     "tools", "response_format", "logprobs", "structured_outputs", "guided_json", "guided_regex",
     "continue_final_message",
 )  # fmt: skip
 _TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
-# of callers that engines get
+# callers' headers that are passed on to engines
 _REQUEST_HEADERS: Final = frozenset(
     {
         *_TRACE_HEADERS,
@@ -41,7 +41,7 @@ _REQUEST_HEADERS: Final = frozenset(
         b"x-llm-d-inference-ttl",
     }
 )
-# fields that the gateway adds by itself, and leaves out where an engine's refusal names one of them
+# fields that the gateway adds, and leaves out if an engine's refusal names one of them
 _OWN_FIELDS: Final = {
     name: re.compile(rb"\b(?:%b)\b" % words)
     for name, words in (
@@ -53,37 +53,37 @@ _OWN_FIELDS: Final = {
 }
 _MOST_ERROR_BYTES: Final = 64 * 1024
 _OPENAI: Final = "api.openai.com"
-# names of the limit of an answer in a chat, of which some engines know one; and in a refusal
+# names of a chat's token limit, of which some engines know only one; and patterns in refusals
 _CHAT_LIMITS: Final = ("max_tokens", "max_completion_tokens")
 _LIMIT_NAMES: Final = re.compile(rb"max_(completion_|output_|new_)?tokens")
 _TOO_LARGE: Final = re.compile(rb"too large|at most|less than|valid range|maximum|must be <=", re.I)
-# tokens that every engine makes
+# tokens that every engine can generate
 _SMALL_CAP: Final = 512
 _TENANT_HEADER: Final = b"x-llm-d-inference-fairness-id"
 
 
 def _resumes(site: Site) -> bool:
-    """Whether an answer can go on there behind the ids of its tokens."""
+    """Whether an answer can be resumed there behind its token ids."""
     engine = site.engine
     return engine.facts.resumes and "return_token_ids" not in engine.left_out(site.model)
 
 
 class Sending:
-    """Of one request.
+    """Upstream requests for one request of a caller.
 
     Args:
-        splice: what came of its answer so far; None: it is not streamed.
+        splice: relay of the streamed answer so far; None: it is not streamed.
     """
 
     def __init__(self, path: str, body: Body, caller: Caller, splice: Splice | None) -> None:
         self._path, self._body, self._caller, self._splice = path, body, caller, splice
         self._seed = new_seed() if body.seed is None else None
-        # by engine that has refused a limit, the one that it is asked for then
+        # engine that refused a limit -> the limit that it is asked for from then on
         self._caps: dict[str, int] = {}
 
     def can_go_on(self, site: Site, before: Site) -> bool:
-        """Whether a stream that broke at ``before`` can be resumed at ``site``: the same model, and
-        a kind that takes the ids of what was made, or its text where that will do."""
+        """Whether a stream that broke at ``before`` can be resumed at ``site``: the same model, at
+        an engine that resumes behind token ids, or behind text if that is allowed."""
         body, splice = self._body, self._splice
         if (
             self._path not in RESUMABLE
@@ -108,18 +108,18 @@ class Sending:
         )
 
     def exactly(self, site: Site) -> bool:
-        """Whether it would go on there token for token."""
+        """Whether it would be resumed there token for token."""
         splice = self._splice
         return _resumes(site) and splice is not None and splice.resume_ids() is not None
 
     def request(
         self, site: Site, *, resumed: bool, left_out: frozenset[str] = frozenset()
     ) -> bytes:
-        """Head and body. Raises RequestError for what cannot be said in the engine's API.
+        """Return head and body. Raises RequestError for what the engine's API cannot express.
 
         Args:
-            resumed: it goes on behind what the splice has.
-            left_out: fields of the gateway's own, beside those that this place is known to refuse.
+            resumed: it continues behind what the splice has relayed.
+            left_out: added fields to omit, in addition to those that the site is known to refuse.
         """
         changes = self._changes(site, resumed=resumed)
         for name in left_out | site.engine.left_out(site.model):
@@ -128,7 +128,7 @@ class Sending:
         return b"%bcontent-length: %d\r\n\r\n%b" % (self._head(site), len(body), body)
 
     def refused(self, site: Site, status: int, error: bytes, *, resumed: bool) -> frozenset[str]:
-        """Fields that the gateway added by itself and that an engine's refusal names."""
+        """Return the added fields that an engine's refusal names."""
         if status not in (400, 422):
             return frozenset()
         added = self._changes(site, resumed=resumed).keys() - site.engine.left_out(site.model)
@@ -138,11 +138,11 @@ class Sending:
         )
 
     def _head(self, site: Site) -> bytes:
-        """But for its end."""
+        """Return the head without its last header."""
         caller, engine = self._caller, site.engine
         target = engine.dialect.target(self._path, site.model)
         accept = b"text/event-stream" if self._body.stream else b"application/json"
-        # a trace of this request's own comes with its attempt
+        # the attempt adds its own trace headers
         own = () if caller.trace is NO_TRACE else _TRACE_HEADERS
         found: Headers = [
             header
@@ -151,7 +151,7 @@ class Sending:
         ]
         start = engine.start_of(target, accept)
         if found:
-            # what a caller says of an API's version stands over the engine's own
+            # the caller's API version takes precedence over the engine's default
             said = {name for name, _ in found}
             found += [header for header in engine.headers() if header[0] not in said]
             common = [(b"content-type", b"application/json"), (b"accept", accept)]
@@ -162,7 +162,7 @@ class Sending:
         return start + lines_of(found)
 
     def _changes(self, site: Site, *, resumed: bool) -> dict[str, Any]:
-        """Fields that differ from the caller's."""
+        """Return the fields that differ from the caller's."""
         body, facts = self._body, site.engine.facts
         changes: dict[str, Any] = {}
         if "model" not in body.fields or site.model != body.model:
@@ -188,8 +188,8 @@ class Sending:
         return changes
 
     def _limits(self, site: Site) -> dict[str, int]:
-        """Fields that keep an answer within what was reserved for it, where its caller set no
-        limit and the engine's context is not the narrower one."""
+        """Return fields that keep an answer within its reservation; none if its caller set a limit
+        or the engine's context is tighter."""
         body, context = self._body, site.max_model_len
         if body.cap is None or (context is not None and body.cap >= context - body.prompt_tokens):
             return {}
@@ -204,13 +204,13 @@ class Sending:
             return "max_output_tokens"
         if self._path != CHAT:
             return "max_tokens"
-        # some models of theirs take no other
+        # some of their models only know the new name
         is_new = engine.kind == "azure" or engine.pool.origin.host == _OPENAI
         return engine.limit_name or ("max_completion_tokens" if is_new else "max_tokens")
 
     def eases(self, site: Site, status: int, body: bytes) -> bool:
-        """Whether the engine refused the limit that its caller did not set, and is to be asked
-        otherwise: by its other name, which is remembered, or for less."""
+        """Whether the engine refused a limit that the gateway added, and should be asked again: by
+        the limit's other name, which is remembered, or for less."""
         limits, name = self._limits(site), site.engine.name
         if not limits or name in self._caps or status not in (400, 422):
             return False
@@ -227,7 +227,7 @@ class Sending:
         return True
 
     def _behind_text(self, splice: Splice, limits: dict[str, int]) -> dict[str, Any]:
-        """Fields of a chat that goes on behind what was said of its answer."""
+        """Return the fields of a chat that is resumed behind its text."""
         body = self._body
         messages = msgspec.json.decode(body.fields["messages"], type=list[msgspec.Raw])
         said = {"role": "assistant", "content": splice.partial_text()}
@@ -236,11 +236,11 @@ class Sending:
             "continue_final_message": True,
             "add_generation_prompt": False,
         }
-        # each from its own: engines go by one or the other. Below 0 is no limit
+        # reduce each limit, as engines use one or another; a negative one means none
         for name, most in {**body.limits, **limits}.items():
             if most >= 0:
                 changes[name] = max(1, most - splice.num_parts)
         if body.seed is not None:
-            # with the same one the draws of the beginning would come again
+            # the same seed would repeat the beginning's draws
             changes["seed"] = (body.seed + splice.num_parts) % (1 << 31)
         return changes

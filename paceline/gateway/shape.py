@@ -1,12 +1,12 @@
-"""What the chunks of one stream have in common.
+"""Template of a stream's chunks, learned from one of them.
 
-Of two chunks in the middle of an answer the text and the token's id differ, and nothing else. So
-once one was read whole, those after it are held against it, in a few comparisons of bytes::
+Two chunks in the middle of an answer differ only in the text and the token's id. So once one chunk
+was parsed, later ones are matched against it with a few comparisons of bytes::
 
     data: {"id":"x",...,"delta":{"content":"Once"},...,"token_ids":[7]}]}
     |------------ head ----------------|-text-|----- middle ----|ids|tail|
 
-What does not fit, in whatever way, is read whole again: this is never the one that says what an
+A chunk that does not match in every respect is parsed in full: this module never decides what an
 event means. Pure.
 """
 
@@ -18,14 +18,13 @@ from typing import Final
 
 __all__ = ["Relay", "Shape", "relay_nothing"]
 
-# what the caller gets of a part of a stream, one event that looks like those before it; None: it is
-# something else
+# the output for a read of one event that matches the template; None: the data is anything else
 Relay = Callable[[bytes], bytes | None]
 
 
 def _string(last: bytes) -> bytes:
-    """Of a string of JSON that says something, whose bytes go up to ``last``, as far as one can
-    tell byte by byte; surrogates, which come in pairs, are left to who reads it whole."""
+    """Build the pattern of a non-empty JSON string whose bytes go up to ``last``, as far as bytes
+    can tell; surrogates, which come in pairs, are left to the full parser."""
     return (
         rb'"(?:[ !#-\[\]-%b]++|\\["\\/bfnrt]'
         rb'|\\u(?:[0-9a-cA-CefEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}))++"' % last
@@ -35,19 +34,19 @@ def _string(last: bytes) -> bytes:
 _STRING: Final = _string(rb"\xff")
 _text: Final = re.compile(_STRING).fullmatch
 _ascii_text: Final = re.compile(_string(rb"\x7f")).fullmatch
-# the first text of a chunk of chat, or of completions
+# the first text of a chunk of chat or completions
 _split: Final = re.compile(rb'(\{.*?"(?:content|text)": ?)(' + _STRING + rb")(.*)").fullmatch
-# and behind it, the ids of its tokens
+# and after it, the ids of its tokens
 _split_ids: Final = re.compile(rb'(.*"token_ids": ?\[)([0-9]{1,18})(\].*)').fullmatch
 _MOST_DIGITS: Final = 18
 
 
 def relay_nothing(data: bytes) -> None:
-    """The ``Relay`` of a stream of which nothing is known."""
+    """The ``Relay`` of a stream without a template."""
 
 
 def _is_text(text: bytes) -> bool:
-    """Whether it is a string of JSON, in UTF-8."""
+    """Whether it is a JSON string in UTF-8."""
     if _text(text) is None:
         return False
     try:
@@ -58,10 +57,10 @@ def _is_text(text: bytes) -> bool:
 
 
 class Shape:
-    """Of one stream, from a chunk of one choice that says a text, and nothing else of note.
+    """Template of one stream, from a chunk of one choice with a text and nothing else of note.
 
     Args:
-        ids: where the ids of tokens are noted; None: its chunks have none.
+        ids: list to append token ids to; None: the chunks have none.
     """
 
     __slots__ = (
@@ -78,18 +77,18 @@ class Shape:
     ) -> None:
         self._head, self._middle, self._tail = head, middle, tail
         self._head_out, self._tail_out = out
-        # of what is between, where it begins and, from the end, where it ends
+        # where the part between head and tail begins and, counted from the end, ends
         self._from, self._to = len(head), -len(tail)
         self._ids = ids
-        # relayed without ids
+        # chunks relayed without ids
         self.num_parts = 0
 
     @classmethod
     def of(cls, payload: bytes, out: bytes, ids: list[int] | None) -> Shape | None:
-        """None: it is not of a kind that others can be held against.
+        """Learn from a chunk; None: it cannot serve as a template.
 
         Args:
-            payload: of the chunk, one line.
+            payload: the chunk, in one line.
             out: the whole event that the caller gets for it.
         """
         found = _split(payload)
@@ -106,13 +105,13 @@ class Shape:
         return cls(head, parts[1], parts[3] + b"\n\n", sides, ids)
 
     def relay(self, data: bytes) -> bytes | None:
-        """See ``Relay``; its token is noted, or that there was one."""
+        """Return the output for a matching event; note its token's id, or count the chunk."""
         if not (data.startswith(self._head) and data.endswith(self._tail)):
             return None
         text = data[self._from : self._to]
         ids = self._ids
         if ids is not None:
-            # a text has no bare quotes, so what divides it from the ids is not in it
+            # a text has no bare quotes, so it cannot contain the middle part
             text, middle, number = text.rpartition(self._middle)
             if not middle or not number.isdigit() or len(number) > _MOST_DIGITS:
                 return None

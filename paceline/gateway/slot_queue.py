@@ -1,10 +1,10 @@
-"""Requests that wait at the gateway because every engine of their model has as many as it may have.
+"""Queue of requests that wait because all engines of their model are at ``max_concurrent``.
 
-Who goes next is decided by the scheduler that runs the engines, ``core.Scheduler``, with dispatches
-for steps: a request is a prompt of one token, a step has room for one, and a step is planned when
-an engine has a place. So policies, tenants' shares, targets, the bound on the queue, predicted
+Its order is decided by the scheduler that runs the engines, ``core.Scheduler``, with dispatches in
+place of steps: a request is a prompt of one token, a step has room for one, and a step is planned
+when an engine has a free slot. So policies, tenants' shares, targets, the queue's bound, predicted
 waits and time limits are the engine's own, and the simulator makes the same decisions from the same
-arrivals: what a step takes there is the time between two free places here.
+arrivals: its step time is here the time between two free slots.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from paceline.core.slo import NO_SLO, Slo
 
 __all__ = ["Queued", "SlotQueue", "slot_scheduler"]
 
-# a request holds one block of that many tokens, whatever it asks for
+# tokens of the one block that every request holds
 _BLOCK: Final = 1 << 20
-# between two places, at least: a step takes some time
+# least seconds between two free slots, as a step takes some time
 _MIN_SECONDS: Final = 1e-6
 _TOKEN: Final = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """What the queue knows of a request."""
+    """A request as the queue knows it."""
 
     request_id: str
     arrival: float
-    # expected
+    # expected number
     output_tokens: int
     priority: int = 0
     tenant: str = ""
@@ -46,7 +46,7 @@ class Queued:
 def slot_scheduler(
     policy: str, *, max_waiting: int | None = None, timeout: float | None = None
 ) -> tuple[SchedulerConfig, CacheConfig]:
-    """Of a scheduler whose step is the dispatch of one request."""
+    """Configure a scheduler whose step is the dispatch of one request."""
     return (
         SchedulerConfig(
             policy=policy,
@@ -62,12 +62,12 @@ def slot_scheduler(
 
 
 class SlotQueue:
-    """Of one model. Pure: seconds of a clock that does not go back are an argument.
+    """Queue of one model. Pure: times are arguments, in seconds of a monotonic clock.
 
     Args:
-        policy: as of ``paceline serve --scheduling-policy``.
-        max_waiting: requests at once; None: no bound.
-        timeout: seconds after which one that waits is dropped; None: never.
+        policy: as for ``paceline serve --scheduling-policy``.
+        max_waiting: requests that may wait; None: no bound.
+        timeout: seconds after which a waiting request expires; None: never.
 
     Raises:
         ConfigError: an unknown policy, or a bad bound.
@@ -78,14 +78,14 @@ class SlotQueue:
     ) -> None:
         config, cache = slot_scheduler(policy, max_waiting=max_waiting, timeout=timeout)
         self._scheduler = Scheduler(config, cache)
-        # the latest dispatch, until the next place is free
+        # the latest dispatch, until the next slot is free
         self._step: tuple[SchedulerOutput, float] | None = None
 
     def __len__(self) -> int:
         return self._scheduler.stats().num_waiting
 
     def add(self, queued: Queued) -> None:
-        """Raises QueueFullError with a predicted wait."""
+        """Add a request. Raises QueueFullError with a predicted wait."""
         self._scheduler.add_request(
             Request(
                 RequestSpec(
@@ -101,23 +101,23 @@ class SlotQueue:
         )
 
     def leave(self, request_id: str) -> None:
-        """Its caller is gone; unknown ids are ignored."""
+        """Remove a request whose caller is gone; unknown ids are ignored."""
         self._scheduler.abort((request_id,))
 
     def free(self, now: float) -> None:
-        """A place is free: the dispatch before took until now."""
+        """Note a free slot: the dispatch before took until now."""
         if self._step is None:
             return
         (plan, began), self._step = self._step, None
         seconds = max(_MIN_SECONDS, now - began)
         result = StepResult(step_id=plan.step_id, sampled=((_TOKEN,),), elapsed=seconds)
         self._scheduler.update(plan, result, now, tell_all=False)
-        # what is still to come of it is the engine's
+        # the engine does the rest of the request
         self._scheduler.abort((plan.rows[0].request_id,))
 
     def next(self, now: float) -> str | None:
-        """The request that gets the place that is free; None: none waits, or its policy holds all
-        of them back. ``expired`` tells which were dropped instead."""
+        """Return the request that gets the free slot; None: none waits, or the policy holds all of
+        them back. ``expired`` returns those that were dropped instead."""
         assert self._step is None, "no place is free"
         plan = self._scheduler.schedule(now)
         if not plan.rows:
@@ -126,9 +126,9 @@ class SlotQueue:
         return plan.rows[0].request_id
 
     def expired(self) -> Sequence[Expired]:
-        """Requests that had waited too long when ``next`` was called, once each."""
+        """Return requests that had waited too long when ``next`` was called, once each."""
         return self._scheduler.take_expired()
 
     def check_integrity(self) -> None:
-        """AssertionError unless the scheduler's books are in order."""
+        """Raise AssertionError unless the scheduler's state is consistent."""
         self._scheduler.check_integrity()

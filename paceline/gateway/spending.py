@@ -1,5 +1,4 @@
-"""What keys may ask for and spend, put together from the configuration: prices, budgets, where both
-are kept, and what of it is told."""
+"""Permissions and spending of keys: prices, budgets, their storage and reports, as configured."""
 
 from __future__ import annotations
 
@@ -25,19 +24,19 @@ __all__ = ["Charge", "Spending"]
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """Of one request that was let in."""
+    """Reservation of one request that was admitted."""
 
     reservation: Reservation
-    # where it may go: another model where the budget did not reach
+    # where it may go: to another model if the budget did not suffice
     route: Route
-    # None: it costs nothing that is counted
+    # None: no budget applies
     plan: Plan | None = None
-    # tokens that all its answers may have together; None: as many as they like
+    # tokens of all its answers together; None: unlimited
     granted: int | None = None
 
 
 class Spending:
-    """Of one gateway. ``start`` on its event loop, ``close`` at the end.
+    """Spending at one gateway. Call ``start`` on its event loop, and ``close`` at the end.
 
     Raises:
         ConfigError: the storage cannot be used.
@@ -77,8 +76,8 @@ class Spending:
         return key is None or not key.models or model in key.models
 
     def check(self, name: str, model: str, alias: str = "") -> None:
-        """Raises HttpError 403 where a key may not ask for a model; ``alias``: the name with a
-        ``*`` that it was found by, where it was."""
+        """Raise HttpError 403 if a key may not request a model; ``alias``: the configured name with
+        a ``*`` that matched it."""
         key = self.key(name)
         if key is not None and not (self.may_use(name, model) or self.may_use(name, alias)):
             raise HttpError(
@@ -94,14 +93,14 @@ class Spending:
         plan: Callable[[Route], Plan],
         other: Callable[[str], Route] | None,
     ) -> Charge:
-        """Before a request is sent.
+        """Reserve the cost of a request before it is sent.
 
         Args:
-            plan: what it may use where it goes.
-            other: the route of another model; None: the caller wants no other.
+            plan: its use on a given route.
+            other: the route of another model; None: the caller wants no other model.
 
         Raises:
-            HttpError: 402 or 429, its key has spent what it may.
+            HttpError: 402 or 429, its key has spent its budget.
         """
         if not self.prices:
             return Charge(Reservation(name, 0, None), route)
@@ -114,7 +113,7 @@ class Spending:
             try:
                 route = other(key.over_budget)
             except (HttpError, UnknownModelError):
-                # it cannot serve this: what is wrong is the budget
+                # the other model cannot serve the request: report the budget as the reason
                 raise refused from None
             if not route.tiers:
                 raise
@@ -135,8 +134,7 @@ class Spending:
         return self.prices.affords(places, prompt, amount)
 
     def settle(self, charge: Charge, shares: Sequence[tuple[Site, Used]]) -> None:
-        """A request has ended; ``shares``: who made what of its answer, nobody where there is
-        none."""
+        """Settle a request that has ended; ``shares``: usage by site, empty without an answer."""
         if not self.prices:
             return
         costs = []
@@ -148,13 +146,13 @@ class Spending:
         self._budgets.settle(charge.reservation, costs)
 
     def status(self) -> Mapping[str, Any]:
-        """By key of the configuration, and of others what they spent today."""
+        """Return the status of configured keys, and of others that spent anything today."""
         today = self.ledger.spent_on(Budget(0, "day").begins(self._wall()))
         names = sorted({*self._keys, *today} - {"*"})
         return {name or "anybody": self._budgets.status(name) for name in names[:1000]}
 
     def spent_today(self) -> tuple[Mapping[str, float], float]:
-        """By key that the configuration names, and all others together, for metrics."""
+        """Return today's spending by configured key, and of all others together, for metrics."""
         today = self.ledger.spent_on(Budget(0, "day").begins(self._wall()))
         named = {name: float(show_amount(today.get(name, 0))) for name in self._keys if name != "*"}
         others = sum(amount for name, amount in today.items() if name not in self._keys)

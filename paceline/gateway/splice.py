@@ -1,15 +1,15 @@
-"""One streamed answer made of the streams of one or more engines.
+"""One streamed answer, joined from the streams of one or more engines.
 
-Bytes of the engine at hand go in as they come, bytes for the caller come out. On the way it is
-noted which tokens of which choice the caller has, so that another engine can go on behind them; and
-what only the gateway asked for (token ids, usage) is taken out again::
+A leg is one engine's stream: its bytes go in as they arrive, and bytes for the caller come out. The
+splice notes which tokens of each choice the caller has, so that another engine can resume behind
+them, and removes what only the gateway asked for (token ids, usage)::
 
     leg 1   role  "Once"  " upon"  x
     leg 2                          role  " a"  " time"  finish  [DONE]
     caller  role  "Once"  " upon"        " a"  " time"  finish  [DONE]
 
-An engine's stream that ends without a finish reason for every choice is cut off, whatever its
-connection said; it never becomes a "stop" here. Pure: no clock, no socket.
+A stream that ends without a finish reason for every choice counts as cut off, however its
+connection ended; it is never passed on as a "stop". Pure: no clock, no socket.
 """
 
 from __future__ import annotations
@@ -36,42 +36,42 @@ from paceline.wire.sse import MAX_EVENT_BYTES, SseEvents, name_of, payload_of
 __all__ = ["DONE", "OpenAISplice", "Splice", "make_splice"]
 
 DONE: Final = b"data: [DONE]\n\n"
-# chunks of a leg that are learned from
+# chunks of a leg that are tried as templates
 _LESSONS: Final = 16
 
 
 class Splice(Protocol):
-    """See ``OpenAISplice``."""
+    """Relay of a streamed answer; see ``OpenAISplice``."""
 
-    # the caller has some of the answer
+    # the caller has a part of the answer
     emitted: bool
-    # nothing more is to come
+    # the answer is complete
     done: bool
-    # why the leg at hand is no good; None: it is
+    # why the current leg has failed; None: it has not
     failed: str | None
-    # what the engine itself said of its failure, as an event; b"": nothing
+    # the event in which the engine reported its failure; b"": none
     failure_event: bytes
     prompt_tokens: int | None
     cached_tokens: int
-    # fed so far that are a part of the answer, if an empty one: comments and pings are none
+    # events that were a part of the answer, even an empty one; not comments and pings
     num_events: int
 
     @property
     def relay(self) -> Relay:
-        """For what a read brought, until the next ``feed``: what the caller is to get of it, if it
-        is one event in the middle of the answer that looks like those before it; None: ``feed``
-        it."""
+        """Fast path for a read, valid until the next ``feed``: returns the caller's bytes if the
+        data is one event in the middle of the answer that matches the template; None: call
+        ``feed``."""
         ...
 
     @property
     def is_in_long(self) -> bool:
-        """Whether what was fed last is of an event that has not ended, and is no ping."""
+        """Whether the last data belongs to an unfinished event other than a ping."""
         ...
 
     @property
     def between_parts(self) -> bool:
-        """Whether what comes next begins a part of its own, such as a block or an item, before
-        which the engine may be silent: it thinks, or runs a tool of its own."""
+        """Whether the next output begins a new part, such as a block or an item, before which the
+        engine may be silent: it thinks, or runs a tool of its own."""
         ...
 
     @property
@@ -88,56 +88,56 @@ class Splice(Protocol):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class OpenAISplice:
-    """Of chat and completions.
+    """Splice of chat and completions.
 
     Args:
-        num_choices: that an answer has; None: unknown, and no leg is resumed.
-        model: the name that callers see; "": the engine's own.
-        hide_ids: the caller asked for no token ids.
-        hide_usage: the caller asked for no usage.
+        num_choices: choices of the answer; None: unknown, and it cannot be resumed.
+        model: name that callers see; "": the engine's own.
+        hide_ids: the caller did not ask for token ids.
+        hide_usage: the caller did not ask for usage.
     """
 
     num_choices: int | None
     model: str = ""
     hide_ids: bool = True
     hide_usage: bool = True
-    # remember the text of an answer of one choice, for engines that go on behind text alone
+    # keep the text of a single choice, for engines that only resume behind text
     keep_text: bool = False
-    # said in the last chunk of each choice, where there is something to say
+    # sent in the last chunk of each choice, if not empty
     note: Mapping[str, Any] = field(default_factory=dict)
     emitted: bool = False
     done: bool = False
     failed: str | None = None
     failure_event: bytes = b""
     prompt_tokens: int | None = None
-    # of the prompt, as the engine says
+    # cached tokens of the prompt, as the engine counts them
     cached_tokens: int = 0
     num_events: int = 0
     relay: Relay = relay_nothing
     _ids: dict[int, list[int]] = field(default_factory=dict)
-    # tokens came without their ids: nothing can go on exactly behind them
+    # tokens came without ids, so nothing can be resumed exactly
     _lost_ids: bool = False
     _roles: set[int] = field(default_factory=set)
     _finished: set[int] = field(default_factory=set)
-    # parts of the text; None: there was something that text does not say, such as a call
+    # parts of the text; None: the answer holds more than text, such as a call
     _text: list[str] | None = field(default_factory=list)
-    # of them, before the leg at hand
+    # parts of the text before the current leg
     _said_before: int = 0
     _by_text: bool = False
     _usage_out: bool = False
-    # the engine has said how many tokens there are
+    # the engine has sent its token counts
     _counted: bool = False
     _completion_tokens: int = 0
-    # chunks that say something and came without ids
+    # chunks with output but without ids
     _parts: int = 0
     _leg: int = 0
     _first_of_leg: bool = True
-    # the first chunk's id, created and model, as JSON has them
+    # id, created and model of the first chunk, as JSON
     _head: dict[str, bytes] = field(default_factory=dict)
     _swaps: list[tuple[bytes, bytes]] = field(default_factory=list)
-    # what the next chunks of the leg will look like; None: nobody knows
+    # template of the leg's next chunks; None: not learned
     _shape: Shape | None = None
-    # chunks that may still be learned from: of some streams no two look alike
+    # chunks that may still be tried as templates: in some streams no two are alike
     _lessons: int = 0
     _events: SseEvents = field(default_factory=SseEvents)
 
@@ -147,26 +147,26 @@ class OpenAISplice:
 
     @property
     def between_parts(self) -> bool:
-        # these APIs have no such parts: behind its first token an engine that is silent has stalled
+        # these APIs have no parts: an engine that is silent after its first token has stalled
         return False
 
     @property
     def num_output_tokens(self) -> int:
-        """Of all choices; where no ids came, as the engine counted, and before it has, chunks."""
+        """Output tokens of all choices; without ids, the engine's count, or chunks so far."""
         known = max(self._completion_tokens, sum(map(len, self._ids.values())))
         if self._counted:
             return known
         return max(known, self._parts + (0 if self._shape is None else self._shape.num_parts))
 
     def begin_leg(self, *, by_text: bool = False) -> None:
-        """What is fed from here on comes from another engine; ``by_text``: which was given what was
-        said as text, and counts it as a part of its prompt."""
+        """Start a leg: data now comes from another engine. ``by_text``: it resumes behind the text,
+        and counts that as a part of its prompt."""
         self._by_text = by_text
         self._said_before = len(self._text or ())
         self._leg += 1
         self._first_of_leg = True
         self._swaps = []
-        # text is kept, and ids are shown, by who reads chunks whole
+        # only full parsing can keep text and show ids
         learns = self.num_choices == 1 and self.hide_ids and not self.keep_text
         self._lessons = _LESSONS if learns else 0
         self._forget_shape()
@@ -175,7 +175,7 @@ class OpenAISplice:
         self.failed, self.failure_event = None, b""
 
     def feed(self, data: bytes) -> bytes:
-        """What the caller is to get of ``data``. Once ``failed`` is set, nothing more."""
+        """Take in data, and return what the caller gets. Once ``failed`` is set, nothing more."""
         out = []
         for event in self._events.feed(data):
             if self.failed is not None or self.done:
@@ -194,13 +194,13 @@ class OpenAISplice:
         return b"".join(out)
 
     def end_leg(self) -> bytes:
-        """The engine's stream is over, in order or not: what the caller is still to get of an
-        answer that is whole; else ``failed`` says that it is not."""
+        """End the leg, in order or not: return the rest of a complete answer; of any other answer,
+        set ``failed``."""
         self.relay = relay_nothing
         if self.done:
             return b""
         if self._is_said:
-            # all was said; what is missing are counts and the end
+            # only usage and the end are missing
             self.done = True
             self.failed = None
             return self._counts() + DONE
@@ -209,19 +209,19 @@ class OpenAISplice:
         return b""
 
     def partial_text(self) -> str | None:
-        """What was said so far; None where it is not known, or was not text alone."""
+        """The text so far; None if it is unknown, or the answer holds more than text."""
         if not self.keep_text or self.num_choices != 1 or not self._text:
             return None
         return "".join(self._text)
 
     @property
     def num_parts(self) -> int:
-        """Parts of the text so far: about as many tokens."""
+        """Parts of the text so far: roughly its number of tokens."""
         return len(self._text or ())
 
     def resume_ids(self) -> list[list[int] | None] | None:
-        """Tokens of each choice that were made, of one that has ended None; None: not all of them
-        are known."""
+        """Return the token ids of each choice, None for one that has ended; None: not all ids are
+        known."""
         if self.num_choices is None or self._lost_ids or self.prompt_tokens is None:
             return None
         return [
@@ -231,7 +231,7 @@ class OpenAISplice:
 
     @property
     def _is_said(self) -> bool:
-        """Whether every choice has its finish reason: what goes wrong from here on is no loss."""
+        """Whether every choice has its finish reason: later errors do not matter."""
         return self.num_choices is not None and len(self._finished) >= self.num_choices
 
     def _event(self, event: bytes) -> bytes:
@@ -244,7 +244,7 @@ class OpenAISplice:
             self.num_events += 1
             return (b"" if self._usage_out else self._counts()) + DONE
         if b"\n" in payload:
-            # JSON may have line breaks between its tokens, an event's data may not
+            # JSON may have line breaks between its tokens, but an event's data may not
             payload = payload.replace(b"\n", b" ")
         try:
             chunk = read_chunk(name_of(event), payload)
@@ -255,7 +255,7 @@ class OpenAISplice:
                 self.failure_event = b"data: " + payload + b"\n\n" if reported else b""
             return b""
         if chunk is None:
-            # a comment goes on: the engine lives, and so must the connection behind
+            # comments pass, as the engine is alive and the caller's connection must stay so
             return event.partition(b"\n")[0] + b"\n\n" if event.startswith(b":") else b""
         if chunk.choices is None:
             payload = with_choices(payload)
@@ -264,7 +264,7 @@ class OpenAISplice:
     def _chunk(self, payload: bytes, chunk: Chunk, choices: Sequence[Choice]) -> bytes:
         first, whole = self._first_of_leg, payload
         if first and (choices or b'"id":""' not in payload):
-            # what Azure says of a prompt before the answer has no head of its own
+            # the first chunk of an Azure stream, about the prompt, has an empty head
             self._first_of_leg = False
             self._begin(payload, chunk)
         prompt = chunk.prompt_token_ids
@@ -285,7 +285,7 @@ class OpenAISplice:
                 self._parts += 1
             if speaks and self.keep_text:
                 self._remember(choice)
-            # some engines say "" for none
+            # some engines send "" for no reason
             if choice.finish_reason:
                 self._finished.add(index)
                 ends = True
@@ -318,7 +318,7 @@ class OpenAISplice:
         return out
 
     def _learn(self, payload: bytes, out: bytes, choices: Sequence[Choice]) -> None:
-        """From a chunk in the middle, what the next ones will look like."""
+        """Learn the template of the next chunks from one in the middle of the answer."""
         self._lessons -= 1
         self._forget_shape()
         choice = choices[0]
@@ -326,7 +326,7 @@ class OpenAISplice:
         text = choice.text if delta is None else delta.says_alone
         if len(choices) == 1 and isinstance(text, str) and text:
             has_ids = choice.token_ids is not None
-            # where ids come and go, nothing is usual
+            # a stream that only sometimes has ids has no template
             if has_ids != self._lost_ids:
                 ids = self._ids[choice.index or 0] if has_ids else None
                 self._shape = Shape.of(payload, out, ids)
@@ -344,7 +344,7 @@ class OpenAISplice:
             self._text = None
 
     def _begin(self, payload: bytes, chunk: Chunk) -> None:
-        """The first chunk of a leg: what of its head is to look otherwise."""
+        """Read the head of a leg's first chunk: which parts must be replaced."""
         told = (("id", chunk.id), ("created", chunk.created), ("model", chunk.model))
         head = {name: found for name, value in told if (found := bytes(value))}
         if self.model and "model" in head:
@@ -357,7 +357,7 @@ class OpenAISplice:
             wanted = self._head.get(name, value)
             if wanted != value:
                 key = f'"{name}":'.encode()
-                # some engines write a space behind the colon
+                # some engines write a space after the colon
                 for gap in (b"", b" "):
                     if key + gap + value in payload:
                         self._swaps.append((key + gap + value, key + gap + wanted))
@@ -369,7 +369,7 @@ class OpenAISplice:
         except msgspec.MsgspecError:
             return
         self._counted = True
-        # what was said before is a part of the prompt there, about a token a part of it
+        # the text so far is a part of this engine's prompt, at roughly a token per part
         before = self._said_before if self._by_text else 0
         self._completion_tokens = max(self._completion_tokens, counted.output + before)
         self.cached_tokens = max(self.cached_tokens, counted.cached)
@@ -377,8 +377,7 @@ class OpenAISplice:
             self.prompt_tokens = max(1, counted.prompt - before)
 
     def _recounted(self, payload: bytes) -> bytes:
-        """Usage that the last engine of several counted: choices that had ended before it came are
-        not in it."""
+        """Correct the last engine's usage, which lacks choices that had ended before it started."""
         made = sum(map(len, self._ids.values()))
         fields = msgspec.json.decode(payload, type=dict[str, msgspec.Raw])
         usage = msgspec.json.decode(fields["usage"])
@@ -395,7 +394,7 @@ class OpenAISplice:
         return msgspec.json.encode(fields)
 
     def _counts(self) -> bytes:
-        """A chunk of usage that the engine did not live to send, from the ids of all tokens."""
+        """Build the usage chunk that the engine did not send, from the token ids."""
         if self.hide_usage or self._usage_out or not self._head or self.resume_ids() is None:
             return b""
         self._usage_out = True
@@ -412,7 +411,7 @@ class OpenAISplice:
 
 
 def make_splice(path: str, **openai: Any) -> Splice:
-    """For an endpoint; ``openai``: see ``OpenAISplice``."""
+    """Make the splice of an endpoint; ``openai``: see ``OpenAISplice``."""
     if path == "/v1/messages":
         return PlainSplice(
             path=path,

@@ -1,5 +1,5 @@
-"""How one model does at one engine: whether its requests fail there, and whether it has asked for a
-pause. Its engine may be well otherwise, as limits and broken weights are of one model."""
+"""State of one model at one engine: failures of its requests, and its cooldown. The engine may be
+well otherwise, as limits and broken weights concern one model."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from paceline.statuses import meaning_of
 
 __all__ = ["Outcome", "Standing", "Standings", "outcome_of_refusal"]
 
-# how a request ended: "missing" says that this endpoint of the model is not there, "unknown" says
-# nothing about the model
+# how a request ended; "missing": the model lacks this endpoint, "unknown": nothing is learned about
+# the model
 Outcome = Literal["ok", "failed", "missing", "unknown"]
 
-# models of an engine that are remembered: callers may invent names where a pattern serves them
+# models remembered per engine: callers may invent names that match a pattern
 _MOST: Final = 256
 
 
 class Standing:
-    """Of a model at an engine. Seconds of a clock that never goes back are an argument."""
+    """State of a model at an engine. Times are arguments, in seconds of a monotonic clock."""
 
     def __init__(self) -> None:
         self.breaker = Breaker()
-        # by path, where the engine has said that the model or the endpoint is not there
+        # path -> breaker, where the engine said that model or endpoint does not exist
         self._missing: dict[str, Breaker] = {}
         self._rests_until = 0.0
 
     def rest(self, until: float) -> None:
-        """It asked to be left alone; a pause that was asked for before is not shortened."""
+        """Start a cooldown; an earlier one is not shortened."""
         self._rests_until = max(self._rests_until, until)
 
     def rests_for(self, now: float) -> float:
-        """Seconds until it may be sent requests again."""
+        """Seconds until the cooldown ends."""
         return max(0.0, self._rests_until - now)
 
     def begin(self, path: str, now: float) -> None:
-        """A request is sent. Each one ends in ``end``."""
+        """Note that a request is sent. Each one ends in ``end``."""
         self.breaker.begin(now)
         if path in self._missing:
             self._missing[path].begin(now)
@@ -51,7 +51,7 @@ class Standing:
             _end(self._missing[path], "unknown" if outcome == "failed" else outcome, now)
 
     def trouble(self, path: str, now: float) -> str:
-        """Why it takes no requests; empty where it does."""
+        """Return why it takes no requests; empty if it does."""
         if not self.breaker.allows(now):
             return f"failing ({self.breaker.state(now)})"
         if self._rests_until > now:
@@ -60,18 +60,18 @@ class Standing:
         return "" if missing is None or missing.allows(now) else f"has no {path} for it"
 
     def troubles(self, now: float) -> str:
-        """Of all its endpoints, for people."""
+        """Return the troubles of all its endpoints, for people."""
         paths = ("", *self._missing)
         return "; ".join(filter(None, dict.fromkeys(self.trouble(path, now) for path in paths)))
 
     def reopens_in(self, path: str, now: float) -> float:
-        """Seconds until a breaker lets one request through; 0.0 where none is open."""
+        """Seconds until an open breaker lets a probe through; 0.0 if none is open."""
         missing = self._missing.get(path)
         waits = self.breaker.reopens_in(now)
         return waits if missing is None else max(waits, missing.reopens_in(now))
 
     def is_well(self, now: float) -> bool:
-        """Whether nothing of it need be remembered."""
+        """Whether it may be forgotten."""
         return (
             self.breaker.state(now) == "closed" and self._rests_until <= now and not self._missing
         )
@@ -80,12 +80,12 @@ class Standing:
 def outcome_of_refusal(
     status: int, headers: Headers, *, names_stored: bool, paused: bool
 ) -> Outcome:
-    """What a refusal says of the model.
+    """Return what a refusal says about the model.
 
     Args:
-        names_stored: the request names what an engine has stored: where that is not there, the
-            model may well be.
-        paused: the model has asked for a pause.
+        names_stored: the request names a stored object: if the engine lacks that, it may still have
+            the model.
+        paused: the model is in a cooldown.
     """
     meaning = meaning_of(status)
     if meaning == "model":
@@ -105,11 +105,11 @@ def _end(breaker: Breaker, outcome: Outcome, now: float) -> None:
 
 
 class Standings(dict[str, Standing]):
-    """Of an engine's models, by their names there: those that were asked for."""
+    """States of an engine's models, by name at the engine, once they were requested."""
 
     def __init__(self) -> None:
         super().__init__()
-        # times that breakers of models have opened which are not remembered any more
+        # openings of breakers that are no longer remembered
         self._opened_before = 0
 
     def of(self, model: str, now: float) -> Standing:
@@ -122,11 +122,11 @@ class Standings(dict[str, Standing]):
 
     @property
     def num_opened(self) -> int:
-        """Times that a breaker of any of them has opened."""
+        """Number of times that its models' breakers have opened."""
         return self._opened_before + sum(each.breaker.num_opened for each in self.values())
 
     def _forget(self, now: float) -> None:
-        """Models that are well, or else the one that was asked for first."""
+        """Forget models that are well, or else the one that was requested first."""
         well = [model for model, each in self.items() if each.is_well(now)]
         for model in well or [next(iter(self))]:
             self._opened_before += self.pop(model).breaker.num_opened

@@ -1,4 +1,4 @@
-"""How an engine stands, in one word: for people, and for what watches a gateway."""
+"""State of an engine in one word, for people and for monitoring."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from paceline.gateway.engine import Engine
 __all__ = ["EngineState", "state_of"]
 
 EngineState = Literal[
-    # gets no new requests: by an admin, because it answers no polls, because its breaker is open,
-    # because it asked for a pause
+    # gets no new requests: drained by an admin, without answers to polls, with an open breaker, or
+    # in a cooldown
     "draining",
     "silent",
     "failing",
     "paused",
-    # gets some: one at a time behind a breaker, a trickle, a growing share after it came back
+    # gets some requests: one at a time, a trickle, or a growing share after it came back
     "half-open",
     "slow",
     "starting",
-    # short of memory, or with as many requests as it may have
+    # short of memory, or at its bound of requests
     "pressed",
     "full",
     "ready",
@@ -27,8 +27,8 @@ EngineState = Literal[
 
 
 def state_of(engine: Engine, now: float) -> EngineState:
-    """The first that holds, in the order above. What its answers say is of a model: it holds of the
-    engine where it does of every model that it was asked for."""
+    """Return the first state that holds, in the order above. A model's trouble is the engine's
+    state if all models that it was asked for share it."""
     breaker = engine.breaker_state(now)
     if engine.draining:
         return "draining"

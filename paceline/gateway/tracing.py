@@ -3,15 +3,15 @@
 ::
 
     chat MODEL          SERVER    arrival ---------------------------------------------> end
-      queue             INTERNAL  waits for a place at an engine, or for one's pause to end
+      queue             INTERNAL  waits for a free slot at an engine, or for a cooldown
       attempt ENGINE    CLIENT            sent -----> lost
       attempt ENGINE    CLIENT                          sent ----> first token ----> end
         (the engine's own spans: queue, prefill, decode, where it makes any)
 
-A caller's W3C ``traceparent`` is the parent, and an engine is given that of its attempt, so that
-what it tells of itself lies inside. Attributes are named as in ``server.tracing``; never a word of
-prompt or output, and so no messages of errors. Without an endpoint ``NO_TRACING`` stands here, the
-headers of callers go to engines as they are, and nothing of OpenTelemetry is imported.
+A caller's W3C ``traceparent`` is the parent, and an engine gets that of its attempt, so that its
+own spans lie inside. Attributes are named as in ``server.tracing``; they never hold prompt or
+output, and so no error messages. Without an endpoint ``NO_TRACING`` is used, callers' headers go to
+engines unchanged, and OpenTelemetry is not imported.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _OPERATIONS: Final = {
     "/v1/embeddings": "embeddings",
 }
 _OTHER_OPERATION: Final = "chat"
-# a request that waited less than so many seconds for its turn has not waited
+# shortest wait that gets a span, s
 _LEAST_WAIT: Final = 0.001
-# ends that are an error's
+# results that count as errors
 _ERRORS: Final = frozenset({"failed", "broken"})
-# of the note on an answer, what a trace says of it
+# entries of the answer's note -> attributes
 _NOTED: Final = {
     "engine": "paceline.engine",
     "fallback": "paceline.fallback",
@@ -58,55 +58,55 @@ _NOTED: Final = {
 
 
 class AttemptTrace(Protocol):
-    """A request at one engine."""
+    """Trace of a request at one engine."""
 
     def headers(self, headers: Headers) -> Headers:
-        """Those that the engine gets: with this attempt as its parent."""
+        """Return the headers for the engine, with this attempt as the parent."""
         ...
 
     def first_token(self, now: float) -> None: ...
 
     def end(self, result: str, status: int, num_tokens: int, now: float) -> None:
-        """``result``: done, refused, lost, or abandoned: no fault of the engine's."""
+        """End the span; ``result``: done, refused, lost, or abandoned (not the engine's fault)."""
         ...
 
 
 class Trace(Protocol):
-    """One request. Seconds of ``time.monotonic()`` are an argument."""
+    """Trace of one request. Times are arguments, in seconds of ``time.monotonic()``."""
 
     def attempt(self, site: Site, tokens_before: int, hedge: bool, now: float) -> AttemptTrace:
-        """It is sent to an engine: to go on behind so many tokens, or as a second one (``hedge``)
-        while the first one says nothing."""
+        """Begin an attempt: the first, one resumed behind ``tokens_before`` tokens, or a ``hedge``
+        while the first engine is silent."""
         ...
 
     def waited(self, since: float, now: float) -> None:
-        """Until now, for an engine to send it to."""
+        """Record a wait for an engine, until now."""
         ...
 
     def ended(self, result: str, status: int, note: Mapping[str, Any]) -> None:
-        """How it ended, as metrics count it; what the engine answered with that it ended at (0:
-        nothing); and what was done to its answer."""
+        """Record the result, as metrics count it; the engine's last status (0: none); and the note
+        on the answer."""
         ...
 
     def close(self, used: Used, now: float) -> None:
-        """Nothing more comes of it."""
+        """End the trace."""
         ...
 
 
 class Traces(Protocol):
-    """Of one gateway."""
+    """Traces of one gateway."""
 
     def begin(self, path: str, model: str, request_id: str, headers: Headers, now: float) -> Trace:
-        """A request is to be sent on; ``model``: as the configuration or an engine names it."""
+        """Begin a request's trace; ``model``: its name in the configuration, or at an engine."""
         ...
 
     def close(self) -> None:
-        """Send what has not been sent, for a few seconds at most; on any thread."""
+        """Send what is unsent, within a few seconds; from any thread."""
         ...
 
 
 class Tracing:
-    """Traces that are sent.
+    """Traces that are exported.
 
     Args:
         endpoint: see ``check_endpoint``.

@@ -1,4 +1,4 @@
-"""Whose turn it is, where engines have as many requests as they may have (``max_concurrent``)."""
+"""Queues for engines that are at their bound of requests (``max_concurrent``)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class _Waiting:
 
 
 class Turns:
-    """A queue for each model that has one.
+    """A queue for each model that needs one.
 
     Args:
-        has_bounds: whether any engine has a bound on its requests.
+        has_bounds: returns whether any engine has a bound on its requests.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class Turns:
         self._has_bounds = has_bounds
         self._queues: dict[str, SlotQueue] = {}
         self._waiting: dict[str, dict[str, _Waiting]] = {}
-        # turns that were given and not taken yet
+        # free slots that were granted to a request but not used yet
         self._given: Counter[str] = Counter()
 
     def change(self, config: GatewayConfig) -> None:
-        """From here on; queues in which requests wait keep their order."""
+        """Apply another configuration; queues with waiting requests stay as they are."""
         self._config = config
         for model in [model for model in self._queues if not self._waiting.get(model)]:
             del self._queues[model]
@@ -56,17 +56,17 @@ class Turns:
         return sum(map(len, self._waiting.values()))
 
     def must_wait(self, route: Route, demand: Demand) -> bool:
-        """Whether others wait already, or there is no place."""
+        """Whether other requests wait, or there is no free slot."""
         if self._waiting.get(route.model):
             return True
         return self._has_bounds() and self._places(route, demand) == 0.0
 
     @contextlib.asynccontextmanager
     async def turn(self, route: Route, demand: Demand, queued: Queued) -> AsyncIterator[None]:
-        """Waits until a place is free; the request that is sent within the block takes it.
+        """Wait for a free slot; the request that is sent within the block takes it.
 
         Raises:
-            QueueFullError: too many wait, or this one waited too long.
+            QueueFullError: too many requests wait, or this one waited too long.
         """
         model = route.model
         await self._wait(route, demand, queued)
@@ -76,7 +76,7 @@ class Turns:
             self._given[model] -= 1
 
     def pump(self) -> None:
-        """Give turns while there are places: a request has ended, or an engine is back."""
+        """Grant free slots to waiting requests, after a request ended or an engine came back."""
         if not self._waiting:
             return
         now = self._now()
@@ -118,7 +118,7 @@ class Turns:
             await entry.turn
         except asyncio.CancelledError:
             if entry.turn.done() and not entry.turn.cancelled():
-                # it was given as the caller left
+                # the slot was granted just as the caller left
                 self._given[model] -= 1
                 self.pump()
             raise
@@ -127,7 +127,7 @@ class Turns:
                 queue.leave(queued.request_id)
 
     def _places(self, route: Route, demand: Demand) -> float:
-        """Requests that engines of the model would take now; infinite where there is no bound, or
-        no engine at all: then there is nothing to wait for."""
+        """Return the free slots that are not granted yet; infinite without a bound, or without any
+        usable engine, for which a request cannot wait."""
         places = self._picker.places(route, demand, self._now())
         return max(0.0, places - self._given[route.model])

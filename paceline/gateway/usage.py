@@ -1,4 +1,4 @@
-"""What an engine says that an answer took, in the words of each API."""
+"""Usage of an answer, in each API's format."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from paceline.gateway.money import Used
 __all__ = ["Usage", "believed", "text_bytes", "used_by"]
 
 _MOST_TOKENS: Final = 10**9
-# keys under which an answer of any API has what was said
+# keys of an answer, in any API, whose strings are output
 _SAID: Final = frozenset(
     {"content", "text", "arguments", "reasoning", "reasoning_content", "thinking", "refusal"}
 )
 
 
 def believed(count: int | None) -> int:
-    """A count of tokens as an engine told it, within what can be: no engine's word makes a spend go
-    down, or beyond what can be counted."""
+    """Clamp an engine's token count to possible values, so that a wrong one cannot lower a spend or
+    overflow it."""
     return min(max(count or 0, 0), _MOST_TOKENS)
 
 
@@ -28,11 +28,11 @@ class _Details(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Of OpenAI's chat, completions and embeddings; of its responses; of Anthropic's messages."""
+    """Usage in OpenAI's chat, completions, embeddings, responses and Anthropic's messages."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    # of ranks, some engines tell nothing else
+    # some engines report nothing else for ranks
     total_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
     input_tokens: int | None = None
@@ -49,7 +49,7 @@ class Usage(msgspec.Struct):
         if self.prompt_tokens is None and self.input_tokens is None:
             prompt = max(0, believed(self.total_tokens) - output)
         if path == "/v1/messages":
-            # there what was cached is not in the count of the prompt
+            # this API does not count cached tokens as part of the prompt
             cached = believed(self.cache_read_input_tokens)
             prompt += cached + believed(self.cache_creation_input_tokens)
         return Used(believed(prompt), cached, output)
@@ -63,7 +63,7 @@ _decode: Final = msgspec.json.Decoder(_Answer).decode
 
 
 def used_by(path: str, body: bytes) -> Used | None:
-    """Of a whole answer; None where it does not say."""
+    """Return the usage of a complete answer; None if it has none."""
     try:
         usage = _decode(body).usage
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -72,7 +72,7 @@ def used_by(path: str, body: bytes) -> Used | None:
 
 
 def text_bytes(body: bytes) -> int:
-    """Bytes of what a whole answer says."""
+    """Return the bytes of output in a complete answer."""
     try:
         return _text_bytes("", msgspec.json.decode(body))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

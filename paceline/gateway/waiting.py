@@ -1,5 +1,5 @@
-"""Until a request may be sent: others whose turn comes first, engines that asked for a pause, and a
-caller who hangs up meanwhile."""
+"""Waiting before a request is sent: for its turn and for engines' cooldowns, unless its caller
+hangs up meanwhile."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["Waiting"]
 
 _T = TypeVar("_T")
 
-# between two looks at whether the caller of a waiting request is still there
+# interval of checks whether the waiting caller is still there, s
 _LOOK_SECONDS: Final = 0.1
 
 
 class Waiting:
-    """Of one request, which came at ``arrived``."""
+    """Wait of one request, which arrived at ``arrived``."""
 
     def __init__(
         self,
@@ -48,18 +48,18 @@ class Waiting:
         self._answer, self._now, self._wake, self._arrived = answer, now, wake, arrived
 
     async def place(self, last: Site | None) -> tuple[Pick, Dispatch]:
-        """An engine, and the request counted there, once one may be asked.
+        """Wait for an engine, and count the request there.
 
         Args:
-            last: where it was sent before.
+            last: site of the attempt before.
 
         Raises:
-            HttpError: none can take it, or it would wait too long.
+            HttpError: no engine can take it, or the wait would be too long.
             ClientDisconnectedError: the caller hung up.
         """
         while True:
             try:
-                # further attempts have waited their turn once
+                # a retry does not queue again
                 if last is None and self._turns.must_wait(self._attempts.route, self._demand):
                     return await self._unless_gone(self._turn(), self._give_up)
                 return self._dispatched(last)
@@ -72,7 +72,7 @@ class Waiting:
 
     async def _turn(self) -> tuple[Pick, Dispatch]:
         queued = Queued(
-            # callers may use one id of theirs for several requests
+            # callers may reuse their ids
             f"{self._caller.request_id} {id(self)}",
             self._arrived,
             round(self._demand.output_tokens),
@@ -95,8 +95,8 @@ class Waiting:
     async def _unless_gone(
         self, what: Coroutine[Any, Any, _T], undo: Callable[[_T], None] = lambda _: None
     ) -> _T:
-        """Raises ClientDisconnectedError where the caller hangs up meanwhile. However it ends,
-        nothing of ``what`` goes on; ``undo``: of what it brought as it was given up."""
+        """Await ``what`` unless the caller hangs up, which raises ClientDisconnectedError. On any
+        error ``what`` is cancelled, and ``undo`` is called with a result that it had by then."""
         waiting = asyncio.ensure_future(what)
         try:
             await self._while_there(waiting)

@@ -1,7 +1,7 @@
-"""What an engine's API looks like where it is not OpenAI's: paths, keys, bodies, events, errors.
+"""Dialects: how engines' APIs differ from OpenAI's in paths, keys, bodies, events and errors.
 
-A request of a caller goes in as the caller's API has it, and what comes back is what that API
-would have said; in between everything else of the gateway knows OpenAI's shapes alone.
+A request enters in the caller's API, and its answer leaves in the same API; in between, the rest of
+the gateway only knows OpenAI's formats.
 """
 
 from paceline.gateway.dialects.anthropic import AnthropicDialect
@@ -27,7 +27,7 @@ _ANTHROPIC = AnthropicDialect()
 
 
 def dialect_of(kind: str, api_version: str = "") -> Dialect:
-    """Of an engine of that kind."""
+    """Return the dialect of a kind of engine."""
     if kind == "azure":
         return AzureDialect(api_version)
     return _ANTHROPIC if kind == "anthropic" else _OPENAI

@@ -1,8 +1,8 @@
-"""Anthropic's Messages API behind callers of OpenAI's chat completions; callers of the Messages API
-itself go through as they are.
+"""Anthropic's Messages API for callers of OpenAI's chat completions; requests of the Messages API
+itself pass unchanged.
 
-Sources: https://docs.anthropic.com/en/api/messages, .../messages-streaming, .../errors, and how the
-vendor itself maps chat completions: .../openai-sdk.
+Sources: https://docs.anthropic.com/en/api/messages, .../messages-streaming, .../errors, and the
+vendor's own mapping of chat completions: .../openai-sdk.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
 ::
 
     message_start             a chunk with the role
-    content_block_start       of a tool: id and name
+    content_block_start       id and name, of a tool
     content_block_delta       text, thinking, or a part of a tool's arguments
-    message_delta             the finish reason, and usage where it tells any
+    message_delta             the finish reason, and usage if it holds any
     message_stop              usage, [DONE]
     ping                      a comment
     error                     an event with ``error``
 
-An event of another name is left out.
+Events of other names are dropped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from paceline.wire.sse import (
 __all__ = ["AnthropicStream", "chat_answer"]
 
 _DONE: Final = b"data: [DONE]\n\n"
-# of events; clients leave out others, as the vendor asks of them
+# known event names; clients ignore others, as the vendor's documentation asks
 _NAMES: Final = frozenset(
     {
         b"message_start", b"content_block_start", b"content_block_delta", b"content_block_stop",
@@ -60,7 +60,7 @@ class _Usage(msgspec.Struct):
     output_tokens: int | None = None
 
     def add(self, later: _Usage) -> None:
-        """Counts are cumulative: what is told later stands."""
+        """Counts are cumulative, so later ones replace earlier ones."""
         for name in self.__struct_fields__:
             value = getattr(later, name)
             if value is not None:
@@ -124,7 +124,7 @@ _decode_message: Final = msgspec.json.Decoder(_Message).decode
 
 
 def chat_answer(body: bytes) -> bytes:
-    """A whole message as a chat completion. Raises ValueError where it is none."""
+    """Translate a message into a chat completion. Raises ValueError if it is not a message."""
     message = _decode_message(body)
     said: dict[str, Any] = {"role": "assistant", "content": None}
     texts = [block.text for block in message.content if block.type == "text"]
@@ -163,15 +163,15 @@ def chat_answer(body: bytes) -> bytes:
 
 
 class AnthropicStream:
-    """See ``Translator``. What cannot be read becomes an event that is no chunk, which a reader of
-    chunks refuses."""
+    """Translator of a stream; see ``Translator``. Unreadable data becomes an event that is not a
+    chunk, which readers of chunks refuse."""
 
     def __init__(self) -> None:
         self._events = SseEvents()
         self._head: Mapping[str, Any] = {}
         self._usage = _Usage()
         self._has_counted = False
-        # by index of a content block, the index of its tool call
+        # index of a content block -> index of its tool call
         self._calls: dict[int, int] = {}
         self._between_parts = True
 
@@ -232,14 +232,14 @@ class AnthropicStream:
         return b""
 
     def _counts(self) -> bytes:
-        """Once, as soon as they are known: what follows the reason of the end may be lost."""
+        """Return the usage chunk once, without waiting for events that may be lost."""
         if self._has_counted:
             return b""
         self._has_counted = True
         return self._line({"choices": [], "usage": self._usage.as_openai()})
 
     def _error(self, payload: bytes) -> bytes:
-        """Of an engine that failed, whatever it says of that."""
+        """Return an error event, whatever the engine's error holds."""
         try:
             error = _decode_error(payload).error
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -265,7 +265,7 @@ class AnthropicStream:
         if delta.partial_json and index in self._calls:
             part = {"index": self._calls[index], "function": {"arguments": delta.partial_json}}
             return self._chunk({"tool_calls": [part]})
-        # signatures and citations have no place in a chat
+        # a chat has no field for signatures and citations
         return b""
 
     def _chunk(self, delta: Mapping[str, Any], reason: str | None = None) -> bytes:

@@ -1,4 +1,4 @@
-"""A chat completion's request as one of Anthropic's Messages API."""
+"""Chat completion requests, translated for Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.gateway.bodies import Body
 
 __all__ = ["cannot_say", "ignored_fields", "messages_request"]
 
-# fields that are translated, or say nothing about the answer
+# fields that are translated, or have no effect on the answer
 _TRANSLATED: Final = frozenset(
     {
         "model", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k",
@@ -26,8 +26,8 @@ _NULL: Final = b"null"
 
 
 def cannot_say(body: Body) -> str:
-    """What of a request Anthropic's API could not do, and so must not be sent there; "": nothing.
-    What it would only not honour (``ignored_fields``) is told in a header instead."""
+    """Return why Anthropic's API cannot serve a request, which is then not sent there; "": it can.
+    Fields that it would merely ignore (``ignored_fields``) are reported in a header."""
     fields = body.fields
     if body.n > 1:
         return "Anthropic's API gives one choice"
@@ -57,10 +57,10 @@ def _format(fields: Mapping[str, bytes]) -> str:
 
 
 def messages_request(chat: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
-    """Raises InvalidRequestError for messages that make no sense.
+    """Translate a request. Raises InvalidRequestError for malformed messages.
 
     Args:
-        max_tokens: that the answer may have; Anthropic's API wants to be told.
+        max_tokens: limit of the answer, which Anthropic's API requires.
     """
     system: list[str] = []
     messages: list[dict[str, Any]] = []
@@ -102,7 +102,7 @@ def messages_request(chat: Mapping[str, Any], max_tokens: int) -> dict[str, Any]
 def _add(
     message: Mapping[str, Any], number: int, system: list[str], messages: list[dict[str, Any]]
 ) -> None:
-    """What one message of a chat becomes."""
+    """Translate one message of a chat."""
     role, content = message.get("role"), message.get("content")
     if role in ("system", "developer"):
         system += [part["text"] for part in _parts(content, number) if part["type"] == "text"]
@@ -115,7 +115,7 @@ def _add(
         }
         last = messages[-1] if messages else {}
         if last.get("role") == "user" and last["content"][-1]["type"] == "tool_result":
-            # results of calls that were made at once belong into one message
+            # results of parallel calls belong into one message
             last["content"].append(result)
         else:
             messages.append({"role": "user", "content": [result]})
@@ -134,7 +134,7 @@ def _parts(content: Any, number: int) -> list[dict[str, Any]]:
     if content is None:
         return []
     if isinstance(content, str):
-        # an empty text is refused there
+        # the API refuses an empty text
         return [{"type": "text", "text": content}] if content else []
     found = []
     for part in content if isinstance(content, list) else [content]:

@@ -1,5 +1,5 @@
-"""Azure OpenAI: the model is a deployment in the path, the version a part of the query, and the key
-has a header of its own.
+"""Azure OpenAI: the model is a deployment in the path, the version is in the query, and the key has
+a header of its own.
 
 Source: https://learn.microsoft.com/azure/ai-services/openai/reference (data plane, inference).
 """
@@ -21,7 +21,7 @@ _OPERATIONS: Final = {
     "/v1/completions": "completions",
     "/v1/embeddings": "embeddings",
 }
-# fields of engines and of this gateway, which Azure refuses with 400
+# fields of engines and of this gateway that Azure refuses with 400
 _FOREIGN: Final = (
     "slo", "explain", "cache_salt", "priority", "resume_output_ids", "return_token_ids",
     "speculation",
@@ -29,7 +29,7 @@ _FOREIGN: Final = (
 
 
 class AzureDialect(OpenAIDialect):
-    """Of one version of the API, such as 2024-10-21."""
+    """Dialect of one version of the API, such as 2024-10-21."""
 
     def __init__(self, api_version: str) -> None:
         self._api_version = api_version

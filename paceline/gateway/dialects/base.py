@@ -1,4 +1,4 @@
-"""What a dialect answers for, and OpenAI's, which changes nothing."""
+"""Protocol of a dialect, and OpenAI's dialect, which changes nothing."""
 
 from __future__ import annotations
 
@@ -12,73 +12,73 @@ from paceline.http.upstream import Headers
 
 __all__ = ["Dialect", "OpenAIDialect", "Translator", "checked"]
 
-# by endpoint, the lists of which a whole answer has one: some relays answer every API as a chat
+# endpoint -> lists of which a complete answer has one: some relays answer every API as a chat
 _LISTS: Final = {
     "/v1/chat/completions": ("choices",),
     "/v1/completions": ("choices",),
     "/v1/responses": ("output", "choices"),
     "/v1/messages": ("content", "choices"),
 }
-# of those for vectors, one of these. They need not be objects: ranks of SGLang are a list, and
-# vLLM's embeddings may be bytes (``encoding_format``)
+# the same for vectors. They need not be objects: SGLang's ranks are a list, and vLLM's embeddings
+# may be bytes (``encoding_format``)
 _OF_VECTORS: Final = ("data", "results")
 _NULL: Final = msgspec.Raw(b"null")
 
 
 class Translator(Protocol):
-    """Of one stream."""
+    """Translator of one stream."""
 
     @property
     def is_in_long(self) -> bool:
-        """Whether what was fed last is of an event that has not ended, and is no ping."""
+        """Whether the last data belongs to an unfinished event other than a ping."""
         ...
 
     @property
     def between_parts(self) -> bool:
-        """See ``Splice``."""
+        """Whether the next output begins a new part; see ``Splice``."""
         ...
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Events of the engine in, wherever they were cut; events of the caller's API out, one
-        after the other: those before one that is not of its API, which raises ValueError or
-        MsgspecError, are good."""
+        """Translate the engine's events, split anywhere, into events of the caller's API, one after
+        the other. An event that is not of the engine's API raises ValueError or MsgspecError; those
+        before it are valid."""
         ...
 
 
 class Dialect(Protocol):
-    """Stateless: one for all requests of an engine."""
+    """API of one kind of engine. Stateless: one object serves all requests of an engine."""
 
     def cannot(self, path: str, body: Body) -> str:
-        """Why such a request cannot be sent there; empty where it can."""
+        """Return why a request cannot be sent there; empty if it can."""
         ...
 
     def target(self, path: str, model: str) -> str:
-        """The path that it is sent to."""
+        """Return the path that the request is sent to."""
         ...
 
     def headers(self, key: str) -> Headers:
-        """With the engine's key."""
+        """Return headers with the engine's key."""
         ...
 
     def body(self, path: str, body: Body, changes: Mapping[str, Any]) -> bytes:
-        """A request as the engine reads it; ``changes`` are fields of the caller's API."""
+        """Encode a request for the engine; ``changes`` are fields of the caller's API."""
         ...
 
     def ignored(self, path: str, body: Body) -> str:
-        """Fields of the request that the engine has no word for, with commas between them."""
+        """Return the request's fields that the engine does not know, separated by commas."""
         ...
 
     def answer(self, path: str, body: bytes) -> bytes:
-        """A whole answer as the caller reads it. Raises ValueError where it is none."""
+        """Translate a complete answer for the caller. Raises ValueError if it is not an answer."""
         ...
 
     def translator(self, path: str) -> Translator | None:
-        """Of a stream; None: it needs none."""
+        """Make a translator for a stream; None: it needs none."""
         ...
 
 
 class OpenAIDialect:
-    """Of every engine that speaks as the caller does."""
+    """Dialect of engines that speak the caller's API."""
 
     def cannot(self, path: str, body: Body) -> str:
         return ""
@@ -103,8 +103,8 @@ class OpenAIDialect:
 
 
 def checked(path: str, body: bytes) -> bytes:
-    """A whole answer in the caller's own API, as it is. Raises ValueError for what no client of
-    that API could read."""
+    """Return a complete answer unchanged. Raises ValueError if no client of the caller's API could
+    read it."""
     names = _LISTS.get(path, _OF_VECTORS)
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -112,7 +112,7 @@ def checked(path: str, body: bytes) -> bytes:
         if names is _OF_VECTORS:
             return body
         raise
-    # an empty list is an answer: nothing was found, or said
+    # an empty list is an answer: nothing was found, or nothing said
     for name in names:
         if bytes(memoryview(fields.get(name, _NULL))[:1]) == b"[":
             return body

@@ -1,17 +1,17 @@
-"""An engine's error in the shape of the caller's API.
+"""Errors of engines, converted to the caller's API.
 
 ::
 
     OpenAI      {"error": {"message", "type", "param", "code"}}
     Anthropic   {"type": "error", "error": {"type", "message"}}
 
-What has the right shape already is not touched. Otherwise the engine's own words are looked for in
-the shapes that engines, clouds and frameworks write::
+A body that already has the right shape is not changed. Otherwise the engine's own words are
+extracted from the shapes that engines, clouds and frameworks use::
 
     FastAPI     {"detail": "..."}, {"detail": [{"loc": ["body", "top_p"], "msg": "..."}]}
     Google      [{"error": {"message", "status"}}]
     others      {"error": "..."}, {"message": "..."}, {"errors": ["..."]}, {"errors": {"top_p": ..}}
-    plain text  of a fault of the caller's; a page of HTML is of some proxy on the way
+    plain text  for a caller's fault; a page of HTML comes from a proxy
 
 Sources: https://platform.openai.com/docs/guides/error-codes,
 https://docs.anthropic.com/en/api/errors.
@@ -41,28 +41,28 @@ _TO_ANTHROPIC: Final = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-# that Anthropic's clients know, and no others do
+# a status that only Anthropic's clients know
 _OVERLOADED: Final = 529
-# fields that hold an error's words, or what holds them: the first that says something counts
+# fields with an error's words, or with an object that holds them: the first non-empty one counts
 _WORDS: Final = (
     "message", "msg", "detail", "errors", "error", "Message", "error_message",
     "error_description", "description", "fault", "faultstring", "reason", "title",
 )  # fmt: skip
-# and those that say what kind of error it is
+# fields that describe the kind of error
 _KINDS: Final = frozenset(
     {"type", "code", "status", "param", "object", "loc", "input", "ctx", "url"}
 )
 _MOST_CHARS: Final = 2000
 _MOST_DEPTH: Final = 6
 _MOST_ITEMS: Final = 8
-# below it an error is the caller's fault
+# lower statuses are the caller's fault
 _SERVER_ERROR: Final = 500
 
 
 class Words(NamedTuple):
-    """What an engine says of a request that it refused."""
+    """An engine's words about a request that it refused."""
 
-    # empty: nothing that a caller is told
+    # empty: nothing that the caller should see
     message: str = ""
     kind: str = ""
     code: Any = None
@@ -74,16 +74,16 @@ def anthropic_type(status: int) -> str:
 
 
 def map_status(path: str, status: int) -> int:
-    """Of an error, as clients of that API know it."""
+    """Return an error's status as clients of that API know it."""
     is_theirs = path == "/v1/messages" and status == _OVERLOADED
     return status if is_theirs else told_as(status)
 
 
 def map_error(path: str, status: int, body: bytes, code: str = "") -> bytes:
-    """The body of an error as callers of ``path`` read it.
+    """Return the body of an error in the API of ``path``.
 
     Args:
-        code: that clients of OpenAI's API go by; empty: the engine's own.
+        code: checked by clients of OpenAI's API; empty: the engine's own.
     """
     fields = _decoded(body)
     anthropic = path == "/v1/messages"
@@ -115,7 +115,7 @@ def map_error(path: str, status: int, body: bytes, code: str = "") -> bytes:
 
 
 def read_words(status: int, body: bytes) -> Words:
-    """What an error says, in whatever shape it came."""
+    """Extract an error's words from any known shape."""
     fields = _decoded(body)
     if fields is None:
         return Words(_text(body)) if status < _SERVER_ERROR else Words()
@@ -140,7 +140,7 @@ def read_words(status: int, body: bytes) -> Words:
 
 
 def _decoded(body: bytes) -> Any:
-    """None: it is no JSON."""
+    """Decode JSON; None if it is not JSON."""
     try:
         return msgspec.json.decode(body.removeprefix(BYTE_ORDER_MARK))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -148,7 +148,7 @@ def _decoded(body: bytes) -> Any:
 
 
 def _text(body: bytes) -> str:
-    """The words of an error that is plain text; empty: it is a page, or no text."""
+    """Return the words of a plain-text error; empty for a page, or for binary data."""
     try:
         return _shown(body.removeprefix(BYTE_ORDER_MARK).decode())
     except UnicodeDecodeError:
@@ -157,7 +157,7 @@ def _text(body: bytes) -> str:
 
 def _shown(text: str) -> str:
     text = text.strip()
-    # half an object is no words, and a page is of some proxy's house
+    # a truncated object has no words, and a page comes from a proxy
     if text == "null" or text.startswith(("<", "{", "[")) or "<html" in text.lower():
         return ""
     printable = all(char.isprintable() or char.isspace() for char in text[:_MOST_CHARS])
@@ -165,11 +165,11 @@ def _shown(text: str) -> str:
 
 
 def _words(value: Any, depth: int) -> str:
-    """The words in what an error holds; empty: there are none."""
+    """Find the words in an error's value; empty if there are none."""
     if depth > _MOST_DEPTH:
         return ""
     if isinstance(value, str):
-        # what is quoted, such as a message, may begin with anything but a tag
+        # quoted text, such as a message, may begin with anything but a tag
         return "" if value.lstrip().startswith("<") else value.strip()[:_MOST_CHARS]
     if isinstance(value, list):
         found = (_words(item, depth + 1) for item in value[:_MOST_ITEMS])
@@ -184,7 +184,7 @@ def _words(value: Any, depth: int) -> str:
 
 
 def _by_field(value: Mapping[str, Any], depth: int) -> str:
-    """Of words by the name of the field that they are about."""
+    """Collect words that are listed by the field they concern."""
     if not depth and not all(isinstance(item, list) for item in value.values()):
         return ""
     items = [(name, item) for name, item in value.items() if name not in _KINDS]
@@ -194,7 +194,7 @@ def _by_field(value: Mapping[str, Any], depth: int) -> str:
 
 
 def _place(item: Any) -> str:
-    """The field that an item of FastAPI's is about, as the caller knows it."""
+    """Return the field that an item of FastAPI's error concerns, as the caller knows it."""
     place = item.get("loc") if isinstance(item, dict) else None
     if not isinstance(place, list):
         return ""
