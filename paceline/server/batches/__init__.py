@@ -1,4 +1,4 @@
-"""Files and batches: work that waits for room, kept on disk.
+"""Files and batches: requests that wait for free capacity, kept on disk.
 
 ::
 
