@@ -59,8 +59,7 @@ class GivenSetting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIfConfig:
-    """How the page's what-if is computed: in a separate process, because this one serves
-    requests."""
+    """How the page's what-if is computed: in a separate process, as this one serves requests."""
 
     # command that starts the process; it reads a job from standard input
     command: tuple[str, ...]

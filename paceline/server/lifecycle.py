@@ -8,8 +8,7 @@
                        for
     engine dies        its requests fail, /health gets 503, answers are sent         -> 1
 
-An engine that the client replaces does not count as dead: /health gets 503 until the next one is
-ready.
+An engine that the client replaces is not dead: /health gets 503 until the next one is ready.
 """
 
 from __future__ import annotations

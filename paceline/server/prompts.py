@@ -59,8 +59,7 @@ class PromptMaker:
         self._callers = ThreadPoolExecutor(1, thread_name_prefix="callers-templates")
 
     async def chat(self, template: TemplateOptions, *, add_special_tokens: bool) -> list[int]:
-        """Return the ids of a conversation. Raises InvalidRequestError if the template refuses
-        it."""
+        """Return a conversation's ids. Raises InvalidRequestError if the template refuses it."""
         text = await self.render(template)
         return await self.encode(text, add_special_tokens=add_special_tokens)
 
@@ -269,8 +268,7 @@ def _size(template: TemplateOptions) -> int:
 
 
 def slices(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of runs of items whose sizes sum up to ``most``; one alone may be
-    larger."""
+    """Yield (start, end) of runs of items with sizes of at most ``most`` in sum, or one larger."""
     start = total = 0
     for place, size in enumerate(sizes):
         if place > start and total + size > most:

@@ -263,8 +263,7 @@ class _Logged:
 
 
 def _salted(request: GenerationRequest) -> GenerationRequest:
-    """Return the request with a salt of its tenant's own, which callers of others cannot
-    imitate."""
+    """Return the request with a salt of its tenant's own, which other tenants cannot imitate."""
     salt = f"{len(request.tenant)}:{request.tenant}:{request.cache_salt or ''}"
     return msgspec.structs.replace(request, cache_salt=salt)
 

@@ -78,8 +78,7 @@ class Tracing:
         _caller.set(_Caller(_OPERATIONS.get(scope["path"], _OTHER_OPERATION), carrier))
 
     def follow(self, request: GenerationRequest) -> RequestTrace:
-        """Return a trace of one request. Call it where ``arrive`` was called; end it in any
-        case."""
+        """Return a trace of one request. Call it where ``arrive`` was called; always end it."""
         return RequestTrace(self, request, _caller.get(_Caller(_OTHER_OPERATION, {})))
 
     def close(self) -> None:

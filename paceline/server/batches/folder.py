@@ -97,8 +97,7 @@ class Batches:
         return self.config
 
     async def runner(self) -> BatchRunner:
-        """Return the runner. Raises HttpError 503 while the folder is unusable, and like
-        ``settings``."""
+        """Return the runner. Raises HttpError 503 if the folder is unusable; like ``settings``."""
         config = self.settings
         if self._runner is None:
             try:

@@ -368,8 +368,7 @@ class BatchRunner:
 
 
 class _Load:
-    """The lines of one batch in flight: bounded in number and bytes, but a single one always
-    fits."""
+    """The lines of one batch in flight: bounded in number and bytes; a single one always fits."""
 
     def __init__(self, max_lines: int, max_bytes: int) -> None:
         self._max_lines, self._max_bytes = max_lines, max_bytes

@@ -93,8 +93,7 @@ class BatchStore:
     # ------------------------------------------------------------------ files
 
     def begin_upload(self) -> Part:
-        """Return a new file; ``write`` fills it, ``keep`` or ``drop`` ends it. Raises
-        StorageError."""
+        """Return a new file for ``write``, ended by ``keep`` or ``drop``. Raises StorageError."""
         return self._contents.begin(f"file-{token_hex(16)}")
 
     def write(self, part: Part, data: bytes) -> None:
@@ -363,8 +362,7 @@ class BatchStore:
     # ------------------------------------------------------------------ within
 
     def used_bytes(self) -> int:
-        """Return the bytes of all contents, of unfinished batches' answers and of running
-        uploads."""
+        """Return the bytes of all contents, unfinished batches' answers and running uploads."""
         row = self._db.row(
             "SELECT (SELECT coalesce(sum(size), 0) FROM files) + "
             "(SELECT coalesce(sum(pending_bytes), 0) FROM batches) AS n"

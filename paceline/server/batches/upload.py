@@ -1,7 +1,6 @@
 """A file uploaded as ``multipart/form-data``, written straight to disk.
 
-Only one buffer of it is in memory at a time. The caller's file name is shown but never used as a
-path.
+Only one buffer of it is in memory at a time. The caller's file name is shown, never used as a path.
 """
 
 from __future__ import annotations
@@ -123,8 +122,8 @@ class _Form:
             ) from None
 
     def finish(self) -> str:
-        """Return the file's name, at the end of the body. Raises InvalidRequestError if a part is
-        missing."""
+        """Return the file's name, at the end of the body. Raises InvalidRequestError if
+        incomplete."""
         if not self._ended:
             raise InvalidRequestError("the multipart/form-data body ends too early")
         if "purpose" not in self._values:

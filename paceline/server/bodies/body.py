@@ -6,9 +6,8 @@
         model = MODEL
         tokens = token_ids(required=True, note="of this model's vocabulary")
 
-    body = DetokenizeBody.read(values, rules)    checked; body.tokens is a list[int]
-    schema_of(DetokenizeBody, rules)             its JSON schema, with the bounds of this server
-    fields_of(DetokenizeBody)                    the rows of its table in docs/api.md
+A function of ``kinds`` makes each field; subclasses inherit the fields of their bases. JSON null
+counts as absent. Of several faults the first in class order is reported, own fields first.
 
 A function of ``kinds`` makes each field; subclasses inherit the fields of their bases. JSON null
 counts as absent. Of several faults the first in class order is reported, own fields before those of
@@ -81,8 +80,7 @@ class Field(Generic[T]):
     @overload
     def __get__(self, body: Body, owner: type) -> T: ...
     def __get__(self, body: Body | None, owner: type) -> Field[T] | T:
-        # never reached for values: a parsed body holds them in its __dict__, which is looked up
-        # first
+        # never reached for values: a parsed body has them in its __dict__, looked up first
         return self
 
     def described(self, rules: RequestRules) -> Schema:
@@ -121,7 +119,7 @@ class Body:
         partial: another body reads the rest of these values, and knows which names are unknown.
     """
 
-    # names without effect, known and unknown, shortened, at most 16; inside an object written as
+    # names without effect, known and unknown, shortened, at most 16; in an object written as
     # ``stream_options.name``
     ignored_fields: tuple[str, ...]
 

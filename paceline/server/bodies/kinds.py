@@ -237,8 +237,7 @@ _B = TypeVar("_B", bound=Body)
 def nested(
     body: type[_B], schema: Shape | None = None, *, note: str = "", prefixed: bool = True
 ) -> Field[_B | None]:
-    """An object with fields of its own; faults prefix their names with the object's if
-    ``prefixed``."""
+    """An object with fields of its own; faults name them after the object if ``prefixed``."""
 
     def check(value: Any, name: str, rules: RequestRules) -> _B:
         values = check_object(value, name)

@@ -177,8 +177,7 @@ def _text_part(part: Any, where: str) -> str:
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Parse an assistant's earlier calls. Arguments arrive as JSON text; templates expect
-    objects."""
+    """Parse an assistant's earlier calls, whose arguments are JSON text; templates want objects."""
     if type(calls) is not list:
         raise InvalidRequestError(f"{where} must be a list, got {show(calls)}", "messages")
     parsed = []

@@ -118,8 +118,7 @@ class TemplateOptions:
 
     @property
     def speaker(self) -> str:
-        """The role of the answer: without a generation prompt that of the last message
-        continues."""
+        """The role of the answer; without a generation prompt the last message's continues."""
         role: str = "assistant" if self.add_generation_prompt else self.messages[-1]["role"]
         return role
 

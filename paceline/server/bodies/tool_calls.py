@@ -112,8 +112,7 @@ class ToolPlan:
         return CallCollector(parser, parallel=self.parallel, short_ids=self.short_ids)
 
     def finish_reason(self, reason: str | None, *, called: bool) -> str | None:
-        """Return OpenAI's reason: a named call ends with "stop", since the caller expected a
-        call."""
+        """Return OpenAI's reason: a named call ends with "stop", as the caller expected it."""
         return "tool_calls" if called and reason == "stop" and self.choice != "named" else reason
 
 
@@ -127,8 +126,7 @@ def tool_schema() -> Schema:
 
 
 def _checked(value: Any, _name: str, _rules: RequestRules) -> list[dict[str, Any]]:
-    """Parse tool definitions as templates print them. Schemas are checked where they are
-    enforced."""
+    """Parse tool definitions as templates print them. Schemas are checked when enforced."""
     tools = check_array(value, "tools")
     if len(tools) > _MAX_TOOLS:
         raise InvalidRequestError(f"tools may hold {_MAX_TOOLS} tools, got {len(tools)}", "tools")

@@ -1,8 +1,7 @@
 """Fields of chat and completions that other servers have and this one lacks: refused with an error,
 never dropped.
 
-A caller who gets prose instead of JSON would blame the model. A field leaves this module when it is
-served.
+A caller who gets prose instead of JSON would blame the model. A field that gets served moves out.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ __all__ = ["UnservedFields", "undone"]
 def undone(
     what: str, *harmless: Any, asks: Callable[[Any], bool] | None = None, note: str | None = None
 ) -> Field[None]:
-    """A field that needs ``what``, unless its value is one of ``harmless`` (default: values that
-    request nothing) or ``asks`` rejects it."""
+    """A field that needs ``what``, unless its value is harmless (by default: requests nothing) or
+    ``asks`` says that it does not need it."""
     says = f"={{value}} is not served yet: this server does not do {what}"
     return refused(says, harmless or NOTHING, asks=asks, note=what if note is None else note)
 

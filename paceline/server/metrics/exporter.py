@@ -128,8 +128,7 @@ class MetricsExporter:
 def exporting(
     metrics: ServerMetrics, listener: socket.socket | None
 ) -> Generator[MetricsExporter | None, None, None]:
-    """Serve ``metrics`` on ``listener`` within the block, and close it at the end; None: do
-    nothing."""
+    """Serve ``metrics`` on ``listener`` within the block, then close it; None: do nothing."""
     if listener is None:
         yield None
         return

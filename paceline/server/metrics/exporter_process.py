@@ -5,7 +5,7 @@ Run by path, with the standard library only, so that it starts at once and stays
     python -I -S exporter_process.py LISTENER_FD MEMORY_FD
 
 Standard input signals the server's life: at its end the server is gone, and this process exits.
-``exporter`` writes the memory; the layout is declared here because this file cannot import project
+``exporter`` writes the memory; the layout is declared here, as this file imports no project
 modules::
 
     sequence (8)  length (8)  time (8)  text ...
@@ -273,9 +273,8 @@ def ask_for_short_slices() -> bool:
     """Make the system run this process soon after it wakes, on busy processors.
 
     From Linux 6.12 on an ordinary thread can set its time slice (``sched_runtime`` of
-    sched_setattr(2); threads started later inherit it): with a shorter slice it runs sooner,
-    without getting more of the processor. Returns whether it was granted; elsewhere nothing
-    changes.
+    sched_setattr(2); threads started later inherit it): with a shorter slice it runs sooner, but
+    gets no more of the processor. Returns whether it was granted; elsewhere nothing changes.
     """
     number = _SCHED_SETATTR.get(platform.machine())
     if sys.platform != "linux" or number is None:

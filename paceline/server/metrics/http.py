@@ -9,8 +9,7 @@ __all__ = ["HttpMetrics"]
 
 
 class HttpMetrics:
-    """Metrics of HTTP. Labels are route templates and known methods, so callers cannot create
-    series."""
+    """Metrics of HTTP. Labels are route templates and known methods, never a caller's text."""
 
     def __init__(self, registry: Registry) -> None:
         self._requests = registry.numbers(

@@ -30,8 +30,7 @@ AGE_METRIC: Final = "paceline:metrics_age_seconds"
 class ServerMetrics:
     """The metrics of an app, made once, used from the event loop's thread only.
 
-    An update costs at most a bisection; numbers of the engine and the clock are read at each
-    rendering.
+    Updates cost at most a bisection; numbers of the engine and the clock are read when rendering.
 
     Args:
         stats: returns the engine's latest snapshot.

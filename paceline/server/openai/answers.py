@@ -72,8 +72,7 @@ class AnswerHead:
         )
 
     def engine_id(self, index: int) -> str:
-        """Return the engine's id for prompt number ``index``: unique, and contains the caller's
-        id."""
+        """Return the engine's id for prompt ``index``: unique, and contains the caller's id."""
         return f"{self.id}-{self.nonce}-{index}"
 
 
@@ -92,8 +91,7 @@ class PlainEvents:
         self._events: dict[int, TextEvents | TokenEvents] = {}
 
     def of(self, output: GenerationOutput, example: Callable[[int], bytes]) -> bytes:
-        """Return the events of a delivery that ends no choice. Counts follow with the last
-        delivery.
+        """Return the events of a delivery that ends no choice. The last one brings the counts.
 
         Args:
             example: renders an event of a choice with an empty text, and empty ids if requested.

@@ -44,7 +44,7 @@ async def chat_events(
     arrival: float,
     shortcut: Shortcut[GenerationOutput],
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a streamed answer; the last one is ``DONE``.
+    """Yield the events of a streamed answer; the last one is ``DONE``.
 
     Errors before the first event are raised from the first ``anext``.
     """

@@ -1,5 +1,4 @@
-"""Bodies of Ollama's ``/api/chat`` and ``/api/generate``, turned into chat and completions
-bodies."""
+"""Bodies of Ollama's ``/api/chat`` and ``/api/generate``, as bodies of chat and completions."""
 
 from __future__ import annotations
 

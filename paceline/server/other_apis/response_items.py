@@ -59,8 +59,7 @@ def _limit(query: Mapping[str, str]) -> int:
 
 
 def _items(stored: StoredResponse) -> list[dict[str, Any]]:
-    """Rebuild the items that the chat messages were made from; an id is the index in this
-    response."""
+    """Return the items behind the chat messages; an item's id is its index in this response."""
     found: list[dict[str, Any]] = []
     for message in stored.input_messages:
         role, text = message["role"], message.get("content") or ""

@@ -338,8 +338,7 @@ async def response_events(
 async def response_answer(
     service: Service, request: ResponsesRequest, request_id: str, arrival: float
 ) -> bytes:
-    """Return the body of an answer that is not streamed, or with ``background`` of a started
-    one."""
+    """Return the body of a whole answer, or with ``background`` that of a started one."""
     builder = ResponseBuilder(service, request, request_id)
     await builder.prepare(service)
     if not request.background:
