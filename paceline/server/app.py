@@ -2,7 +2,7 @@
 
 ::
 
-    ExchangeMiddleware            request id, HTTP metrics, what is in flight
+    ExchangeMiddleware            request id, HTTP metrics, requests in flight
       router -> answering()       every exception becomes an answer
         routes_generate           parse -> prompt ids -> engine -> events or one body
         vector_routes             embeddings, scores, classes

@@ -2,10 +2,9 @@
 
 ::
 
-    SIGTERM / SIGINT   new generation requests and /health get 503, running ones go on for up to
+    SIGTERM / SIGINT   new generation requests and /health get 503, running ones continue for up to
                        drain_timeout seconds, the rest is aborted                    -> 0
-    the same again     what runs is aborted at once, the disk of batches not waited  -> 0
-                       for
+    the same again     running ones are aborted at once, batches get two seconds      -> 0
     engine dies        its requests fail, /health gets 503, answers are sent         -> 1
 
 An engine that the client replaces is not dead: /health gets 503 until the next one is ready.

@@ -26,7 +26,7 @@ _OPENING: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How one family of models marks its thoughts."""
+    """Marks that one family of models writes around its reasoning."""
 
     name: str
     begin: str

@@ -2,7 +2,7 @@
 
 ::
 
-    engine --sink--> observers, then the shortcut or what is held     no reader is woken
+    engine --sink--> observers, then the shortcut or the held outputs; wakes no reader
        `--outputs--> observers, then the reader
 
 Each observer gets every delivery once, as soon as it arrives, on either path. The shortcut is
@@ -176,7 +176,7 @@ def _check(output: GenerationOutput) -> None:
                 raise InvalidRequestError(message)
             raise RequestFailedError(message)
         if choice.finish_reason == "abort":
-            # nothing but the shutdown ends a request whose caller still listens
+            # only a shutdown ends a request whose caller still listens
             raise EngineDrainingError("the request was aborted: the server is shutting down")
 
 

@@ -166,8 +166,7 @@ class Service:
             RequestError: the engine refused one of them.
             RequestFailedError: one failed inside the engine.
             EngineDrainingError: the server shut down before they were done.
-            EngineLostError: the engine is being replaced, and a request cannot continue on the
-                next.
+            EngineLostError: the engine is being replaced, and a request cannot go on there.
             EngineDeadError: the engine is gone.
         """
         if any(request.sampling.pooling is None for request in requests):

@@ -68,7 +68,7 @@ class Written:
 
     messages: Messages
     tools: Sequence[dict[str, Any]] | None
-    # what was rewritten, for the caller
+    # rewritten parts, described for the caller
     notes: tuple[str, ...] = ()
 
 

@@ -2,9 +2,11 @@
 
 Each non-blank input line is one request, in one of three forms::
 
-The first two forms, for the command only, may carry a ``custom_id`` too.
+    {"prompt": "Once upon a time", "max_tokens": 64}
+    {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
+    {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 
-This module does not know how a request is answered, nor where lines are kept.
+The first two forms, for the command only, may carry a ``custom_id`` too.
 
 This module does not know how a request is answered, nor where lines are kept.
 """

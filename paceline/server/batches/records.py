@@ -20,9 +20,9 @@ class StoredFile:
     """A row of ``files``."""
 
     id: str
-    # API key it belongs to; "" where there are none
+    # name of the API key that owns it; "" without keys
     owner: str
-    # as the caller named it: shown, never a path
+    # as the caller named it: shown, never used as a path
     filename: str
     # "batch" or "batch_output"
     purpose: str

@@ -347,8 +347,7 @@ class BatchRunner:
             except (EngineDeadError, EngineLostError) as error:
                 # the other lines get the error as well, or are cancelled first
                 self._struck.setdefault(batch.id, set()).update(running)
-                # raised, so that the batch pauses: a line that retried by itself would be no
-                # suspect
+                # raised, so that the batch pauses: a line that retried itself would be no suspect
                 raise EngineDeadError(str(error)) from error
             finally:
                 running.discard(line.index)

@@ -3,7 +3,7 @@
 ::
 
     FOLDER/lock            held by the one server that uses the folder
-           store.sqlite3   files, batches, and answers that are in no file yet
+           store.sqlite3   files, batches, and answers that are not in a file yet
            files/ID        contents; ID.part while they are written
 
 A line's answer is one row under (batch, line), so it exists once or not at all, whenever the

@@ -122,8 +122,7 @@ class _Form:
             ) from None
 
     def finish(self) -> str:
-        """Return the file's name, at the end of the body. Raises InvalidRequestError if
-        incomplete."""
+        """Return the file's name after the whole body. Raises InvalidRequestError if incomplete."""
         if not self._ended:
             raise InvalidRequestError("the multipart/form-data body ends too early")
         if "purpose" not in self._values:

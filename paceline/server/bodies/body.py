@@ -6,12 +6,12 @@
         model = MODEL
         tokens = token_ids(required=True, note="of this model's vocabulary")
 
-A function of ``kinds`` makes each field; subclasses inherit the fields of their bases. JSON null
-counts as absent. Of several faults the first in class order is reported, own fields first.
+    body = DetokenizeBody.read(values, rules)    checked; body.tokens is a list[int]
+    schema_of(DetokenizeBody, rules)             its JSON schema, with the bounds of this server
+    fields_of(DetokenizeBody)                    the rows of its table in docs/api.md
 
 A function of ``kinds`` makes each field; subclasses inherit the fields of their bases. JSON null
-counts as absent. Of several faults the first in class order is reported, own fields before those of
-bases.
+counts as absent. Of several faults the first in class order is reported, own fields first.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _log = logging.getLogger("paceline.server")
 SERVED: Final = "served"
 IGNORED: Final = "ignored"
 REFUSED: Final = "refused"
-# result of a check for a value that has no effect, which the caller is told
+# check result of a value without effect; the caller gets its name in a header
 UNHEEDED: Final = object()
 _NO_EFFECT: Final = bounded(ANYTHING, "accepted, without effect")
 _LINK: Final = re.compile(r"\[([^]]*)\]\([^)]*\)")
@@ -119,8 +119,8 @@ class Body:
         partial: another body reads the rest of these values, and knows which names are unknown.
     """
 
-    # names without effect, known and unknown, shortened, at most 16; in an object written as
-    # ``stream_options.name``
+    # names without effect, known and unknown, shortened, at most 16; inside an object with its
+    # path, such as ``stream_options.name``
     ignored_fields: tuple[str, ...]
 
     _fields: ClassVar[Mapping[str, Field[Any]]] = {}

@@ -28,8 +28,7 @@ _DIGITS: Final = digits + ascii_letters
 
 
 def wants_short_ids(template: str | None) -> bool:
-    """Return whether a chat template, like Mistral's, accepts only ids of nine letters and
-    digits."""
+    """Return whether a chat template, like Mistral's, needs ids of nine letters and digits."""
     return template is not None and (
         any(mark in template for mark in _MARKS) or _LENGTH.search(template) is not None
     )

@@ -7,13 +7,13 @@
     "slo": {"class": "batch", "deadline_ms": 600000}        a class with one target changed
     "slo": {"queue_ttl_ms": 30000}                          drop it if not started by then
 
-    x-llm-d-slo-ttft-ms, x-llm-d-slo-tpot-ms                targets, where the body sets none
+    x-llm-d-slo-ttft-ms, x-llm-d-slo-tpot-ms                targets that the body does not set
     x-llm-d-inference-ttl                                   drop it if not started by then: "30s"
-    x-llm-d-inference-fairness-id                           who asks: the tenant
+    x-llm-d-inference-fairness-id                           the tenant
 
     "service_tier": "flex" | "priority"                     the class batch | interactive
-    "safety_identifier", "user", "metadata.user_id"         who asks, where neither a key nor a
-                                                            header says so
+    "safety_identifier", "user", "metadata.user_id"         the tenant, if neither a key nor a
+                                                            header names it
 
 The older header names ``x-slo-ttft-ms``, ``x-slo-tpot-ms`` and ``x-gateway-inference-fairness-id``
 mean the same.

@@ -2,10 +2,10 @@
 
 ::
 
-    none       tools are shown to the model, its text is text
+    none       tools are shown to the model, its output is text
     auto       text is searched for calls in the model's format
-    required   the output is held to one or more calls, by a grammar
-    named      the output is held to one call of that tool
+    required   a grammar restricts the output to one or more calls
+    named      a grammar restricts the output to one call of that tool
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """vLLM's times of one request, in milliseconds; None where a single token gives no rate."""
 
-    # from its first step to its first token; the next field but one has the wait before that
+    # from its first step to its first token; the wait before that is queue_time_ms
     time_to_first_token_ms: float
     generation_time_ms: float
     queue_time_ms: float

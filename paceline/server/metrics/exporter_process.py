@@ -5,8 +5,7 @@ Run by path, with the standard library only, so that it starts at once and stays
     python -I -S exporter_process.py LISTENER_FD MEMORY_FD
 
 Standard input signals the server's life: at its end the server is gone, and this process exits.
-``exporter`` writes the memory; the layout is declared here, as this file imports no project
-modules::
+``exporter`` writes the memory; the layout is declared here, as this file cannot import it::
 
     sequence (8)  length (8)  time (8)  text ...
 

@@ -23,7 +23,7 @@ __all__ = ["AGE_METRIC", "ServerMetrics"]
 _ENGINE: Final = "0"
 # seconds for which process metrics from the kernel are reused: reading them is slow
 _PROCESS_SECONDS: Final = 1.0
-# the last family of a rendering; who serves a stored one writes its age after the name
+# the last family of a rendering; the exporter process appends the rendering's age to its name
 AGE_METRIC: Final = "paceline:metrics_age_seconds"
 
 

@@ -138,7 +138,7 @@ class UsageCount:
         self._times: RequestTimes | None = None
         self._timelines: dict[tuple[int, int], Explanation] | None = {} if explain else None
         self._demoted = False
-        # of each choice, accepted and rejected draft tokens; None: no prediction
+        # accepted and rejected draft tokens of each choice; None: no prediction
         self._predicted: dict[tuple[int, int], tuple[int, int]] | None = {} if predicted else None
         # reasoning tokens; None: the model does not reason
         self._reasoning: int | None = None

@@ -33,7 +33,7 @@ from paceline.server.service import Service
 
 __all__ = ["ChatStream", "chat_answer", "chat_events"]
 
-# a chunk without new text still has a delta with content, as in vLLM
+# every chunk has a delta with content, also without new text
 _NOTHING = ChatDelta(content="")
 
 

@@ -107,7 +107,7 @@ class ChatPieces:
         n = request.options.n
         self._tells_reasoning = request.tells_reasoning
         self._thinking = request.thinking
-        # of each choice; empty if reasoning is not searched for
+        # one per choice; empty if reasoning is not searched for
         self._readers: list[Reader] = []
         if self._thinking is not None:
             marks = self._thinking.marks

@@ -160,7 +160,7 @@ class ResponsesBody(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesRequest:
-    """See ``parse_responses``."""
+    """A parsed request; see ``parse_responses``."""
 
     chat: ChatRequest
     # the conversation, without this request's instructions

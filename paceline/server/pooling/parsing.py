@@ -164,8 +164,7 @@ def _place(name: str, texts: list[str]) -> str:
 
 
 def _given(body: ScoreBody, *names: str) -> tuple[str, list[str]]:
-    """Return the given name and its texts. Raises InvalidRequestError for none or different
-    ones."""
+    """Return the given name and its texts. Raises InvalidRequestError unless there is one."""
     given = [(name, found) for name in names if (found := getattr(body, name)) is not None]
     if not given:
         raise InvalidRequestError(f"{names[0]} is missing", names[0])

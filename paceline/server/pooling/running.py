@@ -1,4 +1,4 @@
-"""From inputs to vectors: tokens, requests on the engine, and their results."""
+"""Pooling requests, from inputs to vectors: tokens, requests on the engine, their results."""
 
 from __future__ import annotations
 

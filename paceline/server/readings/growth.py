@@ -74,8 +74,8 @@ def ratio(part: float, whole: float) -> float | None:
 
 def quantile(share: float, counts: Mapping[float, float]) -> float | None:
     """Return a quantile of a histogram, as PromQL's ``histogram_quantile`` estimates it: linear
-    within a bucket, and the last finite bound for values above it. But for the lowest bucket return
-    its bound: there a line from zero would turn observations of 0.3 s into 1 ms.
+    within a bucket, and the last finite bound for values above it. But in the lowest bucket return
+    its bound: a line from zero would estimate 0.15 s for values of 1 ms under a bound of 0.3 s.
 
     Args:
         counts: observations up to and including each bound, infinity among them.

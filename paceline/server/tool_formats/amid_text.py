@@ -4,7 +4,7 @@
 
     said ... mark  head  {"name": ...}  end mark ... said
              `---------------.-----------------'
-              held until it is whole; then a call, or text like the rest
+              held until it is complete; then a call, or text like the rest
 
 The result does not depend on how the text is split: a decision waits for the text it depends on.
 White space that stands alone before, between or after calls is layout.
@@ -51,7 +51,7 @@ class Shape:
     part_of_next: re.Pattern[str] | None = None
     # one of these must follow the JSON, if anything follows before the next mark
     ends: tuple[str, ...] = ()
-    # those of ``marks`` that are text after text
+    # members of ``marks`` that are text after text
     separators: tuple[str, ...] = ()
     # ids that the JSON may give its call; None: this format has none
     id: re.Pattern[str] | None = None
@@ -69,7 +69,7 @@ class _Candidate:
     # name of a call whose JSON is only the arguments; None: the JSON has the name
     name: str | None
     id: str
-    # characters that become text if it is not a call; the search goes on after them
+    # characters that become text if it is not a call; the search continues after them
     skip: int
     # its JSON, once that has ended
     call: Written | None = None

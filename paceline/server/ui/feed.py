@@ -2,14 +2,13 @@
 
 ::
 
-    engine ==frames==> Feed.take --> segments of two seconds, the oldest of which go
+    engine ==frames==> Feed.take --> segments of two seconds; the oldest are dropped
                                  \\-> a bounded queue for each viewer --> its stream
 
 Frames are kept as the received bytes; only their headers are read. A segment begins with a
 keyframe, so a viewer can begin at any segment: it first gets the engine (START) and the
-announcements of requests that were alive then. A viewer that does not keep up loses its queue, gets
-a GAP, and continues at the newest keyframe; the engine does no work for it, and its queue is
-bounded.
+announcements of requests that were alive then. A viewer that does not keep up loses its bounded
+queue, gets a GAP, and continues at the newest keyframe; the engine does no work for it.
 """
 
 from __future__ import annotations
@@ -320,7 +319,7 @@ class Feed:
         ends: Callable[[], bool],
         drains: Callable[[], bool] = lambda: False,
     ) -> AsyncIterator[bytes]:
-        """Yield the same, then new frames until ``ends()``; gauges at least each second, and a
+        """Yield ``history``, then new frames until ``ends()``; gauges at least each second, and a
         notice once ``drains()``.
 
         Raises:

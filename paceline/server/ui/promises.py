@@ -42,7 +42,7 @@ class Readable(Protocol):
 
 
 class Promises:
-    """Made once for an app. Used from the event loop's thread.
+    """The promises that the page shows, made once for an app. Used from the event loop's thread.
 
     Args:
         clock: the clock of the readings, in seconds.

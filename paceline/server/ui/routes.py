@@ -3,12 +3,12 @@
 ::
 
     GET /                      a browser is sent to /ui/; other programs get 404, as before
-    GET /ui/  /ui/TAB          index.html, asked for anew each time
-    GET /ui/v/VERSION/PATH     a file, kept by the browser for good
-    GET /ui/api/timeline       what the engine did and does, for a key of scope admin
+    GET /ui/  /ui/TAB          index.html, revalidated each time
+    GET /ui/v/VERSION/PATH     a file, cached by the browser for good
+    GET /ui/api/timeline       the engine's timeline, for a key of scope admin
     GET /ui/api/promises       targets met, waits, steps and their cost, likewise
     * /ui/api/what-if...       see ``what_if_routes``, likewise
-    GET /ui/api/operations     keys, limits, models, settings and state, for such a key too
+    GET /ui/api/operations     keys, limits, models, settings and state, likewise
 
 The files need no key: they are this package's public code. The page's data comes from the API, with
 the key that its reader types in.

@@ -5,7 +5,7 @@
     page --POST--> WhatIf.start --> its caller's place: frames of the last minutes, or a trace
                         |                                      |
                         \\--> child (niced, bounded) <-- job ----/
-                                  |-- lines of JSON --> state, which that caller asks for
+                                  |-- lines of JSON --> state, which that caller polls
                                   \\-- frames of each run, files in the place
 
 The child is ended when it is cancelled, exceeds its time or memory, its caller has not polled it
@@ -61,7 +61,7 @@ _IDLE: Final = {"status": "idle"}
 
 
 class WhatIf:
-    """Made once for an app. Used from the event loop's thread.
+    """The what-if of an app, made once. Used from the event loop's thread.
 
     Args:
         feed: None if the engine sends no timeline.
@@ -271,7 +271,7 @@ class WhatIf:
             return "failed", error
         if code == -signal.SIGXCPU:
             return "failed", f"it took more than {self._config.cpu_seconds} s of processor time"
-        # a child that lingers after its last result was killed
+        # a child that lingered after its last result was killed: its exit code says nothing
         if len(place.state["results"]) < job.num_runs:
             with (folder / "log").open("rb") as written:
                 said = end_of_log(written)

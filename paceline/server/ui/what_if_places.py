@@ -2,11 +2,11 @@
 
 ::
 
-    TMPDIR/paceline-what-if-XXXX/     0700, one of each server
-        lock                          held for as long as the server's process lives
-        1/                            of one caller: a key and a session
-            trace                     what was uploaded
-            job-3/                    of its latest job: minutes, log, N.frames
+    TMPDIR/paceline-what-if-XXXX/     0700, one per server
+        lock                          held while the server's process lives
+        1/                            one caller, that is a key and a session
+            trace                     the upload
+            job-3/                    its latest job: minutes, log, N.frames
 
 A server that shuts down removes its folder. A killed one cannot, but its lock becomes free, also
 for processes that do not see its pid, and the next server to start removes the folder (``sweep``).
@@ -100,8 +100,7 @@ class Place:
             self.receives = False
 
     def make_runs(self) -> None:
-        """Make an empty folder for the latest job; remove earlier ones. Blocks: call on a
-        thread."""
+        """Make an empty folder for the latest job; remove earlier ones. Call it on a thread."""
         for path in self.folder.glob("job-*"):
             shutil.rmtree(path, ignore_errors=True)
         self.runs.mkdir(0o700)
@@ -127,8 +126,8 @@ class Places:
 
     def make(self, owner: Owner) -> Place:
         """Return the caller's place, a new one if it has none. If all are taken, an idle one is
-        reclaimed: from the key with the most places, with ties from the caller's own key first, the
-        one not used for the longest time. A key that would have more than another takes none of its
+        reclaimed: from the key with most places, with ties from the caller's own key first, the one
+        unused for the longest time. A key that would have more than another takes none of its
         places.
 
         Raises:
