@@ -1,6 +1,6 @@
 """The OpenAI-compatible HTTP server. Knows engines by ``EngineClient`` and ``Tokenizer`` alone.
 
-Names are imported when they are asked for: who only wants a socket need not wait for the web
+Names are imported on first use: a caller who wants only a socket need not wait for the web
 framework.
 """
 

@@ -2,7 +2,7 @@
 
 ::
 
-    ExchangeMiddleware            request id, HTTP metrics, what is in flight
+    ExchangeMiddleware            request id, HTTP metrics, requests in flight
       router -> answering()       every exception becomes an answer
         routes_generate           parse -> prompt ids -> engine -> events or one body
         vector_routes             embeddings, scores, classes
@@ -41,9 +41,9 @@ __all__ = ["batches_of", "create_app", "service_of"]
 
 
 def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
-    """An app that answers with ``client``'s engine, which must be ready.
+    """Return an app that answers with ``client``'s engine, which must be ready.
 
-    Apps share nothing, metrics neither, unless they are given the same client. The app does not
+    Apps share nothing, not even metrics, unless they are given the same client. The app does not
     close the client; ``serve`` does.
     """
     service = make_service(client, config)
@@ -69,7 +69,7 @@ def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
 
     @lru_cache
     def document() -> dict[str, Any]:
-        # it knows the bodies of every endpoint, and a server that nobody asks starts without it
+        # imported on first use: it loads all endpoints' bodies, which would slow start-up
         from paceline.server.openapi import openapi_document
 
         return openapi_document(app, service.rules)
@@ -87,12 +87,12 @@ def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
 
 
 def service_of(app: FastAPI) -> Service:
-    """What ``create_app`` put behind an app."""
+    """Return the service that ``create_app`` attached to an app."""
     service: Service = app.state.service
     return service
 
 
 def batches_of(app: FastAPI) -> Batches:
-    """The files and batches of an app; whoever made the app stops them."""
+    """Return the files and batches of an app; the maker of the app must stop them."""
     batches: Batches = app.state.batches
     return batches

@@ -1,4 +1,4 @@
-"""Where a server keeps files and batches, and how much of them."""
+"""Settings of the folder in which a server keeps files and batches, and their limits."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["BatchConfig"]
 class BatchConfig:
     """Settings of ``/v1/files`` and ``/v1/batches``. Raises ConfigError for a bad value."""
 
-    # made when something is first kept there
+    # created when the first file is stored
     folder: Path
-    # without it the server does not start; else it starts and answers 503 to files and batches
+    # refuse to start if the folder cannot be used; otherwise files and batches get 503
     required: bool = False
-    # of one uploaded file
+    # maximum size of one uploaded file, bytes
     max_file_bytes: int = 200 * 2**20
-    # of all contents together
+    # maximum size of all contents together, bytes
     max_bytes: int = 10 * 2**30
-    # requests of one batch
+    # maximum requests of one batch
     max_requests: int = 50_000
-    # lines of all batches handed to the engine at once; None: half of its max_num_seqs
+    # lines, over all batches, that the engine works on at once; None: half of its max_num_seqs
     concurrency: int | None = None
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a server is told at start: small, frozen, validated at birth."""
+"""Settings of a server: small, frozen, validated when they are made."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ __all__ = [
 ]
 
 MAX_MODEL_NAME_CHARS: Final = 256
-# each has nine series
+# each tenant has nine series
 MAX_METRICS_TENANTS: Final = 1000
-# also of extensions and desktop applications
+# extensions and desktop applications send origins too
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]+")
 _HOST: Final = re.compile(r"(\*\.)?[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]")
 _SAMPLING_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -47,30 +47,30 @@ def _require(ok: bool, message: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GivenSetting:
-    """A setting that differs from its default, in words that hold no secret."""
+    """A setting that differs from its default, as text without secrets."""
 
-    # that sets it
+    # the flag that sets it
     flag: str
-    # empty: the flag stands alone
+    # empty: the flag takes no value
     value: str
-    # what holds without it; empty: nothing is said of that
+    # the default, as text; empty: not shown
     default: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIfConfig:
-    """How the page's what-if is computed: by a process of its own, since this one serves."""
+    """How the page's what-if is computed: in a separate process, as this one serves requests."""
 
-    # starts it; a job comes on its standard input
+    # command that starts the process; it reads a job from standard input
     command: tuple[str, ...]
-    # of the engine, as its process was given them
+    # the engine's settings, as its process was given them
     settings: str
-    # what a job may name: policies, hardware, models
+    # the policies, hardware and models that a job may name
     choices: Callable[[], Mapping[str, Any]]
-    # starts what reads an uploaded trace through, which comes on its standard input; empty: nobody
-    # does before a job
+    # command that checks an uploaded trace, given on standard input; empty: traces are not checked
+    # before a job
     check: tuple[str, ...] = ()
-    # of processor and of the clock, and bytes of memory: more, and it is ended
+    # limits per process: CPU seconds, wall-clock seconds, bytes of memory; it is ended above any
     cpu_seconds: int = 120
     seconds: float = 900.0
     memory: int = 2**30
@@ -80,80 +80,80 @@ class WhatIfConfig:
 class ServerConfig:
     """Settings of one HTTP server. Raises ConfigError with the numbers for a bad value."""
 
-    # names requests may use, * for any characters in all but the first, which is the one answers
-    # and metrics carry. Empty: the engine's
+    # names that requests may use; * stands for any characters, except in the first name, which
+    # answers and metrics carry. Empty: the engine's name
     served_model_names: tuple[str, ...] = ()
-    # seconds running requests may go on after SIGTERM before they are aborted
+    # seconds for which running requests may continue after SIGTERM before they are aborted
     drain_timeout: float = 30.0
-    # a longer request body is refused with 413
+    # maximum size of a request body, bytes; a larger one is refused with 413
     max_body_bytes: int = 8 * 2**20
-    # choices (n) of one prompt at most; the engine's max_num_seqs bounds it too
+    # maximum choices (n) of one prompt; the engine's max_num_seqs bounds it too
     max_choices: int = 128
-    # prompts in one completions request at most
+    # maximum prompts of one completions request
     max_prompts: int = 1024
-    # what a request that leaves these out gets, usually from generation_config.json: temperature,
-    # top_p, top_k, min_p, repetition_penalty, and max_new_tokens as the default of max_tokens
+    # defaults of a request, usually from generation_config.json: temperature, top_p, top_k, min_p,
+    # repetition_penalty, and max_new_tokens as the default of max_tokens
     default_sampling: Mapping[str, float] = field(default_factory=dict)
-    # render templates that requests bring along: a hostile one can loop for ever
+    # render templates that requests carry: a hostile one can loop for ever
     trust_request_chat_template: bool = False
-    # refuse chat and completions with fields that nothing reads, instead of naming them in a header
+    # refuse chat and completions with fields that are not read, instead of naming them in a header
     strict_fields: bool = False
-    # tokens whose log-probabilities a request may ask for at each place; -1: all of the vocabulary
+    # maximum log-probabilities a request may ask for at each position; -1: the whole vocabulary
     max_logprobs: int = MAX_LOGPROBS
     # serve GET /tokenizer_info, which shows the chat template
     enable_tokenizer_info: bool = False
-    # vLLM's times of a request go with its answer
+    # add vLLM's per-request times to each answer
     enable_per_request_metrics: bool = False
-    # targets by name, beside or instead of the built-in classes
+    # targets by class name; they add to or replace the built-in classes
     slo_classes: Mapping[str, Slo] = field(default_factory=dict)
-    # what the machine costs, in any currency; 0: cost is not reported
+    # cost of the machine per hour, in any currency; 0: cost is not reported
     price_per_hour: float = 0.0
-    # tenants that metrics tell apart beside those that have keys: the first that ask. Their names
-    # come from callers, and whoever reads metrics sees them
+    # tenants without keys that get metrics of their own, in order of arrival. Callers choose their
+    # names, and every reader of metrics sees them
     metrics_tenants: int = 0
-    # how the model writes tool calls, a name of tool_formats; None: as its chat template says
+    # how the model writes tool calls, a name of tool_formats; None: detected from its chat template
     tool_call_parser: str | None = None
-    # how the model marks its thoughts, a name of reasoning.py, or "none": thoughts are text; None:
-    # as its chat template says
+    # how the model marks reasoning, a name of reasoning.py, or "none": reasoning is sent as text;
+    # None: detected from its chat template
     reasoning_parser: str | None = None
     # seconds without an event after which a stream gets a comment, also while queued; 0: never
     sse_keep_alive: float = 15.0
-    # seconds a caller may leave more than a buffer full of its answer unread, unless it reads at
-    # 4 KiB/s; 0: for ever
+    # seconds for which a caller may leave more than a full buffer unread, unless it reads at 4
+    # KiB/s; 0: unlimited
     slow_reader_timeout: float = 60.0
-    # PEM files of a certificate chain and its key, which may be in the first; None: plain HTTP
+    # PEM files of a certificate chain and its key, which the first may hold too; None: plain HTTP
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
-    # who may ask; empty: everybody
+    # keys that callers need; empty: every caller is served
     api_keys: tuple[ApiKey, ...] = ()
-    # where traces go, an OTLP/HTTP URL; None: there are none
+    # OTLP/HTTP URL that traces are sent to; None: no traces
     otlp_endpoint: str | None = None
-    # where files and batches are kept; None: nowhere
+    # where files and batches are kept; None: they are not served
     batches: BatchConfig | None = None
     # serve /docs, /redoc and /openapi.json
     enable_docs: bool = True
     # serve the page at /ui
     ui: bool = True
-    # its files, read anew at each request; None: those of the package, read once
+    # the page's files, read again at each request; None: those of the package, read once
     ui_dir: Path | None = None
-    # bytes of the page's timeline that are kept; 0: there is none
+    # maximum size of the page's timeline, bytes; 0: no timeline
     timeline_history: int = 8 * 2**20
-    # what the page's what-if runs in; None: it has none
+    # how the page's what-if is computed; None: the page has no what-if
     what_if: WhatIfConfig | None = None
-    # of connections, heads and JSON
+    # bounds of connections, heads and JSON
     bounds: Bounds = DEFAULT_BOUNDS
-    # what a caller may ask for; a key's own limits come before it
+    # limits of every caller; a key's own limits override them
     limits: KeyLimits = NO_LIMITS
-    # URL of a Redis that holds the counts of several servers; None: each counts by itself. Not
-    # shown: it may hold a password
+    # URL of a Redis that several servers share for their counts; None: each counts by itself. Not
+    # shown, because it may hold a password
     rate_limit_storage: str | None = field(default=None, repr=False)
-    # web pages' origins that may ask and read answers, "*" for all; empty: none
+    # origins of web pages that may send requests and read answers, "*" for all; empty: none
     cors_origins: tuple[str, ...] = ()
-    # values of the Host header that are answered; empty: all
+    # values of the Host header that are accepted; empty: all
     allowed_hosts: tuple[str, ...] = ()
-    # let callers with different keys share cached prefixes: one can tell what another has asked
+    # share cached prefixes between keys: a caller can then infer what another one has sent
     share_prefix_cache: bool = False
-    # what was given of all this and of the engine's settings, for people
+    # settings of the server and of its engine that differ from their defaults, for display
     given: tuple[GivenSetting, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -222,7 +222,7 @@ class ServerConfig:
             self.ssl_keyfile is None or self.ssl_certfile is not None,
             f"ssl_keyfile {self.ssl_keyfile} needs ssl_certfile: its certificate",
         )
-        # raises for doubles
+        # raises for duplicates
         KeyRing(self.api_keys)
         if self.rate_limit_storage is not None:
             check_storage_url(self.rate_limit_storage)
@@ -258,10 +258,10 @@ class ServerConfig:
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:
-    """The part of a ``generation_config.json`` that is a ``ServerConfig.default_sampling``.
+    """Return the part of a ``generation_config.json`` that is a ``ServerConfig.default_sampling``.
 
-    Null and absent entries are left out, and so is everything the server has no field for.
-    Raises ConfigError for a value that is not a number.
+    Null and absent entries are left out, and so are those the server has no field for. Raises
+    ConfigError for a value that is not a number.
     """
     found: dict[str, float] = {}
     for key in (*_SAMPLING_KEYS, "max_new_tokens"):

@@ -1,4 +1,4 @@
-"""Errors in the shape of the API that was asked, where that is not vLLM's (``http.errors``)."""
+"""Errors in the format of the API that was called, where that is not vLLM's (``http.errors``)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 OLLAMA_PREFIX: Final = "/api/"
-# llama-server's alone
+# paths that only llama-server has
 LLAMA_PATHS: Final = (
     "/completion", "/completions", "/infill", "/apply-template", "/props", "/slots",
     "/lora-adapters",
@@ -48,25 +48,25 @@ _LLAMA_TYPES: Final = {
 
 
 def anthropic_error_body(reply: Reply, request_id: str) -> bytes:
-    """An error in Anthropic's shape."""
+    """Return an error in Anthropic's format."""
     error = {"type": _ANTHROPIC_TYPES.get(reply.status, "api_error"), "message": reply.message}
     return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
 
 
 def ollama_error_body(reply: Reply) -> bytes:
-    """An error in Ollama's shape."""
+    """Return an error in Ollama's format."""
     return msgspec.json.encode({"error": reply.message})
 
 
 def llama_error_body(reply: Reply) -> bytes:
-    """An error in llama-server's shape."""
+    """Return an error in llama-server's format."""
     kind = _LLAMA_TYPES.get(reply.status, "server_error")
     error = {"code": reply.status, "message": reply.message, "type": kind}
     return msgspec.json.encode({"error": error})
 
 
 def refusal(error: HttpError, path: str, request_id: str) -> Response:
-    """The answer to what is refused before its route is known, in the shape of that route."""
+    """Return the answer to a request refused before routing, in the format of its path's API."""
     reply = reply_to(error, drain_timeout=0.0)
     body = None
     if path.startswith("/v1/messages"):

@@ -1,4 +1,4 @@
-"""Around every exchange: request ids, keys, limits and metrics."""
+"""Middleware around every request: request ids, keys, limits and metrics."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
 
 _log = logging.getLogger("paceline.server")
 
-# where requests are in flight until their last byte is sent
+# paths whose requests count as in flight until their last byte is sent
 GENERATE_PATHS: Final = frozenset(
     {
         "/v1/chat/completions",
@@ -64,14 +64,14 @@ GENERATE_PATHS: Final = frozenset(
 )
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-# asked for by machines, all the time
+# probes poll these all the time
 _UNCOUNTED: Final = frozenset(
     {"/metrics", "/health", "/health/live", "/health/ready", "/load", "/ping", "/version"}
 )
-# says what of a conversation the chat template could not show as it was
+# names the messages that the chat template could not show unchanged
 _REWRITTEN_HEADER: Final = b"x-paceline-rewritten-messages"
 _STATUS_GONE: Final = 499
-# of the time that an idle connection has, what its caller is told
+# the part of the idle timeout that the Keep-Alive header announces
 _ANNOUNCED: Final = 0.95
 
 
@@ -85,7 +85,7 @@ class ExchangeMiddleware:
         self._app = app
         self._service = service
         seconds = service.config.bounds.keep_alive_timeout
-        # a little less, so that whoever heeds it is never late
+        # slightly less than the timeout, so that a client that heeds it is never too late
         announced = b"timeout=%d" % int(seconds * _ANNOUNCED)
         self._closing = (b"connection", b"close")
         self._keeping = (b"keep-alive", announced) if seconds else self._closing
@@ -96,7 +96,7 @@ class ExchangeMiddleware:
             return
         method = scope["method"]
         if method == "HEAD":
-            # as GET: no route has it by itself, and what writes to the connection leaves bodies out
+            # treated as GET: routes do not define HEAD, and the connection leaves the body out
             scope = {**scope, "method": "GET"}
         request_id = _caller_id(scope) or uuid4().hex.encode()
         scope.setdefault("state", {})["request_id"] = request_id.decode()
@@ -149,13 +149,13 @@ class ExchangeMiddleware:
                     request_bytes=_declared_bytes(scope),
                     response_bytes=sent + _written_directly(scope),
                 )
-            # it leads back to this scope: without it the exchange is freed at once, and not by
-            # the garbage collector some time
+            # the writer refers back to this scope: without the cycle the scope is freed at once and
+            # not by the garbage collector
             scope.get("extensions", {}).pop(BODY_WRITER, None)
 
     async def _refusal(self, scope: Scope) -> Response | None:
-        """The answer to a caller without a key that will do, too soon, or in a page of another
-        origin; notes who asks otherwise."""
+        """Return the answer to a caller that is refused: without a valid key, above its limit, or
+        in a page of another origin. Otherwise note the caller."""
         try:
             refuse_other_origins(scope, self._service.config.cors_origins)
             key = self._service.keys.check(scope["path"], Headers(scope=scope))
@@ -174,7 +174,7 @@ class ExchangeMiddleware:
         return None
 
     async def _count(self, scope: Scope, principal: str) -> None:
-        """Every POST but a probe's counts. Raises HttpError 429."""
+        """Count every POST except a probe's. Raises HttpError 429."""
         limiter = self._service.limiter
         if limiter is None or scope["method"] != "POST" or scope["path"] in OPEN_PATHS:
             return
@@ -185,8 +185,8 @@ class ExchangeMiddleware:
 
 
 def tenant_of(request: Request, named: str) -> str:
-    """Who is served, for fairness: the key; or where there are no keys, or the key is an admin's (a
-    gateway's), whom a header names, or else the body (``named``)."""
+    """Return the tenant, for fairness: the key's name; or, without keys or with an admin's key (a
+    gateway's), the one that a header names, or else the body (``named``)."""
     state = request.scope["state"]
     principal: str = state.get("principal", "")
     if principal and not state["speaks_for_others"]:
@@ -195,7 +195,7 @@ def tenant_of(request: Request, named: str) -> str:
 
 
 def _caller_id(scope: Scope) -> bytes | None:
-    """The caller's own id if it is fit to be echoed: printable ASCII, at most 128."""
+    """Return the caller's own id if it can be echoed: printable ASCII, at most 128 characters."""
     for name, value in scope["headers"]:
         if name == b"x-request-id":
             given: bytes = value
@@ -204,7 +204,7 @@ def _caller_id(scope: Scope) -> bytes | None:
 
 
 def _declared_bytes(scope: Scope) -> int:
-    """What Content-Length says; 0 without one that a body could have."""
+    """Return the value of Content-Length; 0 if it is absent or invalid."""
     for name, value in scope["headers"]:
         if name == b"content-length":
             return int(value) if value.isdigit() and len(value) <= 18 else 0
@@ -212,29 +212,29 @@ def _declared_bytes(scope: Scope) -> int:
 
 
 def _written_directly(scope: Scope) -> int:
-    """Bytes of the answer that nobody's ``send`` has seen."""
+    """Return the bytes of the answer that bypassed ``send``."""
     writer: BodyWriter | None = scope.get("extensions", {}).get(BODY_WRITER)
     return 0 if writer is None else writer.num_bytes
 
 
 def _handler(scope: Scope) -> str:
-    """The route's template. Paths that callers made up must not become labels."""
+    """Return the route's template. Paths from callers must not become labels."""
     path = getattr(scope.get("route"), "path", None)
     return path if isinstance(path, str) else "none"
 
 
 def request_id_of(request: Request) -> str:
-    """The id that ``ExchangeMiddleware`` gave."""
+    """Return the id that ``ExchangeMiddleware`` gave."""
     request_id: str = request.state.request_id
     return request_id
 
 
 def principal_of(request: Request) -> str:
-    """Who asks: the name of the API key, "" where no keys are asked for."""
+    """Return the name of the caller's API key, "" where no keys are required."""
     principal: str = request.scope["state"].get("principal", "")
     return principal
 
 
 def read_object(request: Request, config: ServerConfig) -> Awaitable[dict[str, Any]]:
-    """See ``http.body.read_object``; within the bounds of ``config``."""
+    """Read a JSON body within the bounds of ``config``; see ``http.body.read_object``."""
     return body.read_object(request, config.max_body_bytes, config.bounds)

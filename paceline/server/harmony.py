@@ -1,4 +1,4 @@
-"""gpt-oss's output, whose messages say which channel they are of.
+"""Reader of gpt-oss's output, in which each message names its channel.
 
 ::
 
@@ -6,9 +6,9 @@
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
     <|start|>assistant<|channel|>final<|message|>the answer<|return|>
 
-The prompt ends behind ``<|start|>assistant``, and what ends the output is in no text. Thoughts are
-the channel ``analysis``; text is ``final``, and ``commentary`` for nobody in particular; a call is
-left as ``tool_formats.harmony`` reads it. Source: as there.
+The prompt ends behind ``<|start|>assistant``, and no text holds the token that ends the output.
+Reasoning is the channel ``analysis``; text is ``final``, and ``commentary`` without a recipient; a
+call is left as ``tool_formats.harmony`` reads it. Source: see there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HarmonyReader:
         self.thinking = thinking
         self.ended = False
         self._held = ""
-        # the body of a message is being read, and not its header
+        # the reader is in the body of a message, not in its header
         self._in_body = thinking
         self._is_call = False
 
@@ -60,12 +60,12 @@ class HarmonyReader:
         held, self._held = self._held, ""
         if self.thinking:
             return Read(held, "")
-        # a header that did not end; what only looked like one is text
+        # an unfinished header is dropped; text that only looked like one is kept
         is_header = not self._in_body and held.lstrip().startswith("<|")
         return Read("", "" if is_header else held)
 
     def _read_header(self, said: list[str]) -> bool:
-        """Whether a message's header is whole; anything else that comes in its place is text."""
+        """Return whether a message's header is complete; any other text there is answer text."""
         header, found, rest = self._held.partition(_MESSAGE)
         begins = header.lstrip()
         known = ("<|channel|>", "to=", _START)
@@ -85,7 +85,7 @@ class HarmonyReader:
         return True
 
     def _read_body(self, into: list[str]) -> bool:
-        """Whether the message is over."""
+        """Return whether the message has ended."""
         found = [(place, mark) for mark in _ENDS if (place := self._held.find(mark)) >= 0]
         if not found:
             kept = max(held_back(self._held, mark) for mark in _ENDS)

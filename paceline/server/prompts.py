@@ -1,11 +1,11 @@
-"""From a parsed request to prompt token ids, and whether they fit.
+"""Prompt token ids of a parsed request, and whether they fit.
 
 Long texts are rendered on a small thread pool and tokenised by a ``BatchEncoder``, so that one long
-prompt does not hold up the tokens of everybody else; short ones are quicker done on the spot. A
-template is a program that runs in a process of its own (``engine.text.template_process``) unless it
-is known to end; threads of their own wait for that, so that a hostile one holds up no tokenising.
-Conversations in which the caller has a say in what the template does, by arguments or a template of
-its own, wait apart from plain ones.
+prompt does not delay the tokens of other requests; short ones take less time inline. A template is
+a program that runs in a process of its own (``engine.text.template_process``) unless it is known to
+end; separate threads wait for that, so that a hostile one does not delay tokenising. Conversations
+whose caller can influence the template, by arguments or a template of its own, wait apart from
+plain ones.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _T = TypeVar("_T")
 
 # characters; about half a millisecond of tokenising
 _INLINE_CHARS: Final = 4096
-# and how many of them take as long as one call of the tokenizer
+# characters that take as long to encode as one call of the tokenizer costs
 _CALL_CHARS: Final = 64
 # characters that are encoded for vectors at a time; about 12 ms of one processor
 _SLICE_CHARS: Final = 1 << 16
 _THREADS: Final = 2
-# tokens of a prediction beyond what fits into the answer, which may leave some of it out
+# tokens of a prediction kept beyond the answer's maximum, as the answer may skip some
 _PREDICTION_SLACK: Final = 256
-# tokens of a prompt that wants its log-probabilities: each takes the logits of a whole vocabulary
+# maximum tokens of a prompt with log-probabilities: each needs the logits of a whole vocabulary
 MAX_PROMPT_LOGPROBS: Final = 1024
-# characters of a request's own arguments for its template with which it is remembered
+# maximum characters of a request's template arguments with which its rendering is remembered
 _MOST_VARIANT: Final = 256
 
 
 class PromptMaker:
-    """Texts to ids, for one tokenizer. ``close`` ends its threads."""
+    """Converts texts to ids, for one tokenizer. ``close`` ends its threads."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -54,17 +54,17 @@ class PromptMaker:
         self._gaps = TemplateGaps()
         self._encoder = BatchEncoder(tokenizer)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="prompts")
-        # each waits for a process that renders one conversation at a time
+        # each thread waits for a process that renders one conversation at a time
         self._plain = ThreadPoolExecutor(1, thread_name_prefix="templates")
         self._callers = ThreadPoolExecutor(1, thread_name_prefix="callers-templates")
 
     async def chat(self, template: TemplateOptions, *, add_special_tokens: bool) -> list[int]:
-        """The ids of a conversation. Raises InvalidRequestError when the template refuses it."""
+        """Return a conversation's ids. Raises InvalidRequestError if the template refuses it."""
         text = await self.render(template)
         return await self.encode(text, add_special_tokens=add_special_tokens)
 
     async def render(self, template: TemplateOptions) -> str:
-        """The text of a conversation. Raises like ``chat``."""
+        """Return the text of a conversation. Raises like ``chat``."""
         render = partial(self._render, template)
         if template.chat_template is None and self._tokenizer.renders_quickly:
             text, notes = await self._run(render, _size(template))
@@ -80,7 +80,7 @@ class PromptMaker:
         return self._callers if apart else self._plain
 
     def _render(self, template: TemplateOptions) -> tuple[str, tuple[str, ...]]:
-        """The text, and what of the conversation was written otherwise than the caller had it."""
+        """Return the text, and notes on the parts of the conversation that were rewritten."""
 
         source = template.chat_template or self._source
 
@@ -106,7 +106,7 @@ class PromptMaker:
     async def mixed(
         self, prompts: Sequence[Sequence[str | int]], *, add_special_tokens: bool
     ) -> list[list[int]]:
-        """The ids of prompts of texts and ids; special tokens go before one that begins with a
+        """Return the ids of prompts that mix texts and ids; special tokens precede a leading
         text."""
 
         def encode(parts: Sequence[str | int]) -> list[int]:
@@ -127,7 +127,7 @@ class PromptMaker:
         return await self._run(lambda: [encode(parts) for parts in prompts], size)
 
     async def completion(self, request: CompletionRequest) -> list[list[int]]:
-        """The ids of each prompt; prompts of ids as they are."""
+        """Return the ids of each prompt; prompts given as ids are unchanged."""
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
         found = iter(await self._encode(texts, request.options.add_special_tokens))
         return [next(found) if isinstance(prompt, str) else prompt for prompt in request.prompts]
@@ -141,11 +141,11 @@ class PromptMaker:
         max_second: int | None = None,
         check: Callable[[int, int], None] = lambda _place, _num_tokens: None,
     ) -> list[tuple[list[int], int | None]]:
-        """The ids of texts and of pairs of texts; see ``Tokenizer.encode_texts``.
+        """Return the ids of texts and of pairs of texts; see ``Tokenizer.encode_texts``.
 
         Args:
-            check: is told the length of each by its place, in order; what it raises ends the work,
-                so that what comes behind a text that is too long is not encoded.
+            check: called with the index and length of each, in order; if it raises, the rest,
+                behind a text that is too long, is not encoded.
         """
         encode = partial(
             self._tokenizer.encode_texts,
@@ -163,7 +163,7 @@ class PromptMaker:
         return found
 
     async def cut(self, texts: Sequence[str], max_tokens: int) -> list[str]:
-        """The beginning of each text, of so many tokens."""
+        """Return the first ``max_tokens`` tokens of each text, as text."""
 
         def beginnings(part: Sequence[str]) -> list[str]:
             encoded = self._tokenizer.encode_batch(part, add_special_tokens=False)
@@ -182,12 +182,12 @@ class PromptMaker:
         return found
 
     async def render_all(self, templates: Sequence[TemplateOptions]) -> list[str]:
-        """The text of each conversation, as of ``render``, with other work between them."""
+        """Return the text of each conversation, like ``render``; other tasks run in between."""
         found: list[str] = []
         since = 0
         for template in templates:
             found.append(await self.render(template))
-            # a quick one is rendered on the spot
+            # a quick template is rendered inline, without giving way to other tasks
             since += _CALL_CHARS + _size(template)
             if since > _INLINE_CHARS:
                 since = 0
@@ -195,8 +195,8 @@ class PromptMaker:
         return found
 
     async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The token sequences to keep from being completed: each word at the start of a line and
-        after a space, as the tokenizer spells them, without doubles."""
+        """Return the token sequences that must not be completed: each word at the start of a line
+        and after a space, as the tokenizer spells them, without duplicates."""
         if not words:
             return ()
 
@@ -205,7 +205,7 @@ class PromptMaker:
         return tuple(dict.fromkeys(map(tuple, ids)))
 
     async def prediction(self, text: str | None, max_tokens: int) -> tuple[int, ...]:
-        """The ids of what a caller expects, as far as an answer of so many tokens can go on."""
+        """Return the ids of the caller's prediction, cut to what ``max_tokens`` can use."""
         if not text:
             return ()
         ids = await self.encode(text, add_special_tokens=False)
@@ -242,7 +242,7 @@ class PromptMaker:
 
 
 def _conversation(template: TemplateOptions, source: str | None) -> Conversation:
-    """``source``: of the model's own template."""
+    """Return the conversation to render; ``source`` is the model's own template."""
     own, options = template.chat_template, template.template_kwargs
     variant = f"{template.add_generation_prompt}{json.dumps(options, sort_keys=True)}"
     return Conversation(
@@ -254,21 +254,21 @@ def _conversation(template: TemplateOptions, source: str | None) -> Conversation
 
 
 def _size(template: TemplateOptions) -> int:
-    """Characters of a conversation, as far as that is quickly told; more than is done on the spot
-    where there are tools or calls to print."""
+    """Return a conversation's characters, as far as they are cheap to count; above the inline limit
+    if there are tools or calls to print."""
     if template.tools is not None or template.template_kwargs:
         return _INLINE_CHARS + 1
     size = 0
     for message in template.messages:
         if "tool_calls" in message:
             return _INLINE_CHARS + 1
-        # of all that a template may print: reasoning and names too
+        # everything that a template may print counts: reasoning and names too
         size += sum(len(text) for text in message.values() if type(text) is str)
     return size
 
 
 def slices(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Where runs of items begin and end whose sizes sum up to ``most``; one alone may be larger."""
+    """Yield (start, end) of runs of items with sizes of at most ``most`` in sum, or one larger."""
     start = total = 0
     for place, size in enumerate(sizes):
         if place > start and total + size > most:
@@ -280,14 +280,14 @@ def slices(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 def truncated(prompt: list[int], options: GenerationOptions, max_model_len: int) -> list[int]:
-    """The prompt after ``truncate_prompt_tokens``; left truncation keeps the end."""
+    """Return the prompt after ``truncate_prompt_tokens``; left truncation keeps the end."""
     keep = options.truncate_prompt_tokens
     if keep is None:
         return prompt
     if keep == -1:
         keep = max_model_len - (options.max_tokens or 1)
         if options.cuts_max_tokens:
-            # there the output is what yields
+            # such a request shortens its output instead of its prompt
             keep = max(keep, max_model_len // 2)
     if len(prompt) <= keep:
         return prompt
@@ -302,10 +302,10 @@ def sampling_for(
     default_max_tokens: int | None,
     bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
-    """The request's sampling with its real ``max_tokens`` for this prompt.
+    """Return the request's sampling with its real ``max_tokens`` for this prompt.
 
-    A request that leaves ``max_tokens`` out gets ``default_max_tokens``, or what the context has
-    left if that is less or there is no default.
+    Without ``max_tokens`` a request gets ``default_max_tokens``, or the rest of the context if that
+    is less or there is no default.
 
     Raises:
         InvalidRequestError: the prompt is empty.

@@ -1,10 +1,9 @@
-"""Thoughts that a model writes before its answer, told apart from it while the text comes.
+"""Reasoning that a model writes before its answer, separated from it while the text streams.
 
-A format is two marks around the thoughts. Some models write the first mark themselves (Qwen3), with
-others the chat template has written it at the end of the prompt (DeepSeek-R1), a message that is
-continued may end within thoughts, and with thinking turned off a template may have written both
-marks. Where the output is held to a grammar there is no place for thoughts, so nothing is looked
-for there.
+A format is two marks around the reasoning. Some models write the first mark themselves (Qwen3), for
+others the chat template writes it at the end of the prompt (DeepSeek-R1). A message that is
+continued may end within reasoning, and with thinking turned off a template may write both marks.
+Output that follows a grammar cannot hold reasoning, so it is not searched there.
 """
 
 from __future__ import annotations
@@ -21,40 +20,40 @@ from paceline.server.tool_formats.base import held_back
 __all__ = ["REASONING_FORMATS", "ReasoningFormat", "Thinking", "ThoughtReader", "detect_reasoning"]
 
 _SPACE: Final = " \t\r\n"
-# tokens at the end of a prompt in which the mark that opens thoughts would be
+# tokens at the end of a prompt that are searched for the opening mark
 _OPENING: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How one family of models marks its thoughts."""
+    """Marks that one family of models writes around its reasoning."""
 
     name: str
     begin: str
     end: str
-    # what a chat template has of it; "": ``end``
+    # text that a chat template of this format contains; "": ``end``
     sign: str = ""
-    # thoughts are a channel among others (``harmony``)
+    # reasoning is one of several channels (``harmony``)
     channels: bool = False
-    # an answer begins within thoughts, whether its first mark is written or not
+    # an answer begins with reasoning even if the opening mark is missing
     opened: bool = False
 
     def reader(self, *, thinking: bool, goes_on: bool = False) -> Reader:
         """Return a reader of one output.
 
         Args:
-            thinking: the output begins within thoughts.
-            goes_on: it goes on with a message that has text already.
+            thinking: the output begins within reasoning.
+            goes_on: the output continues a message that already has text.
         """
         if self.channels:
             return HarmonyReader(thinking=thinking)
         return ThoughtReader(self, thinking=thinking, goes_on=goes_on)
 
     def left_open(self, prompt: str, *, continued: str | None = None, answers: bool = True) -> bool:
-        """Whether what comes behind a rendered prompt is thoughts.
+        """Return whether the text behind a rendered prompt is reasoning.
 
         Args:
-            continued: the text of the last message, which the output goes on with.
+            continued: the text of the last message, which the output continues.
             answers: the prompt ends where an answer begins.
         """
         prompt = prompt.rstrip(_SPACE)
@@ -62,7 +61,7 @@ class ReasoningFormat:
             begin, end = continued.rfind(self.begin), continued.rfind(self.end)
             if begin != end:
                 return begin > end
-            # the template may have opened them before it
+            # the template may have written the opening mark before it
             before = prompt.removesuffix(continued.strip(_SPACE)).rstrip(_SPACE)
             return before != prompt and before.endswith(self.begin)
         if prompt.endswith(self.begin):
@@ -71,7 +70,7 @@ class ReasoningFormat:
 
 
 _THINK: Final = ReasoningFormat("think", "<think>", "</think>")
-# by the names that vLLM's --reasoning-parser has for them
+# named as vLLM's --reasoning-parser names them
 REASONING_FORMATS: Final[dict[str, ReasoningFormat]] = {
     "think": _THINK,
     "deepseek_r1": ReasoningFormat("deepseek_r1", "<think>", "</think>", opened=True),
@@ -85,8 +84,8 @@ REASONING_FORMATS: Final[dict[str, ReasoningFormat]] = {
 
 
 def detect_reasoning(template: str | None) -> ReasoningFormat | None:
-    """The format that a chat template knows, by its closing mark in most cases; None: the model
-    does not think."""
+    """Return the format that a chat template knows, mostly by its closing mark; None: the model
+    does not reason."""
     if template is None:
         return None
     formats = REASONING_FORMATS.values()
@@ -95,19 +94,19 @@ def detect_reasoning(template: str | None) -> ReasoningFormat | None:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How one model thinks."""
+    """How one model reasons."""
 
     marks: ReasoningFormat
-    # of the closing mark alone
+    # ids of the closing mark alone
     end_ids: tuple[int, ...]
-    # the marks are special tokens, which are left out of texts otherwise
+    # the marks are special tokens, which texts leave out otherwise
     hidden: bool = False
-    # the chat template can turn it on and off
+    # the chat template can turn reasoning on and off
     switchable: bool = False
 
     @classmethod
     def of(cls, marks: ReasoningFormat | None, tokenizer: Tokenizer) -> Thinking | None:
-        """None where ``marks`` is."""
+        """Return how the model reasons; None without ``marks``."""
         if marks is None:
             return None
         ids = tuple(tokenizer.encode(marks.end, add_special_tokens=False))
@@ -125,13 +124,13 @@ class Thinking:
         continued: str | None = None,
         answers: bool = True,
     ) -> bool:
-        """Whether what comes behind a prompt is thoughts; see ``ReasoningFormat.left_open``."""
+        """Return whether reasoning follows a prompt; see ``ReasoningFormat.left_open``."""
         tail = prompt[-_OPENING - len(continued or "") :]
         end = tokenizer.decode(list(tail), skip_special_tokens=False)
         return self.marks.left_open(end, continued=continued, answers=answers)
 
     def count(self, token_ids: Sequence[int]) -> int:
-        """Tokens up to the closing mark; all where it is spelt in other tokens than alone."""
+        """Return the tokens up to the closing mark; all of them if other tokens spell the mark."""
         size = len(self.end_ids)
         for place in range(len(token_ids) - size + 1):
             if tuple(token_ids[place : place + size]) == self.end_ids:
@@ -140,7 +139,7 @@ class Thinking:
 
 
 class ThoughtReader:
-    """A ``thoughts.Reader`` of two marks.
+    """A ``thoughts.Reader`` for two marks.
 
     Args:
         thinking, goes_on: see ``ReasoningFormat.reader``.
@@ -148,14 +147,14 @@ class ThoughtReader:
 
     def __init__(self, marks: ReasoningFormat, *, thinking: bool, goes_on: bool = False) -> None:
         self._marks = marks
-        # what may turn out to be a mark, or white space before one
+        # text that may be the start of a mark, or white space before one
         self._held = ""
-        # the first mark may come, also where the prompt has left the thoughts open
+        # the opening mark may still come, even if the prompt has left the reasoning open
         self._before = not (thinking and goes_on)
         self.thinking = thinking
-        # the closing mark has come
+        # the closing mark has been read
         self.ended = False
-        # nothing but white space has come since the last mark
+        # only white space was read since the last mark
         self._at_start = self._before
 
     def push(self, text: str) -> Read:
@@ -170,19 +169,19 @@ class ThoughtReader:
             told = self._trimmed(thoughts).rstrip(_SPACE)
             self.thinking, self.ended, self._at_start = False, True, True
             return Read(told, self._trimmed(rest))
-        # white space before the closing mark is left out, so it waits with what may be the mark
+        # white space before the closing mark is dropped, so it is held with a possible mark
         kept = held_back(held, self._marks.end)
         whole = held[: len(held) - kept].rstrip(_SPACE)
         self._held = held[len(whole) :]
         return Read(self._trimmed(whole), "")
 
     def finish(self) -> Read:
-        """The output is over: what was held back."""
+        """Return the text held back, as the output has ended."""
         held, self._held, self._before = self._held, "", False
         return Read(self._trimmed(held), "") if self.thinking else Read("", self._trimmed(held))
 
     def _look_for_begin(self, held: str) -> str:
-        """What is left to read, once it is known whether the output begins with thoughts."""
+        """Return the text left to read, once it is known whether reasoning comes first."""
         said = held.lstrip(_SPACE)
         begin = self._marks.begin
         if said.startswith(begin):

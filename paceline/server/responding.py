@@ -1,4 +1,4 @@
-"""How handlers answer: bytes that are JSON already, and every error in one shape."""
+"""Answers of handlers: bodies encoded as JSON, and every error in one format."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def answering(
     handler: Callable[[Request], Awaitable[Response]],
     respond: Callable[[Reply, str], Response] = lambda reply, _: error_response(reply),
 ) -> Handler:
-    """``handler``, with every exception turned into an answer and a line in the log.
+    """Return ``handler``, with every exception turned into an answer and a log line.
 
     Args:
-        respond: makes the answer to an error, of the reply and the request's id.
+        respond: makes the answer to an error from the reply and the request's id.
     """
 
     async def answer(request: Request) -> Response:
@@ -50,20 +50,20 @@ def answering(
             _log.info(
                 "refused id=%s path=%s status=%d param=%s",
                 request_id_of(request),
-                # a caller may put control characters into it
+                # a caller may send control characters
                 ascii(request.scope["path"])[1:-1],
                 reply.status,
                 reply.param,
             )
             return respond(reply, request_id_of(request))
 
-    # what /docs shows; functools.wraps would also pass on names that FastAPI calls by keyword
+    # names for /docs; functools.wraps would also pass on parameters that FastAPI calls by keyword
     answer.__name__ = answer.__qualname__ = getattr(handler, "__name__", "handler")
     return answer
 
 
 async def http_exception(request: Request, error: Exception) -> Response:
-    """What the router itself refuses (404, 405), in the shape of all errors."""
+    """Answer what the router itself refuses (404, 405), in the format of all errors."""
     assert isinstance(error, HTTPException), "registered for HTTPException alone"
     path = request.scope["path"]
     said = str(error.detail)
@@ -77,18 +77,18 @@ async def http_exception(request: Request, error: Exception) -> Response:
     response = error_response(reply_to(HttpError(error.status_code, said), drain_timeout=0.0))
     response.headers.update(error.headers or {})
     if error.status_code == 405:
-        # the router names the methods of the path's first route alone
+        # the router names only the methods of the path's first route
         allowed = [method for method in _METHODS if _is_served(request, method)]
         if "GET" in allowed:
-            # answered alike (``exchange.py``)
+            # HEAD is answered like GET (``exchange.py``)
             allowed.insert(allowed.index("GET") + 1, "HEAD")
         response.headers["Allow"] = ", ".join(allowed)
     return response
 
 
 def _is_served(request: Request, method: str) -> bool:
-    """Whether the request's path has that method. Of a path that a route names letter by letter,
-    those that it could be a parameter of say nothing."""
+    """Return whether the request's path has that method. If a route matches the path literally,
+    routes that match it with a parameter are ignored."""
     scope = {**request.scope, "method": method, "path_params": {}}
     found = [
         (match, bool(child.get("path_params")))
@@ -101,12 +101,12 @@ def _is_served(request: Request, method: str) -> bool:
 
 
 def _leaves(routes: Iterable[Any]) -> Iterator[Any]:
-    """Routes, also those of routers that were included, which FastAPI keeps as they were."""
+    """Yield the routes, also those of included routers, which FastAPI keeps nested."""
     for route in routes:
         inner = getattr(getattr(route, "original_router", route), "routes", None)
         yield from _leaves(inner) if inner else (route,)
 
 
 def encoded(value: Any) -> Response:
-    """Any value msgspec can write."""
+    """Return an answer of any value msgspec can write."""
     return json_response(encode(value))

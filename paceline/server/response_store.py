@@ -1,4 +1,4 @@
-"""Responses kept for later: looked up, continued and cancelled by id. In memory, bounded."""
+"""Stored responses, looked up, continued and cancelled by id. In memory, bounded."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _MAX_BYTES: Final = 64 * 2**20
 class StoredResponse:
     """One response and the conversation that led to it."""
 
-    # as the API shows it
+    # the response object as the API shows it
     body: dict[str, Any]
-    # chat messages up to and with the answer; none while there is no answer
+    # chat messages up to and including the answer; empty until there is an answer
     messages: list[dict[str, Any]]
-    # who may see it
+    # the only key that may see it
     owner: str
     # chat messages before the answer, without instructions
     input_messages: list[dict[str, Any]]
     size: int = 0
-    # runs in the background
+    # the task that runs it in the background
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
 class ResponseStore:
-    """The latest responses; the oldest go when there are too many or they are too large."""
+    """The latest responses; the oldest are dropped when their number or size exceeds its limit."""
 
     def __init__(self, max_responses: int = _MAX_RESPONSES, max_bytes: int = _MAX_BYTES) -> None:
         self._max_responses = max_responses
@@ -46,10 +46,10 @@ class ResponseStore:
         return len(self._kept)
 
     def put(self, response: StoredResponse) -> None:
-        """Keep a response, in place of an earlier one of the same id."""
+        """Keep a response; it replaces an earlier one of the same id."""
         response_id = response.body["id"]
         self._forget(response_id)
-        # about: texts are what is large
+        # an estimate: most of the size is texts
         response.size = len(repr(response.body)) + sum(len(repr(m)) for m in response.messages)
         self._kept[response_id] = response
         self._bytes += response.size
@@ -60,22 +60,22 @@ class ResponseStore:
                 self._forget(oldest)
 
     def update(self, response: StoredResponse) -> None:
-        """Keep an earlier response's new state; one that was deleted meanwhile stays deleted."""
+        """Keep an earlier response's new state, unless it was deleted in the meantime."""
         if response.body["id"] in self._kept:
             self.put(response)
 
     def get(self, response_id: str, owner: str) -> StoredResponse:
-        """Raises HttpError 404 for one that is not there, or not this owner's."""
+        """Return a response. Raises HttpError 404 unless it is stored and this owner's."""
         found = self._kept.get(response_id)
         if found is None or found.owner != owner:
             raise HttpError(404, f"no response with id {response_id[:80]!r} is stored here")
         return found
 
     def conversation(self, response_id: str, owner: str) -> list[dict[str, Any]]:
-        """The chat messages up to and with a response's answer.
+        """Return the chat messages up to and including a response's answer.
 
-        Raises HttpError like ``get``, and InvalidRequestError where there is no answer: it is still
-        under way, failed, or was cancelled.
+        Raises HttpError like ``get``, and InvalidRequestError if the response has no answer: it is
+        running, failed, or was cancelled.
         """
         found = self.get(response_id, owner)
         if not found.messages:
@@ -87,14 +87,14 @@ class ResponseStore:
         return found.messages
 
     def delete(self, response_id: str, owner: str) -> None:
-        """Raises HttpError like ``get``."""
+        """Delete a response and cancel its task. Raises HttpError like ``get``."""
         found = self.get(response_id, owner)
         if found.task is not None:
             found.task.cancel()
         self._forget(response_id)
 
     async def close(self) -> None:
-        """Cancel what runs in the background."""
+        """Cancel the background tasks."""
         tasks = [kept.task for kept in self._kept.values() if kept.task is not None]
         for task in tasks:
             task.cancel()

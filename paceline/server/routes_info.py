@@ -1,4 +1,4 @@
-"""The endpoints about the server itself, and the tokenizer's two."""
+"""The endpoints that describe the server, and the tokenizer's two."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def info_router(service: Service) -> APIRouter:
 
     async def health(_request: Request) -> Response:
         service.check_health()
-        # what llama-server's clients look for
+        # clients of llama-server look for this field
         return encoded({"status": "ok"})
 
     async def live(_request: Request) -> Response:
@@ -100,7 +100,7 @@ def info_router(service: Service) -> APIRouter:
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
-    """A model as vLLM's ``/v1/models`` shows it."""
+    """Return a model as vLLM's ``/v1/models`` shows it."""
     return {
         "id": name,
         "object": "model",
@@ -109,7 +109,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "root": service.client.info.model,
         "parent": None,
         "max_model_len": service.rules.max_model_len,
-        # as llama-server has it
+        # the field that llama-server has
         "meta": {
             "n_vocab": service.client.info.vocab_size,
             "n_ctx": service.rules.max_model_len,
@@ -134,7 +134,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
 
 
 def _tokenizer_info(service: Service) -> dict[str, Any]:
-    """Fields of a ``tokenizer_config.json``, of what is known here."""
+    """Return the known fields of a ``tokenizer_config.json``."""
     tokenizer = service.client.tokenizer
     spelt = tokenizer.vocabulary_token
     return {
@@ -186,5 +186,5 @@ async def _detokenize(service: Service, request: Request) -> Response:
     values = await read_object(request, service.config)
     body = DetokenizeBody.read(values, service.rules)
     text = await service.prompts.decode(body.tokens)
-    # vLLM's name for it, and llama-server's
+    # named as in vLLM, and as in llama-server
     return with_ignored(encoded({"prompt": text, "content": text}), body)

@@ -1,12 +1,12 @@
-"""A request on the engine: its deltas for whoever asked, and every delivery for whoever watches.
+"""A request on the engine: its deltas for the caller, and every delivery for its observers.
 
 ::
 
-    engine --sink--> observers, then the shortcut or what is held     no reader is woken
+    engine --sink--> observers, then the shortcut or the held outputs; wakes no reader
        `--outputs--> observers, then the reader
 
-An observer hears of each delivery once, as soon as it is there, whichever way it goes. The shortcut
-is explained in ``http.shortcut``.
+Each observer gets every delivery once, as soon as it arrives, on either path. The shortcut is
+explained in ``http.shortcut``.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ __all__ = ["RunObserver", "merged", "run_one"]
 
 _T = TypeVar("_T")
 
-# sources that begin in one turn of the loop: two thousand texts would hold it for 0.2 s
+# sources started in one turn of the loop: two thousand texts would block it for 0.2 s
 _STARTED: Final = 64
-# outputs of a whole answer that are kept before they are joined
+# outputs of a whole answer that are kept before they are merged
 _HELD: Final = 256
 
 
@@ -44,12 +44,12 @@ class RunObserver(Protocol):
     """Watches one request, on the event loop. Times are seconds of ``time.monotonic()``."""
 
     def output(self, output: GenerationOutput, now: float) -> None:
-        """A delivery; called for every token, so it is to be quick."""
+        """Take in a delivery. Called for every token, so it must be quick."""
         ...
 
     def end(self, error: Exception | None, now: float) -> None:
-        """The end, however it came: called once. Without an error, either all was delivered or
-        whoever asked went away."""
+        """Take in the end; called once. Without an error, either all was delivered or the caller
+        went away."""
         ...
 
 
@@ -59,22 +59,22 @@ async def run_one(
     observe: Callable[[], Sequence[RunObserver]],
     shortcut: Shortcut[GenerationOutput] | None = None,
 ) -> AsyncGenerator[GenerationOutput, None]:
-    """Deltas of one request, less what ``shortcut`` takes; of a ``whole`` request the counts, and
-    at the end all of the answer.
+    """Yield the deltas of one request, except those that ``shortcut`` takes; for a ``whole``
+    request yield counts, and at the end the whole answer.
 
     Args:
-        observe: makes the observers when the run begins; they hear in this order.
+        observe: makes the observers when the run begins; they are called in this order.
 
     Raises:
-        InvalidRequestError: what the caller asked for turned out to be impossible.
+        InvalidRequestError: the request turned out to be impossible.
         RequestFailedError: it failed inside the engine.
-        EngineDrainingError: it was aborted, and not by whoever asked.
-        And what ``EngineClient.generate`` raises.
+        EngineDrainingError: it was aborted, and not by its caller.
+        And the errors of ``EngineClient.generate``.
     """
     observers = observe()
     heard = tuple(observer.output for observer in observers)
     failure: Exception | None = None
-    # of a request whose answer goes out whole
+    # outputs of a request whose answer is sent whole
     held: list[GenerationOutput] = []
 
     def hold(output: GenerationOutput) -> None:
@@ -83,7 +83,7 @@ async def run_one(
             held[:] = [merge_outputs(held)]
 
     def sink(output: GenerationOutput) -> bool:
-        """Whatever nobody has to be woken for."""
+        """Take an output without waking the reader, if possible."""
         for choice in output.choices:
             if choice.finish_reason is not None:
                 return False
@@ -112,7 +112,7 @@ async def run_one(
             if output.finished:
                 yield merge_outputs(held)
             else:
-                # the counts
+                # only the counts; the text follows at the end
                 yield msgspec.structs.replace(output, choices=(), prompt_logprobs=None)
     except Exception as error:
         failure = error
@@ -127,14 +127,14 @@ async def run_one(
 async def merged(
     sources: Sequence[AsyncGenerator[_T, None]],
 ) -> AsyncGenerator[tuple[int, _T], None]:
-    """What all of ``sources`` yield as it comes, each with its source's place. Closing it closes
-    them."""
+    """Yield the items of all ``sources`` as they arrive, each with its source's index. Closing it
+    closes them."""
     if len(sources) == 1:
         async with aclosing(sources[0]) as items:
             async for item in items:
                 yield 0, item
         return
-    # bounded, so that a slow reader slows the engine client down, which merges deltas
+    # bounded, so that a slow reader slows down the engine client, which then merges deltas
     queue: asyncio.Queue[tuple[int, _T] | Exception | None] = asyncio.Queue(2 * len(sources))
 
     async def pump(index: int, source: AsyncGenerator[_T, None]) -> None:
@@ -176,7 +176,7 @@ def _check(output: GenerationOutput) -> None:
                 raise InvalidRequestError(message)
             raise RequestFailedError(message)
         if choice.finish_reason == "abort":
-            # nobody else ends a request whose caller still listens
+            # only a shutdown ends a request whose caller still listens
             raise EngineDrainingError("the request was aborted: the server is shutting down")
 
 

@@ -1,4 +1,4 @@
-"""What every handler of one app shares, and how a request is run on the engine."""
+"""State that all handlers of one app share, and the way a request runs on the engine."""
 
 from __future__ import annotations
 
@@ -63,20 +63,20 @@ class Service:
     created: int
     keys: KeyRing
     slow_readers: SlowReaders
-    # None: nobody asked for traces
+    # None: traces are off
     tracing: Tracing | None = None
-    # None where nobody is limited
+    # None: there are no limits
     limiter: RateLimiter | None = None
     responses: ResponseStore = field(default_factory=ResponseStore)
     under_way: UnderWay = field(default_factory=UnderWay)
-    # set once the server takes no new generation requests
+    # the server takes no new generation requests any more
     draining: bool = False
-    # why the engine is gone, once it is
+    # why the engine is gone; None while it is there
     dead: str | None = None
-    # generation requests between arrival and the last byte
+    # generation requests between arrival and last byte
     in_flight: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    # what runs beside requests for whoever looks, and is ended once the server drains
+    # functions that stop background tasks for viewers; called once the server drains
     side_work: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
 
     @property
@@ -85,31 +85,31 @@ class Service:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes with the model, the formats it is computed in, and the software."""
+        """A hash that changes with the model, its number formats, and the software."""
         info = self.client.info
         parts = (paceline.__version__, info.model, info.backend, info.dtype, info.kv_dtype)
         return f"fp_{sha256(repr(parts).encode()).hexdigest()[:10]}"
 
     @property
     def is_ending(self) -> bool:
-        """Whether an answer that begins now is the last of its connection."""
+        """Whether an answer that begins now is the last one on its connection."""
         return self.draining or self.dead is not None
 
     def refuse_if_draining(self) -> None:
-        """Raises EngineDeadError or EngineDrainingError once the server ends for that reason."""
+        """Raise EngineDeadError or EngineDrainingError if the server ends for that reason."""
         if self.dead is not None:
             raise EngineDeadError(self.dead)
         if self.draining:
             raise EngineDrainingError(DRAINING)
 
     def check_health(self) -> None:
-        """Return if tokens flow; raise EngineDrainingError, EngineLostError or EngineDeadError
-        otherwise."""
+        """Return if the engine can generate; raise EngineDrainingError, EngineLostError or
+        EngineDeadError otherwise."""
         self.refuse_if_draining()
         self.client.check_health()
 
     async def end_side_work(self) -> None:
-        """It keeps nothing and nobody waits for it."""
+        """Stop background tasks that serve viewers. They hold no state, so nothing is lost."""
         while self.side_work:
             await self.side_work.pop()()
 
@@ -123,12 +123,12 @@ class Service:
         return True
 
     def check_alive(self) -> None:
-        """Return unless the engine is gone for good; raises EngineDeadError."""
+        """Return unless the engine is gone for good; raise EngineDeadError then."""
         if self.dead is not None:
             raise EngineDeadError(self.dead)
 
     def check_generates(self) -> None:
-        """Raises InvalidRequestError where the model is pooled, and answers with no tokens."""
+        """Raise InvalidRequestError if the model is a pooling model, which generates no tokens."""
         pooling = self.client.info.pooling
         if pooling is None:
             return
@@ -155,18 +155,18 @@ class Service:
         requests: Sequence[GenerationRequest],
         shortcut: Shortcut[GenerationOutput] | None = None,
     ) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
-        """Deltas of all requests as they come, each with its request's place in ``requests``. Of a
-        single request ``shortcut`` may take some.
+        """Yield deltas of all requests as they arrive, each with its request's index in
+        ``requests``. For a single request ``shortcut`` may take some.
 
-        Closing the generator aborts what still runs. With API keys, requests of one tenant find
-        cached prefixes of that tenant alone.
+        Closing the generator aborts the running requests. With API keys, requests find cached
+        prefixes of their own tenant only.
 
         Raises:
             HttpError: 429, the caller's limit is reached.
             RequestError: the engine refused one of them.
             RequestFailedError: one failed inside the engine.
             EngineDrainingError: the server shut down before they were done.
-            EngineLostError: the engine is being replaced, and this cannot go on there.
+            EngineLostError: the engine is being replaced, and a request cannot go on there.
             EngineDeadError: the engine is gone.
         """
         if any(request.sampling.pooling is None for request in requests):
@@ -203,7 +203,7 @@ class Service:
     def _observers(
         self, request: GenerationRequest, tally: Tally, index: int
     ) -> Sequence[RunObserver]:
-        """Whoever hears of one request, which ``tally`` knows by ``index``."""
+        """Return the observers of one request, which ``tally`` knows by ``index``."""
         counted = RequestObserver(self.metrics.requests, request)
         observers: list[RunObserver] = [counted]
         if self.metrics.tenants is not None:
@@ -216,7 +216,7 @@ class Service:
 
 
 class _Tallied:
-    """Tells the rate limit how much was generated."""
+    """Reports generated tokens to the rate limit."""
 
     def __init__(self, tally: Tally, index: int) -> None:
         self._tally = tally
@@ -226,11 +226,11 @@ class _Tallied:
         self._tally.note(self._index, output.num_output_tokens)
 
     def end(self, error: Exception | None, now: float) -> None:
-        """The limiter ends with the exchange."""
+        """Do nothing: the limiter ends with the exchange."""
 
 
 class _Logged:
-    """Stands among those under way, and writes one line at the end."""
+    """Lists a request as in flight, and writes one log line at its end."""
 
     def __init__(
         self, request: GenerationRequest, counted: RequestObserver, under_way: UnderWay
@@ -241,7 +241,7 @@ class _Logged:
         self._place = under_way.enter(request, counted)
 
     def output(self, output: GenerationOutput, now: float) -> None:
-        """What it came to is counted elsewhere."""
+        """Do nothing: another observer counts the tokens."""
 
     def end(self, error: Exception | None, now: float) -> None:
         self._under_way.leave(self._place)
@@ -262,13 +262,13 @@ class _Logged:
 
 
 def _salted(request: GenerationRequest) -> GenerationRequest:
-    """With a salt of its tenant's own, in which the caller's cannot stand for another tenant's."""
+    """Return the request with a salt of its tenant's own, which other tenants cannot imitate."""
     salt = f"{len(request.tenant)}:{request.tenant}:{request.cache_salt or ''}"
     return msgspec.structs.replace(request, cache_salt=salt)
 
 
 def make_service(client: EngineClient, config: ServerConfig) -> Service:
-    """Everything of an app that is fixed once the engine is known."""
+    """Return everything of an app that is fixed once the engine is known."""
     info = client.info
     template = client.tokenizer.chat_template_source
     names = config.served_model_names or (info.model,)
@@ -291,7 +291,7 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
             served_model_names=names,
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
-            # more can never run or wait at once: the queue takes them only where nobody waits
+            # more can never run or wait at once: the queue takes that many only when it is empty
             max_choices=min(
                 config.max_choices, info.max_num_seqs, info.max_num_waiting or info.max_num_seqs
             ),
@@ -325,7 +325,7 @@ def make_service(client: EngineClient, config: ServerConfig) -> Service:
 
 
 def _thinking(tokenizer: Tokenizer, parser: str | None) -> Thinking | None:
-    """By the parser of that name, or as the chat template says."""
+    """Return the reasoning format of the named parser, or of the chat template."""
     if parser == "none":
         return None
     marks = detect_reasoning(tokenizer.chat_template_source)
@@ -333,7 +333,7 @@ def _thinking(tokenizer: Tokenizer, parser: str | None) -> Thinking | None:
 
 
 def _limiter(config: ServerConfig, metrics: ServerMetrics) -> RateLimiter | None:
-    """Raises ConfigError like RateStore."""
+    """Return the limiter, None without limits. Raises ConfigError like RateStore."""
     own = {key.name: key.limits for key in config.api_keys if key.limits}
     if not own and not config.limits:
         return None
@@ -343,7 +343,7 @@ def _limiter(config: ServerConfig, metrics: ServerMetrics) -> RateLimiter | None
 
 
 def _listen(client: EngineClient, metrics: ServerMetrics) -> None:
-    """Give ``metrics`` every snapshot, beside whoever listens already: apps may share a client."""
+    """Pass every snapshot to ``metrics`` and to earlier listeners: apps may share a client."""
     before = client.on_stats
 
     def on_stats(stats: EngineStats) -> None:

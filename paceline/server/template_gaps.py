@@ -1,14 +1,15 @@
-"""What a chat template leaves out of a conversation, and how that is written instead.
+"""Parts of a conversation that a chat template leaves out, and how they are written instead.
 
-Templates pass over messages of roles that they do not know, or refuse them: ``developer``,
-``tool``, the calls of an assistant, a system message behind the first. So a conversation of the
-same shape, with marks in place of what is said, is rendered first::
+Templates skip messages of roles that they do not know, or refuse them: ``developer``, ``tool``, the
+calls of an assistant, a system message after the first. So a conversation of the same shape, with
+marks in place of its texts, is rendered first::
 
     system, user, assistant with a call, tool   -->  template  -->  which marks are in the text
 
-and where one is missing, other ways to write it down are tried, the least changed first: a
-developer is the system; calls are JSON in the assistant's turn and results in the user's, as in
-llama.cpp; system messages are one, at the beginning; they stand in the first user message.
+and if a mark is missing, other ways to write the conversation are tried, the smallest change first:
+a developer message becomes a system message; calls become JSON in the assistant's turn and results
+go into the user's, as in llama.cpp; system messages are merged at the beginning, or put into the
+first user message.
 
 This module does not know tokenizers or HTTP.
 """
@@ -28,7 +29,7 @@ from paceline.server.bodies.tool_calls import tools_message
 
 __all__ = ["REWRITTEN", "Conversation", "TemplateGaps", "Written"]
 
-# of the answer under way: what was written otherwise than the caller had it; an exchange begins one
+# parts of the current answer's conversation that were rewritten; set at the start of an exchange
 REWRITTEN: Final[ContextVar[dict[str, None] | None]] = ContextVar("rewritten", default=None)
 
 Messages: TypeAlias = list[dict[str, Any]]
@@ -37,23 +38,22 @@ _SYSTEMS: Final = ("system", "developer")
 _KEPT: Final = "kept"
 # where system messages go
 _FIRST, _IN_USER = "first", "in user"
-# calls in a message whose content is null, as some templates ask for; calls and results as text
+# how calls are written: in a message whose content is null, as some templates require; as text
 _NULL, _TEXT = "null", "text"
-# shapes of conversations that are remembered
+# maximum shapes of conversations that are remembered
 _MOST_SHAPES: Final = 512
 _MOST_KEY: Final = 4096
-# a template that takes longer is tried no more ways
+# seconds after which no further way is tried
 _SECONDS: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What is to be rendered.
+    """A conversation to render.
 
     Args:
-        source: the template's; None: what renders is no template.
-        variant: of renderings with one template, what else tells them apart; None: too long to be
-            remembered.
+        source: the template's text; None: the renderer uses no template.
+        variant: further arguments that change the rendering; None: too long to be remembered.
     """
 
     messages: Messages
@@ -64,23 +64,23 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What goes to the template."""
+    """The conversation as it is passed to the template."""
 
     messages: Messages
     tools: Sequence[dict[str, Any]] | None
-    # what is otherwise than the caller had it, for the caller
+    # rewritten parts, described for the caller
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
-    """A way to write a conversation down."""
+    """A way to write down a conversation."""
 
-    # a developer is the system
+    # a developer message is written as a system message
     developer: bool = False
     system: str = _KEPT
     calls: str = _KEPT
-    # what the template leaves out nevertheless
+    # parts that the template still leaves out
     lost: tuple[str, ...] = ()
 
     def apply(self, messages: Messages) -> Messages:
@@ -116,7 +116,7 @@ class _Way:
 
 
 class TemplateGaps:
-    """Finds how conversations are to be written, and remembers it by their shape. Thread-safe."""
+    """Finds how conversations must be written, and remembers it by their shape. Thread-safe."""
 
     def __init__(self) -> None:
         self._ways: dict[Any, _Way] = {}
@@ -126,7 +126,7 @@ class TemplateGaps:
         asked: Conversation,
         render: Callable[[Messages, Sequence[dict[str, Any]] | None], str],
     ) -> Written:
-        """Return the conversation as the template shows all of it.
+        """Return the conversation in a form that the template shows completely.
 
         Raises:
             InvalidRequestError: a message of an unusual role is left out.
@@ -172,7 +172,7 @@ def _find(
     in_words: bool,
     render: Callable[[Messages, Sequence[dict[str, Any]] | None], str],
 ) -> _Way:
-    """The first way in which nothing is left out, or else the one that leaves out least."""
+    """Return the first way that leaves nothing out, or else the one that leaves out least."""
     marked, marks = _marked(asked.messages)
     best: _Way | None = None
     until = time.monotonic() + _SECONDS
@@ -191,7 +191,7 @@ def _find(
                 best = found
         if time.monotonic() > until:
             break
-    # where all are refused, the caller hears why
+    # if the template refuses all ways, the caller gets the error of the first
     return best or ways[0]
 
 
@@ -203,7 +203,7 @@ def _ways(asked: Conversation, in_words: bool) -> Iterator[_Way]:
     has_calls = any(message.get("tool_calls") for message in messages)
     has_results = any(message["role"] == "tool" for message in messages)
     developer = (False, True) if has_developer and knows_developer else (has_developer,)
-    # calls are written as a model is told to write them
+    # calls are written as the prompt tells the model to write them
     if in_words:
         calls = [_TEXT]
     else:
@@ -217,12 +217,12 @@ def _ways(asked: Conversation, in_words: bool) -> Iterator[_Way]:
                 yield _Way(developer=as_system, system=place, calls=as_text)
 
 
-# content of an assistant's message with calls, which some templates leave out as models write none
+# content next to calls in an assistant's message, which some templates leave out
 _BESIDE: Final = "content beside tool_calls"
 
 
 def _marked(messages: Messages) -> tuple[Messages, list[tuple[str, str]]]:
-    """A conversation of the same shape; what of it has to show, and by which mark."""
+    """Return a conversation of the same shape, and the marks that its rendering must show."""
     marked: Messages = []
     marks: list[tuple[str, str]] = []
     ids: dict[Any, str] = {}
@@ -251,7 +251,7 @@ def _marked(messages: Messages) -> tuple[Messages, list[tuple[str, str]]]:
 
 
 def _call_marked(call: dict[str, Any], place: int, index: int, ids: dict[Any, str]) -> Any:
-    # nine letters and digits, as Mistral's templates ask for
+    # nine letters and digits, as Mistral's templates require
     call_id = f"c{place % 10000:04d}{index % 10000:04d}"
     ids[call.get("id")] = call_id
     function = {
@@ -272,8 +272,8 @@ def _shape(message: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _shortened(messages: Messages) -> Messages:
-    """A system message and one by the user stand for all conversations that begin so and go on with
-    nothing else than turns of both."""
+    """Shorten plain conversations to a system message and one by the user: these stand for all that
+    begin so and continue with turns of both."""
     begins = [message["role"] for message in messages[:2]]
     if begins in (["system", "user"], ["developer", "user"]) and all(map(_is_plain, messages[1:])):
         return messages[:2]
@@ -292,7 +292,7 @@ def _check_roles(messages: Messages, lost: Sequence[str]) -> None:
 
 
 def _tools_as_text(messages: Messages, tools: Sequence[dict[str, Any]]) -> Messages:
-    """With the tools in the system message."""
+    """Add the tools to the system message."""
     said = tools_message(list(tools))
     first = messages[0]
     if first["role"] in _SYSTEMS:
@@ -301,10 +301,10 @@ def _tools_as_text(messages: Messages, tools: Sequence[dict[str, Any]]) -> Messa
 
 
 def _calls_as_text(messages: Messages) -> Messages:
-    """Calls and results in the form that ``tools_message`` asks for. Results and what the user says
-    next to them are one turn, as templates want turns to alternate."""
+    """Write calls and results in the form that ``tools_message`` asks for. Results and the user's
+    text next to them become one turn, because templates want turns to alternate."""
     written: Messages = []
-    # whether the turn before is the user's, and has a result
+    # whether the previous turn is the user's, and whether it holds a result
     follows_user = follows_result = False
     for message in messages:
         is_result, content = message["role"] == "tool", message["content"]
@@ -335,7 +335,7 @@ def _call_as_text(function: dict[str, Any]) -> str:
 
 
 def _systems_moved(messages: Messages, *, in_user: bool) -> Messages:
-    """System messages as one, at the beginning or in the first user message."""
+    """Merge the system messages, at the beginning or in the first user message."""
     said = "\n\n".join(m["content"] for m in messages if m["role"] in _SYSTEMS)
     first = next(m for m in messages if m["role"] in _SYSTEMS)
     others = [message for message in messages if message["role"] not in _SYSTEMS]

@@ -1,4 +1,4 @@
-"""The contract of what tells a model's thoughts from its answer."""
+"""The interface of readers that separate a model's reasoning from its answer."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ __all__ = ["Read", "Reader"]
 
 
 class Read(NamedTuple):
-    """What more of the output was."""
+    """The next part of the output, split."""
 
     thoughts: str
     text: str
 
 
 class Reader(Protocol):
-    """One output being read, in any pieces."""
+    """Reads one output, in pieces of any size."""
 
     @property
     def thinking(self) -> bool:
-        """What comes next is thoughts."""
+        """Whether the model is still reasoning."""
         ...
 
     @property
     def ended(self) -> bool:
-        """Thoughts have ended."""
+        """Whether the reasoning has ended."""
         ...
 
     def push(self, text: str) -> Read:
-        """Take in more of the output."""
+        """Take in more of the output; return what it adds."""
         ...
 
     def finish(self) -> Read:
-        """The output is over: what was held back."""
+        """Return the text held back, as the output has ended."""
         ...

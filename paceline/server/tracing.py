@@ -7,11 +7,11 @@
       prefill         INTERNAL             first step -> first token
       decode          INTERNAL                           first token -> last token
 
-Attributes follow OpenTelemetry's conventions for generative AI (``gen_ai.*``), those of vLLM for
-latencies (``gen_ai.latency.*``), and ``paceline.*`` says what the scheduler did. Never a word of
-prompt or output, and so no messages of errors. A caller's W3C ``traceparent`` is the parent.
+Attributes follow OpenTelemetry's conventions for generative AI (``gen_ai.*``), vLLM's for latencies
+(``gen_ai.latency.*``); ``paceline.*`` says what the scheduler did. Spans hold no text of prompt or
+output, hence no error messages. A caller's W3C ``traceparent`` is the parent.
 
-Spans are made when a request has ended, from the times that metrics are made of, and sent as
+Spans are made when a request has ended, from the times that feed the metrics, and sent as
 ``http.otlp`` says. Nothing of OpenTelemetry is imported before ``Tracing`` is made.
 """
 
@@ -47,14 +47,14 @@ _OTHER_OPERATION: Final = "text_completion"
 
 @dataclass(frozen=True, slots=True)
 class _Caller:
-    """Where a request came from."""
+    """The origin of a request."""
 
     operation: str
-    # headers of W3C trace context
+    # W3C trace context headers
     carrier: Mapping[str, str]
 
 
-# of the exchange that this task serves
+# the caller of the request that the current task serves
 _caller: ContextVar[_Caller] = ContextVar("caller")
 
 
@@ -63,7 +63,7 @@ class Tracing:
 
     Args:
         endpoint: see ``check_endpoint``.
-        exporter: takes the spans instead.
+        exporter: takes the spans instead of the endpoint.
     """
 
     def __init__(
@@ -73,21 +73,21 @@ class Tracing:
         self.model_name = model_name
 
     def arrive(self, scope: Scope) -> None:
-        """Note who asks; requests that this task, or one it starts, runs are this caller's."""
+        """Note the caller of all requests that this task, or one it starts, runs."""
         carrier = carrier_of(scope["headers"])
         _caller.set(_Caller(_OPERATIONS.get(scope["path"], _OTHER_OPERATION), carrier))
 
     def follow(self, request: GenerationRequest) -> RequestTrace:
-        """A trace of one request; to be called where ``arrive`` was, and ended in any case."""
+        """Return a trace of one request. Call it where ``arrive`` was called; always end it."""
         return RequestTrace(self, request, _caller.get(_Caller(_OTHER_OPERATION, {})))
 
     def close(self) -> None:
-        """Send what has not been sent, for a few seconds at most."""
+        """Send the remaining spans, for a few seconds at most."""
         self.spans.close()
 
 
 class RequestTrace:
-    """What becomes of one request. Call ``output`` for every delivery, then ``end``."""
+    """The trace of one request. Call ``output`` for every delivery, then ``end``."""
 
     def __init__(self, tracing: Tracing, request: GenerationRequest, caller: _Caller) -> None:
         self._tracing = tracing
@@ -109,7 +109,7 @@ class RequestTrace:
         """Make the spans.
 
         Args:
-            error: what the caller is told instead of an answer.
+            error: sent to the caller instead of an answer.
             now: seconds of ``time.monotonic()``.
         """
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
@@ -141,7 +141,7 @@ class RequestTrace:
         root.end(at(now))
 
     def _phases(self, now: float) -> list[tuple[str, float, float, dict[str, Any]]]:
-        """(name, begin, end, attributes) as far as the request came."""
+        """Return (name, begin, end, attributes) of each phase the request reached."""
         timeline, times = self._timelines.get(0), self._times()
         waited = {
             f"paceline.waited.{reason}": round(seconds, 6)

@@ -1,4 +1,4 @@
-"""Which requests are under way, for whoever asks (``GET /slots``)."""
+"""Requests in flight, for ``GET /slots``."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ __all__ = ["Entry", "UnderWay"]
 class Entry:
     """One request between its start and its end, waiting or running."""
 
-    # the smallest number that nobody else had when it began, from 0
+    # slot number: the smallest that was free when the request began, from 0
     place: int
-    # counted from 0 in the order of beginning
+    # number in order of arrival, from 0
     number: int
     request: GenerationRequest
-    # its tokens so far
+    # counts its tokens so far
     counted: RequestObserver
 
 
 class UnderWay:
-    """Requests by their places. Used from the event loop's thread."""
+    """Requests by slot. Used from the event loop's thread."""
 
     def __init__(self) -> None:
         self._entries: dict[int, Entry] = {}
-        # places below the number of entries there ever were at once
+        # free slots below the largest number of entries there ever were at once
         self._free: list[int] = []
         self._begun = 0
 
     def enter(self, request: GenerationRequest, counted: RequestObserver) -> int:
-        """Returns the place, for ``leave``."""
+        """Add a request; return its slot, for ``leave``."""
         place = heapq.heappop(self._free) if self._free else len(self._entries)
         self._entries[place] = Entry(place, self._begun, request, counted)
         self._begun += 1
@@ -45,5 +45,5 @@ class UnderWay:
         heapq.heappush(self._free, place)
 
     def entries(self) -> list[Entry]:
-        """By place."""
+        """Return the entries, in slot order."""
         return [entry for _, entry in sorted(self._entries.items())]

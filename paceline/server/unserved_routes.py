@@ -1,4 +1,4 @@
-"""Routes that other servers have and this one does not: a 404 there says why."""
+"""Routes that other servers have and this one does not: the 404 says why."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _RENDERED: Final = "/tokenize renders and tokenises"
 _DEVELOPMENT: Final = "vLLM's own are for development"
 _ADAPTERS: Final = "no adapters yet"
 
-# by path: the method and why not, or what does it here
+# by path: the method, and why it is missing or what replaces it
 UNSERVED_ROUTES: Final[dict[str, tuple[str, str]]] = {
     **dict.fromkeys(
         (
@@ -53,7 +53,7 @@ UNSERVED_ROUTES: Final[dict[str, tuple[str, str]]] = {
     ),
     **dict.fromkeys(("/is_sleeping", "/is_paused", "/server_info"), ("GET", _DEVELOPMENT)),
 }
-# methods that llama-server has on paths that are served with others
+# methods that llama-server has on paths that this server serves with other methods
 UNSERVED_METHODS: Final[dict[tuple[str, str], str]] = {
     ("POST", "/props"): "the flags of paceline serve say how the server is",
     ("POST", "/lora-adapters"): _ADAPTERS,
@@ -61,7 +61,7 @@ UNSERVED_METHODS: Final[dict[tuple[str, str], str]] = {
 
 
 def why_unserved(path: str, method: str) -> str | None:
-    """What a 404 or 405 says; None for what no other server has either."""
+    """Return the message of a 404 or 405; None for a path that no known server has."""
     method, why = UNSERVED_ROUTES.get(path, (method, UNSERVED_METHODS.get((method, path), "")))
     if path.startswith("/slots/"):
         why = "there are no slots whose cache could be saved: all requests share the prefix cache"

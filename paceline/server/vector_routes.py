@@ -1,7 +1,7 @@
-"""The routes of vectors, as callers of vLLM, Cohere, Jina and Ollama know them.
+"""The routes that return vectors, as callers of vLLM, Cohere, Jina and Ollama know them.
 
-What answers them is imported with the first request, or when the app is made for a model that is
-pooled: a server that generates starts without it.
+Their code is imported at the first request, or when the app is made for a pooling model: a server
+that generates starts without it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.server.service import Service
 
 __all__ = ["Kind", "Parsed", "vector_kind", "vector_router"]
 
-# what is one endpoint by several names
+# the paths of each endpoint
 _PATHS: Final = {
     "embeddings": ("/v1/embeddings",),
     "rerank": ("/rerank", "/v1/rerank", "/v2/rerank"),
@@ -45,7 +45,7 @@ class Parsed(Protocol):
 
 
 class Kind(Protocol):
-    """How one endpoint reads a body and answers it."""
+    """How one endpoint parses a body and answers it."""
 
     def parse(
         self, values: dict[str, Any], rules: RequestRules, tenant: str, info: PoolingInfo | None, /
@@ -57,7 +57,7 @@ class Kind(Protocol):
 
 
 def vector_kind(name: str) -> Kind:
-    """Of a name of ``_PATHS``."""
+    """Return the kind of a name of ``_PATHS``."""
     from paceline.server.pooling.endpoints import KINDS
 
     return KINDS[name]

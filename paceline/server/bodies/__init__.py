@@ -1,4 +1,4 @@
-"""What callers send and what they are sent: every body's fields, checked, and their meaning.
+"""Bodies of requests and of answers: their fields, checks and meaning.
 
 Below the service and the endpoints: nothing here runs a request.
 """

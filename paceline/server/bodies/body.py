@@ -10,9 +10,8 @@
     schema_of(DetokenizeBody, rules)             its JSON schema, with the bounds of this server
     fields_of(DetokenizeBody)                    the rows of its table in docs/api.md
 
-A field is a line made by a function of ``kinds``; subclasses have the fields of their bases too.
-JSON null counts as absent. Of several faults the first in the order of the class is told, own
-fields before those of bases.
+A function of ``kinds`` makes each field; subclasses inherit the fields of their bases. JSON null
+counts as absent. Of several faults the first in class order is reported, own fields first.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _log = logging.getLogger("paceline.server")
 SERVED: Final = "served"
 IGNORED: Final = "ignored"
 REFUSED: Final = "refused"
-# what a check makes of a value that the caller is told to have no effect
+# check result of a value without effect; the caller gets its name in a header
 UNHEEDED: Final = object()
 _NO_EFFECT: Final = bounded(ANYTHING, "accepted, without effect")
 _LINK: Final = re.compile(r"\[([^]]*)\]\([^)]*\)")
@@ -59,21 +58,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Field(Generic[T]):
-    """One field: what it may be, and what is told about it."""
+    """One field: its check, and its documentation."""
 
-    # of a value that is not null, the field's name and the rules: what the body has for it; raises
-    # InvalidRequestError
+    # given a value that is not null, the field's name and the rules, returns the body's value;
+    # raises InvalidRequestError
     check: Callable[[Any, str, RequestRules], T]
-    # of a value that passes
+    # schema of values that pass
     schema: Callable[[RequestRules], Schema]
-    # where it is absent
+    # the body's value if the field is absent
     default: T
-    # for docs/api.md and the schema, in Markdown
+    # documentation in docs/api.md and the schema, in Markdown
     note: str = ""
     status: str = SERVED
-    # what is wrong with a body without it; "": nothing
+    # the fault of a body without the field; "": it is optional
     missing: str = ""
-    # of a value that passed, as it came: the paths inside that nothing reads, such as ``.name``
+    # given a raw value that passed, returns the paths inside that are not read, such as ``.name``
     unread: Callable[[Any], Iterable[str]] | None = None
 
     @overload
@@ -81,11 +80,11 @@ class Field(Generic[T]):
     @overload
     def __get__(self, body: Body, owner: type) -> T: ...
     def __get__(self, body: Body | None, owner: type) -> Field[T] | T:
-        # a body that was read has values in its __dict__, which are found before this
+        # never reached for values: a parsed body has them in its __dict__, looked up first
         return self
 
     def described(self, rules: RequestRules) -> Schema:
-        """Its schema as a property of the body's."""
+        """Return the field's schema as a property of the body's schema."""
         if self.status == IGNORED:
             return _NO_EFFECT
         schema = self.schema(rules)
@@ -95,34 +94,33 @@ class Field(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class OtherName:
-    """A name that another server has for a field of the body."""
+    """Another server's name for a field of the body."""
 
     ours: str
-    # the value goes under this key of an object
+    # the value is stored under this key of an object
     key: str | None = None
-    # a value that is as good as nothing, and what it means there
+    # a value that counts as absent, and its meaning there
     nothing: Any = None
     note: str = ""
 
 
 class UnknownFieldsError(InvalidRequestError):
-    """Names that nothing reads, at a server that refuses them; told with the whole path."""
+    """Unknown names, at a server that refuses them; shown with their whole path."""
 
 
 class Body:
-    """A body that was read: an attribute for each field. Made by ``read`` alone.
+    """A parsed body, with an attribute for each field. Only ``read`` makes one.
 
     Class arguments:
-        passes: a body and names of its fields, which are of the same kind here, but not looked at:
-            ``passed()`` has them for who reads that body.
-        refuses_unknown: what is said of unknown names, with ``{names}``. "": ``ignored_fields`` has
-            them, as it has names inside the fields, or a server with ``--strict-fields`` refuses
-            them.
-        partial: another body reads the rest of these values, and knows what is unknown.
+        passes: a body, and names of fields of its that are accepted here unchecked: ``passed()``
+            returns them for the code that reads that body.
+        refuses_unknown: message about unknown names, with ``{names}``. "": ``ignored_fields`` lists
+            them, like names inside the fields, or a server with ``--strict-fields`` refuses them.
+        partial: another body reads the rest of these values, and knows which names are unknown.
     """
 
-    # names without effect: of known fields, and those that nothing reads, shortened, 16 at most; of
-    # an object inside as ``stream_options.name``
+    # names without effect, known and unknown, shortened, at most 16; inside an object with its
+    # path, such as ``stream_options.name``
     ignored_fields: tuple[str, ...]
 
     _fields: ClassVar[Mapping[str, Field[Any]]] = {}
@@ -166,11 +164,11 @@ class Body:
 
     @classmethod
     def read(cls, values: Mapping[str, Any], rules: RequestRules, within: str = "") -> Self:
-        """Raises InvalidRequestError that names the field and shows the value, or
+        """Parse a body. Raises InvalidRequestError that names the field and shows the value, or
         UnknownModelError.
 
         Args:
-            within: goes before the names of unknown fields; ``stream_options.``, for instance.
+            within: prefix for names of unknown fields; ``stream_options.``, for instance.
         """
         if not cls._others.keys().isdisjoint(values):
             values = _translated(values, cls._others)
@@ -207,15 +205,15 @@ class Body:
         return body
 
     def passed(self) -> dict[str, Any]:
-        """The fields of another body that were given, as they came."""
+        """Return the given fields of another body, unchanged."""
         found = vars(self)
         return {name: found[name] for name in self._passes if found[name] is not None}
 
     @classmethod
     def _noted(cls, names: list[str], rules: RequestRules, refused: str = "") -> tuple[str, ...]:
-        """Unknown names, shortened. Raises InvalidRequestError where they are refused."""
+        """Return unknown names, shortened. Raises InvalidRequestError where they are refused."""
         shown = tuple(show(name) for name in names[:_MAX_UNKNOWN])
-        # a misspelt field looks like this
+        # logged, because a misspelt field ends up here
         _log.debug("unknown_fields names=%s", ",".join(shown))
         if refused:
             says = refused.replace("{names}", ", ".join(shown))
@@ -236,7 +234,7 @@ class Body:
 
 
 def schema_of(body: type[Body], rules: RequestRules) -> Schema:
-    """What the body may be; fields that are refused are left out."""
+    """Return the schema of the body; fields that are refused are left out."""
     told = {name: f for name, f in body._fields.items() if f.status != REFUSED}
     required = {name: f.described(rules) for name, f in told.items() if f.missing}
     optional = {name: f.described(rules) for name, f in told.items() if not f.missing}
@@ -245,12 +243,12 @@ def schema_of(body: type[Body], rules: RequestRules) -> Schema:
 
 
 def fields_of(body: type[Body]) -> Mapping[str, Field[Any]]:
-    """By name, in the order in which faults are told."""
+    """Return the fields by name, in the order in which their faults are reported."""
     return body._fields
 
 
 def other_names_of(body: type[Body]) -> Mapping[str, OtherName]:
-    """Names of other servers for these fields."""
+    """Return the names that other servers have for these fields."""
     return body._others
 
 
@@ -259,7 +257,7 @@ def _passed(field: Field[Any]) -> Field[Any]:
 
 
 def _translated(values: Mapping[str, Any], others: Mapping[str, OtherName]) -> dict[str, Any]:
-    """The values in our words. Raises InvalidRequestError for a field given under two names."""
+    """Return the values under our names. Raises InvalidRequestError for a field given under two."""
     made = {name: value for name, value in values.items() if name not in others}
     for name, other in others.items():
         value = values.get(name)

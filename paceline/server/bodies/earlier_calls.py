@@ -1,7 +1,7 @@
-"""Earlier calls of a conversation, as the chat template wants them.
+"""Earlier calls of a conversation, in the form that the chat template expects.
 
-Callers have calls in one form: any id, and arguments that are an object. Mistral's templates take
-ids of nine letters and digits alone, and some templates want arguments as JSON text.
+Callers send calls in one form: any id, and arguments as an object. Mistral's templates accept only
+ids of nine letters and digits, and some templates expect arguments as JSON text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DIGITS: Final = digits + ascii_letters
 
 
 def wants_short_ids(template: str | None) -> bool:
-    """Whether a chat template takes ids of nine letters and digits alone: Mistral's."""
+    """Return whether a chat template, like Mistral's, needs ids of nine letters and digits."""
     return template is not None and (
         any(mark in template for mark in _MARKS) or _LENGTH.search(template) is not None
     )
@@ -37,8 +37,8 @@ def wants_short_ids(template: str | None) -> bool:
 def render_with_calls(
     render: Callable[[Messages], str], messages: Messages, template: str | None
 ) -> str:
-    """The text of a conversation. Arguments are objects, or JSON text where the template cannot
-    show them as objects. Raises what ``render`` raises."""
+    """Return the text of a conversation, with arguments as objects, or as JSON text where the
+    template cannot show objects. Raises what ``render`` raises."""
     calls = list(_functions(messages))
     if wants_short_ids(template):
         messages = _with_short_ids(messages)
@@ -47,7 +47,7 @@ def render_with_calls(
     try:
         text = render(messages)
     except InvalidRequestError as error:
-        # one that was stopped for what it takes is not tried again
+        # a rendering that hit its resource limit is not repeated
         if "was stopped" in str(error):
             raise
         try:
@@ -74,14 +74,14 @@ def _json(arguments: dict[str, Any]) -> str:
 
 
 def _shows(text: str, arguments: dict[str, Any]) -> bool:
-    """Whether a template has printed arguments, and not as Python writes them."""
+    """Return whether a template has printed arguments, but not in Python's notation."""
     if _json(arguments) in text or not arguments:
         return True
     return str(arguments) not in text and all(name in text for name in arguments)
 
 
 def _with_calls(messages: Messages, change: Callable[[int, dict[str, Any]], Any]) -> Messages:
-    """Messages with every call as ``change`` makes it, of its place among all and itself."""
+    """Return messages with each call replaced by ``change(index among all calls, call)``."""
     place = 0
     changed: Messages = []
     for message in messages:
@@ -102,8 +102,8 @@ def _with_text(messages: Messages) -> Messages:
 
 
 def _with_short_ids(messages: Messages) -> Messages:
-    """Ids that are not of that form are mapped, the same one to the same; a call without one gets
-    one, and results without one are those of the calls before them, in order."""
+    """Map ids of another form, equal ones to equal ones; a call without an id gets one, and results
+    without one belong to the calls before them, in order."""
 
     def change(place: int, call: dict[str, Any]) -> dict[str, Any]:
         known = call.get("id")

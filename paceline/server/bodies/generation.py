@@ -1,6 +1,6 @@
-"""What chat and completions take: a line for each field, of which all else follows (``body.py``).
+"""Fields of chat and completions: a line for each, from which all else follows (``body.py``).
 
-Field names and meanings are vLLM's. What a value means for the answer is ``protocol.py``'s.
+Field names and meanings are vLLM's. ``protocol.py`` says what a value means for the answer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MAX_STOPS: Final = 16
 _MAX_STOP_CHARS: Final = 1024
 _MAX_SALT_CHARS: Final = 1024
 _REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
-# what render_chat passes itself; the template must not get a second opinion
+# render_chat passes these itself; a request must not override them
 _RESERVED_KWARGS: Final = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize"}
     | {"chat_template"}
@@ -103,7 +103,7 @@ _CALLER: Final = string(
 
 
 class GenerationBody(SamplingBody, UnservedFields):
-    """What chat and completions have in common."""
+    """The fields that chat and completions share."""
 
     max_tokens = integer(1, INT32, schema=_output_limit)
     n_predict = OtherName("max_tokens", nothing=-1, note="-1: as many as there is place for")
@@ -139,7 +139,7 @@ class GenerationBody(SamplingBody, UnservedFields):
         note="`flex` is the class `batch`, `priority` the class `interactive`; `auto`, `default` "
         "and `scale` say nothing; the answer tells which it was",
     )
-    # the tenant is made from them, see ``CALLER_FIELDS``
+    # these name the tenant, see ``CALLER_FIELDS``
     safety_identifier = user = _CALLER
     speculation = nested(
         SpeculationOptions,
@@ -192,7 +192,7 @@ def _template_kwargs(value: Any, name: str, _: RequestRules) -> dict[str, Any]:
 
 
 class TemplateBody(ToolFields):
-    """A conversation and how it is written down."""
+    """A conversation and how it is rendered."""
 
     model = MODEL
     messages = needed(
@@ -250,7 +250,7 @@ class ChatBody(TemplateBody, GenerationBody):
 
 
 def _prompts(value: Any, name: str, rules: RequestRules) -> tuple[str | list[int], ...]:
-    """A string, a list of strings, token ids, or a list of token id lists."""
+    """Parse a string, a list of strings, token ids, or a list of token id lists."""
     if type(value) is str:
         return (value,)
     if type(value) is not list:
@@ -306,7 +306,7 @@ class CompletionBody(GenerationBody):
         "of the raw logits, 20 at most, unless `--max-logprobs` says otherwise (-1: all, in "
         "answers of up to 64 MiB)"
     )
-    # thoughts are told apart, and what is expected is read, in chat alone
+    # only chat separates reasoning and reads a prediction
     include_reasoning = ignored()
     prediction = ignored()
     suffix = undone("inserting before a suffix")

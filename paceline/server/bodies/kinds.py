@@ -1,8 +1,8 @@
-"""Kinds of fields: each is a check, in words that name the field and show the value, and the schema
-of what passes it.
+"""Kinds of fields: each is a check, whose error names the field and shows the value, and the schema
+of values that pass.
 
-Every function makes a ``Field``; ``note`` is what docs/api.md and the schema tell beside the type,
-``schema`` what the latter tells where other checks come later and allow less.
+Every function makes a ``Field``; ``note`` is documentation in addition to the type, for docs/api.md
+and the schema; ``schema`` is for the latter where later checks allow less.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ __all__ = [
 
 INT32: Final = 2**31 - 1
 INT64: Final = 2**63
-# a number, or where the server's rules have it
+# a number, or how to find it in the server's rules
 Bound = int | Callable[[RequestRules], int]
 SchemaMaker = Callable[[RequestRules], Schema]
 Shape = Schema | SchemaMaker
-# values that ask for nothing
+# values that request nothing
 NOTHING: Final[tuple[Any, ...]] = (False, [], {}, "")
 
 T = TypeVar("T")
@@ -87,20 +87,20 @@ def _bound(bound: Bound) -> Callable[[RequestRules], int]:
 def described(
     check: Callable[[Any, str, RequestRules], T], schema: Shape, *, note: str = ""
 ) -> Field[T | None]:
-    """Of a kind of its own."""
+    """A field with a check and a schema of its own."""
     return Field(check, _maker(schema), None, note)
 
 
 def needed(
     field: Field[T | None], says: str = "is missing", *, note: str | None = None
 ) -> Field[T]:
-    """The same, without which a body is refused: its name ``says``."""
+    """Make a field required; a body without it is refused with its name and ``says``."""
     note = field.note if note is None else note
     return cast("Field[T]", replace(field, missing=says, note=note))
 
 
 def anything(schema: Shape, *, note: str = "") -> Field[Any]:
-    """As it came; whoever acts on it looks at it."""
+    """Any value, unchanged; the code that uses it checks it."""
     return Field(lambda value, _name, _rules: value, _maker(schema), None, note)
 
 
@@ -135,7 +135,7 @@ def integer(
 
 
 def whole(allowed: Range, *, note: str = "") -> Field[int | None]:
-    """An integer that SamplingParams holds to its range."""
+    """An integer, which SamplingParams checks against its range."""
     return integer(
         -INT32,
         INT32,
@@ -145,13 +145,13 @@ def whole(allowed: Range, *, note: str = "") -> Field[int | None]:
 
 
 def number(allowed: Range, *, note: str = "") -> Field[float | None]:
-    """A finite number that SamplingParams holds to its range."""
+    """A finite number, which SamplingParams checks against its range."""
     schema = schemas.number(allowed.least, allowed.most, above=allowed.above)
     return Field(lambda value, name, _: check_number(value, name), lambda _: schema, None, note)
 
 
 def string(low: int = 0, high: int | None = None, *, note: str = "") -> Field[str | None]:
-    """Of ``low`` to ``high`` characters."""
+    """A string of ``low`` to ``high`` characters."""
     return Field(
         lambda value, name, _: check_string(value, name, low, high),
         lambda _: schemas.string(low=low, high=high),
@@ -165,7 +165,7 @@ def choice(*values: str, default: str, note: str = "") -> Field[str]: ...
 @overload
 def choice(*values: str, note: str = "") -> Field[str | None]: ...
 def choice(*values: str, default: str | None = None, note: str = "") -> Field[Any]:
-    """One of ``values``; where there is a default an empty string is as good as absent."""
+    """One of ``values``; with a default, an empty string counts as absent."""
     wanted = " or ".join(values) if len(values) == 2 else f"one of {', '.join(values)}"
 
     def check(value: Any, name: str, _: RequestRules) -> str | None:
@@ -182,17 +182,17 @@ def choice(*values: str, default: str | None = None, note: str = "") -> Field[An
 def mapping(
     schema: Shape = schemas.OBJECT, *, note: str = "", names: Collection[str] | None = None
 ) -> Field[dict[str, Any] | None]:
-    """An object, whatever is in it.
+    """An object with any content.
 
     Args:
-        names: what is read of it; others are treated as unknown names are.
+        names: the keys that are read; others are treated like unknown names.
     """
     made = described(lambda value, name, _: check_object(value, name), schema, note=note)
     return made if names is None else replace(made, unread=lambda value: unread(value, names))
 
 
 def unread(values: Mapping[str, Any], names: Collection[str], where: str = "") -> list[str]:
-    """Paths of what is there under other names; values that ask for nothing are no matter."""
+    """Return the paths of values under other names, except values that request nothing."""
     return [
         f"{where}.{name}"
         for name, value in values.items()
@@ -201,14 +201,14 @@ def unread(values: Mapping[str, Any], names: Collection[str], where: str = "") -
 
 
 def unread_each(values: Any, names: Collection[str], where: str = "") -> Iterator[str]:
-    """The same of every object in a list; anything else has none."""
+    """Yield the same paths for every object of a list; none for any other value."""
     for index, value in enumerate(values if type(values) is list else ()):
         if type(value) is dict:
             yield from unread(value, names, f"{where}[{index}]")
 
 
 def array(schema: Shape, *, note: str = "") -> Field[list[Any] | None]:
-    """A list, whatever is in it; ``schema`` is the list's."""
+    """A list with any content; ``schema`` is the list's."""
     return described(lambda value, name, _: check_array(value, name), schema, note=note)
 
 
@@ -217,7 +217,7 @@ def token_schema(rules: RequestRules) -> Schema:
 
 
 def token_ids(low: int = 0, high: int | None = None, *, note: str = "") -> Field[list[int] | None]:
-    """A list of ``low`` to ``high`` ids of the vocabulary; an empty one is refused elsewhere."""
+    """A list of ``low`` to ``high`` vocabulary ids; an empty one is refused elsewhere."""
 
     def check(value: Any, name: str, rules: RequestRules) -> list[int]:
         ids = check_token_ids(check_array(value, name), name, rules.vocab_size)
@@ -237,8 +237,7 @@ _B = TypeVar("_B", bound=Body)
 def nested(
     body: type[_B], schema: Shape | None = None, *, note: str = "", prefixed: bool = True
 ) -> Field[_B | None]:
-    """An object with fields of its own; faults name them behind the object's name, if ``prefixed``,
-    and else alone."""
+    """An object with fields of its own; faults name them after the object if ``prefixed``."""
 
     def check(value: Any, name: str, rules: RequestRules) -> _B:
         values = check_object(value, name)
@@ -256,10 +255,10 @@ def nested(
 
 
 def ignored(*, unless: tuple[Any, ...] | None = None, note: str = "") -> Field[Any]:
-    """Accepted for compatibility: it describes the caller, not the answer.
+    """A field accepted for compatibility: it describes the caller, not the answer.
 
     Args:
-        unless: the values that change nothing anywhere; others are treated as unknown names are.
+        unless: values that change nothing on any server; others are treated like unknown names.
     """
 
     def check(value: Any, name: str, rules: RequestRules) -> Any:
@@ -269,7 +268,7 @@ def ignored(*, unless: tuple[Any, ...] | None = None, note: str = "") -> Field[A
 
 
 def unheeded(value: Any, name: str, rules: RequestRules) -> object:
-    """Raises InvalidRequestError where a field must not be without effect."""
+    """Raise InvalidRequestError on servers where a field without effect is refused."""
     if rules.strict_fields:
         raise InvalidRequestError(
             f"{name}={show(value)} has no effect here; this server was started with "
@@ -286,11 +285,11 @@ def refused(
     asks: Callable[[Any], bool] | None = None,
     note: str = "",
 ) -> Field[None]:
-    """Known, but not served: asking for it is a fault that says so, a harmless value passes.
+    """A known field that is not served: a value that needs it is refused; a harmless one passes.
 
     Args:
-        says: what follows the name; ``{value}`` is the value.
-        asks: whether a value asks for it, where a list of those that do not cannot say it.
+        says: text after the name; ``{value}`` is the value.
+        asks: whether a value needs the field, where a list of harmless values cannot express it.
     """
 
     def check(value: Any, name: str, _: RequestRules) -> None:
@@ -301,7 +300,7 @@ def refused(
 
 
 def check_model(model: object, rules: RequestRules) -> str:
-    """Raises InvalidRequestError, or UnknownModelError for a name that is not served."""
+    """Return the name. Raises InvalidRequestError, or UnknownModelError if it is not served."""
     name = check_string(model, "model", 0, None)
     if not rules.serves(name):
         raise UnknownModelError(
@@ -318,7 +317,7 @@ def _models(rules: RequestRules) -> Schema:
     return schemas.string(*rules.served_model_names)
 
 
-# absent: the one that is served
+# absent: the model that is served
 MODEL: Final[Field[str | None]] = described(
     lambda value, _name, rules: check_model(value, rules), _models
 )

@@ -1,4 +1,4 @@
-"""Chat messages: what callers send, as the plain dicts a chat template reads."""
+"""Chat messages: the callers' form, turned into the plain dicts that a chat template reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paceline.server.bodies.schemas import (
 
 __all__ = ["MESSAGES", "USUAL_ROLES", "message_schemas", "parse_messages"]
 
-# any role that a template may know: one that it leaves out is refused once it has rendered
+# any role that a template may know; a message that it leaves out is refused after rendering
 _ROLE: Final = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 USUAL_ROLES: Final = frozenset(_ROLES)
@@ -48,7 +48,7 @@ _OTHER_PARTS: Final = {
     "video_url": "video",
     "file": "files",
 }
-# what is read of a message, and of a part of its content
+# keys that are read of a message, and of a part of its content
 _NAMES: Final = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
 )
@@ -56,7 +56,8 @@ _PART_NAMES: Final = frozenset({"type", *_TEXT_PARTS.values()})
 
 
 def message_schemas() -> dict[str, Schema]:
-    """What ``parse_messages`` takes, of the usual roles; the schemas' names are in one another."""
+    """Return schemas of ``parse_messages``' input, for the usual roles; they refer to one another
+    by name."""
     function = record(
         {"name": STRING}, {"arguments": bounded(STRING, "the JSON text of an object")}
     )
@@ -96,7 +97,7 @@ MESSAGES: Final = replace(described(_checked, array(ref("Message"), 1)), unread=
 
 
 def parse_messages(values: list[Any]) -> list[dict[str, Any]]:
-    """Messages with ``content`` joined to one string, ready for a template.
+    """Return messages with ``content`` joined to one string, ready for a template.
 
     Raises InvalidRequestError naming the message by its index.
     """
@@ -138,7 +139,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
                 f"{where}.{name} must be a string, got {show(text)}", "messages"
             )
         if name.startswith("reasoning"):
-            # the new name and the one that templates still read
+            # the new name, and the one that templates still read
             message["reasoning"] = message["reasoning_content"] = text
         else:
             message[name] = text
@@ -176,7 +177,7 @@ def _text_part(part: Any, where: str) -> str:
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """An assistant's earlier calls. Arguments arrive as JSON text and templates want objects."""
+    """Parse an assistant's earlier calls, whose arguments are JSON text; templates want objects."""
     if type(calls) is not list:
         raise InvalidRequestError(f"{where} must be a list, got {show(calls)}", "messages")
     parsed = []

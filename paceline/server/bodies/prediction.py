@@ -1,4 +1,4 @@
-"""``prediction`` in chat, as OpenAI has it: what the caller expects most of the answer to be."""
+"""``prediction`` in chat, as in OpenAI's API: most of the answer, as the caller expects it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAME = "prediction"
 
 
 def parse_prediction(given: Any, name: str, _: RequestRules) -> str:
-    """The text of ``{"type": "content", "content": ...}``, which is a string or text parts.
+    """Return the text of ``{"type": "content", "content": ...}``: a string or text parts.
 
     Raises InvalidRequestError for anything else.
     """

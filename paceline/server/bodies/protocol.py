@@ -1,12 +1,12 @@
-"""Request bodies of the two generation endpoints, and what they mean.
+"""Request bodies of the two generation endpoints, and their meaning.
 
 ::
 
     bytes --decode_object--> dict --ChatBody.read--> ChatBody --parse_chat--> ChatRequest
 
-What each field may be is described in ``generation.py``; here is what fields say about one another.
-A field that is known but not served is refused with a message that says so (``unserved.py``); an
-unknown one is named in a header of the answer.
+``generation.py`` describes each field; this module checks fields against one another. A known field
+that is not served is refused with a message that says so (``unserved.py``); unknown ones are named
+in a header of the answer.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOptions:
-    """What both endpoints have in common."""
+    """Options that both endpoints share."""
 
-    # max_tokens in it is only a stand-in until the prompt's length is known
+    # its max_tokens is a stand-in until the prompt's length is known
     sampling: SamplingParams
-    # None: not asked for
+    # None: not given
     max_tokens: int | None
     n: int
     stream: bool
@@ -61,47 +61,47 @@ class GenerationOptions:
     priority: int
     cache_salt: str | None
     slo: Slo
-    # who asks; "" when nothing said so
+    # name of the tenant; "": not given
     tenant: str
-    # the tier that the answer tells; None: none was asked for
+    # the tier named in the answer; None: not requested
     service_tier: str | None
-    # what another engine has made of each choice before, None of one that has ended; () begins
+    # output of each choice so far, from another engine; None for an ended choice; (): a new answer
     resume_output_ids: tuple[tuple[int, ...] | None, ...]
-    # the caller's own id, part of the answer's
+    # the caller's own id, which becomes part of the answer's
     request_id: str | None
     add_special_tokens: bool
-    # keep this many prompt tokens; -1: as many as fit beside the output
+    # number of prompt tokens to keep; -1: as many as fit with the output
     truncate_prompt_tokens: int | None
     truncation_side: str
     return_token_ids: bool
-    # tell in the usage what became of each choice and why
+    # explain in the usage what happened to each choice and why
     explain: bool
     return_tokens_as_token_ids: bool
-    # not to be said; tokenised with the prompt
+    # words that the output must not contain; tokenised with the prompt
     bad_words: tuple[str, ...]
-    # guessed at a time
+    # maximum draft tokens of one step
     max_draft_tokens: int = MOST_DRAFT_TOKENS
-    # what most of the answer is expected to be; None: nothing was said
+    # the caller's prediction of most of the answer; None: not given
     prediction: str | None = None
-    # the answer may be kept to guess later ones from
+    # the answer may be stored to draft later answers from
     store: bool = True
-    # False: no text is made
+    # False: no text is made, only ids
     detokenize: bool = True
-    # tokens of a block of the prefix cache; 0: it keeps nothing of this request
+    # tokens of a block of the prefix cache; 0: nothing of this request is cached
     cache_block: int = 0
-    # vLLM's times go with the answer
+    # add vLLM's times to the answer
     tells_metrics: bool = False
-    # llama-server's times go with the answer
+    # add llama-server's times to the answer
     tells_timings: bool = False
-    # a max_tokens for which the context has no place is cut to what there is, not refused
+    # cut max_tokens to the space left in the context instead of refusing the request
     cuts_max_tokens: bool = False
-    # fields that nothing has read, as they are shown
+    # names of fields that were not read, as they are shown
     ignored_fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateOptions:
-    """A conversation and how to write it down."""
+    """A conversation and how to render it."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool
@@ -112,13 +112,13 @@ class TemplateOptions:
 
     @property
     def continued(self) -> str | None:
-        """The text that the answer goes on with; None: it begins."""
+        """The text that the answer continues; None: the answer is new."""
         text: str = self.messages[-1]["content"] if self.continue_final_message else ""
         return text if text.strip() else None
 
     @property
     def speaker(self) -> str:
-        """Whose the answer is: without a generation prompt the last message's role goes on."""
+        """The role of the answer; without a generation prompt the last message's continues."""
         role: str = "assistant" if self.add_generation_prompt else self.messages[-1]["role"]
         return role
 
@@ -127,9 +127,9 @@ class TemplateOptions:
 class ChatRequest:
     options: GenerationOptions
     template: TemplateOptions
-    # what goes before the text of every choice
+    # text that precedes the text of every choice
     echo: str = ""
-    # how to find thoughts in the output; None: there are none
+    # how to find reasoning in the output; None: it has none
     thinking: Thinking | None = None
     tells_reasoning: bool = True
 
@@ -139,26 +139,26 @@ class CompletionRequest:
     options: GenerationOptions
     # text or token ids, at least one
     prompts: tuple[str | list[int], ...]
-    # put the prompt's text before the output, and its log-probabilities if there are any
+    # put the prompt's text before the output, and its log-probabilities if requested
     echo: bool
-    # log-probabilities of the prompt were asked for by their own field
+    # log-probabilities of the prompt were requested by their own field
     tells_prompt_logprobs: bool
-    # nothing is to be generated: the answer is the prompt's echo
+    # generate nothing: the answer is the prompt's echo
     only_prompt: bool = False
 
 
 def parse_chat(
     values: dict[str, Any], rules: RequestRules, tenant: str = "", *, cuts_max_tokens: bool = False
 ) -> ChatRequest:
-    """Args:
-        cuts_max_tokens: see ``GenerationOptions``.
+    """Parse a chat body. Raises InvalidRequestError or UnknownModelError.
 
-    Raises InvalidRequestError or UnknownModelError.
+    Args:
+        cuts_max_tokens: see ``GenerationOptions``.
     """
     body = ChatBody.read(values, rules)
     template = parse_template_options(body, rules)
     top = body.top_logprobs
-    # 0 asks for nothing: some clients write every default out
+    # 0 requests nothing: some clients send every default
     if top and not body.logprobs:
         raise InvalidRequestError(f"top_logprobs={top} needs logprobs=true", "top_logprobs")
     limit, limit_name = body.max_completion_tokens, "max_completion_tokens"
@@ -181,7 +181,7 @@ def parse_chat(
         options=replace(options, prediction=body.prediction),
         template=template,
         echo=last["content"] if body.echo and last["role"] == template.speaker else "",
-        # a grammar leaves no place for thoughts
+        # output that follows a grammar cannot hold reasoning
         thinking=rules.thinking if options.sampling.grammar is None else None,
         tells_reasoning=body.include_reasoning,
     )
@@ -190,7 +190,7 @@ def parse_chat(
 def parse_completion(
     values: dict[str, Any], rules: RequestRules, tenant: str = ""
 ) -> CompletionRequest:
-    """Raises InvalidRequestError or UnknownModelError."""
+    """Parse a completions body. Raises InvalidRequestError or UnknownModelError."""
     body = CompletionBody.read(values, rules)
     prompts, echo, logprobs = body.prompt, body.echo, body.logprobs
     only_prompt = body.max_tokens == 0
@@ -207,7 +207,7 @@ def parse_completion(
     options = _options(
         body,
         rules,
-        # a prompt is computed where a token is asked for; the answer leaves it out
+        # a prompt is only computed if a token is requested; the answer leaves that token out
         max_tokens=1 if only_prompt else body.max_tokens,
         max_tokens_name="max_tokens",
         logprobs=logprobs,
@@ -242,7 +242,7 @@ def parse_completion(
 
 
 def parse_template_options(body: TemplateBody, rules: RequestRules) -> TemplateOptions:
-    """The conversation of a chat or tokenize request."""
+    """Return the conversation of a chat or tokenize request."""
     continue_final, add_prompt = body.continue_final_message, body.add_generation_prompt
     if continue_final and add_prompt:
         raise InvalidRequestError(
@@ -253,7 +253,7 @@ def parse_template_options(body: TemplateBody, rules: RequestRules) -> TemplateO
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
         if body.reasoning_effort == "none":
-            # as templates that know no efforts call it
+            # the name of this switch in templates without effort levels
             kwargs.setdefault("enable_thinking", False)
     return TemplateOptions(
         messages=body.messages,
@@ -295,7 +295,7 @@ def _options(
     include_usage = usage is not None and usage.include_usage
     resumed = _resumed(body.resume_output_ids, rules, n)
     if resumed and tools is not None and not stream:
-        # half a call is of no use to anybody but who has the other half
+        # half a call is of use only to a caller that has the other half
         raise InvalidRequestError(
             "resume_output_ids with tools needs stream=true", "resume_output_ids"
         )
@@ -307,7 +307,7 @@ def _options(
         body.speculation,
     )
     if skips is None:
-        # special tokens may be what marks a call, or thoughts
+        # special tokens may mark a call, or reasoning
         skips = not ((tools and tools.calls) or (rules.thinking and rules.thinking.hidden))
     return GenerationOptions(
         sampling=parse_sampling(
@@ -343,7 +343,7 @@ def _options(
         bad_words=body.bad_words or (),
         max_draft_tokens=MOST_DRAFT_TOKENS if speculation is None else speculation.max_tokens,
         store=body.store,
-        # a prompt whose log-probabilities are told shares nothing
+        # a prompt with log-probabilities shares no blocks
         cache_block=rules.cache_block if prompt_logprobs is None else 0,
         tells_metrics=rules.tells_metrics,
         tells_timings=body.timings_per_token,
@@ -355,7 +355,7 @@ def _options(
 def _resumed(
     values: list[Any] | None, rules: RequestRules, n: int
 ) -> tuple[tuple[int, ...] | None, ...]:
-    """A list of ids, or with several choices one for each, null for one that has ended."""
+    """Parse a list of ids; with several choices one list for each, null for an ended choice."""
     name = "resume_output_ids"
     if not values:
         return ()

@@ -1,4 +1,4 @@
-"""What a server holds requests against."""
+"""The server's limits and settings that requests are checked against."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ __all__ = ["RequestRules"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRules:
-    """What a server holds requests against; fixed while it runs."""
+    """Limits and settings that requests are checked against; fixed while the server runs."""
 
     served_model_names: tuple[str, ...]
     vocab_size: int
     max_model_len: int
     max_choices: int
     max_prompts: int
-    # choices of all prompts of a request together; None: any number
+    # maximum choices of a request over all its prompts; None: any number
     max_sequences: int | None = None
     eos_token_ids: frozenset[int]
     # see ServerConfig
     default_sampling: Mapping[str, float]
     trust_request_chat_template: bool
-    # refuse fields that nothing reads
+    # refuse fields that are not read
     strict_fields: bool = False
-    # tokens of a block of the prefix cache; 0: there is none
+    # tokens of a block of the prefix cache; 0: no cache
     cache_block: int = 0
-    # vLLM's times go with every answer
+    # add vLLM's times to every answer
     tells_metrics: bool = False
     # targets by name
     slo_classes: Mapping[str, Slo] = field(default_factory=lambda: CLASSES)
     # how the model writes tool calls
     tool_format: ToolFormat = field(default_factory=lambda: detect_format(None))
-    # the chat template wants ids of calls to have nine letters and digits
+    # the chat template needs call ids of nine letters and digits
     short_call_ids: bool = False
-    # tokens whose log-probabilities are told at each place
+    # maximum log-probabilities at each position
     max_logprobs: int = MAX_LOGPROBS
-    # how it thinks; None: it does not
+    # how the model reasons; None: it does not
     thinking: Thinking | None = None
 
     def serves(self, model: str) -> bool:
-        """Whether a request may name ``model``; a served name may hold ``*`` for any characters."""
+        """Return whether a request may name ``model``; ``*`` in a served name is any characters."""
         names = self.served_model_names
         return model in names or any(
             fnmatchcase(model, name.replace("[", "[[]").replace("?", "[?]"))

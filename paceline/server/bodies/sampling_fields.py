@@ -1,4 +1,4 @@
-"""The fields of a body that say how to sample, as SamplingParams."""
+"""The fields of a body that control sampling, as SamplingParams."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _TOKEN_ID_KEY: Final = re.compile(r"[0-9]{1,10}")
 _MAX_WORD_CHARS: Final = 1024
 _MAX_WORDS: Final = MAX_BAD_WORDS[0] // 2
 _MAX_NAMED_LOGPROBS: Final = 128
-# about what one takes in an answer, and all of an answer together may
+# estimated size of one log-probability in an answer, and limit of their sum, bytes
 _LOGPROB_BYTES: Final = 64
 _MAX_LOGPROB_BYTES: Final = 64 << 20
 
@@ -79,7 +79,7 @@ def _bad_words(value: Any, name: str, _: RequestRules) -> tuple[str, ...]:
 
 
 def _logprob_count(value: Any, name: str, rules: RequestRules) -> int:
-    """How many tokens' log-probabilities are asked for at each place; -1 asks for all."""
+    """Return the number of log-probabilities at each position; -1 requests all."""
     count = check_integer(value, name, -INT32, INT32)
     if count < -1:
         raise InvalidRequestError(f"{name} must be non-negative or -1, got {count}", name)
@@ -95,20 +95,20 @@ def _logprob_count(value: Any, name: str, rules: RequestRules) -> int:
 
 
 def _logprob_schema(rules: RequestRules) -> Schema:
-    # -1 is all, where all are told
+    # -1 is allowed where the server's maximum is the vocabulary
     told_all = rules.max_logprobs >= rules.vocab_size
     return schemas.integer(-1 if told_all else 0, rules.max_logprobs)
 
 
 def logprobs_of(note: str) -> Field[int | None]:
-    """A field that says how many tokens' log-probabilities are told at each place."""
+    """A field with the number of log-probabilities at each position."""
     return described(_logprob_count, _logprob_schema, note=note)
 
 
 class SamplingBody(Body):
-    """What every body that generates takes, under these names.
+    """The sampling fields, by name, of every body that generates.
 
-    Ranges of the numbers are checked by SamplingParams itself, in core's words.
+    SamplingParams itself checks the ranges of the numbers, so that its messages apply.
     """
 
     temperature = number(
@@ -184,7 +184,7 @@ def parse_sampling(
     return SamplingParams(
         max_tokens=max(1, min_tokens) if max_tokens is None else max_tokens,
         temperature=or_else(body.temperature, default.get("temperature", 1.0)),
-        # -1 is 0 by another name
+        # -1 means 0
         top_k=0 if top_k == -1 else top_k,
         top_p=or_else(body.top_p, default.get("top_p", 1.0)),
         min_p=or_else(body.min_p, default.get("min_p", 0.0)),
@@ -205,8 +205,7 @@ def parse_sampling(
 
 
 def check_logprob_bytes(count: int | None, max_tokens: int, n: int, name: str) -> None:
-    """Raises InvalidRequestError if so many log-probabilities at each place make an answer too
-    large to hold."""
+    """Raise InvalidRequestError if that many log-probabilities make an answer too large to hold."""
     told = (count or 0) * max_tokens * n * _LOGPROB_BYTES
     if told > _MAX_LOGPROB_BYTES and (count or 0) > MAX_LOGPROBS:
         raise InvalidRequestError(

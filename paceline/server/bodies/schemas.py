@@ -1,4 +1,4 @@
-"""Small JSON schemas to build larger ones from."""
+"""Small JSON schemas that larger ones are built from."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ref(name: str) -> Schema:
 
 
 def string(*values: str, low: int = 0, high: int | None = None) -> Schema:
-    """One of ``values``, or any string of so many characters."""
+    """One of ``values``, or any string of ``low`` to ``high`` characters."""
     if values:
         return {"type": "string", "enum": list(values)}
     limits = {"minLength": low or None, "maxLength": high}
@@ -51,7 +51,7 @@ def integer(low: int, high: int) -> Schema:
 
 
 def number(low: float, high: float, *, above: bool = False) -> Schema:
-    """From ``low``, itself allowed unless ``above``, to ``high``."""
+    """A number from ``low``, excluded if ``above``, to ``high``."""
     return {"type": "number", "exclusiveMinimum" if above else "minimum": low, "maximum": high}
 
 
@@ -63,12 +63,12 @@ def array(items: Schema, low: int = 0, high: int | None = None) -> Schema:
 
 
 def bounded(schema: Schema, description: str) -> Schema:
-    """``schema`` with what its bounds do not say."""
+    """Describe in words a limit that ``schema`` does not express."""
     return schema | {"description": description}
 
 
 def nullable(schema: Schema) -> Schema:
-    """In requests null is as good as absent."""
+    """Allow null: in requests it counts as absent."""
     if not schema or schema == NULL or "null" in schema.get("type", ()):
         return schema
     if type(schema.get("type")) is str and "enum" not in schema:
@@ -77,17 +77,17 @@ def nullable(schema: Schema) -> Schema:
 
 
 def record(required: dict[str, Schema], optional: dict[str, Schema] | None = None) -> Schema:
-    """An object with these properties, and perhaps others."""
+    """An object with these properties, and possibly others."""
     found: Schema = {"type": "object", "properties": required | (optional or {})}
     return found | {"required": list(required)} if required else found
 
 
 def closed(schema: Schema) -> Schema:
-    """The same object without others."""
+    """Forbid other properties of an object."""
     return schema | {"additionalProperties": False}
 
 
-# what a caller expects most of a chat's answer to be
+# the caller's prediction of most of a chat's answer
 PREDICTION: Final[Schema] = bounded(
     record(
         {

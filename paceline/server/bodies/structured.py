@@ -1,11 +1,11 @@
-"""``response_format`` and ``structured_outputs``: what the caller wants the output to look like.
+"""``response_format`` and ``structured_outputs``: the form that the output must have.
 
 ::
 
     response_format     {"type": "text" | "json_object" | "json_schema", "json_schema": {"schema"}}
     structured_outputs  one of {"json"} {"regex"} {"choice"} {"grammar"} {"json_object": true}
 
-Both name the same thing, so a request may use one of them. Meanings are vLLM's.
+Both set the same thing, so a request may use one of them. Meanings are vLLM's.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ __all__ = [
 ]
 
 _MAX_CHOICES: Final = 1024
-# characters of EBNF; the translator is slower than the compiler
+# maximum characters of EBNF; the translator is slower than the compiler
 _MAX_EBNF: Final = 1 << 14
 STRUCTURED_KINDS: Final = ("json", "regex", "choice", "grammar", "json_object")
-# between the parts of JSON: enough to indent, not enough to fill an answer with
+# white space between parts of JSON: enough to indent, too little to fill an answer with
 _WHITESPACE: Final = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 _NO_WHITESPACE: Final = {"whitespace_flexible": False}
 _OBJECT: Final = {"type": "object"}
 _FORMAT_NAMES: Final = frozenset({"type", "json_schema"})
-# the name and the description of a schema are for the caller; it is always kept strictly
+# name and description of a schema inform the caller; a schema is always enforced strictly
 _SPEC_NAMES: Final = frozenset({"schema", "name", "description", "strict"})
 
 
@@ -70,7 +70,7 @@ RESPONSE_FORMAT: Final = replace(
 
 
 def format_schema() -> Schema:
-    """What ``response_format`` may be."""
+    """Return the schema of ``response_format``."""
     spec = schemas.record({"schema": {"type": ["object", "boolean"]}})
     return {
         "anyOf": [
@@ -81,7 +81,7 @@ def format_schema() -> Schema:
 
 
 class StructuredOutputs(Body):
-    """The object of that name; ``parse_structured`` refuses what it does not know."""
+    """The object of that name; ``parse_structured`` refuses unknown keys."""
 
     json = anything({"type": ["object", "string", "boolean"]})
     regex = string(1)
@@ -97,7 +97,7 @@ STRUCTURED_OUTPUTS: Final = nested(
     StructuredOutputs,
     schemas.ref("StructuredOutputs"),
     note="see [structured output](#structured-output)",
-    # other servers have each kind as a field of its own
+    # other servers have each kind as a separate field
     prefixed=False,
 )
 
@@ -105,7 +105,7 @@ STRUCTURED_OUTPUTS: Final = nested(
 def parse_structured(
     response_format: dict[str, Any] | None, options: StructuredOutputs | None
 ) -> Grammar | None:
-    """What the request asks for; None: anything goes. Raises InvalidRequestError."""
+    """Return the requested grammar; None: no constraint. Raises InvalidRequestError."""
     wanted = _response_format(response_format)
     if options is None:
         return wanted
@@ -120,13 +120,13 @@ def parse_structured(
 
 
 def json_grammar(schema: Any, field: str, *, compact: bool = False) -> Grammar:
-    """The grammar of a schema that is checked first."""
+    """Check a schema and return its grammar."""
     check_schema(schema, field)
     return Grammar("json_schema", schema_text(schema, compact=compact), field)
 
 
 def schema_text(schema: Any, *, compact: bool = False) -> str:
-    """A checked schema as the compiler reads it, properties in the order given."""
+    """Return a checked schema in the compiler's form, properties in the order given."""
     if schema is True:
         schema = {}
     schema = {**schema, "x-guidance": _NO_WHITESPACE if compact else _WHITESPACE}
@@ -191,7 +191,7 @@ def _structured_outputs(options: StructuredOutputs) -> Grammar | None:
 
 
 def _schema(value: Any, field: str) -> Any:
-    """A schema given as JSON or as its text."""
+    """Return a schema given as JSON or as JSON text."""
     if type(value) is not str:
         return value
     try:
@@ -211,19 +211,19 @@ def _choice(values: list[Any], field: str) -> Grammar:
 
 
 def parse_grammar(text: str, field: str) -> Grammar:
-    """Lark as it is; EBNF with ``::=``, as llama.cpp and xgrammar read it, translated."""
+    """Return Lark unchanged, and EBNF with ``::=`` (llama.cpp, xgrammar) translated."""
     if "::=" not in text:
         return Grammar("lark", text, field)
     if len(text) > _MAX_EBNF:
         raise InvalidRequestError(
             f"{field}: EBNF may have {_MAX_EBNF} characters, got {len(text)}", field
         )
-    # only here: few servers ever see one
+    # imported on first use: most servers never need it
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
         lark = gbnf_to_lark(text)
     except Exception as error:
-        # the translator raises bare exceptions, and recurses
+        # the translator raises bare exceptions, and may exceed the recursion limit
         raise InvalidRequestError(f"{field} is not valid EBNF: {error!s:.200}", field) from None
     return Grammar("lark", lark, field)

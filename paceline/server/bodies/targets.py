@@ -1,4 +1,4 @@
-"""What a caller needs: ``slo`` in the body, or llm-d's headers.
+"""Targets of a request: ``slo`` in the body, or llm-d's headers.
 
 ::
 
@@ -7,13 +7,13 @@
     "slo": {"class": "batch", "deadline_ms": 600000}        a class with one target changed
     "slo": {"queue_ttl_ms": 30000}                          drop it if not started by then
 
-    x-llm-d-slo-ttft-ms, x-llm-d-slo-tpot-ms                targets, where the body sets none
+    x-llm-d-slo-ttft-ms, x-llm-d-slo-tpot-ms                targets that the body does not set
     x-llm-d-inference-ttl                                   drop it if not started by then: "30s"
-    x-llm-d-inference-fairness-id                           who asks: the tenant
+    x-llm-d-inference-fairness-id                           the tenant
 
     "service_tier": "flex" | "priority"                     the class batch | interactive
-    "safety_identifier", "user", "metadata.user_id"         who asks, where neither a key nor a
-                                                            header says so
+    "safety_identifier", "user", "metadata.user_id"         the tenant, if neither a key nor a
+                                                            header names it
 
 The older header names ``x-slo-ttft-ms``, ``x-slo-tpot-ms`` and ``x-gateway-inference-fairness-id``
 mean the same.
@@ -44,7 +44,7 @@ __all__ = [
     "with_headers",
 ]
 
-# what a class means when the request says no more
+# targets of a class, unless the request overrides them
 CLASSES: Final[Mapping[str, Slo]] = {
     "interactive": Slo(slo_class="interactive", ttft=1.0, tpot=0.1),
     "standard": Slo(slo_class="standard"),
@@ -53,7 +53,7 @@ CLASSES: Final[Mapping[str, Slo]] = {
 
 _TARGETS: Final = ("ttft_ms", "tpot_ms", "itl_ms", "deadline_ms", "queue_ttl_ms")
 _TTL_HEADER: Final = "x-llm-d-inference-ttl"
-# of a Go duration such as "1m30s", in milliseconds
+# milliseconds per unit of a Go duration such as "1m30s"
 _UNITS: Final = {"ns": 1e-6, "us": 1e-3, "µs": 1e-3, "ms": 1.0, "s": 1e3, "m": 6e4, "h": 3.6e6}
 _PART: Final = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 _MAX_TENANT_CHARS: Final = 128
@@ -61,13 +61,13 @@ _HEADERS: Final = {
     "ttft_ms": ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms"),
     "tpot_ms": ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"),
 }
-# of OpenAI's bodies: who asks, the newer name first
+# fields of OpenAI's bodies that name the caller, the newer one first
 CALLER_FIELDS: Final = ("safety_identifier", "user")
-# OpenAI's tiers, as a request may name them: what is served, and the class where slo names none
+# by OpenAI's tier in a request: the tier served, and the class unless slo names one
 SERVICE_TIERS: Final[Mapping[str, tuple[str, str | None]]] = {
     "auto": ("default", None),
     "default": ("default", None),
-    # bought beforehand there, and nothing here
+    # a tier that OpenAI sells in advance; no effect here
     "scale": ("default", None),
     "flex": ("flex", "batch"),
     "priority": ("priority", "interactive"),
@@ -76,7 +76,7 @@ _TENANT_HEADERS: Final = ("x-llm-d-inference-fairness-id", "x-gateway-inference-
 
 
 def with_headers(body: dict[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
-    """The body with targets from headers put where it has none."""
+    """Return the body with targets from headers added where it has none."""
     found: dict[str, Any] = {}
     for target, names in _HEADERS.items():
         name = next((name for name in names if name in headers), None)
@@ -92,9 +92,9 @@ def with_headers(body: dict[str, Any], headers: Mapping[str, str]) -> dict[str, 
     elif type(slo) is str:
         slo = {"class": slo}
     elif type(slo) is not dict:
-        # refused, with its own message, where the body is parsed
+        # left for the parser of the body, which refuses it with its own message
         return body
-    # a null in the body is as good as nothing there
+    # a null in the body counts as absent
     own = {name: value for name, value in slo.items() if value is not None}
     return body | {"slo": found | own}
 
@@ -109,7 +109,7 @@ def _milliseconds(value: str, name: str) -> float:
 
 
 def _duration(value: str) -> float:
-    """Milliseconds of a Go duration."""
+    """Return the milliseconds of a Go duration."""
     parts = _PART.findall(value) if len(value) <= 64 else []
     if not parts or "".join(number + unit for number, unit in parts) != value:
         raise InvalidRequestError(
@@ -120,7 +120,7 @@ def _duration(value: str) -> float:
 
 
 def parse_service_tier(value: Any, name: str, _: object) -> tuple[str, str | None]:
-    """The tier that the answer tells, and the class that it stands for; None for none. Raises
+    """Return the tier that the answer names, and the class it stands for or None. Raises
     InvalidRequestError."""
     tier = check_string(value, name, 1, 64)
     if tier not in SERVICE_TIERS:
@@ -131,7 +131,7 @@ def parse_service_tier(value: Any, name: str, _: object) -> tuple[str, str | Non
 
 
 def slo_schema(classes: Iterable[str]) -> Schema:
-    """What ``parse_slo`` takes."""
+    """Return the schema of ``parse_slo``'s input."""
     target = schemas.nullable(schemas.number(0, MAX_SECONDS * 1e3, above=True))
     named = schemas.string(*classes)
     fields = {"class": schemas.nullable(named), **dict.fromkeys(_TARGETS, target)}
@@ -141,10 +141,10 @@ def slo_schema(classes: Iterable[str]) -> Schema:
 def parse_slo(
     value: Any, classes: Mapping[str, Slo] = CLASSES, tier_class: str | None = None
 ) -> Slo:
-    """The targets of one request, given what classes there are. Raises InvalidRequestError.
+    """Return the targets of one request, with the server's classes. Raises InvalidRequestError.
 
     Args:
-        tier_class: the class that its service tier stands for.
+        tier_class: the class that the request's service tier stands for.
     """
     if value is None:
         return classes[tier_class or "standard"]
@@ -192,7 +192,7 @@ def parse_slo(
 
 
 def parse_tenant(headers: Mapping[str, str]) -> str:
-    """Who asks; "" when no header says. Raises InvalidRequestError."""
+    """Return the tenant that a header names, else "". Raises InvalidRequestError."""
     value = next((headers[name] for name in _TENANT_HEADERS if name in headers), "")
     if len(value) > _MAX_TENANT_CHARS:
         raise InvalidRequestError(
@@ -204,8 +204,8 @@ def parse_tenant(headers: Mapping[str, str]) -> str:
 
 
 def named_tenant(body: Any, *names: str) -> str:
-    """Who asks, as the first of these fields that says so does; "" when none does, or ``body`` is
-    no object. A long name stands as its digest."""
+    """Return the tenant from the first of these fields that holds a name; "" if none does, or
+    ``body`` is not an object. A long name is replaced by its digest."""
     for value in map(body.get, names) if type(body) is dict else ():
         if type(value) is str and value:
             if len(value) <= _MAX_TENANT_CHARS:

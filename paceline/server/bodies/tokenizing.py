@@ -1,4 +1,4 @@
-"""Bodies of ``/tokenize`` and ``/detokenize``; llama-server's way is in ``llama_info``."""
+"""Bodies of ``/tokenize`` and ``/detokenize``; ``llama_info`` has those of llama-server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TokenizePromptBody(_Tokenize):
 
 
 class TokenizeMessagesBody(TemplateBody, _Tokenize):
-    """The fields of a chat that are about its prompt."""
+    """The fields of a chat body that affect its prompt."""
 
     add_special_tokens = boolean(note="not with `content`; with `messages` false by default")
 

@@ -1,11 +1,11 @@
-"""``tools`` and ``tool_choice``: what is asked for, and the calls in what comes back.
+"""``tools`` and ``tool_choice``: their request fields, and the calls in the output.
 
 ::
 
-    none       tools are shown to the model, its text is text
+    none       tools are shown to the model, its output is text
     auto       text is searched for calls in the model's format
-    required   the output is held to one or more calls, by a grammar
-    named      the output is held to one call of that tool
+    required   a grammar restricts the output to one or more calls
+    named      a grammar restricts the output to one call of that tool
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ _CHOICES: Final = ("none", "auto", "required")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolPlan:
-    """What a request does about tools."""
+    """How a request uses tools."""
 
     tools: list[dict[str, Any]]
     # "none", "auto", "required" or "named"
     choice: str
     parallel: bool
     format: ToolFormat
-    # with "named"
+    # the tool's name if choice is "named"
     name: str | None = None
     # calls get ids of nine letters and digits
     short_ids: bool = False
@@ -71,16 +71,16 @@ class ToolPlan:
 
     @property
     def calls(self) -> bool:
-        """Calls may come."""
+        """Whether the output may hold calls."""
         return self.choice != "none"
 
     def grammar(self, answer: Grammar | None) -> Grammar | None:
-        """What the output is held to. ``answer``: the grammar of an answer in text, if there is
-        one. Raises InvalidRequestError where both cannot be had."""
+        """Return the grammar of the output. ``answer`` is the grammar of a text answer, if the
+        request has one. Raises InvalidRequestError if both cannot be combined."""
         if not self.calls or (answer is None and not self.forced):
             return answer
         if answer is not None and self.forced and answer.field.startswith("response_format"):
-            # it says what text looks like, and there is none
+            # response_format constrains text, and forced calls leave no text
             answer = None
         if answer is not None and (self.forced or answer.kind != "json_schema"):
             raise InvalidRequestError(
@@ -106,18 +106,18 @@ class ToolPlan:
         return Grammar("lark", source, "tools")
 
     def collector(self, *, held: bool = False) -> CallCollector:
-        """Of one choice; ``held``: to ``grammar``."""
+        """Return a collector for one choice; ``held``: its output follows ``grammar``."""
         names = [tool["function"]["name"] for tool in self.tools]
         parser = ForcedCalls() if self.forced else self.format.parser(names, held=held)
         return CallCollector(parser, parallel=self.parallel, short_ids=self.short_ids)
 
     def finish_reason(self, reason: str | None, *, called: bool) -> str | None:
-        """OpenAI's: a named call ends with "stop", as the caller knew that it would come."""
+        """Return OpenAI's reason: a named call ends with "stop", as the caller expected it."""
         return "tool_calls" if called and reason == "stop" and self.choice != "named" else reason
 
 
 def tool_schema() -> Schema:
-    """What one of ``tools`` may be."""
+    """Return the schema of an entry of ``tools``."""
     optional = {"description": schemas.STRING, "parameters": schemas.OBJECT}
     function = schemas.record(
         {"name": TOOL_NAME}, {name: schemas.nullable(s) for name, s in optional.items()}
@@ -126,7 +126,7 @@ def tool_schema() -> Schema:
 
 
 def _checked(value: Any, _name: str, _rules: RequestRules) -> list[dict[str, Any]]:
-    """Tool definitions as templates print them. Schemas are checked where they are enforced."""
+    """Parse tool definitions as templates print them. Schemas are checked when enforced."""
     tools = check_array(value, "tools")
     if len(tools) > _MAX_TOOLS:
         raise InvalidRequestError(f"tools may hold {_MAX_TOOLS} tools, got {len(tools)}", "tools")
@@ -167,7 +167,7 @@ def _checked(value: Any, _name: str, _rules: RequestRules) -> list[dict[str, Any
 
 
 class ToolFields(Body):
-    """Tools, and what is to be done about them."""
+    """The fields for tools and their use."""
 
     tools = described(
         _checked,
@@ -194,7 +194,7 @@ class ToolFields(Body):
 def parse_tools(
     body: ToolFields, tool_format: ToolFormat, *, short_ids: bool = False
 ) -> ToolPlan | None:
-    """None without tools. Raises InvalidRequestError."""
+    """Return how to use tools; None without any. Raises InvalidRequestError."""
     tools, choice = body.tools, body.tool_choice
     if not tools:
         if choice not in (None, "none"):
@@ -230,7 +230,7 @@ def parse_tools(
 
 @dataclass(slots=True)
 class Call:
-    """One call, complete when the output is."""
+    """One call, complete when the output is complete."""
 
     name: str
     id: str
@@ -238,7 +238,7 @@ class Call:
 
 
 class CallCollector:
-    """The calls of one choice as its text comes. Without ``parallel`` the first one counts.
+    """Collects the calls of one choice while its text streams. Without ``parallel`` only the first.
 
     Args:
         short_ids: ids have nine letters and digits.
@@ -251,7 +251,7 @@ class CallCollector:
         self.calls: list[Call] = []
 
     def push(self, text: str, *, last: bool) -> list[Piece]:
-        """What is for the caller, in order, of more output; ``last``: all of it came."""
+        """Return the pieces that more output adds, in order; ``last``: the output is complete."""
         pieces: list[Piece] = self._parser.push(text) if text else []
         if last:
             pieces += self._parser.finish()
@@ -267,7 +267,7 @@ class CallCollector:
         return told
 
     def _id(self, given: str) -> str:
-        """The model's own, unless another call has it."""
+        """Return the model's own id, unless another call has it, or a new one."""
         if given and all(call.id != given for call in self.calls):
             return given
         if self._short_ids:
@@ -276,7 +276,7 @@ class CallCollector:
 
 
 def tools_message(tools: list[dict[str, Any]]) -> str:
-    """Tools in words, for a chat template that has no place for them."""
+    """Return the tools as text, for a chat template that cannot show them."""
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return (
         "You may call functions to help with the request. They are, one JSON object a line, in "

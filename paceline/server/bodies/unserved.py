@@ -1,8 +1,7 @@
-"""Fields of chat and completions that exist elsewhere and are not served here: refused out loud,
+"""Fields of chat and completions that other servers have and this one lacks: refused with an error,
 never dropped.
 
-A caller who asks for JSON and gets prose would blame the model. A field moves out of here when it
-is served.
+A caller who gets prose instead of JSON would blame the model. A field that gets served moves out.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ __all__ = ["UnservedFields", "undone"]
 def undone(
     what: str, *harmless: Any, asks: Callable[[Any], bool] | None = None, note: str | None = None
 ) -> Field[None]:
-    """A field that asks for ``what``, unless its value is one of ``harmless`` (nothing, if none is
-    named) or it does not ask."""
+    """A field that needs ``what``, unless its value is harmless (by default: requests nothing) or
+    ``asks`` says that it does not need it."""
     says = f"={{value}} is not served yet: this server does not do {what}"
     return refused(says, harmless or NOTHING, asks=asks, note=what if note is None else note)
 
@@ -33,7 +32,7 @@ _GUIDED: Final = "guided decoding by its older names; structured_outputs does it
 
 
 class UnservedFields(Body):
-    """Of chat and completions both."""
+    """Unserved fields of both chat and completions."""
 
     guided_json = guided_regex = guided_choice = guided_grammar = undone(_GUIDED)
     guided_decoding_backend = undone(_GUIDED)
@@ -51,7 +50,7 @@ class UnservedFields(Body):
     return_token_offsets = undone("token offsets")
     routed_experts_prompt_start = undone("telling routed experts", asks=lambda _: True)
     moderation = undone("moderation")
-    # of llama.cpp's server and SGLang
+    # fields of llama.cpp's server and SGLang
     mirostat = undone("Mirostat sampling", 0)
     dry_multiplier = undone("DRY sampling", 0)
     xtc_probability = undone("XTC sampling", 0)

@@ -1,7 +1,6 @@
-"""The bodies of answers, as msgspec structs: one definition for whole answers and for chunks.
+"""The bodies of answers, as msgspec structs: one definition for whole answers and chunks.
 
-Field order and names follow vLLM. ``UNSET`` fields do not appear at all: a chunk carries only what
-it adds.
+Field order and names follow vLLM. ``UNSET`` fields are omitted: a chunk carries only what it adds.
 """
 
 from __future__ import annotations
@@ -46,17 +45,17 @@ __all__ = [
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    # from the prefix cache
+    # read from the prefix cache
     cached_tokens: int
-    # computed for this request and kept there
+    # computed for this request and stored there
     cache_write_tokens: int = 0
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    # of models that think
+    # set for models that reason
     reasoning_tokens: int | UnsetType = UNSET
-    # verified guesses from the request's ``prediction``: right ones, and wrong ones, which
-    # are no tokens of the answer
+    # verified draft tokens from the request's ``prediction``: accepted ones, and rejected ones,
+    # which are not tokens of the answer
     accepted_prediction_tokens: int | UnsetType = UNSET
     rejected_prediction_tokens: int | UnsetType = UNSET
 
@@ -67,10 +66,10 @@ class GuessCount(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """A ``core.outputs.Timeline`` for callers; seconds are milliseconds here."""
+    """A ``core.outputs.Timeline`` for callers, in milliseconds instead of seconds."""
 
     queued_ms: float
-    # why it was not started sooner: milliseconds by reason, see docs/scheduling.md
+    # milliseconds of waiting by reason, see docs/scheduling.md
     waited_ms: dict[str, float]
     chunks: int
     preemptions: int
@@ -81,9 +80,9 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: float | None
     # the longest pause between two tokens; None for a single delivery
     longest_gap_ms: float | None
-    # of this choice, after its first token; None for a single token
+    # rate of this choice after its first token; None for a single token
     tokens_per_second: float | None
-    # guesses that were verified, by source; none were where there is no source
+    # verified draft tokens by source; sources without any are absent
     speculation: dict[str, GuessCount]
 
     @classmethod
@@ -116,14 +115,14 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """vLLM's times of one request, in milliseconds; None where a single token tells no speed."""
+    """vLLM's times of one request, in milliseconds; None where a single token gives no rate."""
 
-    # from its first step to its first token; the wait before that is the next field
+    # from its first step to its first token; the wait before that is queue_time_ms
     time_to_first_token_ms: float
     generation_time_ms: float
     queue_time_ms: float
     mean_itl_ms: float | None
-    # from its first step to its last token
+    # counted from its first step to its last token
     tokens_per_second: float | None
 
     @classmethod
@@ -141,10 +140,10 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """llama-server's times of one request, in milliseconds, and tokens; None where nothing was
-    computed or no time has passed. As there, the first token counts among the predicted ones, and
-    its time is the prompt's."""
+    computed or no time has passed. As there, the first token counts as predicted, but its time
+    belongs to the prompt."""
 
-    # from the prefix cache, and computed
+    # prompt tokens from the prefix cache, and computed ones
     cache_n: int
     prompt_n: int
     # from its first step to its first token
@@ -181,11 +180,11 @@ class Usage(msgspec.Struct, frozen=True):
     total_tokens: int
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    # of models that think, and requests that say what they expect
+    # set for models that reason, and for requests with a prediction
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-    # what became of each choice and why, where ``explain`` asked for it
+    # an explanation of each choice, if ``explain`` was requested
     timeline: list[Explanation] | UnsetType = UNSET
-    # a target could not be met any more, and the request yielded to others; said only then
+    # the request missed a target and yielded to others; set only then
     demoted: bool | UnsetType = UNSET
 
     @classmethod
@@ -224,7 +223,7 @@ class Usage(msgspec.Struct, frozen=True):
         return details.reasoning_tokens
 
     def explanation(self) -> dict[str, Any]:
-        """The fields beyond counts, for APIs that count under other names."""
+        """Return the fields besides counts, for APIs whose counts have other names."""
         told = {"timeline": self.timeline, "demoted": self.demoted}
         return {name: value for name, value in told.items() if value is not UNSET}
 
@@ -276,7 +275,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     content: str | None
     refusal: str | None = None
-    # vLLM's name for thoughts, and the older one, which many clients read
+    # vLLM's name for reasoning, and the older one, which many clients read
     reasoning: str | None = None
     reasoning_content: str | UnsetType = UNSET
     tool_calls: tuple[ToolCall, ...] = ()
@@ -313,7 +312,7 @@ class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
     index: int
-    # on the first delta of a call, with the name
+    # set on the first delta of a call, with the name
     id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET
     function: FunctionDelta
@@ -342,7 +341,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     service_tier: str | UnsetType = UNSET
-    # on what ends a choice, and on the usage
+    # set on the chunk that ends a choice, and on the usage
     system_fingerprint: str | UnsetType = UNSET
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
@@ -391,7 +390,7 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     service_tier: str | UnsetType = UNSET
-    # on what ends a choice, and on the usage
+    # set on the chunk that ends a choice, and on the usage
     system_fingerprint: str | UnsetType = UNSET
     choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType = UNSET
@@ -403,5 +402,5 @@ _ENCODER: Final = msgspec.json.Encoder()
 
 
 def encode(value: Any) -> bytes:
-    """``value`` as JSON; anything msgspec can write."""
+    """Return ``value`` as JSON; it may be anything msgspec can write."""
     return _ENCODER.encode(value)

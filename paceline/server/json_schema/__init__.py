@@ -1,2 +1,1 @@
-"""Which JSON schemas an output can be held to: ``check`` by keyword, ``width`` by what is left
-open."""
+"""JSON schemas that an output can follow: ``check`` tests keywords, ``width`` the open choices."""

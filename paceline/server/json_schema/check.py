@@ -1,7 +1,7 @@
-"""Is this a JSON Schema that generation can hold to? Every fault is named with its place.
+"""Checks that generation can enforce a JSON Schema. Every fault names its path.
 
-The compiler refuses too, but without saying where, and it passes over keywords it never heard of.
-Here a keyword is enforced, an annotation, or an error; nothing is ignored in silence.
+The compiler refuses schemas too, but without a path, and it skips unknown keywords. Here each
+keyword is enforced, an annotation, or an error; none is silently ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.server.json_schema.width import check_width
 
 __all__ = ["ANNOTATIONS", "FORMATS", "check_schema", "with_refs"]
 
-# keyword -> whether it holds one schema, a list of them, or named ones
+# keywords that hold one schema, a list of schemas, named schemas, or values
 _ONE: Final = frozenset({"items", "additionalProperties"})
 _LISTS: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 _NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
@@ -37,13 +37,13 @@ FORMATS: Final = (
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 )  # fmt: skip
 _MAX_SCHEMAS: Final = 20_000
-# compiling takes time in proportion to it: five seconds for a million
+# compile time grows in proportion to it: five seconds for a million
 _MAX_MULTIPLE: Final = 10_000
 _LOOKAROUND: Final = ("(?=", "(?!", "(?<=", "(?<!")
 
 
 def check_schema(schema: Any, field: str) -> None:
-    """Raises InvalidRequestError, naming ``field`` and the path below it, if it will not do."""
+    """Raise InvalidRequestError, naming ``field`` and the path below it, for an unusable schema."""
     pending: list[tuple[Any, str]] = [(schema, field)]
     count = 0
     while pending:
@@ -67,8 +67,8 @@ def check_schema(schema: Any, field: str) -> None:
 
 
 def with_refs(schema: Any, change: Callable[[str], str]) -> Any:
-    """A checked schema with every reference changed. What ``const``, ``enum`` and annotations hold
-    is no schema, whatever it looks like."""
+    """Return a checked schema with every reference changed. Values of ``const``, ``enum`` and
+    annotations are not schemas, even if they look like one."""
     if type(schema) is not dict:
         return schema
     found: dict[str, Any] = {}
@@ -90,7 +90,7 @@ def _fault(field: str, where: str, message: str) -> InvalidRequestError:
 
 
 def _below(key: str, item: Any, where: str, field: str) -> list[tuple[Any, str]]:
-    """The schemas under one keyword, which is checked."""
+    """Check one keyword; return the schemas below it."""
     if key in _ONE:
         if key == "items" and type(item) is list:
             raise _fault(field, where, "is a list of schemas: write them as prefixItems")

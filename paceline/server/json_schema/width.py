@@ -1,14 +1,14 @@
-"""How much a JSON schema leaves open at one place of an output, which the compiler bounds.
+"""Counts the choices that a JSON schema leaves open at one point, which the compiler limits.
 
-The matcher follows every way in which the text so far can go on, side by side, in rows of items
-(Earley's). Its library holds 2,000 items a row, and finds out in the middle of an answer that they
-are too few. So they are counted here first: a property that may be left out takes 4, an array that
-is one of several alternatives 4, or 6 if it may be empty. These were counted by trying
-(``tests/server/bodies/test_structured.py`` tries them again) and are no more than the library
-takes, so that no schema that can be followed is refused; one that slips through ends as a 400 later
+The matcher follows in parallel every way in which the text so far can go on, in rows of items
+(Earley's). Its library holds 2,000 items a row, and fails in the middle of an answer if they are
+too few. So they are counted here first: an optional property takes 4, an array that is one of
+several alternatives 4, or 6 if it may be empty. These numbers were found by trial
+(``tests/server/bodies/test_structured.py`` repeats it) and are no more than the library takes, so
+that no usable schema is refused; one that slips through ends as a 400 later
 (``engine.types.TOO_AMBIGUOUS``).
 
-Called for schemas that ``json_schema`` has checked otherwise.
+Called for schemas that ``json_schema.check`` accepts.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ MAX_ITEMS: Final = 2000
 _PER_OPTIONAL: Final = 4
 _PER_ARRAY: Final = 4
 _PER_ARRAY_THAT_MAY_BE_EMPTY: Final = 6
-# patterns of names in one schema: compiling takes time with their number's third power, a fifth of
-# a second for so many and no end for 600
+# maximum patterns of names in one schema: compile time grows with the third power of their number:
+# 0.2 s at this maximum, endless for 600
 MAX_PATTERN_PROPERTIES: Final = 128
-# deeper ones are not looked into
+# deeper schemas are not counted
 _MAX_DEPTH: Final = 100
 
 
 def check_width(schema: Any, field: str) -> None:
-    """Raises InvalidRequestError, naming the innermost place that leaves too much open."""
+    """Raise InvalidRequestError, naming the innermost point that leaves too many choices open."""
     walk = _Walk(schema, field)
     walk.width(schema, field, 0)
 
@@ -40,12 +40,12 @@ class _Walk:
     def __init__(self, root: Any, field: str) -> None:
         self._root = root
         self._field = field
-        # of what references point at; 0 while it is being found out
+        # width of each reference's target; 0 while it is being computed
         self._known: dict[str, int] = {}
         self._patterns = 0
 
     def width(self, schema: Any, where: str, depth: int) -> int:
-        """Items of a row, at most, that texts of this schema take."""
+        """Return the maximum items of a row that texts of this schema take."""
         if type(schema) is not dict or depth > _MAX_DEPTH:
             return 1
         own = self._optional(schema) * _PER_OPTIONAL + 1
@@ -59,7 +59,7 @@ class _Walk:
                 f"of names, here are {self._patterns}",
                 self._field,
             )
-        # one of these is written at a time
+        # only one of these is written at a time
         inside = [
             self.width(each, f"{where}/{key}/{name}", depth + 1)
             for key in ("properties", "patternProperties")
@@ -75,7 +75,7 @@ class _Walk:
             for index, each in enumerate(schema.get("prefixItems", ()))
         ]
         total = max([own, *inside])
-        # all of these may be meant until the text tells
+        # any of these may match until the text decides
         for key in ("anyOf", "oneOf", "allOf"):
             for index, each in enumerate(schema.get(key, ())):
                 total += self.width(each, f"{where}/{key}/{index}", depth + 1)
@@ -95,7 +95,7 @@ class _Walk:
         return len(properties.keys() - set(schema.get("required", ())))
 
     def _may_be(self, schema: dict[str, Any], kind: str) -> bool:
-        """Whether it says so by itself; a schema without a type is not counted."""
+        """Return whether the schema itself allows ``kind``; one without a type does not count."""
         types = schema.get("type", ())
         return types == kind or (type(types) is list and kind in types)
 

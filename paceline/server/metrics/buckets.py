@@ -1,5 +1,5 @@
-"""Bucket boundaries: vLLM's, and prometheus-fastapi-instrumentator's for HTTP; what neither counts
-has its own."""
+"""Bucket boundaries: vLLM's, prometheus-fastapi-instrumentator's for HTTP, and our own for
+quantities that neither has."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LATENCY_BUCKETS: Final = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
     480.0, 960.0, 1920.0, 7680.0,
 )
-# most requests wait for a step or two: vLLM's begin where a server is overloaded
+# most requests wait a step or two; vLLM's buckets begin where a server is overloaded
 QUEUE_BUCKETS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, *LATENCY_BUCKETS)
 ITERATION_TOKEN_BUCKETS: Final = (
     1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0,
@@ -49,7 +49,7 @@ HTTP_FINE_BUCKETS: Final = (
 
 
 def series_1_2_5(largest: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50, ... up to and including ``largest``."""
+    """Return 1, 2, 5, 10, 20, 50, ... up to and including ``largest``."""
     series: list[float] = []
     decade = 1
     while decade <= largest:

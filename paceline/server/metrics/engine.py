@@ -1,7 +1,7 @@
-"""What the engine says of itself, from the latest of its snapshots.
+"""Metrics of the engine, read from its latest snapshot.
 
-A number of the scheduler's is one call in ``EngineMetrics.__init__``: its family, and which field
-of ``SchedulerStats`` it is read off.
+Each number of the scheduler is one call in ``EngineMetrics.__init__``, which names its family and
+the field of ``SchedulerStats`` it is read from.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from paceline.server.metrics.buckets import ITERATION_TOKEN_BUCKETS
 __all__ = ["EngineMetrics"]
 
 _Kind = Literal["counter", "gauge"]
-# a field of SchedulerStats, or what to make of several
+# a field of SchedulerStats, or a function of several
 _Read = str | Callable[[SchedulerStats], float]
 
 
 class EngineMetrics:
-    """Families that are read off an ``EngineStats``.
+    """Families that are read from an ``EngineStats``.
 
     Args:
         engine: value of the label ``engine``.
@@ -220,13 +220,13 @@ class EngineMetrics:
         )
 
     def _one(self, kind: _Kind, name: str, text: str, read: _Read) -> None:
-        """A family of one series, read off each snapshot."""
+        """Add a family of one series, read from each snapshot."""
         self._add(self._registry.number(kind, name, text), read)
 
     def _each(
         self, kind: _Kind, name: str, text: str, label: str, reads: Mapping[str, _Read]
     ) -> None:
-        """A family with a series for each value of ``label``."""
+        """Add a family with a series for each value of ``label``."""
         family = self._registry.numbers(kind, name, text, label)
         for value, read in reads.items():
             self._add(family.at(value), read)
@@ -235,12 +235,12 @@ class EngineMetrics:
         self._readings.append((number, attrgetter(read) if isinstance(read, str) else read))
 
     def observe_steps(self, stats: EngineStats) -> None:
-        """Take in the token counts of the latest steps; once for every snapshot."""
+        """Count the tokens of the latest steps; call once for every snapshot."""
         for num_tokens in stats.iteration_tokens:
             self._iteration_tokens.observe(num_tokens)
 
     def update(self, stats: EngineStats) -> None:
-        """Take over a snapshot's numbers; any number of times."""
+        """Copy a snapshot's numbers; callable any number of times."""
         now = stats.scheduler
         self._steps.value = stats.num_steps
         self._answers.value = stats.finished_answers_bytes
@@ -266,7 +266,7 @@ class EngineMetrics:
         for use in stats.classes:
             self._requests.at(use.slo_class, "running").value = use.num_running
             self._requests.at(use.slo_class, "waiting").value = use.num_waiting
-        # a block that several requests share stands in the table of each
+        # a block shared by several requests is in the table of each
         in_tables = sum(use.num_blocks for use in stats.classes)
         in_use = now.num_blocks - now.num_free_blocks
         owners = {
@@ -274,7 +274,7 @@ class EngineMetrics:
             for use in stats.classes
             if use.num_blocks
         }
-        # a class may bear one of these names too; then its blocks are added
+        # a class may have one of these names; then its blocks are added
         for owner, count in (
             ("prefix_cache", now.num_cached_free_blocks),
             ("free", now.num_free_blocks - now.num_cached_free_blocks),

@@ -1,13 +1,13 @@
-"""``/metrics`` on a listener of its own, answered by a process of its own.
+"""``/metrics`` on a separate listener, answered by a separate process.
 
 ::
 
     event loop --render, 20 times a second--> shared memory <--read-- exporter process <-- scrapes
 
-A scrape of the server's own port waits for its turn on the event loop, behind every stream that
-has news; one of this listener does not: neither the loop nor this interpreter's lock is in its way.
-What it reads is at most ``PERIOD`` old, plus however long the loop was busy, and it says how old.
-docs/adr/0008-metrics-listener.md has the measurement that chose this.
+A scrape of the server's own port waits for its turn on the event loop, behind every active stream.
+One of this listener does not: neither the loop nor the interpreter's lock delays it. The text it
+reads is at most ``PERIOD`` old, plus the time the loop was busy, and states its age.
+docs/adr/0008-metrics-listener.md has the measurement behind this choice.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = ["PERIOD", "MetricsExporter", "exporting"]
 
 _log = logging.getLogger("paceline.server")
 
-# seconds between renderings while the engine has news
+# seconds between renderings while the engine sends snapshots
 PERIOD: Final = 0.05
-# seconds between renderings while it has none, and between starts of the process
+# seconds between renderings without new snapshots, and between starts of the process
 _IDLE_PERIOD: Final = 1.0
 _CAPACITY: Final = 8 * 2**20
 _PROGRAM: Final = Path(__file__).with_name("exporter_process.py")
-# seconds it may take to end
+# seconds that the process may take to end
 _GRACE: Final = 2.0
 
 
@@ -47,7 +47,7 @@ class MetricsExporter:
     """Publishes one app's metrics until ``close``. Used on the event loop.
 
     Args:
-        listener: a listening socket; stays the caller's, who closes it afterwards.
+        listener: a listening socket; the caller keeps it and closes it afterwards.
     """
 
     def __init__(self, metrics: ServerMetrics, listener: socket.socket) -> None:
@@ -55,7 +55,7 @@ class MetricsExporter:
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._fd = os.memfd_create("paceline-metrics")
-        # pages that are never written take no memory
+        # pages that are never written use no memory
         os.ftruncate(self._fd, _CAPACITY)
         self._memory = mmap.mmap(self._fd, _CAPACITY)
         self._sequence = 0
@@ -68,7 +68,7 @@ class MetricsExporter:
 
     @property
     def pid(self) -> int:
-        """Of the process that answers."""
+        """Pid of the process that answers."""
         return self._process.pid
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class MetricsExporter:
         try:
             self._process.wait(_GRACE)
         except subprocess.TimeoutExpired:
-            # stopped, or starved: it holds nothing that matters
+            # suspended or starved; it holds no state
             self._process.kill()
             self._process.wait()
         self._memory.close()
@@ -102,7 +102,7 @@ class MetricsExporter:
         text = self._metrics.render()
         self._shown_at = time.monotonic()
         if len(text) > _CAPACITY - HEADER.size:
-            # labels are bounded, so this is a fault of ours; the age of what is shown tells of it
+            # labels are bounded, so this is a bug here; the age of the served text shows it
             _log.error("metrics_too_long bytes=%d limit=%d", len(text), _CAPACITY - HEADER.size)
             return
         memory = self._memory
@@ -114,7 +114,7 @@ class MetricsExporter:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         fds = (self._listener.fileno(), self._fd)
-        # a process group of its own keeps the terminal's Ctrl-C away from it
+        # in a process group of its own, so that Ctrl-C in the terminal does not reach it
         return subprocess.Popen(
             [sys.executable, "-I", "-S", str(_PROGRAM), *map(str, fds)],
             stdin=subprocess.PIPE,
@@ -128,7 +128,7 @@ class MetricsExporter:
 def exporting(
     metrics: ServerMetrics, listener: socket.socket | None
 ) -> Generator[MetricsExporter | None, None, None]:
-    """Serve ``metrics`` on ``listener`` meanwhile, which is closed at the end; None: nowhere."""
+    """Serve ``metrics`` on ``listener`` within the block, then close it; None: do nothing."""
     if listener is None:
         yield None
         return

@@ -1,17 +1,17 @@
-"""Serves ``GET /metrics`` from shared memory: the whole program of a process of its own.
+"""Serves ``GET /metrics`` from shared memory: the whole program of a separate process.
 
-Run by path, with the standard library alone, so that it starts at once and stays small::
+Run by path, with the standard library only, so that it starts at once and stays small::
 
     python -I -S exporter_process.py LISTENER_FD MEMORY_FD
 
-Standard input is a sign of life: when it ends, the server is gone and so is this. ``exporter``
-writes the memory; the layout is declared here because this file can import nothing of ours::
+Standard input signals the server's life: at its end the server is gone, and this process exits.
+``exporter`` writes the memory; the layout is declared here, as this file cannot import it::
 
     sequence (8)  length (8)  time (8)  text ...
 
-The sequence is odd while the text is being replaced. ``time`` is of ``time.monotonic()``, which all
-processes of one host share. The text ends with the line of a metric whose value becomes the age of
-the text: whoever looks can tell a server that has stopped from one that is fine.
+The sequence is odd while the text is being replaced. ``time`` is from ``time.monotonic()``, which
+all processes of a host share. The text ends with the line of a metric whose value becomes the
+text's age, so that a reader can tell a stalled server from a healthy one.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ __all__ = ["CONTENT_TYPE", "HEADER", "SEQUENCE", "Answers", "Exporter", "main", 
 HEADER = struct.Struct("<QQd")
 SEQUENCE = struct.Struct("<Q")
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
-# connections at once: a scraper keeps one
+# maximum concurrent connections: a scraper keeps one
 _MAX_CONNECTIONS = 32
-# seconds a connection may be idle, and between looks for such
+# seconds a connection may be idle, and seconds between checks for that
 _IDLE = 120.0
 _SWEEP = 10.0
-# bytes of a request's line and headers
+# maximum bytes of a request's line and headers
 _MAX_HEAD = 16 * 1024
-# seconds for a connection's first bytes; after that it is accepted as it is
+# seconds to wait for a connection's first bytes before it is accepted without them
 _DEFER_SECONDS = 1
-# looks at a text that is being replaced, which takes microseconds; nobody is served meanwhile
+# reads of a text that is being replaced, which takes microseconds; other requests wait
 _LOOKS = 20
 _LOOK_EVERY = 1e-4
 
-# of sched_setattr(2), which the C library has no function for
+# sched_setattr(2), for which the C library has no function
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 _SCHED_ATTR = "=IIQiIQQQ"
 _SLICE_NS = 100_000
 
 
 def read_text(memory: mmap.mmap) -> tuple[bytes, float] | None:
-    """The text and when it was made; None if there is none, or its writer stopped halfway."""
+    """Return the text and its time; None if there is none, or its writer stopped halfway."""
     for _ in range(_LOOKS):
         sequence, length, made = HEADER.unpack_from(memory)
         if sequence % 2 == 0:
@@ -63,20 +63,20 @@ def read_text(memory: mmap.mmap) -> tuple[bytes, float] | None:
 
 
 class Answers:
-    """What is answered to the bytes of requests: bytes in, bytes out, no sockets."""
+    """Answers requests: bytes in, bytes out, no sockets."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
-        # there was nothing to show in this round
+        # no text was readable in this round
         self._nothing = False
 
     def begin_round(self) -> None:
-        """Requests from here on may find a text where those before found none. Between two calls
-        a text that stays halfway is waited for once, not by every request."""
+        """Let requests from here on look for a text again. Within one round a text that stays
+        half-written is waited for once, not by every request."""
         self._nothing = False
 
     def to(self, head: bytes) -> tuple[bytes, bool]:
-        """The answer to one request without a body, and whether the connection is kept.
+        """Return the answer to one request without a body, and whether the connection is kept.
 
         Args:
             head: request line and headers, without the empty line at the end.
@@ -86,7 +86,7 @@ class Answers:
         if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
             return _answer(400, b"this is no HTTP request\n", keep=False), False
         keep = words[2] != b"HTTP/1.0"
-        # whether the next request begins where this one's head ends
+        # whether the next request begins at the end of this one's head
         alone = words[0] == b"GET"
         for header in headers:
             name, _, value = header.partition(b":")
@@ -135,7 +135,7 @@ def _answer(status: int, *body: bytes | memoryview, keep: bool) -> bytes:
 
 
 class _Connection:
-    """A scraper: what it has sent of its next request, and what it has not yet taken."""
+    """A scraper: its unread bytes of the next request, and the unsent bytes of answers."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -151,8 +151,8 @@ class _Connection:
         return bool(self._unsent)
 
     def proceed(self, answers: Answers) -> bool:
-        """Read, answer, send, as far as that goes at once; whether it goes on. Raises OSError when
-        the scraper is gone."""
+        """Read, answer and send as far as possible without waiting; return whether to continue.
+        Raises OSError when the scraper is gone."""
         if not self._unsent:
             try:
                 data = self.socket.recv(_MAX_HEAD)
@@ -178,7 +178,7 @@ class _Connection:
         return bool(self._unsent) and not self._send()
 
     def _send(self) -> bool:
-        """Whether all of it is out."""
+        """Return whether all bytes were sent."""
         try:
             sent = self.socket.send(self._unsent)
         except BlockingIOError:
@@ -190,9 +190,9 @@ class _Connection:
 
 
 class Exporter:
-    """Answers scrapes on one thread, so that each takes one wake-up of this process. On a machine
-    whose processors are all busy that is what an answer's time is made of: a thread of its own for
-    a connection is another one.
+    """Answers scrapes on one thread, so that each needs one wake-up of this process. On a machine
+    whose processors are all busy, wake-ups dominate the time of an answer; a thread per connection
+    would add one.
 
     Args:
         listener: a listening socket.
@@ -201,7 +201,7 @@ class Exporter:
     def __init__(self, listener: socket.socket, memory: mmap.mmap) -> None:
         listener.setblocking(False)
         if hasattr(socket, "TCP_DEFER_ACCEPT"):
-            # Linux: be woken for a new connection's request, not for the connection before it
+            # Linux: wake up at a new connection's first request, not at the connection itself
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _DEFER_SECONDS)
         self._listener = listener
         self._answers = Answers(memory)
@@ -210,7 +210,7 @@ class Exporter:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def run_until(self, file: int) -> None:
-        """Serve until ``file`` has come to its end."""
+        """Serve until ``file`` reaches its end."""
         self._selector.register(file, selectors.EVENT_READ)
         swept_at = time.monotonic()
         while True:
@@ -235,7 +235,7 @@ class Exporter:
             try:
                 accepted, _address = self._listener.accept()
             except OSError:
-                # nobody else waits, or who did is gone
+                # no connection waits, or it was closed already
                 return
             if len(self._connections) >= _MAX_CONNECTIONS:
                 accepted.close()
@@ -252,7 +252,7 @@ class Exporter:
         except OSError:
             goes_on = False
         except Exception as error:
-            # a fault of ours, which the other scrapers need not share
+            # a bug here, which must not affect the other scrapers
             kind = type(error).__name__
             print(f"metrics_exporter_error error={kind}: {error}", file=sys.stderr, flush=True)
             goes_on = False
@@ -269,11 +269,11 @@ class Exporter:
 
 
 def ask_for_short_slices() -> bool:
-    """Have the system run this process soon after it wakes, on processors that are kept busy.
+    """Make the system run this process soon after it wakes, on busy processors.
 
-    Linux from 6.12 on takes a slice of its own for an ordinary thread (``sched_runtime`` of
-    sched_setattr(2); threads started later inherit it): who asks for little at a time runs sooner,
-    and gets no more of the processor. Returns whether it was granted; elsewhere nothing changes.
+    From Linux 6.12 on an ordinary thread can set its time slice (``sched_runtime`` of
+    sched_setattr(2); threads started later inherit it): with a shorter slice it runs sooner, but
+    gets no more of the processor. Returns whether it was granted; elsewhere nothing changes.
     """
     number = _SCHED_SETATTR.get(platform.machine())
     if sys.platform != "linux" or number is None:

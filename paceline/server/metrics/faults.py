@@ -1,4 +1,4 @@
-"""Metrics of what went wrong: engines lost, requests sent once more, readers cut off."""
+"""Metrics of faults: engines lost, requests sent again, readers cut off."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LABELS: Final = ("model_name", "engine")
 
 
 class FaultCollector(Collector):
-    """Reads ``faults`` and ``readers`` when somebody scrapes."""
+    """Reads ``faults`` and ``readers`` at each scrape."""
 
     def __init__(
         self, faults: Callable[[], EngineFaults], readers: SlowReaders, model_name: str

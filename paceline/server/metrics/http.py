@@ -9,7 +9,7 @@ __all__ = ["HttpMetrics"]
 
 
 class HttpMetrics:
-    """Labels are a route's template and a known method: callers cannot make series."""
+    """Metrics of HTTP. Labels are route templates and known methods, never a caller's text."""
 
     def __init__(self, registry: Registry) -> None:
         self._requests = registry.numbers(

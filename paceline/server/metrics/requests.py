@@ -1,4 +1,4 @@
-"""What requests came to: latencies, tokens, ends, targets met and missed.
+"""Metrics of requests: latencies, tokens, outcomes, targets met and missed.
 
 Counts are per generation request (one prompt with its ``n`` choices), except
 ``vllm:request_success``, which counts choices, and ``vllm:inter_token_latency_seconds``, which
@@ -34,7 +34,7 @@ __all__ = ["RequestMetrics", "RequestObserver", "Story"]
 
 
 class RequestMetrics:
-    """The families; ``RequestObserver`` counts.
+    """The families; ``RequestObserver`` updates them.
 
     Args:
         max_model_len: where the buckets of token counts end.
@@ -158,10 +158,10 @@ class RequestMetrics:
 
 
 class Story(NamedTuple):
-    """What became of a request, in short; None: it did not come to that, or nobody told. Choices
-    are taken together: the longest wait, and sums."""
+    """Summary of a request for the log; None: not reached, or not reported by the engine. Choices
+    are combined: the longest wait, and sums."""
 
-    # seconds, to be started and after preemptions, and what for the most
+    # seconds waited for a start and after preemptions, and the main reason
     queued: float | None
     waited_for: str | None
     chunks: int | None
@@ -170,7 +170,7 @@ class Story(NamedTuple):
     # seconds from arrival
     predicted_ttft: float | None
     ttft: float | None
-    # of all choices together, after the first tokens
+    # rate of all choices together, after the first tokens
     tokens_per_second: float | None
 
 
@@ -203,7 +203,7 @@ class RequestObserver:
         self._metrics = metrics
         self._arrival = request.arrival_time
         self._slo = request.slo
-        # per choice: when its last tokens came (0.0: none yet), how many, whether it ended
+        # per choice: time of its last tokens (0.0: none yet), their number, whether it ended
         self._last = [0.0] * n
         self._tokens = [0] * n
         self._finished = [False] * n
@@ -212,14 +212,14 @@ class RequestObserver:
         self._preemptions = 0
         # seconds from arrival
         self.ttft: float | None = None
-        # of the choices that have ended, where the engine told
+        # timelines of ended choices, where the engine sends them
         self._timelines: list[Timeline] = []
         self._times: RequestTimes | None = None
         # everything was delivered
         self.is_finished = False
-        # it has ended, and met every target it had
+        # the request has ended and met all its targets
         self.has_met_targets = False
-        # None: no tokens were asked for, but a vector
+        # None: the request is for a vector, not for tokens
         self._max_tokens = None if request.sampling.pooling else request.sampling.max_tokens
 
     @property
@@ -228,7 +228,7 @@ class RequestObserver:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """0 until the first token."""
+        """Tokens of the prompt; 0 until the first output token."""
         return self._prompt_tokens or 0
 
     @property
@@ -237,7 +237,7 @@ class RequestObserver:
         return sum(timeline.num_chunks for timeline in timelines) if timelines else None
 
     def story(self) -> Story:
-        """For the log."""
+        """Return a summary for the log."""
         timelines = self._timelines
         waits = [timeline.waited for timeline in timelines]
         longest = max(waits, key=lambda wait: sum(seconds for _, seconds in wait), default=())
@@ -307,8 +307,8 @@ class RequestObserver:
             metrics.ttft_prediction_error.observe(abs(timeline.predicted_ttft - actual))
 
     def end(self, error: Exception | None, now: float) -> None:
-        """The end, however it came. Choices that did not end were aborted. A request that the
-        engine never took counts nowhere, unless it was shed, which is a promise not kept."""
+        """Count the request's end. Choices that did not end were aborted. A request that the engine
+        refused is not counted, unless it was shed, which breaks a promise."""
         refused = isinstance(error, RequestError)
         shed = isinstance(error, QueueFullError)
         metrics = self._metrics
@@ -346,14 +346,14 @@ class RequestObserver:
             metrics.time_per_output_token.observe(decode / (longest - 1))
 
     def _judge(self, times: RequestTimes | None, num_output: int) -> None:
-        """Goodput and violations. A request that did not finish met none of its targets."""
+        """Count goodput and violations. An unfinished request met none of its targets."""
         slo, metrics = self._slo, self._metrics
         missed: tuple[str, ...] = ("unfinished",)
         if times is not None and not self._finished.count(False):
             missed = slo.violations(
                 times.arrival, times.first_token, times.last_token, num_output, times.longest_gap
             )
-        # the series is there from the first request on, or a rate of it would begin too late
+        # create the series at the first request, so that its rate starts there
         goodput = metrics.goodput.at(slo.slo_class)
         metrics.judged.at(slo.slo_class).value += 1
         self.has_met_targets = not missed

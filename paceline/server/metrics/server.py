@@ -21,25 +21,24 @@ if TYPE_CHECKING:
 __all__ = ["AGE_METRIC", "ServerMetrics"]
 
 _ENGINE: Final = "0"
-# seconds for which what the kernel says of this process is good: asking takes a while
+# seconds for which process metrics from the kernel are reused: reading them is slow
 _PROCESS_SECONDS: Final = 1.0
-# the last family; whoever serves a rendering that was made before puts its age behind the name
+# the last family of a rendering; the exporter process appends the rendering's age to its name
 AGE_METRIC: Final = "paceline:metrics_age_seconds"
 
 
 class ServerMetrics:
-    """Made once per app, used from the event loop's thread alone.
+    """The metrics of an app, made once, used from the event loop's thread only.
 
-    Updates cost a bisection at most; numbers that the engine or the clock know are put in when
-    somebody asks for a rendering.
+    Updates cost at most a bisection; numbers of the engine and the clock are read when rendering.
 
     Args:
-        stats: the engine's latest snapshot.
+        stats: returns the engine's latest snapshot.
         model_name: the label's value; names that callers send never become labels.
-        price_per_hour: what the machine costs; 0: no metrics of cost.
+        price_per_hour: cost of the machine; 0: no metrics of cost.
         ready: whether requests would be served now.
-        max_tenants: tenants with series of their own beside ``known_tenants``. Without either
-            there are no metrics of tenants.
+        max_tenants: tenants with series of their own in addition to ``known_tenants``. Without
+            either there are no metrics of tenants.
     """
 
     def __init__(
@@ -57,11 +56,11 @@ class ServerMetrics:
         self._ready_now = ready
         self._price_per_hour = price_per_hour
         self._started = time.monotonic()
-        # others may register collectors of their own, at start
+        # other modules may register collectors at start
         self.registry = registry = Registry({"model_name": model_name, "engine": _ENGINE})
         self._engine = EngineMetrics(registry, info, _ENGINE)
         self.requests = RequestMetrics(registry, info.max_model_len)
-        # None: nobody asked for them
+        # None: tenants are not counted
         self.tenants: TenantMetrics | None = None
         if max_tenants or known_tenants:
             self.tenants = TenantMetrics(registry, max_tenants, known_tenants)
@@ -87,7 +86,7 @@ class ServerMetrics:
 
     @property
     def families(self) -> tuple[Description, ...]:
-        """All but those of the process, which prometheus_client knows."""
+        """All families except those of the process, which prometheus_client defines."""
         return (*self.registry.describe(), *self._age.describe())
 
     @property
@@ -96,7 +95,7 @@ class ServerMetrics:
         return self._stats()
 
     def observe_stats(self, stats: EngineStats) -> None:
-        """Take in the token counts of the engine's latest steps; once for every snapshot."""
+        """Count the tokens of the engine's latest steps; call once for every snapshot."""
         self._engine.observe_steps(stats)
 
     def observe_http(
@@ -120,8 +119,8 @@ class ServerMetrics:
         )
 
     def read(self) -> Scrape:
-        """What ``render`` would say of this server's own families, at the time of this process's
-        monotonic clock, without a text that is written and parsed."""
+        """Return this server's own families as ``render`` shows them, without writing and parsing
+        text; the time is this process's monotonic clock's."""
         from paceline.server.readings import Scrape
 
         now = time.monotonic()
@@ -132,13 +131,13 @@ class ServerMetrics:
         return Scrape(now, {name: tuple(samples) for name, samples in found.items()})
 
     def at_start(self) -> Scrape:
-        """The reading before anything happened."""
+        """Return the reading before anything happened."""
         from paceline.server.readings import Scrape
 
         return Scrape(self._started, {})
 
     def render(self) -> bytes:
-        """The text exposition format; ``AGE_METRIC`` and its value are the last line."""
+        """Return the text exposition format, with ``AGE_METRIC`` and its value as the last line."""
         now = time.monotonic()
         self._refresh(now)
         if now - self._process_at >= _PROCESS_SECONDS:
@@ -147,7 +146,7 @@ class ServerMetrics:
         return (self.registry.render() + self._process_text + self._age.render()).encode()
 
     def _refresh(self, now: float) -> None:
-        """Put in what the engine and the clock know."""
+        """Copy the numbers of the engine and the clock."""
         self._engine.update(self._stats())
         self._ready.value = float(self._ready_now())
         if self._price_per_hour:

@@ -1,4 +1,4 @@
-"""What tenants asked for and got: a bounded number of them, for callers may make names up."""
+"""Metrics per tenant, for a bounded number of tenants, because callers choose their names."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from paceline.server.metrics.requests import RequestObserver
 
 __all__ = ["NO_TENANT", "OTHER_TENANTS", "TenantMetrics", "TenantObserver"]
 
-# label of requests that name no tenant, and of tenants beyond the bound
+# label of requests without a tenant, and of tenants above the limit
 NO_TENANT: Final = "_none"
 OTHER_TENANTS: Final = "_other"
 
 
 class TenantMetrics:
-    """The families; ``TenantObserver`` counts.
+    """The families; ``TenantObserver`` updates them.
 
     Args:
-        most: tenants with series of their own, the first that ask; those that come later share
+        most: tenants with series of their own, in order of arrival; later ones share
             ``OTHER_TENANTS``.
-        known: tenants with series of their own beside those, such as the names of API keys.
+        known: further tenants with series of their own, such as the names of API keys.
     """
 
     def __init__(self, registry: Registry, most: int, known: frozenset[str] = frozenset()) -> None:
@@ -57,7 +57,7 @@ class TenantMetrics:
         )
 
     def label(self, tenant: str) -> str:
-        """The label's value for a tenant."""
+        """Return the label's value for a tenant."""
         if not tenant:
             return NO_TENANT
         if tenant not in self._names:
@@ -67,7 +67,7 @@ class TenantMetrics:
         return tenant
 
     def served(self, tenant: str) -> dict[str, float] | None:
-        """What a tenant got so far; None: it has no series of its own."""
+        """Return a tenant's counts so far; None if it has no series of its own."""
         if tenant not in self._names:
             return None
         families = {
@@ -80,7 +80,7 @@ class TenantMetrics:
 
 
 class TenantObserver:
-    """Counts one request for its tenant when it ends, by what ``counted`` has seen of it."""
+    """Counts one request for its tenant at its end, from the data of ``counted``."""
 
     def __init__(self, metrics: TenantMetrics, tenant: str, counted: RequestObserver) -> None:
         self._metrics, self._counted = metrics, counted
@@ -88,11 +88,11 @@ class TenantObserver:
         metrics.unfinished.at(self._label).value += 1
 
     def output(self, output: GenerationOutput, now: float) -> None:
-        """What it came to is counted elsewhere."""
+        """Do nothing: ``counted`` sees the same output."""
 
     def end(self, error: Exception | None, now: float) -> None:
-        """See ``RequestObserver.end``: a request that the engine never took counts nowhere, unless
-        it was shed."""
+        """Count the request; as in ``RequestObserver.end``, one that the engine refused is not
+        counted, unless it was shed."""
         metrics, label, counted = self._metrics, self._label, self._counted
         metrics.unfinished.at(label).value -= 1
         shed = isinstance(error, QueueFullError)

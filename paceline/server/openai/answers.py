@@ -1,4 +1,4 @@
-"""What chat and completions answers have in common."""
+"""Code that answers of chat and completions share."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What every chunk of an answer repeats."""
+    """Fields that every chunk of an answer repeats."""
 
     id: str
     # unix time
     created: int
     model: str
-    # two callers may use the same X-Request-Id; the engine tells requests apart by this
+    # tells requests apart in the engine, since two callers may send the same X-Request-Id
     nonce: str
-    # of the model, its formats and the software
+    # hash of the model, its formats and the software
     fingerprint: str
-    # None: none was asked for
+    # None: not requested
     service_tier: str | None = None
 
     @classmethod
@@ -72,16 +72,16 @@ class AnswerHead:
         )
 
     def engine_id(self, index: int) -> str:
-        """The engine's id for prompt number ``index``; unique, and found by the caller's id."""
+        """Return the engine's id for prompt ``index``: unique, and contains the caller's id."""
         return f"{self.id}-{self.nonce}-{index}"
 
 
 class PlainEvents:
-    """Events of deliveries that only go on: a choice's text, and the ids of its tokens where these
-    are wanted. All else of such an event is written once for each choice.
+    """Renders events of deliveries that only add text, or token ids if requested, to a choice. The
+    rest of such an event is rendered once per choice.
 
     Args:
-        name: of the text in an event.
+        name: key of the text in an event.
     """
 
     def __init__(self, name: str, wants_ids: bool) -> None:
@@ -91,16 +91,15 @@ class PlainEvents:
         self._events: dict[int, TextEvents | TokenEvents] = {}
 
     def of(self, output: GenerationOutput, example: Callable[[int], bytes]) -> bytes:
-        """Of a delivery that ends no choice. Counts are told at the end, and the last delivery has
-        them.
+        """Return the events of a delivery that ends no choice. The last one brings the counts.
 
         Args:
-            example: an event of a choice with an empty text, and empty ids where they are wanted.
-                Not kept: it is of the stream that keeps this, and with it the prompt's ids.
+            example: renders an event of a choice with an empty text, and empty ids if requested.
+                Not kept: it belongs to the stream that keeps this, and with it the prompt's ids.
         """
         data = b""
         for delta in output.choices:
-            # ids may come without text, as parts of a character do
+            # ids may come without text, for parts of a character
             if delta.token_ids if self._wants_ids else delta.text:
                 events = self._events.get(delta.index)
                 if events is None:
@@ -111,14 +110,14 @@ class PlainEvents:
 
 
 class UsageCount:
-    """Token counts of an answer, over all its prompts; and what became of its choices.
+    """Token counts of an answer, over all its prompts, and explanations of its choices.
 
     Args:
-        explain: tell why each choice waited.
-        cache_block: tokens of a block of the prefix cache; 0: nothing is kept.
-        metrics: tell vLLM's times; of several prompts or choices there are none.
-        timings: tell llama-server's, of one prompt with all its choices.
-        predicted: tell what became of guesses from what the caller expects.
+        explain: report why each choice waited.
+        cache_block: tokens of a block of the prefix cache; 0: no cache.
+        metrics: report vLLM's times; only for a single prompt and choice.
+        timings: report llama-server's times, of one prompt with all its choices.
+        predicted: report verified draft tokens from the caller's prediction.
     """
 
     def __init__(
@@ -139,13 +138,13 @@ class UsageCount:
         self._times: RequestTimes | None = None
         self._timelines: dict[tuple[int, int], Explanation] | None = {} if explain else None
         self._demoted = False
-        # of each choice, guesses that were right and wrong; None: nothing was expected
+        # accepted and rejected draft tokens of each choice; None: no prediction
         self._predicted: dict[tuple[int, int], tuple[int, int]] | None = {} if predicted else None
-        # tokens of thoughts; None: the model has none
+        # reasoning tokens; None: the model does not reason
         self._reasoning: int | None = None
-        # one choice a prompt: its tokens are the prompt's
+        # one choice per prompt: its tokens are the prompt's
         self._single = single
-        # of each choice so far; only where its speed is to be told
+        # tokens of each choice so far; only counted if its speed is reported
         self._tokens: Counter[tuple[int, int]] = Counter()
 
     @classmethod
@@ -156,13 +155,13 @@ class UsageCount:
             cache_block=options.cache_block,
             metrics=options.tells_metrics and options.n == 1,
             timings=options.tells_timings,
-            # what was made before it was resumed is among the prompt's, and not of this speed
+            # tokens made before a resumption belong to the prompt and not to this speed
             single=options.n == 1 and not options.resume_output_ids,
             predicted=options.prediction is not None,
         )
 
     def expect(self, index: int, num_prompt_tokens: int) -> None:
-        """A prompt of which nothing has come yet."""
+        """Count a prompt without output yet."""
         self._rows[index] = (num_prompt_tokens, 0, 0)
 
     def update(self, index: int, output: GenerationOutput) -> None:
@@ -198,7 +197,7 @@ class UsageCount:
                 self._timelines[index, delta.index] = explained
 
     def add_reasoning(self, num_tokens: int) -> None:
-        """Count tokens of thoughts; 0 says that the model has some."""
+        """Count reasoning tokens; 0 says that the model reasons."""
         self._reasoning = (self._reasoning or 0) + num_tokens
 
     def usage(self) -> Usage:
@@ -223,20 +222,20 @@ class UsageCount:
         )
 
     def metrics(self) -> RequestMetrics | None:
-        """Of an answer that has ended; None where none are to be told."""
+        """Return the metrics of an ended answer; None if they are not reported."""
         if not self._tells_metrics or self._times is None:
             return None
         return RequestMetrics.of(self._times, self._rows[0][1])
 
     def timings(self) -> Timings | UnsetType:
-        """Of what has come so far; UNSET where none are to be told."""
+        """Return the timings so far; UNSET if they are not reported."""
         if not self._tells_timings:
             return UNSET
         prompt, predicted, cached = self._rows[0]
         return Timings.of(self._times, prompt, cached, predicted)
 
     def _written(self) -> int:
-        """Tokens of the prompts that were computed and stay in the cache: those of full blocks."""
+        """Return the computed prompt tokens that stay in the cache: those of full blocks."""
         block = self._cache_block
         if not block:
             return 0
@@ -244,7 +243,7 @@ class UsageCount:
 
 
 class News(Protocol):
-    """What was added to a choice: a ``ChoiceDelta``, or a piece of a chat."""
+    """An addition to a choice: a ``ChoiceDelta``, or a piece of a chat."""
 
     @property
     def text(self) -> str: ...
@@ -290,7 +289,7 @@ class Collected:
     usage: Usage
     metrics: RequestMetrics | None
     timings: Timings | UnsetType
-    # prompt by prompt; None where they were not asked for
+    # one per prompt; None if not requested
     prompt_logprobs: list[tuple[TokenLogprobs, ...] | None]
 
 
@@ -299,7 +298,7 @@ async def collect(
     num_prompts: int,
     options: GenerationOptions,
 ) -> Collected:
-    """Everything to the end."""
+    """Collect all outputs to the end."""
     n = options.n
     choices = [Choice() for _ in range(num_prompts * n)]
     count = UsageCount.of(num_prompts, options)
@@ -321,8 +320,8 @@ def generation_request(
     arrival_time: float,
     prediction: tuple[int, ...] = (),
 ) -> GenerationRequest:
-    """``request_id`` must be unique in the engine; arrival in seconds of ``time.monotonic()``.
-    ``prediction`` is what the caller expects, as ids."""
+    """Return an engine request. ``request_id`` must be unique in the engine; arrival in seconds of
+    ``time.monotonic()``; ``prediction`` is the caller's, as ids."""
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=prompt,

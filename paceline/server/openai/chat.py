@@ -33,7 +33,7 @@ from paceline.server.service import Service
 
 __all__ = ["ChatStream", "chat_answer", "chat_events"]
 
-# a chunk that carries news other than text still has a delta with content, as ever
+# every chunk has a delta with content, also without new text
 _NOTHING = ChatDelta(content="")
 
 
@@ -44,7 +44,7 @@ async def chat_events(
     arrival: float,
     shortcut: Shortcut[GenerationOutput],
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a streamed answer; the last one is ``DONE``.
+    """Yield the events of a streamed answer; the last one is ``DONE``.
 
     Errors before the first event are raised from the first ``anext``.
     """
@@ -63,7 +63,7 @@ async def chat_events(
 async def chat_answer(
     service: Service, request: ChatRequest, request_id: str, arrival: float
 ) -> bytes:
-    """The body of an answer that is not streamed."""
+    """Return the body of an answer that is not streamed."""
     head = AnswerHead.of("chatcmpl", request_id, service, request.options.service_tier)
     chat = await start_chat(service, request, head, arrival)
     prompt, options = chat.prompt, request.options
@@ -140,7 +140,7 @@ class ChatStream:
     """Turns deltas into events. Pure: bytes out, nothing sent.
 
     Args:
-        chat: what began.
+        chat: the started chat.
     """
 
     def __init__(
@@ -160,14 +160,14 @@ class ChatStream:
         self._pieces = ChatPieces(request, chat.prompt, thinking=chat.thinking)
         self._pieces.pass_over(chat.passed_over)
         self._begun = False
-        # a delta that goes on is its text, and ids where they are wanted, and nothing else
+        # without parsing, a middle delta holds only text, and ids if requested
         self._plain = not (self._pieces.parses or self._writer or self._continuous)
         self._middle = PlainEvents("content", self._wants_ids)
 
     def events(self, output: GenerationOutput) -> bytes:
-        """The events of one delivery, preceded by the role chunks if it is the first one.
+        """Return the events of one delivery, preceded by the role chunks if it is the first one.
 
-        Empty when there is nothing to tell yet, such as half a character.
+        Empty when there is nothing to send yet, such as half a character.
         """
         pieces = self._pieces.read(output)
         data = b""
@@ -181,13 +181,13 @@ class ChatStream:
         return data
 
     def middle(self, output: GenerationOutput) -> bytes:
-        """``events``, for a delivery that is not the first and ends no choice."""
+        """Return ``events`` of a delivery that is not the first and ends no choice."""
         if not self._plain:
             return self.events(output)
         return self._middle.of(output, self._example)
 
     def end(self) -> bytes:
-        """The usage chunk, if asked for, and the end of the stream."""
+        """Return the usage chunk, if requested, and the end of the stream."""
         if not self._request.options.include_usage:
             return DONE
         head = self._head
@@ -204,7 +204,7 @@ class ChatStream:
         return event(encode(chunk)) + DONE
 
     def _example(self, index: int) -> bytes:
-        """Of chunks that add to a choice."""
+        """Return a chunk that adds an empty text to a choice."""
         token_ids = () if self._wants_ids else UNSET
         return self._chunk(ChatChunkChoice(index=index, delta=_NOTHING, token_ids=token_ids))
 
@@ -217,7 +217,7 @@ class ChatStream:
         return data
 
     def _tells_tokens(self, piece: ChatPiece) -> bool:
-        """Whether the tokens themselves go out, even where they make no text yet."""
+        """Return whether tokens are sent even if they make no text yet."""
         return bool(piece.token_ids) and (
             self._wants_ids or self._continuous or self._writer is not None
         )
@@ -253,7 +253,7 @@ class ChatStream:
 
 
 def _delta(piece: ChatPiece) -> ChatDelta:
-    """What a piece adds to the message; ``_NOTHING`` where that is nothing."""
+    """Return what a piece adds to the message; ``_NOTHING`` if nothing."""
     thoughts, content = piece.reasoning or UNSET, piece.text or UNSET
     deltas = piece.call_deltas
     if not deltas:

@@ -1,7 +1,7 @@
-"""One chat in pieces that belong to no API yet: what chat, Responses and Messages are made from.
+"""One chat in pieces that are independent of an API: the source of chat, Responses and Messages.
 
-Responses and Messages turn their body into a chat body, so every field is checked, rendered and run
-by the same code as ``/v1/chat/completions``.
+Responses and Messages turn their body into a chat body, so that the code of
+``/v1/chat/completions`` checks, renders and runs every field.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _LONG_QUIET: Final = 5.0
 
 
 class ChatPiece(NamedTuple):
-    """What one delivery adds to the answer of one choice."""
+    """The part of one delivery that belongs to one choice."""
 
     choice: int
-    # thoughts, which are in no text
+    # reasoning, which is not part of the text
     reasoning: str
     # text, and pieces of calls, in order
     parts: list[Piece]
-    # all calls so far; a call is complete once the next began or the answer is over
+    # all calls so far; a call is complete once the next begins or the answer ends
     calls: list[Call]
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     # chat's finish_reason on the last piece, else None
     finish_reason: str | None
     stop_reason: int | str | None
-    # goes on counting: read it before the next delivery
+    # counts on: read it before the next delivery
     so_far: UsageCount
 
     @property
@@ -62,8 +62,8 @@ class ChatPiece(NamedTuple):
 
 
 class Quiet:
-    """How long a stream has told nothing. While a call is written there is nothing to tell, and
-    gateways take a stream for stalled that stays silent within a part of its answer."""
+    """Measures how long a stream has sent nothing. A call is not sent before it is complete, and
+    gateways consider a stream stalled that is silent within a part of its answer."""
 
     def __init__(self) -> None:
         self._since = time.monotonic()
@@ -73,20 +73,20 @@ class Quiet:
 
     @property
     def has_lasted(self) -> bool:
-        """An empty part is due."""
+        """Whether an empty part must be sent."""
         return time.monotonic() - self._since > _LONG_QUIET
 
 
 class StartedChat(NamedTuple):
-    """A chat under way."""
+    """A running chat."""
 
     # ids of the prompt
     prompt: list[int]
-    # deltas as they come, less what a shortcut takes
+    # deltas as they arrive, except those that a shortcut takes
     outputs: AsyncGenerator[tuple[int, GenerationOutput], None]
     # by choice, text that another engine has delivered
     passed_over: Mapping[int, str]
-    # the prompt ends within thoughts
+    # the prompt ends within reasoning
     thinking: bool
 
 
@@ -95,19 +95,19 @@ class ChatPieces:
 
     Args:
         prompt: its ids.
-        thinking: the prompt ends within thoughts.
+        thinking: the prompt ends within reasoning.
     """
 
     def __init__(self, request: ChatRequest, prompt: list[int], *, thinking: bool = False) -> None:
         plan = request.template.tools
-        # where calls may come
+        # None: the output cannot hold calls
         self.plan = plan if plan is not None and plan.calls else None
         self.count = UsageCount.of(1, request.options)
         self.count.expect(0, len(prompt))
         n = request.options.n
         self._tells_reasoning = request.tells_reasoning
         self._thinking = request.thinking
-        # of each choice; none where no thoughts are looked for
+        # one per choice; empty if reasoning is not searched for
         self._readers: list[Reader] = []
         if self._thinking is not None:
             marks = self._thinking.marks
@@ -120,8 +120,7 @@ class ChatPieces:
         )
 
     def pass_over(self, texts: Mapping[int, str]) -> None:
-        """Take in text of choices that another engine has delivered, thoughts and calls in it
-        too."""
+        """Read text, with its reasoning and calls, that another engine has delivered."""
         for index, text in texts.items():
             if self._readers:
                 _, text = self._readers[index].push(text)
@@ -130,15 +129,15 @@ class ChatPieces:
 
     @property
     def parses(self) -> bool:
-        """Whether there is more in the text than text."""
+        """Whether the text is searched for reasoning or calls."""
         return bool(self._readers or self.plan)
 
     def calls(self, index: int) -> list[Call]:
-        """All calls so far of one choice; the list grows."""
+        """Return all calls so far of one choice; the list grows."""
         return self._collectors[index].calls if self._collectors else []
 
     def first(self) -> ChatPiece:
-        """A piece that adds nothing, of a request that is under way."""
+        """Return an empty piece for a running request."""
         return ChatPiece(0, "", [], self.calls(0), (), (), None, None, self.count)
 
     def read(self, output: GenerationOutput) -> list[ChatPiece]:
@@ -170,7 +169,7 @@ class ChatPieces:
         )
 
     def _read_thoughts(self, delta: ChoiceDelta) -> tuple[str, str]:
-        """Thoughts for the caller, and the rest."""
+        """Return reasoning for the caller, and the rest."""
         reader = self._readers[delta.index]
         had_ended = reader.ended
         thoughts, text = reader.push(delta.text)
@@ -188,7 +187,7 @@ class ChatPieces:
 async def chat_pieces(
     service: Service, request: ChatRequest, head: AnswerHead, arrival: float
 ) -> AsyncGenerator[ChatPiece, None]:
-    """Pieces as they come, the first one empty as soon as the request is under way (its ``usage``
+    """Yield pieces as they arrive, the first one empty as soon as the request runs (its ``usage``
     has the prompt's length). ``request`` has n = 1.
 
     Raises what ``Service.run`` raises.
@@ -213,7 +212,7 @@ async def start_chat(
     arrival: float,
     shortcut: Shortcut[GenerationOutput] | None = None,
 ) -> StartedChat:
-    """Renders the prompt and begins. ``shortcut`` may take some of the deltas.
+    """Render the prompt and start the request. ``shortcut`` may take some of the deltas.
 
     Raises what ``Service.run`` raises, and InvalidRequestError.
     """

@@ -52,7 +52,7 @@ async def completion_events(
     arrival: float,
     shortcut: Shortcut[GenerationOutput],
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a streamed answer; the last one is ``DONE``.
+    """Yield the events of a streamed answer; the last one is ``DONE``.
 
     Errors before the first event are raised from the first ``anext``.
     """
@@ -60,7 +60,7 @@ async def completion_events(
     prompts, outputs = await _start(service, request, head, arrival, shortcut)
     echoes = await _echoes(service, request, prompts)
     stream = CompletionStream(head, request, prompts, echoes, service.client.tokenizer)
-    # several prompts share the answer, and none of them goes this way
+    # several prompts share the answer, and none of them uses the shortcut
     shortcut.render_with(stream.middle)
     async with aclosing(outputs):
         async for index, output in outputs:
@@ -73,7 +73,7 @@ async def completion_events(
 async def completion_answer(
     service: Service, request: CompletionRequest, request_id: str, arrival: float
 ) -> bytes:
-    """The body of an answer that is not streamed."""
+    """Return the body of an answer that is not streamed."""
     head = AnswerHead.of("cmpl", request_id, service, request.options.service_tier)
     prompts, outputs = await _start(service, request, head, arrival)
     n = request.options.n
@@ -134,7 +134,7 @@ async def _start(
 async def _of_prompts(
     outputs: AsyncGenerator[tuple[int, GenerationOutput], None],
 ) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
-    """``outputs`` without the token that the engine draws behind each prompt."""
+    """Yield ``outputs`` without the token that the engine draws behind each prompt."""
     async with aclosing(outputs):
         async for index, output in outputs:
             choices = tuple(
@@ -142,7 +142,7 @@ async def _of_prompts(
                     index=delta.index,
                     text="",
                     token_ids=(),
-                    # whatever has ended it, such as a stop string in that token
+                    # the actual reason may come from the dropped token, such as a stop string in it
                     finish_reason=None if delta.finish_reason is None else "length",
                     timeline=delta.timeline,
                 )
@@ -154,11 +154,11 @@ async def _of_prompts(
 async def _echoes(
     service: Service, request: CompletionRequest, prompts: Sequence[list[int]]
 ) -> list[str]:
-    """What goes before each prompt's output: with ``echo`` the prompt's text, else nothing."""
+    """Return the text before each prompt's output: with ``echo`` the prompt's, else ""."""
     if not request.echo:
         return [""] * len(prompts)
     return [
-        # what truncation left is not what was sent
+        # a truncated prompt differs from the given text
         given
         if isinstance(given, str) and request.options.truncate_prompt_tokens is None
         else await service.prompts.decode(prompt)
@@ -228,19 +228,19 @@ class CompletionStream:
         self._continuous = options.continuous_usage
         self._writer = None if options.sampling.logprobs is None else _writer(request, tokenizer)
         self._usage = UsageCount.of(len(prompts), options)
-        # a delta that goes on is its text and nothing else
+        # a middle delta holds only text
         self._plain = not (self._writer or self._continuous)
         self._middle = PlainEvents("text", self._wants_ids)
         choices = len(prompts) * options.n
         self._begun = [False] * choices
-        # characters of the tokens told so far, per choice
+        # per choice, characters of the tokens sent so far
         self._offsets = [0] * choices
-        # of prompts, where nothing but these is told
+        # log-probabilities of prompts, in requests for nothing else
         self._told: list[tuple[TokenLogprobs, ...] | None] = [None] * len(prompts)
 
     def events(self, prompt: int, output: GenerationOutput) -> bytes:
-        """The events of one delivery for prompt number ``prompt``; empty when there is nothing to
-        tell yet, such as half a character."""
+        """Return the events of one delivery for prompt number ``prompt``; empty when there is
+        nothing to send yet, such as half a character."""
         self._usage.update(prompt, output)
         if output.prompt_logprobs is not None:
             self._told[prompt] = output.prompt_logprobs
@@ -259,14 +259,14 @@ class CompletionStream:
         return data
 
     def middle(self, output: GenerationOutput) -> bytes:
-        """``events`` of the only prompt, for a delivery between the first and any choice's last."""
+        """Return ``events`` of the only prompt, for a delivery that begins and ends no choice."""
         # the first delivery may have been another choice's
         if not self._plain or not all(self._begun):
             return self.events(0, output)
         return self._middle.of(output, self._example)
 
     def end(self) -> bytes:
-        """The usage chunk, if asked for, and the end of the stream."""
+        """Return the usage chunk, if requested, and the end of the stream."""
         if not self._include_usage:
             return DONE
         head = self._head
@@ -283,13 +283,13 @@ class CompletionStream:
         return event(encode(chunk)) + DONE
 
     def _tells_tokens(self, delta: ChoiceDelta) -> bool:
-        """Whether the tokens themselves go out, even where they make no text yet."""
+        """Return whether tokens are sent even if they make no text yet."""
         return bool(delta.token_ids) and (
             self._wants_ids or self._continuous or self._writer is not None
         )
 
     def _example(self, index: int) -> bytes:
-        """Of chunks that add to a choice that has begun."""
+        """Return a chunk that adds an empty text to a choice that has begun."""
         token_ids = () if self._wants_ids else UNSET
         return self._event(CompletionChunkChoice(index=index, text="", token_ids=token_ids))
 

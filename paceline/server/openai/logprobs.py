@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes."""
+"""Log-probabilities in OpenAI's two formats."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ __all__ = [
     "prompt_logprobs_json",
 ]
 
-# JSON has no -inf; vLLM's stand-in
+# vLLM's substitute for -inf, which JSON lacks
 LOWEST_LOGPROB: Final = -9999.0
 
 
 class TokenWriter:
-    """How single tokens are written: as their text, or as ``token_id:17``."""
+    """Writes single tokens, as their text or as ``token_id:17``."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
 
     def write(self, token_id: int) -> tuple[str, bytes]:
-        """The token's text, with U+FFFD for parts of characters, and its exact bytes."""
+        """Return the token's text, with U+FFFD for parts of characters, and its exact bytes."""
         if self._as_ids:
             text = f"token_id:{token_id}"
             return text, text.encode()
@@ -45,7 +45,7 @@ class TokenWriter:
 
 
 def chat_logprobs(entries: Sequence[TokenLogprobs], writer: TokenWriter) -> ChatLogprobs:
-    """One entry per token, each with the likeliest tokens at its place."""
+    """Return one entry per token, each with the likeliest tokens at its position."""
     return ChatLogprobs([_chat_entry(entry, writer) for entry in entries])
 
 
@@ -61,18 +61,17 @@ def _chat_entry(entry: TokenLogprobs, writer: TokenWriter) -> ChatTokenLogprob:
 def completion_logprobs(
     entries: Sequence[TokenLogprobs], writer: TokenWriter, offset: int
 ) -> tuple[CompletionLogprobs, int]:
-    """Columns, as the completions endpoint has them.
+    """Return the columns that the completions endpoint has.
 
-    ``top_logprobs`` always holds the chosen token too, so it may have one entry more than asked
-    for. ``offset`` is where the first token begins, in characters; returned is where the next one
-    will.
+    ``top_logprobs`` always holds the chosen token too, so it may have one entry more than
+    requested. ``offset`` is the first token's start, in characters; the next token's is returned.
     """
     columns = CompletionLogprobs([], [], [], [])
     for entry in entries:
         text, _ = writer.write(entry.token_id)
         top: dict[str, float] = {}
         for token_id, logprob in entry.top:
-            # halves of characters look alike; the likelier one keeps the place
+            # parts of characters share a spelling; the likelier one keeps the entry
             top.setdefault(writer.write(token_id)[0], _finite(logprob))
         top.setdefault(text, _finite(entry.logprob))
         columns.text_offset.append(offset)
@@ -86,8 +85,8 @@ def completion_logprobs(
 def prompt_logprobs_json(
     prompt: Sequence[int], entries: Sequence[TokenLogprobs] | None, writer: TokenWriter
 ) -> list[dict[str, PromptLogprob] | None] | None:
-    """vLLM's shape: per prompt token the likeliest tokens and its own, by id; None for the first,
-    which nothing came before."""
+    """Return vLLM's format: per prompt token the likeliest tokens and its own, by id; None for the
+    first token, which has no context."""
     if entries is None:
         return None
     told: list[dict[str, PromptLogprob] | None] = [None] if prompt else []
@@ -107,7 +106,7 @@ def prompt_logprobs_json(
 def echoed_logprobs(
     prompt: Sequence[int], entries: Sequence[TokenLogprobs], writer: TokenWriter
 ) -> tuple[CompletionLogprobs, int]:
-    """The prompt's columns, as ``completion_logprobs`` gives the output's. The first token has no
+    """Return the prompt's columns, like ``completion_logprobs``. The first token has no
     log-probability."""
     columns, _ = completion_logprobs(entries, writer, 0)
     first = writer.write(prompt[0])[0]

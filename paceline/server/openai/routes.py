@@ -1,4 +1,4 @@
-"""The endpoints that generate text, and how every endpoint that generates is answered."""
+"""The endpoints that generate text, and the way every generating endpoint is answered."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ __all__ = [
     "with_ignored",
 ]
 
-# tells which fields nothing has read
+# names the fields that were not read
 IGNORED_HEADER: Final = "x-paceline-ignored-fields"
-# bodies are parsed by hand (protocol.py), so the schema for /docs says only what they are
+# bodies are parsed by hand (protocol.py), so the schema for /docs only names their type
 JSON_BODY: Final = {
     "requestBody": {
         "required": True,
@@ -50,14 +50,14 @@ JSON_BODY: Final = {
 
 
 class Answered(Protocol):
-    """What decides how an answer goes out."""
+    """Options that decide how an answer is sent."""
 
     @property
     def stream(self) -> bool: ...
 
     @property
     def request_id(self) -> str | None:
-        """The caller's own, if there is one."""
+        """The caller's own id, if any."""
         ...
 
 
@@ -68,8 +68,8 @@ class _Parsed(Protocol):
 
 _R = TypeVar("_R", bound=_Parsed)
 _P = TypeVar("_P")
-# a streamed answer: of the service, a parsed request, its id, when it arrived, and what may take
-# some of the events once the first is out
+# makes a streamed answer from the service, a parsed request, its id, its arrival time, and a
+# shortcut that may take some of the events after the first
 Events: TypeAlias = Callable[
     [Service, _P, str, float, Shortcut[GenerationOutput]], AsyncGenerator[bytes, None]
 ]
@@ -129,8 +129,7 @@ async def generate(
     failed: Callable[[Reply], bytes] = lambda reply: event(error_body(reply)) + DONE,
     body: dict[str, Any] | None = None,
 ) -> Response:
-    """Read (unless ``body`` was), check, run and answer a request of one body shape; see
-    ``respond``."""
+    """Read (unless ``body`` is given), check, run and answer a request; see ``respond``."""
     arrival = time.monotonic()
     service.refuse_if_draining()
     if body is None:
@@ -143,21 +142,21 @@ async def generate(
 
 
 class HasIgnored(Protocol):
-    """Options that say which fields nothing has read."""
+    """Options that list the fields that were not read."""
 
     @property
     def ignored_fields(self) -> tuple[str, ...]: ...
 
 
 def with_ignored(response: Response, options: HasIgnored) -> Response:
-    """The answer with a header that names the fields that nothing has read, if there are any."""
+    """Add a header to the answer that names the fields that were not read, if any."""
     if options.ignored_fields:
         response.headers[IGNORED_HEADER] = _header_value(options.ignored_fields)
     return response
 
 
 def _header_value(names: Sequence[str]) -> str:
-    """Names as callers chose them, quoted as in an error message, in what a header may hold."""
+    """Return names as callers chose them, quoted as in an error message, as a header value."""
     plain = ", ".join(name.strip("'") for name in names)
     return plain.encode("ascii", "backslashreplace").decode()
 
@@ -176,15 +175,15 @@ async def respond(
     """Run a parsed request and answer it, whole or as a stream.
 
     Args:
-        failed: the last bytes of a stream that breaks.
-        media_type: of a stream.
+        failed: makes the last bytes of a stream that breaks.
+        media_type: that of a stream.
     """
     service.check_generates()
     request_id = options.request_id or request_id_of(request)
     if not options.stream:
         whole = answer(service, parsed, request_id, arrival)
         return json_response(await unless_disconnected(request.receive, whole))
-    # other streams have no comments
+    # streams of other types have no comments
     keep_alive = service.config.sse_keep_alive if media_type == SSE else 0.0
     shortcut: Shortcut[GenerationOutput] = Shortcut()
     source = events(service, parsed, request_id, arrival, shortcut)

@@ -1,7 +1,7 @@
-"""What each endpoint takes, as JSON schemas with the bounds of this server.
+"""JSON schemas of all requests, with the bounds of this server.
 
-Fields that are refused are left out (docs/api.md names them); a null is as good as leaving a field
-out. What one field says about another (``min_tokens`` and ``max_tokens``) a schema does not tell.
+Refused fields are left out (docs/api.md names them); null counts as absent. The schemas do not
+express relations between fields (``min_tokens`` and ``max_tokens``).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from paceline.server.pooling.ollama import OllamaEmbedBody, OllamaEmbeddingsBody
 __all__ = ["BODIES", "EXAMPLES", "request_schemas", "shared_schemas"]
 
 _ASKED: Final = [{"role": "user", "content": "Name the capital of France."}]
-# a body that is served, by path
+# a valid body, by path
 EXAMPLES: Final[dict[str, Schema]] = {
     "/v1/chat/completions": {"messages": _ASKED, "max_tokens": 16, "temperature": 0},
     "/v1/completions": {"prompt": "One, two,", "max_tokens": 8},
@@ -63,7 +63,7 @@ EXAMPLES: Final[dict[str, Schema]] = {
     "/detokenize": {"tokens": [1, 2, 3]},
 }
 
-# what is read at a path; several are alternatives
+# bodies by path; several are alternatives
 BODIES: Final[dict[str, tuple[type[Body], ...]]] = {
     "/v1/chat/completions": (ChatBody,),
     "/v1/completions": (CompletionBody,),
@@ -96,7 +96,7 @@ BODIES: Final[dict[str, tuple[type[Body], ...]]] = {
 
 
 def shared_schemas(rules: RequestRules) -> dict[str, Schema]:
-    """What several requests hold."""
+    """Return schemas that several requests refer to."""
     return {
         **message_schemas(),
         "Slo": slo_schema(rules.slo_classes),
@@ -107,7 +107,7 @@ def shared_schemas(rules: RequestRules) -> dict[str, Schema]:
 
 
 def request_schemas(rules: RequestRules) -> dict[str, Schema]:
-    """By path."""
+    """Return the schemas by path."""
     told: dict[str, Schema] = {}
     for path, bodies in BODIES.items():
         found = [schema_of(body, rules) for body in bodies]

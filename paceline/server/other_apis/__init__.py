@@ -1,5 +1,6 @@
-"""APIs beside OpenAI's first two: Responses, Anthropic's Messages, and token ids in and out.
+"""APIs in addition to OpenAI's first two: Responses, Anthropic's Messages, llama-server's,
+Ollama's, and token ids in and out.
 
-Responses and Messages turn their body into a chat body and their answer from chat pieces, so every
-field is checked, rendered and run by the same code as ``/v1/chat/completions``.
+Responses and Messages turn their body into a chat body and build their answer from chat pieces, so
+that the code of ``/v1/chat/completions`` checks, renders and runs every field.
 """

@@ -1,4 +1,4 @@
-"""``/v1/messages`` and its ``count_tokens``: Anthropic's shapes over the chat machinery."""
+"""``/v1/messages`` and its ``count_tokens``: Anthropic's formats on top of chat."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ _UNSERVED: Final = refused(" is not served in /v1/messages", ())
 
 _MESSAGE_NAMES: Final = frozenset({"role", "content"})
 _TOOL_NAMES: Final = frozenset({"type", "name", "description", "input_schema", "cache_control"})
-# a schema's name and description are for the caller; it is always kept strictly
+# name and description of a schema inform the caller; a schema is always enforced strictly
 _FORMAT_NAMES: Final = frozenset({"type", "schema", "name", "description", "strict"})
-# of blocks; thoughts of earlier turns are not shown again, and prefixes are always cached
+# keys of blocks; reasoning of earlier turns is not shown again, and prefixes are always cached
 _BLOCK_NAMES: Final = frozenset(
     {"type", "text", "id", "name", "input", "tool_use_id", "content", "cache_control"}
     | {"thinking", "signature", "data"}
@@ -97,7 +97,7 @@ _BLOCK_NAMES: Final = frozenset(
 
 
 class Metadata(Body):
-    # the tenant was made from it
+    # it names the tenant
     user_id = string()
 
 
@@ -170,17 +170,17 @@ class MessagesBody(CountTokensBody):
 
 
 def parse_messages_api(body: dict[str, Any], rules: RequestRules, tenant: str = "") -> ChatRequest:
-    """Raises InvalidRequestError or UnknownModelError."""
+    """Parse a Messages body. Raises InvalidRequestError or UnknownModelError."""
     asked = MessagesBody.read(body, rules)
     chat = _chat_body(asked, rules)
     chat["max_tokens"] = asked.max_tokens
-    # clients send the most that a model could say, whatever the conversation's length
+    # clients send the model's maximum output, without regard to the conversation's length
     request = parse_chat(chat, rules, tenant, cuts_max_tokens=True)
     return replace(request, options=replace(request.options, ignored_fields=asked.ignored_fields))
 
 
 def _chat_body(asked: CountTokensBody, rules: RequestRules) -> dict[str, Any]:
-    """A chat body, but for ``max_tokens``."""
+    """Return a chat body without ``max_tokens``."""
     chat = asked.passed()
     messages: list[dict[str, Any]] = []
     if asked.system is not None:
@@ -189,7 +189,7 @@ def _chat_body(asked: CountTokensBody, rules: RequestRules) -> dict[str, Any]:
         messages += _messages(value, f"messages[{index}]")
     chat["messages"] = messages
     if messages and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
-        # Anthropic's way to begin the answer
+        # Anthropic's way to give the start of the answer
         chat["continue_final_message"] = True
     if asked.tools:
         chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked.tools)]
@@ -212,9 +212,9 @@ def _chat_body(asked: CountTokensBody, rules: RequestRules) -> dict[str, Any]:
 
 
 def _think(thinking: dict[str, Any], chat: dict[str, Any], rules: RequestRules) -> None:
-    """Turns the chat template's thinking on or off; off where nothing is said, as Anthropic has it.
+    """Turn the chat template's thinking on or off; off by default, as in Anthropic's API.
 
-    Raises InvalidRequestError where the model cannot.
+    Raises InvalidRequestError if the model cannot.
     """
     kind = thinking.get("type")
     if kind not in _THINKING:
@@ -232,7 +232,7 @@ def _think(thinking: dict[str, Any], chat: dict[str, Any], rules: RequestRules) 
 
 
 def _texts(value: Any, where: str) -> str:
-    """A string, or text blocks joined."""
+    """Return a string, or text blocks joined."""
     if type(value) is str:
         return value
     if type(value) is not list:
@@ -254,7 +254,7 @@ def _text(block: Any, where: str) -> str:
 
 
 def _messages(value: Any, where: str) -> list[dict[str, Any]]:
-    """One of Anthropic's messages; tool results in it become messages of their own."""
+    """Convert one of Anthropic's messages; its tool results become separate messages."""
     role = value.get("role") if type(value) is dict else None
     if role not in ("user", "assistant"):
         raise InvalidRequestError(
@@ -278,7 +278,7 @@ def _messages(value: Any, where: str) -> list[dict[str, Any]]:
                 {"role": "tool", "content": said, "tool_call_id": block.get("tool_use_id")}
             )
         elif kind in ("thinking", "redacted_thinking") and role == "assistant":
-            # of an earlier turn; not shown again
+            # reasoning of an earlier turn is not shown again
             continue
         else:
             texts.append(_text(block, at))
@@ -316,7 +316,7 @@ def _tool_choice(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 async def count_tokens(service: Service, asked: CountTokensBody) -> bytes:
-    """The answer to ``/v1/messages/count_tokens``."""
+    """Return the answer to ``/v1/messages/count_tokens``."""
     request = parse_chat(_chat_body(asked, service.rules), service.rules)
     prompt = await service.prompts.chat(
         request.template, add_special_tokens=request.options.add_special_tokens
@@ -346,7 +346,7 @@ def _stop(finish: str | None, stop: int | str | None, *, called: bool) -> dict[s
 async def messages_answer(
     service: Service, request: ChatRequest, request_id: str, arrival: float
 ) -> bytes:
-    """The body of an answer that is not streamed."""
+    """Return the body of an answer that is not streamed."""
     head = AnswerHead.of("msg", request_id, service)
     content: list[dict[str, Any]] = []
     last = None
@@ -366,7 +366,7 @@ async def messages_answer(
     )
 
 
-# thoughts, text, or a piece of a call
+# reasoning, text, or a piece of a call
 _Part: TypeAlias = tuple[str, str] | CallDelta
 
 
@@ -376,7 +376,7 @@ def _parts(piece: ChatPiece) -> list[_Part]:
 
 
 def _begun(part: _Part, calls: list[Call]) -> dict[str, Any]:
-    """The empty block that a part is the first of."""
+    """Return the empty block that a part opens."""
     if isinstance(part, CallDelta):
         call = calls[part.index]
         return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
@@ -384,7 +384,7 @@ def _begun(part: _Part, calls: list[Call]) -> dict[str, Any]:
 
 
 def _begins(part: _Part, block: str) -> bool:
-    """Whether a part begins a block of its own behind one of type ``block``."""
+    """Return whether a part opens a new block after one of type ``block``."""
     return part.name is not None if isinstance(part, CallDelta) else part[0] != block
 
 
@@ -410,7 +410,7 @@ def _message(head: AnswerHead) -> dict[str, Any]:
 
 
 def object_of(arguments: str) -> Any:
-    """Arguments as the object they are; what was cut off by a limit is an empty one."""
+    """Return arguments as an object; an empty one if a limit has cut them off."""
     try:
         value = msgspec.json.decode(arguments)
     except msgspec.DecodeError:
@@ -425,9 +425,9 @@ def _event(kind: str, **fields: Any) -> bytes:
 async def messages_events(
     service: Service, request: ChatRequest, request_id: str, arrival: float
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a streamed answer, from ``message_start`` to ``message_stop``."""
+    """Yield the events of a streamed answer, from ``message_start`` to ``message_stop``."""
     head = AnswerHead.of("msg", request_id, service)
-    # the type of the content block that is open; empty: none is
+    # the type of the open content block; empty: no block is open
     block = ""
     index = -1
     started = False

@@ -1,7 +1,7 @@
 """Answers of llama-server's ``/completion``, whole and streamed.
 
-A stream has an event for every delivery, ``"stop": false``, and one for the end of each choice with
-what a whole answer has; nothing follows. Times are of the request, counts of the choice.
+A stream has an event for every delivery, ``"stop": false``, and one at the end of each choice with
+the fields of a whole answer; nothing follows. Times are the request's, counts the choice's.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from paceline.server.service import Service
 
 __all__ = ["NO_SLOT", "generation_settings", "llama_answer", "llama_events"]
 
-# there are none: a request is not bound to a place
+# a request is not bound to a slot here
 NO_SLOT: Final = -1
 
 
 @dataclass(slots=True)
 class _Choice:
-    """What has come of one choice."""
+    """The output of one choice so far."""
 
     prompt: list[int]
     sampling: SamplingParams
@@ -42,7 +42,7 @@ class _Choice:
     has_new_line: bool = False
     # the last delivery
     output: GenerationOutput | None = None
-    # how it has ended
+    # how it ended
     stop_type: str = "none"
     stopping_word: str = ""
 
@@ -67,7 +67,7 @@ async def llama_events(
     arrival: float,
     _: Shortcut[GenerationOutput],
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a streamed answer."""
+    """Yield the events of a streamed answer."""
     head = AnswerHead.of("cmpl", request_id, service)
     writer = TokenWriter(service.client.tokenizer, as_ids=False)
     async with aclosing(_run(service, request, head, arrival)) as news:
@@ -75,7 +75,7 @@ async def llama_events(
             if delta.text or delta.token_ids:
                 yield event(encode(_chunk(request, index, choice, delta, writer)))
             if choice.stop_type != "none":
-                # its text has been told
+                # its text has been sent already
                 told = {"content": "", "tokens": []}
                 last = await _ended(service, request, head, index, choice)
                 yield event(encode(_selected(request, last | told)))
@@ -84,7 +84,7 @@ async def llama_events(
 async def llama_answer(
     service: Service, request: LlamaRequest, request_id: str, arrival: float
 ) -> bytes:
-    """The body of an answer that is not streamed: an object, or a list of them."""
+    """Return the body of an answer that is not streamed: an object, or a list of them."""
     head = AnswerHead.of("cmpl", request_id, service)
     writer = TokenWriter(service.client.tokenizer, as_ids=False)
     found: dict[int, _Choice] = {}
@@ -103,13 +103,13 @@ async def llama_answer(
 async def _run(
     service: Service, request: LlamaRequest, head: AnswerHead, arrival: float
 ) -> AsyncGenerator[tuple[int, _Choice, ChoiceDelta], None]:
-    """News of choices, each with its place and all that has come before; of an ended choice none
-    follow."""
+    """Yield deltas of choices, each with its index and the choice's output so far; no deltas follow
+    the end of a choice."""
     options, tokenizer = request.options, service.prompts
     prompts = await tokenizer.mixed(request.prompts, add_special_tokens=True)
     options = replace(options, sampling=await _biased(service, request))
     if request.time_limit:
-        # a whole answer comes at its end, and nobody would know when to end it
+        # a whole answer is delivered at its end only, too late to apply the limit
         options = replace(options, stream=True)
     length = service.rules.max_model_len
     samplings = [
@@ -134,7 +134,7 @@ async def _run(
                 if choice.stop_type != "none":
                     continue
                 if request.only_prompt:
-                    # a prompt is computed where a token is asked for
+                    # a prompt is only computed if a token is requested
                     cut = None if delta.finish_reason is None else "length"
                     delta = ChoiceDelta(index=delta.index, text="", token_ids=(), finish_reason=cut)
                 choice.add(delta, output)
@@ -147,7 +147,7 @@ async def _run(
 
 
 async def _biased(service: Service, request: LlamaRequest) -> SamplingParams:
-    """The sampling with the biases of texts."""
+    """Return the sampling with the biases of texts."""
     sampling = request.options.sampling
     if not request.text_biases:
         return sampling
@@ -161,7 +161,7 @@ async def _biased(service: Service, request: LlamaRequest) -> SamplingParams:
 
 
 def _is_late(request: LlamaRequest, choice: _Choice) -> bool:
-    """Whether a time limit ends the choice, which it does once there is a whole line."""
+    """Return whether a time limit ends the choice, once its text has a complete line."""
     times = None if choice.output is None else choice.output.times
     if not request.time_limit or times is None or not choice.has_new_line:
         return False
@@ -190,7 +190,7 @@ def _chunk(
 async def _ended(
     service: Service, request: LlamaRequest, head: AnswerHead, index: int, choice: _Choice
 ) -> dict[str, Any]:
-    """What is told of a choice that has ended."""
+    """Return the fields of a choice that has ended."""
     length = len(choice.prompt) + len(choice.tokens)
     output = choice.output
     return {
@@ -207,7 +207,7 @@ async def _ended(
         ),
         "prompt": await service.prompts.decode(choice.prompt),
         "has_new_line": choice.has_new_line,
-        # the context has ended it
+        # the context's end has ended it
         "truncated": choice.stop_type == "limit" and length >= service.rules.max_model_len,
         "stop_type": choice.stop_type,
         "stopping_word": choice.stopping_word,
@@ -236,7 +236,7 @@ def _probabilities(entries: Any, writer: TokenWriter) -> list[dict[str, Any]]:
 
 
 def _selected(request: LlamaRequest, answer: dict[str, Any]) -> dict[str, Any]:
-    """The fields that were asked for; ``a/b`` is b of a, and keeps that name."""
+    """Return the requested fields; ``a/b`` is b of a, and keeps that name."""
     if request.response_fields is None:
         return answer
     found = {}
@@ -255,10 +255,10 @@ def generation_settings(
     service: Service,
     request: LlamaRequest | None = None,
 ) -> dict[str, Any]:
-    """How a choice is sampled, in llama-server's words.
+    """Return how a choice is sampled, in llama-server's fields.
 
     Args:
-        request: None: nobody asks, these are the defaults.
+        request: None: return the defaults.
     """
     limit = -1 if options.max_tokens is None else options.max_tokens
     return {
@@ -272,12 +272,12 @@ def generation_settings(
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
         "repeat_penalty": sampling.repetition_penalty,
-        # penalties look at the whole context
+        # penalties cover the whole context
         "repeat_last_n": -1,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "samplers": SAMPLERS,
-        # what is not there is off
+        # unserved methods are off
         "dynatemp_range": 0.0,
         "typical_p": 1.0,
         "top_n_sigma": -1.0,

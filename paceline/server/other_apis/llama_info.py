@@ -1,6 +1,5 @@
-"""What llama-server tells of a server, and its way with texts: properties, slots, templates,
-tokens, and prompts that are to be filled in.
-"""
+"""Information that llama-server's endpoints return, and its text functions: properties, slots,
+templates, tokens, and prompts to be filled in."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ __all__ = [
     "tokens_of_content",
 ]
 
-# before the prefix, before the suffix, before what is to be written; and, where a model has them,
+# tokens before the prefix, before the suffix, before the text to write; and, if a model has them,
 # before the name of a repository and of a file
 _FIM: Final = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>"),
@@ -71,12 +70,12 @@ class FimTokens(NamedTuple):
 
     @property
     def ends(self) -> frozenset[int]:
-        """What a model writes when it is done, beside its own ends."""
+        """Tokens that end the output, in addition to the model's usual ones."""
         return frozenset(token for token in self if token is not None)
 
 
 def fim_tokens(tokenizer: Tokenizer) -> FimTokens | None:
-    """None: the model has none."""
+    """Return the model's tokens; None if it has none."""
 
     def find(text: str) -> int | None:
         ids = tokenizer.encode(text, add_special_tokens=False) if text else []
@@ -92,7 +91,7 @@ def fim_tokens(tokenizer: Tokenizer) -> FimTokens | None:
 
 
 class InfillBody(Body, partial=True):
-    """What ``/infill`` takes beyond the fields of ``/completion``."""
+    """The fields of ``/infill`` beyond those of ``/completion``."""
 
     input_prefix = needed(string())
     input_suffix = needed(string())
@@ -103,10 +102,10 @@ class InfillBody(Body, partial=True):
 def infill_prompt(
     body: dict[str, Any], rules: RequestRules, fim: FimTokens | None, model: str
 ) -> dict[str, Any]:
-    """A body of ``/completion`` for one of ``/infill``.
+    """Return the body of ``/completion`` for one of ``/infill``.
 
     Raises:
-        InvalidRequestError: the model cannot do it, or fields are not what they should be.
+        InvalidRequestError: the model cannot fill in text, or a field is invalid.
     """
     asked = InfillBody.read(body, rules)
     extra = asked.input_extra or []
@@ -120,7 +119,7 @@ def infill_prompt(
         raise InvalidRequestError(
             f"input_extra may hold {_MAX_FILES} files, got {len(extra)}", "input_extra"
         )
-    # what the tokenizer puts before a text comes first
+    # an empty text first, so that the tokenizer adds its leading tokens
     parts: list[Part] = [""]
     if extra and fim.repository is not None and fim.file is not None:
         parts += [fim.repository, "repository\n"]
@@ -145,7 +144,7 @@ def _file(value: Any) -> tuple[str, str]:
 
 
 def properties(service: Service) -> dict[str, Any]:
-    """The answer to ``/props``."""
+    """Return the answer to ``/props``."""
     source = service.client.tokenizer.chat_template_source
     shows_tools = source is not None and "tools" in source
     return {
@@ -173,7 +172,7 @@ def _defaults(service: Service) -> dict[str, Any]:
 
 
 def slots(service: Service) -> list[dict[str, Any]]:
-    """The answer to ``/slots``: requests under way, waiting ones too, then places nobody has."""
+    """Return the answer to ``/slots``: requests in flight, also waiting ones, then free slots."""
     taken = {entry.place: entry for entry in service.under_way.entries()}
     total = max(service.client.info.max_num_seqs, max(taken, default=-1) + 1)
     length = service.rules.max_model_len
@@ -186,7 +185,7 @@ def slots(service: Service) -> list[dict[str, Any]]:
 
 
 def _slot(entry: Entry, length: int) -> dict[str, Any]:
-    """One request, without what it says."""
+    """Return one request, without its texts."""
     request, done = entry.request, entry.counted.num_output_tokens
     sampling = request.sampling
     limit = request.n * sampling.max_tokens
@@ -213,7 +212,7 @@ def _slot(entry: Entry, length: int) -> dict[str, Any]:
 
 
 async def template_applied(service: Service, asked: TemplateBody) -> dict[str, Any]:
-    """The answer to ``/apply-template``."""
+    """Return the answer to ``/apply-template``."""
     template = parse_template_options(asked, service.rules)
     return {"prompt": await service.prompts.render(template)}
 
@@ -224,7 +223,7 @@ def _content_schema(rules: RequestRules) -> Schema:
 
 
 class ContentBody(Body):
-    """``/tokenize`` as llama-server has it."""
+    """The body of llama-server's ``/tokenize``."""
 
     model = MODEL
     content = needed(described(parse_parts, _content_schema, note="as llama-server takes it"))
@@ -234,7 +233,7 @@ class ContentBody(Body):
 
 
 async def tokens_of_content(service: Service, asked: ContentBody) -> dict[str, Any]:
-    """The answer to ``/tokenize`` with ``content``."""
+    """Return the answer to ``/tokenize`` with ``content``."""
     parts = asked.content
     (tokens,) = await service.prompts.mixed([parts], add_special_tokens=asked.add_special)
     tokenizer = service.client.tokenizer
@@ -252,7 +251,7 @@ async def tokens_of_content(service: Service, asked: ContentBody) -> dict[str, A
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
-    """A text, or the bytes of a part of a character."""
+    """Return a token's text, or its bytes if it is a part of a character."""
     exact = tokenizer.token_bytes(token)
     try:
         return exact.decode()

@@ -1,7 +1,7 @@
-"""Bodies of llama-server's ``/completion`` and ``/infill`` as those of completions.
+"""Bodies of llama-server's ``/completion`` and ``/infill``, turned into those of completions.
 
-Its sampling fields are translated where they mean the same here; see docs/api.md for those that do
-not. What nothing here can heed is named in the answer's header, as unknown fields are.
+Sampling fields that mean the same here are translated; docs/api.md lists the others. Fields without
+effect here are named in the answer's header, like unknown fields.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ __all__ = [
 # a text or a token id of a prompt
 Part = str | int
 
-# what is done, in this order
+# the methods used, in this order
 SAMPLERS: Final = ("penalties", "temperature", "min_p", "top_k", "top_p")
-# methods that are not there, which a list may name all the same: they do nothing unless asked to
+# unserved methods that a list may name: they have no effect unless their fields are set
 _ABSENT: Final = frozenset({"dry", "top_n_sigma", "typ_p", "typical_p", "xtc"})
 _LETTERS: Final = {
     "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p",
     "m": "min_p", "x": "xtc", "t": "temperature",
 }  # fmt: skip
-# a method that a list leaves out is not used
+# fields that turn off a method which a list leaves out
 _NEUTRAL: Final[dict[str, dict[str, float]]] = {
     "penalties": {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
     "temperature": {"temperature": 1.0},
@@ -69,9 +69,9 @@ _NEUTRAL: Final[dict[str, dict[str, float]]] = {
     "top_k": {"top_k": 0},
     "top_p": {"top_p": 1.0},
 }
-# those whose order makes no difference: each keeps the likeliest, whatever their scale
+# pairs whose order makes no difference: each keeps the likeliest tokens at any scale
 _COMMUTE: Final = ({"temperature", "top_k"}, {"min_p", "top_k"})
-# how its clients write a random seed
+# values that clients of llama-server send for a random seed
 _RANDOM: Final = (-1, 2**32 - 1)
 _NEVER: Final = -1e6
 _MAX_BIAS_CHARS: Final = 1024
@@ -79,7 +79,7 @@ _MAX_FIELDS: Final = 64
 
 
 def parse_parts(value: Any, name: str, rules: RequestRules) -> tuple[Part, ...]:
-    """One prompt: a text, or ids and texts that follow each other."""
+    """Parse one prompt: a text, or a sequence of ids and texts."""
     if type(value) is dict:
         if value.get("multimodal_data"):
             raise InvalidRequestError(f"{name}: this model reads text alone", name)
@@ -97,8 +97,8 @@ def parse_parts(value: Any, name: str, rules: RequestRules) -> tuple[Part, ...]:
 def _prompts(
     value: Any, name: str, rules: RequestRules
 ) -> tuple[tuple[tuple[Part, ...], ...], bool]:
-    """The prompts, and whether they came as a list of them."""
-    # ids and texts in one list are one prompt, and so are ids alone
+    """Parse the prompts; also return whether they came as a list of prompts."""
+    # ids and texts in one list are one prompt, and so are ids only
     is_list = type(value) is list and not any(type(part) is int for part in value)
     if not is_list:
         return (parse_parts(value, name, rules),), False
@@ -110,7 +110,7 @@ def _prompts(
 
 
 def _stop(value: Any, _name: str, _rules: RequestRules) -> Any:
-    """Without the empty strings that some clients send; the rest is looked at elsewhere."""
+    """Drop the empty strings that some clients send; the rest is checked elsewhere."""
     if type(value) is list and len(value) <= _MAX_FIELDS:
         return [text for text in value if text != ""]
     return None if value == "" else value
@@ -119,7 +119,7 @@ def _stop(value: Any, _name: str, _rules: RequestRules) -> Any:
 def _biases(
     value: Any, name: str, rules: RequestRules
 ) -> tuple[dict[int, float], tuple[tuple[str, float], ...]]:
-    """By id, and by text."""
+    """Parse biases by id, and by text."""
     pairs: list[Any] = []
     if type(value) is dict:
         pairs = [[int(k) if k.isdecimal() and len(k) < 11 else k, v] for k, v in value.items()]
@@ -145,7 +145,7 @@ def _biases(
 
 
 def _samplers(value: Any, name: str, _: RequestRules) -> list[str]:
-    """The methods in their order."""
+    """Parse the methods in their order."""
     if type(value) is str:
         value = [_LETTERS.get(letter, letter) for letter in value]
     known = (*SAMPLERS, *_ABSENT)
@@ -178,7 +178,7 @@ def _prompts_schema(rules: RequestRules) -> Schema:
 
 
 def _asks_adapters(value: Any) -> bool:
-    """Unless they are listed with scale 0 alone."""
+    """Return whether adapters are requested; those listed with scale 0 are not."""
     return type(value) is not list or not all(
         type(entry) is dict and entry.get("scale") == 0 for entry in value
     )
@@ -199,7 +199,7 @@ def _slots(*harmless: Any) -> Field[Any]:
 
 _STOP_TEXT: Final = schemas.string(high=1024)
 _CHOICES: Final = integer(1, lambda rules: rules.max_choices)
-# of methods that are refused where they are asked for
+# fields of methods that are refused if requested
 _OF_METHOD: Final = ignored(note="of methods that are off")
 
 
@@ -215,7 +215,7 @@ class LlamaBody(
         ),
     ),
 ):  # fmt: skip
-    """``/completion``, and ``/infill`` but for its prompt."""
+    """``/completion``, and ``/infill`` except its prompt."""
 
     prompt = needed(
         described(_prompts, _prompts_schema),
@@ -276,7 +276,7 @@ class LlamaBody(
     n_keep = n_discard = n_cache_reuse = _slots(0)
     return_progress = _slots(False)
     sse_ping_interval = _slots()
-    # of methods that are refused where they are asked for
+    # fields of methods that are refused if requested
     dynatemp_exponent = _OF_METHOD
     dry_base = _OF_METHOD
     dry_allowed_length = _OF_METHOD
@@ -303,26 +303,26 @@ class LlamaRequest:
     prompts: tuple[tuple[Part, ...], ...]
     # a list of prompts was given: answers are a list too
     is_list: bool
-    # the answer has no tokens: the prompt is to be cached
+    # cache the prompt; the answer has no tokens
     only_prompt: bool
-    # log-probabilities of so many tokens at each place; 0: none
+    # log-probabilities at each position; 0: none
     n_probs: int
     return_tokens: bool
     timings_per_token: bool
-    # seconds after its first token when an answer that has a new line ends; 0: never
+    # seconds after its first token when an answer with a complete line ends; 0: never
     time_limit: float
-    # None: all of them
+    # None: all fields
     response_fields: tuple[str, ...] | None
-    # to be tokenised: each of the text's tokens gets the bias
+    # each token of the text gets the bias
     text_biases: tuple[tuple[str, float], ...]
-    # as it was given, for the answer
+    # the given text, for the answer
     grammar: str
 
 
 def parse_llama_completion(
     values: dict[str, Any], rules: RequestRules, tenant: str = ""
 ) -> LlamaRequest:
-    """Raises InvalidRequestError or UnknownModelError."""
+    """Parse a body. Raises InvalidRequestError or UnknownModelError."""
     body = LlamaBody.read(values, rules)
     prompts, is_list = body.prompt
     made = body.passed()
@@ -336,7 +336,7 @@ def parse_llama_completion(
     limit = _limit(body, rules)
     biases, text_biases = body.logit_bias or ({}, ())
     if not body.cache_prompt:
-        # a salt that nobody else has
+        # a salt that no other request has
         made["cache_salt"] = secrets.token_hex(16)
     samplers, window = body.samplers, body.repeat_last_n
     for name in SAMPLERS:
@@ -345,7 +345,7 @@ def parse_llama_completion(
     asked = parse_completion(
         made
         | {
-            # texts are looked at when they are tokenised
+            # placeholders; the texts are tokenised later
             "prompt": [""] * len(prompts),
             "max_tokens": limit or None,
             "seed": None if body.seed in _RANDOM else body.seed,
@@ -377,7 +377,7 @@ def parse_llama_completion(
 
 
 def _limit(body: LlamaBody, rules: RequestRules) -> int | None:
-    """Tokens of output; None: as many as there is place for. More than that is cut."""
+    """Return the maximum of output tokens, cut to the context; None: as many as fit."""
     limit = body.n_predict
     if limit is None and body.max_tokens is not None:
         limit = check_integer(body.max_tokens, "max_tokens", -2, INT32)
@@ -385,8 +385,8 @@ def _limit(body: LlamaBody, rules: RequestRules) -> int | None:
 
 
 def _check_order(samplers: list[str] | None, sampling: SamplingParams) -> None:
-    """Raises InvalidRequestError if the methods that do something are named in an order that gives
-    other results than the order here."""
+    """Raise InvalidRequestError if the methods in use are named in an order that gives other
+    results than the order here."""
     penalised = _is_penalised(sampling)
     active = {"penalties"} if penalised else set()
     if sampling.temperature > 0.0:
@@ -414,7 +414,7 @@ def _is_penalised(sampling: SamplingParams) -> bool:
 
 
 def _idle_window(window: int | None, sampling: SamplingParams, rules: RequestRules) -> list[str]:
-    """Penalties look at the whole context here."""
+    """Report ``repeat_last_n`` as without effect: penalties cover the whole context here."""
     if window is None or not 0 < window < rules.max_model_len or not _is_penalised(sampling):
         return []
     unheeded(window, "repeat_last_n", rules)

@@ -1,5 +1,4 @@
-"""The endpoints of llama-server that no other API has; those that it changes its models with are
-refused."""
+"""The endpoints that only llama-server has; those that change its models are refused."""
 
 from __future__ import annotations
 

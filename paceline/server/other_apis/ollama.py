@@ -1,4 +1,4 @@
-"""Ollama's API: ``/api/chat``, ``/api/generate``, and what its clients ask about models.
+"""Ollama's API: ``/api/chat``, ``/api/generate``, and endpoints about models.
 
 Answers stream as lines of JSON unless ``stream`` is false; the last line has the counts and times,
 in nanoseconds. Bodies become those of chat and completions (``ollama_request``).
@@ -37,11 +37,11 @@ _NS: Final = 1e9
 
 
 class _News(NamedTuple):
-    """What one delivery adds."""
+    """The additions of one delivery."""
 
     thoughts: str
     text: str
-    # of the whole answer, with its last piece
+    # all calls of the answer, with its last piece
     calls: list[Call]
     num_prompt_tokens: int
     num_output_tokens: int
@@ -55,7 +55,7 @@ async def ollama_lines(
     arrival: float,
     _: Shortcut[GenerationOutput],
 ) -> AsyncGenerator[bytes, None]:
-    """The lines of a streamed answer."""
+    """Yield the lines of a streamed answer."""
     async for value in _values(service, request, request_id, arrival):
         yield encode(value) + b"\n"
 
@@ -63,7 +63,7 @@ async def ollama_lines(
 async def ollama_answer(
     service: Service, request: OllamaRequest, request_id: str, arrival: float
 ) -> bytes:
-    """The body of an answer that is not streamed: all lines as one."""
+    """Return the body of an answer that is not streamed: all lines as one."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[Any] = []
@@ -88,7 +88,7 @@ async def ollama_answer(
 async def _values(
     service: Service, request: OllamaRequest, request_id: str, arrival: float
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """The lines of an answer, not yet written."""
+    """Yield the lines of an answer, not encoded yet."""
     is_chat = request.is_chat
 
     def line(text: str, **more: Any) -> dict[str, Any]:
@@ -124,7 +124,7 @@ async def _values(
                     done=True,
                     done_reason="length" if reason == "length" else "stop",
                     total_duration=round(_NS * (ended - arrival)),
-                    # it was there before the request came
+                    # the model was loaded before the request arrived
                     load_duration=0,
                     prompt_eval_count=num_prompt,
                     prompt_eval_duration=round(_NS * (begun - arrival)),
@@ -198,7 +198,7 @@ def _details(service: Service) -> dict[str, Any]:
 
 
 def served_models(service: Service) -> dict[str, Any]:
-    """The answer to ``/api/tags``."""
+    """Return the answer to ``/api/tags``."""
     at = _rfc3339(service.created)
     return {
         "models": [
@@ -209,7 +209,7 @@ def served_models(service: Service) -> dict[str, Any]:
 
 
 def running_models(service: Service) -> dict[str, Any]:
-    """The answer to ``/api/ps``: the model that is served is always loaded."""
+    """Return the answer to ``/api/ps``: the served model is always loaded."""
     name = service.model_name
     length = service.rules.max_model_len
     model = {"name": name, "model": name, "details": _details(service), "context_length": length}
@@ -217,7 +217,7 @@ def running_models(service: Service) -> dict[str, Any]:
 
 
 def shown_model(service: Service, asked: ShowBody) -> dict[str, Any]:
-    """The answer to ``/api/show``. Raises InvalidRequestError or UnknownModelError."""
+    """Return the answer to ``/api/show``. Raises InvalidRequestError or UnknownModelError."""
     name = asked.model or asked.name or service.model_name
     check_model(served_name(name, service.rules), service.rules)
     info = service.client.info

@@ -1,4 +1,4 @@
-"""Bodies of Ollama's ``/api/chat`` and ``/api/generate`` as bodies of chat and completions."""
+"""Bodies of Ollama's ``/api/chat`` and ``/api/generate``, as bodies of chat and completions."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _SAMPLING: Final = ", ".join((*_SAME_OPTIONS, "repeat_penalty", "num_predict"))
 class OllamaOptions(
     Body, passes=(CompletionBody, _SAME_OPTIONS), refuses_unknown="{names} is unknown"
 ):
-    """``options``; those that are passed on are looked at as fields of chat or completions."""
+    """``options``; those that are passed on are checked as fields of chat or completions."""
 
     repeat_penalty = anything(
         CompletionBody.repetition_penalty.schema, note="chat's `repetition_penalty`"
@@ -87,7 +87,7 @@ class OllamaOptions(
         schema=lambda rules: schemas.integer(0, rules.max_model_len),
         note="no more than the context here; it reserves nothing",
     )
-    # how a runner would be started, which runs already
+    # settings of a new runner; here it runs already
     num_keep = num_batch = num_gpu = main_gpu = num_thread = numa = low_vram = f16_kv = ignored()
     vocab_only = use_mmap = use_mlock = repeat_last_n = penalize_newline = mirostat_eta = ignored()
     mirostat_tau = embedding_only = logits_all = ignored()
@@ -96,7 +96,7 @@ class OllamaOptions(
 
 
 def _read_options(value: Any, name: str, rules: RequestRules) -> OllamaOptions:
-    # null says nothing, under any name
+    # null counts as absent, under any name
     given = {key: item for key, item in check_object(value, name).items() if item is not None}
     try:
         options = OllamaOptions.read(given, rules)
@@ -125,7 +125,7 @@ def _models(rules: RequestRules) -> Schema:
 
 
 def _response_format(value: Any, name: str, _: RequestRules) -> dict[str, Any]:
-    """As chat has it; nothing for an empty string."""
+    """Return chat's format; an empty string gives none."""
     if value == "json":
         return {"type": "json_object"}
     if type(value) is dict:
@@ -160,7 +160,7 @@ def _text(value: Any, name: str, _: RequestRules) -> str:
 
 
 class OllamaBody(Body, passes=(ChatBody, ("slo", "priority", "cache_salt"))):
-    """What both bodies have; what they pass on Ollama does not know."""
+    """Fields of both bodies; those passed on are unknown to Ollama."""
 
     model = described(_model, _models, note="a name may end in `:latest`")
     stream = boolean(True, note="true unless it says otherwise")
@@ -226,24 +226,24 @@ class OllamaGenerateBody(OllamaBody, refuses_unknown="{names}: not served in /ap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OllamaRequest:
-    """What is asked of the engine: a chat, a raw prompt, or nothing, where the caller only wants
-    the model to be loaded, or not to be any more."""
+    """A chat or a raw prompt for the engine, or nothing, if the caller only wants the model loaded
+    or unloaded."""
 
     asked: ChatRequest | CompletionRequest | None
-    # as the caller has it
+    # the name as the caller sent it
     model: str
-    # which of the two endpoints was asked
+    # whether the endpoint is ``/api/chat``
     is_chat: bool
     stream: bool
     # the done_reason of an answer to nothing
     nothing: str = ""
-    # Ollama's bodies have none
+    # absent from Ollama's bodies
     request_id: None = None
     ignored_fields: tuple[str, ...] = ()
 
 
 def served_name(name: str, rules: RequestRules) -> str:
-    """A model's name without the tag that Ollama's clients add where there is none."""
+    """Return a model's name without the tag that Ollama's clients add to names without one."""
     plain = name.removesuffix(_DEFAULT_TAG)
     return name if rules.serves(name) else plain
 
@@ -251,11 +251,11 @@ def served_name(name: str, rules: RequestRules) -> str:
 def parse_ollama_chat(
     values: dict[str, Any], rules: RequestRules, tenant: str = ""
 ) -> OllamaRequest:
-    """Raises InvalidRequestError or UnknownModelError."""
+    """Parse a chat body. Raises InvalidRequestError or UnknownModelError."""
     body = OllamaChatBody.read(values, rules)
     chat = _common(body, rules)
     messages = body.messages or []
-    # where nothing is asked, the other fields are still held to what they may be
+    # without messages, the other fields are still checked
     chat["messages"] = _messages(messages) or [{"role": "user", "content": ""}]
     if body.tools:
         chat["tools"] = body.tools
@@ -266,7 +266,7 @@ def parse_ollama_chat(
 def parse_ollama_generate(
     values: dict[str, Any], rules: RequestRules, tenant: str = ""
 ) -> OllamaRequest:
-    """Raises InvalidRequestError or UnknownModelError."""
+    """Parse a generate body. Raises InvalidRequestError or UnknownModelError."""
     body = OllamaGenerateBody.read(values, rules)
     made, prompt = _common(body, rules), body.prompt or ""
     if body.raw and body.system:
@@ -283,7 +283,7 @@ def parse_ollama_generate(
 
 
 def _common(body: OllamaBody, rules: RequestRules) -> dict[str, Any]:
-    """What both bodies share in those of chat and completions."""
+    """Return the fields that both bodies share, as fields of chat and completions."""
     made = {"model": served_name(_name(body, rules), rules), "stream": body.stream, **body.passed()}
     options = body.options
     if options is not None:
@@ -302,13 +302,13 @@ def _common(body: OllamaBody, rules: RequestRules) -> dict[str, Any]:
 
 
 def _name(body: OllamaBody, rules: RequestRules) -> str:
-    """The model's, as asked."""
+    """Return the model's name, as requested."""
     return body.model or rules.served_model_names[0]
 
 
 def _messages(values: list[Any]) -> list[dict[str, Any]]:
-    """With ids for calls, which Ollama's have not: a result is that of the latest call of its
-    name, or of the latest of all."""
+    """Add ids to calls, which Ollama's lack: a result belongs to the latest call of its name, or to
+    the latest call of all."""
     messages: list[dict[str, Any]] = []
     ids: dict[str, str] = {}
     for place, value in enumerate(values):

@@ -1,4 +1,4 @@
-"""The endpoints of Ollama's API; those that change models are refused with what to do instead."""
+"""The endpoints of Ollama's API; requests that change models are refused with an alternative."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ _QUERY: Final = ("limit", "order", "after")
 
 
 def input_items(stored: StoredResponse, query: Mapping[str, str]) -> bytes:
-    """A page of items, the latest first unless ``order`` is ``asc``.
+    """Return a page of items, the latest first unless ``order`` is ``asc``.
 
     Raises:
-        InvalidRequestError: a parameter that is not served, out of range, or no item's id.
+        InvalidRequestError: a parameter is not served, out of range, or names no item.
     """
     for name in query:
         if name not in _QUERY:
@@ -52,14 +52,14 @@ def input_items(stored: StoredResponse, query: Mapping[str, str]) -> bytes:
 
 def _limit(query: Mapping[str, str]) -> int:
     value = query.get("limit", str(_LIMIT))
-    # isdecimal() also takes digits of other scripts, as int() does
+    # isdecimal() accepts digits of all scripts, and so does int()
     if not value.isdecimal() or len(value) > 9 or not 1 <= int(value) <= _MOST:
         raise InvalidRequestError(f"limit must be 1 to {_MOST}, got {show(value)}", "limit")
     return int(value)
 
 
 def _items(stored: StoredResponse) -> list[dict[str, Any]]:
-    """What the chat messages were made from; an id is the item's place in this response."""
+    """Return the items behind the chat messages; an item's id is its index in this response."""
     found: list[dict[str, Any]] = []
     for message in stored.input_messages:
         role, text = message["role"], message.get("content") or ""

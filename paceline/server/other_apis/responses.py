@@ -1,4 +1,4 @@
-"""``/v1/responses``: OpenAI's response objects and typed events over the chat machinery."""
+"""``/v1/responses``: OpenAI's response objects and typed events on top of chat."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.server.tool_formats import CallDelta
 
 __all__ = ["cancel_response", "failed_event", "response_answer", "response_events"]
 
-# of an open item, an event that adds nothing
+# by open item, an event that adds nothing
 _EMPTY_DELTAS: Final[dict[str | int | None, dict[str, Any]]] = {
     "text": {"kind": "response.output_text.delta", "delta": "", "logprobs": []},
     "thoughts": {"kind": "response.reasoning_text.delta", "delta": ""},
@@ -30,26 +30,26 @@ _EMPTY_DELTAS: Final[dict[str | int | None, dict[str, Any]]] = {
 
 
 class ResponseBuilder:
-    """A response object as it grows, and the events that tell of it."""
+    """Builds a response object, and the events that describe it."""
 
     def __init__(self, service: Service, request: ResponsesRequest, request_id: str) -> None:
         self.head = AnswerHead.of("resp", request_id, service)
-        # stored by this id, so it must be nobody else's
+        # random, because responses are stored by it
         self.id = f"resp_{self.head.nonce}{token_hex(16)}"
         self._request = request
         self._writer = TokenWriter(service.client.tokenizer, as_ids=False)
         self._number = 0
         self._tokenizer = service.client.tokenizer
-        # all of the answer's, where they are to be told
+        # the whole answer's, if they are reported
         self._token_ids: list[int] = []
         self._prompt: list[int] = []
         self._text: list[str] = []
         self._logprobs: list[Any] = []
-        # of tokens whose text is not out yet, such as a part of a character
+        # entries of tokens whose text is not sent yet, such as a part of a character
         self._untold: list[Any] = []
         self._output: list[dict[str, Any]] = []
         self._quiet = Quiet()
-        # the output item that is open: None, "thoughts", "text" or the number of a call
+        # the open output item: None, "thoughts", "text" or the number of a call
         self._open: str | int | None = None
         self.body: dict[str, Any] = {
             "id": self.id,
@@ -65,7 +65,7 @@ class ResponseBuilder:
         }
 
     async def prepare(self, service: Service) -> None:
-        """Look up the prompt, where it is to be told."""
+        """Tokenise the prompt, if it is reported."""
         if self._request.tells_messages:
             chat = self._request.chat
             prompt = await service.prompts.chat(
@@ -80,7 +80,7 @@ class ResponseBuilder:
         )
 
     def take(self, piece: ChatPiece) -> bytes:
-        """The events of one piece."""
+        """Return the events of one piece."""
         data = b""
         if piece.reasoning:
             if self._open != "thoughts":
@@ -117,7 +117,7 @@ class ResponseBuilder:
         )
 
     def _take_call(self, piece: ChatPiece, part: CallDelta) -> bytes:
-        # what a call is written in is no text
+        # the tokens of a call belong to no text
         self._untold = []
         data = b""
         if self._open != part.index:
@@ -125,15 +125,15 @@ class ResponseBuilder:
         if part.arguments:
             data += self._item_event("response.function_call_arguments.delta", delta=part.arguments)
         plan = self._request.chat.template.tools
-        # a call that no grammar wrote comes whole
+        # a call without a grammar arrives whole
         return data if plan is not None and plan.forced else data + self._close(piece)
 
     def failed(self, reply: Reply) -> bytes:
-        """The event that ends the stream instead of the response."""
+        """Return the event that ends the stream instead of the response."""
         return self._event("error", **_failure(reply))
 
     def messages(self) -> list[dict[str, Any]]:
-        """The answer as chat messages."""
+        """Return the answer as chat messages."""
         said: dict[str, list[str]] = {"message": [], "reasoning": []}
         for item in self._output:
             if item["type"] in said:
@@ -206,7 +206,7 @@ class ResponseBuilder:
         )
 
     def _close(self, piece: ChatPiece, *, cut: bool = False) -> bytes:
-        """End the open item; ``cut``: before its end."""
+        """Close the open item; ``cut``: before its end."""
         if self._open is None:
             return b""
         item = self._output[-1]
@@ -226,7 +226,7 @@ class ResponseBuilder:
                 "response.output_text.done", text=text, logprobs=part["logprobs"]
             ) + self._text_event("response.content_part.done", part=part)
         elif self._open == "thoughts":
-            # the tokens of thoughts are no text's
+            # the tokens of reasoning belong to no text
             self._untold = []
             text, self._text = "".join(self._text), []
             part = {"type": "reasoning_text", "text": text}
@@ -263,7 +263,7 @@ class ResponseBuilder:
         return self._event(f"response.{self.body['status']}", response=self.body)
 
     def _raw_message(self, token_ids: list[int]) -> dict[str, Any]:
-        """Tokens as vLLM's ``enable_response_messages`` tells them."""
+        """Return tokens in the format of vLLM's ``enable_response_messages``."""
         text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return {"type": "raw_message_tokens", "message": text, "tokens": token_ids}
 
@@ -291,7 +291,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
     return told | usage.explanation()
 
 
-# of a response that failed in the background, by the status it would have had
+# codes of a response that failed in the background, by its would-be status
 _CODES: Final = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
@@ -304,7 +304,7 @@ def _failure(reply: Reply) -> dict[str, Any]:
 
 
 def failed_event(reply: Reply) -> bytes:
-    """The event of a stream that breaks before its first one."""
+    """Return the event of a stream that breaks before its first one."""
     payload = {"type": "error", "sequence_number": 0, **_failure(reply)}
     return b"event: error\ndata: %b\n\n" % encode(payload)
 
@@ -312,7 +312,7 @@ def failed_event(reply: Reply) -> bytes:
 async def response_events(
     service: Service, request: ResponsesRequest, request_id: str, arrival: float
 ) -> AsyncGenerator[bytes, None]:
-    """Typed events from ``response.created`` to ``response.completed`` or ``.incomplete``."""
+    """Yield typed events from ``response.created`` to ``response.completed`` or ``.incomplete``."""
     builder = ResponseBuilder(service, request, request_id)
     begun = False
     await builder.prepare(service)
@@ -331,14 +331,14 @@ async def response_events(
     except Exception as error:
         if not begun:
             raise
-        # here, as only the builder knows how many events went before
+        # sent here, because only the builder knows the number of earlier events
         yield builder.failed(reply_to(error, drain_timeout=service.config.drain_timeout))
 
 
 async def response_answer(
     service: Service, request: ResponsesRequest, request_id: str, arrival: float
 ) -> bytes:
-    """The body of an answer that is not streamed; with ``background``, of one that began."""
+    """Return the body of a whole answer, or with ``background`` that of a started one."""
     builder = ResponseBuilder(service, request, request_id)
     await builder.prepare(service)
     if not request.background:
@@ -363,7 +363,7 @@ def _store(service: Service, request: ResponsesRequest, builder: ResponseBuilder
 async def _in_background(
     service: Service, request: ResponsesRequest, builder: ResponseBuilder, stored: StoredResponse
 ) -> None:
-    # drains wait for it, as for any request under way
+    # drains wait for it, as for any request in flight
     service.enter()
     try:
         builder.begin()
@@ -387,12 +387,12 @@ async def _in_background(
 
 
 async def cancel_response(stored: StoredResponse) -> dict[str, Any]:
-    """End a background response that runs; others are as they are."""
+    """Stop a running background response; others are unchanged."""
     task = stored.task
     if task is not None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        # a task that had not begun was never told
+        # a task cancelled before its start does not set its status
         if stored.body["status"] in ("queued", "in_progress"):
             stored.body["status"] = "cancelled"
         stored.task = None

@@ -1,4 +1,4 @@
-"""A body of ``/v1/responses`` as a chat body, and what is said back about it."""
+"""A body of ``/v1/responses``, turned into a chat body, and the fields that its answer repeats."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from paceline.server.bodies.protocol import ChatRequest, RequestRules, parse_cha
 __all__ = ["ResponsesBody", "ResponsesRequest", "parse_responses", "previous_id"]
 
 _FORMATS: Final = ("text", "json_object", "json_schema")
-# fields of a chat body -> what they are made from, where that is called otherwise
+# fields of a chat body -> their source, where its name differs
 _FROM: Final = {
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
     "response_format": "text",
     "response_format.json_schema.schema": "text",
 }
-# a schema's name and description are for the caller; it is always kept strictly
+# name and description of a schema inform the caller; a schema is always enforced strictly
 _FORMAT_NAMES: Final = ("type", "schema", "name", "description", "strict")
 _TOOL_NAMES: Final = ("type", "name", "description", "parameters", "strict")
-# of items and their parts, as they are sent and as answers have them
+# keys of items and their parts, in requests and in answers
 _ITEM_NAMES: Final = frozenset(
     {"type", "id", "status", "role", "content", "call_id", "name", "arguments", "output"}
     | {"summary", "encrypted_content"}
@@ -160,7 +160,7 @@ class ResponsesBody(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesRequest:
-    """See ``parse_responses``."""
+    """A parsed request; see ``parse_responses``."""
 
     chat: ChatRequest
     # the conversation, without this request's instructions
@@ -169,14 +169,14 @@ class ResponsesRequest:
     shown: dict[str, Any]
     store: bool
     background: bool
-    # who may see what is stored
+    # the only key that may see the stored response
     owner: str
-    # vLLM's: the answer tells the prompt and the output as they were tokenised
+    # vLLM's option: the answer shows the prompt and the output as tokens
     tells_messages: bool
 
 
 def previous_id(body: dict[str, Any]) -> str | None:
-    """The response this request goes on from."""
+    """Return the id of the response that this request continues."""
     name = "previous_response_id"
     value = body.get(name)
     return None if value is None else check_string(value, name, 1, 256)
@@ -193,8 +193,8 @@ def parse_responses(
     """Check and translate a body.
 
     Args:
-        before: the stored conversation that ``previous_response_id`` names, in chat messages.
-        owner: who asks.
+        before: the stored conversation that ``previous_response_id`` names, as chat messages.
+        owner: the caller's key.
 
     Raises InvalidRequestError or UnknownModelError.
     """
@@ -261,7 +261,7 @@ def parse_responses(
 
 
 def _renamed(error: InvalidRequestError) -> InvalidRequestError:
-    """A fault of the chat body, by the name of the field that it was made from."""
+    """Return a fault of the chat body under the name of its source field."""
     name = None if error.param is None else _FROM.get(error.param)
     if error.param is None or name is None:
         return error
@@ -285,10 +285,10 @@ def _input(value: Any) -> list[dict[str, Any]]:
 
 
 def _item(item: Any, where: str, messages: list[dict[str, Any]]) -> None:
-    """Append one item's message; calls that follow each other are one message's."""
+    """Append one item's message; consecutive calls share a message."""
     kind = item.get("type", "message") if type(item) is dict else None
     if kind == "reasoning":
-        # an earlier turn's: part of the message that follows
+        # reasoning of an earlier turn belongs to the message that follows
         parts = item.get("content")
         texts = [part.get("text") for part in parts or () if type(part) is dict]
         said = "".join(text for text in texts if type(text) is str)
@@ -324,7 +324,7 @@ def _item(item: Any, where: str, messages: list[dict[str, Any]]) -> None:
 
 
 def _only_thought(messages: list[dict[str, Any]]) -> bool:
-    """Whether the last message is thoughts so far."""
+    """Return whether the last message holds only reasoning so far."""
     return bool(messages) and "reasoning" in messages[-1] and not messages[-1]["content"]
 
 

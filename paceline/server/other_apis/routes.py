@@ -52,7 +52,7 @@ _P = TypeVar("_P")
 def _usual(
     events: Callable[[Service, _P, str, float], AsyncGenerator[bytes, None]],
 ) -> Events[_P]:
-    """Events that all go the usual way: one output may be several of these APIs' events."""
+    """Wrap ``events`` to ignore the shortcut: one output may be several of these APIs' events."""
 
     def without_shortcut(
         service: Service, parsed: _P, request_id: str, arrival: float, _: Shortcut[GenerationOutput]

@@ -1,7 +1,7 @@
-"""``POST /inference/v1/generate``: token ids in, token ids out, no text made.
+"""``POST /inference/v1/generate``: token ids in, token ids out, without text.
 
-The body has ``token_ids``, ``sampling_params`` (the fields of a completion request that are about
-sampling) and, beside them, ``model``, ``stream``, ``request_id``, ``priority``, ``cache_salt``.
+The body has ``token_ids``, ``sampling_params`` (the sampling fields of a completion request) and,
+next to them, ``model``, ``stream``, ``request_id``, ``priority``, ``cache_salt``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paceline.server.service import Service
 
 __all__ = ["TokenGenerateBody", "parse_token_generate", "token_answer", "token_events"]
 
-# fields of a completion that stand beside the sampling_params here, and those that are of no use
+# fields of a completion that are next to sampling_params here, and those without a use
 _BESIDE: Final = (
     "model", "stream", "stream_options", "request_id", "priority", "cache_salt", "slo",
     "resume_output_ids",
@@ -88,7 +88,7 @@ class TokenAnswer(msgspec.Struct, frozen=True, kw_only=True):
 def parse_token_generate(
     body: dict[str, Any], rules: RequestRules, tenant: str = ""
 ) -> CompletionRequest:
-    """Raises InvalidRequestError or UnknownModelError."""
+    """Parse a body. Raises InvalidRequestError or UnknownModelError."""
     asked = TokenGenerateBody.read(body, rules)
     made = {**(asked.sampling_params or {}), **asked.passed(), "prompt": asked.token_ids}
     request = parse_completion(made, rules, tenant)
@@ -98,7 +98,7 @@ def parse_token_generate(
 async def token_answer(
     service: Service, request: CompletionRequest, request_id: str, arrival: float
 ) -> bytes:
-    """The body of an answer that is not streamed."""
+    """Return the body of an answer that is not streamed."""
     head = AnswerHead.of("gen", request_id, service)
     writer = TokenWriter(service.client.tokenizer, as_ids=True)
     asked = await _request(service, request, head, arrival)
@@ -135,7 +135,7 @@ async def token_events(
     arrival: float,
     shortcut: Shortcut[GenerationOutput],
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a streamed answer, usage on the last, or on all if they are asked for; then
+    """Yield the events of a streamed answer, with usage on the last, or on all if requested; then
     ``DONE``."""
     head = AnswerHead.of("gen", request_id, service)
     writer = TokenWriter(service.client.tokenizer, as_ids=True)

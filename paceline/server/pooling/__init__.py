@@ -1,1 +1,1 @@
-"""The endpoints that give vectors: embeddings, scores, ranks and classes."""
+"""The endpoints that return vectors: embeddings, scores, ranks and classes."""

@@ -1,5 +1,5 @@
-"""The bodies of answers with vectors, as msgspec structs; names and order follow vLLM, and OpenAI's
-where they have the endpoint."""
+"""The bodies of answers with vectors, as msgspec structs; names and order follow OpenAI for its
+endpoints, else vLLM."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _T = TypeVar("_T")
 
 
 def as_floats(vector: bytes) -> list[float]:
-    """Numbers of a vector in little-endian float32."""
+    """Return the numbers of a vector in little-endian float32."""
     values = array("f", vector)
     if _SWAPS:
         values.byteswap()
     return values.tolist()
 
 
-# arrays are in the machine's own order
+# arrays use the machine's byte order
 _SWAPS = array("H", b"\x01\x00")[0] != 1
 
 
@@ -44,7 +44,7 @@ class VectorUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VectorAnswer(msgspec.Struct, Generic[_T], frozen=True, kw_only=True):
-    """Something for each input."""
+    """An answer with one item for each input."""
 
     id: str
     object: str = "list"
@@ -57,12 +57,12 @@ class VectorAnswer(msgspec.Struct, Generic[_T], frozen=True, kw_only=True):
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     object: str = "embedding"
-    # base64 where that was asked for
+    # base64 if that was requested
     embedding: list[float] | str
 
 
 class EmbeddingAnswer(VectorAnswer[Embedding], frozen=True, kw_only=True):
-    """Of ``/v1/embeddings``."""
+    """Answer of ``/v1/embeddings``."""
 
 
 class PooledData(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,19 +72,19 @@ class PooledData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingAnswer(VectorAnswer[PooledData], frozen=True, kw_only=True):
-    """Of ``/pooling``."""
+    """Answer of ``/pooling``."""
 
 
 class ClassData(msgspec.Struct, frozen=True, kw_only=True):
     index: int
-    # of the largest
+    # label of the largest probability
     label: str
     probs: list[float]
     num_classes: int
 
 
 class ClassAnswer(VectorAnswer[ClassData], frozen=True, kw_only=True):
-    """Of ``/classify``."""
+    """Answer of ``/classify``."""
 
 
 class ScoreData(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,11 +94,11 @@ class ScoreData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoreAnswer(VectorAnswer[ScoreData], frozen=True, kw_only=True):
-    """Of ``/score``."""
+    """Answer of ``/score``."""
 
 
 class RankedDocument(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    # place among the request's documents
+    # index among the request's documents
     index: int
     # {"text": ...}
     document: dict[str, Any] | None = None

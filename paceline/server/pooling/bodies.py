@@ -1,7 +1,7 @@
-"""Bodies that ask for vectors, field by field. Names and meanings are OpenAI's and vLLM's; of
+"""Request bodies for vectors, field by field. Names and meanings are OpenAI's and vLLM's; those of
 ``/rerank`` also Cohere's and Jina's.
 
-This module does not know the model: what it makes of a body is in ``parsing``.
+This module does not know the model: ``parsing`` checks bodies against it.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ __all__ = [
     "max_inputs",
 ]
 
-# as at OpenAI
+# OpenAI's maximum
 _MAX_INPUTS: Final = 2048
 _TEXT_NAMES: Final = frozenset({"text", "type"})
 
 
 def max_inputs(rules: RequestRules) -> int:
-    """Inputs, or pairs, of one request at most."""
+    """Return the maximum inputs, or pairs, of one request."""
     return min(_MAX_INPUTS, rules.max_sequences or _MAX_INPUTS)
 
 
@@ -95,7 +95,7 @@ def _inputs_schema(rules: RequestRules) -> Schema:
 
 
 def _texts(value: Any, name: str, rules: RequestRules) -> list[str]:
-    """One text or several; each may be an object with its text."""
+    """Parse one text or several; each may be an object with its text."""
     values = value if type(value) is list else [value]
     if not values:
         raise InvalidRequestError(f"{name} is empty", name)
@@ -138,7 +138,7 @@ _ACTIVATION: Final = (
 
 
 def contradiction(first: tuple[str, Any], second: tuple[str, Any]) -> InvalidRequestError:
-    """Of two names for one thing, and what they say."""
+    """Return the error for two names of one field with different values."""
     (one, value), (other, another) = first, second
     return InvalidRequestError(
         f"{one}={show(value)} and {other}={show(another)} mean the same here: give one of them",
@@ -147,7 +147,7 @@ def contradiction(first: tuple[str, Any], second: tuple[str, Any]) -> InvalidReq
 
 
 class SharedBody(Body):
-    """What all of these endpoints have in common."""
+    """Fields that all of these endpoints share."""
 
     model = MODEL
     add_special_tokens = boolean(True, note="as trained, unless `false`")
@@ -173,7 +173,7 @@ class SharedBody(Body):
     request_id = ignored(note="`X-Request-Id` does it")
 
     def activates(self) -> bool | None:
-        """Raises InvalidRequestError where its names say different things."""
+        """Return the common value of its names. Raises InvalidRequestError if they differ."""
         given = [(name, v) for name in ACTIVATIONS if (v := getattr(self, name)) is not None]
         for name, value in given[1:]:
             if value != given[0][1]:
@@ -239,7 +239,7 @@ _TEXTS: Final = replace(
 
 
 class PairsBody(SharedBody):
-    """What pairs of texts have in common."""
+    """Fields of pairs of texts."""
 
     max_tokens_per_doc = integer(
         1, INT32, note="documents are cut to so many tokens; not of embeddings"
@@ -248,7 +248,7 @@ class PairsBody(SharedBody):
 
 
 class ScoreBody(PairsBody):
-    """``/score``; the second text has vLLM's newer and older names too, as the first has."""
+    """``/score``; both texts have vLLM's newer and older names too."""
 
     text_1 = _TEXTS
     queries = _TEXTS

@@ -1,8 +1,8 @@
-"""Vectors to JSON, and how alike they are, on a thread and a slice at a time: two thousand vectors
-are millions of numbers, and the event loop has others' tokens to send meanwhile.
+"""Vectors to JSON, and their similarity, computed on a thread in slices: two thousand vectors are
+millions of numbers, and the event loop has to send other callers' tokens meanwhile.
 
-A thread holds the interpreter while it writes numbers as text, so what it does in one go takes
-about a millisecond, and the loop has its turn between two of them.
+A thread holds the interpreter while it writes numbers as text, so a slice takes about a
+millisecond, and the loop runs between two of them.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ __all__ = ["cosines", "encode_list"]
 
 _T = TypeVar("_T")
 
-# numbers of vectors, or as many characters of something else
+# numbers of vectors per slice, or as many characters of other items
 _SLICE: Final = 1 << 14
-# numbers that are multiplied, which take a tenth of the time of writing them
+# numbers that are multiplied per slice, which takes a tenth of the time of writing them
 _SLICE_OF_PRODUCTS: Final = 1 << 17
 
 
 async def encode_list(
     answer: msgspec.Struct, name: str, make: Callable[[int], Any], sizes: Sequence[int]
 ) -> bytes:
-    """``answer`` as JSON with a list in place of the empty one in its field ``name``.
+    """Return ``answer`` as JSON with a list in place of the empty one in its field ``name``.
 
     Args:
-        make: item number so much of the list; it is called on another thread.
-        sizes: of each item, in numbers or characters.
+        make: makes the list's item of an index; called on another thread.
+        sizes: size of each item, in numbers or characters.
     """
 
     def part(start: int, stop: int) -> bytes:
         return encode([make(place) for place in range(start, stop)])[1:-1]
 
     parts = await _in_slices(part, sizes, _SLICE)
-    # in a text of the answer the quotation marks would have backslashes before them
+    # unambiguous: quotation marks inside a text of the answer are escaped
     before, empty, after = encode(answer).partition(f'"{name}":[]'.encode())
     assert empty, f"the answer has no empty list {name}"
 
@@ -53,7 +53,7 @@ async def encode_list(
 
 
 async def cosines(vectors: Sequence[bytes], pairs: Sequence[tuple[int, int]]) -> list[float]:
-    """Of the angle between two vectors, by their places, for each pair; 0 where one is all zero."""
+    """Return the cosine similarity of each pair of indices; 0 if one of the vectors is zero."""
     size = len(vectors[0]) // 4
     first, second = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
 
@@ -75,7 +75,7 @@ async def cosines(vectors: Sequence[bytes], pairs: Sequence[tuple[int, int]]) ->
 
 
 async def _in_slices(work: Callable[[int, int], _T], sizes: Sequence[int], most: int) -> list[_T]:
-    """What ``work`` makes of each slice of the items, from one place to another."""
+    """Return the result of ``work(start, stop)`` for each slice of the items."""
     return [
         await _off_the_loop(partial(work, start, stop), sum(sizes[start:stop]), most)
         for start, stop in slices(sizes, most)
@@ -83,7 +83,7 @@ async def _in_slices(work: Callable[[int, int], _T], sizes: Sequence[int], most:
 
 
 async def _off_the_loop(work: Callable[[], _T], size: int, most: int) -> _T:
-    """On a thread, unless it is quicker done than handed over."""
+    """Run ``work`` on a thread, unless it takes less time than handing it over."""
     if 8 * size <= most:
         return work()
     return await asyncio.get_running_loop().run_in_executor(None, work)

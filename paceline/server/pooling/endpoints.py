@@ -1,4 +1,4 @@
-"""The endpoints, from the parsed request to the bytes of the answer."""
+"""The endpoints' answers, from the parsed request to bytes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = ["KINDS", "Endpoint"]
 _T = TypeVar("_T")
 _P = TypeVar("_P")
 
-# Qwen3-Reranker's prompt, as its model card has it
+# Qwen3-Reranker's prompt, from its model card
 _QWEN3: Final = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
     'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
@@ -62,14 +62,14 @@ class Endpoint(Generic[_P]):
     """A ``vector_routes.Kind``."""
 
     parse: Callable[[dict[str, Any], RequestRules, str, PoolingInfo | None], _P]
-    # the body of an answer, of a parsed request, its id, and when it arrived
+    # makes the body of an answer from a parsed request, its id, and its arrival time
     answer: Callable[[Service, _P, str, float], Awaitable[bytes]]
 
 
 async def _embeddings(
     service: Service, request: VectorRequest, request_id: str, arrival: float
 ) -> bytes:
-    """The body of an answer of ``/v1/embeddings``."""
+    """Return the body of an answer of ``/v1/embeddings``."""
     shown = _shown(request)
     return await _vector_answer(
         service, request, "embd", request_id, arrival, EmbeddingAnswer,
@@ -80,7 +80,7 @@ async def _embeddings(
 async def _pooling(
     service: Service, request: VectorRequest, request_id: str, arrival: float
 ) -> bytes:
-    """The body of an answer of ``/pooling``."""
+    """Return the body of an answer of ``/pooling``."""
     shown = _shown(request)
     return await _vector_answer(
         service, request, "pool", request_id, arrival, PoolingAnswer,
@@ -91,7 +91,7 @@ async def _pooling(
 async def _classify(
     service: Service, request: VectorRequest, request_id: str, arrival: float
 ) -> bytes:
-    """The body of an answer of ``/classify``."""
+    """Return the body of an answer of ``/classify``."""
     labels = _info(service).labels
 
     def one(index: int, vector: bytes) -> ClassData:
@@ -103,7 +103,7 @@ async def _classify(
 
 
 async def _score(service: Service, request: ScoreRequest, request_id: str, arrival: float) -> bytes:
-    """The body of an answer of ``/score``."""
+    """Return the body of an answer of ``/score``."""
     head = AnswerHead.of("score", request_id, service)
     scores, num_tokens = await _scores(service, request, head, arrival)
     return encode(
@@ -120,7 +120,7 @@ async def _score(service: Service, request: ScoreRequest, request_id: str, arriv
 async def _rerank(
     service: Service, request: RerankRequest, request_id: str, arrival: float
 ) -> bytes:
-    """The body of an answer of ``/rerank``; documents of one score keep their order."""
+    """Return the body of an answer of ``/rerank``; documents with equal scores keep their order."""
     head = AnswerHead.of("rerank", request_id, service)
     scores, num_tokens = await _scores(service, request.score, head, arrival)
     documents = request.documents
@@ -185,14 +185,14 @@ async def _vector_answer(
 async def _scores(
     service: Service, request: ScoreRequest, head: AnswerHead, arrival: float
 ) -> tuple[list[float], int]:
-    """The score of each pair, and the tokens of all prompts: by the model's head, or of embeddings
-    the cosine of the angle between them."""
+    """Return the score of each pair, and the tokens of all prompts: from the model's head, or as
+    cosine similarity of embeddings."""
     info = _info(service)
     if info.task == CLASSIFY:
         prompts = await _pair_prompts(service, request, info)
         vectors = await run_vectors(service, prompts, request.options, head, arrival)
         return [as_floats(vector)[0] for vector in vectors.values], vectors.num_prompt_tokens
-    # each text once, however many pairs it is in, and what the caller calls it
+    # each text is encoded once, however many pairs it is in, under the name that the caller knows
     places: dict[str, int] = {}
     names: list[str] = []
     pairs: list[tuple[int, int]] = []
@@ -208,7 +208,7 @@ async def _scores(
 
 
 def _prompted(request: ScoreRequest, info: PoolingInfo) -> list[tuple[str, str]]:
-    """The pairs with what the model's files put before a query and a document, if they do."""
+    """Return the pairs with the prompts that the model's files define for query and document."""
     prompts = dict(info.prompts)
     usual = prompts.get(info.default_prompt or "", "")
     query = prompts.get("query", usual)
@@ -228,7 +228,7 @@ async def _pair_prompts(
     def beside(number: int) -> str:
         return f" with {first.format(number)}"
 
-    # what a template ends with decides, so of its prompts documents alone may be cut
+    # the end of a score template holds the instruction, so only the document may be truncated
     cut_by = "truncate_prompt_tokens=-1" if info.score_template is None else "max_tokens_per_doc"
     check = length_check(service.rules.max_model_len, name, cut_by, beside)
     if info.score_template is None:

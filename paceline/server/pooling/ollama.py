@@ -1,5 +1,5 @@
-"""Ollama's ``/api/embed`` and ``/api/embeddings``, as bodies of ``/v1/embeddings``, and their
-answers."""
+"""Ollama's ``/api/embed`` and ``/api/embeddings``: bodies translated into those of
+``/v1/embeddings``, and answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Shared(Body, passes=(GenerationBody, _PASSED)):
 
 
 def _texts(value: Any, name: str, _: RequestRules) -> str | list[Any]:
-    """What is in a list is looked at where it is read."""
+    """Check the type; items of a list are checked where they are read."""
     if type(value) not in (str, list):
         raise InvalidRequestError(
             f"{name} must be a text or a list of texts, got {show(value)}", name
@@ -76,7 +76,7 @@ class OllamaEmbeddingsBody(_Shared, refuses_unknown="{names}: not served in /api
 
 class EmbedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     model: str
-    # of length 1
+    # unit vectors
     embeddings: list[list[float]]
     # nanoseconds
     total_duration: int
@@ -85,19 +85,19 @@ class EmbedAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmbeddingAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    # of the length that pooling gives it
+    # with the length that pooling gives it
     embedding: list[float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OllamaVectors:
-    """What is asked of the engine."""
+    """The parsed request."""
 
-    # as the caller has it
+    # the name as the caller sent it
     model: str
-    # None: the caller wants the model to be loaded, which it is
+    # None: the caller wants the model loaded, which it is already
     asked: VectorRequest | None
-    # what the caller calls a text, for messages
+    # the caller's name of a text, for messages
     name: str
     options: PoolingOptions
 
@@ -105,7 +105,7 @@ class OllamaVectors:
 def parse_embed(
     values: dict[str, Any], rules: RequestRules, tenant: str, info: PoolingInfo | None
 ) -> OllamaVectors:
-    """Raises InvalidRequestError or UnknownModelError."""
+    """Parse a body. Raises InvalidRequestError or UnknownModelError."""
     body = OllamaEmbedBody.read(values, rules)
     made: dict[str, Any] = {"normalize": True, "dimensions": body.dimensions}
     return _asked(body, made, body.input, body.truncate, "input[{}]", rules, tenant, info)
@@ -114,7 +114,7 @@ def parse_embed(
 def parse_ollama_embeddings(
     values: dict[str, Any], rules: RequestRules, tenant: str, info: PoolingInfo | None
 ) -> OllamaVectors:
-    """Raises InvalidRequestError or UnknownModelError."""
+    """Parse a body. Raises InvalidRequestError or UnknownModelError."""
     body = OllamaEmbeddingsBody.read(values, rules)
     return _asked(body, {"normalize": False}, body.prompt, True, "prompt", rules, tenant, info)
 
@@ -130,7 +130,7 @@ def _asked(
     info: PoolingInfo | None,
 ) -> OllamaVectors:
     model = body.model or rules.served_model_names[0]
-    # what asks for nothing is still held to what the model does
+    # a request without texts is checked all the same
     made |= {"model": served_name(model, rules), "input": texts or "-", **body.passed()}
     if cuts:
         made["truncate_prompt_tokens"] = -1
@@ -143,7 +143,7 @@ def _asked(
 async def embed_answer(
     service: Service, request: OllamaVectors, request_id: str, arrival: float
 ) -> bytes:
-    """The body of an answer of ``/api/embed``."""
+    """Return the body of an answer of ``/api/embed``."""
     vectors = await _vectors(service, request, request_id, arrival)
     values = vectors.values
     answer = EmbedAnswer(
@@ -159,7 +159,7 @@ async def embed_answer(
 async def embeddings_answer(
     service: Service, request: OllamaVectors, request_id: str, arrival: float
 ) -> bytes:
-    """The body of an answer of ``/api/embeddings``."""
+    """Return the body of an answer of ``/api/embeddings``."""
     vectors = await _vectors(service, request, request_id, arrival)
     return encode(EmbeddingAnswer(embedding=as_floats(vectors.values[0]) if vectors.values else []))
 

@@ -1,4 +1,4 @@
-"""What bodies that ask for vectors ask of the model that is served, checked.
+"""Parsed request bodies for vectors, checked against the served model.
 
 This module does not know how a body is answered.
 """
@@ -40,14 +40,14 @@ __all__ = [
     "parse_score",
 ]
 
-# of all pairs, which are written out one by one
+# maximum characters of all pairs, which are written out one by one
 _MAX_PAIR_CHARS: Final = 1 << 24
 
 
 def parse_embeddings(
     values: dict[str, Any], rules: RequestRules, tenant: str, info: PoolingInfo | None
 ) -> VectorRequest:
-    """``/v1/embeddings``. Raises InvalidRequestError or UnknownModelError."""
+    """Parse ``/v1/embeddings``. Raises InvalidRequestError or UnknownModelError."""
     info = _pooled(values, rules, info, EMBED, "embeddings")
     return _vectors(EmbeddingsBody.read(values, rules), rules, tenant, info)
 
@@ -55,7 +55,7 @@ def parse_embeddings(
 def parse_pooling(
     values: dict[str, Any], rules: RequestRules, tenant: str, info: PoolingInfo | None
 ) -> VectorRequest:
-    """``/pooling``: as the model is pooled. Raises like ``parse_embeddings``."""
+    """Parse ``/pooling``, for the model's own pooling. Raises like ``parse_embeddings``."""
     info = _pooled(values, rules, info, None, "pooling")
     body = PoolingBody.read(values, rules)
     if body.task is not None and body.task != info.task:
@@ -69,7 +69,7 @@ def parse_pooling(
 def parse_classify(
     values: dict[str, Any], rules: RequestRules, tenant: str, info: PoolingInfo | None
 ) -> VectorRequest:
-    """``/classify``. Raises like ``parse_embeddings``."""
+    """Parse ``/classify``. Raises like ``parse_embeddings``."""
     _pooled(values, rules, info, CLASSIFY, "classes")
     body = ClassifyBody.read(values, rules)
     params = PoolingParams(use_activation=body.activates())
@@ -79,7 +79,7 @@ def parse_classify(
 def parse_score(
     values: dict[str, Any], rules: RequestRules, tenant: str, info: PoolingInfo | None
 ) -> ScoreRequest:
-    """``/score``: one text with each of several, or as many with as many. Raises like
+    """Parse ``/score``: one text with each of several, or two lists of equal length. Raises like
     ``parse_embeddings``."""
     info = _pooled(values, rules, info, None, "scores")
     _check_scores(info)
@@ -102,7 +102,7 @@ def parse_score(
 def parse_rerank(
     values: dict[str, Any], rules: RequestRules, tenant: str, info: PoolingInfo | None
 ) -> RerankRequest:
-    """``/rerank``. Raises like ``parse_embeddings``."""
+    """Parse ``/rerank``. Raises like ``parse_embeddings``."""
     info = _pooled(values, rules, info, None, "ranks")
     _check_scores(info)
     body = RerankBody.read(values, rules)
@@ -110,7 +110,7 @@ def parse_rerank(
     return RerankRequest(
         score=_score(values, body, rules, tenant, info, pairs, ("query", "documents[{}]")),
         documents=body.documents,
-        # none and zero: all of them
+        # absent and zero mean all
         top_n=min(body.top_n or len(body.documents), len(body.documents)),
         return_documents=body.return_documents,
     )
@@ -134,8 +134,8 @@ def _pooled(
     task: str | None,
     what: str,
 ) -> PoolingInfo:
-    """What the model gives, if that is ``task`` (None: anything); told before any other fault of
-    the body. Raises InvalidRequestError, or UnknownModelError for a model that is not here."""
+    """Return the model's pooling if its task is ``task`` (None: any), before any other check of the
+    body. Raises InvalidRequestError, or UnknownModelError for a model that is not served."""
     if values.get("model") is not None:
         check_model(values["model"], rules)
     name = rules.served_model_names[0]
@@ -159,13 +159,12 @@ def _check_scores(info: PoolingInfo) -> None:
 
 
 def _place(name: str, texts: list[str]) -> str:
-    """How an error names one of them."""
+    """Return the name of one text in an error, as a format."""
     return f"{name}[{{}}]" if len(texts) > 1 else name
 
 
 def _given(body: ScoreBody, *names: str) -> tuple[str, list[str]]:
-    """The name that is given, and its texts; raises InvalidRequestError for none and for several
-    that differ."""
+    """Return the given name and its texts. Raises InvalidRequestError unless there is one."""
     given = [(name, found) for name in names if (found := getattr(body, name)) is not None]
     if not given:
         raise InvalidRequestError(f"{names[0]} is missing", names[0])
@@ -249,7 +248,7 @@ def _check_dimensions(dimensions: int, info: PoolingInfo) -> None:
 
 
 def _prompt(name: str | None, info: PoolingInfo) -> str:
-    """What goes before a text."""
+    """Return the prompt that precedes a text."""
     prompts = dict(info.prompts)
     if name is None:
         return "" if info.default_prompt is None else prompts[info.default_prompt]

@@ -1,4 +1,4 @@
-"""What a body that asks for vectors comes to."""
+"""Parsed requests for vectors."""
 
 from __future__ import annotations
 
@@ -10,57 +10,57 @@ from paceline.core.slo import Slo
 
 __all__ = ["Input", "PoolingOptions", "RerankRequest", "ScoreRequest", "VectorRequest"]
 
-# a text, or token ids that are taken as they are
+# a text, or token ids that are used unchanged
 Input: TypeAlias = str | list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingOptions:
-    """What all of these endpoints have in common."""
+    """Options that all of these endpoints share."""
 
     params: PoolingParams
     add_special_tokens: bool
-    # keep this many tokens of each input; None: one that is too long is refused
+    # number of tokens of each input to keep; None: an input that is too long is refused
     max_tokens: int | None
     priority: int
     cache_salt: str | None
     slo: Slo
-    # who asks; "" when nothing said so
+    # name of the tenant; "": not given
     tenant: str
-    # fields that nothing has read, as they are shown
+    # names of fields that were not read, as they are shown
     ignored_fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorRequest:
-    """Inputs that get a vector each."""
+    """Inputs that get one vector each."""
 
     inputs: list[Input]
     options: PoolingOptions
-    # numbers as base64 of little-endian float32
+    # encode numbers as base64 of little-endian float32
     base64: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
-    """Pairs that get a score each."""
+    """Pairs that get one score each."""
 
     pairs: list[tuple[str, str]]
-    # of the fields that they came in, for messages: "query", or "documents[{}]" for one of several
+    # their fields' names, for messages: "query", or "documents[{}]" for one of several
     names: tuple[str, str]
     options: PoolingOptions
-    # of the second text
+    # maximum tokens of the second text
     max_second: int | None = None
     instruction: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RerankRequest:
-    """Documents that are put in order by their score for a query."""
+    """Documents to be ordered by their score for a query."""
 
     score: ScoreRequest
     documents: list[str]
-    # of the best
+    # number of documents to return, the best first
     top_n: int
     return_documents: bool
 

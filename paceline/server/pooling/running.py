@@ -1,4 +1,4 @@
-"""From inputs to vectors: tokens, requests on the engine, and what they came to."""
+"""Pooling requests, from inputs to vectors: tokens, requests on the engine, their results."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Vectors", "encoded_inputs", "length_check", "run_vectors"]
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """What a request came to."""
+    """The results of a request."""
 
     # little-endian float32, in the order of the inputs
     values: list[bytes]
-    # of all inputs together
+    # tokens of all inputs together
     num_prompt_tokens: int
 
 
@@ -32,12 +32,12 @@ def length_check(
     cut_by: str = "truncate_prompt_tokens=-1",
     beside: Callable[[int], str] = lambda _number: "",
 ) -> Callable[[int, int], None]:
-    """Refuses an input, of its number and tokens, that is empty or longer than the model takes.
+    """Return a check of an input's number and tokens, which refuses empty and too long inputs.
 
     Args:
-        name: what the caller calls input number so much.
-        cut_by: what a caller may send to have an input cut that is too long.
-        beside: what else is in the same prompt.
+        name: returns the caller's name of an input, by its number.
+        cut_by: fields that truncate an input that is too long.
+        beside: describes the other text in the same prompt.
     """
 
     def check(number: int, num_tokens: int) -> None:
@@ -57,13 +57,13 @@ def length_check(
 async def encoded_inputs(
     service: Service, inputs: Sequence[Input], options: PoolingOptions, name: Callable[[int], str]
 ) -> list[tuple[list[int], int | None]]:
-    """Token ids of inputs; what is given as ids stays as it is, or is cut at its end.
+    """Return token ids of inputs; inputs given as ids are unchanged, or cut at their end.
 
     Args:
-        name: what the caller calls input number so much.
+        name: returns the caller's name of an input, by its number.
 
     Raises:
-        NeverFitsError: one is longer than the model takes; those behind it are not encoded.
+        NeverFitsError: one is longer than the model takes; later ones are not encoded.
         InvalidRequestError: one is empty.
     """
     keep = options.max_tokens
@@ -98,8 +98,7 @@ async def run_vectors(
     head: AnswerHead,
     arrival: float,
 ) -> Vectors:
-    """The vector of each prompt, all of which fit; all of them, or an error. Raises what
-    ``Service.run`` raises."""
+    """Return the vectors of all prompts, which must fit, or raise what ``Service.run`` raises."""
     sampling = SamplingParams(max_tokens=1, pooling=options.params)
     requests = [
         GenerationRequest(

@@ -1,4 +1,4 @@
-"""What a server did between two readings of its metrics, and how it stands: plain values."""
+"""State of a server, and its work between two readings of its metrics, as plain values."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class ClassRow:
     running: int
     waiting: int
     kv_blocks: int
-    # share of the requests that ended meanwhile, or since start, that met their targets
+    # share of requests that met their targets, of those that ended in the interval, or since start
     attainment: float | None
     attainment_since_start: float | None
-    # how many ended meanwhile
+    # requests that ended in the interval
     ended: int
-    # targets missed meanwhile, by kind
+    # targets missed in the interval, by kind
     violations: Mapping[str, int]
 
 
@@ -34,74 +34,74 @@ class TenantRow:
 
     name: str
     unfinished: int
-    # how many ended meanwhile, and of those, how many admission refused
+    # requests that ended in the interval, and those of them that admission refused
     ended: int
     shed: int
     tokens_per_s: float
-    # of the tokens of all tenants meanwhile
+    # share of all tenants' tokens in the interval
     share: float | None
-    # seconds, on average of those that had one meanwhile
+    # mean of the first tokens in the interval, seconds
     mean_ttft: float | None
-    # share of the requests that ended meanwhile that met their targets
+    # share of requests that met their targets, of those that ended in the interval
     attainment: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Rates are per second, of the time between the readings."""
+    """All values of one interval. Rates are per second of it."""
 
     model: str
     # seconds between the readings
     interval: float
     ready: bool
-    # of the numbers, where they come from a listener of their own
+    # age of the numbers, if a separate listener serves them, seconds
     metrics_age: float
     running: int
     waiting: int
     classes: tuple[ClassRow, ...]
-    # those with the most tokens first; empty where the server does not tell tenants apart
+    # in order of tokens, most first; empty if the server does not count tenants
     tenants: tuple[TenantRow, ...]
-    # what holds the head of the queue up now; None: nobody waits
+    # why the head of the queue is blocked now; None: the queue is empty
     held_by: str | None
-    # share of the time that the head of the queue was held up, by reason; 1 in all at most
+    # share of the time that the head of the queue was blocked, by reason; in sum at most 1
     held_share: Mapping[str, float]
-    # steps, and the tokens in one on average: of prompts, and one apiece of running requests
+    # steps, and mean tokens per step: of prompts, and one per generating request
     steps_per_s: float
     prefill_tokens_per_step: float | None
     decode_tokens_per_step: float | None
-    # seconds of a step on average, measured and as predicted
+    # mean seconds of a step, measured and predicted
     step_seconds: float | None
     predicted_step_seconds: float | None
-    # distance between the two, as a share of what was measured
+    # prediction error, as a share of the measured time
     step_error: float | None
-    # share of the time that the engine was in a step whose time was predicted
+    # share of the time spent in steps whose time was predicted
     step_share: float
-    # guessed tokens verified a second, and the share of them that were right, by who guessed
+    # draft tokens verified per second, and the accepted share of them, by their source
     guesses_per_s: Mapping[str, float]
     guesses_accepted: Mapping[str, float]
     prompt_tokens_per_s: float
     output_tokens_per_s: float
     requests_per_s: float
-    # of those that ended, the ones that met every target they had
+    # requests that ended having met all their targets
     goodput_per_s: float
-    # the same as a share of the requests that ended, of all classes
+    # share of those, of all requests that ended, over all classes
     attainment: float | None
-    # seconds that finished choices had waited to be started, all together, by reason
+    # seconds that finished choices had waited for their start, in sum, by reason
     waited_seconds: Mapping[str, float]
-    # share of looked-up prompt tokens
+    # share of looked-up prompt tokens that were found
     prefix_cache_hit_rate: float | None
     kv_usage: float
     kv_blocks: Mapping[str, int]
     kv_host_used: int
     kv_host_total: int
-    # of layers with a sliding window; 0 where these share the other blocks
+    # blocks of layers with a sliding window; 0 if these share the other blocks
     kv_windows_used: int
     kv_windows_total: int
     pressure_level: int
     preemptions_per_s: float
-    # tokens a second, by cause
+    # tokens per second, by cause
     wasted_tokens_per_s: Mapping[str, float]
-    # requests refused meanwhile, by reason
+    # requests refused in the interval, by reason
     refused: Mapping[str, int]
     ttft: Quantiles
     inter_token: Quantiles
@@ -112,11 +112,12 @@ class Frame:
 
 
 def make_frame(before: Scrape, after: Scrape) -> Frame:
-    """``after`` must be later. Counters that fell (the server was restarted) count from zero."""
+    """Return the frame of two readings; ``after`` must be later. Counters that fell (after a
+    restart) count from zero."""
     grown = Growth.since(before, after, "paceline:steps_total")
     seconds, grew, grew_by = grown.seconds, grown.total, grown.by
     steps = grew("paceline:steps_total")
-    # of those whose time was predicted, which are all but the first few
+    # time of steps with a prediction, which are all but the first few
     actual = grew("paceline:step_seconds_total", kind="actual")
     predicted = grew("paceline:step_seconds_total", kind="predicted")
     held = after.by("paceline:queue_held", "reason")
@@ -127,7 +128,7 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
     waited = grew_by("paceline:queue_held_seconds_total", "reason")
     guesses = grew_by("paceline:spec_decode_draft_tokens_total", "source")
     right = grew_by("paceline:spec_decode_accepted_tokens_total", "source")
-    # the engine counts at its steps, so what a reading has may be of more time than was between two
+    # the engine counts per step, so a reading may cover more time than the interval
     held_time = max(seconds, sum(waited.values()))
     return Frame(
         model=after.label("vllm:num_requests_running", "model_name") or "",
@@ -221,7 +222,7 @@ def _tenants(grown: Growth) -> tuple[TenantRow, ...]:
     counts: dict[str, dict[str, float]] = {}
 
     def grew(name: str, tenant: str) -> float:
-        # by tenants once for each name: there may be many of both
+        # grouped by tenant once per name, as there may be many tenants and names
         found = counts.get(name)
         if found is None:
             found = counts[name] = grown.by(f"paceline:tenant_{name}", "tenant")

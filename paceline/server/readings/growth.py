@@ -1,6 +1,6 @@
-"""What grew between two readings of the same metrics.
+"""Growth of metrics between two readings.
 
-This module does not know what the metrics are of.
+This module does not know what the metrics measure.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ __all__ = ["Growth", "Quantiles", "quantile", "ratio"]
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of a histogram's observations between two readings, in seconds; None without any. One that is
-    ``floor`` is that or less: how much less, the histogram cannot say."""
+    """Quantiles of a histogram's observations between two readings, in seconds; None without any. A
+    value equal to ``floor`` is an upper bound: the histogram does not resolve smaller ones."""
 
     p50: float | None
     p99: float | None
@@ -28,35 +28,35 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Counters of two readings, of which ``after`` is later."""
+    """Counters of two readings; ``after`` is the later one."""
 
     before: Scrape
     after: Scrape
 
     @classmethod
     def since(cls, before: Scrape, after: Scrape, counter: str) -> Growth:
-        """Where ``counter`` fell (what has it was restarted) all of them count from zero."""
+        """Return the growth; if ``counter`` fell (after a restart) all counters start from zero."""
         if after.total(counter) < before.total(counter):
             before = Scrape(before.time, {})
         return cls(before, after)
 
     @property
     def seconds(self) -> float:
-        """Between the readings; above 0."""
+        """Seconds between the readings; above 0."""
         return max(1e-9, self.after.time - self.before.time)
 
     def total(self, name: str, **labels: str) -> float:
-        """See ``Scrape.total``."""
+        """Return the growth of ``Scrape.total``."""
         return self.after.total(name, **labels) - self.before.total(name, **labels)
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """See ``Scrape.by``: of those that grew."""
+        """Return the growth of ``Scrape.by``, for entries that grew."""
         then = self.before.by(name, label)
         grown = {key: now - then.get(key, 0.0) for key, now in self.after.by(name, label).items()}
         return {key: count for key, count in grown.items() if count > 0}
 
     def quantiles(self, name: str) -> Quantiles:
-        """Of what a histogram observed between the readings."""
+        """Return quantiles of a histogram's observations between the readings."""
         then = self.before.by(f"{name}_bucket", "le")
         counts = {
             float(bound): count - then.get(bound, 0.0)
@@ -68,14 +68,14 @@ class Growth:
 
 
 def ratio(part: float, whole: float) -> float | None:
-    """None: of nothing."""
+    """Return part / whole; None if ``whole`` is not above 0."""
     return part / whole if whole > 0 else None
 
 
 def quantile(share: float, counts: Mapping[float, float]) -> float | None:
-    """Of a histogram, as PromQL's ``histogram_quantile`` estimates it: linear within a bucket, and
-    the last finite bound for what lies beyond. But within the lowest bucket it is that bucket's
-    bound: zero is no observation to draw a line from, and half of 0.3 s no estimate of 1 ms.
+    """Return a quantile of a histogram, as PromQL's ``histogram_quantile`` estimates it: linear
+    within a bucket, and the last finite bound for values above it. But in the lowest bucket return
+    its bound: a line from zero would estimate 0.15 s for values of 1 ms under a bound of 0.3 s.
 
     Args:
         counts: observations up to and including each bound, infinity among them.

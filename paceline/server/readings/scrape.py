@@ -11,10 +11,10 @@ from paceline.core.errors import ConfigError
 
 __all__ = ["Samples", "Scrape", "parse_metrics"]
 
-# metrics that every server, and every gateway has
+# metrics that every server has, and every gateway
 _OF_A_SERVER: Final = "vllm:num_requests_running"
 _OF_A_GATEWAY: Final = "paceline:gateway_requests_waiting"
-# of one name: labels and value of each series
+# labels and value of each series of one name
 Samples: TypeAlias = tuple[tuple[Mapping[str, str], float], ...]
 
 
@@ -22,18 +22,18 @@ Samples: TypeAlias = tuple[tuple[Mapping[str, str], float], ...]
 class Scrape:
     """All samples of one exposition."""
 
-    # when it was asked for, in seconds of the asker's clock
+    # when it was requested, in seconds of the reader's clock
     time: float
     # by name, as on the wire: labels and value
     samples: Mapping[str, Samples]
 
     @property
     def is_gateway(self) -> bool:
-        """Whether a gateway told it, and not a server."""
+        """Whether the reading is a gateway's and not a server's."""
         return _OF_A_GATEWAY in self.samples
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of a name's samples that have these labels; 0.0 when there are none."""
+        """Return the sum of a name's samples that have these labels; 0.0 without any."""
         return sum(
             value
             for have, value in self.samples.get(name, ())
@@ -41,13 +41,13 @@ class Scrape:
         )
 
     def one(self, name: str) -> float | None:
-        """The first sample of a name; None if it is not served or not a number."""
+        """Return the first sample of a name; None if it is absent or not a number."""
         for _, value in self.samples.get(name, ()):
             return value if math.isfinite(value) else None
         return None
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """Sums of a name's samples by one label's values."""
+        """Return the sums of a name's samples by one label's values."""
         found: dict[str, float] = {}
         for have, value in self.samples.get(name, ()):
             if label in have:
@@ -55,14 +55,14 @@ class Scrape:
         return found
 
     def label(self, name: str, label: str) -> str | None:
-        """A label's value on the first sample of a name."""
+        """Return a label's value on the first sample of a name."""
         for have, _ in self.samples.get(name, ()):
             return have.get(label)
         return None
 
 
 def parse_metrics(text: str, time: float) -> Scrape:
-    """Raises ConfigError for what is not Prometheus' text format."""
+    """Parse Prometheus' text format. Raises ConfigError for any other text."""
     from prometheus_client.parser import text_string_to_metric_families
 
     samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}

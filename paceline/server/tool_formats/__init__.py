@@ -1,4 +1,4 @@
-"""How models write tool calls: one file per format, found by name or by the chat template."""
+"""The ways in which models write tool calls: a file per format, found by name or chat template."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOOL_FORMATS: Final[dict[str, ToolFormat]] = {each.name: each for each in _ALL}
 
 
 def detect_format(template: str | None) -> ToolFormat:
-    """The format a chat template is written for; Hermes' where it does not tell."""
+    """Return the format of a chat template; Hermes if it shows none."""
     for each in _ALL:
         if template is not None and any(mark in template for mark in each.marks):
             return each

@@ -1,13 +1,13 @@
-"""Calls amid text: what the model says is searched for calls, and all else is text, verbatim.
+"""Calls amid text: a model's output is searched for calls, and the rest is text, verbatim.
 
 ::
 
     said ... mark  head  {"name": ...}  end mark ... said
              `---------------.-----------------'
-              held until it is whole; then a call, or text like the rest
+              held until it is complete; then a call, or text like the rest
 
-Whatever pieces the text comes in, the same is found: a decision waits for what it depends on. White
-space that stands alone before, between or behind calls is layout.
+The result does not depend on how the text is split: a decision waits for the text it depends on.
+White space that stands alone before, between or after calls is layout.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from paceline.server.tool_formats.call_json import BLANK, JsonEnd, Written, argu
 
 __all__ = ["GAP", "CallsAmidText", "Shape", "begins"]
 
-# white space between a mark and what belongs to it
+# white space between a mark and the text that belongs to it
 GAP: Final = r"\s{0,64}"
 
 
 def begins(text: str) -> str:
-    """A pattern of every beginning of ``text``, the empty one and all of it too."""
+    """Return a pattern of every beginning of ``text``, including "" and all of it."""
     pattern = ""
     for char in reversed(text):
         pattern = f"(?:{re.escape(char)}{pattern})?"
@@ -36,24 +36,24 @@ def begins(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How calls of one format stand in text."""
+    """The syntax of calls within text in one format."""
 
-    # what calls begin with
+    # marks that begin a call
     marks: tuple[str, ...]
-    # from the mark's end to the JSON, of which it sees the beginning; with a group ``name`` the
-    # JSON is the arguments alone, and ``id`` is the call's
+    # from the mark's end to the start of the JSON; with a group ``name`` the JSON is only the
+    # arguments, and a group ``id`` is the call's id
     head: re.Pattern[str]
-    # every beginning of what ``head`` matches
+    # every beginning of a match of ``head``
     part_of_head: re.Pattern[str]
-    # from a call's end to the JSON of the next one, without a mark, or with a group ``over`` to the
+    # from a call's end to the JSON of the next one without a mark, or with a group ``over`` to the
     # end of the list; None: every call has a mark
     next: re.Pattern[str] | None = None
     part_of_next: re.Pattern[str] | None = None
-    # one of these must stand behind the JSON, if anything does before the next mark
+    # one of these must follow the JSON, if anything follows before the next mark
     ends: tuple[str, ...] = ()
-    # of ``marks``, those that are text behind text
+    # members of ``marks`` that are text after text
     separators: tuple[str, ...] = ()
-    # ids that the JSON may give its call; None: there are none in this format
+    # ids that the JSON may give its call; None: this format has none
     id: re.Pattern[str] | None = None
     # characters that are layout where they stand alone
     blank: str = BLANK
@@ -61,28 +61,28 @@ class Shape:
 
 @dataclass(slots=True)
 class _Candidate:
-    """What may turn out to be a call, at the beginning of what is held."""
+    """A possible call, at the beginning of the held text."""
 
-    # of the JSON
+    # start of the JSON
     start: int
     end: JsonEnd
-    # of the arguments alone; None: the JSON has it
+    # name of a call whose JSON is only the arguments; None: the JSON has the name
     name: str | None
     id: str
-    # how much of it is text before the search goes on, where it is no call
+    # characters that become text if it is not a call; the search continues after them
     skip: int
-    # its JSON, once it has ended
+    # its JSON, once that has ended
     call: Written | None = None
-    # where the search for an end mark goes on
+    # where the search for an end mark continues
     seen: int = 0
 
 
 class CallsAmidText:
-    """A ``base.ToolParser`` of output that may be text.
+    """A ``base.ToolParser`` for output that may be text.
 
     Args:
-        names: of the tools that may be called.
-        at_start: a call may begin without a mark at the start, as behind another one.
+        names: names of the tools that may be called.
+        at_start: a call may begin without a mark at the start, as after another call.
     """
 
     def __init__(self, shape: Shape, names: Collection[str], *, at_start: bool = False) -> None:
@@ -90,9 +90,9 @@ class CallsAmidText:
         self._names = frozenset(names)
         self._held = ""
         self._candidate: _Candidate | None = None
-        # what is held begins where a call needs no mark
+        # the held text begins where a call needs no mark
         self._follows = at_start
-        # what was said since the last call, as long as it is layout
+        # text since the last call, as long as it is layout; else None
         self._layout: str | None = ""
         self._count = 0
 
@@ -115,7 +115,7 @@ class CallsAmidText:
         return pieces
 
     def _say(self, count: int, pieces: list[Piece]) -> None:
-        """So many characters of what is held are text."""
+        """Emit ``count`` characters of the held text as text."""
         text, self._held = self._held[:count], self._held[count:]
         if self._layout is not None:
             if not text.strip(self._shape.blank):
@@ -126,7 +126,7 @@ class CallsAmidText:
             pieces.append(text)
 
     def _find(self, pieces: list[Piece], last: bool) -> bool:
-        """Whether there is more to read, behind text or in what may be a call."""
+        """Look for a call; return whether to read on, after text or in a possible call."""
         if self._follows and (found := self._follow(last)) is not None:
             return found
         shape = self._shape
@@ -152,7 +152,7 @@ class CallsAmidText:
         return True
 
     def _follow(self, last: bool) -> bool | None:
-        """``_find`` where a call needs no mark; None where none follows."""
+        """Look for a call that needs no mark, like ``_find``; None if none follows."""
         shape = self._shape
         assert shape.next is not None and shape.part_of_next is not None, "calls follow calls"
         found = shape.next.match(self._held)
@@ -180,7 +180,7 @@ class CallsAmidText:
         self._follows = False
 
     def _read(self, pieces: list[Piece], last: bool) -> bool:
-        """Whether what may be a call has turned out to be one, or not."""
+        """Return whether a possible call was decided: it is a call, or text."""
         candidate, shape = self._candidate, self._shape
         assert candidate is not None, "there is one to read"
         if candidate.call is None:
@@ -191,7 +191,7 @@ class CallsAmidText:
             if call is None:
                 return self._reject(candidate.skip, pieces)
             if call.name not in self._names:
-                # all of its JSON is text, whatever is in it
+                # all of its JSON is text, whatever it contains
                 follows = shape.next is not None and candidate.name is None
                 self._reject(candidate.end.place, pieces)
                 self._follows = follows
@@ -217,7 +217,7 @@ class CallsAmidText:
         return True
 
     def _json_ended(self, candidate: _Candidate) -> bool | None:
-        """See ``JsonEnd.look``; arguments alone may be ``null``, or nothing before an end mark."""
+        """Return ``JsonEnd.look``; bare arguments may be ``null``, or empty before an end mark."""
         if candidate.name is not None:
             if self._held.startswith("null", candidate.start):
                 candidate.end.place = candidate.start + len("null")
@@ -234,8 +234,8 @@ class CallsAmidText:
         return None if arguments is None else Written(candidate.name, arguments)
 
     def _end(self, candidate: _Candidate, last: bool) -> int | None:
-        """Where a call ends whose JSON has; below 0 where more than its JSON stands before the end
-        mark, and None where that is still open."""
+        """Return where a call with complete JSON ends; below 0 if other text precedes the end mark,
+        None if that is still open."""
         shape, held, json_end = self._shape, self._held, candidate.end.place
         if not shape.ends:
             return json_end

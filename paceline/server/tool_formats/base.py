@@ -1,8 +1,8 @@
-"""What a tool format is.
+"""The interface of tool formats.
 
-A format says how a model writes calls into its text. Adding one is adding a file with a
-``ToolFormat`` and a line in ``__init__``. Parsers see text in any pieces, take time in proportion
-to it, and never evaluate it.
+A format says how a model writes calls into its text. To add one, add a file with a ``ToolFormat``
+and a line in ``__init__``. Parsers get text in pieces of any size, take time in proportion to it,
+and never evaluate it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A piece of a call: all of it, unless the output was held to calls."""
+    """A piece of a call; a whole call unless a grammar forces the output to be calls."""
 
-    # which call of the output, from 0
+    # index of the call in the output, from 0
     index: int
-    # on the first piece of a call
+    # set on the first piece of a call
     name: str | None
-    # JSON text, to be appended to what came before
+    # JSON text, to be appended to earlier pieces
     arguments: str
-    # that the model gave it; empty: none
+    # the id that the model gave it; empty: none
     id: str = ""
 
 
@@ -42,54 +42,54 @@ Piece = str | CallDelta
 
 
 class ToolParser(Protocol):
-    """One output being read."""
+    """Reads one output."""
 
     def push(self, text: str) -> list[Piece]:
-        """Take in more of the output."""
+        """Take in more of the output; return the pieces it completes."""
         ...
 
     def finish(self) -> list[Piece]:
-        """The output is over: what was held back."""
+        """Return the pieces held back, as the output has ended."""
         ...
 
 
 class ToolFormat(Protocol):
-    """How one family of models writes calls."""
+    """The way in which one family of models writes calls."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """A chat template that holds one of these is of this family."""
+        """Texts that identify a chat template of this family."""
         ...
 
     @property
     def arguments_key(self) -> str:
-        """What a call's arguments are called in the model's text."""
+        """The key of a call's arguments in the model's text."""
         ...
 
     def parser(self, names: Collection[str], *, held: bool = False) -> ToolParser:
-        """Of output that may be text and calls of ``names``; ``held``: to ``rule``, or to an answer
-        in JSON."""
+        """Return a parser of output that may be text and calls of ``names``; ``held``: the output
+        follows ``rule``, or is an answer in JSON."""
         ...
 
     def rule(self, *, parallel: bool) -> str:
-        """Lark rules ``calls`` and below: one call (or several, with ``parallel``) of ``call``,
-        which is the rule of a call's JSON object with ``name`` and ``arguments_key``."""
+        """Return the Lark rule ``calls`` and those below: one ``call`` (or several, with
+        ``parallel``); ``call`` is the rule of a JSON object with ``name`` and ``arguments_key``."""
         ...
 
 
-# with these a schema may know of properties that it does not list itself
+# keywords with which a schema may allow properties that it does not list itself
 _SAYS_MORE: Final = frozenset(
     {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
 )
 
 
 def call_schema(tool: dict[str, Any], arguments_key: str, at: str) -> dict[str, Any]:
-    """The schema of one call's object; ``at`` is where it will stand in the whole schema.
+    """Return the schema of one call's object; ``at`` is its future path in the whole schema.
 
-    Arguments that are listed are all there are, unless the schema says otherwise: SDKs drop
+    Only the listed arguments are allowed, unless the schema says otherwise: SDKs drop
     ``additionalProperties: false`` on the way, and callers pass arguments on by name.
     ``parameters`` have been checked (``check_schema``).
     """
@@ -97,7 +97,7 @@ def call_schema(tool: dict[str, Any], arguments_key: str, at: str) -> dict[str, 
     parameters = function.get("parameters") or {}
     if not parameters or ("properties" in parameters and not _SAYS_MORE & parameters.keys()):
         parameters = {**parameters, "additionalProperties": False}
-    # references still hold where it stands then
+    # keeps references valid at the new path
     moved = with_refs(parameters, lambda ref: f"{at}/properties/{arguments_key}{ref[1:]}")
     return {
         "type": "object",
@@ -111,7 +111,7 @@ def call_schema(tool: dict[str, Any], arguments_key: str, at: str) -> dict[str, 
 
 
 def held_back(text: str, mark: str) -> int:
-    """How many characters at the end of ``text`` may be the beginning of ``mark``."""
+    """Return how many characters at the end of ``text`` may be the beginning of ``mark``."""
     for count in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-count:]):
             return count

@@ -1,4 +1,4 @@
-"""The JSON of a call: where it ends, and what it says."""
+"""The JSON of a call: its end and its content."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import msgspec
 __all__ = ["BLANK", "JsonEnd", "Written", "arguments_of", "call_of"]
 
 BLANK: Final = " \t\r\n"
-# quotes around quotes around the arguments
+# maximum levels of quoting around the arguments
 _MOST_QUOTES: Final = 4
 _QUOTED: Final = re.compile(r'["\\]')
-# brackets, quotes, and what JSON has nowhere else; letters are those of its three words and of "E"
+# brackets, quotes, and characters that JSON has only in strings; the letters are those of its three
+# words and of "E"
 _PLAIN: Final = re.compile(r"[^ \t\r\n:,0-9+\-.truefalsnE]")
 _STRING: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _ESCAPE_OR_CONTROL: Final = re.compile(r"\\.|[\x00-\x1f]", re.DOTALL)
@@ -27,27 +28,27 @@ _members: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class JsonEnd:
-    """Finds where an object, or a string, ends in a text that grows.
+    """Finds the end of an object, or a string, in a text that grows.
 
     Args:
-        start: of its first character.
+        start: index of its first character.
     """
 
     def __init__(self, start: int) -> None:
-        # up to here it was read; once it has ended, its end
+        # index up to which the text was read, and at last the end
         self.place = start
         self._depth = 0
         self._quoted = False
 
     def look(self, text: str) -> bool | None:
-        """Whether it has ended; None where it cannot be JSON."""
+        """Return whether it has ended; None if it is not JSON."""
         while found := (_QUOTED if self._quoted else _PLAIN).search(text, self.place):
             char = found[0]
             if char == "\\":
                 if not self._quoted:
                     return None
                 if found.end() == len(text):
-                    # what is escaped comes later
+                    # the escaped character has not arrived yet
                     self.place = found.start()
                     return False
                 self.place = found.end() + 1
@@ -68,18 +69,18 @@ class JsonEnd:
 
 
 class Written(NamedTuple):
-    """What an object says of a call."""
+    """The content of a call's object."""
 
-    # empty where it is something else than a call
+    # empty: the object is not a call
     name: str
     # JSON text of an object
     arguments: str
-    # empty where it says none
+    # empty: not given
     id: str = ""
 
 
 def call_of(text: str) -> Written | None:
-    """The call that the JSON ``text`` is; None where it is no JSON."""
+    """Return the call that the JSON ``text`` holds; None if it is not JSON."""
     text = _repaired(text)
     try:
         members: Mapping[str, msgspec.Raw] = _members(text)
@@ -88,7 +89,7 @@ def call_of(text: str) -> Written | None:
     name, call_id = (_decoded(bytes(members.get(key, b"null"))) for key in ("name", "id"))
     given = [bytes(members[key]).decode() for key in _ARGUMENTS if key in members]
     arguments = arguments_of(next((text for text in given if text != "null"), ""))
-    # without arguments, an object that says more than a name is data
+    # without arguments, an object with more than a name is data
     is_data = not given and not members.keys() <= _KNOWN
     if not isinstance(name, str) or arguments is None or is_data:
         return Written("", "")
@@ -96,8 +97,8 @@ def call_of(text: str) -> Written | None:
 
 
 def arguments_of(text: str) -> str | None:
-    """Arguments as the JSON text of an object, whether written as one, as a string that holds one,
-    or left out; None where they are something else."""
+    """Return arguments as the JSON text of an object, whether written as one, as a string that
+    holds one, or left out; None if they are anything else."""
     for _ in range(_MOST_QUOTES):
         text = text.strip()
         if text in ("", "null"):
@@ -120,7 +121,7 @@ def _decoded(text: str | bytes) -> Any:
 
 
 def _repaired(text: str) -> str:
-    """The text with line breaks and other control characters inside of its strings escaped."""
+    """Escape line breaks and other control characters in the text's strings."""
     if _decoded(text) is not _INVALID:
         return text
     return _STRING.sub(lambda found: _ESCAPE_OR_CONTROL.sub(_escaped, found[0]), text)

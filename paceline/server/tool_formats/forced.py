@@ -1,4 +1,4 @@
-"""Calls in output that was held to them by a grammar: they come as they are written."""
+"""Calls in output that a grammar restricts to calls; they are streamed as they are written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SPACE: Final = " \t\r\n"
 
 
 class ForcedCalls:
-    """A ``base.ToolParser`` of output that a grammar holds to the objects of calls, and to marks
+    """A ``base.ToolParser`` for output that a grammar restricts to objects of calls, with marks
     without braces between them."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class ForcedCalls:
 class _CallReader:
     """Reads one ``{"name": ..., "arguments": {...}}``, character by character, until ``done``.
 
-    Arguments come out as they are written, once the name is known.
+    Arguments are emitted as they are written, once the name is known.
     """
 
     def __init__(self, index: int) -> None:
@@ -56,7 +56,7 @@ class _CallReader:
         self._depth = 0
         self._quoted = False
         self._escaped = False
-        # the member being read at depth 1: its key and where its value begins, in characters
+        # key of the member being read at depth 1, and the index where its value begins
         self._key: str | None = None
         self._start = 0
         self._arguments_from: int | None = None
@@ -64,7 +64,7 @@ class _CallReader:
         self._told = 0
 
     def take(self, text: str) -> str:
-        """Read on; what is left of ``text`` once the call is over."""
+        """Read on; return the rest of ``text`` after the call's end."""
         for position, char in enumerate(text, 1):
             self._feed(char)
             if self.done:
@@ -102,7 +102,7 @@ class _CallReader:
             self._arguments_from += 1
 
     def deltas(self) -> Iterator[CallDelta]:
-        """What is new since the last call."""
+        """Yield the additions since the last call."""
         if self._name is None or self._arguments_from is None:
             return
         if not self._named:

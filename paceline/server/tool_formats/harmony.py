@@ -16,7 +16,7 @@ from paceline.server.tool_formats.llama3_json import Llama3Json
 
 __all__ = ["CALL", "Harmony"]
 
-# how a call begins, once the recipient stands behind its channel
+# the start of a call whose recipient follows its channel
 CALL: Final = "<|channel|>commentary to=functions."
 _MESSAGE: Final = r"<\|message\|>"
 _ENDS: Final = ("<|call|>", "<|end|>")
@@ -37,14 +37,14 @@ _SHAPE: Final = Shape(
 
 
 class Harmony:
-    """See ``base.ToolFormat``."""
+    """A ``base.ToolFormat``."""
 
     name = "harmony"
     marks = ("<|channel|>",)
     arguments_key = "arguments"
 
     def parser(self, names: Collection[str], *, held: bool = False) -> ToolParser:
-        # the marks are special tokens, which a grammar of text does not write
+        # the marks are special tokens, which a grammar of text cannot write
         return Llama3Json().parser(names) if held else CallsAmidText(_SHAPE, names)
 
     def rule(self, *, parallel: bool) -> str:

@@ -22,14 +22,14 @@ _SHAPE: Final = Shape(
 
 
 class Hermes:
-    """See ``base.ToolFormat``."""
+    """A ``base.ToolFormat``."""
 
     name = "hermes"
     marks = ("<tool_call>",)
     arguments_key = "arguments"
 
     def parser(self, names: Collection[str], *, held: bool = False) -> ToolParser:
-        # held or not, every call is marked
+        # every call is marked, also under a grammar
         return CallsAmidText(_SHAPE, names)
 
     def rule(self, *, parallel: bool) -> str:

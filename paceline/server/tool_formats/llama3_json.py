@@ -26,7 +26,7 @@ _SHAPE: Final = Shape(
 
 
 class Llama3Json:
-    """See ``base.ToolFormat``."""
+    """A ``base.ToolFormat``."""
 
     name = "llama3_json"
     marks = ("<|python_tag|>", "<|eom_id|>")

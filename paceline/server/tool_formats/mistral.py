@@ -1,5 +1,5 @@
-"""Mistral: ``[TOOL_CALLS]`` and then ``[{"name": ..., "arguments": {...}}, ...]``, or, from the
-newer tokenizers on, ``name{...}``, ``name[ARGS]{...}`` or ``name[CALL_ID]id[ARGS]{...}``."""
+"""Mistral: ``[TOOL_CALLS]`` and then ``[{"name": ..., "arguments": {...}}, ...]``, or, with the
+newer tokenizers, ``name{...}``, ``name[ARGS]{...}`` or ``name[CALL_ID]id[ARGS]{...}``."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _SHAPE: Final = Shape(
 
 
 class Mistral:
-    """See ``base.ToolFormat``."""
+    """A ``base.ToolFormat``."""
 
     name = "mistral"
     marks = ("[TOOL_CALLS]", "[AVAILABLE_TOOLS]")
     arguments_key = "arguments"
 
     def parser(self, names: Collection[str], *, held: bool = False) -> ToolParser:
-        # the mark is a special token, which a grammar of text does not write
+        # the mark is a special token, which a grammar of text cannot write
         return CallsAmidText(_SHAPE, names, at_start=held)
 
     def rule(self, *, parallel: bool) -> str:

@@ -1,1 +1,1 @@
-"""The page at ``/ui``: files of this folder, and nothing from elsewhere."""
+"""The page at ``/ui``: files of this folder only."""

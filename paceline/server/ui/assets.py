@@ -1,4 +1,4 @@
-"""The page's files, in memory from the first request on, with the headers that bind a browser."""
+"""The page's files, in memory after the first request, with headers that restrict the browser."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["BUILT_IN", "SECURITY_HEADERS", "Asset", "Assets", "load_assets"]
 
 BUILT_IN: Final = Path(__file__).parent / "static"
 _PAGE: Final = "index.html"
-# stands in index.html where the version belongs
+# placeholder of the version in index.html
 _VERSION_MARK: Final = b"{{version}}"
 _TYPES: Final = {
     ".html": "text/html; charset=utf-8",
@@ -24,12 +24,12 @@ _TYPES: Final = {
     ".json": "application/json",
     ".txt": "text/plain; charset=utf-8",
 }
-# a folder given by --ui-dir could hold anything
+# limits, because a folder given by --ui-dir could hold anything
 _MAX_FILES: Final = 500
 _MAX_BYTES: Final = 8 * 2**20
 
 SECURITY_HEADERS: Final[Mapping[str, str]] = {
-    # nothing but this server's own files runs, and no string ever becomes HTML or a script
+    # only this server's own files run, and no string ever becomes HTML or a script
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
@@ -45,7 +45,7 @@ _log = logging.getLogger("paceline.server")
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """One file: its bytes as they are and compressed, its type and its tag."""
+    """One file: its bytes plain and compressed, its type and its tag."""
 
     body: bytes
     packed: bytes
@@ -54,7 +54,7 @@ class Asset:
 
     @classmethod
     def of(cls, body: bytes, suffix: str) -> Asset:
-        # a fixed time, so that the same bytes pack alike
+        # a fixed time, so that equal bytes compress alike
         packed = gzip.compress(body, 9, mtime=0)
         return cls(body, packed, _TYPES[suffix], f'"{hashlib.sha256(body).hexdigest()[:20]}"')
 
@@ -62,7 +62,7 @@ class Asset:
 @dataclass(frozen=True, slots=True)
 class Assets:
     """All files by path below the folder. ``version`` is a digest of them all, part of their URLs,
-    so that a browser may keep each of them for good."""
+    so that browsers can cache each file for good."""
 
     files: Mapping[str, Asset]
     version: str
@@ -70,7 +70,7 @@ class Assets:
 
 
 def load_assets(folder: Path) -> Assets | None:
-    """The files of ``folder``; None, with a line in the log, where it has no page."""
+    """Return the files of ``folder``; None, with a line in the log, if it has no page."""
     found: dict[str, bytes] = {}
     size = 0
     for path in sorted(folder.rglob("*")):

@@ -1,15 +1,14 @@
-"""The timeline's recent past, in memory, and those who follow it.
+"""The timeline's recent past, in memory, and the viewers that follow it.
 
 ::
 
-    engine ==frames==> Feed.take --> segments of two seconds, the oldest of which go
+    engine ==frames==> Feed.take --> segments of two seconds; the oldest are dropped
                                  \\-> a bounded queue for each viewer --> its stream
 
-Frames are kept as the bytes that they came as; only their headers are looked at. A segment begins
-with a keyframe, so a viewer can begin at any: it is first told which engine it is (START) and sent
-the announcements of the requests that lived then. A viewer that does not keep up loses what waits
-for it, is told so (GAP), and goes on at the newest keyframe; it costs the engine nothing and this
-process a bounded queue.
+Frames are kept as the received bytes; only their headers are read. A segment begins with a
+keyframe, so a viewer can begin at any segment: it first gets the engine (START) and the
+announcements of requests that were alive then. A viewer that does not keep up loses its bounded
+queue, gets a GAP, and continues at the newest keyframe; the engine does no work for it.
 """
 
 from __future__ import annotations
@@ -32,37 +31,37 @@ from paceline.engine.timeline.events import FrameType, Told, vocabulary
 __all__ = ["MOST_VIEWERS", "Feed", "TooManyViewersError"]
 
 MOST_VIEWERS: Final = 8
-# messages that may wait for a viewer, some three seconds of a busy engine, and bytes of them beside
-# the newest
+# maximum messages queued for a viewer, about three seconds of a busy engine, and their bytes
+# without the newest
 _MOST_WAITING: Final = 64
 _MOST_WAITING_BYTES: Final = 256 * 1024
-# bytes that an announcement takes beside its frame
+# bytes of an announcement in addition to its frame
 _ENTRY: Final = 256
-# seconds between gauges, of a live engine and in what is kept
+# seconds between gauges, for a live engine and in the history
 _GAUGES: Final = 1.0
 _START: Final = bytes((FrameType.START,))
 _FIRST_U32: Final = struct.Struct("<I")
 
 
 class TooManyViewersError(PacelineError):
-    """All places of those who follow are taken."""
+    """The maximum number of viewers is reached."""
 
 
 @dataclass(slots=True)
 class _Segment:
     number: int
-    # of engines, and the first step that is told
+    # number of the engine, and the first step recorded
     epoch: int
     step: int
     # seconds, monotonic
     began: float
-    # what the START of its engine said
+    # content of its engine's START
     start: Mapping[str, Any]
     data: bytearray = field(default_factory=bytearray)
-    # requests that it tells of from beginning to end
+    # requests that begin and end in it
     num_whole: int = 0
-    # what was before it was forgotten from this step on, in the middle of what a keyframe began:
-    # it has none of its own at its beginning
+    # first step lost before this segment, in the middle of a keyframe's stretch; such a segment
+    # does not begin with a keyframe
     lost_from: int | None = None
 
 
@@ -70,19 +69,19 @@ class _Segment:
 class _Announced:
     frame: bytes
     epoch: int
-    # numbers of the segments in which it was told, and in which it ended
+    # numbers of the segments in which the request was announced, and in which it ended
     segment: int
     ended: int | None = None
 
 
 @dataclass(eq=False)
 class _Viewer:
-    """Has a place from the moment it asks until its stream ends, or is forgotten unread."""
+    """Holds a slot from its request until its stream ends, or until it is dropped unread."""
 
     waiting: deque[bytes] = field(default_factory=deque)
     num_bytes: int = 0
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    # what waited was dropped
+    # the queue was dropped
     behind: bool = False
 
     def tell(self, frames: bytes) -> None:
@@ -103,13 +102,13 @@ class _Viewer:
 
 
 class Feed:
-    """Made once for an app, on the event loop that ``client`` speaks on.
+    """The timeline of an app, made once, on the event loop that calls ``client``'s listeners.
 
     Args:
-        most_bytes: of frames that are kept, announcements that viewers are sent again included.
-            Half of it at most is theirs: beyond that the oldest are forgotten, and a page opened
-            then knows those requests by number alone.
-        clock: seconds, monotonic: the engine's.
+        most_bytes: limit of kept frames, including announcements that viewers get again. These take
+            at most half of it: beyond that the oldest are forgotten, and a page opened later knows
+            those requests only by number.
+        clock: the engine's clock; seconds, monotonic.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class Feed:
         self._client = client
         self._most = most_bytes
         self._clock = clock
-        # tells a server from the one before it at the same address, which counted engines too
+        # tells this server from an earlier one at the same address, which counted engines too
         self._server = round(1e3 * time.time())
         self._epoch = 0
         self._step = 0
@@ -133,7 +132,7 @@ class Feed:
         self._viewers: WeakSet[_Viewer] = WeakSet()
         self._gauged_at = -_GAUGES
         self._level = 0
-        # what was before is not known, and there was nothing
+        # an empty history: the past is unknown
         start = self._start()
         self._begin(start)
         self._segments[-1].data += _told(FrameType.START, **start)
@@ -152,23 +151,23 @@ class Feed:
 
     @property
     def num_bytes(self) -> int:
-        """Of frames and announcements that are kept."""
+        """Bytes kept: frames and announcements."""
         return self._size + len(self._segments[-1].data) + self._announced_size
 
     @property
     def num_requests(self) -> int:
-        """Of those that the frames that are kept tell of."""
+        """Number of requests in the kept frames."""
         return len(self._announced) + sum(segment.num_whole for segment in self._segments)
 
     @property
     def seconds(self) -> float:
-        """How long ago the oldest of what is kept was."""
+        """Age of the oldest kept segment, in seconds."""
         return self._clock() - self._segments[0].began
 
     # ------------------------------------------------------------------ from the engine
 
     def take(self, frames: bytes | None) -> None:
-        """Whole frames, or None: the engine is gone."""
+        """Take in whole frames, or None when the engine is gone."""
         if frames is None:
             frames = _told(FrameType.NOTICE, kind="engine_lost", now=self._clock())
             self._end_all()
@@ -205,7 +204,7 @@ class Feed:
                 if announced is not None:
                     announced.ended = self._segments[-1].number
                     if announced.segment == announced.ended:
-                        # whoever reads of its end has read of its beginning
+                        # a reader sees the start of a request before its end
                         self._drop((self._epoch, number))
                         self._segments[-1].num_whole += 1
             elif kind in (FrameType.KEYFRAME, FrameType.START):
@@ -228,7 +227,7 @@ class Feed:
         self._segments.append(_Segment(number, self._epoch, self._step, self._clock(), start))
 
     def _end_all(self) -> None:
-        """The requests of an engine that is gone are over."""
+        """Mark the requests of a lost engine as ended."""
         number = self._segments[-1].number
         for announced in self._announced.values():
             if announced.ended is None:
@@ -240,8 +239,8 @@ class Feed:
         self._forget_announced()
         last = self._segments[-1]
         if len(last.data) > self._most - self._announced_size:
-            # without a keyframe for so long, nothing could begin within it: so it goes, with what
-            # was before it. Requests that live are announced to whoever begins at the next one
+            # without a keyframe for that long no reader could begin inside: the segment is dropped
+            # with all before it. Live requests are announced to readers that begin at the next one
             self._segments.clear()
             self._size = 0
             self._segments.append(
@@ -255,14 +254,14 @@ class Feed:
                 )
             )
             self._forget_ended()
-        # a little more than it must, so that announcements are not gone through with each message
+        # drops slightly more than necessary, so that announcements are not searched at each message
         while self.num_bytes > self._most and len(self._segments) > 1:
             while self.num_bytes > 0.95 * self._most and len(self._segments) > 1:
                 self._size -= len(self._segments.popleft().data)
             self._forget_ended()
 
     def _forget_ended(self) -> None:
-        """Of requests whose end is told no more, nothing is."""
+        """Forget requests whose end has left the kept history."""
         oldest = self._segments[0].number
         for key in [
             key
@@ -272,7 +271,7 @@ class Feed:
             self._drop(key)
 
     def _forget_announced(self) -> None:
-        """Leave the frames their half, and as much more as announcements leave free."""
+        """Drop announcements above half of the limit; frames may use the rest."""
         while self._announced_size > self._most // 2:
             self._drop(next(iter(self._announced)))
 
@@ -282,8 +281,8 @@ class Feed:
     # ------------------------------------------------------------------ to viewers
 
     def history(self, *, since: tuple[int, int] | None = None, seconds: float = 60.0) -> bytes:
-        """Frames from a keyframe on: that before step ``since`` = (engine, step), or that of so
-        many ``seconds`` ago."""
+        """Return frames from a keyframe on: the last one before step ``since`` = (engine, step), or
+        the one ``seconds`` ago."""
         first = self._segments[0]
         begin, gap = first, b""
         if since is None:
@@ -304,11 +303,11 @@ class Feed:
         return self._opening(begin, None if since is None else since[0], gap) + self._from(begin)
 
     def _opening(self, begin: _Segment, engine: int | None, gap: bytes = b"") -> bytes:
-        """What goes before a segment: which engine it is, unless the reader knows that one or the
-        segment itself says so."""
+        """Return the frames before a segment: which engine it is, unless the reader knows or the
+        segment begins with its START."""
         starts = begin.data.startswith(_START)
         tells = not starts and engine != begin.epoch
-        # of a START that is not the engine's own, lanes come with the keyframe that follows
+        # lanes are not in this copied START; they come with the next keyframe
         told = _told(FrameType.START, **{**begin.start, "goes_on": True}) if tells else b""
         return self._hello(begin.epoch - (starts or tells)) + told + gap
 
@@ -320,17 +319,17 @@ class Feed:
         ends: Callable[[], bool],
         drains: Callable[[], bool] = lambda: False,
     ) -> AsyncIterator[bytes]:
-        """The same, and then what comes, until ``ends()``; gauges each second at least, and once
-        that ``drains()``.
+        """Yield ``history``, then new frames until ``ends()``; gauges at least each second, and a
+        notice once ``drains()``.
 
         Raises:
-            TooManyViewersError: all places are taken.
+            TooManyViewersError: the maximum number of viewers is reached.
         """
         if len(self._viewers) >= MOST_VIEWERS:
             raise TooManyViewersError(
                 f"{MOST_VIEWERS} pages follow the timeline already; ask without follow=1 instead"
             )
-        # its place is taken before anybody else can ask
+        # registered now, before another request can take the slot
         viewer = _Viewer()
         self._viewers.add(viewer)
         return self._stream(viewer, since, seconds, ends, drains)
@@ -344,11 +343,11 @@ class Feed:
         drains: Callable[[], bool],
     ) -> AsyncIterator[bytes]:
         try:
-            # the history has what waits
+            # the history includes the queued frames
             viewer.take()
             viewer.behind = False
             frames = self.history(since=since, seconds=seconds)
-            # what the reader knows when it has read this, however long that takes it
+            # the reader's position after the history, however long reading takes
             seen, told_of_end = (self._epoch, self._step), False
             yield frames
             while not ends():
@@ -391,7 +390,7 @@ class Feed:
     # ------------------------------------------------------------------ frames of its own
 
     def _start(self) -> dict[str, Any]:
-        """Of the engine that runs when this is made, whose own START came before."""
+        """Return START of the engine that runs already; its own START was sent before."""
         info = self._client.info
         return {
             "max_num_seqs": info.max_num_seqs,
@@ -403,7 +402,7 @@ class Feed:
         }
 
     def _hello(self, before: int) -> bytes:
-        """``before``: the engine of what follows, until a START says that the next one begins."""
+        """Return HELLO; ``before`` is the engine of the frames up to the next START."""
         info, first = self._client.info, self._segments[0]
         return _told(
             FrameType.HELLO,
@@ -412,7 +411,7 @@ class Feed:
             engine=self._epoch,
             first=before,
             now=self._clock(),
-            # added to a time of the engine's clock, it is seconds since 1970
+            # added to a time of the engine's clock, it gives seconds since 1970
             unix=time.time() - self._clock(),
             oldest={"engine": first.epoch, "step": first.step, "time": first.began},
             model=info.model,

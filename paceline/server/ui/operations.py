@@ -1,8 +1,7 @@
-"""What an operator asks of a server: its state, its keys and what they have used, its model, and
-the settings that differ from the defaults. Reads alone.
+"""Data for operators: a server's state, its keys and their use, its model, and the settings that
+differ from the defaults. Read-only.
 
-Of a key its name, scope and limits are told, and nothing of the key itself or its digest. This
-module is imported by the first request for it.
+Of a key only name, scope and limits are shown, never the key or its digest. Imported on first use.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from paceline.server.service import Service
 
 __all__ = ["MOST_KEYS", "operations"]
 
-# keys told at a time: each takes two looks at the counters, which may be in another process
+# maximum keys shown at a time: each needs two reads of counters that may be in another process
 MOST_KEYS: Final = 100
 _OF_ENGINE: Final = (
     "model", "backend", "device", "dtype", "kv_dtype", "choice", "max_model_len", "block_size",
@@ -31,10 +30,10 @@ _KINDS: Final = ("requests", "tokens")
 
 
 async def operations(service: Service, find: str) -> dict[str, Any]:
-    """Plain values for JSON.
+    """Return plain values for JSON.
 
     Args:
-        find: of keys whose name holds this.
+        find: show only keys whose name contains this.
     """
     info, config = service.client.info, service.config
     names = [key for key in service.keys.named() if find.casefold() in key[0].casefold()]
@@ -76,7 +75,7 @@ def _state(service: Service) -> dict[str, Any]:
 
 
 def _limits(service: Service) -> dict[str, Any]:
-    """What holds for callers without limits of their own, and where it is counted."""
+    """Return the limits of callers without limits of their own, and where they are counted."""
     limiter = service.limiter
     told = {"default": _rates(service.config.limits)}
     if limiter is None:

@@ -1,9 +1,9 @@
-"""What the page says of promises: one frame for each stretch of time, by the arithmetic of
-``paceline top``, and how the last hour went.
+"""The page's view of promises: one frame for each period of time, by the arithmetic of ``paceline
+top``, and points of the last hour.
 
-Readings are taken when somebody asks, one a second at most, which all who ask then share. So a
-server that nobody watches does nothing for this, and the first who looks finds what was since the
-start and nothing of the last minute. Imported when the page is first asked for it.
+Readings are taken on request, at most one a second, and shared by all viewers. So an unwatched
+server does no work for this, and its first viewer sees the time since the start but not the last
+minute. Imported when the page first requests it.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from paceline.server.readings import Frame, Scrape, make_frame
 
 __all__ = ["WINDOWS", "Promises", "Readable"]
 
-# stretches of time that can be asked for, in seconds; 0: since start
+# periods that can be requested, in seconds; 0: since start
 WINDOWS: Final = (60, 600, 0)
-# seconds between readings that are kept for the last minute, and for those ten
+# seconds between readings kept for the last minute, and for the last ten minutes
 _FINE: Final = 5.0
 _COARSE: Final = 60.0
-# of the points that are told, in seconds; one for each reading that was kept
+# age of the oldest point, in seconds; there is one point per kept reading
 _HOUR: Final = 3600.0
-# seconds for which a reading is what is asked for now
+# seconds for which a reading is reused
 _SHARED: Final = 1.0
-# nobody asked for so long: what was read before says nothing of the last minute
+# seconds without requests after which older readings do not describe the last minute
 _STALE: Final = 90.0
-# tenants that are told; those with the most tokens come first
+# maximum tenants shown, in order of tokens
 _TENANTS: Final = 50
 
 
 class Readable(Protocol):
-    """``ServerMetrics``, as far as it matters here."""
+    """The part of ``ServerMetrics`` that is used here."""
 
     def read(self) -> Scrape: ...
 
@@ -42,27 +42,27 @@ class Readable(Protocol):
 
 
 class Promises:
-    """Made once for an app. Used from the event loop's thread.
+    """The promises that the page shows, made once for an app. Used from the event loop's thread.
 
     Args:
-        clock: seconds, that of the readings.
+        clock: the clock of the readings, in seconds.
     """
 
     def __init__(self, metrics: Readable, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
         self._clock = clock
         self._start = metrics.at_start()
-        # the newest, and the frames that were made of it, by window
+        # the newest reading, and the frames made from it, by window
         self._now: Scrape | None = None
         self._frames: dict[int, dict[str, Any]] = {}
         self._fine: deque[Scrape] = deque(maxlen=int(WINDOWS[0] / _FINE) + 1)
         self._coarse: deque[Scrape] = deque(maxlen=int(WINDOWS[1] / _COARSE) + 1)
-        # when, and what
+        # (time, values)
         self._points: deque[tuple[float, dict[str, Any]]] = deque()
 
     def tell(self, window: int) -> dict[str, Any]:
-        """As JSON: the frame of the last ``window`` seconds, or of as many as were watched, and the
-        points of the last hour; times are seconds before now."""
+        """Return as JSON the frame of the last ``window`` seconds, or of the watched part of them,
+        and the points of the last hour; times are seconds before now."""
         now = self._clock()
         reading = self._reading(now)
         now = max(now, reading.time)
@@ -82,7 +82,7 @@ class Promises:
         }
 
     def _reading(self, now: float) -> Scrape:
-        """The one that was taken just now, for whoever else asked, or a new one."""
+        """Return the last reading if it is recent enough to share, or a new one."""
         if self._now is None or not 0.0 <= now - self._now.time < _SHARED:
             self._now = self._metrics.read()
             self._frames.clear()
@@ -102,7 +102,7 @@ class Promises:
             self._coarse.append(now)
 
     def _before(self, now: Scrape, window: int) -> Scrape:
-        """The newest reading that is so old; else the oldest there is; else the start."""
+        """Return the newest reading at least ``window`` old; else the oldest; else the start."""
         if window == 0:
             return self._start
         kept = self._fine if window <= WINDOWS[0] else self._coarse
@@ -110,12 +110,12 @@ class Promises:
         for reading in kept:
             if found is None or now.time - reading.time >= window:
                 found = reading
-        # a reading that was taken just now has nothing between itself and now
+        # a reading taken just now spans no time
         return self._start if found is None or found.time >= now.time else found
 
 
 def _point(frame: Frame) -> dict[str, Any]:
-    """What the charts show of a minute."""
+    """Return the values that the charts show for a minute."""
     return {
         "goodput": frame.goodput_per_s,
         "attainment": frame.attainment,

@@ -1,17 +1,17 @@
-"""``/ui``: the page, its files, and who may be shown them.
+"""``/ui``: the page, its files, and access to them.
 
 ::
 
     GET /                      a browser is sent to /ui/; other programs get 404, as before
-    GET /ui/  /ui/TAB          index.html, asked for anew each time
-    GET /ui/v/VERSION/PATH     a file, kept by the browser for good
-    GET /ui/api/timeline       what the engine did and does, for a key of scope admin
+    GET /ui/  /ui/TAB          index.html, revalidated each time
+    GET /ui/v/VERSION/PATH     a file, cached by the browser for good
+    GET /ui/api/timeline       the engine's timeline, for a key of scope admin
     GET /ui/api/promises       targets met, waits, steps and their cost, likewise
     * /ui/api/what-if...       see ``what_if_routes``, likewise
-    GET /ui/api/operations     keys, limits, models, settings and state, for such a key too
+    GET /ui/api/operations     keys, limits, models, settings and state, likewise
 
-The files ask for no key: they are this package's public code. What the page shows comes from the
-API, with the key that its reader types in.
+The files need no key: they are this package's public code. The page's data comes from the API, with
+the key that its reader types in.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _API_HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-# characters of a key's name
+# maximum characters of a key's name
 _MOST_FIND: Final = 64
 _FOR_GOOD: Final = "public, max-age=31536000, immutable"
 
@@ -64,7 +64,7 @@ def ui_router(service: Service) -> APIRouter:
         return load_assets(folder)
 
     def assets() -> Assets:
-        # whoever works on the page sees a change at the next reload
+        # read again, so that a developer of the page sees changes at the next reload
         found = kept() if config.ui_dir is None else load_assets(folder)
         if found is None:
             raise HttpError(404, "the page's files are missing from this installation")
@@ -121,7 +121,7 @@ def ui_router(service: Service) -> APIRouter:
 
     @lru_cache(maxsize=1)
     def watched() -> Promises:
-        # nobody who does not look waits for it at start
+        # imported on first use, so that it does not slow start-up
         from paceline.server.ui.promises import Promises
 
         return Promises(service.metrics)
@@ -141,7 +141,7 @@ def ui_router(service: Service) -> APIRouter:
 
     async def operated(request: Request) -> Response:
         _refuse_strange_names(request, service)
-        # whoever never looks at it does not wait for it at start
+        # imported on first use, so that it does not slow start-up
         from paceline.server.ui.operations import operations
 
         found = await operations(service, request.query_params.get("find", "")[:_MOST_FIND])
@@ -159,7 +159,7 @@ def ui_router(service: Service) -> APIRouter:
         ("/ui/api/operations", operated),
         ("/ui/{tab:path}", page),
     ):
-        # not of the API: its document is for programs
+        # left out of the API's document, which is for programs
         router.add_api_route(
             path, answering(service, handler), methods=["GET"], include_in_schema=False
         )
@@ -167,7 +167,7 @@ def ui_router(service: Service) -> APIRouter:
 
 
 def _range(request: Request) -> tuple[tuple[int, int] | None, float]:
-    """(since, seconds) of a query: ``since=ENGINE.STEP`` or ``seconds=60``."""
+    """Return (since, seconds) of a query: ``since=ENGINE.STEP`` or ``seconds=60``."""
     query = request.query_params
     since, seconds = query.get("since"), query.get("seconds", "60")
     if since is not None:
@@ -198,7 +198,7 @@ def _flag(request: Request, name: str) -> bool:
 
 
 def _to_page() -> Response:
-    # relative: a proxy may have this server below the root of its host
+    # relative: a proxy may serve this below the root of its host
     return Response(status_code=307, headers={"Location": "ui/", "Vary": "Accept"})
 
 
@@ -224,10 +224,10 @@ async def _by_own_name(service: Service, handler: Handler, request: Request) -> 
 
 
 def _refuse_strange_names(request: Request, service: Service) -> None:
-    """Raises HttpError 421 where a page of another name may have been made to point here.
+    """Raise HttpError 421 if a page of another name may have been made to point here.
 
-    That is: nobody is asked for a key, the connection came to a loopback address, no list of hosts
-    was given, and Host is not a name of this machine's own.
+    That is the case if no keys are required, the connection came to a loopback address, no list of
+    hosts is set, and Host is not a name of this machine.
     """
     if len(service.keys) or service.config.allowed_hosts:
         return

@@ -1,18 +1,17 @@
-"""The page's what-if: one simulation at a time, in a process of its own.
+"""The page's what-if: one simulation at a time, in a separate process.
 
 ::
 
     page --POST--> WhatIf.start --> its caller's place: frames of the last minutes, or a trace
                         |                                      |
                         \\--> child (niced, bounded) <-- job ----/
-                                  |-- lines of JSON --> state, which that caller asks for
+                                  |-- lines of JSON --> state, which that caller polls
                                   \\-- frames of each run, files in the place
 
-The child is ended when it is cancelled, when it takes too long or too much, when its caller has not
-asked for it for three minutes, when this server drains, and when this process is gone (its standard
-input closes). A trace, a job and its runs are told to the caller who made them (``Owner``) and to
-nobody else. Nothing that a caller sends becomes a path or an argument of a program. Imported when
-the page is first asked for it.
+The child is ended when it is cancelled, exceeds its time or memory, its caller has not polled it
+for three minutes, this server drains, or this process is gone (its standard input closes). A trace,
+a job and its runs are shown only to the caller who made them (``Owner``). Nothing that a caller
+sends becomes a path or an argument of a program. Imported when the page first requests it.
 """
 
 from __future__ import annotations
@@ -52,20 +51,20 @@ __all__ = ["WhatIf"]
 
 _log = logging.getLogger("paceline.server")
 
-# requests of a run; those behind them are left out
+# maximum requests of a run; later ones are left out
 _MOST_REQUESTS: Final = 20_000
-# seconds after which a job that nobody asks for is ended, and between looks at that
+# seconds without a poll after which a job is ended, and seconds between checks
 _FORGOTTEN: Final = 180.0
 _LOOK: Final = 1.0
-# of whoever has nothing here
+# the state of a caller without a job
 _IDLE: Final = {"status": "idle"}
 
 
 class WhatIf:
-    """Made once for an app. Used from the event loop's thread.
+    """The what-if of an app, made once. Used from the event loop's thread.
 
     Args:
-        feed: None where the engine tells nothing of its steps.
+        feed: None if the engine sends no timeline.
     """
 
     def __init__(self, service: Service, feed: Feed | None, config: WhatIfConfig) -> None:
@@ -77,16 +76,16 @@ class WhatIf:
         self._reading = asyncio.Semaphore(1)
         self._process: asyncio.subprocess.Process | None = None
         self._running: asyncio.Task[None] | None = None
-        # whose job runs, or ran last
+        # the place whose job runs, or ran last
         self._of: Place | None = None
-        # why the child was ended by this process; None: it was not
+        # why this process ended the child; None: it did not
         self._ended_by: tuple[str, str] | None = None
         service.side_work.append(self.close)
 
     # ------------------------------------------------------------------ what the page asks
 
     async def tell(self, owner: Owner) -> dict[str, Any]:
-        """What may be chosen, and how the caller's latest job is."""
+        """Return the choices of a job, and the state of the caller's latest job."""
         choices = await self._known()
         place = self._asked(owner)
         info, feed = self._service.client.info, self._feed
@@ -102,25 +101,25 @@ class WhatIf:
             else {"requests": feed.num_requests, "seconds": feed.seconds},
             "trace_bytes": None if place is None else place.trace_bytes,
             "most_runs": MOST_RUNS,
-            # another caller's job runs: of it, nothing else is told
+            # another caller's job runs; nothing else of it is shown
             "busy": self._is_running and self._of is not place,
             "job": _IDLE if place is None else place.state,
         }
 
     async def start(self, owner: Owner, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Begin a job; answers its state.
+        """Start a job; return its state.
 
         Raises:
             InvalidRequestError: see ``parse_job``; or there is nothing to simulate, or the model
-                generates nothing.
-            HttpError: 409, another one is running; 503, too many callers have something here.
+                generates no tokens.
+            HttpError: 409, another job runs; 503, too many callers have a folder here.
             EngineDrainingError: the server ends.
         """
         self._service.refuse_if_draining()
         self._service.check_generates()
         self._refuse_beside_another(owner)
         choices = await self._known()
-        # others had their turn meanwhile
+        # other tasks may have run in the meantime
         self._service.refuse_if_draining()
         self._refuse_beside_another(owner)
         job = parse_job(values, choices, self._service.client.info.max_num_batched_tokens)
@@ -160,13 +159,13 @@ class WhatIf:
         return place.state
 
     async def upload(self, owner: Owner, request: Request) -> dict[str, Any]:
-        """Keep the request's body as the caller's trace, in place of an earlier one.
+        """Store the request's body as the caller's trace; it replaces an earlier one.
 
         Raises:
-            HttpError: 413 for one that is too long, 409 while a job of the caller's runs or another
-                trace of the caller's is being sent, 503 where too many callers have something here,
-                500 if reading it failed by a fault of ours.
-            InvalidRequestError: there is nothing in it, or it is no trace that can be simulated.
+            HttpError: 413 if it is too long, 409 while the caller's job runs or another trace of
+                theirs is uploaded, 503 if too many callers have a folder here, 500 if reading it
+                failed by a bug here.
+            InvalidRequestError: it is empty, or not a trace that can be simulated.
             ClientDisconnectedError: the caller hung up halfway.
             EngineDrainingError: the server ends.
         """
@@ -192,8 +191,8 @@ class WhatIf:
         return {"trace_bytes": size, **told}
 
     async def frames(self, owner: Owner, run: int, job: int | None) -> bytes:
-        """Of the timeline of a run of the caller's job that is done, of its latest unless that is
-        to be ``job``. Raises HttpError 404 for another one."""
+        """Return the timeline of a finished run of the caller's latest job, which must be ``job``
+        if given. Raises HttpError 404 otherwise."""
         place = self._asked(owner)
         known = [] if place is None else [each["run"] for each in place.state.get("results", ())]
         if place is None or run not in known or job not in (None, place.number):
@@ -205,14 +204,14 @@ class WhatIf:
             raise HttpError(404, f"run {run} was given up for the next job") from None
 
     async def close(self) -> None:
-        """End what runs and forget everything. Another job would begin anew."""
+        """End the running job and forget all data; a later job starts from nothing."""
         await self._end("cancelled", "the server is shutting down")
         await self._places.close()
 
     # ------------------------------------------------------------------ the child
 
     async def _run(self, place: Place, job: Job) -> None:
-        """Until it is over, however it ends; what came of it is in the place's state."""
+        """Run the job to its end; the result is in the place's state."""
         began = time.monotonic()
         status, error = "failed", ""
         try:
@@ -229,7 +228,7 @@ class WhatIf:
             place.state |= {"status": status, "error": error, "seconds": time.monotonic() - began}
 
     async def _carry_out(self, place: Place, job: Job, began: float) -> tuple[str, str]:
-        """(how it ended, why). Raises OSError where nothing could be started or written."""
+        """Return (status, reason). Raises OSError if the child or a file could not be created."""
         folder = place.runs
         await asyncio.to_thread(place.make_runs)
         told = await self._spelt(place, job)
@@ -240,13 +239,14 @@ class WhatIf:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 env=child_environment(),
-                # a signal to this process's group is not for it: it is ended with the server
+                # in a session of its own: signals to this process's group do not reach it; the
+                # server ends it
                 start_new_session=True,
                 limit=MOST_LINE,
             )
         assert process.stdin is not None and process.stdout is not None
         if self._ended_by is not None:
-            # while it was being started
+            # ended during the start
             kill(process)
         process.stdin.write(json.dumps(told).encode() + b"\n")
         reading = asyncio.ensure_future(_read(process.stdout, place.state))
@@ -271,7 +271,7 @@ class WhatIf:
             return "failed", error
         if code == -signal.SIGXCPU:
             return "failed", f"it took more than {self._config.cpu_seconds} s of processor time"
-        # one that has told all is ended when it lingers
+        # a child that lingered after its last result was killed: its exit code says nothing
         if len(place.state["results"]) < job.num_runs:
             with (folder / "log").open("rb") as written:
                 said = end_of_log(written)
@@ -282,7 +282,7 @@ class WhatIf:
         return "done", ""
 
     async def _spelt(self, place: Place, job: Job) -> dict[str, Any]:
-        """As the child wants it (``cli/what_if.py``). Writes the frames, if it wants any."""
+        """Return the job in the child's form (``cli/what_if.py``). Writes the frames it needs."""
         frames = None
         if job.wants_frames:
             assert self._feed is not None, "checked at the start"
@@ -317,7 +317,7 @@ class WhatIf:
             },
             "most_requests": _MOST_REQUESTS,
             "folder": str(place.runs),
-            # what it takes away when this process is gone
+            # the child removes it when this process is gone
             "root": str(self._places.root),
             "memory": self._config.memory,
             "seconds": self._config.cpu_seconds,
@@ -338,7 +338,7 @@ class WhatIf:
         return self._running is not None and not self._running.done()
 
     def _asked(self, owner: Owner) -> Place | None:
-        """The caller's place, if it has one; it is there and asks."""
+        """Return the caller's place, if it has one, and note the poll."""
         place = self._places.find(owner)
         if place is not None:
             place.asked_at = time.monotonic()
@@ -360,7 +360,7 @@ class WhatIf:
 
 
 async def _read(lines: asyncio.StreamReader, state: dict[str, Any]) -> str:
-    """Take in what the child says until it says no more; its error, or "" without one."""
+    """Read the child's lines to their end; return its error, or "" without one."""
     while line := await lines.readline():
         told: dict[str, Any] = json.loads(line)
         if "error" in told:
@@ -376,8 +376,8 @@ async def _read(lines: asyncio.StreamReader, state: dict[str, Any]) -> str:
 
 
 async def _end_of(process: asyncio.subprocess.Process) -> int:
-    """The exit code of one that has nothing more to say. Most end by themselves: a signal to one
-    that has just ended may hide what it ended with."""
+    """Return the exit code of a child that has closed its output. Most end by themselves: a signal
+    to one that has just ended may hide its own code."""
     try:
         async with asyncio.timeout(_LOOK):
             return await process.wait()

@@ -1,4 +1,4 @@
-"""What may be simulated: a body's fields, checked. All are numbers and names that are known."""
+"""Jobs that can be simulated: a body's fields, checked. All are numbers and known names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.http.fields import show
 
 __all__ = ["MOST_RUNS", "Job", "parse_job"]
 
-# of one job: policies times budgets times loads
+# maximum runs of one job: policies times budgets times loads
 MOST_RUNS: Final = 16
 _FIELDS: Final = (
     "workload", "minutes", "policies", "budgets", "loads", "max_num_seqs", "hardware", "model",
@@ -21,23 +21,23 @@ _FIELDS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is asked for, checked."""
+    """A checked job."""
 
-    # "minutes" (of this server) or "trace" (the one that was uploaded)
+    # "minutes" (of this server) or "trace" (the uploaded one)
     workload: str
-    # how many of them
+    # how many minutes to replay
     minutes: float
     policies: tuple[str, ...]
-    # of tokens in a step
+    # maximum tokens of a step
     budgets: tuple[int, ...]
-    # the workload's time is divided by each
+    # factors by which the workload's time is divided
     loads: tuple[float, ...]
-    # requests that run at once; None: the server's own
+    # maximum running requests; None: the server's own
     max_num_seqs: int | None
-    # whose step times; None: this server's
+    # hardware whose step times are used; None: this server's
     hardware: str | None
     model: str | None
-    # targets in milliseconds of requests that have none
+    # targets in milliseconds, for requests without any
     ttft_ms: float | None
     tpot_ms: float | None
 
@@ -51,7 +51,7 @@ class Job:
 
 
 def parse_job(values: Mapping[str, Any], choices: Mapping[str, Any], budget: int) -> Job:
-    """A body as a job; what is left out is as this server is.
+    """Return a body as a job; absent fields take this server's values.
 
     Raises:
         InvalidRequestError: an unknown field or name, or a number out of range.
@@ -91,10 +91,9 @@ def parse_job(values: Mapping[str, Any], choices: Mapping[str, Any], budget: int
 
 
 def _check(name: str, value: Any, least: float, most: float, whole: bool) -> float:
-    """Raises InvalidRequestError."""
+    """Return the value. Raises InvalidRequestError."""
     kinds = (int,) if whole else (int, float)
-    # not isinstance: true is no number
-    # no number is within these bounds that is not finite
+    # type(), because isinstance would accept true; the bounds exclude values that are not finite
     if type(value) not in kinds or not least <= value <= most:
         what = "a whole number" if whole else "a number"
         raise InvalidRequestError(

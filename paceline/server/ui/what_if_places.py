@@ -1,16 +1,15 @@
-"""Where the page's what-if keeps what callers send and what comes of it, and whose it is.
+"""The what-if's folders of uploads and results, one per caller.
 
 ::
 
-    TMPDIR/paceline-what-if-XXXX/     0700, one of each server
-        lock                          held for as long as the server's process lives
-        1/                            of one caller: a key and a session
-            trace                     what was uploaded
-            job-3/                    of its latest job: minutes, log, N.frames
+    TMPDIR/paceline-what-if-XXXX/     0700, one per server
+        lock                          held while the server's process lives
+        1/                            one caller, that is a key and a session
+            trace                     the upload
+            job-3/                    its latest job: minutes, log, N.frames
 
-A server that shuts down takes its folder away. One that is killed cannot, but its lock is free from
-then on, also for processes that do not see its pid, and the next server to start takes the folder
-away (``sweep``).
+A server that shuts down removes its folder. A killed one cannot, but its lock becomes free, also
+for processes that do not see its pid, and the next server to start removes the folder (``sweep``).
 """
 
 from __future__ import annotations
@@ -34,40 +33,40 @@ from paceline.http.errors import HttpError
 
 __all__ = ["MOST_PLACES", "PREFIX", "Owner", "Place", "Places", "sweep"]
 
-# callers whose traces and runs are kept
+# maximum callers whose traces and runs are kept
 MOST_PLACES: Final = 8
 PREFIX: Final = "paceline-what-if-"
-# the file that is locked, and its name until it is
+# the locked file, and its name before it is locked
 _LOCK_NAME: Final = "lock"
 _UNLOCKED_NAME: Final = "lock.new"
-# seconds after which a folder without a lock is nobody's
+# seconds after which a folder without a lock counts as abandoned
 _UNLOCKED: Final = 86_400.0
 
 
 class Owner(NamedTuple):
-    """Whose a trace and a run are."""
+    """The owner of a trace and its runs."""
 
-    # the name of the API key; "" where nobody is asked for one
+    # the name of the API key; "" without keys
     key: str
-    # as the page names itself; "" of programs that do not
+    # the page's own name for the session; "" for programs without one
     session: str
 
 
 @dataclass(eq=False)
 class Place:
-    """What one caller sent, and what was simulated for it. Nobody else is told of it."""
+    """The trace that one caller sent, and its simulations. Other callers cannot see it."""
 
     folder: Path
-    # when it was last asked for, in seconds of the monotonic clock
+    # time of the last request for it, in seconds of the monotonic clock
     asked_at: float
     trace_bytes: int | None = None
-    # of jobs that were begun
+    # number of started jobs
     number: int = 0
-    # the latest job, as the page is told
+    # the latest job, as sent to the page
     state: dict[str, Any] = field(default_factory=lambda: {"status": "idle"})
-    # uploads and jobs that use the folder
+    # number of uploads and jobs that use the folder
     uses: int = 0
-    # an upload is under way: a place has room for one beside the trace that it has
+    # an upload runs; the folder has space for one in addition to its trace
     receives: bool = False
 
     @property
@@ -76,12 +75,12 @@ class Place:
 
     @property
     def runs(self) -> Path:
-        """Of the latest job: no file of another one has a name in it."""
+        """Folder of the latest job; runs of other jobs are in other folders."""
         return self.folder / f"job-{self.number}"
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """It is not given up meanwhile."""
+        """Keep this folder from being reclaimed inside the block."""
         self.uses += 1
         try:
             yield
@@ -90,7 +89,7 @@ class Place:
 
     @contextlib.contextmanager
     def receiving(self) -> Iterator[None]:
-        """An upload is under way meanwhile. Raises HttpError 409 beside another one."""
+        """Mark an upload as running inside the block. Raises HttpError 409 if one runs already."""
         if self.receives:
             raise HttpError(409, "another trace of yours is being sent; wait until it was read")
         self.receives = True
@@ -101,14 +100,14 @@ class Place:
             self.receives = False
 
     def make_runs(self) -> None:
-        """An empty folder for the latest job; those before it go. Takes a thread's time."""
+        """Make an empty folder for the latest job; remove earlier ones. Call it on a thread."""
         for path in self.folder.glob("job-*"):
             shutil.rmtree(path, ignore_errors=True)
         self.runs.mkdir(0o700)
 
 
 class Places:
-    """Used from the event loop's thread. Nothing is on the disk until ``make`` is called."""
+    """Folders of all callers, for the event loop's thread. Nothing is on disk before ``make``."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -119,19 +118,20 @@ class Places:
 
     @property
     def root(self) -> Path | None:
-        """The folder of all; None: there is none."""
+        """The folder that holds all others; None before the first."""
         return self._root
 
     def find(self, owner: Owner) -> Place | None:
         return self._places.get(owner)
 
     def make(self, owner: Owner) -> Place:
-        """The caller's place, a new one if it has none. Where all are taken, one is given up for
-        it: of the key that has the most places, its own before another's, the place that was asked
-        for the longest time ago. A key that would have more than another takes none of it.
+        """Return the caller's place, a new one if it has none. If all are taken, an idle one is
+        reclaimed: from the key with most places, with ties from the caller's own key first, the one
+        unused for the longest time. A key that would have more than another takes none of its
+        places.
 
         Raises:
-            HttpError: 503, all of those are used just now.
+            HttpError: 503, all candidates are in use.
             OSError: the folder cannot be made.
         """
         found = self._places.get(owner)
@@ -148,7 +148,7 @@ class Places:
         return place
 
     def _give_one_up(self, key: str) -> None:
-        """For a place more of ``key``."""
+        """Reclaim a place so that ``key`` can have one more."""
         held = Counter(owner.key for owner in self._places)
         held[key] += 1
         idle = [
@@ -167,7 +167,7 @@ class Places:
         asyncio.get_running_loop().run_in_executor(None, gone)
 
     async def close(self) -> None:
-        """Forget everything. It begins anew with the next ``make``."""
+        """Forget all data. The next ``make`` starts from nothing."""
         root, lock = self._root, self._lock
         self._root, self._lock = None, -1
         self._places.clear()
@@ -177,20 +177,20 @@ class Places:
 
 
 def _locked_folder() -> tuple[Path, int]:
-    """A new folder, and the descriptor that holds its lock."""
+    """Return a new folder, and the descriptor that holds its lock."""
     made = Path(tempfile.mkdtemp(prefix=PREFIX))
-    # a process that this one starts does not inherit it, so the lock ends with this one
+    # child processes do not inherit it, so the lock ends with this process
     lock = os.open(made / _UNLOCKED_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    # whoever sweeps finds it locked, or no lock and a folder that is too young to be nobody's
+    # a sweep finds it locked, or without a lock and too young to be abandoned
     os.rename(made / _UNLOCKED_NAME, made / _LOCK_NAME)
     return made, lock
 
 
 def sweep(parent: Path | None = None) -> list[Path]:
-    """Take away what servers left behind that were killed; answers what it was.
+    """Remove the folders that killed servers have left behind; return their paths.
 
-    Called at the start. Leaves alone what another user has, and what a living server holds.
+    Called at the start. Skips folders of other users and of living servers.
 
     Args:
         parent: the folder of temporary files.
@@ -207,7 +207,8 @@ def sweep(parent: Path | None = None) -> list[Path]:
 
 
 def _is_left(path: Path, changed: float) -> bool:
-    """Whether nobody held it; then it is gone. Raises OSError where that cannot be told."""
+    """Remove a folder without a living owner; return whether it did. Raises OSError if the lock is
+    held or cannot be checked."""
     try:
         lock = os.open(path / _LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -216,7 +217,7 @@ def _is_left(path: Path, changed: float) -> bool:
         shutil.rmtree(path, ignore_errors=True)
         return True
     try:
-        # BlockingIOError: it is held
+        # BlockingIOError: the lock is held
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path, ignore_errors=True)
     finally:

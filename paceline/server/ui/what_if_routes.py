@@ -1,7 +1,7 @@
-"""The endpoints of the page's what-if. What does the work is imported when one is first asked.
+"""The endpoints of the page's what-if. Their code is imported at the first request.
 
-A trace, a job and its runs belong to the key that a request comes with and to the session that it
-names in a header: the page makes one up for each tab. Another session is told nothing of them.
+A trace, a job and its runs belong to the request's key and to the session in its header: the page
+makes up a session for each tab. Other sessions cannot see them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _SESSION: Final = "x-paceline-session"
 def what_if_routes(
     service: Service, feed: Feed | None, headers: dict[str, str]
 ) -> list[tuple[str, str, Handler]]:
-    """(method, path, handler) of each; answers carry ``headers``. Takes away what servers that were
-    killed have left behind."""
+    """Return (method, path, handler) of each; answers carry ``headers``. Removes folders that
+    killed servers have left behind."""
     if service.config.what_if is not None:
         for left in sweep():
             _log.info("what_if_swept folder=%s", left)
@@ -84,7 +84,7 @@ def what_if_routes(
 
 
 def _owner(request: Request) -> Owner:
-    """Raises HttpError 400 for a session that is no name."""
+    """Return the caller. Raises HttpError 400 for a session that is not a valid name."""
     session = request.headers.get(_SESSION, "")
     if not re.fullmatch(r"[A-Za-z0-9_-]{0,64}", session):
         raise HttpError(
@@ -94,7 +94,7 @@ def _owner(request: Request) -> Owner:
 
 
 def _number(request: Request, name: str, default: str | None) -> int | None:
-    """Of the query; None where it is left out and ``default`` is None. Raises HttpError 400."""
+    """Return a number of the query; ``default`` if absent. Raises HttpError 400."""
     value = request.query_params.get(name, default)
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""Traces that callers upload: received within bounds, and read through by a process of its own."""
+"""Traces that callers upload: received within bounds, and checked by a separate process."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ __all__ = ["MOST_TRACE", "check_declared", "read_through", "receive"]
 
 _log = logging.getLogger("paceline.server")
 
-# bytes of an uploaded trace
+# maximum size of an uploaded trace, bytes
 MOST_TRACE: Final = 32 * 2**20
-# bytes of an upload that are gathered before they are written
+# bytes of an upload that are buffered before a write
 _BUFFER: Final = 2**20
-# seconds that a trace may take to be read through, of the clock and of a processor
+# limits of checking a trace: seconds of wall-clock time and of CPU time
 _READ: Final = 60.0
 _READ_CPU: Final = 20
 
 
 def check_declared(request: Request) -> None:
-    """Raises HttpError 413 for a body that says of itself that it is too long."""
+    """Raise HttpError 413 if the body's declared length is too large."""
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > MOST_TRACE:
         raise _too_long(f"{declared[:20]} bytes")
 
 
 async def receive(request: Request, file: int) -> int:
-    """Write the request's body to an open file, which is closed; how many bytes it has.
+    """Write the request's body to an open file and close it; return the number of bytes.
 
     Raises:
         HttpError: 413, it is too long.
-        InvalidRequestError: there is nothing in it.
+        InvalidRequestError: it is empty.
         ClientDisconnectedError: the caller hung up halfway.
     """
     size = 0
@@ -74,14 +74,14 @@ async def receive(request: Request, file: int) -> int:
 
 
 async def read_through(config: WhatIfConfig, trace: Path, root: Path | None) -> dict[str, Any]:
-    """What a process of its own says of a trace, which may be long and is a stranger's: how many
-    requests it has. Nothing where the configuration names no such process.
+    """Check a trace, which may be long and hostile, in a separate process; return its number of
+    requests. Returns nothing if the configuration names no such process.
 
-    The process ends when this one does, and takes ``root`` away then: its standard input stays
-    open until it has answered.
+    The process ends when this one does, and removes ``root`` then: its standard input stays open
+    until it has answered.
 
     Raises:
-        InvalidRequestError: the trace cannot be simulated, or takes too much to be read.
+        InvalidRequestError: the trace cannot be simulated, or takes too much to read.
         HttpError: 500, the process failed; the log says how.
     """
     if not config.check:
@@ -98,7 +98,7 @@ async def read_through(config: WhatIfConfig, trace: Path, root: Path | None) -> 
                 limit=MOST_LINE,
             )
         except OSError as failure:
-            # a job that could not be started either says so
+            # no error here: a job that cannot be started reports it
             _log.warning("what_if_unread reason=%r", str(failure))
             return {}
         asked = {
@@ -117,7 +117,7 @@ async def read_through(config: WhatIfConfig, trace: Path, root: Path | None) -> 
 
 
 async def _answer(process: asyncio.subprocess.Process, asked: bytes) -> tuple[bytes, int]:
-    """(the line that it answers, its exit code). Raises InvalidRequestError: it takes too long."""
+    """Return (output line, exit code). Raises InvalidRequestError after the time limit."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(asked)
     try:
@@ -136,7 +136,7 @@ async def _answer(process: asyncio.subprocess.Process, asked: bytes) -> tuple[by
 
 
 def _answered(said: bytes) -> dict[str, Any] | None:
-    """What it says of the trace; None: it ended before it did."""
+    """Return the answer about the trace; None if the process ended without one."""
     try:
         told = json.loads(said)
     except ValueError:
@@ -145,7 +145,8 @@ def _answered(said: bytes) -> dict[str, Any] | None:
 
 
 def _unanswered(code: int, log: BinaryIO, memory: int) -> Exception:
-    """Why a process ended without an answer: a limit that the trace met, or a fault of ours."""
+    """Return the error for a process that ended without an answer: the trace exceeded a limit, or
+    the process has a bug."""
     said = end_of_log(log)
     limit = ""
     if code == -signal.SIGXCPU:
