@@ -203,7 +203,7 @@ class NativeModel(Owner):
             inner=config.intermediate_size,
             vocab=config.vocab_size,
             max_positions=positions,
-            # what exceeds 64 bits is refused for its size instead of wrapping around
+            # a number beyond 64 bits is refused for its size, and must not wrap around
             num_blocks=min(num_blocks, 2**63 - 1),
             block_size=block_size,
             num_window_blocks=min(num_window_blocks, 2**63 - 1),
