@@ -31,7 +31,6 @@ class BackendSettings:
     compute: str = "auto"
     # level of the native kernels, a name of ``native.variants()``, such as "avx2"; None: the best
     # that runs
-    # that runs
     isa: str | None = None
     # find the likeliest token of one or two greedy requests without reading the whole head, wrong
     # only for errors beyond 6 standard deviations. Native compute with int8, q4 or native weights

@@ -8,7 +8,7 @@
     padding to general.alignment, then tensor data; offsets count from here
 
 Every count, length, offset and size is compared with the file's size before it is used, so that a
-malformed file costs an error, and neither memory nor time. Only the header is read; tensor data
+malformed file is refused without much memory or time. Only the header is read; tensor data
 stays on disk. The meaning of keys is in ``gguf.py``.
 
 Source: the format description in ggml's ``docs/gguf.md``. The reader is our own because that of the

@@ -234,7 +234,7 @@ def _without_hub(cache: HubCache, reference: HubReference, why: str) -> tuple[Pa
 
 
 def _hub_file(entry: dict[str, Any]) -> tuple[str, HubFile]:
-    """Parse a file's entry. Raises TypeError, KeyError or ValueError for a malformed one."""
+    """Parse a file's entry. Raises Key-, Type-, Value- or AttributeError if malformed."""
     name, size = entry["rfilename"], entry["size"]
     parts = name.split("/")
     if type(size) is not int or size < 0 or not all(part.strip(".") for part in parts):

@@ -22,7 +22,7 @@ class Delays:
     inbound: float = 0.0
     # from a step's result to the caller
     outbound: float = 0.0
-    # of the engine's thread between a result, or a message that wakes it, and the next plan
+    # between a result, or a message that wakes the engine's thread, and the next plan
     loop: float = 0.0
 
     def __post_init__(self) -> None:

@@ -78,8 +78,8 @@ class Dense:
 class PoolingHead:
     """Layers one after the other, then what the request asks for.
 
+    Args:
         hidden_size: size of a hidden state.
-        function: the last function, one of LAST_FUNCTIONS.
         function: the last one, of LAST_FUNCTIONS.
 
     Raises:

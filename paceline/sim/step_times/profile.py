@@ -290,7 +290,7 @@ class _SkewTable:
         self._default = total / weight if weight else 0.0
 
     def alpha(self, chunk: int, rows: int, share: float, longest: float, history: float) -> float:
-        """Return 0 to compute with the mean length alone, up to 1 for the longest alone."""
+        """Return alpha: 0 as if all rows had the mean length, 1 as if all had the longest."""
         nearest = min(self._chunks, key=lambda known: abs(known - chunk))
         values = (rows, 100.0 * share, longest, max(0.0, history))
         buckets = [bisect_left(b, value) for b, value in zip(self._bounds, values, strict=True)]

@@ -4,7 +4,7 @@ Each operator takes the longer of its arithmetic and its traffic (the roofline o
 CACM 2009), at the shares of the peaks that good kernels achieve (``HardwareCard``)::
 
     matrices    2 * weights * T FLOP                     weights + activations, once per step;
-                                                         of experts: those that a token goes to, or
+                                                         of experts: those that a token goes to, and
                                                          those that at least one of T goes to
     attention   4 * layers * heads * head_dim * keys     keys and values of every row's context
     head        2 * hidden * vocabulary * samples        its weights
