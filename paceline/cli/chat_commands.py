@@ -34,7 +34,7 @@ class Command:
 
     # None: an unknown command
     name: Name | None
-    # as typed
+    # first word of the line, as typed
     word: str
     rest: str
 

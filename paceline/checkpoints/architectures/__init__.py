@@ -25,5 +25,5 @@ def _find() -> dict[str, Architecture]:
     return found
 
 
-# by model_type
+# architectures by model_type
 ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(_find())

@@ -88,7 +88,7 @@ class GatewayFrame:
     ttft: Quantiles
     seconds: Quantiles
     engines: tuple[EngineRow, ...]
-    # by spending, highest first; empty where nothing has a price
+    # keys by spending, highest first; empty where nothing has a price
     keys: tuple[KeyRow, ...]
 
 
