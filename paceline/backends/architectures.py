@@ -1,4 +1,4 @@
-"""What loads: architecture by file format and compute path, as a table for docs/models.md.
+"""Table for docs/models.md: which architectures load, by file format and compute path.
 
 ``python -m paceline.backends.architectures`` prints it.
 """
@@ -11,7 +11,7 @@ from paceline.checkpoints.hf_config import config_from
 
 __all__ = ["main", "support_table"]
 
-# head_dim and block_size that the native path takes; it is the architecture that is asked about
+# head_dim and block_size that the native path takes, so that only the architecture decides
 _SIZES = {
     "vocab_size": 1 << 18,
     "hidden_size": 64,
@@ -25,7 +25,7 @@ _BLOCK_SIZE = 16
 
 
 def support_table() -> str:
-    """A row for each architecture, in Markdown."""
+    """Return a Markdown table with a row for each architecture."""
     head = ("architecture", "`model_type`", "Hugging Face folder", "GGUF", "torch", "native")
     rows = [head, ("---",) * len(head)]
     rows += [_row(architecture) for architecture in ARCHITECTURES.values()]

@@ -1,8 +1,8 @@
-"""A request's grammar beside its tokens, for every backend.
+"""The grammar that constrains one request's output, for every backend.
 
-The matcher reads the request's own output from the start, so one that is made anew after a
-preemption reads again what was sampled before, and nothing twice. This module does not know what a
-grammar is, nor logits.
+The matcher reads the request's own output from the start: a matcher made again after a preemption
+reads what was sampled before, and each token once. This module does not know what a grammar is, nor
+logits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class OutputConstraint:
         self._grammar = grammar
         self._matcher: TokenMatcher | None = None
         self._num_read = 0
-        # of ``forced``, which nobody has been told yet
+        # error of ``forced``, raised by the next call of ``masks``
         self._failure: PacelineError | None = None
 
     @property
@@ -33,13 +33,13 @@ class OutputConstraint:
         return self._num_read
 
     def masks(self, new_tokens: Sequence[int], guesses: Sequence[int] = ()) -> list[bytes]:
-        """Which tokens may follow, and which may follow guesses; see ``TokenMatcher.look_ahead``.
+        """Return the masks after the output and after each guess; see ``TokenMatcher.look_ahead``.
 
         Args:
             new_tokens: the output from ``num_read`` on.
 
         Raises:
-            PacelineError: the matcher failed; so does the request, and nobody else.
+            PacelineError: the matcher failed; the request fails, and no other does.
         """
         with self._failing_alone():
             if self._failure is not None:
@@ -47,8 +47,8 @@ class OutputConstraint:
             return self._read(new_tokens).look_ahead(guesses)
 
     def forced(self, new_tokens: Sequence[int], most: int) -> Sequence[int]:
-        """What must follow; see ``TokenMatcher.forced``; nothing where that fails. What the tokens
-        themselves do wrong fails with the next call of ``masks``.
+        """Return tokens that must follow (``TokenMatcher.forced``), or () where that fails. An
+        error of reading the output itself is raised by the next call of ``masks``.
 
         Args:
             new_tokens: the output from ``num_read`` on.
@@ -76,7 +76,7 @@ class OutputConstraint:
     @staticmethod
     @contextmanager
     def _failing_alone() -> Iterator[None]:
-        """Whatever somebody's grammar makes the library do is that request's fault alone."""
+        """Turn any error of the grammar library into an error of this request alone."""
         try:
             yield
         except PacelineError:
@@ -88,5 +88,5 @@ class OutputConstraint:
 
 
 def allows(mask: bytes, token_id: int) -> bool:
-    """Whether ``mask`` has the token's bit."""
+    """Return whether ``mask`` has the token's bit."""
     return token_id >> 3 < len(mask) and bool(mask[token_id >> 3] >> (token_id & 7) & 1)

@@ -1,4 +1,4 @@
-"""Which device a model is computed on."""
+"""Choice of the device that computes a model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _log = logging.getLogger(__name__)
 
 
 def choose_device(name: str) -> str:
-    """ "cpu", or what PyTorch calls another device. PyTorch is loaded only where there may be one.
+    """Return "cpu", or PyTorch's name of another device. PyTorch is loaded only if one may exist.
 
     Args:
         name: "auto", "cpu", "cuda" or "cuda:N".
 
-    Raises ConfigError for what is not there.
+    Raises ConfigError for a device that this machine does not have.
     """
     if name == "cpu" or (name == "auto" and not may_have_cuda()):
         return "cpu"

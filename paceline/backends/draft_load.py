@@ -1,4 +1,4 @@
-"""A second model that guesses tokens for the served one: whether it can, and what it takes."""
+"""Choice and loading of a second model that guesses tokens for the served one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from paceline.core.errors import ConfigError
 
 __all__ = ["choose_draft"]
 
-# tokens by which the heads of two models may differ that have the same vocabulary: they are padded
-# to multiples of 64 to 1,024
+# tokens by which the heads of two models with the same vocabulary may differ: they are padded to
+# multiples of 64 to 1,024
 _PADDING: Final = 1024
 
 
@@ -34,7 +34,7 @@ def choose_draft(
     length: int,
     threads: int,
 ) -> DraftPlan:
-    """Raises ConfigError for one that cannot guess for the model of ``served``."""
+    """Choose a draft model. Raises ConfigError for one that cannot guess for ``served``."""
     if settings.draft_mtp:
         return choose_mtp(settings, served, formats, device, length)
     assert settings.draft_path is not None
@@ -56,7 +56,7 @@ def choose_draft(
             own,
             compute="native" if mirrors else settings.compute,
             dtype=settings.draft_dtype,
-            # a copy of the other's has its format
+            # copied blocks have the served model's format
             kv_dtype=formats.kv_dtype if mirrors else "auto",
             block_size=settings.block_size,
             device=device,
@@ -86,10 +86,10 @@ def choose_draft(
         block_size=settings.block_size,
         max_model_len=length,
         threads=threads,
-        # a guess may be wrong
+        # an estimate is enough: a guess may be wrong
         screen_head=found.compute == "native" and found.dtype in ("int8", "q4"),
         pooling=None,
-        # on another path than the served model's there is nothing to copy
+        # blocks are copied only between models of the same compute path
         copies=None
         if found.compute != "native"
         else choose_copies(path, found, settings.packed_cache_bytes),
@@ -111,7 +111,7 @@ def _load(
     served: LoadedModel,
     num_blocks: int,
 ) -> tuple[LoadedModel, DraftModel]:
-    """``mirrors``: its KV cache is a copy of the served model's."""
+    """Load the draft model; with ``mirrors`` its KV cache is a copy of the served model's."""
     loaded = loader.load(num_blocks, 0)
     mirror = None
     if mirrors:

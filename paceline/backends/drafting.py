@@ -1,28 +1,28 @@
 """Guesses of a second model, made just before they are verified.
 
-Its KV cache has a block for each block of the served model, under the same number, so that block
-tables are those of the requests: prefix sharing, copy-on-write, preemption and resuming need
-nothing more. What a block holds of it is counted, and made up for when a request is next guessed::
+Its KV cache has a block for each block of the served model, under the same number, so requests'
+block tables serve both: prefix sharing, copy-on-write, preemption and resuming need nothing more.
+The draft positions that a block holds are counted; missing ones are computed before a guess::
 
     block table     7        3        9
     tokens          abcd     efgh     ij.       j is known, and not computed yet
     held            4        4        0
-                                      ^ here the draft model goes on: i and j, then its own guess
+                                      ^ the draft model continues here: i, j, then its own guess
 
-A block that is handed out, or written by a copy, holds nothing. What it holds follows from known
-tokens alone, and these never change while the block is somebody's.
+A block that is handed out, or written by a copy, holds no draft positions. Its content follows from
+known tokens alone, and these never change while a request owns the block.
 
-Where it is the served model itself in other weights, blocks are not computed but copied from the
-served model's cache (``mirror``).
+Where the draft model is the served model in other weights, blocks are not computed but copied from
+the served model's cache (``mirror``).
 
-Guesses are drawn with the request's own settings and random numbers, as verification draws: of two
-models that say nearly the same the draws are nearly always the same, at any temperature.
+Guesses are drawn with the request's own settings and random numbers, as verification draws: two
+models with nearly the same logits draw nearly always the same token, at any temperature.
 
-The head may be padded to another number of tokens than the served model's. A request that holds a
-token which this model lacks is not guessed, and a token which the served one lacks is no guess.
+The head may be padded to another number of tokens than the served model's. A request with a token
+that the draft model lacks gets no guesses, and a token that the served model lacks is no guess.
 
-A fault costs guesses and no request: whoever causes it is not guessed any more, and after some in a
-row, by whomever, none is.
+A fault costs guesses, never a request: a request that causes one gets no more guesses, and after
+a few faults in a row no request does.
 
 This module does not know plans, grammars, or how many guesses are worth their time.
 """
@@ -46,31 +46,30 @@ __all__ = ["DraftModel", "DraftPlan", "DraftRow", "Drafting", "Made", "draw"]
 
 _log = logging.getLogger(__name__)
 
-# tokens that are made up for in one step at most, computed or copied: a request that comes to be
-# guessed behind a long prompt delays no step by more than that
+# missing tokens that one step computes, or copies, at most: a request with a long prompt that
+# starts to be guessed delays no step by more than that
 _COMPUTED: Final = 128
 _COPIED: Final = 2048
-# faults of single requests without a guess between them, after which the model is not asked again
+# consecutive faults of single requests, without a guess between them, that turn the model off
 _MOST_FAULTS: Final = 3
 
-# (blocks): copies what the served model's cache holds of them
+# (blocks): copies their positions from the served model's cache
 Mirror = Callable[[NDArray[np.int64]], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftRow:
-    """A request that is to be guessed."""
+    """A request to guess tokens for."""
 
-    # [longest request]: known tokens, and places for guesses, which are written here
+    # [longest request]: known tokens, and slots behind them into which guesses are written
     tokens: NDArray[np.int32]
-    # [longest request's blocks]: block ids by position // block_size, there for every guess but the
-    # last
+    # [longest request's blocks]: block ids by position // block_size, for all guesses but the last
     table: NDArray[np.int32]
     # position of the last known token, the only one that the served model has not computed
     last: int
     # guesses wanted, at least 1
     count: int
-    # of ``Drafting.prepare``
+    # result of ``Drafting.prepare``
     sampling: PreparedSampling
     num_prompt_tokens: int
     # for the log
@@ -78,25 +77,25 @@ class DraftRow:
 
 
 class Made(NamedTuple):
-    """What became of a row."""
+    """Result of guessing for one row."""
 
-    # guesses that were written
+    # guesses written
     num_guesses: int = 0
-    # known tokens that the model had not seen and took in
+    # known tokens that the model had lacked and has now computed
     caught_up: int = 0
-    # known tokens that it has to take in before it guesses
+    # known tokens that it must still compute before it guesses
     behind: int = 0
-    # it failed, and would again
+    # guessing failed, and would fail again
     failed: bool = False
 
 
 class Drafting(ABC):
-    """What makes guesses inside a step. Called from one thread, between steps of the served model.
+    """A source of guesses inside a step. Called from one thread, between steps of the served model.
 
     Args:
         sampler: draws its guesses.
-        vocab_size: tokens that it knows.
-        num_blocks: of the served model's pool.
+        vocab_size: size of its own vocabulary.
+        num_blocks: blocks of the served model's pool.
     """
 
     def __init__(
@@ -105,34 +104,34 @@ class Drafting(ABC):
         self._sampler = sampler
         self._vocab_size = vocab_size
         self._block_size = block_size
-        # by block, so many of its first positions are there
+        # number of leading positions that each block holds, by block id
         self._held = np.zeros(num_blocks, dtype=np.int64)
-        # of each row of the last ``guess``, known tokens that were taken in, and that are to be
+        # known tokens computed in the last ``guess``, and still missing after it, by row
         self.caught_up: list[int] = []
         self.behind: list[int] = []
-        # in a row, of single requests, and of several together
+        # consecutive faults of single requests, and of several together
         self._num_faults = self._num_shared_faults = 0
 
     @abstractmethod
     def guess(self, rows: Sequence[DraftRow]) -> list[int]:
         """Write up to ``count`` guesses behind the last known token of each row, and return how
-        many. Rows that there is far to make up for get none for now, see ``behind``."""
+        many. A row that lacks many known tokens gets none for now; see ``behind``."""
 
     @abstractmethod
     def forget(self, block_ids: Sequence[int], *, clear: bool = False) -> None:
-        """These blocks are about to hold something else.
+        """Drop what these blocks hold: they are about to be written with other tokens.
 
         Args:
-            clear: nobody has written them yet.
+            clear: the blocks have not been written since they were handed out.
         """
 
     @abstractmethod
     def copied(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """The served model's blocks were copied (source, destination), in order."""
+        """Note that the served model's blocks were copied (source, destination), in order."""
 
     def prepare(self, params: SamplingParams) -> PreparedSampling:
-        """A request's settings to guess with: those that choose its tokens, as far as these are
-        known here, and none of what is told about a token."""
+        """Return a request's settings for guessing: those that choose tokens, restricted to this
+        model's vocabulary, without log-probabilities."""
         own = range(self._vocab_size)
         return PreparedSampling(
             replace(
@@ -147,11 +146,11 @@ class Drafting(ABC):
         )
 
     def make(self, rows: Sequence[DraftRow]) -> list[Made]:
-        """``guess``, whatever happens: a fault costs the guesses of the request that it is of."""
+        """Call ``guess``; a fault costs only the guesses of the request that caused it."""
         if self._num_faults >= _MOST_FAULTS or not rows:
             return [Made()] * len(rows)
         if len(rows) > 1 and self._num_shared_faults >= _MOST_FAULTS:
-            # together they fail, whosesoever it is
+            # several rows together fail, whichever request is the cause
             return [self.make([row])[0] for row in rows]
         try:
             counts = self.guess(rows)
@@ -160,7 +159,7 @@ class Drafting(ABC):
                 if not self._num_shared_faults:
                     _log.warning("draft_fault rows=%d", len(rows), exc_info=error)
                 self._num_shared_faults += 1
-                # each by itself tells whose it is
+                # guessing for each row alone shows which one fails
                 return [self.make([row])[0] for row in rows]
             self._num_faults += 1
             _log.warning(
@@ -181,14 +180,14 @@ class Drafting(ABC):
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """What will make guesses, about to be loaded."""
+    """A chosen draft model or head, not yet loaded."""
 
-    # of its KV cache, for each block of the served model's
+    # bytes of its KV cache for each block of the served model's
     block_bytes: int
     weight_bytes: int
-    # for people
+    # description for the log
     described: str
-    # (the served model, its blocks): that model as it is to be run, and what guesses for it
+    # (the served model, its blocks) -> the served model to run, and what guesses for it
     load: Callable[[LoadedModel, int], tuple[LoadedModel, Drafting]]
 
 
@@ -202,8 +201,8 @@ def draw(
     vocab_size: int,
 ) -> list[int]:
     """Draw the next guess of each row in ``going`` from its logits, write it, and count it in
-    ``made``. Returns the places in ``going`` of rows that want another. What is no token of the
-    served model's ``vocab_size`` is no guess."""
+    ``made``. Returns the indices in ``going`` of rows that want another. A token outside the served
+    model's ``vocab_size`` is no guess."""
     drawn = [
         SampleRow(
             rows[r].sampling,
@@ -228,13 +227,13 @@ def draw(
 
 
 class DraftModel(Drafting):
-    """A ``Drafting``: a loaded model and what its blocks hold.
+    """A loaded draft model, and how much of each block its KV cache holds.
 
     Args:
         vocab_size: tokens of its own head.
-        served_vocab_size: of the served model's.
-        num_blocks: of the served model's pool.
-        mirror: None: blocks are computed.
+        served_vocab_size: tokens of the served model's head.
+        num_blocks: blocks of the served model's pool.
+        mirror: copies blocks from the served model's cache; None: blocks are computed.
     """
 
     def __init__(
@@ -255,20 +254,20 @@ class DraftModel(Drafting):
         self._mirror = mirror
 
     def forget(self, block_ids: Sequence[int], *, clear: bool = False) -> None:
-        """See ``Drafting``."""
+        """Implement ``Drafting.forget``."""
         self._held[list(block_ids)] = 0
         if clear:
             self.model.clear_blocks(block_ids)
 
     def copied(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """See ``Drafting``. What is lacking is made up for like anything else."""
+        """Implement ``Drafting.copied``. The destinations are computed again before a guess."""
         self.forget([destination for _, destination in pairs], clear=True)
 
     def guess(self, rows: Sequence[DraftRow]) -> list[int]:
-        """See ``Drafting``."""
+        """Implement ``Drafting.guess``."""
         made = [0] * len(rows)
         self.caught_up, self.behind = [0] * len(rows), [0] * len(rows)
-        # rows, and where each goes on
+        # (row, first position to compute) of rows that are guessed
         going = self._make_up(rows)
         while going:
             logits, likeliest = self._forward(rows, going, made)
@@ -286,7 +285,7 @@ class DraftModel(Drafting):
     def _forward(
         self, rows: Sequence[DraftRow], going: Sequence[tuple[int, int]], made: Sequence[int]
     ) -> tuple[Logits, Likeliest]:
-        """Logits of what follows each row's last token, from where each goes on."""
+        """Return the logits behind each row's last token, computed from its start in ``going``."""
         starts = np.array([start for _, start in going])
         ends = np.array([rows[r].last + made[r] + 1 for r, _ in going])
         counts = ends - starts
@@ -304,8 +303,8 @@ class DraftModel(Drafting):
         return logits, self.model.likeliest
 
     def _make_up(self, rows: Sequence[DraftRow]) -> list[tuple[int, int]]:
-        """Let blocks hold what they lack of known tokens. Returns the rows that are guessed in this
-        step, each with the first position that the model is to compute."""
+        """Fill blocks with the known tokens that they lack. Returns the rows to guess in this step,
+        each with the first position that the model must compute."""
         going: list[tuple[int, int]] = []
         left = _COMPUTED if self._mirror is None else _COPIED
         for r, row in enumerate(rows):
@@ -323,12 +322,12 @@ class DraftModel(Drafting):
                 self._note(row, until)
             self.caught_up[r], self.behind[r] = until - start, row.last - until
             if until == row.last:
-                # what is computed goes before the last token in one pass
+                # missing positions that are computed go into one pass with the last token
                 going.append((r, start if self._mirror is None else until))
         return going
 
     def _start(self, row: DraftRow) -> int:
-        """How many positions of a row the blocks hold, from its first on."""
+        """Return how many leading positions of a row its blocks hold."""
         size = self._block_size
         held = self._held[row.table[: row.last // size + 1]]
         partial = np.flatnonzero(held < size)
@@ -337,7 +336,7 @@ class DraftModel(Drafting):
         return min(row.last, full * size + rest)
 
     def _note(self, row: DraftRow, until: int) -> None:
-        """The row's positions before ``until`` are there."""
+        """Record that the blocks hold the row's positions before ``until``."""
         full, rest = divmod(until, self._block_size)
         self._held[row.table[:full]] = self._block_size
         if rest:
@@ -345,7 +344,7 @@ class DraftModel(Drafting):
             self._held[block] = max(self._held[block], rest)
 
     def _compute(self, row: DraftRow, start: int, count: int) -> None:
-        """Positions of known tokens, of which nothing is sampled."""
+        """Compute positions of known tokens, without sampling."""
         if not count:
             return
         positions = np.arange(start, start + count)

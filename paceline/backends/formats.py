@@ -1,8 +1,7 @@
-"""Which code computes, and in which formats: what was asked for, or what suits the machine and the
-file best.
+"""Choice of the compute path and the formats: as asked for, or as suits machine and file best.
 
 Nothing is timed: the same file on the same machine always gets the same formats, or answers would
-change from start to start. What was measured beforehand is a table (``levels``).
+change from start to start. Figures measured beforehand are in a table (``levels``).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ __all__ = ["Formats", "choose_formats", "usable_levels"]
 # GGUF's own bytes, Q8_0, spend 8.5 bits a weight with their scales
 _BYTES: Final = 8.5
 _SIXTEEN: Final = 16.0
-# KV caches beside weights: a file of 16 bits has not asked for rounding
+# KV cache formats to pair with weight formats: a file of 16 bits has not asked for rounding
 _KV_BESIDE: Final = {
     "q4": ("bfloat16", "int8"),
     OWN_BITS: ("bfloat16", "int8"),
@@ -41,26 +40,26 @@ _KV_BESIDE: Final = {
     "bfloat16": ("bfloat16",),
     "float32": ("float32",),
 }
-# files whose 4 bits are places in a table: q4's blocks do not hold them, kernels of their own do
+# format of 4 bits that index a table: q4's blocks cannot hold them, kernels of their own can
 _LOOKED_UP: Final = "MXFP4"
-# levels whose products of bytes have an instruction (``Traits.narrow_sums``): on others such
-# kernels take up to three times as long as int8
+# levels with an instruction for products of bytes (``Traits.narrow_sums``): on others such kernels
+# take up to three times as long as int8
 _BYTE_PRODUCTS: Final = frozenset({"avxvnni", "avx512", "avx512bf16"})
-# formats of weights that hold a file's numbers, by its own
+# weight formats that hold a file's numbers exactly, by the file's format
 _UNROUNDED: Final = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """What a model is computed with."""
+    """Compute path and formats of a model."""
 
     # "torch" or "native"
     compute: str
-    # of weights
+    # format of the weights
     dtype: str
-    # of the KV cache
+    # format of the KV cache
     kv_dtype: str
-    # why, where something was left to choose; else ""
+    # reason, where something was left to choose; else ""
     why: str
     # the level of native kernels; None where PyTorch computes
     isa: str | None = None
@@ -82,22 +81,21 @@ def choose_formats(
     """Settle each of ``compute``, ``dtype`` and ``kv_dtype`` that is "auto".
 
     ``auto`` takes the native kernels where they can serve the model. Of the formats that suit the
-    file it takes those that the table of ``levels`` has as fastest among what passes the gate of
-    docs/accuracy.md and gives a request the same answer whoever else is served
-    (docs/processors.md). Of the levels that run here it takes the best, or a lesser one that was
-    measured to be faster.
+    file it takes the fastest of the table in ``levels`` that pass the gate of docs/accuracy.md and
+    give a request the same answer in any batch (docs/processors.md). Of the levels that run here it
+    takes the best, or a lesser one that was measured to be faster.
 
     Args:
-        device: "cpu" or what PyTorch calls another one.
-        torch_dtype: what PyTorch takes for a name, "auto" among them; raises ConfigError for names
-            it does not compute in. Called only where PyTorch is to compute.
+        device: "cpu" or PyTorch's name of another one.
+        torch_dtype: resolves a name, also "auto", to PyTorch's format; raises ConfigError for
+            formats that PyTorch does not compute in. Called only where PyTorch is to compute.
         isa: the level of instructions that native kernels use; None: PACELINE_ISA's, or the
             fastest that runs here.
         pooled: hidden states are wanted: vectors are compared in all their digits, so ``auto``
             rounds no weights that the file does not.
-        planned: nothing will be computed, so PyTorch need not be there.
+        planned: nothing will be computed, so PyTorch need not be installed.
 
-    Raises ConfigError for names that do not exist and combinations that nothing computes.
+    Raises ConfigError for unknown names and for combinations that no compute path supports.
     """
     if compute not in ("auto", "torch", "native"):
         raise ConfigError(f"compute must be auto, torch or native, got {compute!r}")
@@ -161,10 +159,10 @@ def choose_formats(
 
 
 def usable_levels(isa: str | None) -> tuple[str, ...]:
-    """Levels of the native kernels that may be used, best first; () without the library.
+    """Return the usable levels of the native kernels, best first; () without the library.
 
     Args:
-        isa: the best of them; None: the best that runs here.
+        isa: the highest of them; None: the best that runs here.
 
     Raises ConfigError where ``isa`` does not run here, naming those that do.
     """
@@ -177,8 +175,8 @@ def usable_levels(isa: str | None) -> tuple[str, ...]:
 
 
 def _levels_for(isa: str | None, config: ModelConfig, dtype: str) -> tuple[str, ...]:
-    """``usable_levels``, where nobody named one from the fastest on, by what may be taken for the
-    file. The first of them computes; those behind it only lend it their figures (``measured``)."""
+    """Return ``usable_levels``; unless a level was named, begin with the one that is fastest with
+    formats that suit the file. The first computes; the others only lend figures (``measured``)."""
     levels = usable_levels(isa)
     if isa is not None or os.environ.get("PACELINE_ISA"):
         return levels
@@ -194,7 +192,7 @@ def _levels_for(isa: str | None, config: ModelConfig, dtype: str) -> tuple[str, 
 
 
 def _native_refusal(config: ModelConfig, block_size: int, device: str) -> str | None:
-    """Why the native path cannot serve this."""
+    """Return why the native path cannot serve this model, or None."""
     if device != "cpu":
         return f"runs on the CPU, not on {device}"
     reason = unavailable_reason() or unsupported_reason(config, block_size)
@@ -215,7 +213,7 @@ def _choose_compute(
 def _native_formats(
     config: ModelConfig, dtype: str, kv_dtype: str, levels: Sequence[str]
 ) -> tuple[str, str, str]:
-    """Weights, KV cache and the reason, for what is "auto" of the two."""
+    """Return the formats of weights and KV cache where they are "auto", and the reason."""
     used = levels[0]
     caches = _KV_BESIDE.get(dtype, ())
     if len(caches) == 1:
@@ -223,7 +221,7 @@ def _native_formats(
     level, pairs = measured(levels)
     proxy = "" if level == used else f" (whose figures stand for {used}'s)"
     because = f"because that is the fastest on {level}{proxy} of what passes the accuracy gate"
-    # a cache that was asked for does not change which weights are best
+    # a cache format that was asked for does not change which weights are best
     pairs = tuple(pair for pair in pairs if pair.kv in _KV_BESIDE[pair.weights])
     if dtype != "auto":
         # these weights were asked for, whatever the gate says of them
@@ -246,7 +244,7 @@ def _native_formats(
     choice = fastest(found)
     weights = choice.weights
     if weights == "q4" and stored == _LOOKED_UP:
-        # whose products take as long, by the file's own numbers
+        # its products take as long as q4's, and it keeps the file's own numbers
         weights = OWN_BITS
         because += " (q4 stands for these weights, which were not measured)"
     what = f"{weights} weights by default for this file{_finer(weights)},"
@@ -258,12 +256,12 @@ def _native_formats(
 
 
 def _like(dtype: str) -> str:
-    """Of the weights that were measured, those that show what suits these."""
+    """Return the measured weight format whose figures stand for ``dtype``."""
     return "q4" if dtype == OWN_BITS else dtype
 
 
 def _finer(weights: str) -> str:
-    """The flag that rounds the file's values less, for whoever reads that they are rounded."""
+    """Return the hint, for users, which flag rounds the file's values less; else ""."""
     finer = {
         # int8 would round the 4 bits that q4 keeps
         "q4": "bfloat16 or float32",
@@ -275,9 +273,10 @@ def _finer(weights: str) -> str:
 
 
 def _suits(weights: str, stored: str, level: str) -> bool:
-    """Whether auto may take weights for a file of this type, computed on ``level``: they round no
-    more than the file's own, but for 16 bits, which hold any file well, and files of so many bits
-    never take twice theirs. Beside a table's 4 bits q4 stands for these."""
+    """Return whether "auto" may take ``weights`` for a file stored as ``stored``, on ``level``.
+
+    They must not round more than the file does, but 16 bits suit any file; and a file of at most 16
+    bits never gets twice its bits. For 4 bits that index a table, q4 stands in."""
     if weights == "q4":
         return stored in KEPT or (stored == _LOOKED_UP and level in _BYTE_PRODUCTS)
     bits = stored_bits(stored)

@@ -1,27 +1,27 @@
 """Guesses of a head that reads the served model's hidden states (EAGLE-3, MTP layers).
 
-The served model's steps leave hidden states of their tokens, its *features*. The head has a KV
-cache of its own under the same block numbers, and what a block holds is counted, as in
+The served model's steps produce hidden states of their tokens, its *features*. The head has a KV
+cache of its own under the same block numbers, and the entries that a block holds are counted, as in
 ``drafting``::
 
     block table     7        3        9
     tokens          abcd     efgh     ij.       j is known, and not computed yet
     held            4        2        0
     features                   gh     i         of positions that the served model has computed
-                               ^ here the head goes on: g, h and i, then its own guess
+                               ^ the head continues here: g, h and i, then its own guess
 
-Its entry of a position is made of the features there and of the token *behind* it, and of nothing
-before. So what is missing at the beginning (a prefix that others computed while nobody listened, or
-blocks that came back from host memory) shortens what the head sees, and changes nothing else: it
-begins at the first block from which on all is there. An entry of guesses, beyond what is known, is
-written over when that is known.
+The head's entry of a position is computed from the features there and the token *behind* it, and
+from nothing before. So entries missing at the beginning (a prefix computed by steps whose features
+were not kept, or blocks swapped in from host memory) only shorten what the head attends to: it
+begins at the first block from which on all entries exist. An entry made from a guess is overwritten
+when the token is known.
 
-Of several MTP layers, each but the first also reads what the layer before it gave for the position
-before. Where that was another request's, at the end of a block that both share, such guesses are
-worse; answers never change.
+Each of several MTP layers but the first also reads the output of the layer before it for the
+previous position. Where another request computed that position, at the end of a shared block, such
+guesses are worse; answers never change.
 
-The last entry of a block that two requests share is made of the token that follows there, which may
-be another in each. So it is entered anew for whoever is guessed and goes on otherwise, as long as
+The last entry of a block that two requests share depends on the token that follows the block, which
+may differ between them. So it is entered again for a request whose next token differs, as long as
 the features of that position are kept.
 
 This module does not know plans, formats of heads, or how many guesses are worth their time.
@@ -48,18 +48,18 @@ _log = logging.getLogger(__name__)
 # rows of a step beyond which features are not kept: the scheduler gives no guesses where more
 # requests run
 _MOST_ROWS: Final = 8
-# tokens whose features are kept, of all requests: what the head looks back on in a new prompt
+# tokens whose features are kept, of all requests: how far back the head can see in a new prompt
 _KEPT: Final = 1024
-# of these, tokens that are made up for in one step at most
+# missing entries that one step computes at most
 _COMPUTED: Final = 256
 
-# [tokens, numbers], whatever kind of array the served model makes; it has a length and slices
+# [tokens, numbers], an array of the served model's kind; it has a length and can be sliced
 Features: TypeAlias = Any
 
 
 class HeadModel(Protocol):
-    """A loaded head and its KV cache, as ``steps.StepModel``. Logits are over the served model's
-    vocabulary, valid until the next call."""
+    """A loaded head and its KV cache, similar to ``steps.StepModel``. Logits are over the served
+    model's vocabulary, valid until the next call."""
 
     def start(
         self,
@@ -69,12 +69,11 @@ class HeadModel(Protocol):
         features: Sequence[Features],
         sampled: NDArray[np.int64],
     ) -> Logits:
-        """Enter positions of which the features are known, in pieces, T together.
+        """Enter T positions whose features are known; ``features`` holds them in pieces.
 
         Args:
-            token_ids: [T], those behind the positions.
-            positions: [T], of the whole request; those of ``batch`` count from where it begins for
-                the head.
+            token_ids: [T], the tokens that follow the positions.
+            positions: [T], of the whole request; those of ``batch`` count from the head's first.
             sampled: [S], the tokens whose logits are wanted; may be empty.
         """
         ...
@@ -86,8 +85,8 @@ class HeadModel(Protocol):
         batch: AttentionBatch,
         rows: NDArray[np.int64],
     ) -> Logits:
-        """Enter a position of each row behind those that the last call gave logits of, from the
-        head's own output. ``rows`` are places in these."""
+        """Enter the next position of rows that the last call returned logits for, from the head's
+        own output. ``rows`` are indices into those logits."""
         ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
@@ -96,14 +95,14 @@ class HeadModel(Protocol):
 
 
 class FeatureModel(StepModel, Protocol):
-    """A served model that tells its hidden states."""
+    """A served model that exposes its hidden states."""
 
-    # layers whose input is kept in each step, in order; the number of layers is what the last gives
+    # layers whose input is kept in each step, in order; num_layers means the last layer's output
     feature_layers: tuple[int, ...]
 
     @property
     def features(self) -> Features:
-        """Of all tokens of the last step, the layers' side by side."""
+        """Features of all tokens of the last step, with the layers concatenated."""
         ...
 
 
@@ -116,7 +115,7 @@ class _Block:
         self.first, self.end, self.pieces = first, end, pieces
 
     def add(self, offset: int, piece: Features) -> None:
-        """Those from ``offset`` on are new: what was there from then on is out of date."""
+        """Add the features from ``offset`` on; older ones from there on are dropped."""
         if not self.first <= offset <= self.end:
             self.pieces, self.first, self.end = [], offset, offset
         while self.end > offset:
@@ -130,7 +129,7 @@ class _Block:
         self.end += len(piece)
 
     def between(self, first: int, end: int) -> list[Features]:
-        """Those of positions that are there."""
+        """Return the features kept for positions from ``first`` to before ``end``."""
         found, at = [], self.first
         for piece in self.pieces:
             low, high = max(first - at, 0), min(end - at, len(piece))
@@ -141,11 +140,11 @@ class _Block:
 
 
 class _Reach(NamedTuple):
-    """What the head can see of a row."""
+    """Positions of a row that the head can attend to."""
 
-    # its first position, that of a block
+    # its first position, at the start of a block
     first: int
-    # from here on its features are to be entered
+    # first position to enter
     begin: int
 
 
@@ -153,19 +152,18 @@ class _Part(NamedTuple):
     """Positions of a row to enter."""
 
     row: DraftRow
-    # where it begins for the head
+    # first position that the head sees
     first: int
     begin: int
     until: int
 
 
 class HeadDraft(Drafting):
-    """A ``drafting.Drafting``: a head and what its blocks hold. Called from one thread, between
-    steps.
+    """A loaded head, and the entries that its blocks hold. Called from one thread, between steps.
 
     Args:
         sampler, vocab_size: the served model's.
-        num_blocks: of the served model's pool.
+        num_blocks: blocks of the served model's pool.
     """
 
     def __init__(
@@ -181,18 +179,18 @@ class HeadDraft(Drafting):
             sampler, vocab_size=vocab_size, num_blocks=num_blocks, block_size=block_size
         )
         self.model = model
-        # by block, the token behind the last position that is entered
+        # token behind the last entered position, by block id
         self._behind = np.zeros(num_blocks, dtype=np.int64)
-        # by block, the one written last comes last
+        # features by block id, the block written last at the end
         self._blocks: OrderedDict[int, _Block] = OrderedDict()
         self._most_blocks = max(2 * _MOST_ROWS, _KEPT // block_size)
-        # by block that is entered whole, the features of its last position; the newest come last
+        # features of the last position of blocks that are entered whole, the newest at the end
         self._ends: OrderedDict[int, Features] = OrderedDict()
 
-    # ------------------------------------------------------------------ told of the served model
+    # ------------------------------------------------------------------ the served model's steps
 
     def take(self, batch: AttentionBatch, features: Features) -> None:
-        """A step of the served model has left these."""
+        """Keep the features of a step of the served model."""
         size, at = self._block_size, 0
         for start, count, table in zip(
             batch.starts.tolist(), batch.counts.tolist(), batch.block_tables, strict=True
@@ -210,12 +208,12 @@ class HeadDraft(Drafting):
             self._blocks.popitem(last=False)
 
     def lose(self) -> None:
-        """A step of the served model went by unseen: features may be of other tokens now, but for
-        those of blocks that are entered whole, whose tokens are known for good."""
+        """Drop features after a step that was not observed, since blocks may hold other tokens now.
+        Blocks that are entered whole keep theirs: their tokens do not change."""
         self._blocks.clear()
 
     def forget(self, block_ids: Sequence[int], *, clear: bool = False) -> None:
-        """See ``drafting.Drafting``."""
+        """Implement ``Drafting.forget``."""
         self._held[list(block_ids)] = 0
         for block_id in block_ids:
             self._blocks.pop(block_id, None)
@@ -224,7 +222,7 @@ class HeadDraft(Drafting):
             self.model.clear_blocks(block_ids)
 
     def copied(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """See ``drafting.Drafting``. Features cannot be made again, so what is held is copied."""
+        """Implement ``Drafting.copied``. Features cannot be made again, so they are copied."""
         self.model.copy_blocks(pairs)
         for source, destination in pairs:
             self._held[destination] = self._held[source]
@@ -239,11 +237,11 @@ class HeadDraft(Drafting):
     # ------------------------------------------------------------------ guesses
 
     def guess(self, rows: Sequence[DraftRow]) -> list[int]:
-        """See ``drafting.Drafting``. Rows that the head sees nothing of, or has far to make up for,
-        get none for now."""
+        """Implement ``Drafting.guess``. Rows of which the head sees nothing, or that lack many
+        entries, get none for now."""
         made = [0] * len(rows)
         self.caught_up, self.behind = [0] * len(rows), [0] * len(rows)
-        # rows that are guessed, and where each begins for the head
+        # (row, first position that the head sees) of rows that are guessed
         going, logits, entered = self._enter(rows)
         while going:
             chosen = [r for r, _ in going]
@@ -251,7 +249,7 @@ class HeadDraft(Drafting):
             going = [going[place] for place in stays]
             if going:
                 logits = self._go_on(rows, going, made, np.array(stays))
-        # at the end: a row whose guess failed is to fail again when it is asked alone
+        # noted last: a row whose guess failed must fail again when it is guessed alone
         for row, begin, until in entered:
             self._note(row, begin, until)
         return made
@@ -259,8 +257,8 @@ class HeadDraft(Drafting):
     def _enter(
         self, rows: Sequence[DraftRow]
     ) -> tuple[list[tuple[int, int]], Logits, list[tuple[DraftRow, int, int]]]:
-        """Enter what is known of all rows. Returns those of which that is all, and what of all is
-        entered now."""
+        """Enter the known tokens of all rows. Returns (row, first position) of rows that are then
+        complete, their logits, and the positions entered now."""
         left = _COMPUTED
         going: list[tuple[int, int]] = []
         taken: list[_Part] = []
@@ -270,7 +268,7 @@ class HeadDraft(Drafting):
                 continue
             until = min(row.last, reach.begin + left)
             left -= until - reach.begin
-            # the last position comes with every guess
+            # the last position is entered with every guess
             known = until == row.last
             self.caught_up[r] = until - reach.begin - known
             self.behind[r] = 0 if known else row.last - until - 1
@@ -296,9 +294,8 @@ class HeadDraft(Drafting):
         return going, logits, [(row, begin, until) for row, _, begin, until in taken]
 
     def _of_others(self, row: DraftRow, reach: _Reach) -> list[_Part]:
-        """Last positions of whole blocks that were entered with another token behind them, as the
-        request that entered them goes on otherwise. Of two that are guessed in one step both see
-        the later one's."""
+        """Return last positions of whole blocks that another request entered with a different token
+        behind them. Where two such rows are guessed in one step, both see the later row's entry."""
         size = self._block_size
         low, high = reach.first // size, reach.begin // size
         blocks = row.table[low:high]
@@ -317,7 +314,7 @@ class HeadDraft(Drafting):
         made: Sequence[int],
         places: NDArray[np.int64],
     ) -> Logits:
-        """Logits of what follows each row's last guess."""
+        """Return the logits behind each row's last guess."""
         at = [rows[r].last - 1 + made[r] for r, _ in going]
         tokens = [rows[r].tokens[position + 1] for (r, _), position in zip(going, at, strict=True)]
         parts = [
@@ -329,7 +326,7 @@ class HeadDraft(Drafting):
         )
 
     def _batch(self, parts: Sequence[_Part]) -> AttentionBatch:
-        """Rows, each with where it begins for the head, and the positions to enter."""
+        """Return the attention batch of positions to enter, counted from the head's first one."""
         size = self._block_size
         widths = [(until - 1) // size + 1 - first // size for _, first, _, until in parts]
         tables = np.zeros((len(parts), max(widths)), dtype=np.int64)
@@ -342,8 +339,9 @@ class HeadDraft(Drafting):
         )
 
     def _reach(self, row: DraftRow) -> _Reach | None:
-        """None: the head sees nothing of it, or nothing new. From the end on, blocks of which
-        features are to be entered, and before them such as are full."""
+        """Return what to enter, or None where the head sees nothing of the row or nothing is new.
+
+        Walks back from the row's end over blocks to be entered, then over blocks that are full."""
         size, high = self._block_size, row.last
         begin: int | None = None
         index = (row.last - 1) // size
@@ -351,11 +349,11 @@ class HeadDraft(Drafting):
             block_id, low = int(row.table[index]), index * size
             held = int(self._held[block_id])
             if 0 < held < size and self._behind[block_id] != row.tokens[low + held]:
-                # a copy of another's block, whose last entry is of how that one goes on
+                # a copy of another request's block, whose last entry was made with another token
                 held -= 1
             if low + held >= high:
                 if begin is None and held == size and block_id in self._ends:
-                    # all is entered, by others: the last position once more, for what follows it
+                    # entered by other requests: enter the last position again, for the next token
                     begin = high - 1
                     index -= 1
                 break
@@ -365,7 +363,7 @@ class HeadDraft(Drafting):
             begin, high = low + held, low
             index -= 1
             if held:
-                # what was entered of it came after all before it
+                # entries before these exist, since blocks are entered in order
                 break
         if begin is None:
             return None
@@ -391,7 +389,7 @@ class HeadDraft(Drafting):
             self._ends.popitem(last=False)
 
     def _note(self, row: DraftRow, begin: int, until: int) -> None:
-        """The row's positions from ``begin`` to before ``until`` are entered."""
+        """Record that the row's positions from ``begin`` to before ``until`` are entered."""
         size = self._block_size
         for index in range(begin // size, (until - 1) // size + 1):
             block_id, end = int(row.table[index]), min(until, (index + 1) * size)
@@ -402,7 +400,7 @@ class HeadDraft(Drafting):
 
 
 class FeatureTap:
-    """A ``steps.StepModel``: the served model, of whose steps a head is told."""
+    """A ``steps.StepModel`` that runs the served model and passes its features to a head."""
 
     def __init__(self, model: FeatureModel, layers: tuple[int, ...], draft: HeadDraft) -> None:
         self.served = model
@@ -433,7 +431,7 @@ class FeatureTap:
         try:
             self._draft.take(batch, self.served.features)
         except Exception as error:
-            # it costs guesses, and not the step
+            # a fault here costs guesses, not the step
             _log.warning("draft_fault features=%d", len(token_ids), exc_info=error)
             self._draft.lose()
         return logits

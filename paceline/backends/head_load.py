@@ -1,4 +1,4 @@
-"""Heads that read the served model's hidden states, from their folder or its own."""
+"""Loading of heads that read the served model's hidden states, from their own folder or its."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.backends.torch.head import HeadSettings
     from paceline.backends.torch.model import DecoderWeights
 
-    # (the served model's weights, where, blocks): a head that guesses for it
+    # (the served model's weights, settings, blocks) -> a head that guesses for it
     _Make: TypeAlias = Callable[[DecoderWeights, HeadSettings, int], HeadModel]
 
 __all__ = ["choose_eagle3", "choose_mtp"]
@@ -31,14 +31,14 @@ __all__ = ["choose_eagle3", "choose_mtp"]
 def choose_eagle3(
     settings: BackendSettings, config: ModelConfig, formats: Formats, device: str, length: int
 ) -> DraftPlan:
-    """An EAGLE-3 head.
+    """Choose an EAGLE-3 head for the served model.
 
     Args:
         config: the served model's.
-        length: the longest request.
+        length: longest request, tokens.
 
-    Raises ConfigError for one that cannot guess for the served model, CheckpointError for one that
-    cannot be read.
+    Raises ConfigError for a head that cannot guess for the served model, CheckpointError for one
+    that cannot be read.
     """
     assert settings.draft_path is not None
     path = Path(settings.draft_path)
@@ -69,7 +69,7 @@ def choose_eagle3(
 def choose_mtp(
     settings: BackendSettings, checkpoint: Checkpoint, formats: Formats, device: str, length: int
 ) -> DraftPlan:
-    """The MTP layers of the served model's own ``checkpoint``; see ``choose_eagle3``.
+    """Choose the MTP layers of the served model's own ``checkpoint``; see ``choose_eagle3``.
 
     Raises ConfigError where it has none, or none that can guess.
     """
@@ -86,7 +86,7 @@ def choose_mtp(
         mtp_block_bytes(layers, head_settings.block_size, head_settings.dtype),
         layers.num_values * head_settings.dtype.itemsize,
         f"guesses by {count} MTP layer{'s' if count > 1 else ''} in {formats.dtype}, torch",
-        # what the last layer gives
+        # the head reads the last layer's output
         partial(
             _load,
             partial(_mtp, layers),
@@ -98,7 +98,7 @@ def choose_mtp(
 
 
 def _check_path(reads: str, formats: Formats) -> None:
-    """Raises ConfigError where hidden states are not told."""
+    """Raise ConfigError for a compute path that does not expose hidden states."""
     if formats.compute != "torch":
         raise ConfigError(
             f"speculative_config: {reads} hidden states, which the path "
@@ -109,7 +109,7 @@ def _check_path(reads: str, formats: Formats) -> None:
 
 
 def _check_tokens(head: Eagle3Head, config: ModelConfig) -> None:
-    """Raises ConfigError where its tokens are not the served model's."""
+    """Raise ConfigError where its tokens are not the served model's."""
     ids, path = head.token_ids(), head.path
     if ids.min() < 0 or ids.max() >= config.vocab_size:
         raise ConfigError(
@@ -166,7 +166,7 @@ def _load(
 ) -> tuple[LoadedModel, Drafting]:
     """
     Args:
-        layers: whose input it reads.
+        layers: layers whose input the head reads.
         vocab_size: the served model's.
     """
     import torch

@@ -1,10 +1,10 @@
-"""What was measured of the native kernels on each level of instructions, and what that makes best.
+"""Figures measured of the native kernels on each level of instructions, and choices by them.
 
-A level is a variant of the kernels: a name of ``native.variants()``. ``levels.json`` beside this
+A level is a variant of the kernels: a name of ``native.variants()``. ``levels.json`` next to this
 file is written by ``python -m benchmarks.levels --write``: for every level how long steps of a
-model take in each pair of formats, whether other rows beside a row change it, and what the accuracy
-gate (docs/accuracy.md) says of the pair. It is data of the package, not of the machine: nothing is
-timed when a server starts, so the same file on the same level always gets the same formats.
+model take in each pair of formats, whether other rows of a batch change a row, and what the
+accuracy gate (docs/accuracy.md) says of the pair. It is data of the package, not of the machine:
+nothing is timed at a start, so the same file on the same level always gets the same formats.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ PATH: Final = Path(__file__).parent / "levels.json"
 # formats whose steps take at most this much longer than the fastest's count as equally fast:
 # another run of the benchmark may order them otherwise
 NEAR: Final = 1.05
-# a rounding step of bfloat16. Sums taken in another order drift by some 1e-6 of the largest logit,
-# by some 1e-3 where activations are rounded to bfloat16 on the way; weights rounded otherwise by
-# 1e-2
+# A rounding step of bfloat16. Sums taken in another order drift by some 1e-6 of the largest logit,
+# by some 1e-3 where activations are rounded to bfloat16 on the way; other roundings of the weights
+# drift by 1e-2.
 STEADY: Final = 2.0**-8
 
 
@@ -35,23 +35,23 @@ STEADY: Final = 2.0**-8
 class Measured:
     """A pair of formats on one level."""
 
-    # of weights and of the KV cache, as --dtype and --kv-dtype name them
+    # formats of the weights and the KV cache, as --dtype and --kv-dtype name them
     weights: str
     kv: str
     # milliseconds by step; the pairs of a level have the same steps
     steps_ms: Mapping[str, float]
-    # mean KL(float32, format) in nats, of both ways of reading the larger
+    # mean KL(float32, format), nats; the larger of the figures of both ways of reading
     kl: float
-    # whether the accuracy gate lets it through
+    # whether the pair passes the accuracy gate
     passes: bool
-    # how far a row's logits are from those it has alone when others are computed beside it, at
-    # most, as a share of the largest logit
+    # largest difference between a row's logits alone and in a batch, as a share of the largest
+    # logit
     drift: float = 0.0
 
     @property
     def steady(self) -> bool:
-        """Whether a request's answer is its own whoever else is served, but for the rounding of
-        sums that are taken in another order."""
+        """Whether an answer does not depend on the rest of the batch, except for sums rounded in
+        another order."""
         return self.drift <= STEADY
 
     @property
@@ -61,7 +61,7 @@ class Measured:
 
 
 def fastest(pairs: Iterable[Measured]) -> Measured:
-    """The fastest pair; of equally fast ones (``NEAR``) the one that is closest to float32.
+    """Return the fastest pair; of equally fast ones (``NEAR``) the one closest to float32.
 
     Raises ValueError for no pairs.
     """
@@ -71,9 +71,9 @@ def fastest(pairs: Iterable[Measured]) -> Measured:
 
 
 def parse(table: Mapping[str, Any]) -> dict[str, tuple[Measured, ...]]:
-    """The table's pairs by level, of those that were both timed and judged.
+    """Return the table's pairs by level: those that were both timed and judged.
 
-    Raises KeyError or ValueError for what is not such a table.
+    Raises KeyError or ValueError for anything that is not such a table.
     """
     levels: dict[str, tuple[Measured, ...]] = {}
     for level, entry in table.items():
@@ -101,8 +101,8 @@ def _table() -> dict[str, tuple[Measured, ...]]:
 
 @functools.cache
 def _machines() -> dict[str, Any]:
-    """By level what its steps were timed on, where that tells processors apart: hypervisors give
-    many the same name."""
+    """Return the machine that each level was timed on. Levels without a processor model are left
+    out, since hypervisors give many processors the same name."""
     on = {level: entry["machine"] for level, entry in json.loads(PATH.read_text()).items()}
     return {
         level: (about["cpu"], about["model"], about["cores"])
@@ -119,7 +119,7 @@ def preferred(levels: Sequence[str], suits: Callable[[str, Measured], bool]) -> 
     figures keeps its place. The last one, plain C++, is not compared.
 
     Args:
-        suits: told a level and one of its pairs.
+        suits: called with a level and one of its pairs.
     """
     table, machines = _table(), _machines()
 
@@ -140,8 +140,8 @@ def measured(levels: Sequence[str]) -> tuple[str, tuple[Measured, ...]]:
     """The first of ``levels`` that was measured, and its pairs of formats.
 
     Args:
-        levels: that run on this machine, best first. A level without figures of its own, such as
-            one of a processor that was not at hand, is taken to order formats as the next one does.
+        levels: levels that run on this machine, best first. A level without figures, because no
+            such processor was at hand, is assumed to order formats as the next one does.
 
     Raises ConfigError where none of them was measured.
     """

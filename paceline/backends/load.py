@@ -1,7 +1,7 @@
-"""The way in: a checkpoint to a backend, by the compute path that suits machine and model.
+"""Loading of a checkpoint into a backend, on the compute path that suits machine and model.
 
-PyTorch is imported only where it computes, or where only it can say whether there is a device to
-compute on: it takes a second and 200 MB to load.
+PyTorch is imported only where it computes, or where only it can tell whether a device exists: it
+takes a second and 200 MB to load.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def load_backend(
     Args:
         checkpoint_path: a Hugging Face folder or a .gguf file.
         max_num_seqs: requests that run at once; sizes buffers, and window blocks.
-        max_num_batched_tokens: of a step; sizes window blocks.
-        own_process: this process is there for the backend, so all its threads go to the nodes; else
-            only those that compute do, which is none of the caller's.
+        max_num_batched_tokens: tokens of a step; sizes window blocks.
+        own_process: this process runs only the backend, so all its threads are bound to the nodes;
+            else only the threads that compute, which exclude the caller's.
 
     Raises:
         CheckpointError: the model cannot be read.
-        ConfigError: settings that the model or the machine cannot do.
+        ConfigError: settings that the model or the machine does not support.
     """
     if max_num_seqs < 1:
         raise ConfigError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
@@ -84,7 +84,7 @@ def _load(
     limits: tuple[int, int],
     own_process: bool,
 ) -> tuple[Runner, BackendInfo]:
-    """On the thread that will compute."""
+    """Load the model on the thread that will compute."""
     started, max_num_seqs = time.monotonic(), limits[0]
     parts = read_gguf_parts(checkpoint_path) if checkpoint_path.is_file() else None
     metadata = None if parts is None else parts[0].metadata
@@ -107,7 +107,7 @@ def _load(
     length = _choose_length(longest_sequence(config), settings.max_model_len, usual)
     _check_positions(config, length)
     device = choose_device(settings.device)
-    # before weights are packed and threads started, which then come to lie on the nodes
+    # before weights are packed and threads started, so that both lie on the chosen nodes
     placement = _bound(_placed(settings, device), whole_process=own_process)
     formats = choose_formats(
         config,
@@ -144,7 +144,7 @@ def _load(
         draft = choose_draft(
             settings, checkpoint_path, checkpoint, formats, device, length, placement.threads
         )
-    # read once: a second reading may differ
+    # asked once: a second answer may differ
     memory = loader.pool_memory()
     blocks, host_blocks = _choose_sizes(loader, settings, max_num_seqs, length, memory, draft)
     windows = choose_windows(
@@ -224,8 +224,8 @@ def _load_encoder(
     max_num_seqs: int,
     own: bool,
 ) -> tuple[Runner, BackendInfo]:
-    """An encoder, which has no KV cache: its blocks are numbers, so many that the scheduler never
-    waits for one."""
+    """Load an encoder. It has no KV cache: its blocks are mere numbers, enough of them that the
+    scheduler never waits for one."""
     started = time.monotonic()
     path, config = checkpoint.path, checkpoint.config
     length = _choose_length(config.longest, settings.max_model_len, pooling.max_seq_length)
@@ -245,7 +245,7 @@ def _load_encoder(
 
     dtype = settings.dtype
     if dtype == "auto" and device == "cpu":
-        # they are small, and their vectors are compared in all their digits
+        # encoders are small, and their vectors are compared in all their digits
         dtype = "float32"
     dtype = torch_dtype(dtype, device=device)
     model = load_encoder(checkpoint, dtype=dtype, device=device, threads=placement.threads)
@@ -273,7 +273,7 @@ def _load_encoder(
 
 
 def _decoded(checkpoint: Checkpoint, formats: Formats, in_bits: bool) -> str:
-    """For the ready line: what became of a folder's quantised weights."""
+    """Return, for the ready line, how a folder's quantised weights are kept."""
     kind = checkpoint.quantisation if isinstance(checkpoint, HFCheckpoint) else ""
     if not kind:
         return ""
@@ -281,13 +281,13 @@ def _decoded(checkpoint: Checkpoint, formats: Formats, in_bits: bool) -> str:
 
 
 def _described(pooling: PoolingFiles) -> str:
-    """For the ready line: what requests get, and where that is written."""
+    """Return, for the ready line, what requests get and which file says so."""
     what = "embeddings" if pooling.task == EMBED else "classes"
     return f"{what} by {pooling.pooling} pooling, {pooling.activation} last ({pooling.why})"
 
 
 def _choose_length(longest: int, wanted: int | None, usual: int | None) -> int:
-    """Positions to serve: ``wanted``, else as many as the model has, but no more than is ``usual``.
+    """Return the positions to serve: ``wanted``, else the model's number, at most ``usual``.
     Raises ConfigError where the model has fewer."""
     length = min(longest, usual or longest) if wanted is None else wanted
     if not 1 <= length <= longest:
@@ -296,8 +296,8 @@ def _choose_length(longest: int, wanted: int | None, usual: int | None) -> int:
 
 
 def _placed(settings: BackendSettings, device: str) -> Placement:
-    """Where to compute; with ``numa_fallback`` as auto would where ``numa`` cannot be had."""
-    # a GPU has a node of its own, which is not asked here
+    """Choose where to compute; ``numa_fallback`` takes "auto" where ``numa`` is unavailable."""
+    # a GPU has a node of its own, which is not looked up here
     auto = "auto" if device == "cpu" else "off"
     try:
         nodes = auto if settings.numa == "auto" else settings.numa
@@ -310,7 +310,7 @@ def _placed(settings: BackendSettings, device: str) -> Placement:
 
 
 def _bound(placement: Placement, *, whole_process: bool) -> Placement:
-    """Carry out a placement, as far as the system lets us: what it became."""
+    """Apply a placement as far as the system allows it, and return the result."""
     if placement.cpus is None:
         if placement.why:
             _log.info("threads=%d numa_nodes=none: %s", placement.threads, placement.why)
@@ -334,7 +334,7 @@ def _bound(placement: Placement, *, whole_process: bool) -> Placement:
 
 
 def _check_positions(config: ModelConfig, length: int) -> None:
-    """Raises ConfigError where the cosines and sines of so many positions take all memory: a file
+    """Raise ConfigError where the cosines and sines of ``length`` positions take all memory: a file
     may claim any number of them."""
     needed, free = 4 * config.head_dim * length, available_memory()
     if needed > free:
@@ -352,11 +352,11 @@ def _choose_sizes(
     memory: tuple[int, float],
     draft: DraftPlan | None,
 ) -> tuple[int, int]:
-    """Blocks of the KV pool and of the memory to swap to, beside the draft model's blocks and
-    weights."""
+    """Return the blocks of the KV pool and of host memory for swapping, after the draft model's
+    blocks and weights are deducted."""
     block_bytes, num_blocks = loader.block_bytes, settings.num_blocks
     if not block_bytes:
-        # without a cache blocks are numbers, so many that no prompt waits for one
+        # without a cache, blocks are numbers: enough of them that no prompt waits for one
         return num_blocks or max_num_seqs * -(-max_model_len // settings.block_size), 0
     if num_blocks is None:
         free_bytes, share = memory

@@ -1,4 +1,4 @@
-"""What loads a checkpoint on the compute path that was chosen for it."""
+"""The loader for a checkpoint on the compute path chosen for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.core.errors import ConfigError
 
 __all__ = ["choose_copies", "choose_loader", "torch_dtype"]
 
-# formats of weights beside which the head is, or may be, int8
+# weight formats whose head is, or may be, int8
 _SCREENED: Final = ("int8", "q4", OWN_BITS)
 
 
@@ -32,7 +32,7 @@ def choose_copies(path: Path, formats: Formats, max_bytes: int | None) -> Packed
         raise ConfigError(
             f"--packed-cache changes nothing with {formats.compute} compute, which packs no weights"
         )
-    # which can fetch models, and brings all that this takes
+    # imported here: it can fetch models, with all the modules that this takes
     from paceline.checkpoints.resolve import default_cache_dir
 
     return PackedCopies(default_cache_dir() / "packed", max_bytes, fingerprint(path))

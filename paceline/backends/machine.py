@@ -1,4 +1,4 @@
-"""What this machine offers: threads, memory, and the KV pool that follows.
+"""Resources of this machine: threads and memory, and the size of the KV pool that follows.
 
 Container limits count: a process in a cgroup may use less than the machine has.
 """
@@ -36,24 +36,24 @@ __all__ = [
 CGROUP: Final = Path("/sys/fs/cgroup")
 MEMBERSHIP: Final = Path("/proc/self/cgroup")
 NO_TORCH: Final = "PyTorch is not installed: pip install 'paceline[torch]'"
-# of the host's free memory, for the KV pool
+# share of the host's free memory for the KV pool
 CPU_SHARE: Final = 0.25
-# blocks moved to measure how long one takes, and their bytes, which stay in memory, about
+# blocks moved to time one, and their approximate bytes, which stay allocated
 _SWAPPED: Final = 8
 _SWAPPED_BYTES: Final = 2 << 20
 
 
 def has_torch() -> bool:
-    """Whether PyTorch is installed, which is not loaded to find out."""
+    """Whether PyTorch is installed, found out without loading it."""
     return find_spec("torch") is not None
 
 
 def may_have_cuda(*, devices: Path = Path("/dev"), proc: Path = Path("/proc")) -> bool:
     """Whether it is worth asking PyTorch for CUDA devices, which takes a second and 200 MB to load.
 
-    The driver's traces are looked for, native, under Windows (``dxg``) or on Jetson
-    (``nvhost-gpu``, ``nvmap``); CUDA_VISIBLE_DEVICES may hide all devices. AMD's (``kfd``) are CUDA
-    devices to PyTorch too.
+    Looks for traces of the driver: native, under Windows (``dxg``) or on Jetson (``nvhost-gpu``,
+    ``nvmap``); CUDA_VISIBLE_DEVICES may hide all devices. AMD's devices (``kfd``) are CUDA devices
+    to PyTorch too.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return False
@@ -63,8 +63,8 @@ def may_have_cuda(*, devices: Path = Path("/dev"), proc: Path = Path("/proc")) -
 
 
 def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether PyTorch computes in bfloat16 on this processor by itself (``torch.machine``), told
-    without it: AVX-512's products of bfloat16, or AMX's where the system lets it be used."""
+    """Whether PyTorch chooses bfloat16 on this processor (``torch.machine``), found without loading
+    it: AVX-512's products of bfloat16, or AMX's where the system permits their use."""
     try:
         text = cpuinfo.read_text()
     except OSError:
@@ -81,8 +81,8 @@ def _read_words(path: Path) -> list[str]:
 
 
 def _own_groups(controller: str, cgroup: Path, membership: Path) -> list[Path]:
-    """Folders of the control groups that this process is in, of version 2 and of ``controller``'s
-    hierarchy in version 1, with all above them: what any of them limits is limited."""
+    """Return folders of this process's control groups, of version 2 and of ``controller``'s
+    hierarchy in version 1, with all their parents: each one's limit applies."""
     roots = {"": cgroup, controller: cgroup / controller}
     groups = list(roots.values())
     try:
@@ -108,8 +108,8 @@ def choose_threads(
     cgroup: Path = CGROUP,
     membership: Path = MEMBERSHIP,
 ) -> int:
-    """Physical cores that affinity and the cgroups' quotas leave on all NUMA nodes together, at
-    least 1; ``wanted`` wins. ``placement`` is for an engine, which keeps to one socket.
+    """Return ``wanted``, or the physical cores that affinity and the cgroups' quotas leave on all
+    NUMA nodes together, at least 1. ``placement`` is for an engine, which keeps to one socket.
 
     A second hardware thread of a core shares its vector units, so it adds nothing to a product.
     """
@@ -129,8 +129,8 @@ def num_cores(*, cpus: Path = CPUS) -> int:
 
 
 def processor_quota(*, cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> float:
-    """Processors that the cgroups let this process use on average, such as 1.5; infinite without a
-    limit."""
+    """Return the processors that the cgroups let this process use on average, such as 1.5; infinity
+    without a limit."""
     least = math.inf
     for group in _own_groups("cpu", cgroup, membership):
         quota = _read_words(group / "cpu.max")
@@ -143,10 +143,10 @@ def processor_quota(*, cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> 
 
 
 def within_quota(threads: int, *, cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
-    """``threads``, or as many as the cgroups' quotas keep busy all the time; at least 1.
+    """Return ``threads``, or as many as the cgroups' quotas keep busy all the time; at least 1.
 
-    One more would use a period's quota up before its end, and all threads would stop until the next
-    one. What is left of a quota such as 1.5 goes to the server's other process.
+    One thread more would exhaust a period's quota before its end, and all threads would stop until
+    the next period. The rest of a quota such as 1.5 is left to the server's other process.
     """
     quota = processor_quota(cgroup=cgroup, membership=membership)
     return max(1, threads if quota >= threads else int(quota))
@@ -188,15 +188,15 @@ def choose_num_blocks(
     free_bytes: int,
     share: float,
 ) -> int:
-    """Blocks in the KV pool.
+    """Return the number of blocks in the KV pool.
 
-    ``kv_cache_bytes`` is an upper bound when given. Otherwise ``share`` of ``free_bytes``, but no
-    more than ``max_num_seqs`` requests of ``max_model_len`` tokens can use.
+    ``kv_cache_bytes`` is an upper bound when given. Otherwise the pool takes ``share`` of
+    ``free_bytes``, at most what ``max_num_seqs`` requests of ``max_model_len`` tokens can use.
 
     Raises:
         ConfigError: not even one block fits.
     """
-    # the pool holds one more block than it offers: the padding of TorchAttention
+    # the pool has one block in addition to those it offers: the padding of TorchAttention
     if kv_cache_bytes is not None:
         blocks = kv_cache_bytes // block_bytes
         source = f"kv_cache_bytes={kv_cache_bytes}"
@@ -213,13 +213,13 @@ def choose_num_blocks(
 
 
 def swap_seconds(move: Callable[[int], object], num_blocks: int, block_bytes: int) -> float:
-    """Measured seconds to move one block; ``move(count)`` moves that many and returns when they are
-    there. 0.0 where there are none to move."""
+    """Return the measured seconds of moving one block; 0.0 without blocks. ``move(count)`` moves
+    that many and returns when they have arrived."""
     count = min(num_blocks, _SWAPPED, max(1, _SWAPPED_BYTES // block_bytes))
     if count < 1:
         return 0.0
     seconds = math.inf
-    # the first time, memory is taken
+    # the first pass allocates memory
     for _ in range(3):
         started = time.perf_counter()
         move(count)

@@ -1,4 +1,4 @@
-"""A backend without a model, whose tokens are computed by hand.
+"""A backend without a model, whose tokens can be computed by hand.
 
 The KV cache is real, of integers: computing token ``t`` at position ``p`` writes ``t * (p + 1)``
 into the slot the block table gives. Sampling adds up the slots of positions 0 to the last, modulo
@@ -9,8 +9,8 @@ the vocabulary::
     then   [3, 5, 13, 52]:     52 + 52*4 = 260 % 100   -> 60
 
 So a wrong block, a missed copy or a reused slot shows as a wrong number, not as a plausible text.
-With a ``window``, all is written to window blocks too, and a row whose window does not find there
-what belongs there fails.
+With a ``window``, everything is written to window blocks too, and a row that finds other values
+there than it should fails.
 Greedy and sampled requests get the same tokens; logit_bias of 100 or more forces a token. A token
 that may not be sampled (a grammar, allowed_token_ids, bad_words, min_tokens) gives way to the next
 one that may, counting up and around.
@@ -61,34 +61,34 @@ class _State:
         self.sampling = new.sampling
         self.block_ids = list(new.block_ids)
         self.constraint: OutputConstraint | None = None
-        # it failed; rows planned before that was known are left out
+        # the request failed; rows planned before the scheduler knew that are left out
         self.failed = False
         self._tells_prompt = new.sampling.prompt_logprobs is not None
 
     def take_prompt(self) -> list[int] | None:
-        """The prompt, once, if its log-probabilities are wanted: all of them are 0."""
+        """Return the prompt, once, if its log-probabilities are wanted: all of them are 0."""
         wanted, self._tells_prompt = self._tells_prompt, False
         return self.tokens[: self.num_prompt_tokens] if wanted else None
 
     def unread(self) -> list[int]:
-        """The output that the grammar's matcher has not taken in yet."""
+        """Return the output that the grammar's matcher has not taken in yet."""
         assert self.constraint is not None
         return self.tokens[self.num_prompt_tokens + self.constraint.num_read :]
 
     def forced(self) -> tuple[int, ...]:
-        """What the grammar leaves no choice about."""
+        """Return the tokens that the grammar forces next."""
         if self.constraint is None:
             return ()
         return tuple(self.constraint.forced(self.unread(), MOST_DRAFT_TOKENS))
 
 
 class NullBackend:
-    """See the module. ``step_time`` seconds pass in each step, on a thread of its own, so a
-    driver's waiting and pipelining can be watched.
+    """A backend that adds up token ids; see the module. Each step takes ``step_time`` seconds on a
+    thread of its own, so that a driver's waiting and pipelining can be watched.
 
     ``poison_token``: a request whose input holds this token fails alone, with an error.
-    ``draft_wrong``: guesses by a draft model are what comes, those in these places spoilt, and no
-    more than ``draft_most``; None: there is no such model.
+    ``draft_wrong``: indices of draft guesses that are spoilt; the others are right, ``draft_most``
+    of them at most; None: there is no draft model.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class NullBackend:
         )
 
     def _guess(self, row: ScheduledRow, count: int) -> tuple[int, ...]:
-        """What the draft model says."""
+        """Return the draft model's guesses."""
         state, vocab = self._states[row.request_id], self._info.vocab_size
         if self._draft_wrong is None or state.failed:
             return ()
@@ -261,7 +261,7 @@ class NullBackend:
             self._places[block] = place
 
     def _check_window(self, row: ScheduledRow) -> None:
-        """After all rows of the step have written."""
+        """Check a row's window blocks, after all rows of the step have written."""
         state, size = self._states[row.request_id], self._info.block_size
         known = min(len(state.tokens), row.start + row.num_tokens)
         for position in range(max(0, row.start - self._info.window + 1), known):
@@ -287,7 +287,7 @@ class NullBackend:
         """Append the row's tokens: one, and one more for each guess that is right."""
         drawn: list[int] = []
         end = row.start + row.num_tokens
-        # the first position behind guesses that the grammar cannot be read on over
+        # first position behind guesses that the grammar cannot read past
         last = end
         if guesses and state.constraint is not None:
             masks = state.constraint.masks(state.unread(), guesses)
@@ -297,7 +297,7 @@ class NullBackend:
             drawn.append(token)
             state.tokens.append(token)
             if length == last or token != guesses[length - end] or token == self._poison_token:
-                # what follows poison is for the next step to fail on
+                # a poison token ends the row here, so that the next step fails on it
                 break
         return tuple(drawn)
 
@@ -319,7 +319,7 @@ class NullBackend:
         raise RequestFailedError(f"{NOTHING_LEFT}: this request forbids all of them")
 
     def _choosable(self, state: _State) -> Callable[[int], bool]:
-        """Whether a token may come next, for a request's next position."""
+        """Return whether a token may come next, as a function of the token."""
         sampling = state.sampling
         output = state.tokens[state.num_prompt_tokens :]
         mask: bytes | None = None
@@ -333,7 +333,7 @@ class NullBackend:
         ending = sampling.eos_token_ids | sampling.stop_token_ids
         vocab = range(self._info.vocab_size)
         if len(output) < sampling.min_tokens and (
-            # a grammar that is at its end knows better than min_tokens
+            # a grammar that is complete overrides min_tokens
             mask is None or any(allows(mask, t) for t in vocab if t not in ending)
         ):
             banned |= ending

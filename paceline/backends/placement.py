@@ -1,12 +1,12 @@
 """How many threads compute, and on which NUMA nodes.
 
-A step of a small model is hundreds of products, of ten microseconds to a millisecond each, with a
-barrier after every one. An engine keeps to one socket, because a barrier across sockets and memory
-of another one are paid in each of them: docs/adr/0009-numa-nodes.md.
+A step of a small model is hundreds of products of ten microseconds to a millisecond, with a barrier
+after every one. An engine keeps to one socket, because each product would pay for a barrier across
+sockets and for memory of another socket: docs/adr/0009-numa-nodes.md.
 
-Only processors are bound. Memory follows by itself: a page lies on the node of the thread that
-first writes it, or on another one where that is full. So a model that does not fit into its nodes'
-memory is served all the same, more slowly, and nothing has to be refused for it.
+Only threads are bound to processors. Memory follows: a page lies on the node of the thread that
+first writes it, or on another node where that one is full. So a model that exceeds its nodes'
+memory is still served, more slowly, and need not be refused.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ from paceline.core.errors import ConfigError
 
 __all__ = ["Placement", "choose_placement", "quick_cores"]
 
-# cores at least so quick beside the quickest are taken with it
+# cores with at least this share of the quickest one's speed are taken with it
 _ALIKE: Final = 0.8
-# Work is divided equally, so a step ends with the slowest core: slower ones join where all, each at
-# the pace of the slowest, are so many times as quick as those without them.
+# Work is divided equally, so a step ends with the slowest core: slower cores join where all, each
+# at the pace of the slowest, are this many times as quick as the quick ones alone.
 _GAIN: Final = 1.25
-# what makes an OpenMP runtime bind threads by itself
+# variables that make an OpenMP runtime bind threads by itself
 _BINDERS: Final = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where an engine computes."""
+    """The threads, nodes and processors that an engine computes with."""
 
     threads: int
-    # the NUMA nodes it keeps to, such as "0" or "0-3"; "": it keeps to none
+    # NUMA nodes it keeps to, such as "0" or "0-3"; "": it keeps to none
     nodes: str = ""
     # processors of these nodes, or of the quicker cores, that may be used; None: nothing is bound
     cpus: frozenset[int] | None = None
-    # for people, where there were nodes or kinds of cores to choose from, or a quota counts, or ""
+    # reason, for users, where nodes, kinds of cores or a quota mattered; else ""
     why: str = ""
 
     def describe(self, wanted: int | None) -> str:
-        """Why so many threads, for people; "" where ``wanted`` is their number and there is nothing
-        else to say."""
+        """Return, for users, why this number of threads was chosen; "" where it is ``wanted`` and
+        there is nothing else to say."""
         if self.why or wanted is not None:
             return self.why
         cores = f"the cores of NUMA nodes {self.nodes}" if self.nodes else "cores"
@@ -83,21 +83,21 @@ def choose_placement(
     membership: Path = MEMBERSHIP,
     environ: Mapping[str, str] = os.environ,
 ) -> Placement:
-    """Threads and nodes for an engine that the calling thread is about to start.
+    """Choose threads and nodes for an engine that the calling thread is about to start.
 
     Args:
-        threads: that many; None: as many as the nodes (or all nodes) have physical cores that this
+        threads: the number; None: the physical cores of the nodes (or of all nodes) that this
             process may use, at most what the cgroups' quotas allow.
         numa: "auto", "off" or nodes' numbers, such as "0-1,4". auto: where processors of several
             sockets may be used, the nodes of the socket with most physical cores among them, then
             most free memory, then the lowest number; none where ``threads`` are more than its
             cores, or where ``environ`` makes an OpenMP runtime bind threads. Where they are of one
             socket, its quicker cores under the same conditions, if some are slower. off: all nodes
-            and cores, unbound. numbers: these nodes, of each of which some processor must be left.
+            and cores, unbound. numbers: these nodes; each must have a processor that may be used.
         cpus, nodes, atoms, cgroup, membership: where the kernel describes the machine.
 
     Raises:
-        ConfigError: ``threads`` or ``numa`` that this machine cannot do, with what it has.
+        ConfigError: ``threads`` or ``numa`` that this machine does not have; it says what it has.
     """
     limits = {"cgroup": cgroup, "membership": membership}
     if threads is not None:
@@ -122,7 +122,7 @@ def _choose(
     atoms: Path,
     environ: Mapping[str, str],
 ) -> Placement:
-    """Like ``choose_placement``, without quotas; ``why`` begins with what follows their number."""
+    """Choose as ``choose_placement`` does, without quotas; ``why`` continues after the number."""
     everywhere = Placement(num_cores(cpus=cpus) if threads is None else threads)
     if numa == "off":
         return everywhere
@@ -169,7 +169,7 @@ def _on_quick_cores(
     cores: Mapping[str, tuple[float, frozenset[int]]],
     binder: str,
 ) -> Placement:
-    """The quicker ones of one socket's cores, or ``everywhere`` where none is slower; as
+    """Choose the quicker cores of one socket, or ``everywhere`` where none is slower; otherwise as
     ``_choose``."""
     quick = quick_cores({name: speed for name, (speed, _) in cores.items()})
     if len(quick) == len(cores):
@@ -185,13 +185,13 @@ def _on_quick_cores(
 
 
 def quick_cores(speeds: Mapping[str, float]) -> frozenset[str]:
-    """Of cores by their names and speeds, those that compute a step soonest together: all that are
-    about as quick as the quickest, and each slower kind that makes up for its pace by its number.
+    """Return the cores that finish a step soonest together, by their names and speeds: all that are
+    about as quick as the quickest, and each slower kind whose number makes up for its pace.
     """
     ordered = sorted(speeds.items(), key=lambda each: -each[1])
     taken, score = 0, 0.0
     for count, (_, speed) in enumerate(ordered, 1):
-        # all of a kind or none
+        # all cores of equal speed are taken, or none of them
         if count < len(ordered) and ordered[count][1] == speed:
             continue
         if speed >= _ALIKE * ordered[0][1] or count * speed >= _GAIN * score:
@@ -201,7 +201,7 @@ def quick_cores(speeds: Mapping[str, float]) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Nodes that an engine may keep to, by number; of their processors those that may be used."""
+    """Nodes that an engine may keep to, by number, with their processors that may be used."""
 
     nodes: tuple[Node, ...]
     # physical cores
@@ -209,7 +209,7 @@ class _Group:
 
     @classmethod
     def of(cls, nodes: Iterable[Node], allowed: frozenset[int] | None, root: Path) -> _Group:
-        """Of ``nodes``, those with processors that may be used."""
+        """Make a group of those ``nodes`` that have processors that may be used."""
         if allowed is not None:
             nodes = [replace(node, cpus=node.cpus & allowed) for node in nodes]
         usable = tuple(node for node in nodes if node.cpus)
@@ -234,7 +234,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _binder(environ: Mapping[str, str]) -> str:
-    """What binds threads, as NAME=VALUE, or "". OMP_PROC_BIND=false says that nothing does."""
+    """Return what binds threads, as NAME=VALUE, or "". OMP_PROC_BIND=false means nothing does."""
     if environ.get("OMP_PROC_BIND", "").strip().lower() == "false":
         return ""
     return next((f"{name}={environ[name]}" for name in _BINDERS if environ.get(name)), "")
@@ -243,7 +243,7 @@ def _binder(environ: Mapping[str, str]) -> str:
 def _by_number(
     numa: str, found: tuple[Node, ...], allowed: frozenset[int] | None
 ) -> tuple[Node, ...]:
-    """The nodes of a list, on each of which some processor may be used."""
+    """Return the nodes that a list names. Raises ConfigError where one has no usable processor."""
     try:
         numbers = parse_list(numa)
     except ValueError:
@@ -251,7 +251,7 @@ def _by_number(
     if not numbers:
         raise ConfigError(f"numa must be auto, off or nodes such as 0 or 0-1,4, got {numa!r}")
     if not found:
-        # a kernel or a system without nodes: the machine is one
+        # a kernel or a system without nodes: the whole machine counts as one
         found = (Node(0, allowed or frozenset(range(os.cpu_count() or 1))),)
     unknown = numbers - {node.number for node in found}
     if unknown:

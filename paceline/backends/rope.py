@@ -4,9 +4,9 @@ Dimension ``i`` of a head's first half is rotated against dimension ``i`` of its
 ``position * inverse_frequency[i]``.
 
 Two scalings depend on the length of the sequence (dynamic NTK above its original length, longrope's
-choice between short and long factors). A cached key was rotated once and for all, and prefix
-caching shares it between requests of different lengths, so the length they depend on is the longest
-that this engine serves, for every request alike.
+choice between short and long factors). A cached key keeps the rotation it was stored with, and
+prefix caching shares it between requests of different lengths, so both use the longest sequence
+that this engine serves, for every request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PART: Final = 16_384
 
 
 def longest_sequence(config: ModelConfig) -> int:
-    """How many positions the model can be asked for, with its own scaling of positions."""
+    """Return the model's number of positions, with its own scaling of positions."""
     rope = config.rope
     original = rope.original_max_position or config.max_position_embeddings
     if rope.kind in ("dynamic", "yarn"):
@@ -41,21 +41,21 @@ def _rounded(values: NDArray[np.float64]) -> Floats:
 
 
 def _power(base: float, exponents: Floats) -> Floats:
-    """In float64, rounded once: the same on every machine, whose own float32 powers differ by an
-    ulp, which the last positions of a long context turn into radians."""
+    """Return the powers, computed in float64 and rounded once, so that every machine has the same.
+    Float32 powers differ by an ulp between machines: radians, at the end of a long context."""
     return _rounded(np.float64(np.float32(base)) ** exponents.astype(np.float64))
 
 
 def rotary_tables(
     config: ModelConfig, length: int, rope: RopeConfig | None = None
 ) -> tuple[Floats, Floats]:
-    """Cosines and sines of positions ``[0, length)``, each [length, head_dim / 2], with the factor
-    that long contexts put on both. Pairs that are not rotated (``shapes.row_order``) have cosine 1
-    and sine 0.
+    """Return cosines and sines of positions ``[0, length)``, each [length, head_dim / 2], with the
+    factor that long contexts apply to both. Pairs that are not rotated (``shapes.row_order``) have
+    cosine 1 and sine 0.
 
     ``rope`` is the embedding of some layers; None: ``config.rope``.
 
-    Angles are rounded to float32 like Hugging Face's; what follows is rounded once, see
+    Angles are rounded to float32 as in Hugging Face's code; results are rounded once, see
     ``_power``.
     """
     frequencies, factor = inverse_frequencies(config, length, rope)
@@ -63,7 +63,7 @@ def rotary_tables(
     rotated = len(frequencies)
     cos, sin = np.empty((2, length, config.head_dim // 2), dtype=np.float32)
     cos[:, rotated:], sin[:, rotated:] = 1.0, 0.0
-    # a part at a time: angles in float64 take as much as both tables
+    # in parts: angles in float64 take as much memory as both tables
     for begin in range(0, length, _PART):
         part = slice(begin, min(begin + _PART, length))
         positions = np.arange(part.start, part.stop, dtype=np.float32)
@@ -76,7 +76,7 @@ def rotary_tables(
 def inverse_frequencies(
     config: ModelConfig, length: int, rope: RopeConfig | None = None
 ) -> tuple[Floats, float]:
-    """Radians per position for each pair that is rotated, half as many as ``config.rotated``, and
+    """Return the radians per position of each rotated pair, half as many as ``config.rotated``, and
     the factor on cosine and sine.
 
     ``length`` is the longest sequence served; ``rope`` as for ``rotary_tables``.
@@ -110,7 +110,7 @@ def inverse_frequencies(
 
 
 def _llama3(rope: RopeConfig, frequencies: Floats) -> Floats:
-    """High frequencies stay, low ones are divided by ``factor``, a ramp lies between."""
+    """Keep high frequencies, divide low ones by ``factor``, and interpolate between them."""
     assert rope.original_max_position is not None  # checked by RopeConfig
     rotations = rope.original_max_position * frequencies / (2 * math.pi)
     ramp = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -119,7 +119,7 @@ def _llama3(rope: RopeConfig, frequencies: Floats) -> Floats:
 
 
 def _yarn(config: ModelConfig, rope: RopeConfig, frequencies: Floats) -> tuple[Floats, float]:
-    """As llama3, but the ramp is linear in the dimension, between two numbers of rotations."""
+    """Scale as llama3 does, but interpolate by dimension, between two numbers of rotations."""
     dim = config.rotated
     original = rope.original_max_position or config.max_position_embeddings
 

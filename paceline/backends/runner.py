@@ -1,8 +1,8 @@
 """Plans in, arrays through the model, tokens out.
 
-Keeps each request's tokens and block table in a slot of preallocated arrays, so that a step's flat
-arrays are a few numpy gathers whatever the number of rows. Sampled tokens are written to the slot
-at once: the next plan may be run before the scheduler has seen them.
+Keeps each request's tokens and block table in a row of preallocated arrays, so that a step's flat
+arrays are a few numpy gathers for any number of rows. Sampled tokens are written to these arrays at
+once: the next plan may run before the scheduler has seen them.
 
 This module does not know threads, files, how many blocks there are, or what kind of array a model's
 logits are in.
@@ -46,20 +46,20 @@ __all__ = ["ModelRunner"]
 
 # one entry per sampled token, None for rows that asked for none
 RowLogprobs: TypeAlias = tuple[TokenLogprobs, ...] | None
-# row -> what its grammar forbids [vocab] after none of the row's guesses, after one, and so on, as
-# far as it can be read on; or why the request fails
+# row -> tokens its grammar forbids [vocab] after none of the row's guesses, after one, and so on,
+# as far as the grammar can read them; or the reason for which the request fails
 Masks: TypeAlias = dict[int, "list[NDArray[np.bool_]] | str"]
 
 _NOTHING_LEFT: Final = (
     f"{NOTHING_LEFT}: the grammar, allowed_token_ids, bad_words and min_tokens of this request "
     "forbid all of them"
 )
-# stands in for the settings of a request that was refused; its rows run, their tokens are dropped
+# settings in place of a refused request's; its rows run, their tokens are dropped
 _REFUSED: Final = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class _Slot:
-    """What belongs to one request besides its row in the arrays."""
+    """State of one request besides its row in the arrays."""
 
     __slots__ = (
         "constraint",
@@ -78,13 +78,13 @@ class _Slot:
         self.index = index
         self.num_prompt_tokens = new.num_prompt_tokens
         self.num_blocks = len(new.block_ids)
-        # no row of it has run yet
+        # whether none of its rows has run yet
         self.is_new = True
-        # why none of its rows will bring a token
+        # reason for which its rows yield no tokens; None: they do
         self.error: str | None = None
         self.constraint: OutputConstraint | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
-        # settings to guess with, made with the first guess; whether its guesses failed
+        # settings for guesses, made with the first one; then whether guessing failed
         self.guessing: PreparedSampling | None = None
         self.guessing_failed = False
         wanted = new.sampling.prompt_logprobs
@@ -99,12 +99,12 @@ class _Slot:
 
 
 class ModelRunner:
-    """Executes plans one after the other. Used from one thread.
+    """Executor of plans, one after the other. Used from one thread.
 
     Args:
-        max_num_seqs: requests expected to hold state at once; more make the arrays grow.
-        max_model_len: tokens of one request at most.
-        draft: guesses tokens where a plan leaves it to the backend; None: it never does.
+        max_num_seqs: requests expected to hold state at once; the arrays grow for more.
+        max_model_len: longest request, tokens.
+        draft: guesses tokens where a plan leaves them to the backend; None: no guesses are made.
     """
 
     def __init__(
@@ -117,14 +117,14 @@ class ModelRunner:
         max_model_len: int,
         draft: Drafting | None = None,
     ) -> None:
-        # others look at it, to see what computes
+        # public, so that callers can see what computes
         self.model = loaded.model
         self._sampler = loaded.sampler
         self._score = loaded.score
         self._draft = draft
         self._vocab_size = vocab_size
         self._block_size = block_size
-        # the last token a request can get is stored here, but never computed
+        # one column more: a request's last token is stored here, but never computed
         self._tokens = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         blocks = -(-max_model_len // block_size)
         self._tables = np.zeros((max_num_seqs, blocks), dtype=np.int32)
@@ -141,7 +141,7 @@ class ModelRunner:
     def run(self, plan: SchedulerOutput) -> StepResult:
         """Run one step; see ``SchedulerOutput`` for the order in which a plan is applied."""
         if plan.swaps:
-            # not part of the step's time: that is to say how long its rows take
+            # outside the step's time, which tells how long the rows take
             self.model.swap_blocks(plan.swaps)
             if self._draft is not None:
                 self._draft.forget(
@@ -159,7 +159,7 @@ class ModelRunner:
         if self._draft is not None and any(draft.source == DRAFT_MODEL for draft in plan.drafts):
             began = time.monotonic()
             made, caught_up, behind = self._make(self._draft, plan, slots)
-            # as if the plan had asked for so many
+            # as if the plan had asked for these numbers of tokens
             rows = tuple(
                 row._replace(num_tokens=row.num_tokens - len(drafts[r]) + len(made[r]))
                 if r in made
@@ -222,7 +222,7 @@ class ModelRunner:
         if len(outside):
             slot.error = f"token {outside[0]} is not in the vocabulary of {self._vocab_size}"
             token_ids[:] = 0
-            # its targets are the tokens that there are not
+            # the prompt has tokens of which there is no log-probability
             slot.prompt_logprobs = None
         self._tokens[slot.index, : len(token_ids)] = token_ids
         self._tables[slot.index, : slot.num_blocks] = new.block_ids
@@ -236,8 +236,8 @@ class ModelRunner:
     def _make(
         self, draft: Drafting, plan: SchedulerOutput, slots: Sequence[_Slot]
     ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...], tuple[int, ...]]:
-        """By row, the guesses that the draft model makes where the plan leaves it to it; and in the
-        same order ``StepResult.caught_up`` and ``StepResult.behind``."""
+        """Return the draft model's guesses, by row, where the plan leaves them to the backend; then
+        ``StepResult.caught_up`` and ``StepResult.behind`` in the same order."""
         wanted: dict[int, DraftRow] = {}
         planned = {
             r: len(token_ids) for r, token_ids, source in plan.drafts if source == DRAFT_MODEL
@@ -282,7 +282,7 @@ class ModelRunner:
         for r, guesses in drafts.items():
             row = rows[r]
             end = row.start + row.num_tokens
-            # a guess that is no token is verified as another: it is as wrong as any
+            # an id outside the vocabulary is verified as token 0: one wrong guess is like another
             self._tokens[index[r], end - len(guesses) : end] = [
                 guess if 0 <= guess < self._vocab_size else 0 for guess in guesses
             ]
@@ -338,7 +338,7 @@ class ModelRunner:
         sampling: Sequence[int],
         drafts: Mapping[int, Sequence[int]],
     ) -> Future[Masks] | None:
-        """Let the matchers of the rows that sample read on and fill their masks."""
+        """Start the matchers of rows that sample: read new output and fill the masks."""
         jobs: list[tuple[int, OutputConstraint, list[int], Sequence[int]]] = []
         for r in sampling:
             slot = slots[r]
@@ -351,7 +351,7 @@ class ModelRunner:
         return self._mask_thread.submit(self._fill_masks, jobs)
 
     def _unread(self, slot: _Slot, end: int) -> list[int]:
-        """The output before position ``end`` that the matcher has not taken in yet."""
+        """Return the output before position ``end`` that the matcher has not taken in yet."""
         assert slot.constraint is not None
         first = slot.num_prompt_tokens + slot.constraint.num_read
         return [int(token) for token in self._tokens[slot.index, first:end]]
@@ -383,7 +383,7 @@ class ModelRunner:
         drafts: Mapping[int, Sequence[int]],
         sampled: Sequence[tuple[int, ...]],
     ) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """See ``StepResult.forced``. On the thread of the masks, to which matchers are used."""
+        """Return ``StepResult.forced``, asked on the mask thread, where matchers must be used."""
         if self._mask_thread is None:
             return ()
         jobs: list[tuple[int, OutputConstraint, list[int]]] = []
@@ -402,7 +402,7 @@ class ModelRunner:
     def _take_prompt_logprobs(
         self, rows: Sequence[ScheduledRow]
     ) -> tuple[tuple[str, tuple[TokenLogprobs, ...]], ...]:
-        """Of the requests that get their first token in this step."""
+        """Return those of the requests that get their first token in this step."""
         taken: list[tuple[str, tuple[TokenLogprobs, ...]]] = []
         for row in rows:
             slot = self._slots[row.request_id]
@@ -414,8 +414,8 @@ class ModelRunner:
         return tuple(taken)
 
     def _extend_tables(self, rows: Sequence[ScheduledRow], slots: Sequence[_Slot]) -> None:
-        """Append the rows' new blocks and clear every block that a request writes from its first
-        position on: what a former owner left there must not reach a padded product."""
+        """Append the rows' new blocks, and clear each block that a request writes from its first
+        position on, since a former owner's values must not reach a padded product."""
         fresh: list[int] = []
         for row, slot in zip(rows, slots, strict=True):
             if slot.is_new:
@@ -460,11 +460,11 @@ class ModelRunner:
             tokens = self._tokens[slot.index, :length]
             mask = masks.get(r, "")
             place = guess + len(drafts.get(r, ()))
-            # behind guesses that the grammar does not allow anything may be drawn: it is dropped
+            # behind a guess that the grammar rejects any token may be drawn: it is dropped
             forbidden = mask[place] if not isinstance(mask, str) and place < len(mask) else None
             sample_rows.append(SampleRow(slot.sampling, tokens, slot.num_prompt_tokens, forbidden))
         samples = self._sampler.sample(logits, sample_rows, likeliest)
-        # rows whose guesses are no longer right
+        # rows of which a guess was wrong
         settled: set[int] = set()
         for i, (r, guess) in enumerate(places):
             slot = slots[r]
@@ -473,7 +473,7 @@ class ModelRunner:
             token_id = samples.token_ids[i]
             if not samples.finite[i] or token_id < 0:
                 settled.add(r)
-                # behind guesses that were right it is the next step's: those may have ended it
+                # after right guesses this fails in the next step, unless a guess ended the request
                 if not sampled[r]:
                     why = _NOTHING_LEFT if samples.finite[i] else NAN_LOGITS
                     errors.append((rows[r].request_id, why))

@@ -1,6 +1,6 @@
-"""What is to be sampled and what was: the settings of rows, and the numbers that decide draws.
+"""Inputs and results of sampling: the settings of rows, and the random numbers that decide draws.
 
-Whatever holds the logits, a row's choice follows from these alone.
+A row's choice follows from these alone, whichever kind of array holds the logits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArra
 
 
 class PreparedSampling:
-    """One request's settings, made once when it arrives.
+    """One request's settings, prepared once when it arrives.
 
     Raises:
         InvalidRequestError: logit_bias names a token outside the vocabulary.
@@ -75,19 +75,19 @@ class PreparedSampling:
             or params.presence_penalty != 0.0
             or params.frequency_penalty != 0.0
         )
-        # what allowed_token_ids leaves out, [vocab]
+        # tokens outside allowed_token_ids, [vocab]
         self.forbidden: NDArray[np.bool_] | None = None
         if params.allowed_token_ids is not None:
             self.forbidden = np.ones(vocab_size, dtype=np.bool_)
             self.forbidden[[i for i in params.allowed_token_ids if i < vocab_size]] = False
-        # logits are changed before the choice, whatever the position
+        # whether logits change before the choice, at any position
         self.reshapes = (
             self.penalizes
             or bool(self.bias_ids)
             or self.forbidden is not None
             or bool(params.bad_words)
         )
-        # more than the likeliest token matters, even without a grammar
+        # whether the likeliest token is not enough, even without a grammar
         self.reads_logits = (
             params.temperature > 0.0
             or params.logprobs is not None
@@ -97,7 +97,7 @@ class PreparedSampling:
 
 
 def asks_widely(params: SamplingParams) -> bool:
-    """Whether more log-probabilities are asked for than a kernel's few likeliest."""
+    """Whether a request wants more log-probabilities than the few that a kernel finds."""
     return params.logprobs is not None and (
         params.logprobs > MAX_LOGPROBS or bool(params.logprob_token_ids)
     )
@@ -106,7 +106,7 @@ def asks_widely(params: SamplingParams) -> bool:
 def wide_logprobs(
     logits: NDArray[np.float32], token_id: int, params: SamplingParams
 ) -> TokenLogprobs:
-    """What ``asks_widely`` is about: of any number of tokens, or of those that are named.
+    """Return log-probabilities for ``asks_widely``: of any number of tokens, or of named ones.
 
     Args:
         logits: [vocab], of one row.
@@ -125,27 +125,27 @@ def wide_logprobs(
 
 
 class Reshaping(NamedTuple):
-    """What changes a row's logits before the choice, to be applied in the order of the fields."""
+    """Changes to a row's logits before the choice, applied in the order of the fields."""
 
-    # added, as often as an id is named
+    # added once for each time that an id is named
     bias_ids: Sequence[int]
     bias_values: Sequence[float]
-    # prompt and output. Positive logits are divided by the penalty and others multiplied, once a
-    # token, and nothing becomes infinite that was not; 1: nothing to do
+    # prompt and output. Positive logits are divided by the penalty and others multiplied, once per
+    # token, without making finite ones infinite; 1: no change
     tokens: NDArray[np.int32]
     repetition_penalty: float
-    # presence is subtracted once a token, frequency as often as it occurs; 0: nothing to do
+    # presence is subtracted once per token, frequency once per occurrence; 0: no change
     output: NDArray[np.int32]
     presence_penalty: float
     frequency_penalty: float
-    # what must not be chosen, put at minus infinity: where a mask [vocab] is true, and these ids.
-    # Last, since a penalty could make NaN of infinity
+    # tokens set to minus infinity: those where a mask [vocab] is true, and these ids. Applied last,
+    # since a penalty could turn infinity into NaN
     masks: Sequence[NDArray[np.bool_]]
     banned_ids: Sequence[int]
 
     @property
     def names_tokens(self) -> bool:
-        """There is more to do than the masks."""
+        """Whether more than the masks is to be applied."""
         return (
             bool(self.bias_ids)
             or bool(self.banned_ids)
@@ -162,7 +162,7 @@ class SampleRow(NamedTuple):
     # prompt and output so far
     tokens: NDArray[np.int32]
     num_prompt_tokens: int
-    # what the grammar forbids at this position, [vocab]; None: there is no grammar
+    # tokens that the grammar forbids at this position, [vocab]; None: there is no grammar
     forbidden: NDArray[np.bool_] | None = None
 
     @property
@@ -174,7 +174,7 @@ class SampleRow(NamedTuple):
         sampling = self.sampling
         if not sampling.ending_ids or self.num_output_tokens >= sampling.params.min_tokens:
             return False
-        # a grammar that is at its end knows better than min_tokens
+        # a grammar that is complete overrides min_tokens
         return self.forbidden is None or bool(
             np.count_nonzero(~self.forbidden)
             > np.count_nonzero(~self.forbidden[sampling.ending_ids])
@@ -182,16 +182,16 @@ class SampleRow(NamedTuple):
 
     @property
     def reshapes(self) -> bool:
-        """The logits are changed before the choice, maybe so that no token is left."""
+        """Whether the logits change before the choice, maybe so that no token is left."""
         return self.sampling.reshapes or self.forbidden is not None or self.forbids_ending
 
     @property
     def takes_likeliest(self) -> bool:
-        """The choice is the first of the largest raw logits."""
+        """Whether the choice is the first of the largest raw logits."""
         return self.sampling.params.temperature == 0.0 and not self.reshapes
 
     def reshaping(self) -> Reshaping:
-        """What is done to the logits at this position."""
+        """Return the changes to the logits at this position."""
         sampling, params = self.sampling, self.sampling.params
         output = self.tokens[self.num_prompt_tokens :]
         masks = (self.forbidden, sampling.forbidden)
@@ -219,11 +219,11 @@ def _ends_with(output: NDArray[np.int32], tail: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:
-    """What was chosen, row for row."""
+    """Chosen tokens, one entry per row."""
 
-    # meaningless where not finite; -1: no token is left to choose
+    # undefined where not finite; -1: no token is left to choose
     token_ids: list[int]
-    # False: the row's logits hold NaN or infinity, nothing was chosen
+    # False: the row's logits hold NaN or infinity, and no token was chosen
     finite: list[bool]
     # None for rows that asked for none
     logprobs: list[TokenLogprobs | None]

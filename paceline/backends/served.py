@@ -1,5 +1,5 @@
-"""What a model takes where ``serve`` would compute it on this machine, by its files alone: for
-planning. Nothing is loaded, and PyTorch need not be installed.
+"""Memory that a model takes where ``serve`` computes it on this machine, estimated for planning
+from its files alone. Nothing is loaded, and PyTorch need not be installed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = ["ServedMemory", "served_memory", "weight_bytes"]
 # Resident in the server's two processes without a model: interpreter, libraries, routes. Measured
 # by ``python -m benchmarks.memory``, which also holds the sum of all parts to 5 %
 _PROCESS_BYTES: Final = {"native": 94_000_000, "torch": 284_000_000}
-# of a vocabulary, in the process that makes text of tokens: ids, texts and merges
+# bytes per token of a vocabulary in the process that makes text: ids, texts and merges
 _TOKEN_BYTES: Final = 320
-# of a step, tokens and rows of logits: a processor's steps become no larger by themselves
-# (``core.predict.chunk``), though they may, and a few of many requests are sampled in one
+# tokens, and sampled rows, of a step: on a processor steps become no larger by themselves
+# (``core.predict.chunk``), though they may, and few of many requests are sampled in one
 _TOKENS: Final = 512
 _ROWS: Final = 16
 _VALUE_BYTES: Final = {"float32": 4, "bfloat16": 2}
@@ -40,27 +40,27 @@ _VALUE_BYTES: Final = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class ServedMemory:
-    """In bytes."""
+    """Memory that a served model takes, in bytes."""
 
     # "native" or "torch"
     compute: str
-    # "cpu", or what PyTorch calls another one
+    # "cpu", or PyTorch's name of another device
     device: str
-    # of weights, and of the KV cache
+    # formats of the weights and of the KV cache
     dtype: str
     kv_dtype: str
     weight_bytes: int
     kv_bytes_per_token: float
-    # of these, those of layers that may have window blocks, and the tokens of a window; 0: none may
+    # part of bytes_per_token in layers that may have window blocks, and tokens of a window; 0: none
     window_bytes_per_token: float
     window: int
-    # of what else is in the processes while prompts are computed, about; on a GPU, whose own share
-    # was not measured, 0
+    # estimate for the rest of the processes while prompts are computed; 0 on a GPU, where it was
+    # not measured
     process_bytes: int
 
 
 def weight_bytes(checkpoint: Checkpoint, formats: Formats, *, has_head: bool = True) -> int:
-    """What its weights take in formats that ``choose_formats`` settled."""
+    """Return the weights' bytes in formats that ``choose_formats`` has settled."""
     if formats.compute == "native":
         return packed_bytes(checkpoint, formats.dtype, has_head=has_head)
     values = sum(
@@ -79,15 +79,15 @@ def served_memory(
     block_size: int = 16,
     device: str = "auto",
 ) -> ServedMemory:
-    """Of a GGUF file or a Hugging Face folder, in the formats that ``serve`` takes by itself or
-    where these are asked for.
+    """Estimate the memory of a GGUF file or a Hugging Face folder, in the formats that ``serve``
+    would choose, or in those asked for.
 
     Args:
         device: as ``--device`` takes it; "cuda" and "cuda:N" need not be there.
 
     Raises:
-        CheckpointError: no checkpoint, or one that is not read.
-        ConfigError: nothing here computes it, or it has no KV cache to plan.
+        CheckpointError: there is no checkpoint that can be read.
+        ConfigError: no compute path here supports it, or it has no KV cache to plan.
     """
     if re.fullmatch("cpu|cuda(:[0-9]+)?", device) is None:
         device = choose_device(device)
@@ -147,22 +147,22 @@ def _without_cache(path: Path) -> ConfigError:
 
 def _process_bytes(config: ModelConfig, formats: Formats, has_head: bool, length: int) -> int:
     tables = 1 if config.sliding_rope is None else 2
-    # cosines and sines
+    # tables of cosines and sines
     rope = tables * 4 * config.head_dim * length
-    # those of PyTorch were not measured, and are about as many
+    # PyTorch's steps were not measured, and take about as much
     step = native_step_bytes(config, _TOKENS, _ROWS if has_head else 0)
     vocabulary = _TOKEN_BYTES * config.vocab_size
     return _PROCESS_BYTES[formats.compute] + vocabulary + rope + step
 
 
 def _torch_block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
-    """A block of the KV cache as ``torch.attention`` has it."""
+    """Return the bytes of a KV block as ``torch.attention`` lays it out."""
     per_position = 2 * config.num_key_value_heads * config.head_dim * _VALUE_BYTES[dtype]
     return config.num_hidden_layers * block_size * per_position
 
 
 def _torch_dtype(name: str, device: str) -> str:
-    """As ``torch.machine`` chooses; of GPUs those that multiply bfloat16 are taken for granted."""
+    """Choose as ``torch.machine`` does, assuming that a GPU multiplies bfloat16."""
     if name == "auto":
         return "bfloat16" if device != "cpu" or multiplies_bfloat16() else "float32"
     return name

@@ -1,8 +1,8 @@
 """The null backend's tokens in modelled time: an executor that sleeps.
 
-Every step takes the seconds a function of its plan says, one after another as on one accelerator:
-a step starts when it was handed over or when the one before it ended. Who asks for a result sleeps
-until the step's end; clock and sleep are arguments, so the time may be virtual.
+A step takes the seconds that a function of its plan returns, one after another as on one
+accelerator: it starts when it was handed over or when the step before it ended. A caller that asks
+for a result sleeps until the step's end; clock and sleep are arguments, so time may be virtual.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["SimulatedBackend"]
 
 
 class _Sleeper(Future[StepResult]):
-    """Known at once, told late."""
+    """A result that is known at once, and returned when its step has ended."""
 
     def __init__(self, result: StepResult, wait: Callable[[float | None], bool]) -> None:
         super().__init__()
@@ -35,15 +35,15 @@ class _Sleeper(Future[StepResult]):
 
 
 class SimulatedBackend:
-    """See the module.
+    """A null backend whose steps take modelled time; see the module.
 
     Args:
-        backend: whose tokens and limits these are; owned from here on.
-        seconds: of a step, by its plan.
+        backend: gives the tokens and the limits; owned by this object.
+        seconds: duration of a step, from its plan.
         clock: seconds, monotonic.
         sleep: returns once ``clock`` has moved on by its argument.
-        swap_block_seconds: of moving a block to or from host memory, before a step and after it;
-            as with a model, no part of what the step is said to have taken.
+        swap_block_seconds: time to move a block to or from host memory, before or after a step; as
+            with a model, it is not part of the step's reported time.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SimulatedBackend:
         self._clock = clock
         self._sleep = sleep
         self._swap_block_seconds = swap_block_seconds
-        # when the last step handed over ends
+        # when the last submitted step ends
         self._free = clock()
 
     @property
@@ -69,7 +69,7 @@ class SimulatedBackend:
         return self._info
 
     def constrain(self, matchers: MatcherSource) -> None:
-        """Grammars are the null backend's affair."""
+        """Leave grammars to the null backend."""
         self._backend.constrain(matchers)
 
     def execute(self, plan: SchedulerOutput) -> Future[StepResult]:

@@ -1,7 +1,7 @@
-"""Between the runner and what computes: a step as numpy arrays in, logits and samples out.
+"""The interface between the runner and what computes: steps as numpy arrays, logits and samples.
 
-Logits stay in whatever kind of array the model makes; only its own sampler looks inside. The runner
-picks rows of them by an array of row numbers, which every kind of array allows.
+Logits stay in the model's own kind of array; only its own sampler looks inside. The runner picks
+rows of them by an array of row numbers, which every kind of array allows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 # [rows, vocab] in float32
 Logits: TypeAlias = Any
-# what ``StepModel.likeliest`` said of them; a sampler need not take what its own model never says
+# value of ``StepModel.likeliest``; a sampler need not support what its own model never returns
 Likeliest: TypeAlias = Any
 
 
@@ -42,18 +42,18 @@ class AttentionBatch:
     starts: NDArray[np.int64]
     # positions of each row computed in this step, >= 1, [rows]
     counts: NDArray[np.int64]
-    # block ids by position // block_size, [rows, width]; what follows a row's last one is ignored
+    # block ids by position // block_size, [rows, width]; entries behind a row's last are ignored
     block_tables: NDArray[np.int64]
 
 
 class StepModel(Protocol):
-    """A loaded model and its paged KV cache. Called from one thread; block operations only between
+    """A loaded model and its paged KV cache. Called from one thread; block operations come between
     steps."""
 
     @property
     def likeliest(self) -> NDArray[np.int32] | None:
-        """Of the last ``forward``: the first of the largest logits of each row, -1 where one is not
-        finite; None where the model did not look."""
+        """Index of the first largest logit of each row of the last ``forward``, -1 where a logit is
+        not finite; None where the model did not look."""
         ...
 
     def forward(
@@ -71,11 +71,11 @@ class StepModel(Protocol):
             token_ids: [T].
             positions: [T], below the model's longest sequence.
             sampled: [S], ascending: the tokens whose logits are wanted; may be empty.
-            needs_logits: False: ``likeliest`` is enough where the model says it; it may then have
-                estimated which logits can be the largest, and be wrong where the estimate fails.
+            needs_logits: False: ``likeliest`` suffices where the model provides it; the model may
+                then estimate which logits can be the largest, and be wrong where that fails.
 
         Returns:
-            [S, vocab], valid until the next call; there may be no rows unless ``needs_logits``.
+            [S, vocab], valid until the next call; maybe without rows unless ``needs_logits``.
         """
         ...
 
@@ -88,7 +88,7 @@ class StepModel(Protocol):
         ...
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
-        """Forget what blocks hold, before they are handed to a request."""
+        """Clear what blocks hold, before they are handed to a request."""
         ...
 
 
@@ -97,32 +97,32 @@ class WindowedModel(Protocol):
     """A ``StepModel`` whose layers with a sliding window may have window blocks."""
 
     def place(self, given: Sequence[WindowBlock]) -> None:
-        """Where these layers keep their part of blocks from now on, in order. Between steps; the
-        first of a block comes before it is written."""
+        """Assign window blocks to blocks from now on, in order. Between steps; a block's first
+        assignment comes before the block is written."""
         ...
 
 
 class Sampler(Protocol):
-    """Chooses tokens from its model's logits, which are left as they are."""
+    """Chooser of tokens by its model's logits, which it does not change."""
 
     def sample(self, logits: Logits, rows: Sequence[SampleRow], likeliest: Likeliest) -> Samples:
-        """A token for each row, by that row's own settings alone."""
+        """Return a token for each row, chosen by that row's own settings alone."""
         ...
 
 
 class Scorer(Protocol):
-    """Says how likely given tokens are by a model's logits, which are left as they are."""
+    """Rater of given tokens by a model's logits, which it does not change."""
 
     def __call__(
         self, logits: Logits, token_ids: Sequence[int], counts: Sequence[int]
     ) -> list[TokenLogprobs]:
-        """Log-probability and rank of one token per row, and the ``counts`` likeliest of the
-        row."""
+        """Return log-probability and rank of one token per row, and its ``counts`` likeliest
+        tokens."""
         ...
 
 
 class LoadedModel(NamedTuple):
-    """What a compute path makes of a checkpoint."""
+    """A checkpoint that a compute path has loaded."""
 
     model: StepModel
     sampler: Sampler
@@ -132,32 +132,32 @@ class LoadedModel(NamedTuple):
 
 
 class ModelLoader(Protocol):
-    """One compute path, about to load one checkpoint in formats that are settled."""
+    """One compute path, about to load one checkpoint in settled formats."""
 
     @property
     def block_bytes(self) -> int:
-        """Of one KV block over all layers."""
+        """Bytes of one KV block over all layers."""
         ...
 
     @property
     def window(self) -> int:
-        """Tokens that a position may read of layers with a sliding window, itself included; 0:
-        there are none, or they cannot have window blocks."""
+        """Window in tokens of layers with a sliding window, the position itself included; 0: there
+        are none, or they cannot have window blocks."""
         ...
 
     @property
     def window_block_bytes(self) -> int:
-        """Of ``block_bytes``, those of layers with a sliding window."""
+        """Part of ``block_bytes`` that belongs to layers with a sliding window."""
         ...
 
     @property
     def max_host_bytes(self) -> float:
-        """Of memory to swap to, unless more is asked for; infinity where it is taken as it is
+        """Default bytes of host memory for swapping; infinity where it is allocated as it is
         used."""
         ...
 
     def pool_memory(self) -> tuple[int, float]:
-        """Free bytes where the KV pool will be, and the share of them to take."""
+        """Return the free bytes where the KV pool will be, and the share of them to take."""
         ...
 
     def load(

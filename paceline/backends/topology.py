@@ -1,4 +1,4 @@
-"""Where this machine's processors lie: which are allowed, of which core, socket and NUMA node.
+"""The layout of this machine's processors: which are allowed, and their core, socket and NUMA node.
 
 Reads what the kernel writes under /sys and /proc, and sets affinity. Knows no model, no flag and no
 choice (``placement``); the standard library only.
@@ -31,10 +31,10 @@ __all__ = [
 
 CPUS: Final = Path("/sys/devices/system/cpu")
 NODES: Final = Path("/sys/devices/system/node")
-# of Intel's hybrid processors, the list of those that are efficiency cores
+# list of the efficiency cores of Intel's hybrid processors
 ATOMS: Final = Path("/sys/devices/cpu_atom/cpus")
 _TASKS: Final = Path("/proc/self/task")
-# An efficiency core beside a performance core of the same clock: its vector units are half as wide.
+# Speed of an efficiency core at a performance core's clock: its vector units are half as wide.
 # With its lower clock it comes to 0.38; 0.26 to 0.4 was measured (llama.cpp's pull request 23309).
 _ATOM: Final = 0.5
 
@@ -44,17 +44,17 @@ class Node:
     """A NUMA node that has processors."""
 
     number: int
-    # all of the node's that are online, whoever may use them
+    # all of the node's that are online, whether or not this process may use them
     cpus: frozenset[int]
-    # of its memory, the page cache not among them; 0 where the kernel does not tell
+    # free memory without the page cache; 0 where the kernel does not report it
     free_bytes: int = 0
 
 
 def parse_list(text: str) -> frozenset[int]:
-    """Numbers of processors or nodes in the kernel's format, such as "0-3,8,10-11"; "" is none.
+    """Parse numbers of processors or nodes in the kernel's format, such as "0-3,8,10-11" or "".
 
     Raises ValueError for anything else, and for numbers of more than five digits: no machine has
-    so many, and a mistyped range would fill the memory.
+    that many, and a mistyped range would fill the memory.
     """
     numbers: set[int] = set()
     for part in text.strip().split(",") if text.strip() else ():
@@ -67,7 +67,7 @@ def parse_list(text: str) -> frozenset[int]:
 
 
 def format_list(numbers: Iterable[int]) -> str:
-    """The inverse of ``parse_list``."""
+    """Format numbers as ``parse_list`` reads them."""
     parts: list[str] = []
     ordered = sorted(numbers)
     start = 0
@@ -79,16 +79,16 @@ def format_list(numbers: Iterable[int]) -> str:
 
 
 def allowed_cpus() -> frozenset[int] | None:
-    """Processors that the calling thread may run on, by its affinity and its cpuset; None where the
-    system does not tell (macOS)."""
+    """Return the processors that the calling thread may run on, by affinity and cpuset; None where
+    the system does not report them (macOS)."""
     if not hasattr(os, "sched_getaffinity"):
         return None
     return frozenset(os.sched_getaffinity(0))
 
 
 def cores_of(cpus: Iterable[int], *, root: Path = CPUS) -> frozenset[str]:
-    """Physical cores, each named by the list of its hardware threads, that ``cpus`` are of; a
-    processor of which the kernel tells nothing is a core of its own."""
+    """Return the physical cores of ``cpus``, each named by the list of its hardware threads; a
+    processor that the kernel does not describe is a core of its own."""
     return frozenset(
         _read(root / f"cpu{cpu}" / "topology" / "thread_siblings_list").strip() or str(cpu)
         for cpu in cpus
@@ -98,12 +98,12 @@ def cores_of(cpus: Iterable[int], *, root: Path = CPUS) -> frozenset[str]:
 def core_speeds(
     cpus: Iterable[int], *, root: Path = CPUS, atoms: Path = ATOMS
 ) -> dict[str, tuple[float, frozenset[int]]]:
-    """Of each physical core, named as by ``cores_of``, how quick it is beside the quickest (1.0),
-    and which of ``cpus`` are its.
+    """Return for each physical core, named as by ``cores_of``, its speed relative to the quickest
+    (1.0), and which of ``cpus`` belong to it.
 
-    By the kernel's own measure (``cpu_capacity``: ARM, and Intel's hybrid processors since Linux
-    6.12) where that tells cores apart, else by the highest clock (``cpufreq``). Where the kernel
-    does not say it of every core, all are alike.
+    The speed is the kernel's own measure (``cpu_capacity``: ARM, and Intel's hybrid processors
+    since Linux 6.12) where that tells cores apart, else the highest clock (``cpufreq``). Where the
+    kernel lacks it for some core, all cores count as alike.
     """
     cores: dict[str, set[int]] = {}
     for cpu in cpus:
@@ -131,7 +131,7 @@ def core_speeds(
 
 
 def read_nodes(*, root: Path = NODES) -> tuple[Node, ...]:
-    """Nodes that have processors, by number; () where the kernel knows none.
+    """Return the nodes that have processors, by number; () where the kernel knows none.
 
     Left out: nodes of memory alone (CXL, HBM), and any whose list cannot be read.
     """
@@ -154,9 +154,9 @@ def read_nodes(*, root: Path = NODES) -> tuple[Node, ...]:
 
 
 def sockets_of(nodes: Iterable[Node], *, root: Path = CPUS) -> tuple[tuple[Node, ...], ...]:
-    """``nodes`` by the physical package that their processors are of.
+    """Group ``nodes`` by the physical package of their processors.
 
-    A node whose processors are of several packages, or of which the kernel does not tell, is alone.
+    A node whose processors are in several packages, or in an unknown one, is a group of its own.
     """
     sockets: dict[int | str, list[Node]] = {}
     for node in nodes:
@@ -170,15 +170,15 @@ def sockets_of(nodes: Iterable[Node], *, root: Path = CPUS) -> tuple[tuple[Node,
 
 
 def bind(cpus: frozenset[int], *, whole_process: bool, tasks: Path = _TASKS) -> str:
-    """Let the calling thread run on ``cpus`` only, and with it threads that it starts from now on.
+    """Let the calling thread, and threads that it starts from now on, run on ``cpus`` only.
 
     Args:
-        whole_process: all threads that this process has, too, as far as the system lists them and
-            lets them be bound.
-        tasks: a folder with an entry per thread of it, by id.
+        whole_process: bind all existing threads of this process too, as far as the system lists
+            them and permits it.
+        tasks: a folder with an entry per thread of the process, named by id.
 
     Returns:
-        Why it was not done, or "". The calling thread is first, so then nothing was.
+        Why it was not done, or "". The calling thread comes first, so then nothing was done.
     """
     if not hasattr(os, "sched_setaffinity"):
         return "this system binds no processes"
@@ -187,17 +187,17 @@ def bind(cpus: frozenset[int], *, whole_process: bool, tasks: Path = _TASKS) -> 
     except OSError as error:
         return str(error)
     done: set[int] = set()
-    # one that was not reached yet may have started another
+    # a thread that was not reached yet may have started another
     while whole_process:
         try:
             fresh = {int(task) for task in os.listdir(tasks)} - done
         except OSError:
-            # no /proc: what computes is started by this thread all the same
+            # no /proc: the calling thread starts the threads that compute, so they are bound anyway
             break
         if not fresh:
             break
         for task in fresh:
-            # it may have ended, or a cpuset of its own keeps it elsewhere
+            # the thread may have ended, or a cpuset of its own keeps it elsewhere
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(task, cpus)
         done |= fresh

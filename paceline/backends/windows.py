@@ -1,4 +1,4 @@
-"""How memory is divided between blocks and window blocks, or why a model has none of these."""
+"""Division of memory between blocks and window blocks, or the reason for no window blocks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _NONE = "layers with a sliding window keep the keys and values of whole requests
 
 
 class WindowChoice(NamedTuple):
-    """What layers with a sliding window get."""
+    """Blocks for layers with a sliding window and for the others."""
 
-    # 0: these layers use the others' blocks
+    # 0: layers with a window use ordinary blocks
     num_window_blocks: int
-    # blocks of the other layers that memory has room for beside them, or those there were
+    # ordinary blocks that fit into memory with them; without window blocks, as many as before
     num_blocks: int
-    # for people: why there are none; empty where there are, or the model has no such layers
+    # reason for no window blocks, for users; empty where there are some or no layer needs them
     why: str = ""
 
 
@@ -37,14 +37,14 @@ def choose_windows(
     pooled: bool = False,
     drafted: bool = False,
 ) -> WindowChoice:
-    """Window blocks, and the blocks that memory then has room for, where that is more than
-    ``num_blocks``, those of all layers.
+    """Choose the number of window blocks, and of blocks, which may then exceed ``num_blocks``, the
+    number that fits where all layers use them.
 
     Args:
         limits: the scheduler's ``max_num_seqs`` and ``max_num_batched_tokens``.
-        memory: what ``loader.pool_memory`` said when ``num_blocks`` were chosen.
-        pooled: hidden states are asked for, which are computed from the others' blocks alone.
-        drafted: a model or a head guesses, whose cache has the served one's blocks.
+        memory: result of ``loader.pool_memory`` when ``num_blocks`` was chosen.
+        pooled: hidden states are asked for, which are computed from ordinary blocks alone.
+        drafted: a model or a head guesses, whose cache uses the served model's blocks.
     """
     if not loader.window:
         return WindowChoice(0, num_blocks)
@@ -73,7 +73,7 @@ def choose_windows(
     taken = needed * loader.window_block_bytes
     of_others = loader.block_bytes - loader.window_block_bytes
     if not of_others and settings.num_blocks is None:
-        # blocks are numbers, of which there may be as many as all requests can use
+        # blocks take no memory, so there may be as many as all requests can use
         largest = max_num_seqs * -(-max_model_len // settings.block_size)
         return WindowChoice(needed, max(num_blocks, largest))
     if settings.num_blocks is not None:

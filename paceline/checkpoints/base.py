@@ -1,7 +1,7 @@
-"""What every checkpoint offers, whatever its file format, and how one is opened.
+"""The interface of every checkpoint, whatever its file format, and how one is opened.
 
-The names and shapes of tensors are in ``shapes.py``. This module does not know how a file is laid
-out.
+The names and shapes of tensors are in ``shapes.py``. This module does not know the layout of a
+file.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["Checkpoint", "expected_shapes", "open_checkpoint"]
 
 
 class Checkpoint(Protocol):
-    """An opened model file or folder, checked: the config is sane and every tensor of the model is
-    there with the shape the config implies. Opening raises CheckpointError otherwise.
+    """An opened model file or folder, checked: the config is sane and every tensor of the model
+    exists with the shape that the config implies. Opening raises CheckpointError otherwise.
 
     Safe to use from one thread at a time; the file must not change while it is open.
     """
@@ -35,36 +35,36 @@ class Checkpoint(Protocol):
     def config(self) -> ModelConfig: ...
 
     def tensor_names(self) -> tuple[str, ...]:
-        """Names of the model's tensors; ``lm_head.weight`` is missing when tied."""
+        """Return the names of the model's tensors; ``lm_head.weight`` is missing when tied."""
         ...
 
     def tensor_shape(self, name: str) -> tuple[int, ...]:
-        """Shape, rows first. Raises CheckpointError for an unknown name."""
+        """Return the shape, rows first. Raises CheckpointError for an unknown name."""
         ...
 
     def tensor(self, name: str) -> NDArray[np.float32]:
-        """The values in float32, dequantised; a fresh array that the caller may keep and change.
+        """Return the values in float32, dequantised: a fresh array that the caller may change.
 
         Raises CheckpointError for an unknown name or a stored type that cannot be converted.
         """
         ...
 
     def raw_tensor(self, name: str) -> tuple[NDArray[np.uint8], str]:
-        """A matrix as it is stored, [rows, bytes per row], and GGUF's name of the type, e.g.
-        "Q4_1" or "BF16". Rows are in Hugging Face order.
+        """Return a matrix as it is stored, [rows, bytes per row], and GGUF's name of its type, such
+        as "Q4_1" or "BF16". Rows are in Hugging Face order.
 
-        Raises CheckpointError for an unknown name or what is no matrix.
+        Raises CheckpointError for an unknown name or a tensor that is not a matrix.
         """
         ...
 
     def tensor_type(self, name: str) -> str:
-        """GGUF's name of the type that a tensor is stored as. Raises CheckpointError for an
+        """Return GGUF's name of the type that a tensor is stored in. Raises CheckpointError for an
         unknown name."""
         ...
 
     def release(self) -> None:
-        """Give back memory that holds what was read so far. Raw tensors stay readable: the system
-        reads them again."""
+        """Free memory that holds parts of the file. Raw tensors stay readable: the system reads
+        them again."""
         ...
 
 

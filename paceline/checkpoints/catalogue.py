@@ -1,7 +1,7 @@
-"""Short names of models on the hub: ``catalogue.json``, which is data alone.
+"""Short names of models on the hub, from ``catalogue.json``, which is data alone.
 
-A row says where the model is and who says so. None was run here (``tried``), and sizes and digests
-are those that the hub states when a model is pulled, so the file holds none.
+A row names the model's repository and a source for it. ``tried`` tells whether it was run; sizes
+and digests are those that the hub states when a model is pulled, so the file has none.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ __all__ = ["CatalogueRow", "catalogue"]
 
 @dataclass(frozen=True, slots=True)
 class CatalogueRow:
-    """One model that somebody may want."""
+    """One model in the catalogue."""
 
     name: str
-    # as ``hub_names`` reads it: "org/repo" or "org/repo:Q4_K_M"
+    # name for ``hub_names``: "org/repo" or "org/repo:Q4_K_M"
     hub: str
-    # for people: what the model is
+    # title for users
     title: str
-    # "1.7B"
+    # number of parameters, such as "1.7B"
     parameters: str
-    # SPDX identifier of the weights' licence, LicenseRef-... where there is none
+    # SPDX identifier of the weights' licence, LicenseRef-... where it has none
     licence: str
-    # whether its conditions must be accepted, and a token given
+    # whether the hub wants a token of a user who has accepted its conditions
     gated: bool
-    # the page that says so
+    # page that this information is from
     source: str
-    # whether it was served and its answers looked at, by whoever wrote the row
+    # whether it was served and its answers checked before the row was written
     tried: bool
 
 
 @functools.cache
 def catalogue() -> Mapping[str, CatalogueRow]:
-    """By name. Raises CheckpointError for a file that somebody has spoilt."""
+    """Return the rows by name. Raises CheckpointError for a malformed file."""
     path = Path(__file__).with_suffix(".json")
     fields = read_json_object(path)
     if fields is None:

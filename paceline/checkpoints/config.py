@@ -1,7 +1,7 @@
-"""The architecture of a decoder, whichever file format described it.
+"""The architecture of a decoder, for every file format.
 
-Both values are validated at birth, because they come from files that may lie: a config that exists
-can be multiplied out without surprises.
+Both classes are validated when they are made, because files may contain wrong values: sizes of a
+config that exists can be multiplied safely.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RopeConfig:
             self.factor <= _MOST_POSITIONS,
             f"rope factor is {self.factor!r}, must be at most {_MOST_POSITIONS}",
         )
-        # its ramp is between logarithms to this base
+        # yarn's ramp is between logarithms to this base
         _require(
             self.kind != "yarn" or self.theta > 1,
             f"rope theta is {self.theta!r}, must be above 1 for rope type yarn",
@@ -136,39 +136,39 @@ class ModelConfig:
     qk_norm: bool = False
     # one norm over the queries, and one over the keys, of all heads together instead (OLMo 2)
     qk_norm_whole: bool = False
-    # norms before attention and MLP, and on what these give before it is added to the sum; Llama
-    # has the first, OLMo 2 the second, Gemma both
+    # norms before attention and MLP; norms on their outputs before these are added to the sum.
+    # Llama has the first, OLMo 2 the second, Gemma both
     norms_before: bool = True
     norms_after: bool = False
-    # norms multiply by their weight and this; 1 where files hold the weight less one (Gemma)
+    # norms multiply by their weight plus this; 1 where files hold the weight minus one (Gemma)
     norm_offset: float = 0.0
     # the gate's function, "silu" or "gelu_tanh"; or "clamped_swiglu", gate * sigmoid(1.702 * gate)
-    # times up + 1, of a gate of at most ``swiglu_limit`` and an up within it (gpt-oss)
+    # * (up + 1), with the gate at most ``swiglu_limit`` and up within +- that (gpt-oss)
     activation: str = "silu"
     swiglu_limit: float = 7.0
-    # factors on embeddings, on what a layer's halves add to the sum, and on scores (None:
-    # head_dim ** -0.5), and what logits are divided by (Granite)
+    # factors on embeddings, on the outputs of attention and MLP, and on scores (None: head_dim **
+    # -0.5), and the divisor of logits (Granite)
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     attention_scale: float | None = None
     logits_divisor: float = 1.0
-    # values x of scores and of logits become cap * tanh(x / cap) (Gemma 2)
+    # scores and logits x become cap * tanh(x / cap) (Gemma 2)
     attention_softcap: float | None = None
     logits_softcap: float | None = None
-    # dimensions of a head, from the first on, that are rotated; None: all (Phi-4-mini has fewer)
+    # number of leading dimensions of a head that are rotated; None: all (Phi-4-mini has fewer)
     rotary_dim: int | None = None
     # layers whose queries and keys are not rotated (SmolLM3)
     unrotated_layers: tuple[int, ...] = ()
     # rotary embedding of layers with a sliding window; None: ``rope`` (Gemma 3)
     sliding_rope: RopeConfig | None = None
-    # attend to the last N positions only, in these layers; None: everywhere full
+    # number of positions that these layers attend to; None: all layers attend to all
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
     # a score for each head that counts in the softmax's sum and has no value (gpt-oss)
     attention_sinks: bool = False
-    # tokens see those behind them too, ``sliding_window`` to either side (EmbeddingGemma)
+    # tokens also see later ones, ``sliding_window`` to either side (EmbeddingGemma)
     bidirectional: bool = False
-    # experts of a layer's MLP, which of them a token goes to, and their width; 0: one MLP for all
+    # experts of a layer's MLP, experts per token, and their width; 0: one MLP for all
     num_experts: int = 0
     experts_per_token: int = 0
     expert_intermediate_size: int = 0
@@ -239,7 +239,7 @@ class ModelConfig:
 
     @property
     def rotated(self) -> int:
-        """Dimensions of a head that are rotated."""
+        """Number of a head's dimensions that are rotated."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property

@@ -1,22 +1,22 @@
-"""EAGLE-3 heads as hubs have them: a decoder layer that reads hidden states of another model.
+"""EAGLE-3 heads as the hub has them: a decoder layer that reads hidden states of another model.
 
 ::
 
-    config.json        that of a Llama with one layer, and draft_vocab_size
+    config.json        a Llama's with one layer, and draft_vocab_size
     fc.weight          [hidden, served hidden for each layer that is read]
-    midlayer.*, or layers.0.*, a Llama layer whose attention is given two things side by side:
-      input_layernorm.weight              [hidden], of the token's embedding
-      hidden_norm.weight                  [hidden], of what fc gives, or the head's own last output
+    midlayer.*, or layers.0.*, a Llama layer whose attention gets two inputs, concatenated:
+      input_layernorm.weight              [hidden], for the token's embedding
+      hidden_norm.weight                  [hidden], for the output of fc, or the head's last output
       self_attn.{q,k,v}_proj.weight       [heads * head_dim, 2 * hidden]
     norm.weight        [hidden]
     lm_head.weight     [draft vocab, hidden]
-    d2t                [draft vocab]: what is added to a token's id to have the served model's
+    d2t                [draft vocab]: added to a token's id to get the served model's id
     embed_tokens.weight  [vocab, hidden]; absent: the served model's
     t2d                follows from d2t, and is not read
 
-Which layers are read is counted from the embedding: 2 is what layer 2 is given, which is what
-layer 1 gave. That is how a field of the config itself has it; ``eagle_config`` names the layers
-that give.
+Layers that are read are counted from the embedding: 2 is the input of layer 2, which is the output
+of layer 1. The config's own field counts this way; ``eagle_config`` names the layers whose output
+is read.
 
 This module does not know how a head is computed.
 """
@@ -40,22 +40,22 @@ from paceline.core.errors import CheckpointError
 
 __all__ = ["LAYER", "Eagle3Head", "is_eagle3"]
 
-# the layer's tensors are called by it, whatever the folder says
+# name of the layer's tensors here, under either name in the folder
 LAYER: Final = "midlayer"
 _OTHER_LAYER: Final = "layers.0"
 _MAP: Final = "d2t"
 _EMBEDDING: Final = "embed_tokens.weight"
-# tensors that follow from others
+# tensors that follow from others, so that they are not read
 _IGNORED: Final = frozenset({"t2d"})
 _IDS: Final = "eagle_aux_hidden_state_layer_ids"
-# layers that may be read at most
+# most layers that may be read
 _MOST_LAYERS: Final = 16
 # norms of later versions, which change what is computed
 _UNREAD: Final = ("fc_norm", "norm_before_fc", "norm_output", "parallel_drafting")
 
 
 def is_eagle3(folder: Path) -> bool:
-    """Whether a folder's config says so. Raises CheckpointError for one that cannot be read."""
+    """Whether a folder's config is an EAGLE-3 head's. Raises CheckpointError if unreadable."""
     raw = read_json_object(folder / "config.json") if folder.is_dir() else None
     if raw is None:
         return False
@@ -65,10 +65,10 @@ def is_eagle3(folder: Path) -> bool:
 
 
 class Eagle3Head:
-    """An opened folder, checked: all tensors are there, with the shapes that its config implies.
+    """An opened folder, checked: all tensors exist, with the shapes that its config implies.
 
     Raises:
-        CheckpointError: anything else.
+        CheckpointError: the folder has no such head.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -91,11 +91,11 @@ class Eagle3Head:
         for name in _UNREAD:
             if raw.get(name):
                 raise CheckpointError(f"{name}={raw[name]!r:.40} is not supported for EAGLE-3")
-        # speculators' format has the layer's settings in an object of its own
+        # speculators' format puts the layer's settings into an object of its own
         nested = raw.get("transformer_layer_config")
         layer = dict(raw if nested is None else nested if isinstance(nested, dict) else {})
         draft = raw.get("draft_vocab_size", layer.get("vocab_size"))
-        # a Llama, but for what this module's docstring says
+        # a Llama, except for the differences in this module's docstring
         layer |= {
             "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "vocab_size": draft,
             "eos_token_id": None, "bos_token_id": None, "tie_word_embeddings": False,
@@ -103,7 +103,7 @@ class Eagle3Head:
         if layer.get("model_type", "llama") != "llama":
             raise CheckpointError(f"model_type {layer['model_type']!r:.40} is no Llama's layer")
         self.config: ModelConfig = config_from(layer, {}, "float32")
-        # what is added up is normed first; usual in speculators' format alone
+        # the sum begins with the normed features; only speculators' format usually has this
         normed = raw.get("norm_before_residual", nested is not None)
         if not isinstance(normed, bool):
             raise CheckpointError(f"norm_before_residual is {normed!r:.40}, must be true or false")
@@ -111,13 +111,13 @@ class Eagle3Head:
         self._layers = _layer_ids(raw)
 
     def layers(self, num_layers: int) -> tuple[int, ...]:
-        """Those whose input is read, of a served model with so many; ``num_layers`` is what the
-        last one gives.
+        """Return the layers whose input is read, in a served model with ``num_layers`` layers;
+        ``num_layers`` itself stands for the last one's output.
 
         Raises:
-            CheckpointError: it has too few.
+            CheckpointError: the served model has too few layers.
         """
-        # as in the first heads, for which no config says it
+        # the first heads read these layers, and no config says so
         found = self._layers or (2, num_layers // 2, num_layers - 3)
         if not all(0 <= layer <= num_layers for layer in found):
             raise CheckpointError(
@@ -128,29 +128,29 @@ class Eagle3Head:
 
     @property
     def num_features(self) -> int:
-        """Numbers that are read of the served model for each token."""
+        """Numbers of the served model that are read for each token."""
         return self._entries["fc.weight"].shape[1]
 
     @property
     def embeds(self) -> int:
-        """Tokens that it has embeddings of its own for; 0: the served model's are used."""
+        """Number of tokens with embeddings of its own; 0: the served model's are used."""
         entry = self._entries.get(_EMBEDDING)
         return 0 if entry is None else entry.shape[0]
 
     @property
     def num_values(self) -> int:
-        """Of all its tensors."""
+        """Number of values in all its tensors."""
         return sum(math.prod(entry.shape) for entry in self._entries.values())
 
     def tensor(self, name: str) -> NDArray[np.float32]:
-        """A fresh array."""
+        """Return a tensor as a fresh array."""
         return values_of(self._entries[name])
 
     def has(self, name: str) -> bool:
         return name in self._entries
 
     def token_ids(self) -> NDArray[np.int64]:
-        """The served model's id of each token that may be guessed."""
+        """Return the served model's id of each token that may be guessed."""
         own = np.arange(self.config.vocab_size, dtype=np.int64)
         entry = self._entries.get(_MAP)
         if entry is None:
@@ -217,7 +217,7 @@ class Eagle3Head:
 
 
 def _layer_ids(raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """By what layer is given; () where the config does not say."""
+    """Return the layers by whose input is read; () where the config names none."""
     nested = raw.get("eagle_config")
     given, later = raw.get(_IDS), 0
     if given is None and isinstance(nested, dict):

@@ -1,7 +1,7 @@
 """Encoders of BERT's shape, from a Hugging Face folder: BERT, RoBERTa and XLM-RoBERTa.
 
 The three have the same layers; RoBERTa's positions begin behind the padding's, and its classifier
-has a layer more. Tensors go by BERT's names, without the name of what a head stands on. ::
+has one layer more. Tensors have BERT's names, without the name of the base model. ::
 
     embeddings.{word,position,token_type}_embeddings.weight, embeddings.LayerNorm
     encoder.layer.N.attention.self.{query,key,value}, .attention.output.{dense,LayerNorm}
@@ -29,11 +29,11 @@ from paceline.core.errors import CheckpointError
 
 __all__ = ["ENCODERS", "EncoderCheckpoint", "EncoderConfig", "EncoderFiles", "check_encoder"]
 
-# by model_type, with the name that its heads give to what they stand on
+# model_type -> name of the base model in checkpoints with a head
 ENCODERS: Final[Mapping[str, str]] = MappingProxyType(
     {"bert": "bert.", "roberta": "roberta.", "xlm-roberta": "roberta."}
 )
-# what an activation is called -> what it is
+# activation names -> functions
 _ACTIVATIONS: Final = {
     "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh", "relu": "relu",
@@ -93,13 +93,13 @@ class EncoderConfig:
 
     @property
     def longest(self) -> int:
-        """Tokens of a prompt at most."""
+        """Longest prompt, tokens."""
         return self.max_position_embeddings - self.first_position
 
 
 class EncoderFiles(Protocol):
-    """An opened folder or file, checked: the config is sane, and every tensor that it implies is
-    there."""
+    """An opened folder or file, checked: the config is sane, and every tensor that it implies
+    exists."""
 
     path: Path
     config: EncoderConfig
@@ -107,7 +107,7 @@ class EncoderFiles(Protocol):
     def has(self, name: str) -> bool: ...
 
     def tensor(self, name: str) -> NDArray[np.float32]:
-        """The values in float32, a fresh array. Raises CheckpointError for an unknown name."""
+        """Return float32 values, a fresh array. Raises CheckpointError for an unknown name."""
         ...
 
 
@@ -115,7 +115,7 @@ class EncoderCheckpoint:
     """An opened folder, an ``EncoderFiles``.
 
     Raises:
-        CheckpointError: otherwise.
+        CheckpointError: a malformed folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -135,7 +135,7 @@ class EncoderCheckpoint:
         return name in self._entries
 
     def tensor(self, name: str) -> NDArray[np.float32]:
-        """The values in float32, a fresh array. Raises CheckpointError for an unknown name."""
+        """Return float32 values, a fresh array. Raises CheckpointError for an unknown name."""
         return values_of(self._entry(name))
 
     def _entry(self, name: str) -> SafetensorsEntry:
@@ -146,8 +146,8 @@ class EncoderCheckpoint:
 
 
 def check_encoder(path: Path, config: EncoderConfig, found: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises CheckpointError where a tensor that the config implies is missing, or has another
-    shape than it implies."""
+    """Raise CheckpointError where a tensor that the config implies is missing, or has another
+    shape."""
     for name, shape in _shapes(config).items():
         if found.get(name) != shape:
             what = f"has shape {list(found[name])}" if name in found else "is missing"
@@ -156,7 +156,7 @@ def check_encoder(path: Path, config: EncoderConfig, found: Mapping[str, tuple[i
 
 def _our_name(name: str, prefix: str) -> str:
     name = name.removeprefix(prefix)
-    # as the first BERT spelt them
+    # the first BERT spelt its norms this way
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace(
         "LayerNorm.beta", "LayerNorm.bias"
     )

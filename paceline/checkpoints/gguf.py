@@ -1,9 +1,9 @@
 """A GGUF file as a checkpoint: keys to ModelConfig, names and row order to Hugging Face's.
 
-The one transformation beside renaming and splitting: llama.cpp rotates neighbouring pairs of a
+The one transformation besides renaming and splitting: llama.cpp rotates neighbouring pairs of a
 head's dimensions for ``llama`` and some others (``Architecture.gguf_interleaved``), so its
-converter interleaves the rows of q and k. Hugging Face (and who computes here) rotates first half
-against second half, so the interleaving is undone here::
+converter interleaves the rows of q and k. Hugging Face, and every compute path here, rotates the
+first half against the second, so the interleaving is undone here::
 
     GGUF rows of one head:   a0 b0 a1 b1 a2 b2 ...     (pair i = rows 2i, 2i+1)
     returned rows:           a0 a1 a2 ... b0 b1 b2 ... (pair i = rows i, i + head_dim/2)
@@ -59,14 +59,14 @@ _IN_LAYER: Final = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.router",
-    # of all experts, one behind the other
+    # matrices of all experts, concatenated
     "ffn_gate_exps": "mlp.experts.*.gate_proj",
     "ffn_up_exps": "mlp.experts.*.up_proj",
     "ffn_down_exps": "mlp.experts.*.down_proj",
 }
 _LAYER_NAME: Final = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.([a-z_]+)\.(weight|bias)")
 _PLAIN_NAME: Final = re.compile(r"([a-z_]+)\.(weight|bias)")
-# tensors that are read as part of the config
+# tensors read as part of the config
 _ROPE_TENSORS: Final = (
     "rope_freqs.weight",
     "rope_factors_short.weight",
@@ -75,7 +75,7 @@ _ROPE_TENSORS: Final = (
 
 
 def _our_name(name: str, parts: Mapping[str, str]) -> str:
-    """Our name of a GGUF tensor, by the names of a layer's; an unknown one is returned as it is."""
+    """Return our name of a GGUF tensor, by the names in a layer; an unknown one as it is."""
     if match := _LAYER_NAME.fullmatch(name):
         layer, part, kind = match.groups()
         if part in parts:
@@ -90,7 +90,7 @@ class GGUFCheckpoint:
     contract.
 
     Args:
-        parts: what ``read_gguf_parts`` has found in it; None: it is read.
+        parts: result of ``read_gguf_parts``; None: it is read here.
 
     Raises:
         CheckpointError: malformed (see ``gguf_format``), without one of its parts, of an
@@ -140,15 +140,15 @@ class GGUFCheckpoint:
         return self._find(name).shape
 
     def tensor_type(self, name: str) -> str:
-        """The stored type, e.g. "Q4_1"."""
+        """Return the stored type, such as "Q4_1"."""
         return self._find(name).type.name
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         return self._reorder(name, self._data.values(self._find(name)))
 
     def raw_tensor(self, name: str) -> tuple[NDArray[np.uint8], str]:
-        """See ``base.Checkpoint``. Read-only and backed by the file, except for q and k of the
-        ``llama`` architecture, which are copies."""
+        """Return stored rows, see ``base.Checkpoint``. Read-only and backed by the file, except for
+        q and k of the ``llama`` architecture, which are copies."""
         tensor = self._find(name)
         if len(tensor.shape) != 2:
             raise CheckpointError(f"{name} has shape {list(tensor.shape)}; only matrices have rows")
@@ -158,13 +158,13 @@ class GGUFCheckpoint:
         self._data.release()
 
     def forget_vocabulary(self) -> None:
-        """Let go of the texts and merges of tokens, which take some 20 MB: whoever computes needs
-        none of them, and ``metadata`` has them no more."""
+        """Drop texts and merges of tokens, some 20 MB that computing does not need. ``metadata``
+        lacks them afterwards."""
         for name in ("tokens", "merges", "scores", "token_type"):
             self._file.metadata.pop(f"tokenizer.ggml.{name}", None)
 
     def check_shapes(self) -> tuple[str, ...]:
-        """Names of the model's tensors.
+        """Return the names of the model's tensors.
 
         Raises CheckpointError if any is missing, of another shape than the config implies, or
         stored in a type that holds no weights (integers, an activation format).
@@ -181,8 +181,8 @@ class GGUFCheckpoint:
         return names
 
     def _split_fused(self) -> None:
-        """Give the parts of fused matrices, and each of the experts that lie one behind the other,
-        their names. What has another size than its parts stays, and is refused."""
+        """Name the parts of fused matrices, and each of concatenated experts. A matrix whose size
+        differs from its parts' keeps its name, and is refused."""
         expected = expected_shapes(self._config)
         architecture = ARCHITECTURES[self._config.model_type]
         for name, tensor in list(self._tensors.items()):

@@ -1,4 +1,4 @@
-"""A GGUF file's metadata as a ModelConfig: keys, and the values at which they change nothing."""
+"""A GGUF file's metadata as a ModelConfig, and the values at which other keys change nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SUPPORTED_ARCHITECTURES: Final = tuple(
     dict.fromkeys(item.gguf for item in ARCHITECTURES.values() if item.gguf is not None)
 )
 
-# keys that change the arithmetic, without their architecture, and the value at which they do not:
+# keys, without their architecture, that change the arithmetic, and the values at which they do not:
 # see ``hf_config.NEUTRAL``
 NEUTRAL: Final[Mapping[str, Any]] = MappingProxyType(
     {
@@ -49,25 +49,25 @@ _DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def find_architecture(metadata: Mapping[str, Any]) -> Architecture | None:
-    """By name and by whether there are experts; None for what no architecture has."""
+    """Find the architecture by name and by whether there are experts; None: none matches."""
     name = metadata.get("general.architecture")
     if not isinstance(name, str):
         return None
     experts = metadata.get(f"{name}.expert_count", 0)
     sparse = isinstance(experts, int) and experts > 0
-    # llama stands for Mistral too, whose files are alike
+    # "llama" includes Mistral, whose files are alike
     found = [item for item in ARCHITECTURES.values() if item.gguf == name]
     fitting = [item for item in found if item.gguf_experts == sparse]
     return next(iter(fitting or found), None)
 
 
 class GGUFConfigReader:
-    """Metadata to ModelConfig, with every value's type checked where it is read.
+    """Reader of metadata into ModelConfig that checks every value's type.
 
     Args:
-        tensors: by our names.
+        tensors: tensors by our names.
         values: reads a tensor's values.
-        architecture: what ``find_architecture`` has found.
+        architecture: result of ``find_architecture``.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class GGUFConfigReader:
             )
 
     def rotary_dim(self, head_dim: int, partial: bool) -> int | None:
-        """Dimensions that are rotated; None: all."""
+        """Return the number of rotated dimensions; None: all."""
         if not partial:
             self.check_dimensions("rope.dimension_count", head_dim)
             return None
@@ -199,7 +199,7 @@ class GGUFConfigReader:
             self.rope_factors(f"rope_factors_{name}.weight") for name in ("short", "long")
         )
         if kind == "none" and (short or long):
-            # Phi-3's files leave it at that
+            # Phi-3's files give no other hint
             kind = "longrope"
         if kind not in ("none", "linear", "yarn", "longrope"):
             raise CheckpointError(f"{prefix}.scaling.type {kind!r} is not supported")
@@ -207,7 +207,7 @@ class GGUFConfigReader:
         if f"{prefix}.scaling.attn_factor" in self.metadata:
             attention_factor = self.number(f"{prefix}.scaling.attn_factor")
             if kind == "yarn" and factor > 1:
-                # llama.cpp multiplies it onto yarn's own factor, Hugging Face replaces that
+                # llama.cpp multiplies it onto yarn's own factor, Hugging Face's code replaces that
                 attention_factor *= 0.1 * math.log(factor) + 1.0
         original = self.whole(f"{prefix}.scaling.original_context_length", 0) or None
         return RopeConfig(
@@ -242,7 +242,7 @@ class GGUFConfigReader:
         return frozenset(token_id for token_id in ids.values() if token_id is not None)
 
     def stored_dtype(self) -> str:
-        """The type that holds most bytes of the layers' matrices."""
+        """Return the type that holds most bytes of the layers' matrices."""
         sizes: Counter[str] = Counter()
         for name, tensor in self.tensors.items():
             if len(tensor.shape) > 1 and name.startswith("model.layers."):
@@ -268,7 +268,7 @@ class GGUFConfigReader:
         return value
 
     def whole_of_layers(self, name: str, default: int | None = None) -> int:
-        """A number that newer writers may store once per layer; all must agree."""
+        """Return a number that newer writers may store once per layer; all must agree."""
         key = f"{self.arch}.{name}"
         value = self.metadata.get(key, default)
         if isinstance(value, array):

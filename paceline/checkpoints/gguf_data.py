@@ -1,4 +1,4 @@
-"""The bytes of a GGUF file's tensors, mapped, and what they stand for.
+"""The bytes of a GGUF file's tensors, mapped, and their values.
 
 This module does not know which tensors a model has.
 """
@@ -20,12 +20,12 @@ from paceline.core.errors import CheckpointError
 
 __all__ = ["GGUFData"]
 
-# values that are dequantised at a time: a whole matrix would take several times what it becomes
+# values dequantised at a time: at once, a matrix would take several times its final memory
 _AT_ONCE: Final = 1 << 20
 
 
 class GGUFData:
-    """The files of one model, mapped as long as this lives."""
+    """The files of one model, mapped as long as this object lives."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
@@ -36,12 +36,12 @@ class GGUFData:
         self._data = [np.frombuffer(each, dtype=np.uint8) for each in self._maps]
 
     def rows(self, tensor: GGUFTensor) -> NDArray[np.uint8]:
-        """As they are stored, [rows, bytes per row]; backed by the file."""
+        """Return the stored bytes, [rows, bytes per row], backed by the file."""
         flat = self._data[tensor.part][tensor.start : tensor.start + tensor.num_bytes]
         return flat.reshape(-1, tensor.row_bytes)
 
     def values(self, tensor: GGUFTensor) -> NDArray[np.float32]:
-        """Dequantised; a fresh array. Raises CheckpointError for a type that cannot be."""
+        """Return dequantised values, a fresh array. Raises CheckpointError for other types."""
         data = self.rows(tensor)
         values = np.empty((len(data), tensor.shape[-1]), dtype=np.float32)
         step = max(1, _AT_ONCE // tensor.shape[-1])
@@ -58,7 +58,7 @@ class GGUFData:
         return values.reshape(tensor.shape)
 
     def release(self) -> None:
-        """Give back memory that holds what was read so far."""
+        """Free memory that holds what was read so far."""
         for each in self._maps:
             each.madvise(mmap.MADV_DONTNEED)
 
@@ -68,13 +68,13 @@ _Decoder: TypeAlias = Callable[[NDArray[np.uint8]], NDArray[Any]]
 _PLAIN: Final[Mapping[GGUFType, _Decoder]] = {
     GGUFType.F32: lambda data: data.view("<f4"),
     GGUFType.F16: lambda data: data.view("<f2"),
-    # the upper half of a float32
+    # bfloat16 is the upper half of a float32
     GGUFType.BF16: lambda data: (data.view("<u2").astype(np.uint32) << 16).view(np.float32),
 }
 
 
 def _decoder(kind: GGUFType) -> _Decoder:
-    """The ``gguf`` package's, which ``gguf_types`` says of why it is imported here."""
+    """Return the ``gguf`` package's decoder; ``gguf_types`` tells why it is imported here."""
     from gguf import GGMLQuantizationType, quants
 
     return partial(quants.dequantize, qtype=GGMLQuantizationType(kind))

@@ -1,7 +1,7 @@
 """Encoders of BERT's shape from a GGUF file, as llama.cpp's converter writes BertModel.
 
-What a head would stand on is all there is: the converter leaves the pooler out, and classifiers are
-not read. Which activation the layers have is not written either; it is BERT's, GELU. ::
+Files have no head: the converter leaves the pooler out, and classifiers are not read. The layers'
+activation is not written either; it is BERT's, GELU. ::
 
     token_embd  position_embd  token_types  token_embd_norm
     blk.N.attn_{q,k,v,output}  blk.N.attn_output_norm
@@ -54,7 +54,7 @@ class GGUFEncoder:
 
     Args:
         file: its header, of all parts where it is split.
-        paths: the parts.
+        paths: paths of the parts.
 
     Raises:
         CheckpointError: keys or tensors that are missing or disagree.
@@ -75,7 +75,7 @@ class GGUFEncoder:
         return name in self._tensors
 
     def tensor(self, name: str) -> NDArray[np.float32]:
-        """The values in float32, a fresh array. Raises CheckpointError for an unknown name."""
+        """Return float32 values, a fresh array. Raises CheckpointError for an unknown name."""
         return self._data.values(self._find(name))
 
     def _find(self, name: str) -> GGUFTensor:
@@ -120,7 +120,7 @@ def _config_of(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
         num_hidden_layers=whole("block_count"),
         num_attention_heads=whole("attention.head_count"),
         intermediate_size=whole("feed_forward_length"),
-        # positions that come before a text's first are cut off by the converter
+        # the converter cuts off positions before a text's first one
         max_position_embeddings=rows("embeddings.position_embeddings.weight"),
         first_position=0,
         type_vocab_size=rows("embeddings.token_type_embeddings.weight"),

@@ -8,12 +8,12 @@
     padding to general.alignment, then tensor data; offsets count from here
 
 Every count, length, offset and size is compared with the file's size before it is used, so that a
-file that lies costs an error and neither memory nor time. Only the header is read; tensor data
-stays on disk. What the keys mean is not known here (see ``gguf.py``).
+malformed file is refused without much memory or time. Only the header is read; tensor data
+stays on disk. The meaning of keys is in ``gguf.py``.
 
-Source: the format description in ggml's ``docs/gguf.md``. Reading is our own because the ``gguf``
-package's reader builds several objects per vocabulary entry, which takes seconds for a vocabulary
-of 50,000. Nothing here needs numpy: the API process reads headers too, and would take 20 MB more.
+Source: the format description in ggml's ``docs/gguf.md``. The reader is our own because that of the
+``gguf`` package builds several objects per vocabulary entry, which takes seconds for 50,000
+entries. Nothing here needs numpy: the API process reads headers too, and would take 20 MB more.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ MAX_TENSORS: Final = 100_000
 MAX_KEY_BYTES: Final = 65_535
 MAX_NAME_BYTES: Final = 64
 MAX_STRING_BYTES: Final = 1 << 24
-# everything before the tensor data; the largest vocabularies take some 20 MB
+# most bytes before the tensor data; the largest vocabularies take some 20 MB
 MAX_HEADER_BYTES: Final = 1 << 28
-# strings and nested arrays of one file, each of which costs a Python object; the largest
+# most strings and nested arrays of one file, each of which costs a Python object; the largest
 # vocabularies have less than a million entries and merges
 MAX_OBJECTS: Final = 1 << 21
 MAX_ARRAY_DEPTH: Final = 4
@@ -75,12 +75,12 @@ class GGUFTensor:
     # first byte, counted from the start of the file
     start: int
     num_bytes: int
-    # which of a split model's files holds it (``gguf_parts``)
+    # index of the file that holds it, in a split model (``gguf_parts``)
     part: int = 0
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row, i.e. of ``shape[-1]`` elements."""
+        """Bytes of one row, that is of ``shape[-1]`` elements."""
         block, size = SIZES[self.type]
         return self.shape[-1] // block * size
 
@@ -101,7 +101,7 @@ class _Header:
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self.data = data
         self.size = len(data)
-        # where the header must have ended
+        # bound on the header's end
         self.end = min(self.size, MAX_HEADER_BYTES)
         self.path = path
         self.pos = 0
@@ -111,7 +111,7 @@ class _Header:
         return CheckpointError(f"{self.path}: {message}")
 
     def need(self, num_bytes: int, what: str) -> int:
-        """Reserve ``num_bytes`` and return where they start."""
+        """Reserve ``num_bytes`` and return their start."""
         start = self.pos
         if num_bytes > self.end - start:
             raise self.fail(
@@ -154,7 +154,7 @@ class _Header:
             raise self.fail(f"{what}: arrays nested deeper than {MAX_ARRAY_DEPTH}")
         kind = self.unpack("<I", what)
         count = self.unpack("<Q", what)
-        # the least that count elements can take; refuses a lying count before allocating for it
+        # smallest size of count elements: a wrong count is refused before memory is allocated
         if kind in _SCALARS:
             numbers = array(_SCALARS[kind][1])
             start = self.need(count * numbers.itemsize, f"{what}, an array of {count},")
@@ -176,7 +176,7 @@ class _Header:
         return self.strings(count, what)
 
     def strings(self, count: int, what: str) -> list[str]:
-        # a vocabulary has 10^5 of them: this loop is most of the time of opening a file
+        # a vocabulary has 10^5 strings: this loop is most of the time of opening a file
         data, pos, size = self.data, self.pos, self.end
         unpack_length = struct.Struct("<Q").unpack_from
         result: list[str] = []
@@ -266,7 +266,7 @@ def _parse(header: _Header) -> GGUFFile:
 
 
 def _tensor_entry(header: _Header, index: int) -> tuple[str, tuple[int, ...], int, int]:
-    """(name, shape slowest first, type number, offset) as written, with only the rank checked."""
+    """Return (name, shape slowest first, type number, offset) as written; only rank is checked."""
     name = header.string(f"name of tensor {index}", MAX_NAME_BYTES)
     if not name:
         raise header.fail(f"tensor {index} has an empty name")

@@ -1,4 +1,4 @@
-"""A GGUF model that llama.cpp's ``gguf-split`` has cut into files: their headers as one.
+"""A GGUF model that llama.cpp's ``gguf-split`` has cut into files: their headers combined.
 
 ::
 
@@ -22,13 +22,13 @@ __all__ = ["gguf_files", "read_gguf_parts"]
 
 
 def gguf_files(path: Path) -> tuple[Path, ...]:
-    """The files of the model that ``path`` names, any of its parts; only by their names."""
+    """Return the files of a model by the path of any of its parts; only names are used."""
     return tuple(path.with_name(name) for name in parts_of(path.name))
 
 
 def read_gguf_parts(path: Path) -> tuple[GGUFFile, tuple[Path, ...]]:
-    """The header of the model that ``path`` is a part of, or all of, and its files. Each tensor's
-    ``part`` says which of them holds it, and ``start`` counts from that file's start.
+    """Return the header and the files of the model that ``path`` belongs to. Each tensor's ``part``
+    is the index of its file, and ``start`` counts from that file's start.
 
     Raises:
         CheckpointError: a part is missing, malformed or of another model.
@@ -54,7 +54,7 @@ def read_gguf_parts(path: Path) -> tuple[GGUFFile, tuple[Path, ...]]:
 
 
 def _check_place(file: GGUFFile, index: int, count: int) -> None:
-    """Raises CheckpointError where a file is another part than its name says."""
+    """Raise CheckpointError where a file is another part than its name says."""
     claimed = file.metadata.get("split.count", 1)
     if count == 1:
         if isinstance(claimed, int) and claimed <= 1:

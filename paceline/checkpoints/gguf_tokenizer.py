@@ -1,10 +1,10 @@
 """The vocabulary of a GGUF file as a ``tokenizers.Tokenizer``.
 
 Three kinds exist for the supported architectures. ``gpt2`` is byte-level BPE with explicit merges;
-how text is cut into words before merging is named by ``tokenizer.ggml.pre``. ``llama`` is
-SentencePiece BPE: no merges but a score per piece, spaces written as U+2581, unknown characters as
-bytes. ``bert`` is WordPiece, whose pieces begin with U+2581 where they begin a word, and not with
-BERT's ``##`` where they do not.
+``tokenizer.ggml.pre`` names the way to split text into words before merging. ``llama`` is
+SentencePiece BPE: a score per piece instead of merges, spaces written as U+2581, unknown characters
+as bytes. ``bert`` is WordPiece, whose pieces begin with U+2581 at the start of a word, instead of
+with BERT's ``##`` elsewhere.
 
 Source of the word patterns: the published tokenizer.json of each model family that llama.cpp's
 converter maps to the name in ``tokenizer.ggml.pre``.
@@ -47,10 +47,10 @@ _UNKNOWN: Final = 2
 CONTROL: Final = 3
 USER_DEFINED: Final = 4
 _BYTE: Final = 6
-# those that are found in a text whole
+# token types that are matched whole in a text
 _WHOLE: Final = frozenset({_UNKNOWN, CONTROL, USER_DEFINED})
 
-# SentencePiece pieces have at most 16 characters unless trained otherwise
+# longest piece that is considered; SentencePiece's default is 16 characters
 MAX_PIECE_CHARS: Final = 128
 MAX_SPLITS: Final = 8_000_000
 
@@ -58,7 +58,7 @@ _CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORD: Final = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SPACES: Final = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _SYMBOLS: Final = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-# words that end where lower case turns into upper case
+# patterns for words that end where lower case turns into upper case
 _UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _HUMP_1: Final = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+"
@@ -68,15 +68,15 @@ _SYMBOLS_SLASH: Final = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """How text is cut before merging."""
+    """The way to split text into words before merging."""
 
     # None: the pattern of GPT-2, built into ByteLevel
     pattern: str | None = None
-    # every digit by itself, cut before the pattern looks
+    # split off every digit, before the pattern is applied
     single_digits: bool = False
     # compose characters (NFC) first
     compose: bool = False
-    # a word that is itself in the vocabulary is taken whole, without merging
+    # a word that is in the vocabulary is taken whole, without merging
     ignore_merges: bool = False
     # whether to start with bos when tokenizer.ggml.add_bos_token does not say
     add_bos: bool = False
@@ -117,17 +117,17 @@ SUPPORTED_PRE_TOKENIZERS: Final = tuple(_WORDS)
 def build_tokenizer(
     metadata: Mapping[str, Any], kinds: Mapping[str, int] = MappingProxyType({})
 ) -> Tokenizer:
-    """The tokenizer described by a GGUF file's ``tokenizer.ggml.*`` keys.
+    """Build the tokenizer described by a GGUF file's ``tokenizer.ggml.*`` keys.
 
     Ids are those of the file; control and unknown tokens are special, user-defined ones are matched
-    whole but are text. Entries that ``twins_of`` names decode to nothing that is of use.
+    whole but are text. Entries that ``twins_of`` names decode to nothing useful.
 
     Args:
-        kinds: types of texts that the file may give another one; of those that it has as control
-            tokens "user-defined" changes nothing.
+        kinds: types for texts that may have another one in the file; "user-defined" has no effect
+            on the file's control tokens.
 
     Raises:
-        CheckpointError: a kind that is not supported, keys missing, or arrays that disagree.
+        CheckpointError: an unsupported kind, missing keys, or arrays that disagree.
     """
     kind = metadata.get("tokenizer.ggml.model")
     tokens, names = tokens_of(metadata), _distinct(metadata)
@@ -176,8 +176,8 @@ def tokens_of(metadata: Mapping[str, Any]) -> list[str]:
 
 
 def twins_of(metadata: Mapping[str, Any]) -> dict[int, int | None]:
-    """Return the entries that never encode a text: by its id, the first that is equal, and None for
-    an empty one."""
+    """Return the entries that never encode a text, by id: a duplicate with the id of its first
+    occurrence, an empty one with None."""
     first: dict[str, int] = {}
     twins: dict[int, int | None] = {}
     for token_id, name in enumerate(_names(metadata)):
@@ -189,7 +189,7 @@ def twins_of(metadata: Mapping[str, Any]) -> dict[int, int | None]:
 
 
 def _names(metadata: Mapping[str, Any]) -> list[str]:
-    """Texts as the library spells them; llama.cpp's converter renames BERT's pieces."""
+    """Return texts as the library spells them; llama.cpp's converter renames BERT's pieces."""
     tokens = tokens_of(metadata)
     if metadata.get("tokenizer.ggml.model") == "bert":
         return [_piece_name(token) for token in tokens]
@@ -197,8 +197,8 @@ def _names(metadata: Mapping[str, Any]) -> list[str]:
 
 
 def _distinct(metadata: Mapping[str, Any]) -> list[str]:
-    """Names under which the library keeps the vocabulary: those of ``twins_of`` get one that no
-    text is cut into, as a byte of zero is spelt otherwise and is merged with nothing."""
+    """Return the library's names of the vocabulary. Those of ``twins_of`` get names that no text
+    contains: byte zero is spelt differently and takes part in no merge."""
     names, twins = _names(metadata), twins_of(metadata)
     if not twins:
         return names
@@ -211,7 +211,7 @@ def _distinct(metadata: Mapping[str, Any]) -> list[str]:
 
 
 def _numbers(metadata: Mapping[str, Any], name: str, count: int) -> array[Any] | None:
-    """A numeric array with an entry per token, or None when the file has none."""
+    """Return a numeric array with an entry per token, or None when the file has none."""
     key = f"tokenizer.ggml.{name}"
     values = metadata.get(key)
     if values is None:
@@ -250,7 +250,7 @@ def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
         raise CheckpointError("tokenizer.ggml.merges is missing, which a gpt2 tokenizer needs")
     merges = []
     for index, line in enumerate(lines):
-        # tokens hold no spaces: byte-level text spells a space as another character
+        # tokens contain no spaces: byte-level text spells a space as another character
         left, _, right = line.partition(" ") if isinstance(line, str) else ("", "", "")
         if not left or not right:
             raise CheckpointError(f"tokenizer.ggml.merges[{index}] is {line!r:.60}, not a pair")
@@ -262,7 +262,7 @@ def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -
     try:
         return models.BPE(vocab=vocab, merges=merges, **options)
     except Exception as error:
-        # the library raises bare Exception: a merge of, or into, something not in the vocabulary
+        # the library raises bare Exception for a merge with a part or result outside the vocabulary
         raise CheckpointError(f"tokenizer.ggml.merges do not fit the vocabulary: {error}") from None
 
 
@@ -302,8 +302,8 @@ def _sentencepiece(
 
 
 def _wordpiece(metadata: Mapping[str, Any], names: list[str], vocab: dict[str, int]) -> Tokenizer:
-    """A tokenizer of BERT's. Whether text is lowered is not written: it is where no piece has a
-    capital letter."""
+    """Build a tokenizer like BERT's. The file does not say whether text is made lower case: it is
+    if no piece has a capital letter."""
 
     def special(name: str, *keys: str) -> tuple[str, int]:
         for key in keys:
@@ -316,7 +316,7 @@ def _wordpiece(metadata: Mapping[str, Any], names: list[str], vocab: dict[str, i
 
     unknown, _ = special("[UNK]", "unknown")
     first = special("[CLS]", "cls", "bos")
-    # the format's own name has one "a" less
+    # the format's own spelling is "seperator"
     last = special("[SEP]", "seperator", "separator", "eos")
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
     lowered = all(name == name.lower() or _is_bracketed(name) for name in names)
@@ -348,7 +348,7 @@ def _is_known(name: str) -> bool:
 def _merges_from_scores(
     tokens: list[str], scores: list[float], types: list[int]
 ) -> list[tuple[str, str]]:
-    """Merges that give what SentencePiece gives.
+    """Return merges that give the same tokens as SentencePiece.
 
     SentencePiece joins the two neighbours whose joint piece scores best; so every way to cut a
     piece into two pieces is a merge, ranked by the piece's score.
@@ -384,7 +384,7 @@ def _merges_from_scores(
 def _add_ends(
     tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str], add_bos: bool
 ) -> None:
-    """What ``add_special_tokens`` puts around a text."""
+    """Add the tokens that ``add_special_tokens`` puts around a text."""
     parts: dict[str, tuple[str, int]] = {}
     for name, default in (("bos", add_bos), ("eos", False)):
         token_id = gguf_special_id(metadata, name, len(tokens))
@@ -392,7 +392,7 @@ def _add_ends(
             parts[name] = (tokens[token_id], token_id)
     if parts:
         single = [parts[name][0] if name in parts else "" for name in ("bos", "eos")]
-        # a list, because in a template string the text of a token could have a meaning
+        # a list, because in a template string a token's text could be parsed as syntax
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[text for text in (single[0], "$A", single[1]) if text],
             pair=None,

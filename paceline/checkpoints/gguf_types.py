@@ -1,8 +1,8 @@
 """GGUF's types of tensors: numbers, values of a block and its bytes.
 
-They are the ``gguf`` package's, which a test holds them to. That package is imported where values
-of a type must be computed that nothing here reads: it brings writers, tokenizers and tables of
-every architecture, some 20 MB for each process that has it.
+They equal the ``gguf`` package's, as a test checks. That package is imported only to compute values
+of types that nothing here reads: it brings writers, tokenizers and tables of every architecture,
+some 20 MB for each process that imports it.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from paceline.core.errors import CheckpointError
 __all__ = ["HFCheckpoint", "read_entries"]
 
 _T = TypeVar("_T", bound=np.generic)
-# a tensor by itself, or a matrix of several
+# one stored tensor, or a matrix made of several
 _Stored: TypeAlias = SafetensorsEntry | QuantisedMatrix
 
 _SINGLE: Final = "model.safetensors"
@@ -43,9 +43,9 @@ _INDEX: Final = "model.safetensors.index.json"
 _EMBEDDING: Final = "model.embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
 _PICKLED: Final = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-# of a decoder that classifies, as transformers names them
+# transformers' names of a classifying decoder's head
 HEAD: Final[tuple[str, ...]] = ("score.weight", "score.bias")
-# of layers for multi-token prediction (MTP), see ``mtp``
+# prefixes of layers for multi-token prediction (MTP), see ``mtp``
 _MTP: Final = ("model.mtp_layers.", "mtp.")
 MAX_SHARDS: Final = 4096
 
@@ -60,9 +60,9 @@ class HFCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        # those whose matrices were asked for as they are stored
+        # files of which a matrix was read as it is stored
         self._maps: dict[Path, mmap.mmap] = {}
-        # the config is judged first: "this architecture is not supported" is the more useful error
+        # the config is checked first: "this architecture is not supported" is the more useful error
         read_hf_config(folder, "float32")
         raw = read_json_object(folder / "config.json") or {}
         self._head_is_absent = is_headless(raw)
@@ -70,7 +70,7 @@ class HFCheckpoint:
         self._head: dict[str, SafetensorsEntry] = {
             name: stored.pop(name) for name in HEAD if name in stored
         }
-        # no part of the model: who asks for them checks them
+        # not part of the model: the code that uses these tensors checks them
         self.mtp: Mapping[str, SafetensorsEntry] = {
             name: stored.pop(name) for name in list(stored) if name.startswith(_MTP)
         }
@@ -85,10 +85,10 @@ class HFCheckpoint:
         self._unstack()
         sizes: Counter[str] = Counter()
         for entry in self._entries.values():
-            # beside matrices of 4 bits an embedding of 16 may be larger than all of them
+            # next to matrices of 4 bits an embedding of 16 may be larger than all of them
             if quantisation is None or not isinstance(entry, SafetensorsEntry):
                 sizes[entry.dtype] += entry.num_bytes
-        # of a folder without the model's tensors there is none, which is refused below
+        # a folder without the model's tensors is refused below
         main_dtype = sizes.most_common(1)[0][0] if sizes else "F32"
         self._config = read_hf_config(folder, DTYPES.get(main_dtype, main_dtype))
         self._parts = _parts_of(folder, self._entries, self._config)
@@ -96,7 +96,7 @@ class HFCheckpoint:
         self._names = self.check_shapes()
 
     def _unstack(self) -> None:
-        """Give experts that are stored as one tensor names of their own."""
+        """Name the matrices of experts that are stored as one tensor."""
         architecture = ARCHITECTURES[read_hf_config(self._folder, "float32").model_type]
         if architecture.unstacked is not None:
             try:
@@ -105,12 +105,12 @@ class HFCheckpoint:
                 raise CheckpointError(f"{self._folder}: {error}") from None
 
     def _untie(self) -> None:
-        """Use the head that the file holds, where the config ties it to another embedding."""
+        """Use the head that the file holds, where the config ties it to a different embedding."""
         head, embedding = self._parts.get(_HEAD), self._parts.get(_EMBEDDING)
         if head is None or self._head_is_absent or not self._config.tie_word_embeddings:
             return
         if embedding is None:
-            # what is tied may be stored under either name
+            # tied weights may be stored under either name
             self._parts[_EMBEDDING] = head
         elif not are_equal(head.entry, embedding.entry):
             warn_once(
@@ -129,7 +129,7 @@ class HFCheckpoint:
 
     @property
     def quantisation(self) -> str:
-        """How matrices are quantised, for people; empty: not at all."""
+        """Method that quantised the matrices, for users; empty: they are not quantised."""
         return "" if self._quantisation is None else self._quantisation.text
 
     def tensor_names(self) -> tuple[str, ...]:
@@ -139,17 +139,17 @@ class HFCheckpoint:
         return self._find(name).shape
 
     def tensor_file(self, name: str) -> Path:
-        """The safetensors file that holds ``name``, already checked."""
+        """Return the safetensors file that holds ``name``, already checked."""
         return self._find(name).path
 
     def stored_part(self, name: str) -> tuple[str, slice | None]:
-        """The stored tensor that holds ``name``, and which of its rows; None: it is the whole."""
+        """Return the stored tensor that holds ``name``, and its rows there; None: all of them."""
         self._find(name)
         part = self._parts[name]
         return part.stored_name, part.rows
 
     def is_quantised(self, name: str) -> bool:
-        """Whether several stored tensors make up ``name``, which ``tensor`` alone reads."""
+        """Whether ``name`` is made of several stored tensors, so that only ``tensor`` reads it."""
         return not isinstance(self._find(name), SafetensorsEntry)
 
     def tensor(self, name: str) -> NDArray[np.float32]:
@@ -158,8 +158,8 @@ class HFCheckpoint:
         return self._ordered(name, values)
 
     def tensor_row(self, name: str, row: int) -> NDArray[np.float32]:
-        """One row of a matrix, without reading the others. Raises CheckpointError for a row that is
-        not there."""
+        """Return a row of a matrix, without reading the others. Raises CheckpointError for a row
+        that does not exist."""
         entry = self._find(name)
         if not 0 <= row < entry.shape[0]:
             raise CheckpointError(f"{self._folder}: {name} has {entry.shape[0]} rows, no {row}")
@@ -171,7 +171,7 @@ class HFCheckpoint:
         return values_of(replace(entry, shape=entry.shape[1:], start=start, num_bytes=size))
 
     def head_tensor(self, name: str) -> NDArray[np.float32] | None:
-        """A tensor of the classifier's head, HEAD; None where there is none."""
+        """Return a tensor of HEAD, the classifier's head; None where there is none."""
         entry = self._head.get(name)
         return None if entry is None else values_of(entry)
 
@@ -187,7 +187,7 @@ class HFCheckpoint:
         return self._find(name).dtype
 
     def _mapped(self, entry: SafetensorsEntry) -> NDArray[np.uint8]:
-        """Its bytes, backed by the file: those who pack them need no copy, and read in parallel."""
+        """Return a tensor's bytes, backed by the file, so that packing reads them in parallel."""
         data = self._maps.get(entry.path)
         if data is None:
             with entry.path.open("rb") as file:
@@ -198,15 +198,15 @@ class HFCheckpoint:
         return np.frombuffer(data, np.uint8, entry.num_bytes, entry.start)
 
     def release(self) -> None:
-        """Of mapped files; what else was read belongs to whoever asked for it."""
+        """Free the maps of files; other arrays belong to the callers that read them."""
         for data in self._maps.values():
             data.madvise(mmap.MADV_DONTNEED)
 
     def check_shapes(self) -> tuple[str, ...]:
-        """Names of the model's tensors.
+        """Return the names of the model's tensors.
 
         Raises CheckpointError if any is missing, of another shape than the config implies, or
-        stored in a type other than F64, F32, F16 and BF16 that config.json does not tell of.
+        stored in a type other than F64, F32, F16 and BF16 that config.json does not declare.
         """
         shapes = {name: part.entry.shape for name, part in self._parts.items()}
         names = check_shapes(self._folder, self._config, shapes)
@@ -231,7 +231,7 @@ class HFCheckpoint:
 
 
 class _Part(NamedTuple):
-    """A tensor of ours within the stored one that holds it."""
+    """A tensor of ours inside the stored tensor that holds it."""
 
     entry: _Stored
     stored_name: str
@@ -241,11 +241,11 @@ class _Part(NamedTuple):
 def _parts_of(
     folder: Path, entries: Mapping[str, _Stored], config: ModelConfig
 ) -> dict[str, _Part]:
-    """What is stored, under our names. Raises CheckpointError where a fused matrix has other rows
-    than its parts, or two tensors have one name."""
+    """Return stored tensors under our names. Raises CheckpointError where a fused matrix has other
+    rows than its parts, or two tensors have one name."""
     architecture = ARCHITECTURES[config.model_type]
     expected = expected_shapes(config)
-    # classes without a head are saved without the name of what a head stands on
+    # folders of classes without a head omit the base model's prefix
     prefix = "model." if "embed_tokens.weight" in entries else ""
     parts: dict[str, _Part] = {}
     for stored, entry in entries.items():
@@ -253,7 +253,7 @@ def _parts_of(
         if len(names) > 1 and all(name in expected for name in names):
             found = _split(folder, stored, entry, [expected[name][0] for name in names])
         else:
-            # a fused matrix of no layer of the model keeps its name, and is refused by it
+            # a fused matrix of a layer outside the model keeps its name, by which it is refused
             names = names if len(names) == 1 else (stored,)
             found = [_Part(entry, stored, None)]
         for name, part in zip(names, found, strict=True):
@@ -266,7 +266,7 @@ def _parts_of(
 
 
 def _is_filler(stored: str, entries: Mapping[str, _Stored]) -> bool:
-    """Whether it is the bias of zeros that AutoGPTQ writes beside a matrix that has none."""
+    """Whether it is the bias of zeros that AutoGPTQ writes for a matrix without a bias."""
     entry = entries[stored]
     beside = entries.get(f"{stored.removesuffix('.bias')}.weight")
     return (
@@ -278,7 +278,7 @@ def _is_filler(stored: str, entries: Mapping[str, _Stored]) -> bool:
 
 
 def _split(folder: Path, name: str, entry: _Stored, counts: list[int]) -> list[_Part]:
-    """Parts of a fused matrix, one below the other."""
+    """Return the parts of a fused matrix, which are stacked by rows."""
     rows = entry.shape[0] if entry.shape else 0
     if rows != sum(counts):
         raise CheckpointError(
@@ -294,8 +294,8 @@ def _split(folder: Path, name: str, entry: _Stored, counts: list[int]) -> list[_
 
 
 def read_entries(folder: Path) -> dict[str, SafetensorsEntry]:
-    """The tensors of a folder by their stored names. Raises CheckpointError where a shard is
-    missing or the index tells another story than the files."""
+    """Return a folder's tensors by their stored names. Raises CheckpointError where a shard is
+    missing or the index contradicts the files."""
     if (folder / _SINGLE).is_file():
         entries = read_safetensors_header(folder / _SINGLE)
         if not entries:
@@ -320,7 +320,7 @@ def read_entries(folder: Path) -> dict[str, SafetensorsEntry]:
                 f"{folder / shard} has no tensor {name}, which the index promises"
             )
         entries[name] = shards[shard][name]
-    # a tensor that the index leaves out would be dropped in silence otherwise
+    # a tensor that the index omits would otherwise be ignored silently
     for shard, held in shards.items():
         for name in held:
             if name not in entries:
@@ -331,7 +331,7 @@ def read_entries(folder: Path) -> dict[str, SafetensorsEntry]:
 
 
 def _check_shard_name(folder: Path, name: str, shard: object) -> None:
-    """A shard is a plain file name in the same folder: no way out of it."""
+    """Check that a shard is a plain file name, which cannot leave the folder."""
     if (
         not isinstance(shard, str)
         or not shard.endswith(".safetensors")

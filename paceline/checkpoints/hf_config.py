@@ -1,7 +1,7 @@
 """config.json and generation_config.json of a Hugging Face folder to ModelConfig.
 
-What all architectures share is read here, the rest by each one's module in ``architectures``. Both
-spellings of rotary embedding are read: ``rope_theta`` with ``rope_scaling``, and
+Reads the fields that all architectures share; each one's module in ``architectures`` reads the
+rest. Both spellings of rotary embedding are read: ``rope_theta`` with ``rope_scaling``, and
 ``rope_parameters`` (transformers 5).
 """
 
@@ -25,14 +25,14 @@ __all__ = ["NEUTRAL", "SUPPORTED_ARCHITECTURES", "config_from", "is_headless", "
 SUPPORTED_ARCHITECTURES: Final = tuple(item.class_name for item in ARCHITECTURES.values())
 _BY_CLASS: Final = {item.class_name: item for item in ARCHITECTURES.values()}
 _GENERATOR: Final = "ForCausalLM"
-# endings of classes with the same layers, and no head that predicts tokens
+# suffixes of classes with the same layers, but without a head that predicts tokens
 _HEADLESS: Final = (
     "TextForSequenceClassification", "ForSequenceClassification", "TextModel", "Model",
 )  # fmt: skip
 
-# Fields that change the arithmetic of a decoder, each with the values at which they do not. A
-# config that sets one otherwise is refused unless its architecture reads the field: in files of
-# other architectures, or made by hand, it means something that we would compute without.
+# Fields that change the arithmetic of a decoder, and the values at which they do not. A config with
+# another value is refused unless its architecture reads the field: in files of other architectures,
+# or made by hand, it stands for something that would be missing here.
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
     {
         "attention_multiplier": (1.0,),
@@ -57,11 +57,11 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
 
 
 def read_hf_config(folder: Path, stored_dtype: str) -> ModelConfig:
-    """The architecture described by ``folder``; ``stored_dtype`` is that of its weights.
+    """Return the architecture described by ``folder``; ``stored_dtype`` is its weights'.
 
     Raises:
-        CheckpointError: no config.json, an unsupported architecture, code of its own, weights
-            quantised in a way that is not read, or a value of the wrong type or size.
+        CheckpointError: no config.json, an unsupported architecture, code of its own, unsupported
+            quantisation of weights, or a value of the wrong type or size.
     """
     path = folder / "config.json"
     raw = read_json_object(path)
@@ -79,14 +79,14 @@ def read_hf_config(folder: Path, stored_dtype: str) -> ModelConfig:
 def config_from(
     raw: Mapping[str, Any], generation: Mapping[str, Any], stored_dtype: str
 ) -> ModelConfig:
-    """What ``raw``, a config.json, and ``generation``, a generation_config.json, say.
+    """Return the architecture by ``raw``, a config.json, and ``generation``, a generation config.
 
     Raises:
-        CheckpointError: as ``read_hf_config``.
+        CheckpointError: as for ``read_hf_config``.
     """
     architecture, is_headless = _architecture(raw)
     fields = Fields(raw, architecture.defaults)
-    # a kind that is not read is refused by its name
+    # raises CheckpointError for quantisation that is not supported
     quantisation_of(fields.raw)
     for name, neutral in NEUTRAL.items():
         value = raw.get(name)
@@ -123,7 +123,7 @@ def config_from(
         "rotary_dim": None if partial == 1.0 else int(head_dim * partial),
         "max_position_embeddings": fields.whole("max_position_embeddings"),
         "rms_norm_eps": fields.number(fields.raw, "rms_norm_eps", 1e-6),
-        # without a head there is none beside the embedding
+        # a class without a head has only the embedding
         "tie_word_embeddings": is_headless or fields.flag("tie_word_embeddings"),
         "eos_token_ids": ends,
         "bos_token_id": next((token_id for token_id in bos if 0 <= token_id < vocab), None),
@@ -138,15 +138,15 @@ def config_from(
 
 def is_headless(raw: Mapping[str, Any]) -> bool:
     """Return whether a config.json is of a class without a head that predicts tokens. Raises
-    CheckpointError for what is not supported."""
+    CheckpointError for an unsupported architecture."""
     return _architecture(raw)[1]
 
 
 def _ends(
     fields: Fields, generation: Mapping[str, Any], vocab: int, *, required: bool
 ) -> frozenset[int]:
-    """Return the ids that end an answer. Raises CheckpointError where one is ``required``, and all
-    that are named are outside the vocabulary."""
+    """Return the ids that end an answer. Raises CheckpointError where one is ``required`` and all
+    named ids are outside the vocabulary."""
     named = {
         "config.json": token_ids(fields.raw.get("eos_token_id"), "eos_token_id"),
         "generation_config.json": token_ids(generation.get("eos_token_id"), "eos_token_id"),
@@ -162,11 +162,11 @@ def _ends(
 
 
 def _architecture(raw: Mapping[str, Any]) -> tuple[Architecture, bool]:
-    """The architecture, and whether the class is one without a head that predicts tokens."""
+    """Return the architecture, and whether the class lacks a head that predicts tokens."""
     architectures = raw.get("architectures")
     names = architectures if isinstance(architectures, list) and architectures else None
     if names is None:
-        # configs saved from a bare config object carry no architectures
+        # configs saved from a bare config object lack "architectures"
         model_type = raw.get("model_type")
         if isinstance(model_type, str) and model_type in ARCHITECTURES:
             return ARCHITECTURES[model_type], False

@@ -15,7 +15,7 @@ from paceline.core.errors import CheckpointError
 
 __all__ = ["Fields", "token_ids"]
 
-# more layers than any model has are refused later; until then no list of that length is made
+# longest list of layers made here; a config with more layers is refused later
 _MOST_LAYERS: Final = 1024
 _NO_ALIASES: Final[Mapping[str, str]] = MappingProxyType({})
 _NULL_IS_NONE: Final = frozenset(
@@ -33,7 +33,7 @@ class Fields:
     """The fields of one config.json over the defaults of its architecture."""
 
     def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        # a null field means the default, as in transformers, except where null itself says "none"
+        # null means the default, as in transformers, except where null itself means "none"
         given = {
             key: value for key, value in raw.items() if value is not None or key in _NULL_IS_NONE
         }
@@ -41,12 +41,12 @@ class Fields:
 
     @property
     def layers(self) -> range:
-        """Indices of the layers; none where the config names more than any model has."""
+        """Indices of the layers; empty where the config names more than any model has."""
         count = self.whole("num_hidden_layers")
         return range(count if count <= _MOST_LAYERS else 0)
 
     def layer_kinds(self, default: Sequence[str]) -> Sequence[str]:
-        """``layer_types``, one of "full_attention" and "sliding_attention" for each layer."""
+        """Return ``layer_types``: "full_attention" or "sliding_attention" for each layer."""
         kinds, layers = self.raw.get("layer_types"), self.whole("num_hidden_layers")
         if kinds is None:
             return default
@@ -59,7 +59,7 @@ class Fields:
         return kinds
 
     def sliding(self, default: Sequence[str]) -> dict[str, Any]:
-        """The knobs ``sliding_window`` and ``sliding_layers``, by ``layer_kinds``."""
+        """Return ``sliding_window`` and ``sliding_layers`` of ModelConfig, by ``layer_kinds``."""
         kinds = self.layer_kinds(default)
         chosen = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
         if not chosen or self.raw.get("sliding_window") is None:
@@ -67,7 +67,7 @@ class Fields:
         return {"sliding_window": self.whole("sliding_window"), "sliding_layers": chosen}
 
     def sliding_from(self, first_field: str) -> dict[str, Any]:
-        """The same where a field names the first layer with the window, and a flag allows it."""
+        """Return the same where a field names the first such layer and a flag enables windows."""
         if self.raw.get("sliding_window") is None or not self.flag("use_sliding_window"):
             return {}
         first = self.whole(first_field) if self.raw.get("layer_types") is None else 0
@@ -86,9 +86,9 @@ class Fields:
         return hidden // heads
 
     def rope_parameters(self) -> dict[str, Any]:
-        """What the config says of rotary embedding, in one object, under either of its names."""
+        """Return the config's rotary embedding as one object, under either of its names."""
         rope: dict[str, Any] = {}
-        # transformers 5 lets rope_scaling, the older name, win
+        # transformers 5 prefers rope_scaling, the older name
         for key in ("rope_parameters", "rope_scaling"):
             value = self.raw.get(key, {})
             if not isinstance(value, dict):
@@ -102,9 +102,9 @@ class Fields:
         *,
         aliases: Mapping[str, str] = _NO_ALIASES,
     ) -> RopeConfig:
-        """Rotary embedding by ``parameters``; None: by ``rope_parameters()``.
+        """Return the rotary embedding by ``parameters``; None: by ``rope_parameters()``.
 
-        ``aliases`` gives the name of a rope type that an architecture has under another one.
+        ``aliases`` maps an architecture's names of rope types to other ones.
         """
         given = self.rope_parameters() if parameters is None else parameters
         if any(isinstance(value, dict) for value in given.values()):
@@ -117,7 +117,7 @@ class Fields:
         positions = self.whole("max_position_embeddings")
         original = None
         if kind in ("llama3", "yarn", "longrope"):
-            # a value beside the rope parameters wins (Phi-3 wrote it there)
+            # a value outside the rope parameters wins (Phi-3 wrote it there)
             places: Mapping[str, Any] = {"original_max_position_embeddings": positions, **rope}
             if "original_max_position_embeddings" in self.raw:
                 places = self.raw
@@ -146,7 +146,7 @@ class Fields:
         )
 
     def partial_rotary(self) -> float:
-        """The share of a head's dimensions that is rotated."""
+        """Return the share of a head's dimensions that is rotated."""
         return self.number({**self.raw, **self.rope_parameters()}, "partial_rotary_factor", 1.0)
 
     def factors(self, rope: Mapping[str, Any], key: str) -> tuple[float, ...]:
@@ -165,7 +165,7 @@ class Fields:
         return self.number(source, key) if key in source else None
 
     def optional_number(self, key: str) -> float | None:
-        """A field that null turns off."""
+        """Return a number, or None where null turns the field off."""
         return None if self.raw.get(key) is None else self.number(self.raw, key)
 
     def number(self, source: Mapping[str, Any], key: str, default: float | None = None) -> float:
@@ -180,7 +180,7 @@ class Fields:
 
 
 def token_ids(value: Any, key: str) -> frozenset[int]:
-    """One id, a list of ids or null, as a set; ids may lie outside the vocabulary.
+    """Return one id, a list of ids or null as a set; ids may lie outside the vocabulary.
 
     Raises:
         CheckpointError: anything else.

@@ -1,15 +1,16 @@
-"""Models of the hub: what a name stands for is asked there, and its files are fetched and checked.
+"""Models of the hub: resolving names there, and fetching and checking files.
 
 Two requests of the hub's protocol are used, both GET::
 
     <endpoint>/api/models/<org/repo>/revision/main?blobs=true      commit; names, sizes, digests
     <endpoint>/<org/repo>/resolve/<commit>/<file>                  a file, from any byte on (Range)
 
-The endpoint is HF_ENDPOINT's, for mirrors, else https://huggingface.co. A token (HF_TOKEN, or that
-of ``hf auth login``) goes to the endpoint alone: files often lie elsewhere, and a redirection to
-another host loses it. No message holds a token, or where a redirection led, which may be signed.
+The endpoint is HF_ENDPOINT's, for mirrors, else https://huggingface.co. The token (HF_TOKEN, or
+that of ``hf auth login``) is sent to the endpoint only: files often lie on other hosts, and a
+redirection to one drops it. Messages contain neither a token nor a redirection's address, which may
+be signed.
 
-The hub's own client is not used for this: it begins a broken download anew and checks sizes only.
+The hub's own client is not used for this: it restarts a broken download and checks sizes only.
 
 Source: docs of the Hub API and huggingface_hub's cache.
 """
@@ -44,13 +45,13 @@ DEFAULT_ENDPOINT: Final = "https://huggingface.co"
 _CHUNK: Final = 1 << 20
 _MAX_LISTING: Final = 32 << 20
 _TIMEOUT_S: Final = 30.0
-# before each further attempt; one that brought bytes starts them again
+# pauses before attempts, s; they start over after an attempt that brought bytes
 _PAUSES_S: Final = (0.5, 1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A repository as it is now."""
+    """Current commit and files of a repository."""
 
     commit: str
     files: dict[str, HubFile]
@@ -58,8 +59,8 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """Where models come from. Methods raise CheckpointError for what the hub refuses, and OSError
-    where it cannot be reached."""
+    """The hub that models come from. Methods raise CheckpointError for what the hub refuses, and
+    OSError where it cannot be reached."""
 
     endpoint: str
     token: str | None = field(default=None, repr=False)
@@ -67,7 +68,7 @@ class Hub:
 
     @staticmethod
     def of_environment() -> Hub:
-        """By HF_ENDPOINT and whatever huggingface_hub takes for a token."""
+        """Return the hub of HF_ENDPOINT, with the token that huggingface_hub would use."""
         from huggingface_hub import get_token
 
         endpoint = (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
@@ -94,8 +95,8 @@ class Hub:
             raise CheckpointError(f"{url} answers what no hub does: {error!r:.200}") from None
 
     def fetch(self, repo: str, commit: str, file: HubFile, part: IO[bytes]) -> Iterator[int]:
-        """Append to ``part``, which holds the file's first bytes, until it holds all; yields how
-        many it holds now. A server that starts at the first byte again is followed."""
+        """Append to ``part``, which holds the file's first bytes, until it is complete; yield the
+        bytes it holds. If the server restarts at the first byte, so does this."""
         quoted = urllib.parse.quote(file.name)
         url = f"{self.endpoint}/{repo}/resolve/{commit}/{quoted}"
         pauses = iter(self.pauses)
@@ -150,7 +151,7 @@ class Hub:
 
 
 class _TokenStays(urllib.request.HTTPRedirectHandler):
-    """Follows redirections, to other hosts without the token."""
+    """Handler that follows redirections, without the token to other hosts."""
 
     def redirect_request(
         self,
@@ -176,12 +177,12 @@ def hub_model(
     progress: Progress | None = None,
     hub: Hub | None = None,
 ) -> tuple[Path, Selection]:
-    """Where the model of ``reference`` is, fetched if it is not there, and what it is.
+    """Return the path of the model of ``reference``, fetched if needed, and its files.
 
-    What was fetched and checked once is used without asking the hub, unless ``refresh`` is true and
-    the hub can be reached.
+    A model that was fetched and checked is used without asking the hub, unless ``refresh`` is true
+    and the hub can be reached.
 
-    Raises CheckpointError: there is no such model, a file is not what the hub's digest says, or it
+    Raises CheckpointError: there is no such model, a file does not match the hub's digest, or it
     cannot be fetched or stored.
     """
     from huggingface_hub import constants
@@ -218,7 +219,7 @@ def hub_model(
 
 
 def _without_hub(cache: HubCache, reference: HubReference, why: str) -> tuple[Path, Selection]:
-    """What another program, or a pull of something else, has left in the cache."""
+    """Find the model among files that another program, or another pull, left in the cache."""
     snapshot, names = cache.snapshot()
     if snapshot is None:
         raise CheckpointError(
@@ -233,7 +234,7 @@ def _without_hub(cache: HubCache, reference: HubReference, why: str) -> tuple[Pa
 
 
 def _hub_file(entry: dict[str, Any]) -> tuple[str, HubFile]:
-    """Raises what an entry that is none leads to."""
+    """Parse a file's entry. Raises Key-, Type-, Value- or AttributeError if malformed."""
     name, size = entry["rfilename"], entry["size"]
     parts = name.split("/")
     if type(size) is not int or size < 0 or not all(part.strip(".") for part in parts):
@@ -253,7 +254,7 @@ def _hexadecimal(text: Any, length: int = 40) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Without addresses, which a redirection may have signed."""
+    """Describe an error without addresses, which may be signed after a redirection."""
     if isinstance(error, urllib.error.HTTPError):
         return f"status {error.code}"
     if isinstance(error, urllib.error.URLError):

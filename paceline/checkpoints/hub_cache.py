@@ -1,16 +1,16 @@
-"""Hugging Face's cache folder, as huggingface_hub lays it out, with what was checked noted beside.
+"""Hugging Face's cache folder in huggingface_hub's layout, with a note of checked files.
 
 ::
 
     <cache>/models--<org>--<repo>/
         blobs/<digest>                 a file's bytes, complete and checked
-        blobs/<digest>.incomplete      the first of them
+        blobs/<digest>.incomplete      its first bytes, while it is fetched
         snapshots/<commit>/<name>      link to its blob
         refs/main                      the commit
-        .paceline/<what>.json          what was asked for, its files and their sizes
+        .paceline/<what>.json          name asked for, files and their sizes
 
-So other programs find what was fetched here, and what they fetched is found. Files are made with
-the umask, as theirs are, since a cache may be shared.
+So other programs find files fetched here, and files that they fetched are found here. Files are
+created with the umask, as theirs are, since a cache may be shared.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from paceline.core.errors import CheckpointError
 __all__ = ["HubCache", "HubFile"]
 
 _CHUNK: Final = 1 << 20
-# left free for everything else
+# bytes left free on the disk
 _SPARE: Final = 64 << 20
 
 
@@ -44,7 +44,7 @@ class HubFile:
 
     name: str
     size: int
-    # of the content: "sha256", or git's of a blob (SHA-1 with a header), which small files have
+    # kind of digest: "sha256", or git's of a blob (SHA-1 with a header) for small files
     algorithm: Literal["sha256", "git"]
     digest: str
 
@@ -55,7 +55,7 @@ class HubCache:
 
     folder: Path
     _progress: Progress = silent
-    # bytes of this pull that are complete, and in all
+    # bytes of this pull that are complete, and total
     _done: int = 0
     _total: int = 0
 
@@ -67,7 +67,7 @@ class HubCache:
         return HubCache(cache / f"models--{repo.replace('/', '--')}")
 
     def checked(self, what: str) -> tuple[Path, Selection] | None:
-        """What ``keep`` noted of ``what``, if all of it is still there."""
+        """Return the model that ``keep`` noted for ``what``, if all its files still exist."""
         try:
             note = read_json_object(self._note(what))
             if note is None:
@@ -82,7 +82,7 @@ class HubCache:
         return snapshot / selection.entry, selection
 
     def snapshot(self) -> tuple[Path | None, list[str]]:
-        """The folder that ``refs/main`` names, and the names of the files that are there."""
+        """Return the folder that ``refs/main`` names, and the names of its files."""
         try:
             commit = (self.folder / "refs" / "main").read_text().strip()
         except OSError:
@@ -94,17 +94,17 @@ class HubCache:
 
     @contextmanager
     def locked(self, progress: Progress | None) -> Iterator[None]:
-        """Pulls of one repository exclude each other."""
+        """Exclude other pulls of the same repository."""
         self._progress = progress or silent
         (self.folder / ".paceline").mkdir(parents=True, exist_ok=True)
         with locked(self.folder / ".paceline" / "lock", self._progress):
             yield
 
     def missing(self, files: Sequence[HubFile]) -> Iterator[tuple[HubFile, IO[bytes]]]:
-        """Files that are not there, small ones first, each with what is there of it, to be
-        completed before the next is asked for: then it is checked.
+        """Yield missing files, small ones first, each with its partial copy. The caller completes
+        it before it asks for the next one; then it is checked.
 
-        Raises CheckpointError for a file that is not what its digest says, which is removed, and
+        Raises CheckpointError for a file that does not match its digest, which is removed, and
         where there is no room.
         """
         blobs = self.folder / "blobs"
@@ -133,11 +133,11 @@ class HubCache:
             self._done += file.size
 
     def report(self, part: IO[bytes]) -> None:
-        """More of the file that ``missing`` gave last is there."""
+        """Report progress of the file that ``missing`` yielded last."""
         self._progress("downloading", self._done + part.tell(), self._total)
 
     def keep(self, what: str, commit: str, selection: Selection, files: Sequence[HubFile]) -> Path:
-        """Link what is there under its names and note it: where to open it."""
+        """Link the files under their names, note them, and return the path to open."""
         snapshot = self.folder / "snapshots" / commit
         for file in files:
             link = snapshot / file.name
@@ -176,7 +176,7 @@ class HubCache:
 
 
 def _is_complete(path: Path, file: HubFile) -> bool:
-    """Whether a blob has the file's size: blobs get their names when they were checked."""
+    """Whether a blob has the file's size: blobs are named only after they were checked."""
     try:
         return path.stat().st_size == file.size
     except OSError:
@@ -186,7 +186,7 @@ def _is_complete(path: Path, file: HubFile) -> bool:
 def _digest(path: Path, file: HubFile) -> str:
     digest: Any = hashlib.sha256()
     if file.algorithm == "git":
-        # not for security: it is how git names what it holds
+        # not for security: git identifies objects by it
         digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
     with path.open("rb") as handle:
         while chunk := handle.read(_CHUNK):
@@ -195,7 +195,7 @@ def _digest(path: Path, file: HubFile) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.write_text(text)

@@ -1,15 +1,15 @@
-"""What a name on the hub stands for, given the files of its repository.
+"""The model that a name on the hub stands for, given the files of its repository.
 
 ::
 
     org/repo                the safetensors folder; without one, PREFERRED's first kind of GGUF file
     org/repo:Q4_K_M         the GGUF file of that kind
     org/repo/file.gguf      that file
-    org/repo/folder         as org/repo, of a folder inside
-    org/repo/folder:Q8_0    as org/repo:Q8_0, likewise
+    org/repo/folder         as org/repo, for a folder inside
+    org/repo/folder:Q8_0    as org/repo:Q8_0, for a folder inside
 
-A file that is split (``-00001-of-00003.gguf``) is all of its parts, whichever one is named. Nothing
-here knows how files are fetched: a repository is the names of its files.
+A split file (``-00001-of-00003.gguf``) stands for all its parts, whichever one is named. Fetching
+is not known here: a repository is the names of its files.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ __all__ = [
     "select",
 ]
 
-# what a checkpoint needs; no pickles, no Python, and not the second copy some repositories keep
+# files of a checkpoint; no pickles, no Python, and not the second copy in some repositories
 _FOLDER_FILES: Final = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
     "model.safetensors.index.json", "model*.safetensors",
     "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json",
 )  # fmt: skip
-# of sentence-transformers' modules, in a folder each
+# files of sentence-transformers' modules, in a folder each
 _MODULE_FILES: Final = (
     "[0-9]_Pooling/config.json", "[0-9]_LogitScore/config.json",
     "[0-9]_Dense/config.json", "[0-9]_Dense/model.safetensors",
 )  # fmt: skip
-# of several GGUF files, where none is named: the usual compromise of size and loss first
+# kinds of GGUF files to prefer where none is named: the usual compromise of size and loss first
 PREFERRED: Final = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q8_0", "BF16", "F16")
-# files that are no language model: a projector of images, statistics of a quantiser
+# files that are no language model: an image projector, a quantiser's statistics
 _BESIDE: Final = ("mmproj", "imatrix")
 _WORD: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
-# after the repository a folder or file inside it, whose names may hold more
+# a folder or file in the repository may follow its name, and may use more characters
 _NAME: Final = re.compile(
     rf"(?:https://huggingface\.co/|hf\.co/)?(?P<repo>{_WORD}/{_WORD})"
     r"(?P<path>(?:/[A-Za-z0-9_][A-Za-z0-9._+ -]{0,250}){0,8})(?::(?P<tag>[A-Za-z0-9_.-]{1,40}))?",
@@ -64,18 +64,18 @@ _QUANT: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class HubReference:
-    """A name, taken apart."""
+    """A parsed name."""
 
     # "org/name"
     repo: str
     # a folder or file inside the repository; "": its root
     path: str = ""
-    # a kind of GGUF file such as "Q4_K_M"; "": none was asked for
+    # a kind of GGUF file such as "Q4_K_M"; "": none was named
     tag: str = ""
 
     @property
     def within(self) -> str:
-        """What is asked of the repository, as one word; "": what it offers by itself."""
+        """The part inside the repository, as one word; "": the repository's default."""
         return f"{self.path}:{self.tag}" if self.tag else self.path
 
 
@@ -84,30 +84,30 @@ class Selection:
     """Files of a repository that make one model."""
 
     kind: Literal["hf", "gguf"]
-    # what to open: the folder of the files ("" for the root), or the first part of a GGUF file
+    # path to open: the folder of the files ("" for the root), or the first part of a GGUF file
     entry: str
     files: tuple[str, ...]
 
 
 def parse_hub_name(name: str) -> HubReference | None:
-    """None for what no name on the hub can be. A local file or folder of that name goes first,
-    which the caller has looked for."""
+    """Parse a name; None: it cannot be a name on the hub. The caller has already looked for a
+    local file or folder of that name, which takes precedence."""
     match = _NAME.fullmatch(name)
-    # org/model.gguf is a file that is not there: a repository's name does not end so
+    # org/model.gguf is a missing file: no repository's name ends so
     if match is None or (not match["path"] and match["repo"].lower().endswith(".gguf")):
         return None
     return HubReference(match["repo"], match["path"].removeprefix("/"), match["tag"] or "")
 
 
 def quant_of(name: str) -> str:
-    """The kind that a GGUF file's name ends with, in capitals: "Q4_K_M"; "" where it names none."""
+    """Return the kind at the end of a GGUF file's name, in capitals ("Q4_K_M"); "" without one."""
     stem = _PART.sub("", name.rpartition("/")[2])
     match = _QUANT.search(re.sub(r"\.gguf\Z", "", stem, flags=re.IGNORECASE))
     return match[1].upper() if match else ""
 
 
 def parts_of(name: str) -> tuple[str, ...]:
-    """All parts of a split file, in order, by the name of any; else the name alone."""
+    """Return all parts of a split file, in order, by the name of any; else the name alone."""
     match = _PART.search(name)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         return (name,)
@@ -117,9 +117,9 @@ def parts_of(name: str) -> tuple[str, ...]:
 
 
 def select(reference: HubReference, files: Iterable[str]) -> Selection:
-    """The model that ``reference`` names among the names of its repository's files.
+    """Select the model that ``reference`` names among the files of its repository.
 
-    Raises CheckpointError that says what there is instead.
+    Raises CheckpointError that lists the alternatives.
     """
     names = sorted(files)
     where = f"{reference.repo}/{reference.path}" if reference.path else reference.repo
@@ -158,7 +158,7 @@ def _file(reference: HubReference, names: Sequence[str]) -> Selection:
 
 
 def _folder(inside: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Files of a Hugging Face folder, () where there is none with safetensors."""
+    """Return the files of a Hugging Face folder, () where it has no safetensors."""
     found = tuple(
         name
         for name in names
@@ -172,7 +172,7 @@ def _folder(inside: str, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _models(names: Sequence[str]) -> dict[str, list[str]]:
-    """GGUF files by what they are without ``-00001-of-00003``, first parts first."""
+    """Group GGUF files by name without ``-00001-of-00003``, first parts first."""
     models: dict[str, list[str]] = {}
     for name in names:
         base = name.rpartition("/")[2].lower()
@@ -182,7 +182,7 @@ def _models(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _choose(where: str, tag: str, models: dict[str, list[str]]) -> str:
-    """One part of the model."""
+    """Return one part of the chosen model."""
     kinds: dict[str, list[str]] = {}
     for parts in models.values():
         kinds.setdefault(quant_of(parts[0]), []).append(parts[0])

@@ -10,7 +10,7 @@ from paceline.core.errors import CheckpointError
 
 __all__ = ["parse_json_object", "read_json_list", "read_json_object"]
 
-# the largest JSON a checkpoint holds is tokenizer.json, some tens of megabytes
+# limit for tokenizer.json, the largest JSON of a checkpoint, which has some tens of megabytes
 MAX_JSON_BYTES: Final = 128 << 20
 
 
@@ -53,7 +53,7 @@ def _parse_json(data: bytes, what: str) -> Any:
 
 
 def read_json_object(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
-    """The JSON object in ``path``, or None when there is no such file.
+    """Return the JSON object in ``path``, or None when there is no such file.
 
     Raises:
         CheckpointError: unreadable, larger than ``limit`` bytes, or not a JSON object.
@@ -63,7 +63,7 @@ def read_json_object(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any] 
 
 
 def read_json_list(path: Path, limit: int = MAX_JSON_BYTES) -> list[Any] | None:
-    """The same for a JSON list."""
+    """Return the JSON list in ``path``, in the same way."""
     data = _read(path, limit)
     value = None if data is None else _parse_json(data, str(path))
     if value is not None and not isinstance(value, list):
@@ -74,7 +74,7 @@ def read_json_list(path: Path, limit: int = MAX_JSON_BYTES) -> list[Any] | None:
 def _read(path: Path, limit: int) -> bytes | None:
     try:
         with path.open("rb") as file:
-            # read(limit) would take limit bytes of memory at once, whatever the file's size
+            # read(limit) would allocate limit bytes at once, whatever the file's size
             size = file.seek(0, 2)
             file.seek(0)
             data = file.read(min(size, limit))

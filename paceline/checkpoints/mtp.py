@@ -1,19 +1,20 @@
-"""MTP (multi-token prediction) layers that a checkpoint holds beside its model.
+"""MTP (multi-token prediction) layers of a checkpoint, in addition to its model.
 
-Each is a layer of the model's own kind over the embedding of a token and what is known before it,
-both normed, side by side. Two layouts are read, by the model's architecture::
+Each is a layer of the model's own kind over the embedding of a token and the features before it,
+both normed, concatenated. Two layouts are read, by the model's architecture::
 
     MiMo                                     Qwen3-Next, Qwen3.5
     model.mtp_layers.N.*                     mtp.layers.N.*             a layer, as model.layers.N.*
     model.mtp_layers.N.token_layernorm       mtp.pre_fc_norm_embedding  [hidden], of the embedding
-    model.mtp_layers.N.hidden_layernorm      mtp.pre_fc_norm_hidden     [hidden], of what is known
+    model.mtp_layers.N.hidden_layernorm      mtp.pre_fc_norm_hidden     [hidden], of the features
     model.mtp_layers.N.input_proj            mtp.fc                     [hidden, 2 * hidden]
-    model.mtp_layers.N.final_layernorm       mtp.norm                   [hidden], of what it gives
-    what is known, then the embedding        the other way around
-    known: the sum of the model's layers     the same after the model's last norm
-    nothing of a token at position 1         its embedding
+    model.mtp_layers.N.final_layernorm       mtp.norm                   [hidden], of the output
+    the features, then the embedding         the embedding, then the features
+    features: the sum of the model's layers  the same after the model's last norm
+    no embedding of a token at position 1    its embedding
 
-Embeddings and the head are the model's. Layers see all positions, whatever window the model's have.
+Embeddings and the head are the model's. The layers see all positions, even where the model's have
+a window.
 
 This module does not know how a layer is computed.
 """
@@ -43,14 +44,14 @@ from paceline.core.errors import CheckpointError
 __all__ = ["MTPLayers", "MTPLayout", "Parts"]
 
 _MOST_LAYERS: Final = 16
-# fields of a config that say how many there are
+# fields of a config with the number of MTP layers
 _COUNTS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Names of what a layer has beside those of a layer of the model, with ``{}`` for its number;
-    those without a number are shared."""
+    """Names of a layer's tensors that a layer of the model lacks, with ``{}`` for its number; those
+    without a number are shared."""
 
     token_norm: str
     hidden_norm: str
@@ -72,16 +73,16 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MTPLayout:
-    """How such layers are stored and what they are given."""
+    """Storage of MTP layers, and their inputs."""
 
-    # what comes before a layer's number
+    # name before a layer's number
     prefix: str
     parts: Parts
-    # what is known comes before the embedding
+    # whether the features come before the embedding
     hidden_first: bool
-    # what is known of the model has gone through its last norm
+    # whether the features have passed the model's last norm
     normed: bool
-    # position 0 is given no embedding
+    # whether position 0 gets no embedding
     masks_first: bool
 
 
@@ -109,18 +110,18 @@ _QWEN: Final = MTPLayout(
     normed=True,
     masks_first=False,
 )
-# by the model's model_type
+# layouts by the model's model_type
 _LAYOUTS: Final[Mapping[str, MTPLayout]] = MappingProxyType(
     {"mimo": _MIMO, "qwen3": _QWEN, "qwen3_moe": _QWEN}
 )
 
 
 class MTPLayers:
-    """The layers of a checkpoint, checked: a ``backends.torch.weights.TensorSource`` that has
-    them under the names of a model's layers, and ``parts`` under the names in the file.
+    """The layers of a checkpoint, checked: a ``backends.torch.weights.TensorSource`` with the names
+    of a model's layers, and with ``parts`` under the names in the file.
 
     Raises:
-        CheckpointError: it has none, or of another kind than its model's, or others than its config
+        CheckpointError: it has none, or they differ from its model's kind or from what its config
             implies.
     """
 
@@ -147,7 +148,7 @@ class MTPLayers:
             served, num_hidden_layers=count, sliding_window=None, sliding_layers=(),
             sliding_rope=None, unrotated_layers=(), dense_layers=(),
         )  # fmt: skip
-        # a model with experts may have layers without
+        # a model with experts may have MTP layers without
         dense = [n for n in range(count) if f"model.layers.{n}.mlp.router.weight" not in self]
         self.config: ModelConfig = replace(whole, dense_layers=tuple(dense))
         self.shapes: Mapping[str, tuple[int, ...]] = self._expected()
@@ -162,15 +163,15 @@ class MTPLayers:
 
     @property
     def num_values(self) -> int:
-        """Of all tensors."""
+        """Number of values in all tensors."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     def tensor(self, name: str) -> NDArray[np.float32]:
-        """A fresh array."""
+        """Return a tensor as a fresh array."""
         return values_of(self._entries[name])
 
     def release(self) -> None:
-        """Nothing is kept of what was read."""
+        """Do nothing: no data is kept."""
 
     def _count(self, entries: Mapping[str, SafetensorsEntry], stated: int | None) -> int:
         pattern = re.compile(re.escape(self.layout.prefix) + r"([0-9]+)\.")
@@ -223,7 +224,7 @@ class MTPLayers:
                 )
 
     def _stored(self, name: str) -> str:
-        """For people: a tensor by its place in the file."""
+        """Return a tensor's name in the file, for users."""
         return name.replace("model.layers.", self.layout.prefix, 1)
 
 
@@ -241,7 +242,7 @@ def _stated(path: Path) -> int | None:
 def _renamed(
     entries: Mapping[str, SafetensorsEntry], layout: MTPLayout, model_type: str
 ) -> dict[str, SafetensorsEntry]:
-    """Under the names of a model's layers; what is of none keeps its own."""
+    """Rename tensors to those of a model's layers; other tensors keep their names."""
     architecture = ARCHITECTURES[model_type]
     pattern = re.compile(re.escape(layout.prefix) + r"([0-9]+)\.(.+)")
     found: dict[str, SafetensorsEntry] = {}
@@ -251,6 +252,6 @@ def _renamed(
             found[name] = entry
             continue
         names = architecture.parts_of(f"model.layers.{match[1]}.{match[2]}")
-        # a matrix that holds several is not taken apart, and is refused by its name
+        # a matrix that holds several is not split, and is refused by its name
         found[names[0] if len(names) == 1 else name] = entry
     return found

@@ -1,18 +1,18 @@
-"""Whether a checkpoint is there to be pooled, and how: by what its files say.
+"""Whether a checkpoint's files describe a pooled model, and how it is pooled.
 
 ::
 
     config.json                          architectures: XModel, XForSequenceClassification
     modules.json                         sentence-transformers' pipeline, a folder for each module
-    1_Pooling/config.json                which hidden states: last, mean, cls
-    2_Dense/                             a matrix more, with a bias and an activation
-    3_Normalize                          vectors are brought to length 1
+    1_Pooling/config.json                hidden states that count: last, mean, cls
+    2_Dense/                             one more matrix, with a bias and an activation
+    3_Normalize                          vectors are scaled to length 1
     1_LogitScore/config.json             the score is a token's logit, less another one's
     config_sentence_transformers.json    prompts by name
     sentence_bert_config.json            max_seq_length, do_lower_case
     GGUF                                 <architecture>.pooling_type
 
-This module does not know what computes, or the tensors of a model.
+This module does not know compute paths, or the tensors of a model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MODES: Final = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "last",
 }
-# newer files name the mode itself
+# names of modes in newer files
 _NAMED_MODES: Final = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 # llama.cpp's enum llama_pooling_type
 _GGUF_MODES: Final = {1: "mean", 2: "cls", 3: "last"}
@@ -60,7 +60,7 @@ _BIDIRECTIONAL: Final = ("bert", "roberta", "xlm-roberta")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingFiles:
-    """What the files say of pooling."""
+    """Description of pooling by a model's files."""
 
     # EMBED or CLASSIFY
     task: str
@@ -68,11 +68,11 @@ class PoolingFiles:
     pooling: str
     # "normalize", "sigmoid", "softmax" or "identity": the last function
     activation: str
-    # where that was found, for people
+    # file that says so, for users
     why: str
     # folders of sentence-transformers' Dense modules, in order
     dense: tuple[Path, ...] = ()
-    # the score is the logit of the first token, less that of the second, where there is one
+    # the score is the first token's logit, minus the second's if there is one
     score_tokens: tuple[int | str, ...] = ()
     labels: tuple[str, ...] = ()
     prompts: tuple[tuple[str, str], ...] = ()
@@ -81,10 +81,10 @@ class PoolingFiles:
     lower_case: bool = False
     is_matryoshka: bool = False
     dimensions: tuple[int, ...] = ()
-    # how a query and a document become one prompt: TOKENIZER_TEMPLATE, the folder's chat template
-    # with the roles "query" and "document"; QWEN3_TEMPLATE; None: the tokenizer's pair
+    # template that joins query and document: TOKENIZER_TEMPLATE, the folder's chat template with
+    # the roles "query" and "document"; QWEN3_TEMPLATE; None: the tokenizer's own one for pairs
     score_template: str | None = None
-    # an encoder, which sees the whole prompt, by config.json's model_type; None: a decoder
+    # model_type of an encoder, which sees the whole prompt; None: a decoder
     encoder: str | None = None
 
 
@@ -94,15 +94,15 @@ def find_pooling(
     convert: str = "auto",
     metadata: Mapping[str, Any] | None = None,
 ) -> PoolingFiles | None:
-    """How a folder or GGUF file is pooled; None: it generates.
+    """Return how a folder or GGUF file is pooled; None: it generates.
 
     Args:
-        metadata: of a GGUF file; None: it is a folder.
-        runner: one of RUNNERS; "generate" and "pooling" say what "auto" leaves to the files.
-        convert: one of CONVERTS; what a model becomes whose files do not say it.
+        metadata: of a GGUF file; None: ``path`` is a folder.
+        runner: one of RUNNERS; "generate" and "pooling" decide what "auto" leaves to the files.
+        convert: one of CONVERTS: the task of a model whose files do not name it.
 
     Raises:
-        ConfigError: what was asked for cannot be done with these files.
+        ConfigError: these files do not support what was asked for.
         CheckpointError: malformed files, or modules that are not supported.
     """
     for flag, value, known in (("runner", runner, RUNNERS), ("convert", convert, CONVERTS)):
@@ -119,10 +119,10 @@ def find_pooling(
 
 
 def score_token_ids(folder: Path, files: PoolingFiles) -> tuple[int, ...]:
-    """The ids of ``files.score_tokens``. Raises CheckpointError for what is no token."""
+    """Return the ids of ``files.score_tokens``. Raises CheckpointError for an unknown token."""
     if all(isinstance(token, int) for token in files.score_tokens):
         return tuple(int(token) for token in files.score_tokens)
-    # imported here: an engine makes no text, and seldom asks for such ids
+    # imported here: an engine makes no text, and rarely needs such ids
     from tokenizers import Tokenizer
 
     try:
@@ -170,7 +170,7 @@ def _of_gguf(
             f"--convert classify needs a head, which is not read from GGUF: {path} gives "
             "embeddings; use the model's Hugging Face folder"
         )
-    # as of a folder whose files leave it open
+    # as for a folder whose files leave it open
     usual = ("last", "the last token") if encoder is None else ("cls", "the first token")
     why = f"no pooling_type, so {usual[1]}" if mode is None else f"{key}={kind}"
     return PoolingFiles(
@@ -265,7 +265,7 @@ def _classifier(
     tokens = config.get("classifier_from_token")
     is_qwen3 = config.get("model_type") == "qwen3"
     if tokens is None and is_qwen3:
-        # how Qwen3-Reranker was trained: "no" and "yes" after its own template
+        # Qwen3-Reranker's training: "no" and "yes" after its own template
         tokens = ["no", "yes"]
     if (
         encoder is not None
@@ -284,15 +284,15 @@ def _classifier(
         activation="sigmoid",
         labels=("LABEL_0",),
         why=f"the logits of {' and '.join(map(repr, tokens))}",
-        # as in LogitScore: the one that means yes first
+        # as in LogitScore: the token that means yes comes first
         score_tokens=tuple(reversed(tokens)),
         score_template=template or (QWEN3_TEMPLATE if is_qwen3 else None),
     )
 
 
 def _modules(folder: Path) -> dict[str, Path]:
-    """The modules behind the transformer, by kind and in order: "Pooling", "Dense", "Dense 2",
-    "Normalize" or "LogitScore". Raises CheckpointError for any other."""
+    """Return the modules behind the transformer, by kind and in order: "Pooling", "Dense", "Dense
+    2", "Normalize" or "LogitScore". Raises CheckpointError for any other."""
     listed = read_json_list(folder / "modules.json")
     found: dict[str, Path] = {}
     for number, module in enumerate(listed or ()):
@@ -361,7 +361,7 @@ def _score_tokens(folder: Path) -> tuple[int, ...]:
 
 
 def _score_template(folder: Path) -> str | None:
-    """Whether the folder's chat template has a query's and a document's place."""
+    """Return TOKENIZER_TEMPLATE if the folder's chat template has both roles, else None."""
     config = read_json_object(folder / "tokenizer_config.json") or {}
     source = config.get("chat_template")
     path = folder / "chat_template.jinja"
@@ -386,7 +386,7 @@ def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
         if [number for number, _ in ordered] == list(range(len(named))):
             return tuple(label for _, label in ordered)
         raise CheckpointError(f"id2label is {named!r:.80}, must name labels 0, 1, ...")
-    # transformers' default
+    # default of transformers
     count = config.get("num_labels", 2)
     if type(count) is not int or not 1 <= count <= 1 << 20:
         raise CheckpointError(f"num_labels is {count!r:.40}, must be a whole number from 1")
@@ -394,8 +394,8 @@ def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _class_activation(config: Mapping[str, Any], num_labels: int) -> str:
-    """The last function of a classifier: what sentence-transformers wrote into the config, or what
-    transformers' problem_type means."""
+    """Return the last function of a classifier: as sentence-transformers wrote it into the config,
+    or by transformers' problem_type."""
     written = config.get("sentence_transformers")
     named = written.get("activation_fn") if isinstance(written, dict) else None
     named = named or config.get("sbert_ce_default_activation_function")
@@ -411,7 +411,7 @@ def _class_activation(config: Mapping[str, Any], num_labels: int) -> str:
 
 
 def _shared(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What embedders and classifiers have alike."""
+    """Return the fields that embedders and classifiers share."""
     wrapped = read_json_object(folder / "config_sentence_transformers.json") or {}
     prompts = wrapped.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(t, str) for t in prompts.values()):

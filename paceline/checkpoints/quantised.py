@@ -1,16 +1,16 @@
-"""Matrices that a Hugging Face folder stores in 8 or 4 bits: FP8, GPTQ and AWQ. How config.json
-tells of them is in ``quantisation_config.py``.
+"""Matrices that a Hugging Face folder stores in 8 or 4 bits: FP8, GPTQ and AWQ. Reading of
+config.json is in ``quantisation_config.py``.
 
-A weight of such a folder is ``[outputs, inputs]`` to us, whatever way it lies there::
+A weight is ``[outputs, inputs]`` here, in any stored layout::
 
     FP8    weight           F8_E4M3 [out, in]
            weight_scale     one number, [out] or [out, 1]; or one for each block of rows and
-           weight_scale_inv columns, which is a factor too, whatever its name says
+           weight_scale_inv columns, which is a factor too, despite its name
     GPTQ   qweight          I32 [in / n, out]: n inputs in an integer, the first in the lowest bits
-           qzeros           I32 [groups, out / n], one less than meant but in "gptq_v2"
+           qzeros           I32 [groups, out / n], minus one except in "gptq_v2"
            scales           [groups, out]
-           g_idx            I32 [in], the group of each input; without it, or as it would be, runs
-                            of group_size inputs are a group, and else desc_act was in use
+           g_idx            I32 [in], the group of each input; without it, or where it agrees, runs
+                            of group_size inputs are a group, else desc_act was in use
     AWQ    qweight          I32 [in, out / 8], eight outputs in an integer: 0 2 4 6 1 3 5 7
            qzeros           I32 [groups, out / 8], likewise
            scales           [groups, out]
@@ -38,27 +38,27 @@ from paceline.core.errors import CheckpointError
 
 __all__ = ["FP8", "INSTEAD", "MXFP4", "Q4", "Quantisation", "QuantisedMatrix"]
 
-# what matrices are said to be stored as: bytes that are no integers; integers of 8 bits; of 4 bits
-# in blocks that GGUF has too; and of 4 bits that lie otherwise, or have other scales than halves
+# stored types of matrices: floating-point bytes; 8-bit integers; 4 bits in blocks that GGUF has
+# too; and 4 bits in another order, or with scales that are not halves
 FP8: Final = "FP8"
-# of 4 bits that are no integers, experts alone; see ``stacked``
+# 4-bit floating point, for experts alone; see ``stacked``
 MXFP4: Final = "MXFP4"
 _INT8: Final = "INT8"
 Q4: Final = "Q4_1"
 _INT4: Final = "INT4"
 
-# for messages: what to do about others
+# for messages: the supported kinds, and alternatives to others
 _READ: Final = (
     "FP8 (fp8, fbgemm_fp8, or float-quantized of compressed-tensors), GPTQ of 4 or 8 bits, AWQ "
     "of 4 (gemm) and gpt-oss's MXFP4 are read"
 )
 INSTEAD: Final = f"use a GGUF file of the model or its unquantised folder; {_READ}"
-# of GGUF's Q4_1
+# values in a block of GGUF's Q4_1
 _BLOCK: Final = 32
-# values that are unpacked at a time: whole matrices would take several times what they become
+# values unpacked at a time: at once, a matrix would take several times its final memory
 _AT_ONCE: Final = 1 << 17
 _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
-# what is written beside weights to quantise something else: inputs of a layer, or keys and values
+# tensors that quantise something other than weights: inputs of a layer, or keys and values
 _UNUSED: Final = (
     ".input_scale", ".input_scale_ub", ".activation_scale", ".output_scale", ".q_scale",
     ".k_scale", ".v_scale",
@@ -66,11 +66,11 @@ _UNUSED: Final = (
 
 
 class QuantisedMatrix(Protocol):
-    """A matrix of several stored tensors."""
+    """A matrix made of several stored tensors."""
 
     @property
     def path(self) -> Path:
-        """The file that holds the first of them."""
+        """The file that holds the first of these tensors."""
         ...
 
     @property
@@ -81,42 +81,42 @@ class QuantisedMatrix(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all these tensors."""
         ...
 
     def part(self, rows: slice) -> QuantisedMatrix:
-        """Some of its rows."""
+        """Return the matrix of some of its rows."""
         ...
 
     def values(self) -> NDArray[np.float32]:
-        """What they stand for, in float32: of FP8 and of scales that are no halves the products
-        are rounded to it, else nothing is."""
+        """Return the values in float32. Products are rounded to it for FP8 and for scales that are
+        not halves; other values are exact."""
         ...
 
     def blocks(self) -> NDArray[np.uint8]:
-        """Of ``Q4`` and ``MXFP4``: its rows as GGUF's blocks, [rows, bytes]. They are exact but for
-        zeros of Q4 other than 8: the offset ``-zero * scale`` is rounded to a half, by at most
-        1/128 of the step between two values."""
+        """Return the rows of ``Q4`` or ``MXFP4`` as GGUF's blocks, [rows, bytes]. They are exact,
+        except for zeros of Q4 other than 8: the offset ``-zero * scale`` is rounded to a half, by
+        at most 1/128 of the step between two values."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """``quantization_config`` of a folder, as far as it says how weights lie there."""
+    """``quantization_config`` of a folder, as far as it describes the storage of weights."""
 
     # "FP8", "GPTQ", "AWQ" or "MXFP4"
     method: str
     bits: int = 8
-    # inputs that have a scale; -1: all of them
+    # inputs that share a scale; -1: all of them
     group_size: int = -1
-    # what is added to a stored zero
+    # added to a stored zero
     zero_offset: int = 0
-    # of FP8, rows and columns that have a scale
+    # rows and columns of FP8 that share a scale
     block: tuple[int, int] | None = None
 
     @property
     def text(self) -> str:
-        """For people."""
+        """Description for users."""
         if self.method in (FP8, MXFP4):
             return self.method
         groups = "" if self.group_size == -1 else f" in groups of {self.group_size}"
@@ -125,14 +125,14 @@ class Quantisation:
     def take(
         self, entries: Mapping[str, SafetensorsEntry]
     ) -> dict[str, SafetensorsEntry | QuantisedMatrix]:
-        """Stored tensors by name, with those that make up a matrix in one.
+        """Return stored tensors by name, with those that make up a matrix combined.
 
         Raises:
-            CheckpointError: a matrix lacks a part, its parts do not go together, or there is none.
+            CheckpointError: a matrix lacks a part, its parts disagree, or there is none.
         """
         found: dict[str, SafetensorsEntry | QuantisedMatrix] = dict(entries)
         if self.method == MXFP4:
-            # in stacks, which the architecture takes apart
+            # experts are in stacks, which the architecture takes apart
             return found
         count = 0
         for name, entry in entries.items():
@@ -293,7 +293,7 @@ class _Scaled:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Packed:
-    """Integers of 4 or 8 bits, several in one of 32."""
+    """Integers of 4 or 8 bits, packed into integers of 32."""
 
     qweight: SafetensorsEntry
     qzeros: SafetensorsEntry
@@ -305,7 +305,7 @@ class _Packed:
     is_awq: bool
     # the group of each input; None: runs of group_size
     order: NDArray[np.int64] | None
-    # outputs
+    # outputs of this part
     rows: slice
 
     @property
@@ -331,7 +331,7 @@ class _Packed:
             order = np.arange(self.shape[1]) // self.group_size
         found = np.empty(self.shape, np.float32)
         for rows, numbers in self._numbers():
-            # whole numbers of up to 9 bits times a half: exact
+            # an integer of up to 9 bits times a half: exact
             part = (numbers - zeros[order, rows]).astype(np.float32)
             part *= scales[order, rows]
             found[rows] = part.T
@@ -343,19 +343,19 @@ class _Packed:
         zeros, scales = self._groups()
         rows, count = self.shape[0], self.shape[1] // _BLOCK
         found = np.empty((rows, count, 4 + _BLOCK // 2), np.uint8)
-        # a scale and an offset
+        # first the scale, then the offset of each block
         for place, part in enumerate((scales, -zeros * scales)):
             halves = np.repeat(part.T.astype("<f2"), self.group_size // _BLOCK, axis=1)[:, :count]
             pairs = np.ascontiguousarray(halves).view(np.uint8).reshape(rows, count, 2)
             found[..., 2 * place : 2 * place + 2] = pairs
         for some, numbers in self._numbers():
             nibbles = numbers.T.reshape(-1, count, _BLOCK).astype(np.uint8)
-            # the first half of a block in the lower bits
+            # the first half of a block is in the lower bits
             found[some, :, 4:] = nibbles[..., : _BLOCK // 2] | nibbles[..., _BLOCK // 2 :] << 4
         return found.reshape(rows, -1)
 
     def _groups(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Zeros and scales, [groups, rows]."""
+        """Return zeros and scales, [groups, rows]."""
         packed = _integers(self.qzeros)
         unpacked = (
             _columns(packed, self.bits, _AWQ_ORDER) if self.is_awq else _unpacked(packed, self.bits)
@@ -364,12 +364,12 @@ class _Packed:
         return zeros, values_of(self.scales)[:, self.rows]
 
     def _numbers(self) -> Iterator[tuple[slice, NDArray[np.int32]]]:
-        """Some of its rows at a time, with their numbers [inputs, rows]."""
+        """Yield rows and their numbers [inputs, rows], some rows at a time."""
         packed, each = _integers(self.qweight), 32 // self.bits
         step = max(1, _AT_ONCE // (self.shape[1] * each)) * each
         first, stop = self.rows.start, self.rows.stop
         while first < stop:
-            # from a whole integer on, which holds several rows of AWQ
+            # begin at a whole integer, which holds several rows of AWQ
             begin = first // each
             last = min(begin * each + step, stop)
             if self.is_awq:
@@ -389,7 +389,7 @@ def _check_scales(name: str, scales: SafetensorsEntry) -> None:
 
 
 def _are_halves(scales: SafetensorsEntry) -> bool:
-    """Whether halves, which scales of blocks are, hold all of them exactly."""
+    """Whether halves, the type of scales in blocks, hold all scales exactly."""
     if scales.dtype == "F16":
         return True
     values = values_of(scales)
@@ -406,14 +406,14 @@ def _integers(entry: SafetensorsEntry) -> NDArray[np.uint32]:
 
 
 def _unpacked(packed: NDArray[np.uint32], bits: int) -> NDArray[np.int32]:
-    """[rows, columns * n] of [rows, columns], the lowest bits first."""
+    """Unpack [rows, columns] to [rows, columns * n], lowest bits first."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     found = packed[:, :, None] >> shifts & np.uint32((1 << bits) - 1)
     return found.reshape(len(packed), -1).astype(np.int32)
 
 
 def _columns(packed: NDArray[np.uint32], bits: int, order: tuple[int, ...]) -> NDArray[np.int32]:
-    """As ``_unpacked``, of integers that hold their columns in that order."""
+    """Unpack as ``_unpacked`` does integers that hold their columns in ``order``."""
     found = _unpacked(packed, bits)
     places = np.argsort(order)
     return found.reshape(len(packed), -1, len(order))[:, :, places].reshape(len(packed), -1)
@@ -421,8 +421,8 @@ def _columns(packed: NDArray[np.uint32], bits: int, order: tuple[int, ...]) -> N
 
 @cache
 def _e4m3() -> NDArray[np.float32]:
-    """What each byte stands for: a sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinity,
-    and one number of each sign that is none."""
+    """Return the value of each byte: a sign, 4 bits of exponent (bias 7), 3 of mantissa; no
+    infinity, and one NaN of each sign."""
     codes = np.arange(256)
     exponent, mantissa = codes >> 3 & 15, codes & 7
     normal = (1 + mantissa / 8) * 2.0 ** (exponent - 7)

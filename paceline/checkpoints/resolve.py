@@ -1,9 +1,9 @@
-"""From what a user calls a model to the files on disk.
+"""Resolution of a user's name of a model to the files on disk.
 
 A name is tried as, in this order: an alias (``smollm2-135m``), an existing folder or ``.gguf``
 file, a short name of the catalogue, a name on the hub (``hub_names``). Names may come from a config
-file or a caller, so nothing in one can climb out of a folder: ``..``, encoded slashes and control
-characters are refused before anything looks at the disk.
+file or a caller, so none may leave a folder: ``..``, encoded slashes and control characters are
+refused before the disk is read.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _ENCODED: Final = re.compile(r"%(?:2e|2f|5c|00|25)", re.IGNORECASE)
 class ResolvedModel:
     """A model that is on this machine."""
 
-    # as the user wrote it; the name it is served under unless told otherwise
+    # as the user wrote it; the default name that it is served under
     name: str
     path: Path
     kind: Literal["hf", "gguf"]
 
 
 def default_cache_dir() -> Path:
-    """``PACELINE_CACHE``, else ``XDG_CACHE_HOME/paceline``, else ``~/.cache/paceline``."""
+    """Return ``PACELINE_CACHE``, else ``XDG_CACHE_HOME/paceline``, else ``~/.cache/paceline``."""
     if own := os.environ.get("PACELINE_CACHE"):
         return Path(own).expanduser()
     if shared := os.environ.get("XDG_CACHE_HOME"):
@@ -45,7 +45,7 @@ def default_cache_dir() -> Path:
 
 
 def find_local(alias: str, cache_dir: Path | None = None) -> Path | None:
-    """The model of ``alias`` if it was pulled before, else None. Never touches the network."""
+    """Return the model of ``alias`` if it was pulled before, else None, without the network."""
     entry = ALIASES.get(alias)
     folder = cache_dir or default_cache_dir()
     return cached_path(entry, folder) if entry and is_cached(entry, folder) else None
@@ -59,8 +59,8 @@ def resolve_model(
     refresh: bool = False,
     progress: Progress | None = None,
 ) -> ResolvedModel:
-    """Find ``name``, fetching it if it is an alias or on the hub, not here, and ``offline`` is
-    false. ``refresh`` asks the hub for the newest even where the model is here.
+    """Find ``name``; fetch it unless ``offline`` if it is an alias or on the hub and not yet here.
+    ``refresh`` asks the hub for its newest version even where the model is here.
 
     Hub models are kept in Hugging Face's own cache (``HF_HOME``), aliases under ``cache_dir``.
 
@@ -87,7 +87,7 @@ def resolve_model(
                 f"{path} is a {path.suffix or 'nameless'} file; "
                 "give a .gguf file or a folder with config.json and safetensors"
             )
-        # of a split file the first part has the metadata
+        # the first part of a split file has the metadata
         return ResolvedModel(name, path.with_name(parts_of(path.name)[0]), "gguf")
     row = catalogue().get(name)
     reference = parse_hub_name(row.hub if row else name)
@@ -104,7 +104,7 @@ def resolve_model(
     except CheckpointError as error:
         if not reference.path:
             raise
-        # what was meant may well have been a path
+        # the name may have been meant as a path
         raise CheckpointError(f"no model {name!r} on this machine; {error}") from None
     return ResolvedModel(name, found, selection.kind)
 

@@ -4,8 +4,8 @@
 
     header length u64 | header: JSON {name: {dtype, shape, data_offsets: [begin, end]}} | data
 
-Offsets count from the start of data. The format demands that the spans cover the data exactly,
-without gaps and overlaps; so do we. Which tensors a model needs is not known here.
+Offsets count from the start of data. The spans must cover the data exactly, without gaps and
+overlaps, as the format demands. The tensors that a model needs are not known here.
 
 Source: the format section of the safetensors README.
 """
@@ -27,7 +27,7 @@ __all__ = ["DTYPES", "SafetensorsEntry", "read_data", "read_safetensors_header",
 # 100 bytes per tensor is usual; the largest models have some 10^5 tensors
 MAX_HEADER_BYTES: Final = 16 << 20
 MAX_RANK: Final = 8
-# types that weights are read from, and their names elsewhere
+# types that weights are read from, and their other names
 DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 _ITEM_BITS: Final = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
@@ -43,7 +43,7 @@ class SafetensorsEntry:
     """One tensor; its bytes are known to lie inside the file."""
 
     path: Path
-    # as the format spells it: "F32", "BF16", ...
+    # the format's name of the type: "F32", "BF16", ...
     dtype: str
     shape: tuple[int, ...]
     # first byte, counted from the start of the file
@@ -134,7 +134,7 @@ def _check_cover(
 
 
 def values_of(entry: SafetensorsEntry) -> NDArray[np.float32]:
-    """A tensor in float32, a fresh array. Raises CheckpointError for what is no floating point."""
+    """Return a tensor in float32, a fresh array. Raises CheckpointError for other than floats."""
     if entry.dtype not in DTYPES:
         raise CheckpointError(f"{entry.path} has a tensor of {entry.dtype}, no type of weights")
     data = read_data(entry)
@@ -149,7 +149,7 @@ def values_of(entry: SafetensorsEntry) -> NDArray[np.float32]:
 
 
 def read_data(entry: SafetensorsEntry) -> bytes:
-    """Its bytes. Raises CheckpointError where the file has become shorter."""
+    """Return a tensor's bytes. Raises CheckpointError where the file has become shorter."""
     with entry.path.open("rb") as file:
         file.seek(entry.start)
         data = file.read(entry.num_bytes)

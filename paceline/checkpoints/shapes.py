@@ -1,19 +1,19 @@
-"""The tensors that a model has, by its config.
+"""The tensors of a model, by its config.
 
-Tensors go by one set of names in every format, those of Hugging Face's Llama, so those who compute
-know one layout. In it, dimension ``i`` of a head is rotated against dimension ``i + head_dim / 2``;
-``row_order`` says how rows get there. ::
+Tensors have the names of Hugging Face's Llama in every format, so compute paths know one layout.
+In it, dimension ``i`` of a head is rotated against dimension ``i + head_dim / 2``; ``row_order``
+gives the rows that order. ::
 
     model.embed_tokens.weight                  [vocab, hidden]
     model.layers.N.input_layernorm.weight      [hidden], norms before
     model.layers.N.self_attn.{q,k,v,o}_proj    .weight, .bias if the config says so
-    model.layers.N.self_attn.{q,k}_norm.weight [head_dim], or of all heads together, if any
-    model.layers.N.self_attn.sinks.weight      [heads], if any
+    model.layers.N.self_attn.{q,k}_norm.weight [head_dim], or of all heads together, if present
+    model.layers.N.self_attn.sinks.weight      [heads], if present
     model.layers.N.attention_output_norm.weight [hidden], norms after
     model.layers.N.post_attention_layernorm.weight [hidden], before the MLP: norms before
     model.layers.N.mlp.{gate,up,down}_proj     .weight, .bias if the config says so
     model.layers.N.mlp.router                  .weight [experts, hidden], .bias if the config says
-                                               so: layers with experts, and of each
+                                               so: in layers with experts, and for each expert
     model.layers.N.mlp.experts.E.{gate,up,down}_proj  as above
     model.layers.N.mlp_output_norm.weight      [hidden], norms after
     model.norm.weight                          [hidden]
@@ -36,12 +36,12 @@ from paceline.core.errors import CheckpointError
 __all__ = ["check_shapes", "expected_shapes", "row_order"]
 
 _ROTATED: Final = re.compile(r"\.self_attn\.(q_proj|k_proj|q_norm|k_norm)\.")
-# written by some converters, carrying nothing that the config does not
+# tensors that some converters write in addition, which follow from the config
 _IGNORED: Final = re.compile(r"\.rotary_emb\.inv_freq$|\.masked_bias$|^rope_")
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a model of this config has, with its shape."""
+    """Return every tensor that a model of this config has, with its shape."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
@@ -89,10 +89,10 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def row_order(config: ModelConfig, name: str) -> NDArray[np.int64] | None:
-    """Which stored row each row of a tensor is, where only a head's first dimensions are rotated.
+    """Return the stored row of each row of a tensor, where only part of a head is rotated.
 
-    Files then pair dimension ``i`` with ``i + rotary_dim / 2``. Queries and keys are moved alike,
-    so their products stay what they were, to where the pairs of a full rotation are::
+    Files then pair dimension ``i`` with ``i + rotary_dim / 2``. Queries and keys are reordered
+    alike, so that their products stay the same and the pairs lie as in a full rotation::
 
         stored rows of a head:   a0 .. a(r-1) b0 .. b(r-1) rest               r = rotary_dim / 2
         returned rows:           a0 .. a(r-1) half of rest b0 .. b(r-1) other half
@@ -118,11 +118,11 @@ def row_order(config: ModelConfig, name: str) -> NDArray[np.int64] | None:
 def check_shapes(
     path: Path, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, ...]:
-    """Compare what a file holds (``shapes``) with what its config implies.
+    """Compare the tensors in a file (``shapes``) with those that its config implies.
 
-    Returns the names of the model's tensors. Tensors without meaning for the model are tolerated
-    only where converters are known to write them: an unknown one means that the config describes
-    another model, which would answer nonsense.
+    Returns the names of the model's tensors. Other tensors are tolerated only where converters are
+    known to write them: an unknown one means that the config describes another model, whose answers
+    would be nonsense.
 
     Raises:
         CheckpointError: tensors missing, of another shape, or left over.
@@ -140,7 +140,7 @@ def check_shapes(
                 f"{path}: tensor {name} has shape {list(shapes[name])}, "
                 f"its config implies {list(shape)}"
             )
-    # tied models may store the head a second time
+    # files of tied models may store the head too
     extra = [
         name
         for name in shapes

@@ -1,8 +1,8 @@
-"""Ids that a file gives to special tokens, and what becomes of those outside its vocabulary.
+"""A file's ids of special tokens, and the treatment of ids outside its vocabulary.
 
 Converters write -1, 2^32 - 1 or the id of a token that was cut off for "there is none". Such an id
-counts as absent, with a warning; a model whose only end of sequence is absent would never end an
-answer, and is refused.
+counts as absent, with a warning. A model whose only end of sequence is absent would never end an
+answer, so it is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 @cache
 def warn_once(message: str) -> None:
-    """Log a warning about a file, which several readers in one process may come upon."""
+    """Log a warning about a file once, though several readers in one process may find it."""
     _log.warning("%s", message)
 
 
@@ -30,7 +30,7 @@ def gguf_special_id(metadata: Mapping[str, Any], name: str, count: int) -> int |
     it is absent.
 
     Raises:
-        CheckpointError: it is no whole number.
+        CheckpointError: it is not a whole number.
     """
     key = f"tokenizer.ggml.{name}_token_id"
     token_id = metadata.get(key)
@@ -42,8 +42,8 @@ def gguf_special_id(metadata: Mapping[str, Any], name: str, count: int) -> int |
 
 
 def ids_within(ids: Iterable[int], key: str, count: int) -> frozenset[int]:
-    """Return those of ``ids`` that are in a vocabulary of ``count`` tokens; ``key`` names them in
-    the warning about the others."""
+    """Return the ``ids`` that are in a vocabulary of ``count`` tokens; ``key`` names them in the
+    warning about the others."""
     given = frozenset(ids)
     found = frozenset(token_id for token_id in given if 0 <= token_id < count)
     for token_id in sorted(given - found):

@@ -1,4 +1,4 @@
-"""Experts that a folder stores as one tensor, a matrix each, as gpt-oss has them.
+"""Experts that a folder stores as one tensor with a matrix each, as gpt-oss has them.
 
 ::
 
@@ -7,7 +7,7 @@
                          first in the lower bits
     gate_up_proj_scales  U8 [experts, outputs, blocks], the power of two of each, plus 127
 
-Gate and up take turns, output by output. Sources: transformers' ``modeling_gpt_oss.py`` and
+Gate and up alternate, output by output. Sources: transformers' ``modeling_gpt_oss.py`` and
 ``integrations/mxfp4.py``; OCP Microscaling Formats (MX) v1.0 for the numbers.
 """
 
@@ -27,7 +27,7 @@ from paceline.core.errors import CheckpointError
 
 __all__ = ["Stored", "unstacked"]
 
-# a tensor by itself, or a matrix of several
+# one stored tensor, or a matrix made of several
 Stored: TypeAlias = SafetensorsEntry | QuantisedMatrix
 
 _E2M1: Final = np.array(
@@ -35,9 +35,9 @@ _E2M1: Final = np.array(
 )
 _BLOCK: Final = 32
 _BIAS: Final = 127
-# as ModelConfig has them at most
+# the same limit as in ModelConfig
 MAX_EXPERTS: Final = 4096
-# what a stack holds: our names of its outputs, in turns
+# contents of a stack: our names of its outputs, which alternate
 _PARTS: Final[Mapping[str, tuple[str, ...]]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "down_proj": ("down_proj",),
@@ -45,11 +45,11 @@ _PARTS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def unstacked(entries: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Stored tensors by name, with stacks of experts as ``mlp.experts.N.gate_proj.weight`` and so
-    on, in a folder's other names.
+    """Return stored tensors by name, with stacks of experts as ``mlp.experts.N.gate_proj.weight``
+    etc. under a folder's other names.
 
     Raises:
-        CheckpointError: a stack has another number of dimensions, or its parts do not go together.
+        CheckpointError: a stack has another number of dimensions, or its parts disagree.
     """
     found: dict[str, Stored] = dict(entries)
     for name in entries:
@@ -102,7 +102,7 @@ def _of_expert(entry: SafetensorsEntry, expert: int) -> SafetensorsEntry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Expert:
-    """A matrix of one expert, or its bias: some outputs of what is stored. A
+    """A matrix of one expert, or its bias: some outputs of a stack. A
     ``quantised.QuantisedMatrix``."""
 
     # [inputs, outputs], [outputs, blocks, 16] with scales, or [outputs]
@@ -146,13 +146,13 @@ class _Expert:
         scales = np.frombuffer(read_data(self.scales), np.uint8).reshape(self.scales.shape)
         found = np.empty((*blocks.shape[:2], _BLOCK), np.float32)
         found[..., 0::2], found[..., 1::2] = _E2M1[blocks & 15], _E2M1[blocks >> 4]
-        # powers of two: exact, and those below float32's normal numbers are far below any weight
+        # powers of two: exact, and float32's subnormal numbers are far below any weight
         np.ldexp(found, scales[self.rows][..., None].astype(np.int32) - _BIAS, out=found)
         return found.reshape(len(found), -1)
 
     def blocks(self) -> NDArray[np.uint8]:
-        """Of MXFP4: as GGUF has them, a scale and then bytes of which each holds an input of the
-        first half below one of the second."""
+        """Return MXFP4 as GGUF's blocks: a scale, then bytes that each hold an input of the first
+        half in the lower bits and one of the second half above it."""
         if self.scales is None:
             raise CheckpointError(f"experts stored as {self.dtype} have no blocks of 4 bits")
         blocks = np.frombuffer(read_data(self.stack), np.uint8).reshape(self.stack.shape)[self.rows]

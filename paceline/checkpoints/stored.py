@@ -1,4 +1,4 @@
-"""How many bits a file spends on a weight."""
+"""Number of bits that a file spends on a weight."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.checkpoints.gguf_types import SIZES, GGUFType
 
 __all__ = ["stored_bits"]
 
-# those of quantised folders without their scales, a few hundredths of a bit
+# bits in quantised folders, without scales, which are a few hundredths of a bit
 _PLAIN: Final = {
     "float64": 64.0, "float32": 32.0, "float16": 16.0, "bfloat16": 16.0, "FP8": 8.0, "INT8": 8.0,
     "INT4": 4.0, "MXFP4": 4.25,
@@ -16,7 +16,7 @@ _PLAIN: Final = {
 
 
 def stored_bits(stored_dtype: str) -> float:
-    """Bits a weight, scales included.
+    """Return the bits per weight, scales included.
 
     Args:
         stored_dtype: as ``ModelConfig.stored_dtype``, e.g. "bfloat16" (16) or "Q4_1" (5).

@@ -1,4 +1,4 @@
-"""Whether an embedding that a config ties to the head is what the file holds as the head.
+"""Check whether an embedding that a config ties to the head equals the head in the file.
 
 A model that was fine-tuned with both apart may have been saved with a config that still ties them.
 As in transformers, both are then used as they are stored.
@@ -17,7 +17,7 @@ from paceline.checkpoints.safetensors_format import SafetensorsEntry, read_data,
 
 __all__ = ["are_equal", "rows_of"]
 
-# of a matrix that are compared at a time
+# bytes of a matrix that are compared at a time
 _BYTES: Final = 8 << 20
 
 

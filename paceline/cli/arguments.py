@@ -1,4 +1,4 @@
-"""A parser whose errors are one line, and the numbers and sizes that flags take."""
+"""A parser with one-line errors, and the types of numbers and sizes that flags take."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _UNITS = {
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Descriptions and epilogs stay as they are written where they fit in the terminal. A paragraph
-    that does not is filled anew; where one of several indented lines, which are examples, does not,
-    what stands behind the first wide gap of each goes below it."""
+    """Formatter that keeps descriptions and epilogs as written where they fit in the terminal. A
+    wider paragraph is wrapped; where one of several indented lines (examples) is wider, the text
+    after the first wide gap of each moves to the next line."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(indent + line for line in _fitting(text, width - len(indent)))
@@ -66,19 +66,19 @@ def _fitting(text: str, width: int) -> Iterator[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line and name the nearest flag."""
+    """An argparse parser whose errors are one line and name the nearest flag."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         kwargs.setdefault("formatter_class", _HelpFormatter)
-        # a prefix that is unique today is ambiguous tomorrow, and scripts outlive both
+        # a prefix that is unique today may be ambiguous in a later version, and would break scripts
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """As argparse's, but what is left over is the error of the command that was named, which
-        knows its flags."""
+        """Parse as argparse does, but report unknown arguments as errors of the named command,
+        which knows its flags."""
         known, left = self.parse_known_args(args, namespace)
         if left:
             command = self._command(getattr(known, "command", ""))
@@ -104,7 +104,7 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-# what other servers call it -> what to type here
+# flags of other servers -> flags to use here
 _ELSEWHERE: Final = {
     "--api-key": "PACELINE_API_KEY in the environment, or --api-key-file",
     "--chat-template": "nothing: the checkpoint's own is used, or --trust-request-chat-template",
@@ -123,7 +123,7 @@ _ELSEWHERE: Final = {
     "--quantization": "--dtype int8 or q4",
     "--trust-remote-code": "nothing: no code of a checkpoint is ever run",
 }
-# flags of earlier versions -> what does their work
+# flags of earlier versions -> their successors
 _RENAMED: Final = {
     "--background-share": "--best-effort-share",
     "--best-effort-delay": "--best-effort-share",
@@ -148,7 +148,7 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 
 
 def bounded_int(low: int, high: int | None = None) -> Callable[[str], int]:
-    """A parser of whole numbers in ``[low, high]``."""
+    """Return a parser of whole numbers in ``[low, high]``."""
 
     def parse(text: str) -> int:
         try:
@@ -164,7 +164,7 @@ def bounded_int(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 def bounded_float(low: float, high: float = math.inf) -> Callable[[str], float]:
-    """A parser of finite numbers in ``[low, high]``."""
+    """Return a parser of finite numbers in ``[low, high]``."""
 
     def parse(text: str) -> float:
         try:
@@ -182,7 +182,7 @@ def bounded_float(low: float, high: float = math.inf) -> Callable[[str], float]:
 
 
 def weights_by_name(text: str) -> dict[str, float]:
-    """``gold=3,batch=0.5``: finite numbers above 0 by name. An empty text: none."""
+    """Parse ``gold=3,batch=0.5``: finite numbers above 0 by name. An empty text: none."""
     weights: dict[str, float] = {}
     for entry in filter(None, text.split(",")):
         name, equals, number = entry.rpartition("=")
@@ -201,7 +201,7 @@ def weights_by_name(text: str) -> dict[str, float]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """An object in JSON."""
+    """Parse an object in JSON."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -212,7 +212,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def size_list(text: str) -> tuple[int, ...]:
-    """``256,512``: whole numbers from 1."""
+    """Parse ``256,512``: whole numbers from 1."""
     parts = text.split(",")
     if not all(part.strip().isdigit() and int(part) >= 1 for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of sizes; example: 256,512")
@@ -220,7 +220,7 @@ def size_list(text: str) -> tuple[int, ...]:
 
 
 def byte_count(text: str) -> int:
-    """``2GiB``, ``512 MB`` or plain bytes."""
+    """Parse ``2GiB``, ``512 MB`` or plain bytes."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None:

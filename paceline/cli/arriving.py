@@ -1,7 +1,7 @@
-"""Lines of a pipe or a terminal, as they come.
+"""Lines of a pipe or a terminal, as soon as they arrive.
 
-Whoever writes them may take its time, or wait for an answer before it writes the next one; the
-event loop goes on meanwhile.
+The writer may be slow, or wait for an answer before it writes the next line; the event loop
+continues meanwhile.
 
 This module does not know what a line is for.
 """
@@ -19,12 +19,12 @@ _PIECE: Final = 64 * 1024
 
 
 async def arriving_lines(file: int) -> AsyncGenerator[bytes, None]:
-    """The lines of an open file, without their ends, each as soon as it is whole.
+    """Yield the lines of an open file, without their ends, each as soon as it is complete.
 
     Args:
-        file: a descriptor that nobody else reads meanwhile; stays open.
+        file: a descriptor that has no other reader; stays open.
     """
-    # of the line whose end has not come
+    # parts of the line that is not complete
     parts: list[bytes] = []
     while data := await _read(file):
         *ends, rest = data.split(b"\n")
@@ -40,13 +40,13 @@ async def arriving_lines(file: int) -> AsyncGenerator[bytes, None]:
 
 
 async def _read(file: int) -> bytes:
-    """What there is, once there is something; nothing at the end."""
+    """Wait for data and return it; empty at the end of the file."""
     loop = asyncio.get_running_loop()
     readable: asyncio.Future[None] = loop.create_future()
     try:
         loop.add_reader(file, _tell, readable)
     except PermissionError:
-        # a file on a disk, of which the system does not tell: it is there
+        # a file on a disk cannot be watched, and is always readable
         return os.read(file, _PIECE)
     try:
         await readable

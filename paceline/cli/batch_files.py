@@ -1,6 +1,6 @@
 """The output file of ``paceline generate``: records appended, resumable.
 
-Lines are read and answered as those of ``/v1/batches`` (``server/batches/lines.py``).
+Lines are read and answered as in ``/v1/batches`` (``server/batches/lines.py``).
 
 This module does not know how a request is answered.
 """
@@ -20,18 +20,18 @@ from paceline.server.bodies.wire import encode
 
 __all__ = ["OutputFile"]
 
-# of a line: its custom id, or its place and digest
+# identity of a line: its custom id, or its index and digest
 Key = tuple[str, str]
 
-# every record begins so; tells a torn record from somebody's notes
+# start of every record; distinguishes a torn record from a file of other content
 _START = b'{"index":'
 
 
 class OutputFile:
-    """Answers, appended line by line; what an earlier run wrote stays.
+    """Answers appended line by line; those of an earlier run are kept.
 
-    A last line torn by a crash is cut off on opening. Each line is handed to the operating system
-    whole, so a killed process loses no finished answer.
+    A last line torn by a crash is cut off on opening. Each line is written to the operating system
+    in one call, so a killed process loses no finished answer.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class OutputFile:
         failed: frozenset[Key] = frozenset(),
     ) -> None:
         self._file = file
-        # keys of the lines that have an answer, and of those whose answer is an error
+        # keys of answered lines, and of those answered with an error
         self.answered = answered
         self.failed = failed
 
     @classmethod
     def open(cls, path: Path, *, overwrite: bool = False, retry_failed: bool = False) -> OutputFile:
-        """Raises ConfigError when the file holds something else than a batch's answers.
+        """Open the file. Raises ConfigError where it holds other content than a batch's answers.
 
         Args:
-            retry_failed: errors are taken out of the file, and their lines have no answer then.
+            retry_failed: errors are removed from the file, so that their lines count as unanswered.
         """
         try:
             make_private_folder(path.parent)
@@ -87,7 +87,7 @@ def _lock(file: BinaryIO, path: Path) -> None:
 
 
 def _without_failures(file: BinaryIO, path: Path) -> BinaryIO:
-    """The file anew, locked too, without its errors: whole at every moment, whatever happens."""
+    """Replace the file atomically by a copy without its errors, locked too, and return that."""
     fresh = path.with_name(f".{path.name}.retry")
     copy = os.fdopen(private_opener(str(fresh), os.O_RDWR | os.O_CREAT | os.O_TRUNC), "r+b")
     try:
@@ -110,8 +110,8 @@ def _without_failures(file: BinaryIO, path: Path) -> BinaryIO:
 
 
 def _scan(path: Path) -> tuple[frozenset[Key], frozenset[Key], int]:
-    """Keys answered in ``path``, those whose answer is an error, and the length of its whole lines
-    in bytes."""
+    """Return the keys answered in ``path``, those answered with an error, and the bytes of its
+    complete lines."""
     answered, failed = set(), set()
     end = 0
     with path.open("rb") as lines:
@@ -135,7 +135,7 @@ def _scan(path: Path) -> tuple[frozenset[Key], frozenset[Key], int]:
 
 
 def _read(raw: bytes) -> tuple[Key, bool] | None:
-    """Which line a record answers, and whether with an error; None: it is no record."""
+    """Return the key of a record's line, and whether it is an error; None: not a record."""
     try:
         record = json.loads(raw)
         response = record.get("response")

@@ -1,4 +1,4 @@
-"""The flags of files and batches, and what becomes of them."""
+"""Flags for files and batches, and the settings made from them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
 
 
 def batch_config(args: argparse.Namespace, port: int) -> BatchConfig | None:
-    """What the flags say, on a server that listens on ``port``; None for off."""
+    """Return the settings of a server that listens on ``port``; None: batches are off."""
     from paceline.server.batch_config import BatchConfig
 
     if args.batch_dir == OFF:

@@ -1,4 +1,4 @@
-"""``paceline bench``: load for a server that runs somewhere, and what became of it."""
+"""``paceline bench``: send load to a running server and report the results."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def _fields(text: str) -> dict[str, Any]:
 
 
 def _allow_connections() -> None:
-    """As many open files as the system allows: in overload every request waits on a connection."""
+    """Allow as many open files as the system does: in overload each request needs a connection."""
     import resource
 
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -263,7 +263,7 @@ def _allow_connections() -> None:
 
 
 class _Progress:
-    """Requests that ended, on a terminal only."""
+    """Progress bar of requests that ended, on a terminal only."""
 
     def __enter__(self) -> _Progress:
         from tqdm import tqdm
@@ -279,7 +279,7 @@ class _Progress:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What was asked for, without the key."""
+    """Return the command's settings, without the key."""
     left_out = ("run", "command", "api_key", "output", "html", "json")
     return {
         name: str(value) if isinstance(value, Path) else value

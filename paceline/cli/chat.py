@@ -32,7 +32,7 @@ Standard output carries the answers, everything else goes to standard error. Eac
 one turn of the conversation.
 """
 _COMMANDS = "\n".join(f"  {line}" for line in HELP.splitlines())
-# for models that nothing is known of
+# default where the model recommends none
 _TEMPERATURE = 0.7
 
 
@@ -48,7 +48,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def add_options(parser: Parser) -> None:
-    """All that ``paceline run`` takes too."""
+    """Add the flags that ``paceline run`` takes too."""
     add_model_argument(parser)
     group = parser.add_argument_group("answers")
     group.add_argument("--system", metavar="TEXT", help="what the model is told first")
@@ -155,7 +155,7 @@ def _converse(runner: Any, conversation: Conversation, interactive: bool, shows_
         if isinstance(meant, str):
             message = meant
         elif meant.name is None and not interactive:
-            # in a pipe nobody is there to say it another way
+            # no user could correct a command from a pipe, so the line is a message
             message = text
         elif meant.name == "exit":
             break
@@ -178,7 +178,7 @@ def _converse(runner: Any, conversation: Conversation, interactive: bool, shows_
 
 
 def _carry_out(command: Command, conversation: Conversation) -> str | None:
-    """Do it, and say so; a message that is to be answered now."""
+    """Carry out a command and print the result; return a message that is to be answered now."""
     said = ""
     if command.name is None:
         said = f"there is no command {command.word}; /help lists them, // begins a message with /"
@@ -208,14 +208,14 @@ def _carry_out(command: Command, conversation: Conversation) -> str | None:
 
 def _read(interactive: bool) -> str:
     if interactive:
-        # line editing and history, where there is a terminal
+        # gives input() line editing and history on a terminal
         import readline  # noqa: F401
 
         return input("> ").strip()
     line = sys.stdin.buffer.readline()
     if not line:
         raise EOFError
-    # whatever the locale; bytes that are no text become U+FFFD, and a file may begin with a mark
+    # in any locale; invalid bytes become U+FFFD, and a file may begin with a byte order mark
     return line.decode("utf-8-sig", "replace").strip()
 
 
@@ -227,10 +227,10 @@ async def _say(conversation: Conversation, text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AnswerStats:
-    """How quick an answer was; ``str`` says it for people."""
+    """Speed of an answer; ``str`` formats it for users."""
 
     tokens: int
-    # to the first token, and from there to the last
+    # seconds to the first token, and from there to the last
     first_seconds: float
     other_seconds: float
 
@@ -243,10 +243,10 @@ class AnswerStats:
 
 
 class Conversation:
-    """The messages so far, and how the next answer is made.
+    """The messages so far, and the settings for the next answer.
 
     Args:
-        seed: of the first answer; later ones count up from it.
+        seed: seed of the first answer; later ones count up from it.
     """
 
     def __init__(
@@ -266,9 +266,9 @@ class Conversation:
         self._top_p = top_p
         self._seed = seed
         self._num_answers = 0
-        # user and assistant in turn
+        # user and assistant messages alternate
         self.turns: list[dict[str, Any]] = []
-        # of the latest answer, None before it is whole
+        # speed of the latest answer; None before one is complete
         self.last: AnswerStats | None = None
 
     def reset(self) -> None:
@@ -276,11 +276,11 @@ class Conversation:
         self.turns = []
 
     def set_system(self, text: str | None) -> None:
-        """What the model is told first, from the next answer on."""
+        """Set the system message, from the next answer on."""
         self._system = [] if text is None else [{"role": "system", "content": text}]
 
     def take_back(self) -> str | None:
-        """Forget the latest message and its answer; the message, None where there is none."""
+        """Remove the latest message and its answer; return the message, or None."""
         if not self.turns:
             return None
         said: str = self.turns[-2]["content"]
@@ -288,7 +288,7 @@ class Conversation:
         return said
 
     async def answer(self, text: str) -> AsyncIterator[str]:
-        """The pieces of the answer to ``text``. When it is cancelled, what was said stays said.
+        """Yield the pieces of the answer to ``text``. After a cancellation, they stay in the turns.
 
         Raises:
             NeverFitsError: ``text`` alone is too long for the model.
@@ -335,8 +335,8 @@ class Conversation:
                 self.turns.pop()
 
     def _prompt(self) -> tuple[list[int], int]:
-        """Token ids to continue, and how many may follow. Forgets the oldest turns when the
-        conversation outgrows the context, and says so."""
+        """Return the token ids to continue, and how many may follow. Drops the oldest turns when
+        the conversation outgrows the context, and prints that."""
         tokenizer = self._client.tokenizer
         longest = self._client.info.max_model_len
         forgotten = 0
@@ -344,7 +344,7 @@ class Conversation:
             text = tokenizer.render_chat([*self._system, *self.turns])
             prompt = tokenizer.encode(text, add_special_tokens=False)
             room = longest - len(prompt)
-            # a long conversation is worth a shorter answer, but not none
+            # shorten answers for a long conversation, but only to a quarter of the context
             if room >= min(self._max_tokens, longest // 4):
                 break
             if len(self.turns) <= 2:

@@ -1,4 +1,4 @@
-"""What a line of ``paceline chat`` that begins with a slash means."""
+"""Commands of ``paceline chat``: lines that begin with a slash."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _NAMES: Final[dict[str, Name]] = {
     "/system": "system", "/temperature": "temperature", "/exit": "exit", "/bye": "exit",
     "/quit": "exit",
 }  # fmt: skip
-# a path is no command: it has another slash
+# a path is not a command: it has another slash
 _LOOKS_LIKE_ONE: Final = re.compile(r"/[A-Za-z?-]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command and what follows it."""
+    """A command and its argument."""
 
-    # None: it looks like a command and is none
+    # None: an unknown command
     name: Name | None
-    # as typed
+    # first word of the line, as typed
     word: str
     rest: str
 
 
 def parse(line: str) -> Command | str:
-    """The command that a line is, or the message that it is."""
+    """Parse a line into a command; return it unchanged if it is a message."""
     if line.startswith("//"):
         return line[1:]
     word, _, rest = line.partition(" ")

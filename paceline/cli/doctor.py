@@ -1,4 +1,4 @@
-"""``paceline doctor``: what runs here, and what keeps it from running."""
+"""``paceline doctor``: check what runs on this machine, and what prevents it."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ Nothing is downloaded, started or changed. ok: as it should be; note: works, and
 fault: something will not work. Exit codes: 0 without a fault, 1 with one.
 """
 
-# what a server computes, serves and parses with
+# packages that a server computes, serves and parses with
 _PACKAGES: Final = (
     "fastapi", "uvicorn", "httptools", "uvloop", "pyzmq", "msgspec", "jinja2", "tokenizers",
     "llguidance", "numpy",
 )  # fmt: skip
-# modules that an extra brings, the extra, and what needs it
+# modules of an extra, the extra, and the feature that needs it
 _SERVICES: Final = (
     ("redis", "redis", "--rate-limit-storage"),
     ("opentelemetry.exporter.otlp.proto.http", "otel", "--otlp-endpoint"),
     ("matplotlib", "plots", "simulate --plot"),
 )
 _MIB: Final = 2**20
-# what two processes take beside weights and KV cache
+# approximate bytes of two processes in addition to weights and KV cache
 _PROCESSES: Final = 256 * _MIB
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     # such as "kernels" or "memory"; unique
     name: str
     # "ok", "note" or "fault"
     state: str
-    # what there is, and with a note or a fault what to do
+    # result, and for a note or a fault what to do
     text: str
 
 
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(model: str) -> Iterator[Finding]:
-    """Everything, one after the other; what a look itself fails with is a fault."""
+    """Run all checks in order; an exception in a check is a fault."""
     looks: tuple[tuple[str, Callable[[], Finding]], ...] = (
         ("versions", _versions),
         ("processor", _processor),
@@ -154,7 +154,7 @@ def _kernels() -> Finding:
 
 
 def _torch() -> Finding:
-    # loading it takes seconds; that it is there is enough
+    # importing torch takes seconds, so only its presence is checked
     if find_spec("torch") is None:
         text = "not installed; --compute torch and GPUs need it: pip install 'paceline[torch]'"
         return Finding("torch", "note", text)
@@ -218,7 +218,7 @@ def _folders() -> Finding:
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     parts = []
     for what, folder in (("models", default_cache_dir()), ("batches", Path(state) / "paceline")):
-        # the nearest that is there
+        # the nearest folder that exists
         place = next(each for each in (folder, *folder.parents) if each.exists())
         if not os.access(place, os.W_OK):
             text = f"{what} cannot be kept in {folder}: {place} is not writable by this user"

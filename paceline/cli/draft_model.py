@@ -1,6 +1,6 @@
-"""Which model guesses tokens for the one that is served: what ``speculative_config`` names.
+"""The model named by ``speculative_config`` that guesses tokens for the served one.
 
-This module does not know how models are computed, or what becomes of guesses.
+This module does not know how models are computed, or how guesses are used.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from paceline.speculation.settings import SpeculationSettings
 
 __all__ = ["check_vocabulary", "draft_of", "drafts_by_mtp"]
 
-# the method, and in the place of a model's name, the served one in other weights
+# method, and value of "model", for the served model in another weight format
 _SELF: Final = "self"
 _FEWER_BITS: Final = "q4"
-# the method that a head of another model's hidden states has, which brings no tokenizer
+# method of a head that reads another model's hidden states, which has no tokenizer
 _HEAD: Final = "eagle3"
-# the method that layers of the served model's own checkpoint have
+# method of layers in the served model's own checkpoint
 _OWN_LAYERS: Final = "mtp"
 
 
 def drafts_by_mtp(config: Mapping[str, Any] | None) -> bool:
-    """Whether layers of the served model's checkpoint guess, for which no model is named."""
+    """Whether layers of the served model's checkpoint guess, so that no model is named."""
     return config is not None and config.get("method") == _OWN_LAYERS
 
 
 def draft_of(config: Mapping[str, Any] | None, model_path: str | None) -> tuple[str, str] | None:
-    """Path and format of the draft model's weights, fetched if it is not here; None: none is named.
+    """Return path and format of the draft model's weights, fetched if needed; None: none is named.
 
-    Raises ConfigError for what are no names, CheckpointError where there is no such model.
+    Raises ConfigError for values that are not names, CheckpointError for an unknown model.
     """
     if config is None or not SpeculationSettings.of(config).models or drafts_by_mtp(config):
         return None
@@ -53,7 +53,7 @@ def draft_of(config: Mapping[str, Any] | None, model_path: str | None) -> tuple[
 
 
 def _is_head(config: Mapping[str, Any], path: Path) -> bool:
-    """Raises ConfigError where a head is named as a model, or a model as a head."""
+    """Whether it is a head. Raises ConfigError where a head is named as a model or vice versa."""
     from paceline.checkpoints.eagle3 import is_eagle3
 
     method, is_head = config.get("method"), is_eagle3(path)
@@ -76,7 +76,7 @@ def _is_head(config: Mapping[str, Any], path: Path) -> bool:
 
 
 def check_vocabulary(served: Path, draft: Path) -> None:
-    """Raises ConfigError, with the numbers, unless all tokens of two models have the same ids."""
+    """Raise ConfigError, with the numbers, unless all tokens of two models have the same ids."""
     from paceline.engine.text.tokenizer import load_tokenizer
 
     ours, theirs = (load_tokenizer(path).vocabulary for path in (served, draft))

@@ -1,6 +1,6 @@
 """The engine process's entry: ``python -m paceline.cli.engine_process``, started by a client.
 
-Its settings arrive as JSON on standard input; what to do with them is ``engine.process``'s affair.
+Its settings arrive as JSON on standard input; ``engine.process`` does the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger("paceline.cli")
 
 
 def build(config: bytes) -> tuple[EngineCore, EngineInfo]:
-    """An engine from ``EngineSettings.to_json``."""
+    """Build an engine from the bytes of ``EngineSettings.to_json``."""
     stages = Stages(process_age(), time.monotonic())
     settings = EngineSettings.from_json(config)
     configure_logging(settings.log_level, settings.log_format)

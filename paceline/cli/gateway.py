@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
                 return again, _keys(again)
 
             def ready(host: str, port: int) -> None:
-                # what was imported is never garbage
+                # imported modules are never garbage
                 gc.collect()
                 gc.freeze()
                 models = ", ".join(gateway.routes.names()) or "no model yet"
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(args: argparse.Namespace) -> GatewayConfig:
-    """The file, with what flags say instead. Raises ConfigError."""
+    """Read the configuration file, with flags applied. Raises ConfigError."""
     import msgspec
 
     from paceline.gateway.config import check_config, read_config
@@ -151,11 +151,11 @@ def _read(args: argparse.Namespace) -> GatewayConfig:
 
 
 def _keys(config: GatewayConfig) -> KeyRing:
-    """Raises ConfigError for a file that cannot be read or holds something else."""
+    """Read the keys. Raises ConfigError for a file that is unreadable or has other content."""
     from paceline.core.errors import ConfigError
     from paceline.http.keys import ApiKey, KeyRing, parse_key_file
 
-    # an empty one is a secret that did not arrive, and no reason to ask nobody for a key
+    # an empty variable is a secret that went missing, and must not turn keys off
     single = os.environ.get("PACELINE_API_KEY")
     keys = [] if single is None else [ApiKey.of("environment", "admin", single)]
     if not config.api_key_file:

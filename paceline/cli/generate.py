@@ -44,7 +44,7 @@ examples:
   echo '{"prompt": "2+2="}' | paceline generate - | jq -r '.choices[0].text'
 """
 
-# lines handed to the engine beyond those it can run at once, so that it never waits for one
+# lines submitted beyond those that run at once, so that the engine never waits for one
 _AHEAD = 64
 
 
@@ -80,11 +80,11 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 
 @dataclass(slots=True)
 class Tally:
-    """What came of the lines of this run."""
+    """Counts of this run's lines by result."""
 
     answered: int = 0
     failed: int = 0
-    # in an earlier run already
+    # answered in an earlier run
     skipped: int = 0
     failed_before: int = 0
     output_tokens: int = 0
@@ -132,7 +132,7 @@ def _run(args: argparse.Namespace, source: BinaryIO, output: OutputFile, total: 
     client = LocalEngineClient(core, info, build_tokenizer(settings))
     tally = Tally()
     started = time.monotonic()
-    # None: no bar where nobody watches
+    # None: no bar unless standard error is a terminal
     bar = tqdm(total=total, unit="line", desc=info.model, file=sys.stderr, disable=None)
 
     def show() -> None:
@@ -184,12 +184,12 @@ async def answer_all(
     max_tokens: int | None = None,
     on_progress: Any = None,
 ) -> None:
-    """Answer every line that ``output`` does not answer yet; counts go to ``tally``.
+    """Answer every line that ``output`` does not answer yet, and count results in ``tally``.
 
-    Lines are read as far ahead as the engine has use for, so the input may be of any length.
+    Lines are read only as far ahead as the engine needs, so the input may be of any length.
 
     Raises:
-        EngineDeadError: the engine broke. Lines without an answer stay without one.
+        EngineDeadError: the engine broke. Lines without an answer stay unanswered.
     """
     import asyncio
     from uuid import uuid4
@@ -225,7 +225,7 @@ async def answer_all(
                 await room.acquire()
                 tasks.create_task(one(line))
     except ExceptionGroup as group:
-        # one task failed and the others were cancelled for it
+        # one task failed, which cancelled the others
         raise group.exceptions[0] from None
 
 
@@ -242,7 +242,7 @@ async def _each(
 
 
 async def _arriving(source: BinaryIO, urls: Collection[str]) -> AsyncGenerator[BatchLine, None]:
-    """The lines of a pipe or a terminal, of which nothing was read before."""
+    """Yield the lines of a pipe or a terminal of which nothing was read before."""
     from paceline.cli.arriving import arriving_lines
     from paceline.server.batches.lines import LineReader
 
@@ -255,7 +255,7 @@ async def _arriving(source: BinaryIO, urls: Collection[str]) -> AsyncGenerator[B
 
 
 def _limited(line: BatchLine, max_tokens: int | None) -> dict[str, Any]:
-    """The line's body, with ``max_tokens`` by its endpoint's name where it does not say."""
+    """Return the line's body, with ``max_tokens`` under its endpoint's name if it has none."""
     body = line.body
     if max_tokens is None or {"max_tokens", "max_completion_tokens", "max_output_tokens"} & set(
         body
@@ -269,7 +269,7 @@ def _limited(line: BatchLine, max_tokens: int | None) -> dict[str, Any]:
 
 
 def _record(line: BatchLine, answer: Answer) -> dict[str, Any]:
-    """The output line. ``index`` comes first: a torn record is known by it."""
+    """Return the output record. ``index`` comes first: it identifies a torn record."""
     from msgspec import json
 
     from paceline.server.batches.lines import openai_record
@@ -298,7 +298,7 @@ def _output_tokens(answer: Answer) -> int:
 
 @contextmanager
 def _open_input(name: str, output: str | None) -> Iterator[tuple[BinaryIO, int | None]]:
-    """The input and, if it can be read twice, its number of requests."""
+    """Open the input; also return its number of requests, if it can be read twice."""
     if name == "-":
         yield sys.stdin.buffer, None
         return

@@ -1,6 +1,6 @@
-"""Flags that were given something else than their default, for the page's operations tab.
+"""Flags with another value than their default, for the page's operations tab.
 
-Of a value that is a URL the host and port are told alone: the rest may be a secret.
+For a value that is a URL only scheme, host and port are given: the rest may be a secret.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 __all__ = ["given_flags"]
 
-# where help says what holds without the flag
+# the default as a help text states it
 _DEFAULT = re.compile(r"\(default:? ([^()]*(?:\([^()]*\)[^()]*)*)\)|; default:? (.*)$", re.DOTALL)
-# scheme and host; what stands before @ may be a password
+# scheme and host; the part before @ may be a password
 _URL = re.compile(r"([A-Za-z][\w+.-]*)://(?:[^/?#]*@)?([^/?#]*)")
 
 
 def given_flags(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> tuple[GivenSetting, ...]:
-    """Of the command that ``parser`` is of, in the order of its --help."""
+    """Return those of the parser's command, in the order of its --help."""
     from paceline.server.config import GivenSetting
 
     found = []
@@ -51,7 +51,7 @@ def _name(action: argparse.Action, value: Any) -> str:
 
 def _default(action: argparse.Action) -> str:
     if action.nargs == 0 or isinstance(action.default, bool):
-        # a flag that stands alone is off without it, or its opposite holds
+        # a flag without a value is off by default, unless its opposite is
         return "on" if isinstance(action, argparse.BooleanOptionalAction) and action.default else ""
     if action.default not in (None, [], {}):
         return _shown(action.default)
@@ -76,7 +76,7 @@ def _shown(value: Any) -> str:
 
 
 def _targets(slo: Slo) -> str:
-    """As --slo-class takes it."""
+    """Format targets as --slo-class takes them."""
     told = [
         f"{field.name}:{1e3 * seconds:g}"
         for field in fields(slo)

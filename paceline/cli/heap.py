@@ -1,4 +1,4 @@
-"""What a start has freed, handed back to the system."""
+"""Return of freed memory to the system after a start."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ __all__ = ["trim_heap"]
 
 
 def trim_heap() -> None:
-    """Called once a process has loaded what it keeps: of a vocabulary's texts, of dequantised
-    layers and of modules' sources glibc would hold the memory for the next allocations, which do
-    not come. Some milliseconds; nothing under other C libraries."""
+    """Trim the heap, once a process has loaded what it keeps. glibc would otherwise hold the memory
+    of vocabulary texts, dequantised layers and module sources for later allocations, which do not
+    come. Takes some milliseconds; does nothing under other C libraries."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

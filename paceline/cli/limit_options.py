@@ -1,4 +1,4 @@
-"""Flags of ``paceline serve`` about what callers may ask for and send."""
+"""Flags of ``paceline serve`` that limit what callers may ask for and send."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_limit_options", "limit_settings"]
 
-# flag -> field of Bounds; what is not given is left to its default there
+# flag -> field of Bounds; a flag that is not given leaves the field's default
 _BOUNDS: Final = {
     "max_header_size": "max_head_bytes",
     "max_headers": "max_headers",
@@ -27,7 +27,7 @@ _BOUNDS: Final = {
 
 
 def rate(text: str) -> Rate:
-    # here, as everywhere in this room: other commands need no server
+    # imported here, as everywhere in this package: other commands need no server
     from paceline.http.rate_limits import Rate
 
     try:
@@ -163,7 +163,7 @@ def add_limit_options(parser: Parser) -> None:
 
 
 def limit_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of ServerConfig. Raises ConfigError."""
+    """Return fields of ServerConfig. Raises ConfigError."""
     from paceline.http.bounds import Bounds
     from paceline.http.rate_limits import KeyLimits
 

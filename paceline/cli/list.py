@@ -1,4 +1,4 @@
-"""``paceline list``: the models that were downloaded."""
+"""``paceline list``: list the downloaded models."""
 
 from __future__ import annotations
 

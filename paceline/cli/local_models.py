@@ -14,17 +14,17 @@ __all__ = ["LocalModel", "find", "local_models"]
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """One model, as ``paceline serve`` takes its name."""
+    """One model, by the name that ``paceline serve`` takes."""
 
     name: str
     size: int
-    # unix time of its latest change
+    # unix time of its last change
     modified: float
-    # the folder that holds it and nothing else
+    # folder that holds only this model
     folder: Path
 
     def remove(self) -> None:
-        """Raises CheckpointError."""
+        """Delete the folder. Raises CheckpointError."""
         try:
             shutil.rmtree(self.folder)
         except OSError as error:
@@ -32,7 +32,7 @@ class LocalModel:
 
 
 def local_models() -> Iterator[LocalModel]:
-    """Aliases first. Models in folders of your own are known to nobody but you."""
+    """Yield aliases, then hub models. Models in folders of the user's own are not known here."""
     from paceline.checkpoints.aliases import ALIASES
     from paceline.checkpoints.resolve import default_cache_dir, find_local
 
@@ -45,7 +45,7 @@ def local_models() -> Iterator[LocalModel]:
 
 
 def find(name: str) -> LocalModel:
-    """Raises CheckpointError with what there is."""
+    """Return a model by name. Raises CheckpointError that lists the known ones."""
     models = {model.name: model for model in local_models()}
     if name not in models:
         there = f"there are {', '.join(models)}" if models else "there is none"

@@ -1,4 +1,4 @@
-"""Where log lines go: standard error, one line each, so that standard output stays for answers."""
+"""Log lines on standard error, one line each, so that standard output has only answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final
 __all__ = ["JsonFormatter", "configure_logging"]
 
 _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-# chatty at info about things nobody here asked for
+# loggers whose info lines are of no interest here
 _QUIET: Final = ("httpx", "huggingface_hub", "filelock", "urllib3")
 # messages are "event name=%s other=%d"
 _FIELD: Final = re.compile(r"(\w+)=%[-+ #0-9.]*[a-zA-Z]|%[-+ #0-9.]*[a-zA-Z]")

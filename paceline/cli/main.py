@@ -36,7 +36,7 @@ first steps:
 
 
 def build_parser(commands_of: Sequence[str] = _COMMANDS) -> Parser:
-    """The command line, whole or with some commands only. Imports nothing heavy."""
+    """Build the command line, with all commands or some. Imports nothing heavy."""
     parser = Parser(
         prog="paceline",
         description="Serve open-weight language models.",
@@ -52,9 +52,9 @@ def build_parser(commands_of: Sequence[str] = _COMMANDS) -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
+    """Run one command and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    # the others need not be imported for the one that is named
+    # for a named command the others need not be imported
     named = argv[0] if argv and argv[0] in _COMMANDS else None
     args = build_parser(_COMMANDS if named is None else (named,)).parse_args(argv)
     run: Callable[..., int] = args.run
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # the reader of our output went away; keep the interpreter's last flush quiet
+        # the reader of our output has closed it; keep the interpreter's last flush quiet
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -31,7 +31,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def add_model_argument(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
-    """MODEL, or --model where the positional place is taken."""
+    """Add MODEL, or --model where the positional argument is taken."""
     parser.add_argument(
         "model" if positional else "--model",
         nargs="?" if positional else None,
@@ -50,9 +50,9 @@ def add_model_argument(parser: argparse.ArgumentParser, *, positional: bool = Tr
 
 
 def add_engine_options(parser: argparse.ArgumentParser, *, scheduling: bool = True) -> None:
-    """Everything that shapes the engine, grouped for --help.
+    """Add all flags of the engine, grouped for --help.
 
-    ``scheduling=False`` is for one caller at a time: no flags for what only several can notice.
+    ``scheduling=False`` is for a single caller: it omits flags that only matter to several.
     """
     default = EngineSettings.of()
     _add_model_options(parser, default)
@@ -64,7 +64,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, scheduling: bool = Tr
 
 
 def add_admission_options(parser: argparse.ArgumentParser) -> None:
-    """What a server refuses; offline work refuses nothing."""
+    """Add the flags for refusals by a server; offline work refuses nothing."""
     default = EngineSettings.of()
     add_flags(parser.add_argument_group("admission"), ADMISSION, default)
 
@@ -251,11 +251,11 @@ def _add_cache_options(parser: argparse.ArgumentParser, default: EngineSettings)
 
 
 def resolve_path(model: str, *, refresh: bool = False) -> tuple[str, str]:
-    """``(name, path)`` of a model argument, downloading it when it is an alias or a name on the hub
-    that is not here yet; ``refresh``: also when the hub has a newer one. Progress goes to standard
+    """Return ``(name, path)`` of a model argument, downloading an alias or a hub model that is not
+    here yet; ``refresh``: also when the hub has a newer one. Progress is written to standard
     error.
 
-    Raises CheckpointError or UnknownModelError with what to do next.
+    Raises CheckpointError or UnknownModelError that says what to do next.
     """
     from paceline.checkpoints.resolve import resolve_model
     from paceline.cli.progress import download_progress
@@ -266,7 +266,7 @@ def resolve_path(model: str, *, refresh: bool = False) -> tuple[str, str]:
 
 
 def chosen_model(args: argparse.Namespace) -> str:
-    """MODEL, wherever it was given. Raises ConfigError where there are two."""
+    """Return MODEL from either argument. Raises ConfigError where both are given."""
     model: str = args.model
     flag: str | None = getattr(args, "model_flag", None)
     if flag is None:
@@ -279,10 +279,10 @@ def chosen_model(args: argparse.Namespace) -> str:
 def engine_settings(
     args: argparse.Namespace, *, log_level: str = "info", log_format: str = "text"
 ) -> EngineSettings:
-    """Settings from the flags of ``add_model_argument`` and ``add_engine_options``; fetches the
-    model when needed."""
+    """Return settings from the flags of ``add_model_argument`` and ``add_engine_options``; fetches
+    the model when needed."""
     with naming_flags():
-        # before a model is fetched
+        # checked before a model is fetched
         settings = EngineSettings.of(**given_settings(args, (*SCHEDULING, *ADMISSION)))
     model = chosen_model(args)
     if args.backend == "null":

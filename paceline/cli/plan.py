@@ -1,4 +1,4 @@
-"""``paceline plan``: how much hardware, divided how, at what price."""
+"""``paceline plan``: hardware that a model needs, how to divide it, and its price."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _report(args: argparse.Namespace, rows: list[tuple[str, str]], values: dict[str, Any]) -> int:
-    """A table for people, or one line of JSON for programs."""
+    """Print a table for users, or one line of JSON for programs."""
     if args.json:
         print(json.dumps({"plan": args.what, **values}))
         return 0
@@ -153,8 +153,8 @@ def _add_memory(plans: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _served(args: argparse.Namespace) -> ServedMemory | None:
-    """What ``serve`` takes for a checkpoint on this machine; None where that is not asked: for a
-    model that is no file, for other hardware, or for formats that flags name."""
+    """Return what ``serve`` would take for a checkpoint on this machine; None where the question is
+    another: a model without a file, other hardware, or formats named by flags."""
     path = Path(args.model)
     if args.hardware or not path.exists() or (args.weight_dtype and args.kv_dtype):
         return None
@@ -164,8 +164,8 @@ def _served(args: argparse.Namespace) -> ServedMemory | None:
 
 
 def _draft(args: argparse.Namespace) -> tuple[ServedMemory, bool] | None:
-    """What the model takes that guesses for the served one, and whether it is that one in fewer
-    bits, whose KV cache is a copy; None: none is named."""
+    """Return the memory of the model that guesses for the served one, and whether it is the served
+    one in fewer bits, whose KV cache is a copy; None: none is named."""
     from paceline.backends.served import served_memory
     from paceline.checkpoints.eagle3 import is_eagle3
     from paceline.cli.draft_model import draft_of, drafts_by_mtp
@@ -422,7 +422,7 @@ def _run_split(args: argparse.Namespace) -> int:
     times = RooflineStepTimes(
         card, find_model(args.model, plan_fleet.given_shapes(args)), degree=args.gpus
     )
-    # half grown on average, but the longest must fit
+    # sequences are half grown on average, but the longest must fit
     room = times.num_blocks(1) // (args.prompt + args.output // 2)
     if times.num_blocks(1) < args.prompt + args.output:
         raise ConfigError(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_model_shape", "add_parser", "given_shapes"]
 
-# of a plan that says how much is needed, where nothing will do
+# exit code where no fleet meets the targets
 _NONE_WILL_DO = 1
 
 
@@ -70,7 +70,7 @@ def add_parser(plans: argparse._SubParsersAction[Parser]) -> None:
 
 
 def add_model_shape(parser: argparse.ArgumentParser) -> None:
-    """The flag that ``given_shapes`` reads."""
+    """Add the flag that ``given_shapes`` reads."""
     parser.add_argument(
         "--model-shape",
         type=Path,
@@ -81,7 +81,7 @@ def add_model_shape(parser: argparse.ArgumentParser) -> None:
 
 
 def given_shapes(args: argparse.Namespace) -> tuple[ModelShape, ...]:
-    """What --model-shape gives. Raises ConfigError for a file that is none."""
+    """Return the shapes of --model-shape. Raises ConfigError for a malformed file."""
     from paceline.sim.step_times.models import ModelShape
 
     return ModelShape.read(args.model_shape) if args.model_shape else ()
@@ -168,7 +168,7 @@ def _run_fleet(args: argparse.Namespace) -> int:
 
 
 def _kinds(args: argparse.Namespace) -> list[FleetOption]:
-    """The kinds of replica, with their prices."""
+    """Return the kinds of replica, with their prices."""
     from paceline.sim.plan import FleetOption, find_model
     from paceline.sim.step_times.roofline import HardwareCard
     from paceline.sim.step_times.spec import open_step_times
@@ -200,7 +200,7 @@ def _kinds(args: argparse.Namespace) -> list[FleetOption]:
 
 
 def _never(answer: FleetAnswer, most: int) -> str:
-    """Why there is no size: all were tried, or none had to be."""
+    """Say why no size was found: all were tried, or none had to be."""
     return f"more than {most}" if answer.found.tried else "none will do"
 
 

@@ -1,4 +1,4 @@
-"""``paceline plan models``: which known models fit a memory, and in which format."""
+"""``paceline plan models``: known models that fit a memory, and the format in which they do."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
-# formats of weights from the most exact on, and the bytes that a weight takes with its scales,
-# as in GGUF's Q8_0 and Q4_0
+# formats of weights from the most exact on, and bytes per weight with its scales, as in GGUF's
+# Q8_0 and Q4_0
 _FORMATS: Final = (("bfloat16", 2.0), ("int8", 8.5 / 8), ("q4", 4.5 / 8))
 _UTILIZATION: Final = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """What a model does in a memory."""
+    """A model in a given memory."""
 
-    # of the weights; "" where no format leaves room for enough sequences
+    # format of the weights; "" where no format leaves room for enough sequences
     format: str
-    # that run at once
+    # sequences that run at once
     sequences: int
 
 
@@ -125,7 +125,7 @@ def _fit(shape: ModelShape, memory: int, mean_len: float, wanted: int) -> _Fit:
                 utilization=_UTILIZATION,
             )
         except ConfigError:
-            # no room for one
+            # no room for a single sequence
             continue
         if plan.paged >= wanted:
             return _Fit(name, plan.paged)

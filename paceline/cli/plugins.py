@@ -1,4 +1,4 @@
-"""Scheduling policies that other installed packages bring along."""
+"""Scheduling policies of other installed packages."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ GROUP = "paceline.policies"
 
 
 def _found() -> dict[str, EntryPoint]:
-    # takes longer to import than most of this package
+    # imported here: it takes longer to import than most of this package
     from importlib.metadata import entry_points
 
     return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
 def policy_names() -> tuple[str, ...]:
-    """Built-in policies, then those of other packages. Loads none of them."""
+    """Return the built-in policies, then those of other packages, without loading any."""
     return (*POLICIES, *(name for name in _found() if name not in POLICIES))
 
 
 def load_policy(name: str) -> None:
-    """Make ``name`` known to ``core.policies.make_policy``; a built-in name stays what it is.
+    """Register ``name`` with ``core.policies.make_policy``; built-in names cannot be replaced.
 
     Raises:
         ConfigError: the package that offers it cannot be loaded.

@@ -1,4 +1,4 @@
-"""Progress bars on standard error; silent where nobody watches."""
+"""Progress bars on standard error; silent unless it is a terminal."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["download_progress"]
 
 @contextmanager
 def download_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A ``checkpoints.pull.Progress`` that draws one bar per stage on a terminal, and prints each
-    stage's name once elsewhere. Draws nothing when it is never called."""
+    """Yield a ``checkpoints.pull.Progress`` that draws one bar per stage on a terminal, and prints
+    each stage's name once elsewhere. Draws nothing when it is never called."""
     bar: Any = None
     stage_shown = ""
 

@@ -1,7 +1,7 @@
-"""``paceline ps``: the servers of this user that run on this machine.
+"""``paceline ps``: list this user's servers on this machine.
 
-There is no register of them that could be out of date: ``/proc`` is asked who was started as
-``paceline serve`` and on which port each one listens.
+There is no register of them that could be out of date: ``/proc`` shows the processes started as
+``paceline serve`` and the ports on which they listen.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _LISTENS: Final = "0A"
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One ``paceline serve``."""
+    """One running ``paceline serve``."""
 
     pid: int
     model: str
-    # those it listens on; several with --metrics-port, none while it starts
+    # ports it listens on; several with --metrics-port, none while it starts
     ports: tuple[int, ...]
-    # of its processes together, in bytes
+    # bytes of its processes together
     memory: int
-    # seconds since it was started
+    # seconds since its start
     age: float
 
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def servers(proc: Path = Path("/proc")) -> Iterator[Server]:
-    """In the order of their process ids. What ends meanwhile is left out."""
+    """Yield servers by process id. One that ends meanwhile is left out."""
     pids = sorted(int(path.name) for path in proc.iterdir() if path.name.isdigit())
     parents = {pid: parent for pid in pids if (parent := _parent(proc, pid)) is not None}
     for pid in pids:
@@ -93,7 +93,7 @@ def _command(proc: Path, pid: int) -> list[str]:
 
 
 def _model(command: Sequence[str]) -> str | None:
-    """What a ``paceline serve`` serves, None if the command is another."""
+    """Return the model of a ``paceline serve``, or None for another command."""
     for place, word in enumerate(command[:-1]):
         is_ours = os.path.basename(word) == "paceline" or word == "paceline.cli.main"
         if is_ours and command[place + 1] == "serve":
@@ -108,7 +108,7 @@ def _model(command: Sequence[str]) -> str | None:
             return flags[place + 1]
         if word.startswith("--model="):
             return word.partition("=")[2]
-    # the model comes first, or anywhere where no flag takes it for its value
+    # the model comes first, or wherever no flag takes it as its value
     return flags[0] if flags and not flags[0].startswith("-") else DEFAULT_MODEL
 
 

@@ -1,4 +1,4 @@
-"""``paceline pull``: have a model on this machine before it is needed."""
+"""``paceline pull``: download a model before it is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``paceline rm``: a downloaded model makes room."""
+"""``paceline rm``: remove a downloaded model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 def run(args: argparse.Namespace) -> int:
     from paceline.cli.local_models import find
 
-    # all of them are found before one is removed
+    # all models must be found before one is removed
     for model in [find(name) for name in dict.fromkeys(args.model)]:
         model.remove()
         print(f"removed {model.name} ({model.size / 1e6:.0f} MB)")

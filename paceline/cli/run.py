@@ -1,4 +1,4 @@
-"""``paceline run``: fetch a model if need be, and talk to it; with a prompt, one answer."""
+"""``paceline run``: fetch a model if needed, and chat with it; with a prompt, answer once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The flags that change what the scheduler decides: one table, for those who serve and those who
-simulate."""
+"""Flags that change the scheduler's decisions, in one table for serving and simulating."""
 
 from __future__ import annotations
 
@@ -37,25 +36,25 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """One flag, and the setting that it becomes."""
+    """One flag, and the setting that it sets."""
 
     name: str
-    # a name that EngineSettings.of knows
+    # name of the setting, known to EngineSettings.of
     field: str
     help: str
-    # neither of these two: --name and --no-name
+    # parser of the value; with neither this nor ``choices``: --name and --no-name
     parse: Callable[[str], Any] | None = None
     choices: Callable[[], Sequence[str]] | None = None
     metavar: str = "N"
-    # how many of the flag's units one of the setting's is
+    # units of the flag in one unit of the setting
     scale: float = 1.0
-    # 0 stands for None
+    # whether 0 stands for None
     zero_is_none: bool = False
-    # in the flag's units, where it is not the field's own
+    # default in the flag's units, where it is not the field's own
     default: Any = None
-    # the policies of this package that use it; (): all
+    # this package's policies that use it; (): all
     policies: tuple[str, ...] = ()
-    # used by the adaptive token budget alone
+    # whether only the adaptive token budget uses it
     adaptive: bool = False
 
     @property
@@ -63,14 +62,14 @@ class Flag:
         return self.name.removeprefix("--").replace("-", "_")
 
     def default_of(self, settings: EngineSettings) -> Any:
-        """The value that stands for the flag left out, in its own units."""
+        """Return the default in the flag's own units."""
         if self.default is not None:
             return self.default
         value = settings.value(self.field)
         return value * self.scale if self.scale != 1.0 else value
 
     def setting(self, value: Any) -> Any:
-        """The field's value from the flag's."""
+        """Return the setting for a value of the flag."""
         if value is None or (self.zero_is_none and not value):
             return None
         return value / self.scale if self.scale != 1.0 else value
@@ -248,7 +247,7 @@ SCHEDULING: Final = (
     ),
 )
 
-# what a server promises and refuses; offline work waits for its end alone, and refuses nothing
+# promises and refusals of a server; offline work only waits for its end, and refuses nothing
 ADMISSION: Final = (
     Flag(
         name="--default-ttft-ms",
@@ -320,7 +319,7 @@ ADMISSION: Final = (
 def add_flags(
     group: argparse._ArgumentGroup, flags: tuple[Flag, ...], default: EngineSettings | None
 ) -> None:
-    """Add ``flags``; without ``default``, one that is left out is None and its help names none."""
+    """Add ``flags``; without ``default``, an omitted flag is None and its help names no default."""
     for flag in flags:
         value = None if default is None else flag.default_of(default)
         help_text = flag.help
@@ -341,13 +340,13 @@ def _shown(value: Any) -> str:
 
 
 def default_settings(flags: tuple[Flag, ...]) -> dict[str, Any]:
-    """Settings by name, where none of ``flags`` is given."""
+    """Return settings by name where none of ``flags`` is given."""
     default = EngineSettings.of()
     return {flag.field: flag.setting(flag.default_of(default)) for flag in flags}
 
 
 def ignored_flags(settings: EngineSettings) -> list[str]:
-    """What to say of flags that were changed and have no effect beside the others."""
+    """Return notes on flags that were changed and have no effect with the others."""
     default = EngineSettings.of()
     policy = settings.scheduler.policy
     found = []
@@ -366,7 +365,7 @@ def ignored_flags(settings: EngineSettings) -> list[str]:
 
 
 def given_settings(args: argparse.Namespace, flags: tuple[Flag, ...]) -> dict[str, Any]:
-    """Settings by name, of ``flags`` that have one in ``args``."""
+    """Return settings by name, for those of ``flags`` that are in ``args``."""
     return {
         flag.field: flag.setting(value)
         for flag in flags
@@ -376,7 +375,7 @@ def given_settings(args: argparse.Namespace, flags: tuple[Flag, ...]) -> dict[st
 
 @contextmanager
 def naming_flags() -> Iterator[None]:
-    """In errors about settings that do not go together, call these what they are called here."""
+    """Name flags, instead of settings, in errors about settings that exclude each other."""
     try:
         yield
     except ConfigError as error:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from paceline.http.keys import ApiKey
     from paceline.server.config import ServerConfig
 
-    # ``server.lifecycle.serve``
+    # signature of ``server.lifecycle.serve``
     Serve = Callable[..., Awaitable[int]]
 
 __all__ = ["add_parser", "ready_line"]
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ssl_keyfile is not None and args.ssl_certfile is None:
         raise ConfigError(f"--ssl-keyfile {args.ssl_keyfile} needs --ssl-certfile: its certificate")
     if args.ssl_certfile is not None:
-        # before a model is fetched and loaded
+        # checked before a model is fetched and loaded
         check_tls_files(args.ssl_certfile, args.ssl_keyfile)
     api_keys = _api_keys(args.api_key_file)
     # a taken port is found before a model is fetched and loaded
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         if not api_keys:
             _warn_if_reachable(listener)
         settings = engine_settings(args, log_level=args.log_level, log_format=args.log_format)
-        # told by no engine whose server does not show it
+        # an engine publishes its timeline only if the server shows it
         kept = args.ui and args.timeline and args.timeline_history > 0
         settings = replace(settings, timeline=kept)
         if args.record is not None:
@@ -171,14 +171,14 @@ def _server_config(
 
 
 def _what_if_choices() -> Mapping[str, Any]:
-    # when somebody asks
+    # imported only when the page asks
     from paceline.cli.what_if import choices
 
     return choices()
 
 
 def _warn_if_reachable(listener: socket.socket) -> None:
-    """Say so where other machines may use this one, and nobody is asked for a key."""
+    """Warn where other machines can reach a server that asks for no key."""
     host, port = listener.getsockname()[:2]
     if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
         logging.getLogger("paceline.cli").warning(
@@ -190,8 +190,8 @@ def _warn_if_reachable(listener: socket.socket) -> None:
 
 
 def _api_keys(path: Path | None) -> tuple[ApiKey, ...]:
-    """Raises ConfigError for a file that cannot be read or holds something else."""
-    # an empty one is a secret that did not arrive, and no reason to ask nobody for a key
+    """Read the keys. Raises ConfigError for a file that is unreadable or has other content."""
+    # an empty variable is a secret that went missing, and must not turn keys off
     single = os.environ.get("PACELINE_API_KEY")
     if path is None and single is None:
         return ()
@@ -248,7 +248,7 @@ async def _serve(
         SupervisedEngineClient.start(engine, max_restarts=max_restarts, window=RESTART_WINDOW)
     )
     with uncollected():
-        # the engine's process first: the web framework is imported while that one loads its model
+        # the engine's process starts first: the web framework is imported while it loads its model
         await asyncio.sleep(0)
         stages.done("start", time.monotonic())
         try:
@@ -260,14 +260,14 @@ async def _serve(
                 await (await starting).close()
             raise
         client = await starting
-        # and the tokenizer, which is loaded meanwhile
+        # the tokenizer is loaded meanwhile, too
         trim_heap()
         stages.done("engine", time.monotonic())
     name = config.served_model_names[0] if config.served_model_names else client.info.model
 
     def ready(host: str, port: int) -> None:
         if metrics_listener is not None:
-            # on standard error: programs read one line on standard output
+            # on standard error: programs read a single line on standard output
             metrics_host, metrics_port = metrics_listener.getsockname()[:2]
             _log.info("metrics_listening host=%s port=%d", metrics_host, metrics_port)
         stages.done("listen", time.monotonic())
@@ -281,9 +281,9 @@ async def _serve(
 
 
 def successor(settings: EngineSettings, before: EngineInfo, number: int) -> EngineSettings:
-    """Settings of engine ``number`` that replaces one: of the same size and on the same NUMA nodes,
-    whatever memory is free by now and where, so that all that was admitted still fits; on others
-    if it may not run there any more. What it records goes to a file of its own."""
+    """Return the settings of engine ``number`` that replaces one. It has the same size and NUMA
+    nodes, whatever memory is free now, so that all admitted requests still fit; other nodes if it
+    may not run on these any more. Its recording goes to a file of its own."""
     return settings.changed(
         num_blocks=before.num_blocks,
         kv_cache_bytes=None,
@@ -295,8 +295,8 @@ def successor(settings: EngineSettings, before: EngineInfo, number: int) -> Engi
 
 
 def ready_line(info: EngineInfo, name: str, host: str, port: int, *, tls: bool = False) -> str:
-    """The one line on standard output: address, what runs there, and a command to try."""
-    # where it listens on every address, this machine's own is one to try
+    """Return the line on standard output: address, model, and a command to try."""
+    # a server that listens on every address can be tried on this machine's own
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
     path, said = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}

@@ -1,4 +1,4 @@
-"""Flags of ``paceline serve`` about the server: where it listens, how it answers, what it tells."""
+"""Flags of ``paceline serve`` for the server: where it listens, how it answers, what it logs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.core.slo import Slo
 
 __all__ = ["RESTART_WINDOW", "add_server_options", "slo_class"]
 
-# seconds in which --max-engine-restarts counts
+# period in which --max-engine-restarts counts, s
 RESTART_WINDOW: Final = 300.0
 
 
@@ -212,7 +212,7 @@ def add_server_options(parser: Parser) -> None:
 
 
 def slo_class(text: str) -> Slo:
-    """``NAME=ttft:MS,tpot:MS,itl:MS,deadline:MS,queue_ttl:MS,best-effort``; targets optional."""
+    """Parse ``NAME=ttft:MS,tpot:MS,itl:MS,deadline:MS,queue_ttl:MS,best-effort``."""
     name, _, targets = text.partition("=")
     if not re.fullmatch(r"[\w-]{1,64}", name):
         raise argparse.ArgumentTypeError(f"{name!r} is no name: letters, digits, - and _")

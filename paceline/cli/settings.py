@@ -1,4 +1,4 @@
-"""What an engine is built from, as one value that survives a trip through JSON.
+"""Settings that an engine is built from, as one value that can be sent as JSON.
 
 The server's process makes it from flags and hands it to the engine's process on standard input.
 """
@@ -16,45 +16,45 @@ from paceline.speculation.settings import SpeculationSettings
 
 __all__ = ["ENGINE_PROCESS", "TRACE_PROCESS", "WHAT_IF_PROCESS", "EngineSettings"]
 
-# starts a process that builds an engine from ``EngineSettings.to_json`` (``cli/engine_process.py``)
+# command of a process that builds an engine from ``EngineSettings.to_json``
 ENGINE_PROCESS = (sys.executable, "-m", "paceline.cli.engine_process")
-# and one that simulates it, and one that reads a trace for that (``cli/what_if.py``)
+# command of a process that simulates it, or reads a trace for that (``cli/what_if.py``)
 WHAT_IF_PROCESS = (sys.executable, "-m", "paceline.cli.what_if")
 TRACE_PROCESS = (*WHAT_IF_PROCESS, "check")
 
 
 _ANY: Final = BackendSettings()
-# of an engine that serves; who else drives a scheduler says what it wants
+# defaults of an engine that serves; other users of a scheduler name theirs
 _SERVED: Final = SchedulerConfig(policy="deadline", speculative_config={"method": "auto"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """Settings of one engine: the backend's and the scheduler's as these declare them, and what is
-    about neither alone. ``of``, ``value`` and ``changed`` know all of them by name, as flags do."""
+    """Settings of one engine: those that the backend and the scheduler declare, and its own.
+    ``of``, ``value`` and ``changed`` know all of them by name, as flags do."""
 
-    # name answers carry; also "model" in /v1/models
+    # name in answers, and in /v1/models as "model"
     model_name: str
     # folder or .gguf file; None for the null backend
     model_path: str | None
     # "torch" or "null"
     backend: str = "torch"
-    # how to load and run the model; the null backend takes the sizes
+    # settings for loading and running the model; the null backend uses the sizes
     load: BackendSettings = _ANY
-    # its max_model_len is chosen when the backend is there (``wiring.choose_max_model_len``)
+    # its max_model_len is set when the backend exists (``wiring.choose_max_model_len``)
     scheduler: SchedulerConfig = _SERVED
     enable_prefix_caching: bool = True
-    # what cached prefixes that nobody uses may keep of the KV cache; None: see
+    # bytes of the KV cache that unused cached prefixes may keep; None: see
     # ``wiring.idle_blocks``
     prefix_cache_bytes: int | None = None
     watermark: float = 0.01
     pipeline_depth: int = 2
-    # seconds a step of the null backend takes
+    # duration of a null backend's step, s
     null_step_time: float = 0.0
     log_level: str = "info"
-    # file that every step and request is written to
+    # file that receives every step and request
     record: str | None = None
-    # tell every step to those who watch (``engine.timeline``)
+    # publish every step (``engine.timeline``)
     timeline: bool = False
     # "text" or "json"
     log_format: str = "text"
@@ -82,14 +82,14 @@ class EngineSettings:
 
     @classmethod
     def of(cls, **values: Any) -> EngineSettings:
-        """From settings by name, wherever they are declared; the others have their defaults, and
-        without a model it is the null backend."""
+        """Make settings by name, wherever they are declared; others have their defaults, and the
+        backend is the null backend if there is no model."""
         return cls(model_name="", model_path=None, backend="null").changed(
             **({} if values.get("model_path") is None else {"backend": "torch"}) | values
         )
 
     def changed(self, **values: Any) -> EngineSettings:
-        """With these settings by name, wherever they are declared."""
+        """Return a copy with these settings by name, wherever they are declared."""
         parts: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
             parts.setdefault(_PART.get(name, ""), {})[name] = value
@@ -99,19 +99,19 @@ class EngineSettings:
         )
 
     def value(self, name: str) -> Any:
-        """A setting by name, wherever it is declared."""
+        """Return a setting by name, wherever it is declared."""
         part = _PART.get(name)
         return getattr(self if part is None else getattr(self, part), name)
 
     def to_json(self) -> bytes:
-        """For the engine process's standard input."""
+        """Encode the settings for the engine process's standard input."""
         import json
 
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> EngineSettings:
-        """Raises ConfigError for anything ``to_json`` of this version did not write."""
+        """Decode settings. Raises ConfigError unless ``to_json`` of this version wrote them."""
         import json
 
         try:
@@ -124,12 +124,12 @@ class EngineSettings:
 
 
 _PARTS: Final[dict[str, Any]] = {"load": BackendSettings, "scheduler": SchedulerConfig}
-# where a setting is declared; the backend's max_model_len is the one that is asked for
+# part that declares a setting; max_model_len is the backend's, the length asked for
 _PART: Final = {field.name: part for part in reversed(_PARTS) for field in fields(_PARTS[part])}
 
 
 def _exactly(made: Any, values: Any) -> dict[str, Any]:
-    """``values``, if they name every field of ``made`` and nothing else."""
+    """Return ``values`` if they name exactly the fields of ``made``; else raise ConfigError."""
     known = {field.name for field in fields(made)}
     if not isinstance(values, dict) or set(values) != known:
         got = sorted(values) if isinstance(values, dict) else type(values).__name__

@@ -1,4 +1,4 @@
-"""``paceline simulate``: a workload against configurations that nobody had to start."""
+"""``paceline simulate``: a workload against configurations, without starting servers."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ Step times: roofline:HARDWARE,MODEL[,DEGREE], recorded:FILE (of paceline serve -
 profile:FOLDER[,PREFIX][,link=GB/S][,latency=TIME][,graphs=N][,host=TIME],
 fixed:SECONDS[,SECONDS_PER_TOKEN].
 """
-# a recording brings its own; without one
+# number of blocks where no recording gives it
 _NUM_BLOCKS = 8192
 _BLOCK_SIZE = 16
 _MAX_MODEL_LEN = 32_768
-# as ``paceline serve`` has them; of policies there may be several to compare
+# flags of ``paceline serve``; several policies may be given, for a comparison
 _FLAGS = tuple(flag for flag in (*SCHEDULING, *ADMISSION) if flag.name != "--scheduling-policy")
 
 
@@ -170,18 +170,18 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """One simulation of a comparison; travels to a process of its own."""
+    """One simulation of a comparison; it is sent to a process of its own."""
 
     args: argparse.Namespace
     policy: str | None
-    # the workload's time is divided by it
+    # divisor of the workload's times
     speedup: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Result:
     summary: Summary
-    # for JSON
+    # fields of this point in JSON output
     entry: dict[str, Any]
     metrics: Metrics
 
@@ -192,14 +192,14 @@ def run(args: argparse.Namespace) -> int:
     points = [_Point(args, policy, speedup) for policy in policies for speedup in speedups]
     if args.timeline is not None and len(points) > 1:
         raise ConfigError(f"--timeline shows one simulation, but {len(points)} are asked for")
-    # made here first, so that whatever is wrong is said before anything runs
+    # made here first, so that errors are reported before anything runs
     for point in points:
         _pool(point)
     if args.jobs > 1 and len(points) > 1:
         from concurrent.futures import ProcessPoolExecutor
         from multiprocessing import get_context
 
-        # spawned: this process may have loaded libraries that own threads
+        # spawned: this process may have loaded libraries with threads of their own
         context = get_context("spawn")
         with ProcessPoolExecutor(min(args.jobs, len(points)), mp_context=context) as pool:
             results = list(pool.map(_simulate, points))
@@ -307,7 +307,7 @@ def _simulate(point: _Point) -> _Result:
     from paceline.sim.workload.shaping import speed_up
     from paceline.sim.workload.spec import open_workload
 
-    # a simulation makes no cycles, and a few objects for every token: the collector only looks
+    # a simulation makes no cycles, but objects for every token, which the collector would scan
     gc.disable()
     try:
         pool = _pool(point)
@@ -332,7 +332,7 @@ def _simulate(point: _Point) -> _Result:
             )
             totals = simulator.run(stream)
             if not stream.count:
-                # figures of nothing would look like those of a server that does nothing in time
+                # without requests, figures would look like those of a server that meets no target
                 raise ConfigError(
                     f"--workload {point.args.workload}: it has no requests with prompt and output "
                     "tokens"
@@ -358,7 +358,7 @@ def _simulate(point: _Point) -> _Result:
 
 
 def _collector(pool: Pool) -> Collector:
-    """Raises ConfigError for several replicas, whose lanes would lie over one another."""
+    """Make a collector. Raises ConfigError for several replicas, whose lanes would overlap."""
     from paceline.engine.timeline.collect import Collector
 
     if len(pool.replicas) != 1 or pool.disaggregation is not None:
@@ -371,7 +371,7 @@ def _collector(pool: Pool) -> Collector:
 
 
 class _Counted:
-    """A stream that knows, once read, how many came per second."""
+    """A stream that knows, once read, its arrivals per second."""
 
     def __init__(self, arrivals: Iterable[Arrival]) -> None:
         self._arrivals = arrivals
@@ -391,11 +391,11 @@ class _Counted:
 
 
 def _progress(arrivals: Iterable[Arrival], point: _Point) -> Iterator[Arrival]:
-    """Shown on a terminal only."""
+    """Show progress, on a terminal only."""
     from tqdm import tqdm
 
     label = point.policy or "simulating"
-    # disable=None: when standard error is not a terminal
+    # disable=None: no bar when standard error is not a terminal
     yield from tqdm(arrivals, desc=label, unit=" requests", disable=None, file=sys.stderr)
 
 
@@ -427,7 +427,7 @@ def _pool(point: _Point) -> Pool:
 
 
 def _config(point: _Point, source: Source) -> ReplicaConfig:
-    """The recorded engine's settings, or ``paceline serve``'s, with what the flags change."""
+    """Return the recorded engine's settings, or ``paceline serve``'s, with the flags applied."""
     from paceline.core.config import CacheConfig, SchedulerConfig
     from paceline.sim.replica import ReplicaConfig
 
@@ -447,7 +447,7 @@ def _config(point: _Point, source: Source) -> ReplicaConfig:
                 **_of(CacheConfig, served),
             ),
         )
-    # the recorded engine's may be of another package too
+    # the recorded engine's policy may be another package's
     load_policy(point.policy or config.scheduler.policy)
     given = given_settings(args, _FLAGS)
     if point.policy is not None:
@@ -486,6 +486,6 @@ def _host_memory(args: argparse.Namespace, source: Source, block_size: int) -> d
 
 
 def _of(config: type, values: dict[str, Any]) -> dict[str, Any]:
-    """Those of ``values`` that are fields of ``config``."""
+    """Return those ``values`` that are fields of ``config``."""
     names = {field.name for field in fields(config)}
     return {name: value for name, value in values.items() if name in names}

@@ -1,4 +1,4 @@
-"""Where the time of a start goes: what the two processes of a server say in their logs."""
+"""Durations of the parts of a start, which a server's two processes log."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _IMPORTED = time.monotonic()
 
 
 def process_age(*, stat: Path = Path("/proc/self/stat")) -> float:
-    """Seconds since this process was started, to a hundredth; where the system does not tell, since
-    this module was imported."""
+    """Return the seconds since this process was started, to a hundredth; where the system does not
+    report them, since this module was imported."""
     try:
-        # the name before it, in parentheses, may hold anything
+        # the name before it, in parentheses, may contain any character
         ticks = int(stat.read_text().rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
@@ -24,10 +24,10 @@ def process_age(*, stat: Path = Path("/proc/self/stat")) -> float:
 
 
 class Stages:
-    """What a process has done since it was started, part after part.
+    """Parts of a process's start, one after another.
 
     Args:
-        age: its seconds so far; they count for the first part.
+        age: seconds since the process's start; they count for the first part.
         now: the time of ``time.monotonic()``.
     """
 
@@ -37,17 +37,17 @@ class Stages:
         self._parts: dict[str, float] = {}
 
     def done(self, name: str, now: float) -> None:
-        """``name`` is what took from the part before until ``now``."""
+        """Record the time from the previous part's end to ``now`` as ``name``."""
         self._parts[name] = now - self._last
         self._last = now
 
     @property
     def total(self) -> float:
-        """Seconds from the process's start to the end of the last part."""
+        """Return the seconds from the process's start to the end of the last part."""
         return self._last - self._started
 
     def log(self, logger: logging.Logger, event: str) -> None:
-        """One line with the total and each part, fields by name in JSON logs."""
+        """Log a line with the total and each part, as separate fields in JSON logs."""
         fields = {"total": self.total, **self._parts}
         names = " ".join(f"{name}=%.2f" for name in fields)
         logger.info(f"{event} {names}", *fields.values())

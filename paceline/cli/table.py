@@ -8,7 +8,7 @@ __all__ = ["table"]
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Lines with their cells below one another; all rows have as many."""
+    """Return lines with aligned columns; all rows have the same number of cells."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

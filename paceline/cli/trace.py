@@ -1,4 +1,4 @@
-"""``paceline trace``: what a running server did lately, as a file for Perfetto."""
+"""``paceline trace``: a running server's recent activity, as a file for Perfetto."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Open the file in https://ui.perfetto.dev, which reads it on your computer and up
 A server with API keys wants one of scope admin: PACELINE_API_KEY=... paceline trace.
 """
 _TIMEOUT: Final = 30.0
-# the most that a server keeps is a flag of its own; this is more than anybody gives it
+# far above any sensible value of the server's own limit
 _MAX_BYTES: Final = 512 * 2**20
 
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(data: bytes, steps: list[Any], ended: list[Any]) -> Model:
-    """Raises ConfigError for what is no timeline of this version."""
+    """Build a model. Raises ConfigError for data that is no timeline of this version."""
     from paceline.engine.timeline.codec import Decoder
     from paceline.engine.timeline.events import VERSION
     from paceline.engine.timeline.model import Model

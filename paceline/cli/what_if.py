@@ -1,10 +1,10 @@
-"""What would happen if: the process that the page's what-if runs in, and what may be asked of it.
+"""The process for the page's what-if simulations, and what they may be asked to do.
 
 ``python -m paceline.cli.what_if`` reads one job, a line of JSON, from standard input, and writes
-lines of JSON to standard output: what it is about to do, how far it is, a result for each run, or
-an error. It makes itself the last to get the processor, bounds what it may take, and ends when its
-standard input does: with whoever started it. With ``check`` it reads a trace through and says how
-many requests it has, or what is wrong with it; it ends with whoever started it then too.
+lines of JSON to standard output: its next step, its progress, a result for each run, or an error.
+It takes the lowest priority, bounds its resources, and ends when its standard input does, that is
+with its parent. With ``check`` it reads a trace through and writes how many requests it has, or an
+error; then too it ends with its parent.
 
 ``server.ui.what_if`` writes jobs. No field is a spec that could name a file: the paths in it are
 the server's own.
@@ -39,24 +39,24 @@ __all__ = ["choices", "main"]
 
 # bytes of frames that one run may leave behind
 _MOST_FRAMES: Final = 3 * 2**20
-# seconds between lines that say how far it is
+# seconds between progress lines
 _PROGRESS: Final = 0.2
-# classes and tenants of a result, those with the most requests
+# most classes and tenants in a result: those with the most requests
 _GROUPS: Final = 20
-# of one request of a trace: longer than any model's context, and what a simulator can hold
+# most tokens of a trace's request: above any model's context, and within a simulator's capacity
 _MOST_TOKENS: Final = 10_000_000
 _EMPTY: Final = "the trace has no request with tokens"
-# bytes of a file: frames of a run, and what it says at last
+# most bytes of a file: a run's frames and its last lines
 _MOST_FILE: Final = 64 * 2**20
-# times that the server's folder is taken away
+# attempts to remove the server's folder
 _TRIES: Final = 10
 
 
 def choices() -> dict[str, Any]:
-    """Policies, cards of hardware and shapes of models that a job may name."""
+    """Return the policies, hardware cards and model shapes that a job may name."""
     from paceline.cli.plugins import policy_names
 
-    # read here, since the modules that know more of them load numpy
+    # read here, since the modules for them load numpy
     folder = Path(__file__).parents[1] / "sim" / "step_times"
     named = {
         name: [entry["name"] for entry in json.loads((folder / f"{name}.json").read_text())]
@@ -74,20 +74,20 @@ def main() -> int:
         return 1
     job: dict[str, Any] = json.loads(line)
     checks = sys.argv[1:] == ["check"]
-    # somebody waits for the check of a trace, so it is not only given what nothing else wants
+    # a user waits for the check of a trace, so it gets more than idle time
     _bound(int(job["memory"]), int(job["seconds"]), idle=not checks)
     whoever = threading.Thread(target=_end_with_whoever_started_this, args=(job,), daemon=True)
     whoever.start()
     try:
         return _tell_all(job, checks=checks)
     except BrokenPipeError:
-        # the server is gone: the interpreter may not end before the thread has cleaned up
+        # the server has ended: the interpreter must not exit before the thread has cleaned up
         whoever.join()
         return 1
 
 
 def _tell_all(job: Mapping[str, Any], *, checks: bool) -> int:
-    """The process's exit status. Raises BrokenPipeError: nobody listens any more."""
+    """Do the job and return the exit status. Raises BrokenPipeError when the reader has gone."""
     try:
         for told in [_checked(job)] if checks else _run(job):
             print(json.dumps(told), flush=True)
@@ -101,8 +101,8 @@ def _tell_all(job: Mapping[str, Any], *, checks: bool) -> int:
 
 
 def _checked(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether a trace can be simulated, how many requests it has, and whether its times are
-    likely."""
+    """Check whether a trace can be simulated; return its number of requests, and any doubt about
+    its times."""
     from paceline.sim.workload.traces import open_trace
 
     try:
@@ -118,7 +118,7 @@ def _checked(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _said(error: PacelineError, path: str) -> dict[str, Any]:
-    # the name of the server's own file says nothing to its reader
+    # the path of the server's own file means nothing to the user
     return {"error": str(error).replace(path, "the trace")}
 
 
@@ -127,10 +127,10 @@ def _too_much(job: Mapping[str, Any]) -> str:
 
 
 def _bound(memory: int, seconds: int, *, idle: bool) -> None:
-    """Before anything large is loaded."""
+    """Bound resources, before anything large is loaded."""
     if idle:
         with contextlib.suppress(OSError, AttributeError):
-            # nothing else that runs on this machine waits for it
+            # lowest priority: no other process on this machine waits for it
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (memory, hard))
@@ -141,15 +141,15 @@ def _bound(memory: int, seconds: int, *, idle: bool) -> None:
 
 
 def _end_with_whoever_started_this(job: Mapping[str, Any]) -> None:
-    # not by the buffered reader, whose lock a thread may not hold when the interpreter ends
+    # os.read, since a thread may not hold a buffered reader's lock when the interpreter exits
     while os.read(0, 4096):
         pass
-    # a server that was killed could not; the simulation may write another file meanwhile
+    # a killed server could not remove it; the simulation may write another file meanwhile
     for _ in range(_TRIES):
         shutil.rmtree(job["root"], ignore_errors=True)
         if not os.path.exists(job["root"]):
             break
-    # also in the middle of a simulation
+    # exits even in the middle of a simulation
     os._exit(1)
 
 
@@ -164,7 +164,7 @@ class _Run:
 
 
 def _run(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Raises PacelineError for a job that cannot be done."""
+    """Run a job. Raises PacelineError for one that cannot be done."""
     import gc
 
     yield {"doing": "reading"}
@@ -185,7 +185,7 @@ def _run(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         "span": arrivals[-1].at,
         "steps": 0 if recording is None else len(recording.steps),
     }
-    # a simulation makes no cycles, and a few objects for every token
+    # a simulation makes no cycles, but some objects for every token
     gc.disable()
     for number, (run, each) in enumerate(zip(runs, made, strict=True)):
         for told in _simulate(job, number, run, each, times(), arrivals, prefix_block):
@@ -194,7 +194,7 @@ def _run(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _config(job: Mapping[str, Any]) -> ReplicaConfig:
-    """The engine's own settings."""
+    """Return the engine's own settings."""
     from paceline.cli.settings import EngineSettings
     from paceline.sim.config import ReplicaConfig
 
@@ -216,7 +216,7 @@ def _config(job: Mapping[str, Any]) -> ReplicaConfig:
 
 
 def _recording(job: Mapping[str, Any], config: ReplicaConfig) -> Recording | None:
-    """Of this server's last minutes; None where the job wants nothing of it."""
+    """Return this server's last minutes; None where the job does not need them."""
     if job["frames"] is None:
         return None
     from paceline.sim.minutes import recording_of
@@ -227,9 +227,9 @@ def _recording(job: Mapping[str, Any], config: ReplicaConfig) -> Recording | Non
 def _arrivals(
     job: Mapping[str, Any], recording: Recording | None
 ) -> tuple[list[Arrival], int, int]:
-    """Those that are simulated, how many more there were, and the tokens of a piece of prefix.
+    """Return the requests to simulate, the number of others, and the tokens of a prefix piece.
 
-    Raises WorkloadError for a trace that is none.
+    Raises WorkloadError for a malformed trace.
     """
     stream: Iterator[Arrival]
     if job["workload"]["kind"] == "minutes":
@@ -244,7 +244,7 @@ def _arrivals(
     for arrival in islice(stream, int(job["most_requests"])):
         if arrival.ttft is arrival.tpot is arrival.deadline is None:
             arrival = replace(arrival, ttft=targets["ttft"], tpot=targets["tpot"])
-        # of another model or not, here they all go to this one
+        # all requests go to this model, whichever they name
         found.append(replace(arrival, model="") if arrival.model else arrival)
     if found and found[0].at:
         begin = found[0].at
@@ -253,9 +253,9 @@ def _arrivals(
 
 
 def _read(path: Path) -> tuple[Iterator[Arrival], int]:
-    """The requests of a trace, and the tokens of a piece of prefix.
+    """Return the requests of a trace, and the tokens of a prefix piece.
 
-    Raises WorkloadError, also while they are read, for a trace that is none or cannot be simulated.
+    Raises WorkloadError, also while they are read, for a malformed trace or one too large.
     """
     from paceline.sim.workload.base import WorkloadError
     from paceline.sim.workload.traces import open_trace
@@ -288,9 +288,9 @@ def _nothing(job: Mapping[str, Any]) -> str:
 def _step_times(
     job: Mapping[str, Any], config: ReplicaConfig, recording: Recording | None
 ) -> tuple[ReplicaConfig, Any]:
-    """(settings, a function that makes step times); each run draws the same noise.
+    """Return (settings, a function that makes step times); each run draws the same noise.
 
-    Raises ConfigError where there is too little to fit, or a name is unknown.
+    Raises ConfigError where there is too little data for a fit, or a name is unknown.
     """
     wanted = job["step_times"]
     if wanted["kind"] == "server":
@@ -315,7 +315,7 @@ def _step_times(
 
 
 def _changed(config: ReplicaConfig, run: _Run, job: Mapping[str, Any]) -> ReplicaConfig:
-    """Raises ConfigError for numbers that do not go together."""
+    """Apply a run's changes. Raises ConfigError for numbers that exclude each other."""
     from paceline.cli.plugins import load_policy
 
     load_policy(run.policy)
@@ -343,7 +343,7 @@ def _simulate(
     from paceline.sim.workload.shaping import speed_up
 
     metrics, told_frames = Metrics(), bytearray()
-    # the timeline as a page reads it
+    # timeline in the format that the page reads
     frames = Frames(config.scheduling, config.cache, told_frames.extend, most=_MOST_FRAMES)
     simulator = Simulator(
         Pool.single(config, times),
@@ -369,14 +369,14 @@ def _simulate(
             "steps": totals.num_steps,
             "end": totals.end,
             "busy": totals.busy_seconds[0] / totals.end if totals.end else 0.0,
-            # of the timeline; shorter than the run where that has more steps than are kept
+            # end of the timeline; before the run's end if it has more steps than are kept
             "shown_until": frames.until if frames.is_full else totals.end,
         }
     }
 
 
 def _telling(arrivals: Iterator[Arrival], number: int, total: int) -> Iterator[Arrival]:
-    """Says how far it is, as the simulator asks for the next one."""
+    """Yield arrivals, and print progress as the simulator asks for the next one."""
     next_line = 0.0
     for count, arrival in enumerate(arrivals):
         now = time.monotonic()

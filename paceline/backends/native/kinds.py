@@ -1,4 +1,4 @@
-"""Which bits each matrix of a file is kept and computed in."""
+"""Choice of the bits in which each matrix of a file is kept and computed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.checkpoints.base import Checkpoint
 
 __all__ = ["Kinds", "choose_kinds", "packed_bytes"]
 
-# PacelineKind by the matrices that are one in memory, which share a kind; as do all experts
+# PacelineKind by the matrices that are one in memory and share a kind, as all experts do
 _MATRICES: Final = (
     ("self_attn.q_proj",), ("self_attn.k_proj",), ("self_attn.v_proj",), ("self_attn.o_proj",),
     ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",),
@@ -31,7 +31,7 @@ _NAMES: Final = {number: name for name, number in PACKED.items()}
 # rows that lie together, and columns that share a scale in 4-bit weights
 _PANEL: Final = 32
 _GROUP: Final = 32
-# of kinds that are blocks: columns of one, and its bytes of a panel's rows (csrc/kernels.h)
+# columns of a block, and bytes of a panel's rows, for kinds that are blocks (csrc/kernels.h)
 _GROUP_BYTES: Final = {
     "q4": (32, 640), "q4_0": (32, 576), "q4_k": (256, 4608), "q5_k": (256, 5632),
     "q6_k": (256, 6720), "iq4_nl": (32, 576), "iq4_xs": (256, 4352), "mxfp4": (32, 544),
@@ -42,12 +42,12 @@ _SCALED: Final = ("int8", "q4", "q4_0")
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """What becomes of each matrix of a file.
+    """The kind of each matrix of a file.
 
     Attributes:
-        numbers: as ``NativeModel`` takes them (PacelineConfig.kinds); empty: the model's dtype is
-            that of all matrices.
-        note: how many matrices are kept in their own bits and how many are decoded, for people;
+        numbers: PacelineConfig.kinds, for ``NativeModel``; empty: all matrices have the model's
+            dtype.
+        note: how many matrices are kept in their own bits and how many are decoded, for users;
             empty where the dtype says all.
     """
 
@@ -58,18 +58,18 @@ class Kinds:
 def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = False) -> Kinds:
     """Keep a file's blocks in their bits, and decode the others to int8.
 
-    ``native`` keeps all that a kernel has. ``q4`` keeps those of 4 bits in the layers, which cost
-    no speed at any number of rows; a mixed file (Q4_K_M has matrices of Q6_K) spends more bits
-    where rounding hurts most, and those become int8 instead of being rounded to 4. Matrices that
-    are one in memory (gate and up), multiply the same rows (q, k and v), or are those of a layer's
-    experts become int8 together if any of them must. Only k and v that a kernel has stay in their
-    bits beside a q of 4: that costs less than more bits for q, which has most of the rows. A table
-    of embeddings that is not the head too is kept as well. In a file that is mainly of other types
-    q4 was asked for by somebody, and rounds all of it.
+    ``native`` keeps all blocks that a kernel can read. ``q4`` keeps blocks of 4 bits in the layers,
+    which cost no speed at any number of rows; a mixed file (Q4_K_M has matrices of Q6_K) spends
+    more bits where rounding hurts most, and those become int8 instead of being rounded to 4.
+    Matrices that are one in memory (gate and up), multiply the same rows (q, k and v), or belong to
+    a layer's experts become int8 together if any of them must. Only k and v that a kernel can read
+    stay in their bits next to a q of 4: that costs less than more bits for q, which has most of the
+    rows. A table of embeddings that is not also the head is kept too. A file that is mainly of
+    other types was given q4 by the user, and all of it is rounded.
 
     Args:
         dtype: a key of ``DTYPES``, or ``native``.
-        screen_head: the head is to be screened, which is for int8 alone.
+        screen_head: the head is to be screened, which needs int8.
     """
     config = checkpoint.config
     if dtype == "int8":
@@ -81,7 +81,7 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = Fals
     }
     layers = [[Counter[str]() for _ in _MATRICES] for _ in range(config.num_hidden_layers)]
     tables: dict[int, str] = {}
-    # places whose matrices are not taken as they are, and those that no kernel takes so
+    # (layer, place) of matrices not taken as stored; and of those that no kernel reads as stored
     others: set[tuple[int, int]] = set()
     broken: set[tuple[int, int]] = set()
     for name in checkpoint.tensor_names():
@@ -94,7 +94,7 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = Fals
             continue
         if kind not in _PLACES:
             tables[kind] = stored
-            # rows are looked up in a table that is no head, which takes as long in any bits
+            # rows of a table that is not the head are looked up, which takes as long in any bits
             looked_up = kind == _EMBEDDING and not config.tie_word_embeddings
             if not _fits(BLOCKS, stored, shape[1]) or not (dtype == OWN_BITS or looked_up):
                 others.add((-1, kind))
@@ -123,7 +123,7 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = Fals
             (decoded if kind_name == _INT8 else kept).update(types)
         numbers += bytes(PACKED[name] for name in own)
     for place in (_HEAD, _EMBEDDING):
-        # one matrix where they are tied
+        # tied embedding and head are one matrix
         source = _EMBEDDING if config.tie_word_embeddings else place
         head = place == _HEAD or config.tie_word_embeddings
         own_bits = source in tables and (-1, source) not in others and not (screen_head and head)
@@ -140,13 +140,13 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = Fals
 
 
 def _fits(blocks: Mapping[str, str], stored: str, columns: int) -> bool:
-    """Whether a kind holds the type, and rows are whole blocks of its."""
+    """Whether a kind holds the type, and rows are whole blocks of that kind."""
     kind = blocks.get(stored)
     return kind is not None and columns % _GROUP_BYTES[kind][0] == 0
 
 
 def _decoded(checkpoint: Checkpoint) -> str:
-    """What is not stored in bytes, or more bits than they have, and is decoded to them."""
+    """Return a note on matrices of few bits that are decoded to int8; "" without any."""
     types = Counter(
         checkpoint.tensor_type(name)
         for name in checkpoint.tensor_names()
@@ -158,8 +158,8 @@ def _decoded(checkpoint: Checkpoint) -> str:
 
 
 def packed_bytes(checkpoint: Checkpoint, dtype: str, *, has_head: bool = True) -> int:
-    """Bytes of the matrices as the library packs them, ``NativeModel.weight_bytes``, without
-    loading any: in panels of 32 rows, with a float for each row of int8, q4 and q4_0
+    """Return the bytes of the matrices as the library packs them (``NativeModel.weight_bytes``),
+    without loading any: in panels of 32 rows, with a float per row of int8, q4 and q4_0
     (csrc/matrix.cpp).
 
     Args:
@@ -190,7 +190,7 @@ def packed_bytes(checkpoint: Checkpoint, dtype: str, *, has_head: bool = True) -
         total += packed(config.vocab_size, hidden, embedding, True)
     for layer in range(config.num_hidden_layers):
         of_layer = numbers[layer * len(_MATRICES) :][: len(_MATRICES)] or [None] * len(_MATRICES)
-        # those of one kind are one matrix
+        # matrices of one kind are one matrix
         for kind, part in groupby(
             zip(of_layer[:3], (heads, keys, keys), strict=True), key=itemgetter(0)
         ):
@@ -201,7 +201,7 @@ def packed_bytes(checkpoint: Checkpoint, dtype: str, *, has_head: bool = True) -
         if config.num_experts and layer not in config.dense_layers:
             copies, inner = config.num_experts, config.expert_intermediate_size
             total += packed(copies, hidden, PACKED["float32"])
-        # gate and up lie in one another
+        # gate and up are interleaved in one matrix
         total += copies * packed(2 * _padded(inner, _PANEL // 2), hidden, gate_up)
         total += copies * packed(hidden, inner, down)
     return total

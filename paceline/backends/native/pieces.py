@@ -28,8 +28,8 @@ __all__ = [
 
 
 class PackedMatrix(Owner):
-    """One weight matrix [rows, columns], packed as a kind of ``PACKED``; the product alone, without
-    an epilogue."""
+    """One weight matrix [rows, columns], packed as a kind of ``PACKED``, for products without an
+    epilogue."""
 
     _FREE = "paceline_matrix_destroy"
 
@@ -54,7 +54,7 @@ class PackedMatrix(Owner):
             check(-1)
 
     def multiply(self, x: NDArray[np.float32], repeat: int = 1) -> NDArray[np.float32]:
-        """x [M, columns] -> [M, rows], computed ``repeat`` times."""
+        """Return x [M, columns] times the matrix, [M, rows], computed ``repeat`` times."""
         x = np.ascontiguousarray(x, dtype=np.float32)
         out = np.full((len(x), self.shape[0]), np.nan, dtype=np.float32)
         check(
@@ -65,15 +65,15 @@ class PackedMatrix(Owner):
         return out
 
     def unpack(self) -> NDArray[np.float32]:
-        """The weights as the products see them, [rows, columns]."""
+        """Return the weights as the products see them, [rows, columns]."""
         out = np.empty(self.shape, dtype=np.float32)
         check(self._library.paceline_matrix_unpack(self.handle, out.ctypes.data))
         return out
 
 
 def products_seconds(matrices: Sequence[PackedMatrix], x: NDArray[np.float32]) -> float:
-    """Seconds of the products of x [M, columns] with matrices of one shape and dtype, one after the
-    other, by the threads of the first one."""
+    """Return the seconds of the products of x [M, columns] with matrices of one shape and dtype,
+    one after the other, on the threads of the first one."""
     x = np.ascontiguousarray(x, dtype=np.float32)
     handles = (ctypes.c_void_p * len(matrices))(*(matrix.handle for matrix in matrices))
     seconds: float = library().paceline_products_seconds(
@@ -84,8 +84,8 @@ def products_seconds(matrices: Sequence[PackedMatrix], x: NDArray[np.float32]) -
 
 
 def peak_rate(dtype: str, threads: int, isa: str | None = None) -> float:
-    """Multiply-adds a second that ``threads`` threads reach with the instructions that a variant
-    multiplies weights of this dtype by, between registers; 0 where that is not known.
+    """Return the multiply-adds per second that ``threads`` threads reach between registers, with
+    the instructions that a variant uses for weights of this dtype; 0 where that is not known.
 
     Args:
         isa: None: the best variant.
@@ -97,7 +97,7 @@ def peak_rate(dtype: str, threads: int, isa: str | None = None) -> float:
 
 
 def cache_bytes(model: NativeModel) -> NDArray[np.uint8]:
-    """The model's whole KV cache, writable, valid until the model is closed."""
+    """Return the model's whole KV cache, writable, valid until the model is closed."""
     size = ctypes.c_int64()
     address = library().paceline_cache(model.handle, ctypes.byref(size))
     return np.ctypeslib.as_array(
@@ -115,7 +115,7 @@ def attend(
     """Rotate, store into layer 0 and attend.
 
     Args:
-        qkv: [T, (heads + 2 * kv_heads) * head_dim]; queries, keys and values side by side.
+        qkv: [T, (heads + 2 * kv_heads) * head_dim]; queries, keys and values concatenated.
 
     Returns:
         [T, heads * head_dim].
@@ -151,13 +151,13 @@ def attend(
 
 
 def clock_hz() -> float:
-    """Cycles a second of the processor that this thread runs on, measured in some milliseconds; 0
-    on architectures where it is not known how."""
+    """Return the cycles per second of this thread's processor, measured in some milliseconds; 0
+    on architectures without a known method."""
     return float(library().paceline_clock_hz())
 
 
 def read_bandwidth(num_bytes: int, threads: int, repeat: int = 5) -> float:
-    """Bytes per second that ``threads`` threads read from a buffer of that size, at best."""
+    """Return the best bytes per second that ``threads`` threads read from a buffer of that size."""
     buffer = np.ones(num_bytes, dtype=np.uint8)
     seconds: float = library().paceline_read_seconds(buffer.ctypes.data, num_bytes, threads, repeat)
     return num_bytes / seconds
@@ -165,16 +165,16 @@ def read_bandwidth(num_bytes: int, threads: int, repeat: int = 5) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What differs between variants of the kernels beyond their speed."""
+    """Differences between variants of the kernels besides their speed."""
 
     # products of bytes share 16 bits, so steps of activations are larger
     narrow_sums: bool
-    # activations beside bfloat16 weights stay float32
+    # activations multiplied with bfloat16 weights stay float32
     float_activations: bool
 
 
 def traits(isa: str | None = None) -> Traits:
-    """Of a variant that runs here; None: the best. Raises ConfigError for one that does not."""
+    """Return a variant's traits; None: the best one's. Raises ConfigError if it cannot run here."""
     out = (ctypes.c_int64 * 2)()
     check(library().paceline_traits(None if isa is None else isa.encode(), out))
     return Traits(bool(out[0]), bool(out[1]))
@@ -183,10 +183,10 @@ def traits(isa: str | None = None) -> Traits:
 def variants_for(
     leaf1_ecx: int, leaf7_ebx: int, leaf7_ecx: int, leaf71_eax: int, states: int
 ) -> str:
-    """``variants()`` of another processor, joined by commas.
+    """Return ``variants()`` of another processor, joined by commas.
 
     Args:
-        leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf71_eax: what its cpuid says.
+        leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf71_eax: results of its cpuid.
         states: the register states that its system saves (XCR0).
     """
     words = (ctypes.c_uint32 * 4)(leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf71_eax)

@@ -43,7 +43,7 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
 
 
 def _gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:
-    # files say neither that the ramp of its yarn is not rounded, nor which layers have the window
+    # files omit that the ramp of yarn is not rounded, and which layers have the window
     context = fields.count("context_length")
     return {
         **_EXPERTS,

@@ -1,12 +1,12 @@
-"""``paceline top``: running servers and gateways in a terminal, from what they tell of themselves.
+"""``paceline top``: running servers and gateways in a terminal, from their own metrics.
 
 ::
 
-    scrape.py          GET /metrics, /status            as they came
-    server/readings    two of these -> Frame            what happened in between, plain values
-    gateway_frame.py   with /status -> GatewayFrame     the same of a gateway and its engines
-    watch.py           one address, again and again     whichever of both answers there
-    view.py, gateway_view.py, fleet_view.py   -> rich   for people
+    scrape.py          GET /metrics, /status            texts as received
+    server/readings    two of these -> Frame            changes between them, plain values
+    gateway_frame.py   with /status -> GatewayFrame     the same for a gateway and its engines
+    watch.py           one address, repeatedly          whichever of both answers there
+    view.py, gateway_view.py, fleet_view.py   -> rich   for users
     command.py         flags, the loop, JSON
 """
 

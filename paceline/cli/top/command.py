@@ -1,4 +1,4 @@
-"""The command: flags, the loop, output for people or programs."""
+"""The command: flags, the loop, output for users or programs."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Look:
-    """At all addresses at once: one that is gone holds nobody up."""
+    """Reader of all addresses in parallel, so that an unreachable one does not delay the others."""
 
     def __init__(self, watches: Sequence[Watch], pool: ThreadPoolExecutor) -> None:
         self._watches, self._pool = watches, pool
 
     def first(self) -> list[Seen]:
-        """Raises ConfigError where nobody answers."""
+        """Read for the first time. Raises ConfigError where no address answers."""
         if len(self._watches) == 1:
             return [self._watches[0].look()]
         seen = self.again()
@@ -98,17 +98,17 @@ class _Look:
 
     def again(self) -> list[Seen]:
         if len(self._watches) == 1:
-            # on this thread, which Ctrl-C ends at once
+            # on this thread, so that Ctrl-C interrupts it at once
             return [self._watches[0].look_again()]
         return list(self._pool.map(Watch.look_again, self._watches))
 
     def strict(self) -> list[Seen]:
-        """For programs: what does not answer ends the command where it is all there is."""
+        """Read for programs. Raises ConfigError where the only address does not answer."""
         return [self._watches[0].look()] if len(self._watches) == 1 else self.again()
 
 
 def _plain(seen: Sequence[Seen]) -> dict[str, Any]:
-    """Of one address its frame; of several a frame for each."""
+    """Return the frame of a single address, or a frame for each of several."""
     if len(seen) == 1:
         assert seen[0].frame is not None, "it has answered, or the command has ended"
         return asdict(seen[0].frame)

@@ -1,4 +1,4 @@
-"""Several servers and gateways for people: a row for each server, each gateway whole."""
+"""Several servers and gateways for users: a row for each server, each gateway in full."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["render_fleet"]
 
 
 def render_fleet(seen: Sequence[Seen]) -> RenderableType:
-    """In the order in which they were named; those that never answered among the servers."""
+    """Render in the given order, with addresses that never answered among the servers."""
     panels: list[RenderableType] = [
         render_gateway(each.frame, each.url, each.problem)
         for each in seen
@@ -78,7 +78,7 @@ def _servers(seen: Sequence[Seen]) -> RenderableType:
 
 
 def _attainment(frame: Frame) -> float | None:
-    """Share of the requests that ended meanwhile that met their targets."""
+    """Return the share of requests ended in the interval that met their targets."""
     ended = sum(row.ended for row in frame.classes)
     good = sum((row.attainment or 0.0) * row.ended for row in frame.classes)
     return good / ended if ended else None

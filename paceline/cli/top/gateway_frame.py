@@ -1,4 +1,4 @@
-"""What a gateway did between two readings, and how its engines stand: plain values."""
+"""A gateway's activity between two readings, and the state of its engines: plain values."""
 
 from __future__ import annotations
 
@@ -15,59 +15,59 @@ _NAME: Final = "paceline:gateway_"
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """One engine. What it does not say of itself is None, which is not 0."""
+    """One engine. A value that it does not report is None, which is not 0."""
 
     name: str
     kind: str
     url: str
     models: tuple[str, ...]
-    # one word (docs/gateway.md), and why it gets no requests; "": it gets some
+    # one word (docs/gateway.md); reason why it gets no requests, "": it gets some
     state: str
     trouble: str
     breaker: str
     draining: bool
     slow: bool
-    # of the requests that would come to it, those that it gets
+    # share that it gets of the requests that it would get in full health
     share: float
-    # requests of this gateway there
+    # requests in flight there from this gateway
     requests: int
-    # of everybody, as it last said
+    # requests there from all clients, as last reported
     running: int | None
     waiting: int | None
     kv: float | None
     pressed: bool
-    # seconds since it said so
+    # seconds since that report
     seconds_ago: float | None
-    # requests sent there a second, and their share of all that were sent meanwhile
+    # requests sent there per second, and their share of all sent in the interval
     sent_per_s: float
     sent_share: float | None
-    # seconds to first tokens, on average of those that came meanwhile: as predicted when their
-    # requests were sent, and as it was
+    # mean seconds to first tokens that arrived in the interval: predicted when their requests were
+    # sent, and measured
     predicted_first: float | None
     actual_first: float | None
-    # meanwhile: attempts that it refused or lost, by kind, and streams that went on there
+    # in the interval: attempts refused or lost, by kind, and streams resumed there
     failures: Mapping[str, int]
     resumed: int
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRow:
-    """What one key has spent of its budget, or today where it has none."""
+    """Spending of one key: of its budget, or today where it has none."""
 
     name: str
     spent: float
-    # as the configuration says it; None: it has none
+    # as in the configuration; None: no budget
     budget: str | None
-    # of the budget
+    # spent share of the budget
     share: float | None
     currency: str
-    # at the rate of the time between the readings
+    # spending per hour at the rate of the interval
     per_hour: float
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayFrame:
-    """Rates are per second, of the time between the readings."""
+    """State of a gateway. Rates are per second, over the interval between the readings."""
 
     version: str
     # seconds between the readings
@@ -76,29 +76,29 @@ class GatewayFrame:
     in_flight: int
     waiting: int
     retry_budget: float
-    # requests that ended meanwhile, by how
+    # requests that ended in the interval, by result
     ended_per_s: float
     results: Mapping[str, int]
-    # meanwhile: second engines that were asked, by how it went, streams that went on elsewhere, and
-    # requests sent to a later tier
+    # in the interval: hedges by result, streams resumed on another engine, and requests sent to a
+    # later tier
     hedges: Mapping[str, int]
     resumed: int
     fallbacks: int
-    # from a request's arrival at the gateway
+    # measured from a request's arrival at the gateway
     ttft: Quantiles
     seconds: Quantiles
     engines: tuple[EngineRow, ...]
-    # those that spent most first; empty where nothing has a price
+    # keys by spending, highest first; empty where nothing has a price
     keys: tuple[KeyRow, ...]
 
 
 def make_gateway_frame(
     before: tuple[Scrape, Mapping[str, Any]], after: tuple[Scrape, Mapping[str, Any]]
 ) -> GatewayFrame:
-    """Of two readings: metrics and status. ``after`` must be later. Counters that fell (the gateway
-    was restarted) count from zero."""
+    """Make a frame of two readings of metrics and status, ``after`` being later. Counters that fell
+    (the gateway was restarted) count from zero."""
     (then, status_then), (now, status) = before, after
-    # what was spent outlives it
+    # spending survives a restart, so it is compared separately
     grown = Growth.since(then, now, f"{_NAME}attempts_total")
     seconds = grown.seconds
 
@@ -128,7 +128,7 @@ def make_gateway_frame(
 def _engine(name: str, told: Mapping[str, Any], grown: Growth) -> EngineRow:
     def grew(metric: str, **labels: str) -> float:
         count = grown.total(_NAME + metric, engine=name, **labels)
-        # an engine that was replaced counts anew
+        # the counters of a replaced engine start at zero
         return count if count >= 0 else grown.after.total(_NAME + metric, engine=name, **labels)
 
     sent = grew("attempts_total")
@@ -177,7 +177,7 @@ def _keys(
         had = float(before.get(name, told)["spent"])
         budget = told.get("budget")
         most = None if budget is None else float(budget.partition("/")[0])
-        # a window that began anew meanwhile
+        # the budget's period may have restarted in the interval
         grew = spent - had if spent >= had else spent
         rows.append(
             KeyRow(

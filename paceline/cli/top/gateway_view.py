@@ -1,4 +1,4 @@
-"""A gateway's frame for people: 80 columns are enough."""
+"""A gateway's frame for users: 80 columns are enough."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.cli.top.panels import Lines, first_rows, headed_table
 
 __all__ = ["render_gateway"]
 
-# rows of the tables: those that do not fit in a terminal help nobody
+# most rows of the tables, which fit into a terminal
 _MAX_ENGINES: Final = 16
 _MAX_KEYS: Final = 6
 # cells of the bars
@@ -33,13 +33,13 @@ _STATES: Final[Mapping[str, str]] = {
     "silent": "bold red",
     "draining": "dim",
 }
-# states whose reason is worth a line
+# states whose reason is shown
 _TOLD: Final = frozenset({"failing", "silent", "paused", "draining", "half-open"})
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
 
 
 def render_gateway(frame: GatewayFrame, url: str, problem: str = "") -> RenderableType:
-    """Everything.
+    """Render a gateway.
 
     Args:
         problem: why ``frame`` is not the latest; "" if it is.
@@ -138,7 +138,7 @@ def _engines(engines: Sequence[EngineRow]) -> RenderableType:
 
 
 def _first(engines: Sequence[EngineRow]) -> Sequence[EngineRow]:
-    """Those that are shown, in their order: of too many, those that are not well come first."""
+    """Return the engines to show, in their order; if too many, unhealthy ones take precedence."""
     if len(engines) <= _MAX_ENGINES:
         return engines
     chosen = sorted(range(len(engines)), key=lambda i: (engines[i].state == "ready", i))
@@ -198,7 +198,7 @@ def _memory(row: EngineRow) -> Text:
 
 
 def _bar(share: float, cells: int) -> str:
-    """As long as ``share`` of so many cells, to an eighth of one, and blanks behind it."""
+    """Return a bar of ``share`` of ``cells``, to an eighth of a cell, padded with blanks."""
     eighths = round(share * cells * 8)
     whole, part = divmod(eighths, 8)
     bar = "█" * whole + (_EIGHTHS[part] if part else "")
@@ -206,7 +206,7 @@ def _bar(share: float, cells: int) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    """In six characters."""
+    """Format seconds in six characters."""
     if value is None:
         return "-"
     if value < 1.0:

@@ -1,4 +1,4 @@
-"""Numbers as people read them in a terminal; "-" is what nobody knows."""
+"""Numbers formatted for a terminal; "-" is an unknown one."""
 
 from __future__ import annotations
 

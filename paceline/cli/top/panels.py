@@ -1,4 +1,4 @@
-"""What the views of servers and of gateways are made of."""
+"""Common parts of the views of servers and gateways."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Lines:
 
 
 def headed_table(padding: PaddingDimensions = (0, 1)) -> Table:
-    """A table without lines; its panel has them."""
+    """Return a table without lines, since its panel has them."""
     return Table(box=None, padding=padding, pad_edge=False, header_style="bold")
 
 
 def first_rows(table: Table, title: str, most: int, count: int) -> Panel:
-    """A table that has the first ``most`` of ``count`` rows, or all."""
+    """Return a panel of the table's first ``most`` rows of ``count``, or all."""
     more = f" (the first {most}, {count - most} more)" if count > most else ""
     return Panel(table, title=f"{title}{more}", title_align="left")

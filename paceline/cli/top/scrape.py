@@ -1,4 +1,4 @@
-"""Where the metrics of a server or a gateway are read."""
+"""Reading of metrics from a server or a gateway over HTTP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_BYTES: Final = 32 * 2**20
 
 
 class Source:
-    """Where the metrics of a server or a gateway are read, and a gateway's status.
+    """The address of a server's or a gateway's metrics, and of a gateway's status.
 
     Args:
         address: ``host:port`` or a URL; without a path, /metrics is meant.
@@ -36,11 +36,11 @@ class Source:
         self._status_url = parts._replace(path=path.removesuffix("/metrics") + "/status").geturl()
 
     def fetch(self) -> str:
-        """Raises ConfigError, with what to do, when nothing usable comes."""
+        """Return the metrics. Raises ConfigError, with what to do, when nothing usable comes."""
         return fetch(self.url, self._api_key, _TIMEOUT, _MAX_BYTES).decode("utf-8", "replace")
 
     def fetch_status(self) -> Mapping[str, Any]:
-        """A gateway's. Raises ConfigError, with what to do, when nothing usable comes."""
+        """Return a gateway's status. Raises ConfigError, as ``fetch`` does."""
         text = fetch(self._status_url, self._api_key, _TIMEOUT, _MAX_BYTES)
         try:
             status = json.loads(text)
@@ -53,10 +53,10 @@ class Source:
 
 
 def fetch(url: str, api_key: str, timeout: float, max_bytes: int) -> bytes:
-    """What a server answers to a GET.
+    """Return a server's response to a GET.
 
     Raises:
-        ConfigError: with what to do: ``url`` is none, or nothing usable came.
+        ConfigError: ``url`` is not a URL, or nothing usable came; it says what to do.
     """
     parts = _checked(url)
     make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -83,12 +83,12 @@ def fetch(url: str, api_key: str, timeout: float, max_bytes: int) -> bytes:
 
 
 def _checked(address: str) -> SplitResult:
-    """Raises ConfigError for what is no address of a server."""
+    """Parse an address. Raises ConfigError for a text that is not a server's address."""
     url = address if "://" in address else f"http://{address}"
     try:
         parts = urlsplit(url)
         parts.port  # noqa: B018
-        # or looking it up would fail later
+        # else looking it up would fail later
         (parts.hostname or "").encode("idna")
     except ValueError as error:
         raise ConfigError(f"{address!r} is not an address: {error}") from None

@@ -1,4 +1,4 @@
-"""A frame for people."""
+"""A server's frame for users."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from paceline.server.readings import Frame
 
 __all__ = ["render"]
 
-# of a terminal of 80 columns, inside of a frame
+# width of a bar in a terminal of 80 columns, inside a frame
 _BAR: Final = 72
-# lines of the table of tenants
+# most rows of the table of tenants
 _MAX_TENANTS: Final = 5
 _COLOURS: Final = ("cyan", "magenta", "blue", "yellow", "red")
 _REASONS: Final[Mapping[str, str]] = {
@@ -39,7 +39,7 @@ _PRESSURE: Final = (
 
 
 def render(frame: Frame, url: str, problem: str = "") -> RenderableType:
-    """Everything, about 25 lines, and up to eight more where tenants are told apart.
+    """Render a server in about 25 lines, and up to eight more for tenants.
 
     Args:
         problem: why ``frame`` is not the latest; "" if it is.
@@ -163,7 +163,7 @@ def _memory(frame: Frame) -> RenderableType:
     owners = sorted(frame.kv_blocks.items(), key=lambda item: (item[0] in _IDLE, item[0]))
     bar, legend = Text(), Text()
     cells = [max(1, round(_BAR * count / total)) for _, count in owners]
-    # each is seen, and the bar stays in one line
+    # every part keeps a cell, and the bar stays on one line
     while sum(cells) > max(_BAR, len(cells)):
         cells[cells.index(max(cells))] -= 1
     for place, (owner, count) in enumerate(owners):

@@ -1,4 +1,4 @@
-"""Readings of one address, one after another, and what happened in between."""
+"""Repeated readings of one address, and the changes between them."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from paceline.server.readings import Frame, Scrape, make_frame, parse_metrics
 
 __all__ = ["Seen", "Watch"]
 
-# a gateway's metrics come with its status
+# a gateway's metrics, with its status
 _Reading = tuple[Scrape, Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The latest of one address."""
+    """Latest reading of one address."""
 
-    # as people name it, and where it is read
+    # address as the user named it, and the URL that is read
     address: str
     url: str
-    # None: it has not answered yet
+    # None: no answer yet
     frame: Frame | GatewayFrame | None
-    # why ``frame`` is not the latest; "": it is
+    # reason why ``frame`` is not the latest; "": it is
     problem: str = ""
 
     @property
     def kind(self) -> str:
-        """What answers there: gateway, server, or nobody yet."""
+        """Kind of program at the address: "gateway", "server", or "unknown" without an answer."""
         if self.frame is None:
             return "unknown"
         return "gateway" if isinstance(self.frame, GatewayFrame) else "server"
 
 
 class Watch:
-    """Of one address."""
+    """Reader of one address."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -47,16 +47,16 @@ class Watch:
         self.seen = Seen(source.address, source.url, None)
 
     def look(self) -> Seen:
-        """Read it once more. Raises ConfigError, with what to do, when nothing usable comes."""
+        """Read again. Raises ConfigError, with what to do, when nothing usable comes."""
         after = self._read()
-        # a server that is asked for the first time has done nothing yet
+        # the first reading has none before it, and shows no activity
         before = self._before or after
         self._before = after
         self.seen = Seen(self._source.address, self._source.url, _frame(before, after))
         return self.seen
 
     def look_again(self) -> Seen:
-        """The same, but what was last seen stays where nothing comes: it may come back."""
+        """Read again, but keep the last frame when nothing comes, since the server may return."""
         try:
             return self.look()
         except ConfigError as error:
