@@ -1,1 +1,2 @@
-"""Engines that end, hang or are stopped: replaced, and the request that ended them found."""
+"""Supervision: engines that end, hang or are stopped are replaced, and the request at fault is
+found."""

@@ -1,12 +1,12 @@
-"""Engine news to answers: text, stop strings, usage and times, request by request.
+"""Conversion of engine updates to answers: text, stop strings, usage and times, by request.
 
 ::
 
     RequestUpdate of r/0, r/1, ... --> OutputProcessor --> one GenerationOutput of r per batch
                                                        --> ids the engine is to abort
 
-Runs where the caller is, never in the engine's loop, so that text work cannot stall a step. It does
-not know sockets, threads or who reads its outputs.
+Runs in the caller's process, never in the engine's loop, so that text work cannot stall a step. It
+does not know sockets, threads or the readers of its outputs.
 """
 
 from __future__ import annotations
@@ -39,38 +39,38 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Processed:
-    """What one batch of updates came to."""
+    """The results of one batch of updates."""
 
     # at most one per request
     outputs: tuple[GenerationOutput, ...]
-    # choices that ended here while the engine still works on them: by a stop string, and because no
-    # text could be made of them
+    # choices that ended here while the engine still works on them: by a stop string, or because
+    # detokenization failed
     stopped: tuple[str, ...]
     failed: tuple[str, ...]
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request and what its choices add up to."""
+    """A request and the sums over its choices."""
 
     request: GenerationRequest
     # ids of choices that have not ended
     live: set[str]
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
-    # preemptions so far, choice by choice, and last those on engines before
+    # preemptions so far, by choice, and last those on earlier engines
     num_preemptions: list[int] = field(default_factory=list)
-    # 0.0 until the engine tells
+    # 0.0 until the engine reports it
     first_scheduled: float = 0.0
     first_token: float | None = None
     last_token: float = 0.0
     longest_gap: float = 0.0
-    # waiting for the next output; None once told
+    # waiting for the next output; None once sent
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     told_prompt_logprobs: bool = False
-    # the vector of a pooled request
+    # the vector of a pooling request
     pooled: bytes | None = None
-    # output of each choice so far, for an engine that would have to go on with it
+    # output of each choice so far, for an engine that may have to continue it
     token_ids: list[list[int]] = field(default_factory=list)
 
     @classmethod
@@ -93,7 +93,7 @@ class _Request:
         return self
 
     def resume(self) -> Resume:
-        """What another engine is to go on from."""
+        """Return the output so far, for another engine to continue."""
         live = self.live
         return Resume(
             choices=tuple(
