@@ -2,7 +2,7 @@
 
 *Demote*: the request can no longer meet a target, so it yields to requests that can meet theirs.
 *Rejoin*: no request that can meet its target gains by that any more: the request is ordinary again,
-~without the target that it missed. It asked for more than others did, and gets no less.
+without the target that it missed. It asked for more than others did, and gets no less.
 *Restore*: a best-effort request with a deadline was demoted, and there is time for it after all.
 *Favour*: the tenant has far less than an equal share when the request arrives.
 

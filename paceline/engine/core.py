@@ -41,9 +41,9 @@ class EngineCore:
 
     Args:
         backend: owned from here on; ``close`` closes it.
-        ~pipeline_depth: steps in the backend at once. 1 plans a step when the one before is done;
-        ~    2 plans step N+1 while step N runs, shortly before its end; more plan as soon as there
-        ~    is a free slot.
+        pipeline_depth: steps in the backend at once. 1 plans a step when the one before is done;
+            2 plans step N+1 while step N runs, shortly before its end; more plan as soon as there
+            is a free slot.
         clock: seconds, monotonic.
         recorder: gets every request and step; owned from here on.
         timeline: gets the same, for viewers; None: there is no timeline.
@@ -172,8 +172,8 @@ class EngineCore:
 
         Args:
             take_arrivals: adds the requests that arrived meanwhile, called when a step is about to
-            ~    be planned while another runs. Without it no request can arrive, and such a step is
-            ~    planned at once.
+                be planned while another runs. Without it no request can arrive, and such a step is
+                planned at once.
 
         Returns () when there is nothing to do, or nothing before ``wake_at``.
 

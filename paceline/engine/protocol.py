@@ -81,8 +81,8 @@ class Tokenizer(Protocol):
 
         Args:
             max_tokens: most ids of each. The longer text of a pair is truncated at its end, and
-            ~    special tokens stay.
-            ~max_second: most ids of each second text.
+                special tokens stay.
+            max_second: most ids of each second text.
         """
         ...
 
@@ -155,8 +155,8 @@ class EngineClient(Protocol):
 
         Raises:
             RequestError: refused on arrival (before the first delta).
-            ~EngineDeadError: the engine has ended for good; EngineLostError: another is being
-            ~    started, and this request cannot go on there; EngineDrainingError: no new requests.
+            EngineDeadError: the engine has ended for good; EngineLostError: another is being
+                started, and this request cannot go on there; EngineDrainingError: no new requests.
         """
         ...
 

@@ -166,7 +166,7 @@ def null_core(
 
     Args:
         tokenizer: vocabulary to compile grammars for; None: ByteTokenizer.
-        ~timeline: make a timeline for viewers.
+        timeline: make a timeline for viewers.
         scheduler: fields of SchedulerConfig.
     """
     info = backend.info
@@ -219,7 +219,7 @@ class ScriptedDrafter:
     Args:
         text: prompt and output.
         wrong: positions in a draft that are made wrong.
-        ~extra: tokens drafted in addition to the number asked for.
+        extra: tokens drafted in addition to the number asked for.
     """
 
     def __init__(

@@ -71,9 +71,9 @@ class DraftChoice:
 
     Args:
         requests: the requests of its rows, which have one token each.
-        ~most: most draft tokens.
-        ~tries: take one probable draft token, or one of the draft model, whatever it is thought
-        ~    to cost.
+        most: most draft tokens.
+        tries: take one probable draft token, or one of the draft model, whatever it is thought
+            to cost.
     """
 
     def __init__(

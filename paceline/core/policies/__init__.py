@@ -40,7 +40,7 @@ def make_policy(context: PolicyContext) -> SchedulingPolicy:
 
     Raises:
         ConfigError: no such policy (the message lists them), or a policy from another package
-        ~    that lacks a member.
+            that lacks a member.
     """
     name = context.config.policy
     try:

@@ -4,7 +4,7 @@
   share. Beyond that a larger step computes no more tokens a second, and every token in it, and
   every request that arrives meanwhile, waits for its end.
 * *What is free*: where a step takes as long as reading the weights (``memory_bound``), the chunk
-~  next to running rows is as large as hides behind that.
+  next to running rows is as large as hides behind that.
 
 This module does not know targets, the queue, memory or the clock.
 """
@@ -40,7 +40,7 @@ class ChunkSize:
         most: ``max_num_batched_tokens``.
         adaptive: False: always ``most``.
         floor: a chunk of this size is allowed however late running requests are, or new requests
-        ~    would starve.
+            would starve.
         overhead: share of the fixed part in the time of the largest step.
         gap: longest time, s, of a step while answers are streamed.
     """

@@ -7,8 +7,8 @@ to the step-time model's features it tries ``max(0, tokens - k)``, for sizes k a
 octave apart, and accepts the k that explains the measured steps best if
 
 * it explains them clearly better than the model without it: by an F test far beyond what noise
-~  makes of the best of a few;
-~* and by its fit, tokens below k cost little compared with tokens above k.
+  makes of the best of a few;
+* and by its fit, tokens below k cost little compared with tokens above k.
 
 Work is bounded: a few sums a step, and a small system of equations in some.
 

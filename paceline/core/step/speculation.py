@@ -67,7 +67,7 @@ def make_speculation(state: SchedulerState, make: SpeculationMaker | None) -> Sp
 
     Raises:
         ConfigError: ``speculative_config`` is set, and the source does not know its values, or
-        ~    there is none.
+            there is none.
     """
     if make is not None:
         return make(state)

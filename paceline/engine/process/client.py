@@ -80,8 +80,8 @@ class ProcessEngineClient(EngineFrontend):
         Args:
             argv: a command line whose program calls ``engine_main``.
             config: argument of that program's builder.
-            ~load_tokenizer: called on a thread while the engine loads its model.
-            ~ready_timeout: seconds for both.
+            load_tokenizer: called on a thread while the engine loads its model.
+            ready_timeout: seconds for both.
             stall_timeout: see ``EngineFrontend``.
 
         Raises:

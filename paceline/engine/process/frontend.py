@@ -126,7 +126,7 @@ class EngineFrontend(abc.ABC):
 
     Args:
         stall_timeout: seconds without a completed step while requests are unfinished, or without
-        ~    any message at all, after which ``check_health`` raises.
+            any message at all, after which ``check_health`` raises.
     """
 
     # called once, on the event loop, when the engine has ended without having been closed

@@ -68,7 +68,7 @@ class EngineLoop:
     Args:
         send: takes every message for the client, in order; must not block.
         at_rest: called once whenever there has been nothing to do for a moment.
-        ~in_flight: gets the requests that are worked on.
+        in_flight: gets the requests that are worked on.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class EngineLoop:
 
         Raises:
             Exception: any error of ``core.step`` or ``core.check_integrity``; the core cannot
-            ~    go on.
+                go on.
         """
         self._flush()
         checked = False

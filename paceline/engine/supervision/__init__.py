@@ -1,2 +1,1 @@
-"""Supervision: engines that end, hang or are stopped are replaced, and the request at fault is
-found."""
+"""Supervision: replacing engines that end, hang or are stopped, and finding the culprit."""

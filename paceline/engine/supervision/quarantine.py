@@ -14,10 +14,9 @@
       with tokens, level 1          all at once, after those
       with tokens, level 2 or more  one at a time, each until it is past where it was
 
-A request that ends an engine does so at the same position every time; the others are elsewhere by
-then. So the one on trial is guilty if the engine ends at that position and no other is as suspect;
-requests that ran at the same time are not suspected for that. An innocent request loses time, but a
-bounded amount.
+A request that ends an engine does so at the same position every time; others are elsewhere by then.
+So the one on trial is guilty if the engine ends at that position and no other is as suspect;
+requests that ran at the same time are not. An innocent request loses a bounded time.
 
 This module does not know engines.
 """

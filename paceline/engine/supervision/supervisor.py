@@ -73,7 +73,7 @@ _HOLD_SECONDS: Final = 60.0
 _MAX_HELD: Final = 2048
 # times that the engine may end under one request without its fault, as far as is known
 _MAX_LOSSES: Final = 4
-# seconds that a suspect has for itself, and that it waits for that: then it goes as it is
+# seconds of a suspect's turn, and of its wait for one: after that it runs without
 _TURN_SECONDS: Final = 5.0
 _QUARANTINE_SECONDS: Final = 30.0
 # seconds for aborted requests to deliver their last delta
@@ -135,9 +135,9 @@ class SupervisedEngineClient:
 
         Args:
             starter: called for every engine; the previous one has ended by then. An error of the
-            ~    first call is raised; a later failure counts as one more restart.
-            ~max_restarts: most engines started after the first within ``window`` seconds; 0: the
-            ~    first is the only one.
+                first call is raised; a later failure counts as one more restart.
+            max_restarts: most engines started after the first within ``window`` seconds; 0: the
+                first is the only one.
         """
         began = time.monotonic()
         client = cls(await starter(None, 0), starter, max_restarts, window)
@@ -376,8 +376,7 @@ class SupervisedEngineClient:
         self._replacing = asyncio.create_task(self._replace(engine.client))
 
     def _started(self, engine: Engine) -> list[tuple[Suspect, int]]:
-        """Return the suspects of its last steps, with the tokens delivered; all, if it left no
-        list."""
+        """Return the suspects of its last steps, with tokens delivered; all, if it left no list."""
         ids = engine.client.requests_in_flight()
         return [
             (call.suspect, engine.client.num_output_tokens(request_id))

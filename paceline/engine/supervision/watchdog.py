@@ -40,7 +40,7 @@ async def watch(current: Callable[[], _W | None], end: Callable[[_W, str, str], 
 
     Args:
         current: returns the engine, if there is one.
-        ~end: ends it; arguments are the kind of failure ("stopped", "stalled") and the reason.
+        end: ends it; arguments are the kind of failure ("stopped", "stalled") and the reason.
     """
     halted_since: float | None = None
     before = time.monotonic()

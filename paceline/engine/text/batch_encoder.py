@@ -59,7 +59,7 @@ class BatchEncoder:
 
     Args:
         most_chars: most characters of a batch; one text may be longer.
-        ~threads: batches that are encoded at a time.
+        threads: batches that are encoded at a time.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class BatchEncoder:
 
         Raises:
             InvalidRequestError: one of the texts is not valid Unicode. Other callers' texts in the
-            ~    same batch are not affected.
+                same batch are not affected.
             RuntimeError: the encoder is closed.
         """
         if self._closed:

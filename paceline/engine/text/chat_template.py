@@ -63,11 +63,11 @@ class ChatTemplate:
 
     Args:
         templates: Jinja sources by name; "default" is used, except with tools if there is
-        ~    "tool_use".
+            "tool_use".
         special_tokens: ``bos_token``, ``eos_token``, ...; they become variables.
         renderer: for the checkpoint's own templates, unless they are known.
         callers: for templates and arguments from callers, so that a hostile one does not delay
-        ~    plain conversations.
+            plain conversations.
     """
 
     def __init__(

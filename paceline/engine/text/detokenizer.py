@@ -82,8 +82,7 @@ class IncrementalDetokenizer:
                 return text
         old_cut = self._cut
         for token_id in token_ids:
-            # decoders drop special ids before they look at neighbours, so special ids are no
-            # context
+            # decoders drop special ids before they look at neighbours: these are no context
             if self._skip is not None and token_id in self._skip:
                 continue
             data = self._tokenizer.token_bytes(token_id)

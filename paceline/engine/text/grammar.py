@@ -67,7 +67,7 @@ class GrammarCompiler:
 
     Args:
         load_tokenizer: called once, on a compiling thread, for the first grammar.
-        ~timeout: seconds that a caller should wait for a compilation.
+        timeout: seconds that a caller should wait for a compilation.
     """
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], *, timeout: float = 10.0) -> None:
@@ -306,8 +306,7 @@ def _limits() -> LLParserLimits:
 
 
 def _source(grammar: Grammar) -> str:
-    """Return the library's own form. Raises InvalidRequestError for input its parsers must not
-    get."""
+    """Return the library's form; raises InvalidRequestError for input unfit for its parsers."""
     from llguidance import LLMatcher
 
     if grammar.kind == "json_schema":
