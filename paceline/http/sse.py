@@ -157,8 +157,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _beat(self, send: Send) -> None:
-        """Send comments between events. Messages are sent whole, so two tasks do not mix them
-        up."""
+        """Send comments between events. Messages are sent whole, so two tasks may send."""
         while True:
             sent_at = max(self._sent_at, self._shortcut.written_at)
             wait = sent_at + self._keep_alive - time.monotonic()

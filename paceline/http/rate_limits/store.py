@@ -131,8 +131,8 @@ class RateStore:
         more was used than was taken, and that counts regardless of the limit.
 
         Args:
-            window: the result of ``take``. If counting has moved to the other storage since, nothing is
-                given back: its counters would fall below what was taken from them.
+            window: the result of ``take``. If counting has moved to the other storage since,
+                nothing is given back: its counters would fall below what was taken from them.
         """
         if amount > 0 and window.epoch != self._epoch:
             return
@@ -192,7 +192,7 @@ class RateStore:
             await asyncio.sleep(self._probe_every)
             try:
                 async with asyncio.timeout(self._timeout):
-                    # probe by counting: a Redis that answers pings may refuse the scripts that
+                    # by counting: a Redis that answers pings may still refuse the scripts that
                     # count
                     back = await shared.strategy.hit(_probe_item(), "probe")
             except Exception:
