@@ -37,7 +37,7 @@ class BackendInfo:
     kv_dtype: str | None = None
     # why these formats and this device were chosen, for people; "" where there was no choice
     choice: str = ""
-    # the NUMA nodes that its threads are bound to, such as "0" or "0-3"; "": to none
+    # the NUMA nodes that the backend is bound to, such as "0" or "0-3"; "": to none
     numa_nodes: str = ""
     # blocks of host memory to swap to
     num_host_blocks: int = 0

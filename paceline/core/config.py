@@ -81,7 +81,8 @@ class SchedulerConfig:
     policy: str = "fcfs"
     # policy "priority": waiting this long counts as one priority level
     priority_ageing_s: Annotated[float, Range(0, above=True)] = 60.0
-    # policy "phase-aligned": arrivals wait for each other this long, or until so many are there
+    # policy "phase-aligned": arrivals wait for each other this long, or until ``coalesce_size``
+    # came
     coalesce_window_s: Annotated[float, Range(0)] = 0.05
     coalesce_size: Annotated[int, Range(1)] = 16
     # share of the engine's time that waiting best-effort work gets while other work is served; 0:

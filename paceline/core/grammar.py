@@ -7,7 +7,7 @@ the backend how it is applied to logits::
                                                                                   |
                                     MatcherSource.matcher(grammar) <-- new request'
                                     TokenMatcher.consume / allowed <-- each sampled token
-                                    TokenMatcher.look_ahead, forced <-- guesses of tokens
+                                    TokenMatcher.look_ahead, forced <-- draft tokens
 
 The scheduler does not look at any of this.
 """

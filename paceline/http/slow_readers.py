@@ -2,7 +2,7 @@
 
 ::
 
-    engine --> stream: what is unread, joined --> transport --> socket: SEND_BUFFER_BYTES
+    engine --> stream: unread output, merged --> transport --> socket: SEND_BUFFER_BYTES
                (text and ids of one answer)          |
                                                       over UNSENT_BYTES for slow_reader_timeout, and
                                                       less than _MIN_RATE was read: cut

@@ -4,7 +4,7 @@ A finger follows the output through the prediction::
 
     prediction   def area ( w , h ) : result = w * h
     output       def area ( w , h ) : total  ?
-                                      |      ^ guessed: = w * h
+                                      |      ^ drafted: = w * h
                                       one token was replaced by another
 
 A token other than the one under the finger may have replaced it, so drafts go on after it; if the

@@ -24,8 +24,8 @@ OUTPUT_WEIGHT = 2.0
 # light tenants may save up the tokens of this many of the largest steps, as requests of one tenant
 # sometimes arrive close together
 _SAVED_STEPS: Final = 4.0
-# most tenants that a forecast considers: each costs microseconds, in nearly every step. Above that,
-# only a tenant's own requests are left out for one another, so others' are judged later
+# most tenants that a forecast considers: each costs microseconds, in nearly every step. A request
+# is left out only for others of its tenant, so other tenants can be judged later as well
 _MAX_LOOKS: Final = 64
 # seconds by which a favoured request counts as arrived earlier: ahead of all that run by then
 _EARLY: Final = 60.0

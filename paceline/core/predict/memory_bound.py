@@ -31,7 +31,7 @@ _SIZES: Final = (
 _RIDGE: Final = 1e-6
 # brings the tokens of a busy step to about 1
 _SCALE: Final = 1e-3
-# observations between two fits, at first and later; a fit runs over one observation per size
+# observations between two fits, at first and later; a fit takes one per size, and one more
 _EVERY: Final = 64
 _LATER: Final = 256
 _MANY: Final = 1024

@@ -114,7 +114,7 @@ class WorkEstimator:
 
     def spread(self, requests: Iterable[Request], parts: int, base: int) -> list[int]:
         """Return, for each request, ``parts`` equally likely numbers of output tokens still to
-        come, each times ``base``, plus the total of an equal request, which is less than that:
+        come, each times ``base``, plus the total of an equal request, which is less than ``base``:
         tuples would take twice the memory. max_tokens if no length is known."""
         found: list[int] = []
         # by label: the known lengths, and their quantiles

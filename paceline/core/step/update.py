@@ -135,7 +135,7 @@ class Updates:
     def _tell(
         self, request: Request, token_ids: tuple[int, ...], logprobs: _Logprobs, tell_all: bool
     ) -> Iterator[RequestUpdate]:
-        """Yield the update of a request with these new tokens, if its caller wants it."""
+        """Yield the update of a request with these new tokens, if it is to be sent."""
         if tell_all or request.finish_reason is not None:
             yield update_of(request, token_ids, logprobs)
         request.told = True

@@ -2,7 +2,7 @@
 
 ::
 
-    while not told to stop:
+    while not shut down:
         take every message that is there      (waits only when there is nothing to do)
         core.step()                           (takes messages again before it plans ahead)
         send the news of the step, in one message

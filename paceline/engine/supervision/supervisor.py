@@ -5,7 +5,7 @@
     generate() --> the engine of the moment --> deltas
                         |  it ended, it stands still, it was stopped
                         v
-         killed, another one started     sent there with what is out, and goes on behind that
+         killed, another one started     sent there with its output so far, and goes on after it
                                          it ended by this request: PoisonedRequestError
                                          it ended too often: EngineLostError
 

@@ -3,7 +3,7 @@
 ::
 
     START       an engine begins: all earlier state is void
-    ANNOUNCE    a request was queued; told once, numbered from 1
+    ANNOUNCE    a request was queued; written once, numbered from 1
     PLAN        a step was planned: its numbers, and the changes of requests
     DONE        its result came in
     END         a request ended, with its history

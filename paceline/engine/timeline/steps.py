@@ -44,7 +44,7 @@ class Steps:
         self._lanes = lanes
         # steps whose plan was written and whose result was not: whether their rows were written
         self._open: dict[int, bool] = {}
-        # at level 2: steps, tokens, rows and chunks that the next PLAN covers besides its own
+        # at level 2: steps, tokens, rows and chunks to be added to the next PLAN
         self._merged = (0, 0, 0, 0)
         self._told_at = -math.inf
 
