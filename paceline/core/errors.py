@@ -30,9 +30,9 @@ __all__ = [
 ]  # fmt: skip
 
 
-# what a request whose logits are not numbers fails with; metrics tell it from other failures
+# error of a request whose logits are not numbers; metrics count it apart from other failures
 NAN_LOGITS: Final = "the model computed NaN or infinite logits for this request"
-# how that begins which a request fails with that forbids every token at some place: its own fault
+# how the error of a request begins that forbids every token at some position: its own fault
 NOTHING_LEFT: Final = "no token is left to choose"
 
 
@@ -61,7 +61,7 @@ class UnknownModelError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """Not now; ``retry_after`` is the advised wait in seconds.
+    """The request cannot be taken now; ``retry_after`` is the advised wait in seconds.
 
     ``reason`` is for programs: "queue-full", "queue-share", "predicted-wait", "pressure" or
     "expired".
@@ -86,7 +86,7 @@ class EngineError(PacelineError):
 
 
 class RequestFailedError(EngineError):
-    """One request failed inside the engine; others are unaffected."""
+    """One request failed inside the engine; others go on."""
 
 
 class PoisonedRequestError(RequestFailedError):

@@ -1,4 +1,4 @@
-"""A request's body: JSON of bounded size."""
+"""Reading of a request's body: JSON of bounded size."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["read_object"]
 
 
 async def read_object(request: Request, max_bytes: int, bounds: Bounds) -> dict[str, Any]:
-    """The request's body, a JSON object of up to ``max_bytes`` and within ``bounds``.
+    """Return the request's body, a JSON object of up to ``max_bytes`` and within ``bounds``.
 
     Raises:
-        HttpError: 413, as soon as the length is known or the limit is passed.
-        InvalidRequestError: not a JSON object, over a bound, or sent as something else.
+        HttpError: 413, as soon as the length is known or the limit is exceeded.
+        InvalidRequestError: not a JSON object, over a bound, or of another content type.
         ClientDisconnectedError: the caller hung up halfway.
     """
     kind = request.headers.get("content-type")

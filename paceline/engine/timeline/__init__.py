@@ -1,4 +1,4 @@
-"""What the scheduler does, as a stream of small binary frames for those who watch.
+"""The scheduler's decisions as a stream of small binary frames, for viewers.
 
 ::
 
@@ -6,8 +6,8 @@
                                                                         |
                                         model.py, or the page's model.js <---'  each viewer
 
-``events.py`` names what is told, ``codec.py`` turns it into bytes and back, ``tap.py`` tells it at
-a bounded cost (with ``steps.py``, ``lanes.py``, ``door.py`` and ``ladder.py``), ``model.py``
-rebuilds from frames who runs, waits and why, ``chrome.py`` writes it as a trace for Perfetto.
-Nothing here holds prompts, outputs or token ids.
+``events.py`` names the frames and events, ``codec.py`` turns them into bytes and back, ``tap.py``
+writes them at a bounded cost (with ``steps.py``, ``lanes.py``, ``door.py`` and ``ladder.py``),
+``model.py`` rebuilds from frames which requests run or wait, and why, and ``chrome.py`` writes that
+as a trace for Perfetto. Nothing here holds prompts, outputs or token ids.
 """

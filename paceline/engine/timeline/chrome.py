@@ -1,7 +1,7 @@
 """Timelines in the trace event format that Perfetto and chrome://tracing open.
 
-``TimelineWriter`` writes steps alone, one track per replica, as they stream, so a long run needs no
-memory. ``trace_of`` makes of what a ``Model`` saw a whole picture::
+``TimelineWriter`` writes only steps, one track per replica, as they stream, so a long run needs no
+memory. ``trace_of`` writes all that a ``Model`` has rebuilt::
 
     process 1    a slice a step
     process 2    a thread a lane, a slice for each run of one state; arrows from where a request was
@@ -9,7 +9,7 @@ memory. ``trace_of`` makes of what a ``Model`` saw a whole picture::
     process 3    counters: tokens and budget, predicted and measured time, waiting, free blocks
 
 The page writes the same (``timeline/chrome.js``), and both are held to ``tests/ui/vectors``.
-Viewers die of too many slices, so their number is bounded; what was left out stands in the file.
+Viewers fail with too many slices, so their number is bounded; the file says how many were left out.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class StepEvent(NamedTuple):
     # seconds on the run's clock
     start: float
     seconds: float
-    # what was in it, for instance "2 prompts, 17 decodes"; the slice's title
+    # its rows, for instance "2 prompts, 17 decodes"; the slice's title
     rows: str
     # shown when the slice is selected
     details: Mapping[str, int | float | str] = {}
 
 
 class TimelineWriter:
-    """Writes events as they come, in any order; a context manager, whose end makes the file whole.
+    """Writes events as they come, in any order; a context manager that completes the file on exit.
 
     Raises:
         ConfigError: the file cannot be opened.
@@ -91,7 +91,7 @@ def _title(replica: int) -> dict[str, object]:
 
 
 def _slice(event: StepEvent) -> dict[str, object]:
-    """Times in the format are microseconds; three decimals keep them exact to a nanosecond."""
+    """Make a slice. The format's times are microseconds; three decimals keep nanoseconds exact."""
     return {
         "ph": "X",
         "name": event.rows,
@@ -106,11 +106,11 @@ def _slice(event: StepEvent) -> dict[str, object]:
 def trace_of(
     steps: Sequence[Step], seen: Iterable[Seen], *, now: float, most: int = MOST_SLICES
 ) -> dict[str, Any]:
-    """A trace of steps whose results came and of requests, ended or not; the newest of what there
-    is where it is too much.
+    """Return a trace of steps with results and of requests, ended or not; the newest of them if
+    they are too many.
 
     Args:
-        now: when the spans of those that have not ended are cut; seconds of the engine's clock.
+        now: end of the spans of requests that have not ended; seconds of the engine's clock.
     """
     slices = sorted(
         ((span, one, index) for one in seen for index, span in enumerate(_spans(one, now))),
@@ -144,7 +144,7 @@ def trace_of(
 
 
 def write_trace(trace: Mapping[str, Any], path: Path) -> None:
-    """Write it, compressed if the name ends in .gz.
+    """Write a trace to a file, compressed if the name ends in .gz.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -228,7 +228,7 @@ def _of_span(span: Span, seen: Seen, index: int, zero: float) -> list[dict[str, 
     if seen.ended is None and index + 1 == len(seen.spans):
         after = seen.state
     if before in _PAUSES:
-        # of the same number as where it was preempted
+        # the id of the arrow that began where it was preempted
         number = seen.number * 1000 + index - 1
         found.append({"ph": "f", "bp": "e", "id": number, **flow, "ts": start})
     if after in _PAUSES:
@@ -245,5 +245,5 @@ def _milli(seconds: float) -> float:
 
 
 def _round(value: float) -> float:
-    """To three decimals, half of the last upwards: as the page does."""
+    """Round to three decimals, half of the last upwards, as the page does."""
     return math.floor(value * 1e3 + 0.5) / 1e3

@@ -1,11 +1,11 @@
-"""Frames as bytes and back.
+"""Encoding of frames as bytes, and decoding.
 
 Little endian. A frame is a header of eight bytes, ``type u8, flags u8, 0 u16, length u32``, and
 ``length`` bytes after it. Strings are a length (u8) and UTF-8. The page reads the same format
 (``timeline/decode.js``), and both are held to the vectors in ``tests/ui/vectors``.
 
-A reader is never broken by its input: it passes over types that it does not know, and over frames
-whose content is not what their type says, which it counts.
+No input breaks a reader: it skips types that it does not know, and frames whose content does not
+match their type, and counts both.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 HEADER: Final = struct.Struct("<BBHI")
-# bytes; a longer one is no frame of ours, and nobody waits for its end
+# most bytes of a frame; a longer one is not ours, and no reader waits for its end
 MAX_FRAME: Final = 16 * 2**20
 # header and content in one call
 _PLAN: Final = struct.Struct("<BBHI IdffIIIIHHHBBHH")
@@ -54,26 +54,26 @@ _KEYFRAME: Final = struct.Struct("<IIdBBH")
 _LANE: Final = struct.Struct("<IHBBIIfd")
 _EVENT: Final = struct.Struct("<HBBI")
 _SIZE: Final = HEADER.size
-# sizes of what follows the header, without events and texts
+# sizes of the content after the header, without events and texts
 _PLAN_BODY: Final = _PLAN.size - _SIZE
 _DONE_BODY: Final = _DONE.size - _SIZE
 _ANNOUNCE_BODY: Final = _ANNOUNCE.size - _SIZE
 _END_BODY: Final = _END.size - _SIZE
 _EVENT_SIZE: Final = _EVENT.size
-# as plain numbers, which are packed sooner
+# plain numbers, which are packed faster
 _OF_PLAN, _OF_DONE = int(FrameType.PLAN), int(FrameType.DONE)
 _OF_ANNOUNCE, _OF_END = int(FrameType.ANNOUNCE), int(FrameType.END)
 _MOST: Final = 0xFFFF
 _MOST_U32: Final = 0xFFFFFFFF
 _MOST_I32: Final = 2**31 - 1
-# bytes of a caller's string, and how its length is written
+# most bytes of a caller's string, and the encoded lengths
 _CLIP: Final = 128
 _LENGTHS: Final = tuple(bytes((length,)) for length in range(_CLIP + 1))
 _THIN: Final = 1
 
 
 def encode(frame: Frame) -> bytes:
-    """One frame. Numbers that are too large for their place are the largest that fit."""
+    """Encode one frame. Numbers that are too large for their field become the largest that fits."""
     if isinstance(frame, Plan):
         return encode_plan(*frame[:-1], _numbers(frame.events))
     if isinstance(frame, Done):
@@ -103,7 +103,7 @@ def encode(frame: Frame) -> bytes:
 
 
 def encode_done(step: int, done: float, backend: float, events: list[int]) -> bytes:
-    """A ``Done`` of these fields, without the value; events as ``encode_plan`` takes them."""
+    """Encode a ``Done`` from its fields; events as ``encode_plan`` takes them."""
     count = min(len(events) // 4, _MOST)
     size = _DONE_BODY + _EVENT_SIZE * count
     head = _DONE.pack(_OF_DONE, 0, 0, size, step, count, 0, done, backend)
@@ -128,7 +128,7 @@ def encode_announce(
     slo_class: str,
     tenant: str,
 ) -> bytes:
-    """An ``Announce`` of these fields, without the value."""
+    """Encode an ``Announce`` from its fields."""
     texts = _text(request_id) + _name(slo_class) + _name(tenant)
     head = _ANNOUNCE.pack(
         _OF_ANNOUNCE,
@@ -168,7 +168,7 @@ def encode_end(
     first_token: float,
     predicted_ttft: float,
 ) -> bytes:
-    """An ``End`` of these fields, without the value."""
+    """Encode an ``End`` from its fields."""
     return _END.pack(
         _OF_END,
         0,
@@ -208,8 +208,8 @@ def encode_plan(
     thin: bool,
     events: list[int],
 ) -> bytes:
-    """A ``Plan`` of these fields, without the value; events as numbers, four for each (lane, kind,
-    0, value)."""
+    """Encode a ``Plan`` from its fields; events as numbers, four for each (lane, kind, 0,
+    value)."""
     count = min(len(events) // 4, _MOST)
     head = _PLAN.pack(
         _OF_PLAN,
@@ -246,12 +246,12 @@ def _numbers(events: Sequence[Event]) -> list[int]:
 
 
 def clipped(text: str) -> str:
-    """A caller's string as frames carry it."""
+    """Return a caller's string as frames carry it."""
     return _text(text)[1:].decode()
 
 
 def headers(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """(type, start, end) of every whole frame in ``data``, which begins with one."""
+    """Yield (type, start, end) of every whole frame in ``data``, which begins with one."""
     at, size = 0, len(data)
     while at + _SIZE <= size:
         kind, _, _, length = HEADER.unpack_from(data, at)
@@ -263,18 +263,18 @@ def headers(data: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 class Decoder:
-    """Turns bytes, cut anywhere, into frames. Never raises."""
+    """Turns bytes, split anywhere, into frames. Never raises."""
 
     def __init__(self) -> None:
         self._rest = b""
-        # frames of unknown types, and those that were not what their type says
+        # frames of unknown types, and frames whose content did not match their type
         self.num_unknown = 0
         self.num_broken = 0
-        # a header that cannot be one came: nothing more can be read
+        # an impossible header came: nothing more can be read
         self.lost = False
 
     def feed(self, data: bytes) -> list[Frame]:
-        """The frames that are whole by now."""
+        """Return the frames that are complete by now."""
         if self.lost:
             return []
         data = self._rest + data
@@ -381,14 +381,14 @@ _READERS: Final[dict[int, Callable[[bytes], Frame]]] = {
 
 
 def _text(text: str) -> bytes:
-    """At most ``_CLIP`` bytes, and no half of a character."""
+    """Encode at most ``_CLIP`` bytes of a text, without half characters."""
     data = text.encode("utf-8", "replace")
     if len(data) > _CLIP:
         data = data[:_CLIP].decode("utf-8", "ignore").encode()
     return _LENGTHS[len(data)] + data
 
 
-# of classes and tenants there are few, and they come again
+# cached, as classes and tenants are few and recur
 _name: Final = lru_cache(maxsize=1024)(_text)
 
 

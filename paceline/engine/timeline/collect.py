@@ -1,6 +1,6 @@
-"""A timeline that is read as it is told, for whoever wants a whole run in one process.
+"""A timeline that is read as it is written, to get a whole run in one process.
 
-This module does not know who runs the steps.
+This module does not know what runs the steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Collector(Frames):
     as many as a trace may show.
 
     Args:
-        keep_frames: keep the bytes too.
+        keep_frames: keep the bytes, too.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Collector(Frames):
         self.frames = bytearray()
 
     def trace(self) -> dict[str, Any]:
-        """See ``chrome.trace_of``."""
+        """Return the run so far as a trace, see ``chrome.trace_of``."""
         self.close()
         alive = self.model.requests.values()
         return trace_of(list(self._steps), [*self._ended, *alive], now=self.model.now)

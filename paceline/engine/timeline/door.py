@@ -1,9 +1,9 @@
-"""Who stands before the engine's queue, and who was sent away from there, as frames.
+"""Frames about requests before the engine's queue: those that wait there, and those refused.
 
-Requests that wait for their grammar are told all together whenever one more waits or one less, so a
-reader that begins anywhere knows them; those that were refused are told once. Of both only so many
-by name: a flood of them costs no more. What an error says may hold what a caller sent, so its kind
-alone is told.
+Requests that wait for their grammar are listed all together whenever one is added or removed, so a
+reader that begins at any time knows them; refused requests are listed once. Only a limited number
+of both is named, so that a flood of them costs no more. An error's text may hold a caller's input,
+so only its kind is written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.engine.timeline.events import FrameType, Told
 
 __all__ = ["Door"]
 
-# told by name at a time
+# most requests named in one frame
 _MOST_HELD: Final = 64
 _MOST_REFUSED: Final = 32
 
@@ -25,13 +25,13 @@ class _Asked(NamedTuple):
     request_id: str
     slo_class: str
     tenant: str
-    # when it came, or was refused
+    # time of arrival, or of the refusal
     time: float
 
 
 class Door:
-    """Told when a request begins to wait for its grammar, who is left when others do no more, and
-    when one is refused."""
+    """Gets each request that begins to wait for its grammar, the ids that are left when others stop
+    waiting, and each refusal."""
 
     def __init__(self) -> None:
         self._held: dict[str, _Asked] = {}
@@ -44,22 +44,22 @@ class Door:
         self._changed = True
 
     def keep(self, request_ids: Collection[str]) -> None:
-        """Of those that waited only these do still."""
+        """Keep only these of the waiting requests."""
         if len(request_ids) != len(self._held):
             kept = set(request_ids)
             self._held = {name: asked for name, asked in self._held.items() if name in kept}
             self._changed = True
 
     def refuse(self, request_id: str, slo_class: str, tenant: str, now: float, kind: str) -> None:
-        """``kind``: the reason of a QueueFullError, or another error's name."""
+        """Note a refusal; ``kind``: the reason of a QueueFullError, or another error's name."""
         self._num_refused += 1
         self._changed = True
         if len(self._refused) < _MOST_REFUSED:
             self._refused.append((_Asked(request_id, slo_class, tenant, now), kind))
 
     def take(self, *, whole: bool) -> bytes:
-        """What is new since the last time; ``whole``: who waits in any case, for a reader that
-        begins here."""
+        """Return the news since the last call; ``whole``: the waiting requests in any case, for a
+        reader that begins here."""
         if not (self._changed or (whole and self._held)):
             return b""
         held = list(self._held.values())[:_MOST_HELD]

@@ -1,18 +1,18 @@
-"""What a timeline tells, as values.
+"""The frames and events of a timeline, as values.
 
 ::
 
-    START       an engine begins: all that was known before is over
-    ANNOUNCE    a request was queued; told once, numbered from 1
-    PLAN        a step was planned: its numbers, and what changed for whom
+    START       an engine begins: all earlier state is void
+    ANNOUNCE    a request was queued; written once, numbered from 1
+    PLAN        a step was planned: its numbers, and the changes of requests
     DONE        its result came in
-    END         a request ended, with what became of it
-    KEYFRAME    who runs and who was preempted, every two seconds, for whoever begins there
-    DOOR        who waits for a grammar, before the queue, and who was refused since the last one
+    END         a request ended, with its history
+    KEYFRAME    running and preempted requests, every two seconds, for readers that begin there
+    DOOR        requests that wait for a grammar before the queue, and new refusals
 
 A running request has a lane: the lowest that is free when it is admitted, kept until it ends or is
-preempted. Of a running request only changes are told: one whose steps go on with a token each takes
-no bytes at all. HELLO, GAUGES, GAP and NOTICE are written by the process that serves viewers.
+preempted. Only changes of a running request are written: one that decodes a token per step takes no
+bytes at all. The process that serves viewers writes HELLO, GAUGES, GAP and NOTICE.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ __all__ = [
     "vocabulary",
 ]
 
-# of the frames; a reader refuses another one
+# version of the frames; a reader refuses another one
 VERSION: Final = 2
-# of a request that does not run
+# lane of a request that does not run
 NO_LANE: Final = 0xFFFF
-# how requests end, by number: the reasons of ``FinishReason``, and a time to wait that was over
+# ends of requests, by number: the reasons of ``FinishReason``, and an expired time to wait
 ENDS: Final = ("stop", "length", "abort", "error", "expired")
 
 
 class FrameType(enum.IntEnum):
-    """The first byte of a frame. A reader passes over those that it does not know."""
+    """The first byte of a frame. A reader skips types that it does not know."""
 
     HELLO = 1
     START = 2
@@ -67,40 +67,40 @@ class FrameType(enum.IntEnum):
 
 
 class Kind(enum.IntEnum):
-    """What an event says of a lane; ``value`` is in brackets."""
+    """Kind of an event of a lane; its ``value`` is in brackets."""
 
     # a request runs from this step on [its number]
     ADMIT = 1
-    # [tokens that were there: cached, of its parent, or back from host memory]
+    # [tokens already computed: cached, of its parent, or restored from host memory]
     FOUND = 2
-    # it did not wait for a place before: its parent's prompt was not computed [microseconds]
+    # its wait was at first for its parent's prompt and not for capacity [microseconds]
     HELD = 3
     # several of its tokens are computed in this step [tokens]
     CHUNK = 4
-    # one token and guesses of the next ones [tokens]
+    # one token and draft tokens [tokens]
     DRAFT = 5
-    # a token a step from this one on
+    # a token per step from this one on
     NARROW = 6
-    # it runs, but gets nothing from this step on
+    # it runs, but gets no tokens from this step on
     SKIP = 7
-    # it gave its place up [tokens that are lost], or was moved to host memory [tokens kept there]
+    # it was preempted [tokens that are lost], or was moved to host memory [tokens kept there]
     PREEMPT = 8
     SWAP = 9
-    # its targets were given up, or taken up again
+    # its targets were given up, or are aimed at again
     RELEGATE = 10
     PROMOTE = 11
-    # what the next event of its lane says happened before this plan: one without rows preempted
-    # it, and such a plan is not told [microseconds]
+    # the next event of its lane happened before this plan: a plan without rows preempted it, and
+    # such a plan is not written [microseconds]
     EARLIER = 12
-    # guesses of the step that were wrong: what was computed of them counts no more [tokens]
+    # draft tokens of the step that were wrong, and count as not computed [tokens]
     WRONG = 13
 
 
 class State(enum.IntEnum):
-    """Where a request is."""
+    """State of a request."""
 
     WAIT = 0
-    # it waits for its parent's prompt
+    # waiting for its parent's prompt
     HELD = 1
     CHUNK = 2
     DECODE = 3
@@ -122,17 +122,17 @@ class Plan(NamedTuple):
     step: int
     planned: float
     predicted: float
-    # best effort stays out of the step beyond so many predicted seconds; infinite: nothing is kept
+    # predicted seconds of the step above which best effort stays out of it; infinite: no limit
     limit: float
     budget: int
     tokens: int
     free_blocks: int
     waiting: int
-    # steps of which this stands for the last; their tokens are summed
+    # number of steps that this frame covers, the last one included; their tokens are summed
     merged: int
     narrow: int
     wide: int
-    # index into REASONS; 255: none waits
+    # index into REASONS; 255: no request waits
     held_by: int
     pressure: int
     # events of kinds CHUNK to SKIP were left out
@@ -143,15 +143,15 @@ class Plan(NamedTuple):
 class Done(NamedTuple):
     step: int
     done: float
-    # seconds that the backend says it took
+    # seconds as the backend measured them
     backend: float
-    # RELEGATE, PROMOTE and WRONG alone
+    # RELEGATE, PROMOTE and WRONG only
     events: tuple[Event, ...]
 
 
 class Announce(NamedTuple):
     number: int
-    # of the request that it is a further choice of; 0: none
+    # number of the request of which it is a further choice; 0: none
     parent: int
     arrival: float
     added: float
@@ -159,14 +159,14 @@ class Announce(NamedTuple):
     max_tokens: int
     priority: int
     best_effort: bool
-    # it goes on behind what another engine made of it
+    # it continues the output of another engine
     resumed: bool
-    # seconds; nan where there is none
+    # seconds; nan for none
     ttft: float
     tpot: float
     deadline: float
     predicted_ttft: float
-    # from callers: clipped, and text to whoever shows them
+    # from callers: clipped, and to be shown as text only
     request_id: str
     slo_class: str
     tenant: str
@@ -186,33 +186,33 @@ class End(NamedTuple):
     swapped: int
     cached: int
     output_tokens: int
-    # nan where it never came so far
+    # nan if it has not happened
     first_scheduled: float
     first_token: float
     predicted_ttft: float
 
 
 class LaneState(NamedTuple):
-    """A request that runs or was preempted, in a keyframe."""
+    """A running or preempted request, in a keyframe."""
 
     number: int
     lane: int
     state: int
     relegated: bool
-    # tokens whose keys and values are there
+    # tokens whose keys and values are cached
     computed: int
     preemptions: int
-    # seconds waited so far, not counting the wait under way
+    # seconds waited so far, without the present wait
     waited: float
-    # when it was admitted last, or preempted
+    # time of the last admission or preemption
     since: float
 
 
 class Keyframe(NamedTuple):
-    # the step that is told next
+    # the step that is written next
     step: int
     now: float
-    # a reader that thinks otherwise is wrong: something was left out before
+    # a reader with other lanes must take these: something was left out before
     reset: bool
     lanes: tuple[LaneState, ...]
 
@@ -228,7 +228,7 @@ Frame: TypeAlias = Announce | Plan | Done | End | Keyframe | Told
 
 
 def vocabulary() -> dict[str, Any]:
-    """What numbers stand for, for a reader in another language."""
+    """Return the meaning of numbers, for a reader in another language."""
     return {
         "version": VERSION,
         "reasons": list(REASONS),

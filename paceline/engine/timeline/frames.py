@@ -1,6 +1,6 @@
-"""The frames of a run, taken as they are told, for whoever has the whole run in one process.
+"""The frames of a run, as they are written, to get a whole run in one process.
 
-This module does not know who runs the steps, or what the frames say.
+This module does not know what runs the steps, or the content of frames.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from paceline.engine.timeline.tap import TimelineTap
 
 __all__ = ["Frames"]
 
-# bytes that wait to be taken
+# bytes that the tap collects before they are passed on
 _ENOUGH: Final = 65536
 
 
 class Frames:
-    """A ``Recorder``: what a tap tells, in pieces of whole frames.
+    """A ``Recorder`` that passes on a tap's frames, in pieces of whole frames.
 
     Args:
         take: called with each piece.
-        most: bytes after which nothing more is told; the last piece may go beyond.
-        enough: bytes that wait to be taken; 0: each step is taken at once.
+        most: bytes after which no more is written; the last piece may exceed it.
+        enough: bytes that are collected before a piece is passed on; 0: each step is one.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class Frames:
         most: float = math.inf,
         enough: int = _ENOUGH,
     ) -> None:
-        # what it takes is nobody's time
+        # a clock that stands still, as the cost does not matter here
         self._tap = TimelineTap(scheduler, cache, clock=lambda: 0.0)
         self._take = take
         self._left, self._enough = most, enough
-        # when the last step that is told was done
+        # time at which the last step that is written was done
         self.until = 0.0
 
     @property
@@ -77,7 +77,7 @@ class Frames:
             self._tap.ended(request_ids, now)
 
     def close(self) -> None:
-        """Hand on what the tap still holds. More may follow."""
+        """Pass on the bytes that the tap still holds. More may follow."""
         data = self._tap.take(0.0, idle=True)
         self._left -= len(data)
         self._take(data)

@@ -1,15 +1,15 @@
-"""How much of an engine's work is told, by what telling it costs.
+"""How much of an engine's work the timeline covers, by the cost of writing it.
 
 ::
 
-    level   told
+    level   written
     0       everything
-    1       in one step of eight, who computed a chunk and who sat out; all else always
-    2       steps summed over 10 ms, but for those in which a request came or went
-    3       requests that come and end, and nothing of steps
+    1       chunks and skipped requests in one step of eight only; everything else
+    2       steps summed over 10 ms, except those in which a request came or left
+    3       arrivals and ends of requests, and no steps
 
-Once a second it goes a level down where telling took more than a percent of a core, or up again
-where it has taken less than half of that for a while. This module does not know what is told.
+Once a second the level rises by one if writing took more than a percent of a core, or falls again
+if it has taken less than half of that for a while. This module does not know the frames.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from paceline.engine.timeline.events import FrameType, Told
 __all__ = ["LEVELS", "THIN", "Ladder"]
 
 LEVELS: Final = 4
-# steps at level 1 of which one is told whole
+# steps at level 1 of which one is written completely
 THIN: Final = 8
-# share of a core above which less is told, and below which more is; seconds before it is tried
+# share of a core above which less is written, and below which more is; seconds before more is tried
 _MOST: Final = 0.01
 _LEAST: Final = 0.005
 _PATIENCE: Final = 10.0
-# seconds between looks
+# seconds between checks
 _LOOK: Final = 1.0
 
 
 class Ladder:
-    """The level, and what it is decided by: ``spent`` is added to by whoever tells, in seconds."""
+    """The level, and its basis: the writer adds the seconds that it takes to ``spent``."""
 
     def __init__(self) -> None:
         self.level = 0
@@ -50,7 +50,7 @@ class Ladder:
         return now - self._looked_at >= _LOOK
 
     def look(self, now: float) -> bytes:
-        """The frame that says so where the level has changed, else none."""
+        """Update the level; return a frame about its change, else no bytes."""
         share = self.spent / (now - self._looked_at)
         self._looked_at, self.spent = now, 0.0
         if share > _MOST and self.tells_steps:

@@ -1,4 +1,4 @@
-"""Who has which lane, and what was told of it last.
+"""The lanes of running requests, and the state last written of each.
 
 Events are numbers, four for each (lane, kind, 0, value), as ``codec.encode_plan`` takes them. This
 module does not know plans or bytes.
@@ -19,7 +19,7 @@ __all__ = ["Entry", "Lanes"]
 _RUNNING: Final = RequestStatus.RUNNING
 _WAIT, _DECODE, _SKIPPED = State.WAIT, State.DECODE, State.SKIPPED
 _PREEMPTED, _SWAPPED = State.PREEMPTED, State.SWAPPED
-# as plain numbers, which are packed sooner
+# plain numbers, which are packed faster
 _ADMIT, _HELD, _NARROW, _SKIP = map(int, (Kind.ADMIT, Kind.HELD, Kind.NARROW, Kind.SKIP))
 _PREEMPT, _SWAP, _EARLIER = map(int, (Kind.PREEMPT, Kind.SWAP, Kind.EARLIER))
 _RELEGATE, _PROMOTE = int(Kind.RELEGATE), int(Kind.PROMOTE)
@@ -35,12 +35,12 @@ class Entry:
         self.number = number
         self.request = request
         self.lane = NO_LANE
-        # of its lane, as it was told last
+        # state of its lane, as last written
         self.mode = _DECODE
         # PREEMPTED or SWAPPED while it waits again; WAIT: it never ran
         self.paused = _WAIT
         self.relegated = False
-        # when it was admitted or preempted
+        # time of its admission or preemption
         self.since = 0.0
 
     def state(self) -> LaneState:
@@ -58,24 +58,24 @@ class Entry:
 
 
 class Lanes:
-    """The lowest free lane is given, and kept until the request ends or is preempted."""
+    """Gives a request the lowest free lane, until it ends or is preempted."""
 
     def __init__(self) -> None:
-        # by lane; None: it is free
+        # by lane; None: free
         self._by_lane: list[Entry | None] = []
         self._free: list[int] = []
         self.num_running = 0
-        # those told to be in another mode than DECODE, and those whose targets were given up
-        # (in the order in which they became so: the same run tells the same bytes)
+        # entries last written in a mode other than DECODE, and entries whose targets were given up
+        # (in order of that change, so that equal runs write equal bytes)
         self.odd: dict[Entry, None] = {}
         self.relegated: dict[Entry, None] = {}
 
     def running(self) -> list[Entry]:
-        """By lane."""
+        """Return entries in lane order."""
         return [entry for entry in self._by_lane if entry is not None]
 
     def admit(self, entry: Entry, now: float, events: list[int]) -> None:
-        """It runs from the plan on that is told."""
+        """Give a lane to a request that runs from this plan on."""
         lane = self._give(entry)
         entry.since = now
         events += (lane, _ADMIT, 0, entry.number)
@@ -89,7 +89,7 @@ class Lanes:
             self.relegated[entry] = None
 
     def preempt(self, entry: Entry, now: float, events: list[int]) -> None:
-        """It gave its lane up."""
+        """Take the lane of a preempted request."""
         request = entry.request
         swapped = request.num_swapped_tokens
         since = request.history.waiting_since
@@ -104,7 +104,7 @@ class Lanes:
         self.leave(entry)
 
     def leave(self, entry: Entry) -> None:
-        """Its lane is free, if it had one."""
+        """Free its lane, if it has one."""
         if entry.lane == NO_LANE:
             return
         self._by_lane[entry.lane] = None
@@ -115,7 +115,7 @@ class Lanes:
         self.relegated.pop(entry, None)
 
     def turn_target(self, entry: Entry, events: list[int]) -> None:
-        """What became of a running request's targets has changed."""
+        """Write the change of a running request's targets."""
         entry.relegated = entry.request.history.demoted
         if entry.relegated:
             self.relegated[entry] = None
@@ -124,13 +124,13 @@ class Lanes:
         events += (entry.lane, _RELEGATE if entry.relegated else _PROMOTE, 0, 0)
 
     def restored(self, events: list[int]) -> None:
-        """Those whose targets are kept again."""
+        """Write the entries whose targets are aimed at again."""
         for entry in tuple(self.relegated):
             if not entry.request.history.demoted:
                 self.turn_target(entry, events)
 
     def skip(self, served: set[str], events: list[int]) -> None:
-        """Of those that run, only these get anything in this step."""
+        """Write which running requests are not among ``served`` in this step."""
         for entry in self._by_lane:
             if entry is not None and entry.request.request_id not in served:
                 if entry.mode is not _SKIPPED:
@@ -139,14 +139,14 @@ class Lanes:
                 self.odd[entry] = None
 
     def narrow(self, before: Iterable[Entry], events: list[int]) -> None:
-        """Of those that were in another mode before this step, the others compute a token each."""
+        """Write which of the entries in another mode before this step compute one token now."""
         for entry in before:
             if entry not in self.odd and entry.lane != NO_LANE and entry.mode is not _DECODE:
                 entry.mode = _DECODE
                 events += (entry.lane, _NARROW, 0, 0)
 
     def find(self, entries: Iterable[Entry], now: float) -> None:
-        """Steps were not followed: who runs now, and who not any more."""
+        """Update lanes from the requests, after steps that were not followed."""
         for entry in entries:
             request = entry.request
             runs = request.status is _RUNNING

@@ -1,6 +1,6 @@
-"""Who runs, who waits and since when, rebuilt from frames.
+"""State of requests, rebuilt from frames: which run or wait, and since when.
 
-What a test compares with the scheduler, and what traces are written from. The page has the same in
+Tests compare it with the scheduler, and traces are written from it. The page has the same in
 JavaScript (``timeline/model.js``); both are held to the vectors in ``tests/ui/vectors``.
 
 This module does not know where frames come from.
@@ -34,34 +34,34 @@ __all__ = ["Model", "Seen", "Span", "Step"]
 
 
 class Span(NamedTuple):
-    """A request was in one state for a while. Times are seconds of the engine's clock."""
+    """Time of a request in one state. Times are seconds of the engine's clock."""
 
     state: State
     start: float
     end: float
     # NO_LANE while it waits
     lane: int
-    # steps in which it computed, and tokens that these computed
+    # steps in which it computed, and tokens computed in these
     steps: int
     tokens: int
 
 
 @dataclass(slots=True, eq=False)
 class Seen:
-    """A request as far as it was told. ``told`` is missing of one that came before the reader."""
+    """A request as far as frames say. ``told`` is None if it arrived before the reader."""
 
     number: int
     told: Announce | None = None
     state: State = State.WAIT
     lane: int = NO_LANE
     relegated: bool = False
-    # when the state began
+    # time at which the state began
     since: float = 0.0
     computed: int = 0
     preemptions: int = 0
     # seconds in WAIT, PREEMPTED and SWAPPED that are over
     waited: float = 0.0
-    # of the state under way
+    # in the present state
     steps: int = 0
     tokens: int = 0
     spans: list[Span] = field(default_factory=list)
@@ -74,25 +74,25 @@ class Seen:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A step under way."""
+    """A planned step."""
 
     plan: Plan
     done: Done | None = None
-    # when it began to run: planned, or the one before was done
+    # time at which it began to run: when planned, or when the one before was done
     start: float = math.nan
 
 
-# refusals that are remembered by name
+# most refusals that are kept by name
 _MOST_REFUSED = 256
 _WAITS = (State.WAIT, State.PREEMPTED, State.SWAPPED)
 _RUNS = (State.CHUNK, State.DECODE, State.SKIPPED)
 
 
 class Model:
-    """Takes frames in, in order.
+    """Processes frames, in order.
 
     Args:
-        on_step: called with every step whose result came in.
+        on_step: called with every step that has a result.
         on_ended: called with every request that ended; the model forgets it.
     """
 
@@ -104,22 +104,22 @@ class Model:
         self._on_step = on_step
         self._on_ended = on_ended
         self.requests: dict[int, Seen] = {}
-        # by lane; 0: it is free
+        # by lane; 0: free
         self.lanes: list[int] = []
         self.steps: dict[int, Step] = {}
         self.step = -1
         self.now = -math.inf
         self._done = -math.inf
-        # frames that contradict what was known; nothing is wrong with a reader that has none
+        # number of frames that contradict known state; 0 for a correct reader
         self.num_doubts = 0
-        # until the first keyframe, or the start of an engine, lanes are not known
+        # lanes are unknown until the first keyframe, or the start of an engine
         self.synced = False
         self.start: Mapping[str, Any] = {}
         self.hello: Mapping[str, Any] = {}
         self.gauges: Mapping[str, Any] = {}
         self.gaps: list[Mapping[str, Any]] = []
         self.notices: list[Mapping[str, Any]] = []
-        # who waits for a grammar, and all that were refused, as DOOR names them
+        # requests that wait for a grammar, and all refused ones, as DOOR names them
         self.held: list[list[Any]] = []
         self.num_held = 0
         self.refused: deque[list[Any]] = deque(maxlen=_MOST_REFUSED)
@@ -142,13 +142,13 @@ class Model:
     # ------------------------------------------------------------------ views
 
     def running(self) -> Iterator[Seen]:
-        """By lane."""
+        """Yield requests in lane order."""
         for number in self.lanes:
             if number in self.requests:
                 yield self.requests[number]
 
     def waiting(self) -> Iterator[Seen]:
-        """In the order in which they came."""
+        """Yield requests in order of arrival."""
         return (seen for seen in self.requests.values() if seen.lane == NO_LANE)
 
     # ------------------------------------------------------------------ frames
@@ -173,7 +173,7 @@ class Model:
                 continue
             seen = self._at(event.lane)
             if seen is None:
-                # of a request that ended after the plan was made
+                # an event of a request that ended after the plan was made
                 continue
             if event.kind in (Kind.CHUNK, Kind.DRAFT):
                 chunked[event.lane] = event.value
@@ -227,7 +227,7 @@ class Model:
             self._on_step(step)
         self._done = frame.done
         for number in [number for number in self.steps if number < frame.step]:
-            # its result went untold
+            # its result was never written
             del self.steps[number]
 
     def _end(self, frame: End) -> None:
@@ -238,7 +238,7 @@ class Model:
         self._turn(seen, State.ENDED, frame.when)
         seen.ended = frame
         if seen.lane != NO_LANE:
-            # the lane it had stays with it
+            # the request keeps its lane's number
             self.lanes[seen.lane] = 0
         self._on_ended(seen)
 
@@ -263,7 +263,7 @@ class Model:
             seen = self.requests.setdefault(lane.number, Seen(lane.number))
             state = State(lane.state) if lane.state < len(State) else State.DECODE
             if not seen.spans and lane.preemptions:
-                # it ran before this reader came, and what it did then is not known
+                # it ran before this reader began, and that part is unknown
                 seen.state, seen.since = state, lane.since
             else:
                 self._turn(seen, state, lane.since if lane.since > seen.since else frame.now)
@@ -279,7 +279,7 @@ class Model:
             self.steps.clear()
             self.held, self.num_held = [], 0
             self.lanes, self.step, self._done = [], -1, -math.inf
-            # one that began earlier: who runs is in the keyframe that follows
+            # one that began earlier: running requests are in the keyframe that follows
             self.start, self.synced = frame.told, not frame.told.get("goes_on")
         elif frame.type is FrameType.HELLO:
             self.hello = frame.told
@@ -287,7 +287,7 @@ class Model:
             self.gauges = frame.told
         elif frame.type is FrameType.GAP:
             self.gaps.append(frame.told)
-            # what came in between is not known
+            # the state in between is unknown
             self.synced = False
         elif frame.type is FrameType.DOOR:
             self._door(frame.told)
@@ -330,7 +330,7 @@ class Model:
         self._put(event.lane, event.value)
 
     def _held(self, seen: Seen, seconds: float) -> None:
-        """Of the wait that has just ended, the first ``seconds`` were for its parent's prompt."""
+        """Mark the first ``seconds`` of the wait that has just ended as for its parent's prompt."""
         if not seen.spans or seen.spans[-1].state not in (State.WAIT, State.HELD):
             return
         last = seen.spans.pop()
@@ -340,7 +340,7 @@ class Model:
         seen.waited += last.end - until if last.state is State.HELD else last.start - until
 
     def _turn(self, seen: Seen, state: State, now: float) -> None:
-        """The request changes into a state; a chunk that goes on is the same."""
+        """Change a request's state; a chunk that goes on is the same state."""
         if seen.state is state:
             return
         if seen.state in _WAITS:

@@ -1,7 +1,7 @@
-"""Plans and their results as frames: of a step whose rows are those of the one before, a token
-each, nothing but its numbers.
+"""Frames of plans and their results: a step with the same rows as the one before, a token each,
+takes only its numbers.
 
-This module does not know who watches, or what telling costs.
+This module does not know the viewers, or the cost of writing.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from paceline.engine.timeline.lanes import Entry, Lanes
 
 __all__ = ["Steps"]
 
-# seconds of which one step stands for all at level 2
+# seconds that one frame covers at level 2
 _BIN: Final = 0.01
 _NO_REASON: Final = 255
-# places in a row
+# indices in a row
 _ID: Final = 0
 _WIDTH: Final = 2
 # looked up once: a member of an enum takes longer to reach than a name of the module
 _RUNNING: Final = RequestStatus.RUNNING
 _CHUNKED, _DECODE = State.CHUNK, State.DECODE
-# as plain numbers, which are packed sooner
+# plain numbers, which are packed faster
 _FOUND, _CHUNK, _DRAFT, _WRONG = map(int, (Kind.FOUND, Kind.CHUNK, Kind.DRAFT, Kind.WRONG))
 
 
@@ -42,20 +42,20 @@ class Steps:
     def __init__(self, known: Mapping[str, Entry], lanes: Lanes) -> None:
         self._known = known
         self._lanes = lanes
-        # steps whose plan was told and whose result was not: whether their rows were
+        # steps whose plan was written and whose result was not: whether their rows were written
         self._open: dict[int, bool] = {}
-        # at level 2: steps, tokens, rows and chunks that the next PLAN stands for besides
+        # at level 2: steps, tokens, rows and chunks to be added to the next PLAN
         self._merged = (0, 0, 0, 0)
         self._told_at = -math.inf
 
     def planned(self, plan: SchedulerOutput, now: float, note: StepNote, level: int) -> bytes:
-        """The PLAN, or b"" where the next one stands for it too."""
+        """Return the PLAN, or b"" if the next one covers this step too."""
         rows, lanes, known = plan.rows, self._lanes, self._known
         num_rows = len(rows)
         events: list[int] = []
         for request_id in plan.released:
             entry = known.get(request_id)
-            # of those that ended, the lane is free already
+            # lanes of ended requests are free already
             if entry is not None and entry.lane != NO_LANE:
                 lanes.preempt(entry, now, events)
         admitted: list[Entry] = []
@@ -77,7 +77,7 @@ class Steps:
         if admitted:
             starts = {row[_ID]: row.start for row in wide}
             for entry in admitted:
-                # a row of one token begins where all but that one is there
+                # a row of one token begins after all others of the request
                 request = entry.request
                 found = starts.get(request.request_id, request.num_computed_tokens - 1)
                 if found:
@@ -110,10 +110,10 @@ class Steps:
     def stepped(
         self, plan: SchedulerOutput, done: float, seconds: float, events: list[int]
     ) -> bytes:
-        """The DONE of a plan that was told, else b"".
+        """Return the DONE of a plan that was written, else b"".
 
         Args:
-            events: what the result changed for whom.
+            events: changes of requests by the result.
         """
         told_rows = self._open.pop(plan.step_id, None)
         if told_rows is None:
@@ -123,7 +123,7 @@ class Steps:
         return encode_done(plan.step_id, done, seconds, events)
 
     def forget(self) -> None:
-        """Results of plans that were told come to nothing."""
+        """Forget written plans, whose results will not be written."""
         self._open.clear()
 
     def _merge(self, plan: SchedulerOutput) -> None:
@@ -138,7 +138,7 @@ class Steps:
         )
 
     def _rows(self, plan: SchedulerOutput, wide: Sequence[ScheduledRow], events: list[int]) -> None:
-        """Tell who computes several tokens, who one again, and who none."""
+        """Write which requests compute several tokens, one token again, or none."""
         lanes, known = self._lanes, self._known
         drafts = {plan.rows[draft.row][_ID] for draft in plan.drafts} if plan.drafts else ()
         before, lanes.odd = lanes.odd, {}
@@ -161,22 +161,22 @@ class Steps:
             lanes.narrow(before, events)
 
     def _wrong(self, plan: SchedulerOutput, events: list[int]) -> None:
-        """Tell how many tokens of rows with guesses count as not computed after all. No later step
-        has been planned: what follows guesses is not known before their result."""
+        """Write how many tokens of rows with drafts count as not computed after all. No later step
+        is planned yet: tokens after drafts are not known before their result."""
         for draft in plan.drafts:
             row = plan.rows[draft.row]
             entry = self._known.get(row[_ID])
             if entry is None or entry.lane == NO_LANE:
                 continue
             wrong = row.start + row.num_tokens - entry.request.num_computed_tokens
-            # of one that ended or was preempted meanwhile, all of it is gone
+            # all tokens of a request that ended or was preempted meanwhile are gone
             if wrong > 0 and entry.request.status is _RUNNING:
                 events += (entry.lane, _WRONG, 0, wrong)
 
 
 def _wide(plan: SchedulerOutput) -> list[ScheduledRow]:
-    """Rows of several tokens. Most policies have newcomers last, so the search begins there, and it
-    ends with the last of them."""
+    """Return rows of several tokens. With most policies these are last, so the search begins at the
+    end, and stops when it has found all."""
     excess = plan.num_tokens - len(plan.rows)
     wide = []
     for row in reversed(plan.rows):

@@ -1,17 +1,17 @@
-"""Tells what an engine does, as frames, at a cost that is bounded.
+"""Writing of an engine's timeline, as frames, at a bounded cost.
 
 ::
 
-    EngineCore, EngineLoop --> tap.py --> door.py     who waits for a grammar, who was refused
+    EngineCore, EngineLoop --> tap.py --> door.py     grammar waits, refusals
                                       --> steps.py    plans and results
-                                      --> lanes.py    who runs where
-                                      --> ladder.py   how much of it is told
+                                      --> lanes.py    lanes of running requests
+                                      --> ladder.py   level of detail
 
-Called by ``EngineCore`` beside the recorder, on the engine's thread, in the order in which things
-happen: a plan is told when it is made and again when its result is in, so that at a pipeline depth
-of 2 too a reader sees exactly what the scheduler sees.
+``EngineCore`` calls it in addition to the recorder, on the engine's thread, in the order of events:
+when a plan is made and again when its result is in, so that also at a pipeline depth of 2 a reader
+sees exactly what the scheduler sees.
 
-This module does not know who watches.
+This module does not know the viewers.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from paceline.engine.timeline.steps import Steps
 
 __all__ = ["TimelineTap"]
 
-# seconds between keyframes, and between messages to whoever serves viewers
+# seconds between keyframes, and between messages to the process that serves viewers
 _KEYFRAME: Final = 2.0
 _FLUSH: Final = 0.05
 _NAN: Final = math.nan
 _ENDS: Final = {reason: ENDS.index(reason.value) for reason in FinishReason}
 _NO_WAITS: Final = (0.0,) * len(REASONS)
 _EXPIRED: Final = ENDS.index("expired")
-# its place in an update
+# index in an update
 _TIMELINE: Final = RequestUpdate._fields.index("timeline")
 # looked up once: a member of an enum takes longer to reach than a name of the module
 _FINISHED: Final = RequestStatus.FINISHED
@@ -50,10 +50,10 @@ _WAIT: Final = State.WAIT
 
 
 class TimelineTap:
-    """A ``Recorder``.
+    """A ``Recorder`` that writes frames.
 
     Args:
-        clock: what its own cost is measured by.
+        clock: measures the tap's own cost.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class TimelineTap:
         self._buffer = bytearray()
         self._next_keyframe = 0.0
         self._next_flush = 0.0
-        # steps were left out before the next keyframe; one was told since the last message
+        # steps were left out before the next keyframe; one was written since the last message
         self._unsure = False
         self._framed = False
         start = {
@@ -85,16 +85,16 @@ class TimelineTap:
             "block_size": cache.block_size,
             "num_host_blocks": cache.num_host_blocks,
         }
-        # told with the first news, when somebody is sure to listen
+        # written with the first frames, when there surely is a reader
         self._start = encode(Told(FrameType.START, start))
 
     @property
     def num_bytes(self) -> int:
-        """Told and not taken."""
+        """Bytes written and not taken."""
         return len(self._buffer)
 
     def take(self, now: float, *, idle: bool = False) -> bytes:
-        """What was told since the last time; b"" where it is not worth a message yet."""
+        """Return the bytes since the last call; b"" while they are not worth a message yet."""
         if now < self._next_flush and not idle:
             return b""
         self._next_flush = now + _FLUSH
@@ -145,7 +145,7 @@ class TimelineTap:
         began = self._clock()
         self._buffer += self._steps.planned(plan, now, note, ladder.level)
         if now >= self._next_keyframe:
-            # behind the plan: requests are as it left them
+            # after the plan: requests are as the plan left them
             self._next_keyframe = now + _KEYFRAME
             self._keyframe(plan.step_id + 1, now)
         ladder.spent += self._clock() - began
@@ -165,7 +165,7 @@ class TimelineTap:
         known = self._known
         events: list[int] = []
         ended: list[Entry] = []
-        # set with the end of a request, and with what its caller has not been told yet
+        # set with the end of a request, and with history that its caller has not been sent yet
         for update in [update for update in updates if update[_TIMELINE] is not None]:
             entry = known.get(update.request_id)
             if entry is None:
@@ -183,7 +183,7 @@ class TimelineTap:
         began = self._clock()
         for request_id in request_ids:
             entry = self._known.get(request_id)
-            # a new one may have taken the id of one that had ended before
+            # a new request may have the id of one that had ended before
             if entry is not None and entry.request.status is _FINISHED:
                 self._end(entry, now)
         self.ladder.spent += self._clock() - began
@@ -237,7 +237,7 @@ class TimelineTap:
     def _look(self, now: float) -> None:
         told_before = self.ladder.tells_steps
         if not told_before:
-            # nobody has told of those that ended in steps
+            # ends within steps were not written at this level
             for entry in list(self._known.values()):
                 if entry.request.status is _FINISHED:
                     self._end(entry, now)
