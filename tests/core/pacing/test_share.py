@@ -138,8 +138,8 @@ def test_what_nothing_promised_leaves_is_free() -> None:
 
 @pytest.mark.parametrize("deadline", [None, 500.0])
 def test_what_is_left_over_pays_for_seconds_to_come(deadline: float | None) -> None:
-    """Work with a deadline was served for ten seconds, so the flood that follows pays nothing for as
-    long; background work, which nothing else bounds, is paid for again after a second."""
+    """Work with a deadline was served for ten seconds, so the flood that follows pays nothing for
+    as long; background work, which nothing else bounds, is paid for again after a second."""
     flood = Flood(max_num_seqs=4, best_effort_share=0.2)
     slo = Slo(slo_class="batch", best_effort=True, deadline=deadline)
     for index in range(4):
