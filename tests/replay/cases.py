@@ -103,7 +103,7 @@ CASES: dict[str, dict[str, Any]] = {
         "num_blocks": 60,
         "policy": "fair",
         "max_num_waiting": 24,
-        "max_predicted_wait_s": 9.0,
+        "max_predicted_wait_s": 5.0,
         "queue_timeout_s": 12.0,
         "seconds": _seconds,
         "tenants": ("flood", "flood", "flood", "flood", "light", "other"),
