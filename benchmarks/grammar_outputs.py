@@ -1,5 +1,5 @@
-"""Is what was generated under a grammar valid? The null backend's odd choices take every turn that
-a mask allows, so hundreds of outputs cost seconds and visit what no model would."""
+"""Check that outputs match their grammars. The null backend's odd choices take any path that a
+mask allows, so hundreds of outputs cost seconds and reach states that no model would."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def _fits(pattern: str) -> Callable[[str], bool]:
 def generate_all(
     *, schemas: int, patterns: int, grammars: int, seed: int = 0
 ) -> tuple[dict[str, Tally], int]:
-    """Generate under each and judge; tallies by kind, and how many preemptions there were.
+    """Generate under each grammar and check; return tallies by kind, and the number of preemptions.
 
-    Memory is short on purpose: many requests are preempted and go on where they were.
+    Memory is short on purpose, so that many requests are preempted and resumed.
     """
     work = _work(schemas, patterns, grammars)
     requests = [_request(str(i), item.grammar, seed + i) for i, item in enumerate(work)]
