@@ -4,7 +4,7 @@
 #   make test           style, types, layers and all tests
 #   make quick          under a minute: make check and the tests that need no process and no model
 #   make check          style, types and layers only
-#   make rooms          draw the rooms from the imports, in docs/architecture.md too
+#   make rooms          draw the rooms from the imports, in build/rooms.md too
 #   make api-tables     the tables of fields in docs/api.md, from the bodies that the server reads
 #   make replay         the core of BASE (a commit) and this one through SEEDS (500) scenarios of each
 #                       policy: the same decisions? prints the first step that differs
