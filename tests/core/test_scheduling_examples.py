@@ -86,7 +86,7 @@ def streams(count: int, slo: Slo) -> list[Request]:
 
 
 def test_a_flood_fills_seven_eighths_of_the_queue() -> None:
-    says("1,792 requests in the queue and 256 places are left")
+    says("1,792 requests in the queue and 256 entries are left")
     machine = Machine(policy="fair", max_num_waiting=2048, max_num_seqs=1)
 
     def ask(tenant: str, number: int) -> None:

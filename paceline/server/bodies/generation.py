@@ -157,8 +157,8 @@ class GenerationBody(SamplingBody, UnservedFields):
     )
     explain = boolean(
         note="`usage.timeline` says why the request waited, what became of it and how many tokens "
-        "a second it got (docs/scheduling.md); `usage.demoted` is there without it, where a target "
-        "could not be met"
+        "a second it got (docs/why-it-waited.md); `usage.demoted` is there without it, where a "
+        "target could not be met"
     )
     resume_output_ids = array(
         _resumable,
