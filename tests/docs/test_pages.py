@@ -104,12 +104,12 @@ def test_targets_that_a_page_names_exist(path: Path) -> None:
 
 
 def test_each_case_of_choose_a_policy_has_a_command() -> None:
-    page = (DOCS / "choose-a-policy.md").read_text()
+    page = (DOCS / "start/choose-a-policy.md").read_text()
     flags = re.findall(r"^\| [^|]+ \| `(--[^|]*)` \|", page, re.MULTILINE)
     assert len(flags) >= 10
     tried = {
         line
-        for block in blocks(DOCS / "choose-a-policy.md")
+        for block in blocks(DOCS / "start/choose-a-policy.md")
         if block.mark is not None and block.mark.word == "run"
         for line in block.code.splitlines()
     }
