@@ -4,8 +4,8 @@
 #   make test           style, types, layers and all tests
 #   make quick          under a minute: make check and the tests that need no process and no model
 #   make check          style, types and layers only
-#   make rooms          draw the rooms from the imports, in docs/architecture.md too
-#   make api-tables     the tables of fields in docs/api.md, from the bodies that the server reads
+#   make rooms          draw the rooms from the imports, in build/rooms.md too
+#   make api-tables     the tables of fields in docs/use/api.md, from the bodies that the server reads
 #   make replay         the core of BASE (a commit) and this one through SEEDS (500) scenarios of each
 #                       policy: the same decisions? prints the first step that differs
 #   make test-all       make test, what it leaves out for its length, and the wheel as strangers would
@@ -26,7 +26,7 @@
 #   make test-docs      that site in a browser, and every example of the pages that is marked `run`
 #   make pictures       the pictures of docs/images, of the page that the default model answers
 #   make five-minutes   a newcomer's way in a fresh clone, timed: from nothing to a paced answer
-#   make ten-minutes    docs/start-gateway.md followed with the default model, timed: from one engine to
+#   make ten-minutes    docs/start/gateway-in-ten-minutes.md followed with the default model, timed: from one engine to
 #                       a gateway whose engines are killed
 #   make format         apply the formatter and the safe lint fixes
 #   make model          download the default model
@@ -194,7 +194,7 @@ five-minutes:
 	@scripts/five-minutes
 
 ten-minutes: $(READY) model
-	@$(BIN)/python -m tests.docs.follow docs/start-gateway.md
+	@$(BIN)/python -m tests.docs.follow docs/start/gateway-in-ten-minutes.md
 
 quick: $(READY) check
 	@$(PYTEST) -n $(WORKERS) -m "not slow and not thorough" $(QUICK_TESTS)

@@ -1,4 +1,4 @@
-"""Writes the tables of fields in docs/api.md, from the bodies that the server reads.
+"""Writes the tables of fields in docs/use/api.md, from the bodies that the server reads.
 
     python scripts/api_tables.py [--write]
 
@@ -29,7 +29,7 @@ from paceline.server.bodies.generation import ChatBody, CompletionBody
 from paceline.server.openapi.requests import BODIES
 from paceline.server.other_apis.ollama_request import OllamaOptions
 
-PAGE: Final = Path(__file__).parents[1] / "docs" / "api.md"
+PAGE: Final = Path(__file__).parents[1] / "docs" / "use" / "api.md"
 # whose sections have tables
 PATHS: Final = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
@@ -126,7 +126,7 @@ def main() -> int:
         PAGE.write_text(made)
         return 0
     if made != text:
-        print("docs/api.md is not what `make api-tables` would write")
+        print("docs/use/api.md is not what `make api-tables` would write")
     return int(made != text)
 
 

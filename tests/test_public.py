@@ -108,12 +108,12 @@ def test_layers_name_every_room() -> None:
     named = {room.strip() for line in layers["layers"] for room in line.split("|")}
     rooms = {path.parent.name for path in (ROOT / "paceline").glob("*/__init__.py")}
     assert rooms == named
-    documented = (ROOT / "docs/architecture.md").read_text()
+    documented = (ROOT / "docs/understand/architecture.md").read_text()
     assert all(f"`{room}/`" in documented for room in rooms)
 
 
 def test_documents_name_files_that_exist() -> None:
-    text = (ROOT / "docs/architecture.md").read_text()
+    text = (ROOT / "docs/understand/architecture.md").read_text()
     named = re.findall(
         r"`((?:core|checkpoints|backends|engine|http|routing|server|sim|cli|tests)/[\w/]+\.py)",
         text,
@@ -126,7 +126,9 @@ def test_documents_name_files_that_exist() -> None:
 
 def test_the_architecture_names_every_file_of_the_core() -> None:
     rows = re.findall(
-        r"^\| `(core/(?:\w+/)?)` \| (.*) \|$", (ROOT / "docs/architecture.md").read_text(), re.M
+        r"^\| `(core/(?:\w+/)?)` \| (.*) \|$",
+        (ROOT / "docs/understand/architecture.md").read_text(),
+        re.M,
     )
     named = {
         f"{folder}{name}" for folder, files in rows for name in re.findall(r"`(\w+\.py)`", files)

@@ -1,4 +1,4 @@
-"""Table for docs/models.md: which architectures load, by file format and compute path.
+"""Table for docs/use/models.md: which architectures load, by file format and compute path.
 
 ``python -m paceline.backends.architectures`` prints it.
 """

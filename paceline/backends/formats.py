@@ -81,9 +81,10 @@ def choose_formats(
     """Settle each of ``compute``, ``dtype`` and ``kv_dtype`` that is "auto".
 
     ``auto`` takes the native kernels where they can serve the model. Of the formats that suit the
-    file it takes the fastest of the table in ``levels`` that pass the gate of docs/accuracy.md and
-    give a request the same answer in any batch (docs/processors.md). Of the levels that run here it
-    takes the best, or a lesser one that was measured to be faster.
+    file it takes the fastest of the table in ``levels`` that pass the gate of
+    docs/understand/accuracy.md and give a request the same answer in any batch
+    (docs/operate/processors.md). Of the levels that run here it takes the best, or a lesser one
+    that was measured to be faster.
 
     Args:
         device: "cpu" or PyTorch's name of another one.
@@ -230,8 +231,8 @@ def _native_formats(
             why = f"because {level} was not measured with {dtype} weights"
             return dtype, caches[0], f"{caches[0]} in the KV cache {why}"
         choice = fastest([pair for pair in of_kind if pair.passes] or of_kind)
-        why = f"{choice.kv} in the KV cache {because} beside {dtype} weights (docs/processors.md)"
-        return dtype, choice.kv, why
+        why = f"{choice.kv} in the KV cache {because} beside {dtype} weights "
+        return dtype, choice.kv, f"{why}(docs/operate/processors.md)"
     stored = config.stored_dtype
     found = [
         pair for pair in pairs if pair.passes and pair.steady and _suits(pair.weights, stored, used)
@@ -239,7 +240,8 @@ def _native_formats(
     if not found:
         raise ConfigError(
             f"nothing that was measured on {level} and passes the accuracy gate suits weights "
-            f"stored as {stored}: name formats with --dtype and --kv-dtype (docs/processors.md)"
+            f"stored as {stored}: name formats with --dtype and --kv-dtype "
+            "(docs/operate/processors.md)"
         )
     choice = fastest(found)
     weights = choice.weights
@@ -251,7 +253,7 @@ def _native_formats(
     if kv_dtype == "auto":
         kv_dtype = choice.kv
         what += f" {kv_dtype} in the KV cache,"
-    suits = f"in any batch alike and suits weights stored as {stored} (docs/processors.md)"
+    suits = f"in any batch alike and suits weights stored as {stored} (docs/operate/processors.md)"
     return weights, kv_dtype, f"{what} {because} {suits}"
 
 

@@ -3,8 +3,9 @@
 A level is a variant of the kernels: a name of ``native.variants()``. ``levels.json`` next to this
 file is written by ``python -m benchmarks.levels --write``: for every level how long steps of a
 model take in each pair of formats, whether other rows of a batch change a row, and what the
-accuracy gate (docs/accuracy.md) says of the pair. It is data of the package, not of the machine:
-nothing is timed at a start, so the same file on the same level always gets the same formats.
+accuracy gate (docs/understand/accuracy.md) says of the pair. It is data of the package, not of the
+machine: nothing is timed at a start, so the same file on the same level always gets the same
+formats.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ examples:
   paceline bench --trace azure.csv --send-slo --slo-ttft-ms 1000 \\
       --output run.json
 
-Any server with OpenAI's streaming chat or completions will do; docs/bench.md says what the figures
-mean. A key is read from PACELINE_API_KEY or OPENAI_API_KEY. The exit code is 1 if no request
-succeeded. Ctrl-C ends a run early, with a report of what had ended.
+Any server with OpenAI's streaming chat or completions will do; docs/use/bench.md says what the
+figures mean. A key is read from PACELINE_API_KEY or OPENAI_API_KEY. The exit code is 1 if no
+request succeeded. Ctrl-C ends a run early, with a report of what had ended.
 """
 _DAY_MS: Final = 86_400e3
 _KEYS: Final = ("PACELINE_API_KEY", "OPENAI_API_KEY")

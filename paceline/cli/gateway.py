@@ -34,8 +34,8 @@ gateway.toml:
   name = "chat"
   tiers = [["a"], ["b"]]     # b where a cannot
 
-docs/gateway.md explains every setting. Engines may be of Paceline, vLLM, SGLang, llama.cpp, Ollama
-or any with OpenAI's API; streams go on elsewhere, exactly, between engines of Paceline.
+docs/operate/gateway.md explains every setting. Engines may be of Paceline, vLLM, SGLang, llama.cpp,
+Ollama or any with OpenAI's API; streams go on elsewhere, exactly, between engines of Paceline.
 """
 
 

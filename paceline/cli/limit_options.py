@@ -38,7 +38,7 @@ def rate(text: str) -> Rate:
 
 def add_limit_options(parser: Parser) -> None:
     group = parser.add_argument_group(
-        "limits of one API key (docs/limits.md)",
+        "limits of one API key (docs/operate/limits.md)",
         "Without keys, of one caller's address. A line of the key file may go on with limits of "
         "its own: requests=RATE tokens=RATE concurrent=N, each also =unlimited. RATE is written "
         "60/minute, 5/10s or 1000000/day.",
@@ -68,7 +68,7 @@ def add_limit_options(parser: Parser) -> None:
         help="a Redis that counts for several servers, such as redis://host:6379/0; while it does "
         "not answer, each server counts by itself (default: each by itself)",
     )
-    bounds = parser.add_argument_group("bounds of what may be sent (docs/limits.md)")
+    bounds = parser.add_argument_group("bounds of what may be sent (docs/operate/limits.md)")
     bounds.add_argument(
         "--max-header-size",
         type=byte_count,
@@ -113,7 +113,7 @@ def add_limit_options(parser: Parser) -> None:
         help="an idle connection is closed after so long; longer than the pool of a proxy before "
         "it keeps one, or requests will meet the close (default 120)",
     )
-    web = parser.add_argument_group("who may ask from where (docs/security.md)")
+    web = parser.add_argument_group("who may ask from where (docs/operate/security.md)")
     web.add_argument(
         "--cors-origin",
         action="append",

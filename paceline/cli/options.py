@@ -111,7 +111,7 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         default=default.load.runner,
         help="what the model is for: generate answers tokens, pooling answers vectors for "
         "/v1/embeddings, /rerank, /score and /classify; auto goes by the model's files "
-        f"(docs/embeddings.md; default {default.load.runner})",
+        f"(docs/use/embeddings.md; default {default.load.runner})",
     )
     group.add_argument(
         "--convert",
@@ -134,7 +134,8 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         metavar="LEVEL",
         help="level of the native kernels, such as avx2: no better one is used; one that does not "
         "run here is refused with the names of those that do. The environment's PACELINE_ISA does "
-        "the same for every command (default: the fastest that runs, see docs/processors.md)",
+        "the same for every command (default: the fastest that runs, see "
+        "docs/operate/processors.md)",
     )
     group.add_argument(
         "--screen-head",
@@ -142,7 +143,7 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         default=default.load.screen_head,
         help="with int8 or q4 weights, find the next token of one or two greedy requests without "
         "reading the whole output head: quicker, and right but for errors of more than 6 standard "
-        "deviations, which a head can be made to have (docs/accuracy.md)",
+        "deviations, which a head can be made to have (docs/understand/accuracy.md)",
     )
     group.add_argument(
         "--packed-cache",
@@ -151,7 +152,7 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         metavar="SIZE",
         help="with native compute, keep weights as they are packed in the cache folder, at most so "
         "many bytes (such as 20GiB) of all models: the next start reads them instead of packing "
-        "(docs/models.md; default: none)",
+        "(docs/use/models.md; default: none)",
     )
     group.add_argument(
         "--tensor-parallel-size",

@@ -29,7 +29,7 @@ examples:
       --workload 'synthetic:rate=10,prompt=lognormal(1020,1),output=lognormal(129,1),n=2000'
   paceline plan batching --outputs 'bimodal(uniform(1,9),uniform(501,519),0.5)' --slots 16
 
-'paceline plan WHAT --help' explains each; docs/simulator.md has more.
+'paceline plan WHAT --help' explains each; docs/understand/simulator.md has more.
 """
 
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}

@@ -37,7 +37,9 @@ def add_parser(plans: argparse._SubParsersAction[Parser]) -> None:
         metavar="SPEC",
         help="instead of model and hardware, such as recorded:FILE ('paceline simulate --help')",
     )
-    parser.add_argument("--workload", required=True, metavar="SPEC", help="docs/simulator.md")
+    parser.add_argument(
+        "--workload", required=True, metavar="SPEC", help="docs/understand/simulator.md"
+    )
     parser.add_argument("--ttft", metavar="TIME", help="target of every request, such as 500ms")
     parser.add_argument("--tpot", metavar="TIME", help="target of every request, such as 50ms")
     parser.add_argument("--deadline", metavar="TIME", help="target of every request, such as 30s")

@@ -80,6 +80,6 @@ def _list() -> int:
             )
         )
     print(table(rows))
-    print("\nTRIED: served here and its answers looked at. Others load if docs/models.md has their "
-          "architecture.")  # fmt: skip
+    print("\nTRIED: served here and its answers looked at. Others load if docs/use/models.md has "
+          "their architecture.")  # fmt: skip
     return 0

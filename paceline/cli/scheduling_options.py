@@ -100,7 +100,7 @@ SCHEDULING: Final = (
         name="--scheduling-policy",
         field="policy",
         choices=policy_names,
-        help="who goes first; docs/policies.md says when each wins and loses",
+        help="who goes first; docs/understand/policies.md says when each wins and loses",
     ),
     Flag(
         name="--adaptive-token-budget",

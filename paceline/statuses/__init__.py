@@ -1,8 +1,8 @@
 """Meaning of an answer's status, for the callers of engines: the gateway and both clients.
 
-This is the only table of statuses. ``docs/gateway.md`` shows it, and the TypeScript client has a
-copy (``clients/typescript/src/statuses.js``) that a test compares with it. It imports nothing, so
-that the client stands alone.
+This is the only table of statuses. ``docs/operate/gateway.md`` shows it, and the TypeScript client
+has a copy (``clients/typescript/src/statuses.js``) that a test compares with it. It imports
+nothing, so that the client stands alone.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def test_a_path_that_lacks_a_shape_says_so(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_what_loads() -> None:
-    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/use/models.md").read_text()
     assert support_table() in page
     module = Path(granite.__file__).read_text()
     assert f"```python\n{module}```" in page

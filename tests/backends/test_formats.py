@@ -118,7 +118,7 @@ def test_native_keeps_the_bits_of_a_file(machine: pytest.MonkeyPatch, stored: st
 def test_what_the_documents_say_of_quantised_folders(
     monkeypatch: pytest.MonkeyPatch, stored: str, elsewhere: str
 ) -> None:
-    """By the figures that were measured: docs/models.md names the portable level's choice."""
+    """By the figures that were measured: docs/use/models.md names the portable level's choice."""
     monkeypatch.setattr(formats, "unavailable_reason", lambda: None)
     monkeypatch.delenv("PACELINE_ISA", raising=False)
     config = replace(PLAIN, stored_dtype=stored)

@@ -1,4 +1,4 @@
-"""``paceline plan models``: the table of docs/choose-a-model.md, held to ``plan memory``."""
+"""``paceline plan models``: the table of docs/start/choose-a-model.md, held to ``plan memory``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from paceline.cli.main import main
 
-PAGE = Path(__file__).parents[2] / "docs" / "choose-a-model.md"
+PAGE = Path(__file__).parents[2] / "docs" / "start" / "choose-a-model.md"
 
 
 def models(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def test_what_people_see() -> None:
 
 
 def test_the_pages_screen_is_one() -> None:
-    """docs/gateway.md shows the table of engines as it is."""
+    """docs/operate/gateway.md shows the table of engines as it is."""
     a, b = FRAME.engines
     gone = replace(b, name="gpu2", sent_per_s=0.0, sent_share=0.0, requests=0, failures={})
     one = replace(
@@ -136,7 +136,7 @@ def test_the_pages_screen_is_one() -> None:
         sent_per_s=2.5, sent_share=0.25, predicted_first=0.48, actual_first=0.455,
     )  # fmt: skip
     text = shown(render_gateway(replace(FRAME, engines=(one, gone, other)), "u"))
-    page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "operate" / "gateway.md").read_text()
     (screen,) = re.findall(r"```\n( +TTFT .*?)```", page, re.DOTALL)
     table = [line.strip("│").strip() for line in text.splitlines()]
     for line in screen.splitlines():

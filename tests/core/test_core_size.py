@@ -60,7 +60,7 @@ def test_what_a_feature_has(tmp_path: Path) -> None:
 
 def test_the_page_says_how_large_features_are() -> None:
     """Within a tenth or ten lines, and all of it within twenty: nobody writes it for every line."""
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "understand" / "architecture.md").read_text(encoding="utf-8")
     table = page.split("core_size.py --by-feature")[1].split("\n\n")[1]
     said = {
         name: int(lines.replace(",", ""))
@@ -71,5 +71,6 @@ def test_the_page_says_how_large_features_are() -> None:
     for name, size in sizes.items():
         off = max(10.0, size.lines / 10) if name in core_size.FEATURES else 20.0
         assert abs(size.lines - said[name]) <= off, (
-            f"{name}: docs/architecture.md says {said[name]} lines, there are {size.lines}"
+            f"{name}: docs/understand/architecture.md says {said[name]} lines, there are "
+            f"{size.lines}"
         )

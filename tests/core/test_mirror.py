@@ -18,7 +18,8 @@ ELSEWHERE = {
     "grammar.py": "protocols: tests/contract/test_grammar.py, tests/engine/text/test_grammar.py",
     "outputs.py": "values without code, made and read by the tests of step/",
     "pacing/paced.py": "puts the rest of pacing/ together: tests/core/pacing, tests/property",
-    "pacing/tpot_guard.py": "an example of docs/scheduling.md: test_scheduling_examples.py",
+    "pacing/tpot_guard.py": "an example of docs/understand/scheduling.md: "
+    "test_scheduling_examples.py",
     "pacing/view.py": "what the rest of pacing/ looks at: test_ageing.py, test_budget.py",
     "pooling.py": "settings and facts, checked by tests/pooling",
     "policies/base.py": "a protocol: policies/test_policies.py runs on every policy",

@@ -25,7 +25,7 @@ from paceline.http.keys import OPEN_PATHS
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-ALERTS_DOC = (ROOT / "docs" / "alerts.md").read_text()
+ALERTS_DOC = (ROOT / "docs" / "operate" / "alerts.md").read_text()
 
 
 def load(path: str) -> Any:
@@ -222,7 +222,7 @@ def test_every_alert_is_explained_and_tried() -> None:
     assert len(names) == len(set(names))
     for rule in ALERTS:
         assert rule["labels"]["severity"] in ("page", "ticket")
-        assert rule["annotations"]["runbook"] == f"docs/alerts.md#{rule['alert'].lower()}"
+        assert rule["annotations"]["runbook"] == f"docs/operate/alerts.md#{rule['alert'].lower()}"
     assert re.findall(r"^## (Paceline\w+)$", ALERTS_DOC, re.M) == names
     table = re.findall(r"^\| \[(Paceline\w+)\]\(#(\w+)\) \| (\w+) \|", ALERTS_DOC, re.M)
     assert table == [(r["alert"], r["alert"].lower(), r["labels"]["severity"]) for r in ALERTS]

@@ -1,4 +1,4 @@
-"""A request's tokens through the real engine and native kernels (docs/accuracy.md).
+"""A request's tokens through the real engine and native kernels (docs/understand/accuracy.md).
 
 They are the same alone and in a crowd, with preemption and hits of the prefix cache.
 """

@@ -1,4 +1,4 @@
-"""docs/gateway.md says what there is."""
+"""docs/operate/gateway.md says what there is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.gateway.config import (
 from paceline.gateway.counts import Counts
 from paceline.gateway.states import EngineState
 
-PAGE = (Path(__file__).parents[2] / "docs/gateway.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/operate/gateway.md").read_text()
 
 
 def test_every_setting_is_there_with_its_default() -> None:

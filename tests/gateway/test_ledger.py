@@ -24,7 +24,7 @@ from tests.gateway.helpers import until
 
 pytestmark = pytest.mark.anyio
 
-PAGE = Path(__file__).parents[2] / "docs" / "gateway.md"
+PAGE = Path(__file__).parents[2] / "docs" / "operate" / "gateway.md"
 
 TODAY = datetime.datetime.now(datetime.UTC).date().isoformat()
 

@@ -1,4 +1,4 @@
-"""docs/metrics.md lists what is served, and what of vLLM's is not."""
+"""docs/operate/metrics.md lists what is served, and what of vLLM's is not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.server.helpers import VOCAB, scrape
 
 pytestmark = pytest.mark.anyio
 
-DOC = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+DOC = (Path(__file__).parents[2] / "docs" / "operate" / "metrics.md").read_text()
 # made once by hand from vLLM's own exposition: what its dashboards may ask for
 VLLM = re.findall(
     r"\w+",

@@ -1,6 +1,6 @@
 """The architectures that Hugging Face folders may have, one module each.
 
-A new one is a new module with an ``ARCHITECTURE``; no other file names it. See docs/models.md.
+A new one is a new module with an ``ARCHITECTURE``; no other file names it. See docs/use/models.md.
 """
 
 from __future__ import annotations

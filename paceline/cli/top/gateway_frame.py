@@ -21,7 +21,7 @@ class EngineRow:
     kind: str
     url: str
     models: tuple[str, ...]
-    # one word (docs/gateway.md); reason why it gets no requests, "": it gets some
+    # one word (docs/operate/gateway.md); reason why it gets no requests, "": it gets some
     state: str
     trouble: str
     breaker: str

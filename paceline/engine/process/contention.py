@@ -2,7 +2,7 @@
 
 The threads of a step wait for one another hundreds of times in it. If another process takes one of
 their processors, all of them wait for the thread that lost it, so the engine loses much more than
-that share (docs/lab-log.md, "Contended cores"). No other figure shows it: the machine looks busy
+that share (docs/lab-log/, "Contended cores"). No other figure shows it: the machine looks busy
 either way. This module reads the kernel's count of the time that each thread was ready but not
 running (``schedstat``).
 

@@ -8,7 +8,7 @@
 
     body = DetokenizeBody.read(values, rules)    checked; body.tokens is a list[int]
     schema_of(DetokenizeBody, rules)             its JSON schema, with the bounds of this server
-    fields_of(DetokenizeBody)                    the rows of its table in docs/api.md
+    fields_of(DetokenizeBody)                    the rows of its table in docs/use/api.md
 
 A function of ``kinds`` makes each field; subclasses inherit the fields of their bases. JSON null
 counts as absent. Of several faults the first in class order is reported, own fields first.
@@ -67,7 +67,7 @@ class Field(Generic[T]):
     schema: Callable[[RequestRules], Schema]
     # the body's value if the field is absent
     default: T
-    # documentation in docs/api.md and the schema, in Markdown
+    # documentation in docs/use/api.md and the schema, in Markdown
     note: str = ""
     status: str = SERVED
     # the fault of a body without the field; "": it is optional

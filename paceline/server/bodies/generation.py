@@ -98,7 +98,7 @@ class SpeculationOptions(Body):
 
 _STOP_TEXT: Final = schemas.string(low=1, high=_MAX_STOP_CHARS)
 _CALLER: Final = string(
-    note="the [tenant](policies.md), where neither a key nor a header says who asks"
+    note="the [tenant](../understand/policies.md), where neither a key nor a header says who asks"
 )
 
 
@@ -128,7 +128,7 @@ class GenerationBody(SamplingBody, UnservedFields):
         INT64 - 1,
         0,
         note="lower goes first under `priority`, and under `deadline` among requests that name no "
-        "TTFT target ([policies](policies.md))",
+        "TTFT target ([policies](../understand/policies.md))",
     )
     cache_salt = string(1, _MAX_SALT_CHARS)
     request_id = described(_request_id, {"type": "string", "pattern": "^[!-~]{1,128}$"})
@@ -157,8 +157,8 @@ class GenerationBody(SamplingBody, UnservedFields):
     )
     explain = boolean(
         note="`usage.timeline` says why the request waited, what became of it and how many tokens "
-        "a second it got (docs/scheduling.md); `usage.demoted` is there without it, where a target "
-        "could not be met"
+        "a second it got (docs/use/why-it-waited.md); `usage.demoted` is there without it, where a "
+        "target could not be met"
     )
     resume_output_ids = array(
         _resumable,
@@ -167,7 +167,8 @@ class GenerationBody(SamplingBody, UnservedFields):
         "tells only what is new. `max_tokens` counts them. With `n` above 1 a list of lists, one "
         "for each choice, `null` for one that has ended (its tokens are not counted again); with "
         "`tools` `stream` only, and a call that was cut goes on where it was; where results do not "
-        "depend on the batch ([accuracy](accuracy.md)) the tokens are those of the uncut answer; "
+        "depend on the batch ([accuracy](../understand/accuracy.md)) the tokens are those of the "
+        "uncut answer; "
         "one prompt, no `echo`",
     )
 

@@ -1,8 +1,8 @@
 """Kinds of fields: each is a check, whose error names the field and shows the value, and the schema
 of values that pass.
 
-Every function makes a ``Field``; ``note`` is documentation in addition to the type, for docs/api.md
-and the schema; ``schema`` is for the latter where later checks allow less.
+Every function makes a ``Field``; ``note`` is documentation in addition to the type, for
+docs/use/api.md and the schema; ``schema`` is for the latter where later checks allow less.
 """
 
 from __future__ import annotations

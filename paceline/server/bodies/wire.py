@@ -69,7 +69,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """A ``core.outputs.Timeline`` for callers, in milliseconds instead of seconds."""
 
     queued_ms: float
-    # milliseconds of waiting by reason, see docs/scheduling.md
+    # milliseconds of waiting by reason, see docs/use/why-it-waited.md
     waited_ms: dict[str, float]
     chunks: int
     preemptions: int

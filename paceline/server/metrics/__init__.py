@@ -4,7 +4,7 @@
 
     RequestObserver, middleware, engine snapshots --> families of one Registry --> render()
 
-docs/metrics.md lists every family; a test compares it with what is served.
+docs/operate/metrics.md lists every family; a test compares it with what is served.
 """
 
 from paceline.server.metrics.requests import RequestObserver

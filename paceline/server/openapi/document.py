@@ -80,7 +80,7 @@ def openapi_document(app: FastAPI, rules: RequestRules) -> dict[str, Any]:
         title=app.title,
         version=app.version,
         description="The APIs of OpenAI, Anthropic, Ollama and llama-server, with vLLM's "
-        "extensions; see docs/api.md.",
+        "extensions; see docs/use/api.md.",
         routes=app.routes,
     )
     requests = request_schemas(rules)

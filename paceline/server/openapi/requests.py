@@ -1,6 +1,6 @@
 """JSON schemas of all requests, with the bounds of this server.
 
-Refused fields are left out (docs/api.md names them); null counts as absent. The schemas do not
+Refused fields are left out (docs/use/api.md names them); null counts as absent. The schemas do not
 express relations between fields (``min_tokens`` and ``max_tokens``).
 """
 

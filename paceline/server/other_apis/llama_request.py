@@ -1,7 +1,7 @@
 """Bodies of llama-server's ``/completion`` and ``/infill``, turned into those of completions.
 
-Sampling fields that mean the same here are translated; docs/api.md lists the others. Fields without
-effect here are named in the answer's header, like unknown fields.
+Sampling fields that mean the same here are translated; docs/use/api.md lists the others. Fields
+without effect here are named in the answer's header, like unknown fields.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def _no_vectors(model: str) -> str:
     return (
         f"The model {model} does not support embeddings, scores or classes: it generates text, and "
         "its hidden states were not trained to be compared. Serve a model whose files say how it "
-        "is pooled, or this one with --runner pooling (docs/embeddings.md)."
+        "is pooled, or this one with --runner pooling (docs/use/embeddings.md)."
     )
 
 

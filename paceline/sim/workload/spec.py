@@ -9,8 +9,8 @@
     synthetic:rate=10,cv=4,prompt=lognormal(1020,1.2),output=fixed(128),n=10000
     clients:rate=10,clients=50,skew=1,spread=0.8,prompt=fixed(500),output=fixed(50),n=10000
 
-Options are separated by ``,`` or ``&``; docs/simulator.md explains each. Seconds may be written
-``0.5``, ``0.5s`` or ``500ms``.
+Options are separated by ``,`` or ``&``; docs/understand/simulator.md explains each. Seconds may be
+written ``0.5``, ``0.5s`` or ``500ms``.
 
 This module does not know how arrivals are simulated.
 """

@@ -1,4 +1,4 @@
-"""The promises of docs/accuracy.md about one request's logits.
+"""The promises of docs/understand/accuracy.md about one request's logits.
 
 They are the same bit for bit alone and among others, from a whole prompt, from chunks of it, from
 decoding, and in other blocks. What differs here is the step: how many rows it has, which tokens of

@@ -95,7 +95,7 @@ function used(limit, own) {
 
 /** @param {{ keys: any[], all: number, found: number }} props */
 function Keys({ keys, all, found }) {
-  if (!all) return h("p", { class: "quiet" }, "This server asks nobody for a key; --api-key-file gives it some (docs/security.md).");
+  if (!all) return h("p", { class: "quiet" }, "This server asks nobody for a key; --api-key-file gives it some (docs/operate/security.md).");
   const names = ["Name", "Scope", "Requests", "Tokens", "At once", "Under way", "Served", "Tokens read", "Tokens written"];
   return [
     h("label", { class: "find" }, h("span", null, "Name holds"), h("input", { type: "search", value: find.value, autocomplete: "off", spellcheck: false,

@@ -65,7 +65,7 @@ export function Batches() {
   const found = batches.value;
   if (found === null) return h("p", { class: "quiet" }, "Asking the server.");
   if (typeof found === "string") return h("p", { class: "quiet" }, found);
-  if (!found.length) return h("p", { class: "quiet" }, "There is none. docs/batches.md says how to make one.");
+  if (!found.length) return h("p", { class: "quiet" }, "There is none. docs/use/batches.md says how to make one.");
   const columns = ["Batch", "Status", "Done", "Failed", "Of", ""];
   return h("div", { class: "scroll" }, h("table", null,
     h("thead", null, h("tr", null, columns.map((name) => h("th", { scope: "col" }, name || h("span", { class: "hidden" }, "Actions"))))),

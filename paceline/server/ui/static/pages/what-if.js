@@ -147,7 +147,7 @@ function Form() {
       h("p", { class: "quiet hint-line" }, minutes ? `It remembers ${minutes.requests} requests of the last ${Math.max(1, Math.round(minutes.seconds / 60))} min.` : "This server keeps no timeline (--no-timeline)."),
       workload === "minutes" && h(Field, { name: "minutes", label: "Minutes" }, h("input", { ...about("minutes"), inputMode: "decimal" })),
       radio("workload", "trace", "A trace"),
-      workload === "trace" && h(Field, { name: "trace", label: "File: CSV or JSON lines with times and lengths, up to 32 MiB", hint: "Formats: docs/simulator.md. It is deleted when the server ends." },
+      workload === "trace" && h(Field, { name: "trace", label: "File: CSV or JSON lines with times and lengths, up to 32 MiB", hint: "Formats: docs/understand/simulator.md. It is deleted when the server ends." },
         h("input", { type: "file", accept: ".csv,.jsonl,.json,.txt", "aria-invalid": bad.value?.param === "trace" ? "true" : undefined, "aria-describedby": bad.value?.param === "trace" ? "bad-trace" : undefined, onChange: (/** @type {any} */ event) => { file = event.target.files[0] ?? null; doubt.value = ""; } })),
       workload === "trace" && doubt.value && h("p", { class: "notice" }, `Of this trace, ${doubt.value}: convert them if so.`),
       bad.value?.param === "workload" && h("p", { class: "bad", id: "bad-workload", role: "alert" }, visible(bad.value.message))),
