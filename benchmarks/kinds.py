@@ -4,7 +4,7 @@ Method. Rows of K kinds are blocks of 256 values, and the default model's are of
 llama.cpp's tool would give other kinds instead. So the model is made wider first, without changing
 what it computes: 192 columns of zeros, three heads of zeros whose values are zero, and weights of
 norms times the root of 576 / 768, since a norm's mean counts the zeros. Of that file in 16 bits
-llama.cpp's own tool makes the kinds (``llama-quantize``, as for ``make bench-sizes``). Each file is
+llama.cpp's own tool makes the kinds (``llama-quantize``, as for ``benchmarks.sizes``). Each file is
 judged as ``benchmarks.accuracy`` judges formats, on the same text and by the same gate: its own
 values in float32 beside what the kernels make of its blocks, so that what is compared is the
 engine, not the quantisation.

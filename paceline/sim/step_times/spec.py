@@ -14,8 +14,8 @@ What a profile does not hold is given by options::
     graphs=N       steps are padded to vLLM's graph sizes for N running requests (default: not)
     host=TIME      that a step takes beside its operators where no graph covers it (default 0)
 
-``make bench-sim`` validates profiles with the first three taken from the recorded run, and the last
-from other runs on the same hardware.
+``make bench NAME=sim`` validates profiles with the first three taken from the recorded run, and the
+last from other runs on the same hardware.
 
 This module does not know the simulator.
 """
