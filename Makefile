@@ -59,10 +59,10 @@ test-ui: $(READY) ## the page at /ui in Chromium, which apt-get installs, its bu
 
 test-services: $(READY) ## tests with a real Redis and a real Prometheus, which apt-get installs
 	@scripts/test-services redis-server:redis-server prometheus:prometheus
-	@$(PYTEST) --no-skips -m services
+	@$(PYTEST) --no-skips -m "services and not thorough"
 
 test-thorough: $(READY) model ## what takes long: more cases, seeds, models and kernels than make test has
-	@scripts/test-services qemu-x86_64:qemu-user && $(PYTEST) $(TWO) -m thorough
+	@scripts/test-services qemu-x86_64:qemu-user redis-server:redis-server && $(PYTEST) $(TWO) -m thorough
 
 test-docs: $(READY) model docs ## the docs site in Chromium, and every example of the pages that is marked `run`
 	@scripts/test-services chromium:chromium && $(PYTEST) --no-skips tests/docs

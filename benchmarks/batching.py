@@ -2,8 +2,8 @@
 
 Method. All sides run SmolLM2-135M-Instruct from the same GGUF file in the same dtype with the same
 number of threads and the same PyTorch (``--compute torch``; the native kernels, which serve by
-default on a CPU, are compared with other engines in ``benchmarks.peers``), in this process, greedy,
-on prompts of random token ids (no two share a prefix, and prefix caching is off, so that a repetition
+default on a CPU, are compared with others in ``benchmarks.peers``), in this process, greedy, on
+prompts of random token ids (no two share a prefix, and prefix caching is off, so that a repetition
 computes everything again). Outputs have exactly the stated length: end-of-sequence does not end
 them. Rates are output tokens per second of wall time from the first request's arrival to the last
 request's end, prompts included. The sides take turns, A B C A B C, and the table gives medians over
