@@ -12,7 +12,7 @@ from collections import Counter
 
 
 def main() -> None:
-    """Print the seconds by folder (two levels below tests/), file and test, the MOST (20) of each."""
+    """Print the seconds by folder, file and test, the MOST (20) of each."""
     folders, files, tests = Counter[str](), Counter[str](), Counter[str]()
     for case in ElementTree.parse(sys.argv[1]).getroot().iter("testcase"):
         # tests.core.test_tier.TestMoves is in tests/core/test_tier.py
