@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 PARTS = ("overhead", "routing", "live_routing", "failover")
-# the release that docs/lab-log.md has figures of
+# the release that docs/lab-log/ has figures of
 _LITELLM = "litellm[proxy]==1.106.2"
 # by name, the package
 ROUTERS: Mapping[str, str] = {

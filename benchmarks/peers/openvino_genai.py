@@ -33,7 +33,7 @@ _PROPERTIES = (
 
 class OpenVino:
     """See ``base.Peer``. A variant is the most tokens of a step; a quick run has the first, which
-    is the better one for prompts (docs/lab-log.md) and the same for few rows."""
+    is the better one for prompts (docs/lab-log) and the same for few rows."""
 
     name = "openvino-genai"
     variants: tuple[str, ...] = ("2048", "256")

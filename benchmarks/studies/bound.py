@@ -1,4 +1,4 @@
-"""A machine like the one whose figures docs/lab-log.md has, and what no order of service exceeds.
+"""A machine like the one whose figures docs/lab-log/ has, and what no order of service exceeds.
 
 The machine: two cores that serve a 135M model in int8, 4 ms a step, 0.39 ms a prompt token, 0.85 ms
 for a row of one token.

@@ -1,4 +1,4 @@
-"""docs/lab-log.md stays readable, and its figures come from commands that exist."""
+"""docs/lab-log/ stays readable, and its figures come from commands that exist."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 
 from tests.docs.pages import DOCS
 
-PAGE = (DOCS / "lab-log.md").read_text()
-ENTRIES = re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]
+PAGES = [path.read_text() for path in sorted((DOCS / "lab-log").glob("[a-z]*.md"))]
+ENTRIES = [x for page in PAGES for x in re.split(r"^## ", page, flags=re.MULTILINE)[1:]]
 MOST_LINES = 15
 
 
@@ -27,4 +27,4 @@ def test_titles_are_different() -> None:
 
 
 def test_no_figure_is_of_a_script_that_is_not_here() -> None:
-    assert not re.findall(r"script\s+(?:that\s+was\s+not\s+kept|around)", PAGE)
+    assert not re.findall(r"script\s+(?:that\s+was\s+not\s+kept|around)", "".join(PAGES))

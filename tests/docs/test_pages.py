@@ -70,7 +70,7 @@ def test_the_navigation_names_every_page_once() -> None:
     assert named == there, "the navigation of zensical.toml names each page of docs/, once"
 
 
-@pytest.mark.parametrize("folder", ["adr", "studies"])
+@pytest.mark.parametrize("folder", ["adr", "lab-log", "studies"])
 def test_indexes_link_to_every_page_beside_them(folder: str) -> None:
     index = DOCS / folder / "README.md"
     there = {path.name for path in index.parent.glob("*.md")} - {"README.md"}
@@ -78,9 +78,11 @@ def test_indexes_link_to_every_page_beside_them(folder: str) -> None:
 
 
 def test_the_first_page_links_to_every_page() -> None:
-    """Decisions and studies by way of their indexes."""
+    """Decisions, studies and the lab log by way of their indexes."""
     there = {str(path.relative_to(DOCS)) for path in DOCS.glob("*.md")} - {"index.md"}
-    assert there | {"adr/README.md", "studies/README.md"} <= set(links(DOCS / "index.md"))
+    assert there | {"adr/README.md", "lab-log/README.md", "studies/README.md"} <= set(
+        links(DOCS / "index.md")
+    )
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name)

@@ -2,7 +2,7 @@
 
 The threads of a step wait for one another hundreds of times in it. Where another process takes one
 of their processors, all of them wait for the one that is off it, so the engine loses much more than
-the share that it gives (docs/lab-log.md, "Contended cores"). Nothing else tells of it: the machine
+the share that it gives (docs/lab-log/, "Contended cores"). Nothing else tells of it: the machine
 looks busy either way. The kernel counts what is asked for here: how long each thread was ready to
 run and did not (``schedstat``).
 
