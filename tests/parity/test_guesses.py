@@ -91,7 +91,7 @@ def test_answers_are_the_same(smollm2_path: Path, threads: int | None, every: in
     on, stats = _answers(smollm2_path, threads, {"method": "auto"}, every=every)
     assert on == off
     for source, count in stats.drafted:
-        assert count > 20, source
+        assert count > 20 // every, source
     assert {source for source, _ in stats.drafted} == {
         "ngram", "prediction", "grammar", "finished_answers",
     }  # fmt: skip
