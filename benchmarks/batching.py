@@ -31,7 +31,7 @@ Continuous stays below it while the last requests run out with slots empty, and 
 where a step with fewer rows is faster.
 
 There is no lasting load: all requests are there at the start and none has a target.
-``make bench-overload`` has lasting loads.
+``make bench NAME=overload`` has lasting loads.
 
 QUICK=1: one round of everything, fewer requests. The last line is JSON.
 """

@@ -10,7 +10,7 @@ multiply-adds a second and as a share of the level's instructions' peak between 
 thread. Steps: SmolLM2-135M's shape, random weights: decode of 1, 8 and 64 sequences at context
 192 and a prompt of 512 tokens.
 
-``ISA=avxvnni,avx2 make bench-kernels`` runs it; PARTS=products,steps and FORMATS=int8/int8,...
+``ISA=avxvnni,avx2 make bench NAME=kernels`` runs it; PARTS=products,steps and FORMATS=int8/int8,...
 choose, QUICK=1 takes fewer rounds. The last line is JSON.
 """
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-
-from tests.skips import Skips
 
 # `make test` runs as many test processes as it is told: a thread team of each, in which everybody
 # waits for a thread that has no core, would take ten times as long. Before anything loads OpenMP
@@ -24,8 +24,28 @@ settings.register_profile(
 settings.load_profile("any machine")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-skips", action="store_true", help="a test that skips fails")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    report = yield
+    # an expected failure is reported as a skip too
+    if item.config.option.no_skips and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"--no-skips, but {item.nodeid} skips: {report.longrepr[2]}"
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if {"browser", "tsc"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("ui")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Skips(), "expected-skips")
     # what a shell starts in the background ignores interrupts, and so would every program that
     # tests start and interrupt; a handler is not inherited, so they begin with the default
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -28,7 +28,7 @@ one JSON line, of which ``unmeasured`` names what could not be measured, and why
 Goodput (``routing``, ``live_routing``) is that of loads at or below what the engines bear together,
 where no queue grows with time, so it has no long row: 1,500 requests, or turns of 5 s, are compared
 with the same requests under another policy. What a queue does under a load that lasts is the
-engine's matter: ``make bench-overload``.
+engine's matter: ``make bench NAME=overload``.
 
     python -m benchmarks.gateway
 """

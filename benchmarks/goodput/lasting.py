@@ -1,4 +1,4 @@
-"""The long row of ``make bench-goodput``: loads beyond capacity that last, minute by minute."""
+"""The long row of ``benchmarks.goodput``: loads beyond capacity that last, minute by minute."""
 
 from __future__ import annotations
 

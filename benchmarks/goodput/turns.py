@@ -1,4 +1,4 @@
-"""Parts of ``make bench-goodput`` by turns, so that what differs is not the machine's speed.
+"""Parts of ``make bench NAME=goodput`` by turns, so that what differs is not the machine's speed.
 
 ::
 

@@ -1,4 +1,4 @@
-"""All engines held to one level of instructions: ``make bench-peers LEVEL=avx2``.
+"""All engines held to one level of instructions: ``make bench NAME=peers LEVEL=avx2``.
 
 Ours take PACELINE_ISA. llama.cpp is built for the level. oneDNN and PyTorch have limits of their
 own, which they read from the environment; of OpenVINO GenAI and vLLM that limits only what oneDNN

@@ -20,7 +20,7 @@ median of the turns, with the lowest and the highest, and the 95 % interval of t
                        their targets with guesses over those without, with the 95 % interval
                        (bootstrap over requests); ``goodput_min_ratio`` is that at the worst rate.
                        No long row: both sides have the same queue, and it ends with the requests;
-                       loads that last are ``make bench-overload``'s
+                       loads that last are ``make bench NAME=overload``'s
     steps              no model: microseconds that the scheduler takes for a step of 1, 8 and 64
                        rows without and with guesses, and calls of functions in it, of texts in
                        which no token comes twice, of words that come as often as in a language, in
@@ -34,7 +34,7 @@ it, as on a server. TURNS=N is how many turns there are; QUICK=1 is one short tu
 PARTS=NAME[:TURNS],... plays these parts alone (a group's name is its part of "single"), the others
 are null. The last line is JSON. Whether "auto" loses anything where it can gain nothing:
 
-    make bench-speculation PARTS=open_chat:80,sixtyfour:20,goodput:4,steps
+    make bench NAME=speculation PARTS=open_chat:80,sixtyfour:20,goodput:4,steps
 
     python -m benchmarks.speculation
 """

@@ -8,7 +8,7 @@ what they are predicted to take, times a random factor (10 %). ``max_tokens`` is
 lengths have to be learned.
 
 A run lasts one to two minutes, since each is made for many switches, situations and seeds; what
-becomes of a queue that grows for longer is shown by ``make bench-overload``.
+becomes of a queue that grows for longer is shown by ``make bench NAME=overload``.
 
 Every run is made with and without the mechanism for the same arrivals, over ``SEEDS`` of them: the
 tables give the mean difference (off minus on) and its standard error.

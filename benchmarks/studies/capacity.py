@@ -1,11 +1,11 @@
 """Rates that are served in time, in virtual time, and what no order of service could exceed.
 
-The streams and the judgement of ``make bench-goodput`` (three classes; the requests in the middle
-of a run) on two cores that serve a 135M model.
+The streams and the judgement of ``make bench NAME=goodput`` (three classes; the requests in the
+middle of a run) on two cores that serve a 135M model.
 
 The bound, and the machine, are in ``benchmarks/studies/bound.py``. Runs last a minute and a half;
 the same classes on the same machine, beyond capacity for ten minutes and by the minute, are the
-mixes of ``make bench-overload``.
+mixes of ``make bench NAME=overload``.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def test_formats_of_a_real_model_differ_from_float32_by_their_rounding(tmp_path:
 
 
 def test_what_auto_picks_is_near_float32_on_the_text(smollm2_path: Path) -> None:
-    """The gate's KL on the first tenth of the text, read as prompts; ``make bench-accuracy`` reads
+    """The gate's KL on the first tenth of the text, read as prompts; ``benchmarks.accuracy`` reads
     all of it, both ways, and holds top-1 and perplexity too, which so little text does not tell."""
     reason = unavailable_reason()
     name = "" if reason else automatic_format(smollm2_path)

@@ -1,4 +1,4 @@
-"""The arithmetic of ``make bench-overload``: minutes, what was possible, forecasts, returns."""
+"""The arithmetic of ``benchmarks.overload``: minutes, what was possible, forecasts, returns."""
 
 from __future__ import annotations
 

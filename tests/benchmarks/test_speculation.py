@@ -1,4 +1,4 @@
-"""Parts of bench-speculation that need no model."""
+"""Parts of the benchmark of speculation that need no model."""
 
 from __future__ import annotations
 

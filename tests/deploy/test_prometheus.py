@@ -1,6 +1,6 @@
 """A real Prometheus over a real server: all queries of dashboard and alerts find series.
 
-Skipped without ``prometheus`` and ``promtool`` (Debian: apt-get install prometheus).
+``make test-services`` installs ``prometheus`` and ``promtool``; elsewhere these tests skip.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ from tests.server.live_process import LiveServer, eventually, live_server
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus"
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("prometheus") is None or shutil.which("promtool") is None,
-    reason="needs prometheus and promtool (Debian: apt-get install prometheus)",
-)
+pytestmark = [
+    pytest.mark.services,
+    pytest.mark.skipif(
+        shutil.which("prometheus") is None or shutil.which("promtool") is None,
+        reason="needs prometheus and promtool (Debian: apt-get install prometheus)",
+    ),
+]
 
 
 def promtool(*arguments: str) -> str:

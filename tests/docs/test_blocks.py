@@ -28,7 +28,6 @@ ALL = [block for path in PAGES for block in blocks(path)]
 # drawings, output, files and commands that take a machine, a network or an hour: no more than now
 MOST_NOT_RUN = 58
 ADDRESS = re.compile(r"(?<=http://)(?:127\.0\.0\.1|localhost):8000|localhost:8000")
-EVERYTHING = os.environ.get("PACELINE_DOCS_TESTS") == "all"
 
 
 def marked(word: str) -> list[Block]:
@@ -117,12 +116,8 @@ def test_a_test_that_runs_a_block_knows_its_page() -> None:
             assert Path(block.page).name in source, f"{block}: {block.mark.by} is of another page"
 
 
-def test_those_that_nobody_runs_are_few(capsys: pytest.CaptureFixture[str]) -> None:
-    listed = not_run()
-    if EVERYTHING:
-        with capsys.disabled():
-            print(f"\n{len(listed)} code blocks are not run:", *listed, sep="\n  ")
-    assert len(listed) <= MOST_NOT_RUN
+def test_those_that_nobody_runs_are_few() -> None:
+    assert len(not_run()) <= MOST_NOT_RUN
 
 
 @pytest.mark.parametrize("block", marked("run-quick"), ids=str)
@@ -135,7 +130,7 @@ def test_quick_examples(block: Block, place: Place) -> None:
         assert not re.search(r'"error": ?\{', printed), printed
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="make test-docs runs them")
+@pytest.mark.docs
 @pytest.mark.parametrize("block", marked("run"), ids=str)
 def test_other_examples(block: Block, place: Place) -> None:
     place.run(block)

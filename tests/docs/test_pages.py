@@ -99,8 +99,11 @@ def test_a_page_begins_with_its_title(path: Path) -> None:
 def test_targets_that_a_page_names_exist(path: Path) -> None:
     """So does the command of each figure, where it is one of make's."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = re.findall(r"`(?:[A-Z]+=\S+ )*make ([a-z][\w-]*)", path.read_text())
-    assert set(named) <= targets
+    text = path.read_text()
+    assert set(re.findall(r"`(?:[A-Z]+=\S+ )*make ([a-z][\w-]*)", text)) <= targets
+    for benchmark in re.findall(r"make bench NAME=([a-z_]+)", text):
+        found = [f"benchmarks/{benchmark}.py", f"benchmarks/{benchmark}/__main__.py"]
+        assert any((ROOT / name).exists() for name in found), benchmark
 
 
 def test_each_case_of_choose_a_policy_has_a_command() -> None:

@@ -6,7 +6,6 @@ Part of `make test-docs`, which builds it first.
 from __future__ import annotations
 
 import functools
-import os
 import re
 import threading
 from collections.abc import Iterator
@@ -21,9 +20,7 @@ from markdown_it import MarkdownIt
 from tests.docs.pages import DOCS, ROOT, headings, links
 
 SITE = ROOT / "build" / "site"
-pytestmark = pytest.mark.skipif(
-    os.environ.get("PACELINE_DOCS_TESTS") != "all", reason="make test-docs builds the site first"
-)
+pytestmark = pytest.mark.docs
 PAGES = sorted(DOCS.rglob("*.md"))
 
 

@@ -169,6 +169,7 @@ async def test_what_never_fits_is_not_asked_for() -> None:
         await store.close()
 
 
+@pytest.mark.services
 async def test_over_a_real_redis(tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     try:

@@ -44,7 +44,7 @@ RESPONSES: Final = "/v1/responses"
 MEMORY, REDIS = "memory", "redis"
 
 
-@pytest.fixture(params=[MEMORY, REDIS])
+@pytest.fixture(params=[MEMORY, pytest.param(REDIS, marks=pytest.mark.services)])
 def storage(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:

@@ -24,7 +24,13 @@ from paceline.sim.step_times.base import FixedStepTimes
 from tests.sim.workloads import bursty
 
 TIMES = FixedStepTimes(0.004, 0.0001)
-COUNT = 150
+COUNT = 50
+
+
+@pytest.fixture(autouse=True, params=[COUNT, pytest.param(150, marks=pytest.mark.thorough)])
+def count(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many requests there are."""
+    monkeypatch.setitem(globals(), "COUNT", request.param)
 
 
 def config(policy: str, num_blocks: int, *, depth: int = 2, caching: bool = True) -> ReplicaConfig:

@@ -1,13 +1,11 @@
 """A Chromium, servers over the null backend, and pages that fail their test when they misbehave.
 
-The browser is Debian's (``scripts/test-services`` installs it). Without it, or without playwright,
-these tests are skipped and say so; where ``CI`` is set, or with ``PACELINE_UI_TESTS=require``, they
-fail. With the latter so do those that lack something else.
+The browser is Debian's (``scripts/test-services`` installs it). Tests that use it are marked ``ui``
+by that; without it they skip, which ``make test-ui`` does not allow.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,9 +14,6 @@ import pytest
 
 from tests.server.live_process import LiveServer, live_server
 
-REQUIRED = os.environ.get("PACELINE_UI_TESTS") == "require"
-# journeys that take seconds: of ``make test-ui`` alone
-LONG = pytest.mark.skipif(not REQUIRED, reason="takes seconds; make test-ui runs it")
 CHROMIUM = shutil.which("chromium")
 # so that it asks for nothing but what the page asks for
 ARGS = [
@@ -29,22 +24,13 @@ ARGS = [
 _REFUSALS = "Failed to load resource: the server responded with a status of "
 
 
-def lacking(what: str, *, in_ci: bool = False) -> None:
-    """Skip, or fail where it is required; ``in_ci``: there too."""
-    if REQUIRED or (in_ci and os.environ.get("CI")):
-        pytest.fail(f"there is no {what}, and it is required")
-    pytest.skip(f"there is no {what}")
-
-
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Closed after each file: while it is open, no asynchronous test can run in this process."""
     if CHROMIUM is None:
-        lacking("chromium on the path (scripts/test-services installs it)", in_ci=True)
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        lacking("playwright", in_ci=True)
+        pytest.skip("there is no chromium on the path (scripts/test-services installs it)")
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
         yield chromium

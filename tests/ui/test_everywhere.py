@@ -14,7 +14,7 @@ import pytest
 
 from tests.security.keys import ADMIN, USER, bearer
 from tests.server.live_process import LiveServer, eventually, live_server
-from tests.ui.conftest import LONG, OpenPage
+from tests.ui.conftest import OpenPage
 from tests.ui.test_accessibility import violations
 
 TABS = ("Playground", "Timeline", "Promises", "What if", "Server", "Operations")
@@ -80,9 +80,7 @@ _BEYOND = """(width) => [...document.querySelectorAll("main :is(button, input, s
   .map((each) => each.outerHTML.slice(0, 200))"""
 
 
-@pytest.mark.parametrize(
-    ("width", "ratio"), [(640, 2), pytest.param(360, 1, marks=LONG)], ids=["zoomed", "phone"]
-)
+@pytest.mark.parametrize(("width", "ratio"), [(640, 2), (360, 1)], ids=["zoomed", "phone"])
 def test_nothing_is_lost_in_a_narrow_page(
     whole: LiveServer, open_page: OpenPage, width: int, ratio: int
 ) -> None:
@@ -95,7 +93,6 @@ def test_nothing_is_lost_in_a_narrow_page(
         assert page.evaluate(_BEYOND, width) == [], tab
 
 
-@LONG
 def test_every_page_by_keyboard(whole: LiveServer, open_page: OpenPage) -> None:
     """From the first key on: to a page, and to what is done there."""
     page = open_page(f"{whole.url}/ui/")
@@ -258,7 +255,6 @@ STATES: dict[str, Callable[[Any, LiveServer], None]] = {
 }  # fmt: skip
 
 
-@LONG
 @THEMES
 @pytest.mark.parametrize("state", STATES)
 def test_axe_finds_nothing(whole: LiveServer, open_page: OpenPage, state: str, theme: str) -> None:
@@ -269,7 +265,6 @@ def test_axe_finds_nothing(whole: LiveServer, open_page: OpenPage, state: str, t
     page.close()
 
 
-@LONG
 @THEMES
 def test_axe_finds_nothing_where_a_key_is_not_enough(
     tmp_path: Path, open_page: OpenPage, theme: str
@@ -305,7 +300,6 @@ def test_axe_finds_nothing_where_a_key_is_not_enough(
         assert generating.status_code == 200
 
 
-@LONG
 def test_two_pages_of_what_if_do_not_see_each_other(whole: LiveServer, open_page: OpenPage) -> None:
     one, other = (open_page(f"{whole.url}/ui/what-if") for _ in range(2))
     for page in (one, other):
@@ -324,7 +318,6 @@ def test_two_pages_of_what_if_do_not_see_each_other(whole: LiveServer, open_page
     other.get_by_text("Nothing was simulated yet").wait_for()
 
 
-@LONG
 def test_a_chart_is_dragged_through_time(whole: LiveServer, open_page: OpenPage) -> None:
     page = open_page(f"{whole.url}/ui/timeline?zoom=32")
     page.locator(".step-words").get_by_text("blocks free").wait_for()

@@ -15,7 +15,7 @@ import httpx
 
 from tests.security.keys import KEYS, USER
 from tests.server.live_process import LiveServer, eventually, live_server
-from tests.ui.conftest import LONG, OpenPage, say
+from tests.ui.conftest import OpenPage, say
 
 KEY = KEYS[0]
 
@@ -243,7 +243,6 @@ def test_an_answer_is_markdown_and_never_html(server: LiveServer, open_page: Ope
     eventually(lambda: page.evaluate("String(getSelection())") == "print('<b>')")
 
 
-@LONG
 def test_a_request_is_copied_as_a_program_that_runs(
     server: LiveServer, open_page: OpenPage
 ) -> None:
@@ -327,7 +326,6 @@ def test_too_many_requests_count_down(server: LiveServer, open_page: OpenPage) -
     assert page.get_by_label("Message").input_value() == "hello"
 
 
-@LONG
 def test_the_servers_own_limit_counts_down(tmp_path: Path, open_page: OpenPage) -> None:
     config = {"limits": {"requests": "1/minute"}}
     with live_server(tmp_path / "log", backend={"step_time": 0.001}, config=config) as server:
@@ -344,7 +342,6 @@ def test_the_servers_own_limit_counts_down(tmp_path: Path, open_page: OpenPage) 
         page.close()
 
 
-@LONG
 def test_a_waterfall_says_why_it_waited(tmp_path: Path, open_page: OpenPage) -> None:
     core = {"max_num_seqs": 1}
     with live_server(tmp_path / "log", backend={"step_time": 0.01}, core=core) as server:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.security.keys import ADMIN, USER, bearer
 from tests.server.live_process import LiveServer, eventually, live_server
-from tests.ui.conftest import LONG, OpenPage, lacking
+from tests.ui.conftest import OpenPage
 from tests.ui.test_accessibility import AXE, violations
 from tests.ui.test_everywhere import batch
 
@@ -99,7 +99,6 @@ def test_a_batch_is_cancelled_and_a_drain_is_told(tmp_path: Path, open_page: Ope
         page.close()
 
 
-@LONG
 def test_an_answer_that_comes_late_is_not_shown(tmp_path: Path, open_page: OpenPage) -> None:
     """Of what was asked before something else was typed."""
     with live_server(tmp_path / "log", keys=KEYS) as server:
@@ -120,7 +119,6 @@ def test_an_answer_that_comes_late_is_not_shown(tmp_path: Path, open_page: OpenP
         page.close()
 
 
-@LONG
 def test_batches_of_another_key_are_not_shown(tmp_path: Path, open_page: OpenPage) -> None:
     """Not even where they were asked for with it, and come late."""
     config = {"batches": {"folder": str(tmp_path / "batches")}}
@@ -144,7 +142,6 @@ def test_batches_of_another_key_are_not_shown(tmp_path: Path, open_page: OpenPag
         page.close()
 
 
-@LONG
 def test_a_narrow_page_does_not_scroll_sideways(server: LiveServer, open_page: OpenPage) -> None:
     page = open_page(f"{server.url}/ui/operations", viewport={"width": 360, "height": 700})
     page.get_by_role("cell", name="ready", exact=True).wait_for()
@@ -154,7 +151,7 @@ def test_a_narrow_page_does_not_scroll_sideways(server: LiveServer, open_page: O
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_finds_nothing(server: LiveServer, open_page: OpenPage, theme: str) -> None:
     if not AXE.is_file():
-        lacking("axe-core (make test-ui installs it)")
+        pytest.skip("there is no axe-core (make test-ui installs it)")
     page = open_page(f"{server.url}/ui/operations", color_scheme=theme)
     page.get_by_role("cell", name="ready", exact=True).wait_for()
     assert violations(page) == []

@@ -11,7 +11,7 @@ import pytest
 
 from tests.security.keys import ADMIN, KEYS, USER
 from tests.server.live_process import LiveServer, eventually, live_server
-from tests.ui.conftest import LONG, OpenPage
+from tests.ui.conftest import OpenPage
 from tests.ui.test_accessibility import violations
 
 
@@ -89,7 +89,6 @@ def test_no_number_is_cut_off(server: LiveServer, open_page: OpenPage, width: in
         assert table.evaluate("(each) => each.scrollWidth <= each.clientWidth"), name
 
 
-@LONG
 @pytest.mark.parametrize("width", [360, 1280])
 def test_it_fits(server: LiveServer, open_page: OpenPage, width: int) -> None:
     ask(server)
@@ -98,7 +97,6 @@ def test_it_fits(server: LiveServer, open_page: OpenPage, width: int) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-@LONG
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_finds_nothing(server: LiveServer, open_page: OpenPage, theme: str) -> None:
     ask(server, slo={"class": "batch", "ttft_ms": 0.001})
@@ -109,7 +107,6 @@ def test_axe_finds_nothing(server: LiveServer, open_page: OpenPage, theme: str) 
     assert violations(page) == []
 
 
-@LONG
 def test_a_server_that_is_gone_is_told(tmp_path: Path, open_page: OpenPage) -> None:
     with live_server(tmp_path / "log", backend={"step_time": 0.001}) as server:
         ask(server)

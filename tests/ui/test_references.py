@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.server.live_process import LiveServer
-from tests.ui.conftest import LONG, OpenPage
+from tests.ui.conftest import OpenPage
 from tests.ui.references import (
     CASES,
     CONTEXT,
@@ -23,10 +23,7 @@ _MOST = 0.005
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=() if case in (*PICTURES, "class") else LONG, id=case)
-        for case in CASES
-    ],
+    CASES,
 )
 def test_the_chart_is_the_one_that_is_known(
     server: LiveServer, open_page: OpenPage, case: str

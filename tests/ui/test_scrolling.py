@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.server.live_process import LiveServer, eventually
-from tests.ui.conftest import LONG, OpenPage, say
+from tests.ui.conftest import OpenPage, say
 
 # pixels of the last answer that the field below it covers
 _COVERED = """(() => document.querySelector(".turn:last-child").getBoundingClientRect().bottom
   - document.querySelector(".ask").getBoundingClientRect().top)()"""
 
 
-@pytest.mark.parametrize("width", [1200, pytest.param(390, marks=LONG)])
+@pytest.mark.parametrize("width", [1200, 390])
 def test_the_end_of_an_answer_stays_in_sight(
     server: LiveServer, open_page: OpenPage, width: int
 ) -> None:

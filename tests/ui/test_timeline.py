@@ -17,7 +17,7 @@ import pytest
 
 from tests.security.keys import ADMIN, USER
 from tests.server.live_process import LiveServer, eventually, live_server
-from tests.ui.conftest import LONG, OpenPage, lacking
+from tests.ui.conftest import OpenPage
 from tests.ui.references import recording
 from tests.ui.test_accessibility import AXE, violations
 
@@ -263,7 +263,6 @@ def test_who_may_not_see_it_is_told_so(tmp_path: Path, open_page: OpenPage) -> N
         page.close()
 
 
-@LONG
 def test_a_server_without_a_timeline_says_so(tmp_path: Path, open_page: OpenPage) -> None:
     config = {"timeline_history": 0}
     with live_server(tmp_path / "log", backend=BACKEND, config=config) as server:
@@ -329,7 +328,6 @@ def test_on_a_phone_it_is_steps_and_tables(told: LiveServer, open_page: OpenPage
     assert wide <= 360, "nothing to scroll sideways but tables"
 
 
-@LONG
 def test_reduced_motion_moves_once_a_second(told: LiveServer, open_page: OpenPage) -> None:
     page = open_page(f"{told.url}/ui/timeline", reduced_motion="reduce")
     page.locator("canvas").wait_for()
@@ -343,7 +341,7 @@ def test_reduced_motion_moves_once_a_second(told: LiveServer, open_page: OpenPag
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_finds_nothing(told: LiveServer, open_page: OpenPage, theme: str) -> None:
     if not AXE.is_file():
-        lacking("axe-core (make test-ui installs it)")
+        pytest.skip("there is no axe-core (make test-ui installs it)")
     page = open_page(f"{told.url}/ui/timeline", color_scheme=theme)
     page.locator("canvas").wait_for()
     generate(told, 3, 10)
@@ -374,7 +372,6 @@ def test_a_trace_is_saved_and_says_what_was_left_out(
     assert {event["pid"] for event in slices} == {1, 2} and trace["otherData"]["left_out"] == 0
 
 
-@LONG
 def test_a_gap_and_a_shutdown_are_shown(tmp_path: Path, open_page: OpenPage) -> None:
     config = {"drain_timeout": 5}
     with live_server(tmp_path / "log", backend=BACKEND, core=CORE, config=config) as server:
@@ -403,7 +400,6 @@ def test_a_gap_and_a_shutdown_are_shown(tmp_path: Path, open_page: OpenPage) -> 
         page.close()
 
 
-@LONG
 def test_a_server_that_is_gone_is_told_and_asked_again(tmp_path: Path, open_page: OpenPage) -> None:
     with live_server(tmp_path / "log", backend=BACKEND, core=CORE) as server:
         page = open_page(f"{server.url}/ui/timeline")

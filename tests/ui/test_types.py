@@ -12,18 +12,17 @@ import pytest
 from benchmarks.common.processes import Unavailable
 from paceline.server.ui.assets import BUILT_IN
 from tests.clients.typescript.compiler import find, install
-from tests.ui.conftest import LONG, REQUIRED
 
 UI = Path(__file__).parents[2] / "ui"
 
 
 @pytest.fixture(scope="module")
-def tsc() -> Path:
-    if REQUIRED:
+def tsc(request: pytest.FixtureRequest) -> Path:
+    if request.config.option.no_skips:
         try:
             return install()
         except Unavailable as error:
-            pytest.fail(f"PACELINE_UI_TESTS=require: {error}")
+            pytest.fail(str(error))
     found = find()
     if found is None:
         pytest.skip("TypeScript's compiler is not here: python -m tests.clients.typescript")
@@ -63,7 +62,6 @@ def test_every_module(tsc: Path, tmp_path: Path) -> None:
     assert said(tsc, tmp_path) == ""
 
 
-@LONG
 @pytest.mark.parametrize(
     ("path", "old", "new", "words"),
     [

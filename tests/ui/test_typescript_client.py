@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.clients.typescript.compiler import CLIENT
 from tests.server.live_process import LiveServer
-from tests.ui.conftest import LONG, OpenPage
+from tests.ui.conftest import OpenPage
 
 ASK = """async ([base_url, options]) => {
   const { Client } = await import("/paceline-client/index.js");
@@ -21,7 +21,6 @@ ASK = """async ([base_url, options]) => {
 }"""
 
 
-@LONG
 def test_it_streams_goes_on_and_leaves(open_page: OpenPage, server: LiveServer) -> None:
     page = open_page(f"{server.url}/health")
     sources = {path.name: path.read_text() for path in (CLIENT / "src").glob("*.js")}

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.server.live_process import LiveServer, eventually, live_server
-from tests.ui.conftest import LONG, OpenPage
+from tests.ui.conftest import OpenPage
 from tests.ui.test_accessibility import violations
 
 TRACE = "arrived_at_s,prompt_tokens,output_tokens\n" + "".join(
@@ -105,7 +105,6 @@ def test_policies_compared_on_the_last_minutes(told: LiveServer, open_page: Open
     assert steps.get_by_role("row").count() > 3
 
 
-@LONG
 def test_a_trace_is_sent_and_simulated(told: LiveServer, open_page: OpenPage) -> None:
     page = open_page(f"{told.url}/ui/what-if")
     choose(page, "fcfs")
@@ -129,7 +128,6 @@ def test_a_trace_is_sent_and_simulated(told: LiveServer, open_page: OpenPage) ->
     assert difference is not None and asked(page, "w.cursor.value") == pytest.approx(difference)
 
 
-@LONG
 def test_answers_about_another_job_are_not_shown(told: LiveServer, open_page: OpenPage) -> None:
     """They were asked for before it began, and come late."""
     page = open_page(f"{told.url}/ui/what-if")
@@ -165,7 +163,6 @@ def test_answers_about_another_job_are_not_shown(told: LiveServer, open_page: Op
     assert asked(page, "w.pair.value.a === w.first")
 
 
-@LONG
 def test_what_is_wrong_stands_beside_its_field(told: LiveServer, open_page: OpenPage) -> None:
     page = open_page(f"{told.url}/ui/what-if")
     choose(page, "fcfs", loads="1, fast")
@@ -179,7 +176,6 @@ def test_what_is_wrong_stands_beside_its_field(told: LiveServer, open_page: Open
     page.get_by_text(re.compile("It failed: max_num_batched_tokens=2")).wait_for(timeout=30_000)
 
 
-@LONG
 def test_it_is_cancelled(told: LiveServer, open_page: OpenPage) -> None:
     page = open_page(f"{told.url}/ui/what-if")
     page.get_by_role("radio", name="A trace").check()
@@ -200,7 +196,6 @@ def test_it_is_cancelled(told: LiveServer, open_page: OpenPage) -> None:
     page.get_by_role("button", name="Simulate", exact=True).wait_for()
 
 
-@LONG
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_finds_nothing(told: LiveServer, open_page: OpenPage, theme: str) -> None:
     page = open_page(f"{told.url}/ui/what-if", color_scheme=theme)
@@ -216,7 +211,6 @@ def test_axe_finds_nothing(told: LiveServer, open_page: OpenPage, theme: str) ->
     assert violations(page) == []
 
 
-@LONG
 @pytest.mark.parametrize("width", [360, 640])
 def test_a_narrow_page_does_not_scroll_sideways(
     told: LiveServer, open_page: OpenPage, width: int
@@ -228,7 +222,6 @@ def test_a_narrow_page_does_not_scroll_sideways(
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-@LONG
 def test_by_keyboard_alone(told: LiveServer, open_page: OpenPage) -> None:
     page = open_page(f"{told.url}/ui/what-if")
     choose(page, "fcfs", "sjf")

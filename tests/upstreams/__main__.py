@@ -1,6 +1,6 @@
 """The gateway before llama.cpp's server and vLLM's CPU build, two of each with the default model.
 
-Both are set up as for ``make bench-peers``, once, in the cache. Prints a table
+Both are set up as for ``make bench NAME=peers``, once, in the cache. Prints a table
 of what was found, by check and kind; ends with 1 where the gateway did something else than it
 should. A kind that cannot be set up here is reported absent with the reason.
 

@@ -14,8 +14,8 @@ Options supply what a profile lacks::
     graphs=N       steps are padded to vLLM's graph sizes for N running requests (default: not)
     host=TIME      of a step, besides its operators, where no graph covers it (default 0)
 
-``make bench-sim`` validates profiles with the first three taken from the recorded run, and the last
-from other runs on the same hardware.
+``make bench NAME=sim`` validates profiles with the first three taken from the recorded run, and the
+last from other runs on the same hardware.
 
 This module does not know the simulator.
 """

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 CROSS = "aarch64-linux-gnu-g++"
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.skipif(
         any(shutil.which(program) is None for program in (CROSS, "qemu-aarch64", "cmake")),
         reason="needs g++-aarch64-linux-gnu, qemu-user and cmake",

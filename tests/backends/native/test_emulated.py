@@ -1,8 +1,8 @@
 """The AVX2 kernels on a processor that has nothing better, whatever this machine is.
 
 The processor is Intel's Haswell, emulated by qemu-user: this interpreter and this library run on
-it, so an instruction that AVX2 does not have ends the process. `make test-all` installs it with
-apt-get where there is none.
+it, so an instruction that AVX2 does not have ends the process. `make test-thorough` installs it
+with apt-get where there is none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason())),
     pytest.mark.skipif("avx2" not in variants(), reason="this machine has no AVX2"),
     pytest.mark.skipif(
-        EMULATOR is None, reason="needs qemu-user, an emulator (make test-emulator installs it)"
+        EMULATOR is None, reason="needs qemu-user, an emulator (make test-thorough installs it)"
     ),
 ]
 

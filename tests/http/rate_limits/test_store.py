@@ -34,7 +34,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     server.stop()
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.services)])
 async def store(request: pytest.FixtureRequest) -> AsyncIterator[RateStore]:
     url = None if request.param == "memory" else request.getfixturevalue("redis").url
     made = RateStore(url, timeout=5.0)
@@ -109,6 +109,7 @@ async def test_callers_who_left_are_forgotten_and_not_looked_for_every_time(
     await store.close()
 
 
+@pytest.mark.services
 async def test_two_servers_share_one_count(redis: RedisServer) -> None:
     first, second = RateStore(redis.url), RateStore(redis.url)
     assert (await first.take("tokens", "shared", HUNDRED, 80))[0]
@@ -130,6 +131,7 @@ def resume(server: RedisServer) -> None:
     server.signal(signal.SIGCONT)
 
 
+@pytest.mark.services
 @pytest.mark.parametrize(
     ("gone", "back"), [(lose, RedisServer.start), (hang, resume)], ids=["killed", "stopped"]
 )
@@ -173,6 +175,7 @@ async def test_without_redis_this_process_counts_and_nobody_hangs(
         server.stop()
 
 
+@pytest.mark.services
 @pytest.mark.parametrize(
     ("gone", "back"), [(lose, RedisServer.start), (hang, resume)], ids=["killed", "stopped"]
 )

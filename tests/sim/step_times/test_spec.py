@@ -1,4 +1,4 @@
-"""Step times as one line of text: what ``make bench-sim`` validates can be asked for by name."""
+"""Step times as one line of text: what ``benchmarks.sim`` validates can be asked for by name."""
 
 from __future__ import annotations
 

@@ -1,0 +1,75 @@
+"""Print the Python lines of each room next to their limit; exit with 1 where one has more.
+
+    python scripts/check_sizes.py
+
+Lines are those of the files, empty ones, comments and docstrings too. A limit goes down when code
+does; to raise one is a decision of its own, with the reason in the message of its commit.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[1]
+# lines of one file of the package: a longer one has something that belongs elsewhere
+MOST_OF_A_FILE: Final = 550
+# room: limit, then patterns below paceline/, where "-" takes files away; a room that is yet to be
+# made has its limit already. Aimed at are the numbers in the last column
+ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
+    "core": (8_336, ("core/**/*",), 7_800),
+    # what is read to follow a step without targets
+    "core: plain step": (
+        2_913,
+        ("core/scheduler", "core/request", "core/step/*", "core/queues/*", "core/memory/block_pool",
+         "core/memory/kv_cache", "core/policies/fcfs", "-core/step/speculation",
+         "-core/queues/fair_queue"),
+        2_900,
+    ),
+    "speculation": (1_089, ("speculation/**/*",), 1_000),
+    "checkpoints": (7_288, ("checkpoints/**/*",), 6_900),
+    "backends": (9_869, ("backends/**/*",), 9_600),
+    "timeline": (2_140, ("timeline/**/*", "engine/timeline/**/*"), 1_700),
+    "engine": (7_351, ("engine/**/*", "-engine/timeline/**/*"), 7_000),
+    "http": (3_561, ("http/**/*",), 3_000),
+    "routing": (1_241, ("routing/**/*",), 1_200),
+    "server, web": (21_466, ("server/**/*", "web/**/*"), 18_900),
+    "gateway": (10_920, ("gateway/**/*",), 8_300),
+    "client": (1_867, ("client/**/*",), 1_800),
+    "bench": (1_382, ("bench/**/*",), 1_200),
+    "sim": (7_053, ("sim/**/*",), 6_700),
+    "cli": (7_700, ("cli/**/*",), 7_400),
+    "benchmarks": (18_492, ("../benchmarks/**/*",), 13_500),
+    "tests": (90_960, ("../tests/**/*",), 83_000),
+}  # fmt: skip
+
+
+def lines_of(patterns: tuple[str, ...]) -> int:
+    """Count the lines of the Python files that match."""
+    found: set[Path] = set()
+    for pattern in patterns:
+        paths = set((ROOT / "paceline").glob(f"{pattern.removeprefix('-')}.py"))
+        found = found - paths if pattern.startswith("-") else found | paths
+    return sum(path.read_bytes().count(b"\n") for path in found)
+
+
+def main() -> int:
+    """Print the table; return 1 where a room or a file is above its limit."""
+    wrong = []
+    print(f"{'lines':16}{'now':>8}{'limit':>8}{'aim':>8}")
+    for room, (limit, patterns, aim) in ROOMS.items():
+        lines = lines_of(patterns)
+        print(f"{room:16}{lines:8,}{limit:8,}{aim:8,}{'  <- too many' if lines > limit else ''}")
+        wrong += [room] if lines > limit else []
+    for path in (ROOT / "paceline").rglob("*.py"):
+        lines = path.read_bytes().count(b"\n")
+        if lines > MOST_OF_A_FILE:
+            wrong.append(f"{path.relative_to(ROOT)} ({lines} lines, at most {MOST_OF_A_FILE})")
+    if wrong:
+        print("above the limits of scripts/check_sizes.py:", ", ".join(wrong))
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
