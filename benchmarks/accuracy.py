@@ -58,7 +58,7 @@ from paceline.backends.rope import rotary_tables
 from paceline.bench.machine import machine
 from paceline.checkpoints.base import open_checkpoint
 from paceline.checkpoints.resolve import find_local
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 MODEL: Final = "smollm2-135m"
 WINDOWS: Final = 8

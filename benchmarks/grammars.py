@@ -30,10 +30,10 @@ from typing import Any, Protocol
 from benchmarks.grammar_outputs import generate_all
 from paceline.bench.machine import machine
 from paceline.checkpoints.resolve import find_local
-from paceline.core.errors import PacelineError
 from paceline.core.grammar import Grammar
 from paceline.engine.text.grammar import GrammarCompiler
 from paceline.engine.text.tokenizer import HFTokenizer, load_tokenizer
+from paceline.errors import PacelineError
 from paceline.server.bodies.structured import json_grammar
 from paceline.server.json_schema.check import ANNOTATIONS
 

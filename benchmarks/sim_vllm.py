@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.config import SchedulerConfig
-from paceline.core.errors import PacelineError
+from paceline.errors import PacelineError
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.vllm_runs import (
     HostTime,

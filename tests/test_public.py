@@ -103,9 +103,11 @@ def test_layers_name_every_room() -> None:
     assert layers["exhaustive"] is True
     named = {room.strip() for line in layers["layers"] for room in line.split("|")}
     rooms = {path.parent.name for path in (ROOT / "paceline").glob("*/__init__.py")}
-    assert rooms == named
+    files = {path.stem for path in (ROOT / "paceline").glob("*.py")} - {"__init__"}
+    assert rooms | files == named
     documented = (ROOT / "docs/understand/architecture.md").read_text()
     assert all(f"`{room}/`" in documented for room in rooms)
+    assert all(f"`{file}.py`" in documented for file in files)
 
 
 def test_documents_name_files_that_exist() -> None:

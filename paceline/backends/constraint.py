@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from paceline.core.errors import PacelineError, RequestFailedError
 from paceline.core.grammar import Grammar, MatcherSource, TokenMatcher
+from paceline.errors import PacelineError, RequestFailedError
 
 __all__ = ["OutputConstraint", "allows"]
 

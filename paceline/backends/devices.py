@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from paceline.backends.machine import NO_TORCH, has_torch, may_have_cuda
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["choose_device"]
 

@@ -16,7 +16,7 @@ from paceline.backends.settings import BackendSettings
 from paceline.backends.steps import LoadedModel, ModelLoader
 from paceline.checkpoints.base import Checkpoint, open_checkpoint
 from paceline.checkpoints.eagle3 import is_eagle3
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["choose_draft"]
 

@@ -25,7 +25,7 @@ from paceline.backends.native import (
 )
 from paceline.checkpoints.config import ModelConfig
 from paceline.checkpoints.stored import stored_bits
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["Formats", "choose_formats", "usable_levels"]
 

@@ -16,7 +16,7 @@ from paceline.checkpoints.base import Checkpoint
 from paceline.checkpoints.config import ModelConfig
 from paceline.checkpoints.eagle3 import Eagle3Head
 from paceline.checkpoints.mtp import MTPLayers
-from paceline.core.errors import CheckpointError, ConfigError
+from paceline.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from paceline.backends.torch.head import HeadSettings

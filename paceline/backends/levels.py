@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["NEAR", "PATH", "STEADY", "Measured", "fastest", "measured", "parse", "preferred"]
 

@@ -43,8 +43,8 @@ from paceline.checkpoints.gguf_parts import read_gguf_parts
 from paceline.checkpoints.hf import HFCheckpoint
 from paceline.checkpoints.pooling import PoolingFiles, find_pooling
 from paceline.core.backend import BackendInfo
-from paceline.core.errors import ConfigError
 from paceline.core.pooling import EMBED
+from paceline.errors import ConfigError
 
 __all__ = ["load_backend"]
 

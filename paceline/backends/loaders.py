@@ -11,7 +11,7 @@ from paceline.backends.native.packed import PackedCopies, fingerprint
 from paceline.backends.steps import ModelLoader
 from paceline.checkpoints.base import Checkpoint
 from paceline.checkpoints.pooling import PoolingFiles
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["choose_copies", "choose_loader", "torch_dtype"]
 

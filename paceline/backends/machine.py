@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from paceline.backends.topology import CPUS, allowed_cpus, cores_of
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = [
     "CGROUP",

@@ -24,7 +24,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from paceline.backends.constraint import OutputConstraint, allows
 from paceline.core.backend import BackendInfo
-from paceline.core.errors import NOTHING_LEFT, PacelineError, RequestFailedError
 from paceline.core.grammar import MatcherSource
 from paceline.core.outputs import (
     DRAFT_MODEL,
@@ -37,6 +36,7 @@ from paceline.core.outputs import (
     WindowBlock,
 )
 from paceline.core.request import MOST_DRAFT_TOKENS
+from paceline.errors import NOTHING_LEFT, PacelineError, RequestFailedError
 
 __all__ = ["NullBackend", "expected_tokens"]
 

@@ -38,7 +38,7 @@ from paceline.backends.topology import (
     read_nodes,
     sockets_of,
 )
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["Placement", "choose_placement", "quick_cores"]
 

@@ -29,7 +29,6 @@ from paceline.backends.steps import (
     Logits,
     WindowedModel,
 )
-from paceline.core.errors import NAN_LOGITS, NOTHING_LEFT, InvalidRequestError, PacelineError
 from paceline.core.grammar import MatcherSource
 from paceline.core.outputs import (
     DRAFT_MODEL,
@@ -41,6 +40,7 @@ from paceline.core.outputs import (
 )
 from paceline.core.request import MOST_DRAFT_TOKENS
 from paceline.core.sampling_params import SamplingParams
+from paceline.errors import NAN_LOGITS, NOTHING_LEFT, InvalidRequestError, PacelineError
 
 __all__ = ["ModelRunner"]
 

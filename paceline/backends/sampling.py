@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.errors import InvalidRequestError
 from paceline.core.outputs import TokenLogprobs
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from paceline.errors import InvalidRequestError
 
 __all__ = ["PreparedSampling", "Reshaping", "SampleRow", "Samples", "uniforms"]
 

@@ -22,7 +22,7 @@ from paceline.checkpoints.encoder import ENCODERS
 from paceline.checkpoints.gguf import GGUFCheckpoint
 from paceline.checkpoints.gguf_parts import read_gguf_parts
 from paceline.checkpoints.pooling import find_pooling
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["ServedMemory", "served_memory", "weight_bytes"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from paceline.core.errors import ConfigError
 from paceline.core.ranges import Range, outside
+from paceline.errors import ConfigError
 
 __all__ = ["BackendSettings"]
 

@@ -21,7 +21,7 @@ import msgspec
 from paceline import __version__
 from paceline.bench.answers import Answer, Outcome
 from paceline.bench.plan import ENDPOINTS, Bodies, Plan
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.http.fields import show_url
 from paceline.sim.arrival import Arrival
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.arrival import Arrival
 from paceline.sim.workload import limit, open_trace, open_workload
 

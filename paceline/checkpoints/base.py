@@ -16,7 +16,7 @@ from paceline.checkpoints.config import ModelConfig
 from paceline.checkpoints.gguf import GGUFCheckpoint
 from paceline.checkpoints.hf import HFCheckpoint
 from paceline.checkpoints.shapes import expected_shapes
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["Checkpoint", "expected_shapes", "open_checkpoint"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from paceline.checkpoints.json_file import read_json_object
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["CatalogueRow", "catalogue"]
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["ACTIVATIONS", "ROPE_KINDS", "ModelConfig", "RopeConfig"]
 

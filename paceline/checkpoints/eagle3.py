@@ -36,7 +36,7 @@ from paceline.checkpoints.hf import read_entries
 from paceline.checkpoints.hf_config import config_from
 from paceline.checkpoints.json_file import read_json_object
 from paceline.checkpoints.safetensors_format import SafetensorsEntry, read_data, values_of
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["LAYER", "Eagle3Head", "is_eagle3"]
 

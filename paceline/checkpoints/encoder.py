@@ -25,7 +25,7 @@ from paceline.checkpoints.hf import read_entries
 from paceline.checkpoints.hf_fields import Fields
 from paceline.checkpoints.json_file import read_json_object
 from paceline.checkpoints.safetensors_format import SafetensorsEntry, values_of
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["ENCODERS", "EncoderCheckpoint", "EncoderConfig", "EncoderFiles", "check_encoder"]
 

@@ -32,7 +32,7 @@ from paceline.checkpoints.gguf_format import GGUFFile, GGUFTensor
 from paceline.checkpoints.gguf_parts import read_gguf_parts
 from paceline.checkpoints.gguf_types import GGUFType
 from paceline.checkpoints.shapes import check_shapes, expected_shapes, row_order
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["GGUFCheckpoint"]
 

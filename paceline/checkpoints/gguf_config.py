@@ -16,7 +16,7 @@ from paceline.checkpoints.architectures import ARCHITECTURES, Architecture
 from paceline.checkpoints.config import ModelConfig, RopeConfig
 from paceline.checkpoints.gguf_format import GGUFFile, GGUFTensor
 from paceline.checkpoints.special_ids import gguf_special_id
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["NEUTRAL", "SUPPORTED_ARCHITECTURES", "GGUFConfigReader", "find_architecture"]
 

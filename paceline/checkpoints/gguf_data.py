@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from paceline.checkpoints.gguf_format import GGUFTensor
 from paceline.checkpoints.gguf_types import GGUFType
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["GGUFData"]
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from paceline.checkpoints.encoder import EncoderConfig, check_encoder
 from paceline.checkpoints.gguf_data import GGUFData
 from paceline.checkpoints.gguf_format import GGUFFile, GGUFTensor
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["GGUF_ENCODERS", "GGUFEncoder"]
 

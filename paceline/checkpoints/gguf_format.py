@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from paceline.checkpoints.gguf_types import SIZES, GGUFType
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["GGUFFile", "GGUFTensor", "read_gguf"]
 

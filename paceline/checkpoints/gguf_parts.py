@@ -16,7 +16,7 @@ from pathlib import Path
 
 from paceline.checkpoints.gguf_format import GGUFFile, GGUFTensor, read_gguf
 from paceline.checkpoints.hub_names import parts_of
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["gguf_files", "read_gguf_parts"]
 

@@ -31,7 +31,7 @@ from tokenizers import (
 )
 
 from paceline.checkpoints.special_ids import gguf_special_id, warn_once
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = [
     "CONTROL",

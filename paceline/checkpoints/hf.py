@@ -30,7 +30,7 @@ from paceline.checkpoints.safetensors_format import (
 from paceline.checkpoints.shapes import check_shapes, expected_shapes, row_order
 from paceline.checkpoints.special_ids import warn_once
 from paceline.checkpoints.tied import are_equal, rows_of
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["HFCheckpoint", "read_entries"]
 

@@ -18,7 +18,7 @@ from paceline.checkpoints.hf_fields import Fields, token_ids
 from paceline.checkpoints.json_file import read_json_object
 from paceline.checkpoints.quantisation_config import quantisation_of
 from paceline.checkpoints.special_ids import ids_within
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["NEUTRAL", "SUPPORTED_ARCHITECTURES", "config_from", "is_headless", "read_hf_config"]
 

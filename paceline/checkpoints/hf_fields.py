@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from paceline.checkpoints.config import RopeConfig
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["Fields", "token_ids"]
 

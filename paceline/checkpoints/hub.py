@@ -35,7 +35,7 @@ from paceline.checkpoints.hub_cache import HubCache, HubFile
 from paceline.checkpoints.hub_names import HubReference, Selection, select
 from paceline.checkpoints.json_file import parse_json_object
 from paceline.checkpoints.pull import Progress
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["Hub", "Listing", "hub_model"]
 

@@ -29,7 +29,7 @@ from typing import IO, Any, Final, Literal
 from paceline.checkpoints.hub_names import Selection
 from paceline.checkpoints.json_file import read_json_object
 from paceline.checkpoints.pull import Progress, locked, silent
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["HubCache", "HubFile"]
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final, Literal
 
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = [
     "PREFERRED",

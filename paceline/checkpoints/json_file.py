@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["parse_json_object", "read_json_list", "read_json_object"]
 

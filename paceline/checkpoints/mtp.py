@@ -39,7 +39,7 @@ from paceline.checkpoints.hf import HFCheckpoint
 from paceline.checkpoints.json_file import read_json_object
 from paceline.checkpoints.safetensors_format import DTYPES, SafetensorsEntry, values_of
 from paceline.checkpoints.shapes import expected_shapes
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["MTPLayers", "MTPLayout", "Parts"]
 

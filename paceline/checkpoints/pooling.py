@@ -25,8 +25,8 @@ from typing import Any, Final
 
 from paceline.checkpoints.gguf_encoder import GGUF_ENCODERS
 from paceline.checkpoints.json_file import read_json_list, read_json_object
-from paceline.core.errors import CheckpointError, ConfigError
 from paceline.core.pooling import CLASSIFY, CONVERTS, EMBED, RUNNERS
+from paceline.errors import CheckpointError, ConfigError
 
 __all__ = [
     "QWEN3_TEMPLATE",

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import IO, Final
 
 from paceline.checkpoints.aliases import ALIASES, Alias
-from paceline.checkpoints.private import make_private_folder, private_opener
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
+from paceline.files import make_private_folder, private_opener
 
 __all__ = ["Downloader", "Progress", "cached_path", "locked", "pip_download", "pull", "silent"]
 

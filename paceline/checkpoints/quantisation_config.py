@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.checkpoints.quantised import FP8, INSTEAD, MXFP4, Quantisation
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["quantisation_of"]
 

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.checkpoints.safetensors_format import DTYPES, SafetensorsEntry, read_data, values_of
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["FP8", "INSTEAD", "MXFP4", "Q4", "Quantisation", "QuantisedMatrix"]
 

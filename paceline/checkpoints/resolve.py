@@ -18,7 +18,7 @@ from paceline.checkpoints.aliases import ALIASES
 from paceline.checkpoints.catalogue import catalogue
 from paceline.checkpoints.hub_names import parse_hub_name, parts_of
 from paceline.checkpoints.pull import Progress, cached_path, is_cached, pull
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["ResolvedModel", "default_cache_dir", "find_local", "resolve_model"]
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.checkpoints.json_file import parse_json_object
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["DTYPES", "SafetensorsEntry", "read_data", "read_safetensors_header", "values_of"]
 

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.checkpoints.config import ModelConfig
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["check_shapes", "expected_shapes", "row_order"]
 

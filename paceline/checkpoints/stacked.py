@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from paceline.checkpoints.quantised import MXFP4, QuantisedMatrix
 from paceline.checkpoints.safetensors_format import SafetensorsEntry, read_data, values_of
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["Stored", "unstacked"]
 

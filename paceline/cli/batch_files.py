@@ -14,8 +14,8 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paceline.checkpoints.private import make_private_folder, private_opener
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
+from paceline.files import make_private_folder, private_opener
 from paceline.server.bodies.wire import encode
 
 __all__ = ["OutputFile"]

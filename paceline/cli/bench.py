@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline.cli.arguments import Parser, bounded_float, bounded_int
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.bench.account import Report
@@ -312,7 +312,7 @@ def _write(
 
 
 def _save(path: Path, text: str) -> None:
-    from paceline.checkpoints.private import write_private
+    from paceline.files import write_private
 
     try:
         write_private(path, text)

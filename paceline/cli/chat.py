@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli.arguments import Parser, bounded_float, bounded_int
 from paceline.cli.chat_commands import HELP, HINT, Command, parse
 from paceline.cli.options import add_engine_options, add_model_argument, engine_settings
-from paceline.core.errors import NeverFitsError, RequestError, RequestFailedError
+from paceline.errors import NeverFitsError, RequestError, RequestFailedError
 
 if TYPE_CHECKING:
     from paceline.engine.protocol import EngineClient

@@ -18,7 +18,7 @@ from typing import Final
 from paceline import __version__
 from paceline.cli.arguments import Parser
 from paceline.cli.options import DEFAULT_MODEL
-from paceline.core.errors import PacelineError
+from paceline.errors import PacelineError
 
 __all__ = ["Finding", "add_parser", "examine"]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.speculation.settings import SpeculationSettings
 
 __all__ = ["check_vocabulary", "draft_of", "drafts_by_mtp"]

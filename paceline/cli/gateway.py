@@ -79,7 +79,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from paceline.cli.logs import configure_logging
-    from paceline.core.errors import ConfigError
+    from paceline.errors import ConfigError
     from paceline.gateway.config import EngineConfig, GatewayConfig, check_config
     from paceline.http.listening import bind
 
@@ -152,7 +152,7 @@ def _read(args: argparse.Namespace) -> GatewayConfig:
 
 def _keys(config: GatewayConfig) -> KeyRing:
     """Read the keys. Raises ConfigError for a file that is unreadable or has other content."""
-    from paceline.core.errors import ConfigError
+    from paceline.errors import ConfigError
     from paceline.http.keys import ApiKey, KeyRing, parse_key_file
 
     # an empty variable is a secret that went missing, and must not turn keys off

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from paceline.cli.arguments import Parser, bounded_int
 from paceline.cli.options import add_engine_options, add_model_argument, engine_settings
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.cli.batch_files import OutputFile

@@ -14,7 +14,7 @@ from typing import Final
 
 from paceline import __version__
 from paceline.cli.arguments import Parser
-from paceline.core.errors import EngineError, PacelineError
+from paceline.errors import EngineError, PacelineError
 
 __all__ = ["build_parser", "main"]
 

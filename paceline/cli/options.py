@@ -14,8 +14,8 @@ from paceline.cli.scheduling_options import (
     naming_flags,
 )
 from paceline.cli.settings import EngineSettings
-from paceline.core.errors import ConfigError
 from paceline.core.pooling import CONVERTS, RUNNERS
+from paceline.errors import ConfigError
 
 __all__ = [
     "DEFAULT_MODEL",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli import plan_fleet, plan_models
 from paceline.cli.arguments import Parser, bounded_float, bounded_int, byte_count, json_object
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.speculation.settings import SpeculationSettings
 
 if TYPE_CHECKING:

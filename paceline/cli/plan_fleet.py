@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from paceline.cli.arguments import Parser, bounded_float, bounded_int
 from paceline.cli.plugins import load_policy
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.sim.plan import FleetAnswer, FleetOption

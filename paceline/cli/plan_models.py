@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from paceline.cli import plan_fleet
 from paceline.cli.arguments import Parser, bounded_float, bounded_int, byte_count
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.sim.step_times.models import ModelShape

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import ConfigError
 from paceline.core.policies import POLICIES
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

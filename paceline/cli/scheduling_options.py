@@ -19,8 +19,8 @@ from paceline.cli.arguments import (
 from paceline.cli.plugins import policy_names
 from paceline.cli.settings import EngineSettings
 from paceline.core.config import PREEMPTION_MODES
-from paceline.core.errors import ConfigError
 from paceline.core.policies import POLICIES
+from paceline.errors import ConfigError
 
 __all__ = [
     "ADMISSION",

@@ -28,8 +28,8 @@ from paceline.cli.options import (
 )
 from paceline.cli.scheduling_options import ignored_flags
 from paceline.cli.server_options import RESTART_WINDOW, add_server_options
-from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.pooling import EMBED
+from paceline.errors import ConfigError, PacelineError
 
 if TYPE_CHECKING:
     import socket

@@ -9,8 +9,8 @@ from typing import Final
 
 from paceline.cli.arguments import Parser, bounded_float, bounded_int, byte_count
 from paceline.cli.options import LOG_LEVELS
-from paceline.core.errors import InvalidRequestError
 from paceline.core.slo import Slo
+from paceline.errors import InvalidRequestError
 
 __all__ = ["RESTART_WINDOW", "add_server_options", "slo_class"]
 

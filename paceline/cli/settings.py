@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from paceline.backends.settings import BackendSettings
 from paceline.core.config import SchedulerConfig
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.speculation.settings import SpeculationSettings
 
 __all__ = ["ENGINE_PROCESS", "TRACE_PROCESS", "WHAT_IF_PROCESS", "EngineSettings"]

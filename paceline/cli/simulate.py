@@ -22,7 +22,7 @@ from paceline.cli.scheduling_options import (
     given_settings,
     naming_flags,
 )
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.engine.timeline.collect import Collector
@@ -259,7 +259,7 @@ def _plot(path: Path, results: list[_Result]) -> None:
 
 
 def _write_page(args: argparse.Namespace, results: list[_Result]) -> None:
-    from paceline.checkpoints.private import write_private
+    from paceline.files import write_private
     from paceline.sim.report.page import Section, html_page, latency_charts
     from paceline.sim.report.svg import Chart, Series
     from paceline.sim.report.table import comparison

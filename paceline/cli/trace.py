@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline.cli.arguments import Parser, bounded_float
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.engine.timeline.model import Model

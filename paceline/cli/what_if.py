@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline.core.config import CacheConfig
-from paceline.core.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, PacelineError
 
 if TYPE_CHECKING:
     from paceline.sim.arrival import Arrival

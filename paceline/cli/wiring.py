@@ -17,9 +17,9 @@ from paceline.cli.plugins import load_policy
 from paceline.cli.settings import EngineSettings
 from paceline.core.backend import BackendInfo, ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError
 from paceline.core.memory.kv_cache import blocks_for
 from paceline.core.pooling import PoolingInfo
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.engine.core import EngineCore

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Annotated, Any, Final
 
-from paceline.core.errors import ConfigError
 from paceline.core.ranges import Range, outside, ranges_of
+from paceline.errors import ConfigError
 
 __all__ = ["PREEMPTION_MODES", "CacheConfig", "SchedulerConfig"]
 

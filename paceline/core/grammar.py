@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 
 __all__ = ["ConstrainedBackend", "Grammar", "MatcherSource", "TokenMatcher"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 
 __all__ = ["CLASSIFY", "CONVERTS", "EMBED", "RUNNERS", "PoolingInfo", "PoolingParams"]
 

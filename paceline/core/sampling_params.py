@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Annotated, Final
 
-from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar import Grammar
 from paceline.core.pooling import PoolingParams
 from paceline.core.ranges import Range, outside, ranges_of
+from paceline.errors import InvalidRequestError
 
 __all__ = ["MAX_BAD_WORDS", "MAX_LOGPROBS", "MAX_STOP_TOKENS", "SAMPLING", "SamplingParams"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 
 __all__ = ["MAX_SECONDS", "NO_SLO", "Slo"]
 

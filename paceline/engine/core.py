@@ -14,7 +14,6 @@ from functools import partial
 
 from paceline.core.backend import BackendInfo, ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError, EngineDeadError
 from paceline.core.grammar import ConstrainedBackend, MatcherSource
 from paceline.core.memory.windows import window_blocks_needed
 from paceline.core.outputs import (
@@ -30,6 +29,7 @@ from paceline.core.stats import SchedulerStats
 from paceline.engine.finished_answers import FinishedAnswers
 from paceline.engine.recorder import Recorder, Recorders
 from paceline.engine.timeline.tap import TimelineTap
+from paceline.errors import ConfigError, EngineDeadError
 from paceline.speculation.drafts import DrafterMaker, Drafts
 from paceline.speculation.settings import SpeculationSettings
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import InvalidRequestError, RequestError
 from paceline.core.request import Request, RequestSpec, ResumedOutput
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.types import GenerationRequest, ResumedChoice
+from paceline.errors import InvalidRequestError, RequestError
 
 if TYPE_CHECKING:
     # the API process names choices, and must not import a scheduler

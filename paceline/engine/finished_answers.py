@@ -24,9 +24,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote
 from paceline.core.request import FinishReason, Request
+from paceline.errors import ConfigError
 from paceline.speculation.guess import NO_GUESS, Guess
 
 __all__ = ["SOURCE", "AnswerDrafter", "FinishedAnswers", "Owner"]

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Final
 
-from paceline.core.errors import EngineDeadError, InvalidRequestError, RequestError
 from paceline.core.request import FinishReason
 from paceline.engine.core import EngineCore
 from paceline.engine.fanout import add_to_core, request_of
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.text.output_processor import OutputProcessor, merge_outputs
 from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationRequest
+from paceline.errors import EngineDeadError, InvalidRequestError, RequestError
 
 __all__ = ["LLM"]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from paceline.core.errors import EngineDeadError
 from paceline.engine.types import (
     EngineFaults,
     EngineInfo,
@@ -16,6 +15,7 @@ from paceline.engine.types import (
     GenerationOutput,
     GenerationRequest,
 )
+from paceline.errors import EngineDeadError
 
 __all__ = ["EngineClient", "Sink", "Tokenizer"]
 

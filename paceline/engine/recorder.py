@@ -29,11 +29,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, TextIO
 
-from paceline.checkpoints.private import private_opener
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote
 from paceline.core.request import Request
+from paceline.errors import ConfigError
+from paceline.files import private_opener
 
 __all__ = ["RECORDING_VERSION", "FileRecorder", "Recorder", "Recorders"]
 

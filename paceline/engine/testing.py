@@ -24,7 +24,6 @@ from typing import Any, Final
 
 from paceline.core.backend import ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar import ConstrainedBackend, MatcherSource
 from paceline.engine.core import EngineCore
 from paceline.engine.local import LocalEngineClient
@@ -32,6 +31,7 @@ from paceline.engine.process.loop import engine_info
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.text.grammar import GrammarCompiler
 from paceline.engine.timeline.tap import TimelineTap
+from paceline.errors import InvalidRequestError
 from paceline.speculation.guess import Guess
 
 __all__ = ["ByteTokenizer", "ForeignDrafter", "ScriptedDrafter", "null_client", "null_core"]

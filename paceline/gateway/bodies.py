@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import msgspec
 
-from paceline.core.errors import InvalidRequestError
 from paceline.core.slo import NO_SLO, Slo
+from paceline.errors import InvalidRequestError
 from paceline.gateway.prompts import PROMPT_FIELDS
 from paceline.http.fields import BYTE_ORDER_MARK, show
 

@@ -26,8 +26,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from paceline.core.errors import ConfigError
 from paceline.core.policies import POLICIES
+from paceline.errors import ConfigError
 from paceline.gateway.aliases import Aliases, is_alias
 from paceline.gateway.money import Budget, Price, Prices, parse_amount
 from paceline.http.fields import BYTE_ORDER_MARK, show_url

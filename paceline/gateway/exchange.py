@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from starlette.types import Receive
 
-from paceline.core.errors import RequestError
+from paceline.errors import RequestError
 from paceline.gateway.answers import Answer
 from paceline.gateway.attempts import Attempts
 from paceline.gateway.bill import Bill

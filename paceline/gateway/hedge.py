@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.core.errors import RequestError
+from paceline.errors import RequestError
 from paceline.gateway.attempts import Attempts
 from paceline.gateway.bodies import Body
 from paceline.gateway.config import GatewayConfig

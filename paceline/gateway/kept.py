@@ -25,7 +25,7 @@ from urllib.parse import parse_qs, quote
 import msgspec
 from starlette.types import Receive, Scope
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.gateway.bodies import Body
 from paceline.gateway.config import GatewayConfig, key_limits
 from paceline.gateway.engine import Engine

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.gateway.money import Used
 
 __all__ = ["Ledger", "Spent"]

@@ -19,7 +19,7 @@ from typing import Final
 
 import uvicorn
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.gateway.app import Gateway
 from paceline.gateway.config import GatewayConfig
 from paceline.http.bounds import DEFAULT_BOUNDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.core.errors import UnknownModelError
+from paceline.errors import UnknownModelError
 from paceline.gateway.aliases import Aliases, fill
 from paceline.gateway.bodies import Body
 from paceline.gateway.config import GatewayConfig, ModelConfig, Target

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import UnknownModelError
+from paceline.errors import UnknownModelError
 from paceline.gateway.budgets import Budgets, Cost, LocalStore, Reservation
 from paceline.gateway.config import GatewayConfig, KeyConfig, budgets_of, prices_of
 from paceline.gateway.leases import LeaseStore

@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.http.bounds import MAX_JSON_DEPTH, Bounds, check_json_depth, check_json_items
 from paceline.http.encodings import check_plain
 from paceline.http.errors import ClientDisconnectedError, HttpError

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
-from paceline.core.errors import ConfigError, InvalidRequestError
+from paceline.errors import ConfigError, InvalidRequestError
 
 __all__ = ["DEFAULT_BOUNDS", "MAX_JSON_DEPTH", "Bounds", "check_json_depth", "check_json_items"]
 

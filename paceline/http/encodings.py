@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.http.fields import show
 
 __all__ = ["check_plain", "is_plain"]

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 from starlette.responses import Response
 
-from paceline.core.errors import (
+from paceline.errors import (
     EngineDeadError,
     EngineDrainingError,
     EngineLostError,

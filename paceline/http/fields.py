@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.http.bounds import check_json_depth
 
 __all__ = [

@@ -6,7 +6,7 @@ from __future__ import annotations
 import socket
 from typing import Final
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["SEND_BUFFER_BYTES", "bind"]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from paceline import __version__
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.http.fields import show_url
 
 if TYPE_CHECKING:

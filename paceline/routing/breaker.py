@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["Breaker", "BreakerSettings", "BreakerState"]
 

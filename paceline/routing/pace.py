@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Final
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["TRICKLE", "Pace", "SlowStart", "slow_ones"]
 

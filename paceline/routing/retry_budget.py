@@ -7,7 +7,7 @@ Each request deposits a share of an attempt; a floor per second lets a quiet gat
 
 from __future__ import annotations
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["RetryBudget"]
 

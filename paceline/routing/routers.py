@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.routing.predicted import PredictedRouter
 from paceline.routing.prefixes import PrefixIndex, hash_chain
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from paceline.core.slo import Slo
+from paceline.errors import ConfigError, InvalidRequestError
 from paceline.http.bounds import DEFAULT_BOUNDS, Bounds
 from paceline.http.keys import ApiKey, KeyRing
 from paceline.http.otlp import check_endpoint

@@ -24,8 +24,8 @@ from typing import Final
 
 import uvicorn
 
-from paceline.core.errors import EngineDeadError, EngineLostError
 from paceline.engine.protocol import EngineClient
+from paceline.errors import EngineDeadError, EngineLostError
 from paceline.http.connections import Connection, allow_open_files
 from paceline.http.listening import bind
 from paceline.server.app import batches_of, create_app, service_of

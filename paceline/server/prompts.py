@@ -18,10 +18,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from paceline.core.errors import InvalidRequestError, NeverFitsError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.text.batch_encoder import BatchEncoder
+from paceline.errors import InvalidRequestError, NeverFitsError
 from paceline.server.bodies.earlier_calls import render_with_calls
 from paceline.server.bodies.protocol import CompletionRequest, GenerationOptions, TemplateOptions
 from paceline.server.template_gaps import REWRITTEN, Conversation, TemplateGaps

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import paceline
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.http.errors import HttpError
 from paceline.server.bodies.kinds import check_model
 from paceline.server.bodies.protocol import parse_template_options

@@ -19,15 +19,15 @@ from typing import Final, Protocol, TypeVar
 
 import msgspec
 
-from paceline.core.errors import (
+from paceline.engine.protocol import EngineClient
+from paceline.engine.text.output_processor import merge_outputs
+from paceline.engine.types import TOO_AMBIGUOUS, GenerationOutput, GenerationRequest
+from paceline.errors import (
     NOTHING_LEFT,
     EngineDrainingError,
     InvalidRequestError,
     RequestFailedError,
 )
-from paceline.engine.protocol import EngineClient
-from paceline.engine.text.output_processor import merge_outputs
-from paceline.engine.types import TOO_AMBIGUOUS, GenerationOutput, GenerationRequest
 from paceline.http.shortcut import Shortcut
 
 __all__ = ["RunObserver", "merged", "run_one"]

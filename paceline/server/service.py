@@ -14,15 +14,10 @@ from typing import Final
 import msgspec
 
 import paceline
-from paceline.core.errors import (
-    EngineDeadError,
-    EngineDrainingError,
-    EngineError,
-    InvalidRequestError,
-)
 from paceline.core.pooling import EMBED
 from paceline.engine.protocol import EngineClient, Tokenizer
 from paceline.engine.types import EngineStats, GenerationOutput, GenerationRequest
+from paceline.errors import EngineDeadError, EngineDrainingError, EngineError, InvalidRequestError
 from paceline.http.keys import KeyRing
 from paceline.http.rate_limits import RateLimiter, Tally, current_ticket
 from paceline.http.rate_limits.store import RateStore

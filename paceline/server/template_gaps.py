@@ -23,7 +23,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.server.bodies.messages import USUAL_ROLES
 from paceline.server.bodies.tool_calls import tools_message
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.speculation import check_acceptance
 from paceline.speculation.settings import SpeculationSettings
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.arrival import Arrival
 
 __all__ = ["VOCABULARY", "PromptMaker"]

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError
 from paceline.engine.recorder import RECORDING_VERSION
+from paceline.errors import ConfigError
 from paceline.sim.arrival import Arrival
 from paceline.sim.config import ReplicaConfig
 

@@ -26,12 +26,6 @@ from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 
-from paceline.core.errors import (
-    EngineDeadError,
-    NeverFitsError,
-    QueueFullError,
-    RequestError,
-)
 from paceline.core.memory.kv_cache import blocks_for
 from paceline.core.outputs import ScheduledRow, SchedulerOutput, StepResult
 from paceline.core.request import Request, RequestSpec
@@ -39,6 +33,7 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import NO_SLO, Slo
 from paceline.engine.recorder import Recorder
+from paceline.errors import EngineDeadError, NeverFitsError, QueueFullError, RequestError
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.config import Delays, ReplicaConfig
 from paceline.sim.prompts import PromptMaker

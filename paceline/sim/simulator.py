@@ -15,9 +15,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import SchedulerOutput
 from paceline.engine.recorder import Recorder
+from paceline.errors import ConfigError
 from paceline.routing import (
     Demand,
     LeastOutstanding,

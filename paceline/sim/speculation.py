@@ -14,8 +14,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from paceline.core.errors import ConfigError
 from paceline.core.request import MOST_DRAFT_TOKENS, Request
+from paceline.errors import ConfigError
 from paceline.speculation.drafts import DrafterMaker
 from paceline.speculation.guess import Guess
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from paceline.core.errors import ConfigError
 from paceline.core.request import MOST_DRAFT_TOKENS
+from paceline.errors import ConfigError
 
 __all__ = ["SpeculationSettings"]
 

@@ -19,7 +19,7 @@ from paceline.backends.steps import AttentionBatch, ModelLoader
 from paceline.backends.torch.load import TorchLoader
 from paceline.checkpoints.architectures import granite
 from paceline.checkpoints.base import Checkpoint, open_checkpoint
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from tests.backends.conftest import load
 from tests.backends.gguf_files import FILES, write_gguf
 from tests.backends.torch.models import ARCHITECTURES, VOCAB, make_model, save_model

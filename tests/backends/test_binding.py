@@ -27,12 +27,12 @@ from paceline.backends.topology import allowed_cpus, format_list, parse_list
 from paceline.backends.worker import WorkerBackend
 from paceline.cli.serve import ready_line, successor
 from paceline.cli.settings import EngineSettings
-from paceline.core.errors import ConfigError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.supervision.supervisor import SupervisedEngineClient
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.types import GenerationRequest
+from paceline.errors import ConfigError
 from tests.backends.loading import load_backend
 from tests.backends.machines import Machine
 from tests.backends.plans import Plans

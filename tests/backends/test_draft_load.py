@@ -11,8 +11,8 @@ from paceline.backends.machine import CPU_SHARE
 from paceline.backends.native import unavailable_reason
 from paceline.backends.null import NullBackend
 from paceline.backends.served import served_memory
-from paceline.core.errors import ConfigError
 from paceline.engine.testing import null_core
+from paceline.errors import ConfigError
 from tests.backends.loading import load_backend
 from tests.backends.torch.models import save_model
 

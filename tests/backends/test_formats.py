@@ -16,7 +16,7 @@ from paceline.backends.native.pieces import traits
 from paceline.backends.native.step import NativeStep
 from paceline.backends.worker import WorkerBackend
 from paceline.checkpoints.config import ModelConfig
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from tests.backends.conftest import load
 from tests.backends.native.reference import tiny_config
 from tests.backends.plans import Plans

@@ -25,7 +25,7 @@ from paceline.checkpoints.base import Checkpoint, open_checkpoint
 from paceline.checkpoints.config import ModelConfig
 from paceline.checkpoints.gguf import GGUFCheckpoint
 from paceline.core.backend import ModelBackend
-from paceline.core.errors import CheckpointError, ConfigError
+from paceline.errors import CheckpointError, ConfigError
 from tests.backends.conftest import load
 from tests.backends.plans import Plans
 from tests.backends.torch.models import VOCAB, save_model

@@ -17,7 +17,7 @@ from paceline.backends.machine import (
     swap_seconds,
 )
 from paceline.backends.torch.machine import choose_dtype
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from tests.backends.machines import write
 
 MIB = 2**20

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.backends.placement import Placement, _count
 from paceline.backends.topology import format_list, parse_list
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from tests.backends.machines import Machine
 
 

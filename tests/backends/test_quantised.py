@@ -25,7 +25,7 @@ from paceline.checkpoints.base import open_checkpoint
 from paceline.checkpoints.hf import HFCheckpoint
 from paceline.checkpoints.quantised import Quantisation, QuantisedMatrix
 from paceline.checkpoints.safetensors_format import SafetensorsEntry, read_safetensors_header
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 from tests.backends.conftest import load
 from tests.backends.quantised_folders import GPTQ, LAYOUTS, SIZES, change_config, write
 from tests.backends.test_architectures import PROMPT, Sequence, expected, make_loader, same

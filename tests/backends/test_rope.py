@@ -11,7 +11,7 @@ import torch
 from paceline.backends import rope
 from paceline.backends.rope import inverse_frequencies, longest_sequence, rotary_tables
 from paceline.checkpoints.config import ModelConfig, RopeConfig
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 
 def make_config(max_position_embeddings: int = 64, head_dim: int = 8, **rope: Any) -> ModelConfig:

@@ -24,8 +24,8 @@ from paceline.backends.served import served_memory
 from paceline.backends.torch.attention import block_bytes
 from paceline.backends.torch.machine import choose_dtype, dtype_name
 from paceline.checkpoints.base import Checkpoint, open_checkpoint
-from paceline.core.errors import ConfigError
 from paceline.core.pooling import PoolingInfo
+from paceline.errors import ConfigError
 from tests.backends.conftest import load
 from tests.backends.quantised_folders import write
 from tests.backends.torch.models import save_model

@@ -25,7 +25,7 @@ from paceline.backends.native import (
 from paceline.backends.native.tensors import PACKED
 from paceline.checkpoints.base import open_checkpoint
 from paceline.checkpoints.hf import HFCheckpoint
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 from tests.backends.test_architectures import (
     EVERY_EXPERT,
     PROMPT,

@@ -19,9 +19,9 @@ from paceline.backends.steps import ModelLoader
 from paceline.backends.windows import choose_windows
 from paceline.backends.worker import WorkerBackend
 from paceline.checkpoints.base import open_checkpoint
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import BlockSwap, RequestUpdate, WindowBlock
 from paceline.core.request import Request
+from paceline.errors import ConfigError
 from paceline.sim.plan import plan_memory
 from tests.backends.conftest import load
 from tests.backends.torch.models import VOCAB, save_model

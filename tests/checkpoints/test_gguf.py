@@ -19,7 +19,7 @@ from paceline.checkpoints.gguf_data import GGUFData
 from paceline.checkpoints.gguf_format import GGUFTensor
 from paceline.checkpoints.gguf_types import SIZES, GGUFType
 from paceline.checkpoints.shapes import expected_shapes
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 from tests.checkpoints.builders import (
     HEAD_DIM,
     HEADS,

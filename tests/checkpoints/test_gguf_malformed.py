@@ -13,7 +13,7 @@ import pytest
 from paceline.checkpoints.base import open_checkpoint
 from paceline.checkpoints.gguf import GGUFCheckpoint
 from paceline.checkpoints.gguf_format import read_gguf
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 from tests.checkpoints.builders import (
     ARRAY,
     BOOL,

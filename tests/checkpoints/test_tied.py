@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.checkpoints.hf import HFCheckpoint
 from paceline.checkpoints.special_ids import warn_once
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 from tests.checkpoints.test_hf import write_model
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

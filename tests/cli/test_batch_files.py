@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.cli.batch_files import OutputFile
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.server.batches.answering import URLS
 from paceline.server.batches.lines import BatchLine, read_lines
 from paceline.server.bodies.wire import encode

@@ -18,8 +18,8 @@ import pytest
 
 from paceline.backends.null import NullBackend, expected_tokens
 from paceline.cli.chat import Conversation
-from paceline.core.errors import NeverFitsError, RequestFailedError
 from paceline.engine.testing import ByteTokenizer, null_client
+from paceline.errors import NeverFitsError, RequestFailedError
 from tests.cli.conftest import Command
 
 NULL = ("--backend", "null")

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from paceline.cli.draft_model import check_vocabulary, draft_of, drafts_by_mtp
-from paceline.core.errors import CheckpointError, ConfigError
+from paceline.errors import CheckpointError, ConfigError
 
 
 def _folder(path: Path, tokens: dict[str, int]) -> Path:

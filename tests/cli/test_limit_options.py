@@ -10,7 +10,7 @@ import pytest
 
 from paceline.cli.arguments import Parser
 from paceline.cli.limit_options import add_limit_options, limit_settings
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.http.bounds import Bounds
 from paceline.http.rate_limits import KeyLimits, Rate
 from paceline.server import ServerConfig

@@ -15,7 +15,7 @@ from paceline.checkpoints.pull import cached_path
 from paceline.cli.main import build_parser, main
 from paceline.cli.options import chosen_model
 from paceline.cli.ps import servers
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from tests.cli.conftest import Command
 from tests.cli.servers import start_server
 

@@ -22,8 +22,8 @@ from paceline.cli.serve import _server_config
 from paceline.cli.server_options import slo_class
 from paceline.cli.settings import EngineSettings
 from paceline.core.config import SchedulerConfig
-from paceline.core.errors import ConfigError
 from paceline.core.slo import Slo
+from paceline.errors import ConfigError
 
 
 def parser() -> Parser:

@@ -9,9 +9,9 @@ import pytest
 from paceline.cli import plugins
 from paceline.cli.settings import EngineSettings
 from paceline.cli.wiring import build_core
-from paceline.core.errors import ConfigError
 from paceline.core.policies import POLICIES, FcfsPolicy
 from paceline.core.request import Request
+from paceline.errors import ConfigError
 
 
 class LifoPolicy(FcfsPolicy):

@@ -22,11 +22,11 @@ import pytest
 from paceline.backends.null import expected_tokens
 from paceline.cli.serve import _api_keys, ready_line, successor
 from paceline.cli.settings import EngineSettings
-from paceline.core.errors import ConfigError
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.timeline.codec import Decoder
 from paceline.engine.timeline.model import Model, Seen
 from paceline.engine.types import EngineInfo
+from paceline.errors import ConfigError
 from tests.cli.conftest import Command
 from tests.cli.servers import ServerProcess, start_server
 

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from paceline.cli.top.scrape import Source
 from paceline.cli.top.view import render
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.server.readings import Frame, Quantiles, Scrape, TenantRow, make_frame, parse_metrics
 from paceline.server.readings.growth import quantile
 from tests.cli.conftest import Command

@@ -20,9 +20,9 @@ from paceline.cli.wiring import (
     idle_blocks,
 )
 from paceline.core.backend import BackendInfo
-from paceline.core.errors import ConfigError, NeverFitsError
 from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
+from paceline.errors import ConfigError, NeverFitsError
 from paceline.server.config import ServerConfig
 from tests.backends.torch.models import save_model
 

@@ -14,7 +14,6 @@ TESTS = Path(__file__).parents[1]
 # modules without tests of their own, and why that is right; a line without a module does no harm
 ELSEWHERE = {
     "backend.py": "a protocol: tests/contract runs on every backend",
-    "errors.py": "a tree of exceptions without code: what raises them tests them",
     "grammar.py": "protocols: tests/contract/test_grammar.py, tests/engine/text/test_grammar.py",
     "outputs.py": "values without code, made and read by the tests of step/",
     "pacing/paced.py": "puts the rest of pacing/ together: tests/core/pacing, tests/property",

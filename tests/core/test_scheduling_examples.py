@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import QueueFullError
 from paceline.core.memory.block_pool import BlockPool
 from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.memory.outlook import capacity, future_peak
@@ -31,6 +30,7 @@ from paceline.core.queues.waiting import WaitingRoom
 from paceline.core.request import Request
 from paceline.core.slo import NO_SLO, Slo
 from paceline.core.step.in_flight import StepsInFlight
+from paceline.errors import QueueFullError
 from tests.core.machine import Machine
 from tests.core.machine import seconds as takes
 from tests.driving import make_request

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.gateway import engines
 from paceline.gateway.config import EngineConfig, EngineKind, GatewayConfig, check_config
 from paceline.gateway.kinds import KINDS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.gateway import ModelConfig
 from paceline.gateway.aliases import Aliases, stem_of
 from paceline.gateway.config import KeyConfig, check_config, parse_config

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.gateway.bodies import read_body
 from paceline.gateway.dialects.anthropic import AnthropicDialect
 from tests.gateway.helpers import CHAT

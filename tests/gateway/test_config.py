@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.gateway.config import Secret, parse_config
 
 ENGINE = '[[engines]]\nname = "a"\nurl = "http://127.0.0.1:8001"\n'

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.gateway.leases import LeaseStore
 from tests.http.rate_limits.redis_server import RedisServer
 

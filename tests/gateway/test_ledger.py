@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.gateway import ledger as ledger_module
 from paceline.gateway.ledger import Ledger
 from paceline.gateway.money import Price, Used

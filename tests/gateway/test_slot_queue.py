@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.core.errors import QueueFullError
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.policies import POLICIES
 from paceline.core.slo import Slo
+from paceline.errors import QueueFullError
 from paceline.gateway.slot_queue import Queued, SlotQueue, slot_scheduler
 from paceline.sim.arrival import Arrival
 from paceline.sim.config import ReplicaConfig

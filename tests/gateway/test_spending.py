@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.gateway import ModelConfig
 from paceline.gateway.budgets import Budgets, Cost, LocalStore, Reservation
 from paceline.gateway.config import KeyConfig, PriceConfig, parse_config

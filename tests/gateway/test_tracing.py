@@ -17,7 +17,7 @@ import httpx
 import pytest
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.gateway import Gateway, GatewayConfig
 from paceline.gateway.config import EngineConfig, check_config, parse_config
 from paceline.gateway.money import Used

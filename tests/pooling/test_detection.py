@@ -16,8 +16,8 @@ from paceline.checkpoints.pooling import find_pooling
 from paceline.cli.serve import ready_line
 from paceline.cli.settings import EngineSettings
 from paceline.cli.wiring import build_core
-from paceline.core.errors import CheckpointError, ConfigError
 from paceline.engine.fanout import add_to_core
+from paceline.errors import CheckpointError, ConfigError
 from tests.checkpoints.builders import write_gguf
 from tests.pooling.models import (
     add_modules,

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from paceline.core.errors import NeverFitsError
 from paceline.engine.testing import ByteTokenizer
+from paceline.errors import NeverFitsError
 from paceline.server.bodies.protocol import TemplateOptions
 from paceline.server.pooling.answers import (
     Embedding,

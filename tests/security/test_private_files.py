@@ -41,7 +41,7 @@ SIMULATION = (
 # what may open, make or copy files for writing, by the module: every place is looked at below, but
 # those that are explained
 PLACES = {
-    "checkpoints/private.py": "the functions that the others use",
+    "files.py": "the functions that the others use",
     "checkpoints/pull.py": "",
     "checkpoints/hub_cache.py": "models of the hub, in a cache that other programs read too",
     "cli/batch_files.py": "",

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.engine.local import LocalEngineClient
+from paceline.errors import ConfigError, InvalidRequestError
 from paceline.http.bounds import Bounds, check_json_depth, check_json_items
 from paceline.http.keys import ApiKey
 from paceline.http.rate_limits import Rate

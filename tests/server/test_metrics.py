@@ -15,10 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from paceline.backends.null import NullBackend
-from paceline.core.errors import NAN_LOGITS
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.testing import null_client
 from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationRequest
+from paceline.errors import NAN_LOGITS
 from paceline.http.exposition import Histogram, Registry
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of

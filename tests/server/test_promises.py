@@ -11,7 +11,6 @@ import pytest
 from paceline.backends.null import NullBackend
 from paceline.cli.logs import JsonFormatter
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import QueueFullError
 from paceline.core.outputs import Timeline
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import Slo
@@ -27,6 +26,7 @@ from paceline.engine.types import (
     RequestTimes,
     SchedulerStats,
 )
+from paceline.errors import QueueFullError
 from paceline.http.errors import error_response, reply_to
 from paceline.http.exposition import Registry
 from paceline.server import ServerConfig, create_app

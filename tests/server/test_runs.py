@@ -9,10 +9,10 @@ from typing import cast
 
 import pytest
 
-from paceline.core.errors import EngineDrainingError, QueueFullError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.protocol import EngineClient, Sink
 from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationRequest
+from paceline.errors import EngineDrainingError, QueueFullError
 from paceline.http.shortcut import Shortcut
 from paceline.server.runs import merged, run_one
 

@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from paceline.backends.null import NullBackend
-from paceline.core.errors import InvalidRequestError
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.engine.text.chat_template import ChatTemplate
 from paceline.engine.text.template_sandbox import RendersHere
+from paceline.errors import InvalidRequestError
 from paceline.server import ServerConfig, create_app
 from paceline.server.template_gaps import Conversation, TemplateGaps
 from tests.server.helpers import VOCAB, connect

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from paceline.backends.null import NullBackend
-from paceline.core.errors import ConfigError
 from paceline.engine.testing import null_client
+from paceline.errors import ConfigError
 from paceline.http.otlp import check_endpoint
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.core.errors import ConfigError
 from paceline.engine.local import LocalEngineClient
+from paceline.errors import ConfigError
 from paceline.http.keys import ApiKey, is_page
 from paceline.server import ServerConfig, create_app
 from paceline.server.ui.assets import BUILT_IN, load_assets

@@ -20,7 +20,7 @@ from ctypes import (
 from pathlib import Path
 from typing import ClassVar, Final, NamedTuple
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = [
     "ABI",

@@ -15,7 +15,7 @@ from paceline.backends.native.library import ABI, Config, Owner, Step, check, di
 from paceline.backends.native.packed import PackedCopies
 from paceline.backends.native.tensors import TYPES, RawTensor, Tensor, locate
 from paceline.checkpoints.config import ModelConfig
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["CHOICES", "DTYPES", "KV_DTYPES", "SECTIONS", "NativeModel", "unsupported_reason"]
 

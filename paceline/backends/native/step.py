@@ -23,8 +23,8 @@ from paceline.backends.rope import rotary_tables
 from paceline.backends.steps import AttentionBatch, LoadedModel
 from paceline.checkpoints.base import Checkpoint
 from paceline.checkpoints.config import ModelConfig
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import BlockSwap, WindowBlock
+from paceline.errors import ConfigError
 
 __all__ = [
     "NativeLoader",

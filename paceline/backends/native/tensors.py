@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.checkpoints.base import Checkpoint
 from paceline.checkpoints.hf import HFCheckpoint
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = [
     "BLOCKS",

@@ -13,8 +13,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.errors import ConfigError
 from paceline.core.pooling import PoolingInfo, PoolingParams
+from paceline.errors import ConfigError
 
 __all__ = ["LAST_FUNCTIONS", "Dense", "PoolingHead"]
 

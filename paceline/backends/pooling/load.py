@@ -12,8 +12,8 @@ from paceline.checkpoints.hf import HFCheckpoint, read_entries
 from paceline.checkpoints.json_file import read_json_object
 from paceline.checkpoints.pooling import PoolingFiles, score_token_ids
 from paceline.checkpoints.safetensors_format import values_of
-from paceline.core.errors import CheckpointError, ConfigError
 from paceline.core.pooling import EMBED, PoolingInfo
+from paceline.errors import CheckpointError, ConfigError
 
 __all__ = ["load_head", "pooling_info"]
 

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from paceline.backends.pooling.head import PoolingHead
 from paceline.backends.steps import AttentionBatch
-from paceline.core.errors import NAN_LOGITS
 from paceline.core.grammar import MatcherSource
 from paceline.core.outputs import BlockSwap, NewRequest, ScheduledRow, SchedulerOutput, StepResult
 from paceline.core.pooling import PoolingInfo, PoolingParams
+from paceline.errors import NAN_LOGITS
 
 __all__ = ["HiddenModel", "PoolingRunner"]
 

@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["choose_device", "choose_dtype", "dtype_name"]
 

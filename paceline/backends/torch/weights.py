@@ -22,7 +22,7 @@ from paceline.backends.torch.model import DecoderWeights, LayerWeights, RMSNorm
 from paceline.checkpoints.config import ModelConfig
 from paceline.checkpoints.hf import HFCheckpoint
 from paceline.checkpoints.shapes import expected_shapes, row_order
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["TensorReader", "TensorSource", "load_weights"]
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from paceline.checkpoints.architectures.base import Architecture, GGUFFields
 from paceline.checkpoints.hf_fields import Fields
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["ARCHITECTURE", "GGUF_NAMES", "RENAMES", "gemma_gguf_knobs", "gemma_knobs"]
 

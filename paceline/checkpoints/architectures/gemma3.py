@@ -15,7 +15,7 @@ from paceline.checkpoints.architectures.gemma2 import (
 )
 from paceline.checkpoints.config import RopeConfig
 from paceline.checkpoints.hf_fields import Fields
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["ARCHITECTURE"]
 

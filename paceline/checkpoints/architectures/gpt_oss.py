@@ -9,7 +9,7 @@ from paceline.checkpoints.architectures.base import Architecture, GGUFFields
 from paceline.checkpoints.config import RopeConfig
 from paceline.checkpoints.hf_fields import Fields
 from paceline.checkpoints.stacked import unstacked
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["ARCHITECTURE"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.checkpoints.architectures.base import Architecture, GGUFFields
 from paceline.checkpoints.hf_fields import Fields
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["ARCHITECTURE"]
 

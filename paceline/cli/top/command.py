@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli.arguments import Parser, bounded_float
 from paceline.cli.top.scrape import Source
 from paceline.cli.top.watch import Seen, Watch
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["Source", "fetch"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.cli.top.gateway_frame import GatewayFrame, make_gateway_frame
 from paceline.cli.top.scrape import Source
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.server.readings import Frame, Scrape, make_frame, parse_metrics
 
 __all__ = ["Seen", "Watch"]

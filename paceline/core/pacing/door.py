@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import InvalidRequestError, NeverFitsError, QueueFullError
 from paceline.core.memory.kv_cache import blocks_for
 from paceline.core.memory.pressure import Pressure
 from paceline.core.pacing.first_token import FirstTokenForecast
@@ -28,6 +27,7 @@ from paceline.core.request import FinishReason, Request, RequestStatus
 from paceline.core.slo import MAX_SECONDS
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Move
+from paceline.errors import InvalidRequestError, NeverFitsError, QueueFullError
 
 __all__ = ["Door", "Expired", "check_door"]
 

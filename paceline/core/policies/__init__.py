@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.core.errors import ConfigError
 from paceline.core.policies.base import PolicyContext, SchedulingPolicy
 from paceline.core.policies.deadline import DeadlinePolicy
 from paceline.core.policies.fair import FairPolicy
@@ -13,6 +12,7 @@ from paceline.core.policies.fcfs import FcfsPolicy, overrides
 from paceline.core.policies.phase_aligned import PhaseAlignedPolicy
 from paceline.core.policies.priority import PriorityPolicy
 from paceline.core.policies.sjf import SjfPolicy
+from paceline.errors import ConfigError
 
 __all__ = [
     "POLICIES", "DeadlinePolicy", "FairPolicy", "FcfsPolicy", "PhaseAlignedPolicy", "PolicyContext",

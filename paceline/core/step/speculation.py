@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import Draft, SchedulerOutput, StepResult
 from paceline.core.request import Request
 from paceline.core.step.limits import Step
 from paceline.core.step.state import SchedulerState
+from paceline.errors import ConfigError
 
 __all__ = ["Speculation", "SpeculationMaker", "make_speculation"]
 

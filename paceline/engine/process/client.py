@@ -22,7 +22,6 @@ from typing import Final
 import msgspec
 import zmq
 
-from paceline.core.errors import ConfigError, EngineDeadError
 from paceline.engine.process.frontend import EngineFrontend
 from paceline.engine.process.in_flight import read_in_flight
 from paceline.engine.process.messages import (
@@ -38,6 +37,7 @@ from paceline.engine.process.messages import (
 from paceline.engine.process.waiting import happens_within
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.types import EngineInfo, EngineStats
+from paceline.errors import ConfigError, EngineDeadError
 
 __all__ = ["ProcessEngineClient"]
 

@@ -19,11 +19,6 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
-from paceline.core.errors import (
-    EngineDeadError,
-    EngineDrainingError,
-    InvalidRequestError,
-)
 from paceline.engine.process.messages import (
     Abort,
     Add,
@@ -45,6 +40,7 @@ from paceline.engine.types import (
     GenerationRequest,
     Resume,
 )
+from paceline.errors import EngineDeadError, EngineDrainingError, InvalidRequestError
 
 __all__ = ["EngineFrontend"]
 

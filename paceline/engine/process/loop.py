@@ -19,7 +19,6 @@ from typing import Final, Protocol
 
 from msgspec.structs import replace
 
-from paceline.core.errors import RequestError
 from paceline.core.outputs import RequestUpdate
 from paceline.core.request import FinishReason
 from paceline.engine.core import EngineCore
@@ -38,6 +37,7 @@ from paceline.engine.process.messages import (
 )
 from paceline.engine.process.readiness import Readiness
 from paceline.engine.types import ClassUse, EngineInfo, EngineStats, GenerationRequest
+from paceline.errors import RequestError
 
 __all__ = ["EngineLoop", "Inbox", "engine_info", "engine_stats"]
 

@@ -15,7 +15,9 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from paceline.core.errors import (
+from paceline.core.outputs import RequestUpdate, TokenLogprobs
+from paceline.engine.types import EngineInfo, EngineStats, GenerationRequest
+from paceline.errors import (
     CheckpointError,
     ConfigError,
     EngineDeadError,
@@ -26,8 +28,6 @@ from paceline.core.errors import (
     RequestError,
     UnknownModelError,
 )
-from paceline.core.outputs import RequestUpdate, TokenLogprobs
-from paceline.engine.types import EngineInfo, EngineStats, GenerationRequest
 
 __all__ = [
     "IPC",

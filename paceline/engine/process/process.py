@@ -32,7 +32,6 @@ from typing import Final
 import msgspec
 import zmq
 
-from paceline.core.errors import EngineDeadError, PacelineError
 from paceline.engine.core import EngineCore
 from paceline.engine.process.contention import watch_contention
 from paceline.engine.process.garbage import collected_seldom, uncollected
@@ -50,6 +49,7 @@ from paceline.engine.process.messages import (
     encode,
 )
 from paceline.engine.types import EngineInfo
+from paceline.errors import EngineDeadError, PacelineError
 
 __all__ = ["EngineBuilder", "engine_main"]
 

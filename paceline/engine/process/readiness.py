@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from paceline.core.errors import InvalidRequestError, RequestError
 from paceline.core.grammar import Grammar, MatcherSource
 from paceline.core.outputs import RequestUpdate
 from paceline.core.request import FinishReason
 from paceline.engine.fanout import choice_ids
 from paceline.engine.types import GenerationRequest
+from paceline.errors import InvalidRequestError, RequestError
 
 __all__ = ["Readiness"]
 

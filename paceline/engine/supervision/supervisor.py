@@ -28,14 +28,6 @@ from typing import Final
 
 import msgspec
 
-from paceline.core.errors import (
-    EngineDeadError,
-    EngineDrainingError,
-    EngineLostError,
-    InvalidRequestError,
-    PacelineError,
-    PoisonedRequestError,
-)
 from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.process.waiting import happens_within
 from paceline.engine.protocol import Sink, Tokenizer
@@ -57,6 +49,14 @@ from paceline.engine.types import (
     EngineStats,
     GenerationOutput,
     GenerationRequest,
+)
+from paceline.errors import (
+    EngineDeadError,
+    EngineDrainingError,
+    EngineLostError,
+    InvalidRequestError,
+    PacelineError,
+    PoisonedRequestError,
 )
 
 __all__ = ["Starter", "SupervisedEngineClient"]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol, TypeVar
 
-from paceline.core.errors import EngineDeadError
+from paceline.errors import EngineDeadError
 
 __all__ = ["Watched", "watch"]
 

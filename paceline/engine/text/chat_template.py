@@ -14,8 +14,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from paceline.core.errors import InvalidRequestError
 from paceline.engine.text.template_sandbox import RendersHere
+from paceline.errors import InvalidRequestError
 
 __all__ = ["KNOWN_TEMPLATES", "RESERVED_NAMES", "ChatTemplate", "Renderer"]
 

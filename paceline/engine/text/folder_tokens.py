@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from paceline.checkpoints.json_file import read_json_object
 from paceline.checkpoints.special_ids import warn_once
-from paceline.core.errors import CheckpointError
+from paceline.errors import CheckpointError
 
 __all__ = ["NAMED_TOKENS", "add_tokens_of_folder", "token_text"]
 

@@ -26,10 +26,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final
 
-from paceline.core.errors import InvalidRequestError, RequestFailedError
 from paceline.core.grammar import Grammar
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.types import TOO_AMBIGUOUS
+from paceline.errors import InvalidRequestError, RequestFailedError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from paceline.core.errors import InvalidRequestError
 from paceline.core.outputs import RequestUpdate, Timeline, TokenLogprobs
 from paceline.core.request import FinishReason
 from paceline.engine.fanout import choice_id, open_choices
@@ -31,6 +30,7 @@ from paceline.engine.types import (
     Resume,
     ResumedChoice,
 )
+from paceline.errors import InvalidRequestError
 
 __all__ = ["OutputProcessor", "Processed", "merge_outputs", "resumed_texts"]
 

@@ -30,7 +30,7 @@ import weakref
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from paceline.core.errors import InvalidRequestError, RequestFailedError
+from paceline.errors import InvalidRequestError, RequestFailedError
 
 __all__ = ["EXIT_MEMORY", "HEAD", "TemplateLimits", "TemplateProcess"]
 

@@ -28,8 +28,8 @@ from jinja2.runtime import BlockReference, Context, LoopContext, Macro, Undefine
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from paceline.core.errors import InvalidRequestError
 from paceline.engine.text.template_values import NamedCallable, printable
+from paceline.errors import InvalidRequestError
 
 __all__ = ["MAX_PROMPT_CHARS", "MAX_TEMPLATE_CHARS", "RendersHere", "render_template"]
 

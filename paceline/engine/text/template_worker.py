@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import InvalidRequestError
 from paceline.engine.text.template_process import EXIT_MEMORY, HEAD
 from paceline.engine.text.template_sandbox import render_template
+from paceline.errors import InvalidRequestError
 
 __all__ = ["main"]
 

@@ -22,11 +22,11 @@ from paceline.checkpoints.gguf_tokenizer import build_tokenizer, tokens_of, twin
 from paceline.checkpoints.hf_fields import token_ids
 from paceline.checkpoints.json_file import read_json_object
 from paceline.checkpoints.special_ids import gguf_special_id
-from paceline.core.errors import CheckpointError, InvalidRequestError
 from paceline.engine.text.chat_template import ChatTemplate
 from paceline.engine.text.end_of_turn import end_texts, harmony_ends, has_marks, kinds_of, turn_end
 from paceline.engine.text.folder_tokens import NAMED_TOKENS, add_tokens_of_folder, token_text
 from paceline.engine.text.template_process import TemplateProcess
+from paceline.errors import CheckpointError, InvalidRequestError
 
 __all__ = ["HFTokenizer", "load_tokenizer"]
 

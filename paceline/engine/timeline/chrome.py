@@ -21,11 +21,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from paceline.checkpoints.private import private_opener
-from paceline.core.errors import ConfigError
 from paceline.core.queues.wait_clocks import REASONS
 from paceline.engine.timeline.events import State
 from paceline.engine.timeline.model import Seen, Span, Step
+from paceline.errors import ConfigError
+from paceline.files import private_opener
 
 __all__ = ["MOST_SLICES", "StepEvent", "TimelineWriter", "trace_of", "write_trace"]
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.gateway.bodies import Body
 
 __all__ = ["cannot_say", "ignored_fields", "messages_request"]

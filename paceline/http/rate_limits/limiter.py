@@ -26,7 +26,7 @@ from typing import Any, Final, TypeVar
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.http.errors import HttpError
 from paceline.http.rate_limits.rates import KeyLimits, Want, Window, go_duration
 from paceline.http.rate_limits.store import RateStore

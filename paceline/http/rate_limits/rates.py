@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = [
     "NO_LIMITS", "UNLIMITED", "KeyLimits", "Rate", "Want", "Window", "go_duration",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.http.rate_limits.rates import Rate, Window
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Final, TypeAlias
 
-from paceline.core.errors import EngineDeadError, EngineDrainingError
+from paceline.errors import EngineDeadError, EngineDrainingError
 from paceline.http.errors import Reply, error_body, reply_to
 from paceline.server.batches.lines import Answer, BatchLine
 from paceline.server.bodies.protocol import RequestRules, parse_chat, parse_completion

@@ -16,7 +16,7 @@ from collections.abc import Collection, Generator, Iterable
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from paceline.checkpoints.private import make_private_folder, private_opener, tighten
+from paceline.files import make_private_folder, private_opener, tighten
 from paceline.http.errors import HttpError
 
 __all__ = ["Contents", "Part", "StorageError", "told"]

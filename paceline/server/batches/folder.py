@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.http.errors import HttpError
 from paceline.server.batch_config import BatchConfig
 from paceline.server.batches.runner import BatchRunner

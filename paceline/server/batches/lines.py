@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.http.bounds import Bounds, check_json_depth, check_json_items
 from paceline.http.fields import decode_object, show
 from paceline.server.bodies.wire import encode

@@ -26,7 +26,7 @@ from dataclasses import replace
 from functools import partial
 from typing import BinaryIO, Concatenate, Final, ParamSpec, Protocol, TypeVar
 
-from paceline.core.errors import EngineDeadError, EngineLostError
+from paceline.errors import EngineDeadError, EngineLostError
 from paceline.http.errors import HttpError, Reply, error_body, reply_to
 from paceline.server.batches.answering import URLS, answer_line, backoff
 from paceline.server.batches.lines import (

@@ -7,8 +7,8 @@ import sqlite3
 from pathlib import Path
 from typing import Final
 
-from paceline.checkpoints.private import FILE_MODE, tighten
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
+from paceline.files import FILE_MODE, tighten
 
 __all__ = ["BATCH_COLUMNS", "FILE_COLUMNS", "connect"]
 

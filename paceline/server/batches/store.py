@@ -28,8 +28,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, BinaryIO, Final
 
-from paceline.checkpoints.private import tighten
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
+from paceline.files import tighten
 from paceline.http.errors import HttpError
 from paceline.server.batches.contents import Contents, Part, StorageError, told
 from paceline.server.batches.database import Database

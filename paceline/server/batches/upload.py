@@ -13,7 +13,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.http.errors import ClientDisconnectedError, HttpError
 from paceline.http.fields import show
 from paceline.server.batches.folder import Batches

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar, overload
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.http.fields import show
 from paceline.server.bodies.rules import RequestRules
 from paceline.server.bodies.schemas import ANYTHING, Schema, bounded, closed, nullable, record

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from string import ascii_letters, digits
 from typing import Any, Final
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 
 __all__ = ["render_with_calls", "wants_short_ids"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from paceline.core.errors import InvalidRequestError
 from paceline.core.request import MOST_DRAFT_TOKENS
+from paceline.errors import InvalidRequestError
 from paceline.http.fields import check_integer, check_object, check_string, check_token_ids, show
 from paceline.server.bodies import schemas
 from paceline.server.bodies.body import Body, OtherName

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, TypeVar, cast, overload
 
-from paceline.core.errors import InvalidRequestError, UnknownModelError
 from paceline.core.ranges import Range
+from paceline.errors import InvalidRequestError, UnknownModelError
 from paceline.http.fields import (
     check_array,
     check_boolean,

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.http.fields import check_array, show
 from paceline.server.bodies.kinds import described, unread
 from paceline.server.bodies.rules import RequestRules

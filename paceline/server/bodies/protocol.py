@@ -14,10 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.core.errors import InvalidRequestError
 from paceline.core.request import MOST_DRAFT_TOKENS
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from paceline.core.slo import Slo
+from paceline.errors import InvalidRequestError
 from paceline.http.fields import check_token_ids, show
 from paceline.server.bodies.generation import (
     ChatBody,

@@ -6,7 +6,6 @@ import re
 import secrets
 from typing import Any, Final, TypeVar
 
-from paceline.core.errors import InvalidRequestError
 from paceline.core.sampling_params import (
     MAX_BAD_WORDS,
     MAX_LOGPROBS,
@@ -14,6 +13,7 @@ from paceline.core.sampling_params import (
     SAMPLING,
     SamplingParams,
 )
+from paceline.errors import InvalidRequestError
 from paceline.http.fields import check_array, check_integer, check_object, check_string, show
 from paceline.server.bodies import schemas
 from paceline.server.bodies.body import Body, Field, OtherName

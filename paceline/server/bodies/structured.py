@@ -14,8 +14,8 @@ import json
 from dataclasses import replace
 from typing import Any, Final
 
-from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar import Grammar
+from paceline.errors import InvalidRequestError
 from paceline.http.fields import show
 from paceline.server.bodies import schemas
 from paceline.server.bodies.body import Body

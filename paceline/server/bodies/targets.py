@@ -26,8 +26,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from paceline.core.errors import InvalidRequestError
 from paceline.core.slo import MAX_SECONDS, Slo
+from paceline.errors import InvalidRequestError
 from paceline.http.fields import check_number, check_string, show
 from paceline.server.bodies import schemas
 from paceline.server.bodies.schemas import Schema

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from string import ascii_letters, digits
 from typing import Any, Final
 
-from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar import Grammar
+from paceline.errors import InvalidRequestError
 from paceline.http.fields import check_array, show
 from paceline.server.bodies import schemas
 from paceline.server.bodies.body import Body

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.http.fields import show
 from paceline.server.json_schema.width import check_width
 

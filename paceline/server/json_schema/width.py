@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 
 __all__ = ["MAX_ITEMS", "MAX_PATTERN_PROPERTIES", "check_width"]
 

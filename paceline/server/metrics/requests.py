@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from paceline.core.errors import NAN_LOGITS, QueueFullError, RequestError
 from paceline.engine.types import (
     ChoiceDelta,
     GenerationOutput,
@@ -18,6 +17,7 @@ from paceline.engine.types import (
     Timeline,
     tokens_per_second,
 )
+from paceline.errors import NAN_LOGITS, QueueFullError, RequestError
 from paceline.http.exposition import Histogram, Registry
 from paceline.server.metrics.buckets import (
     CHUNK_BUCKETS,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from paceline.core.errors import QueueFullError, RequestError
 from paceline.engine.types import GenerationOutput
+from paceline.errors import QueueFullError, RequestError
 from paceline.http.exposition import Registry
 from paceline.server.metrics.requests import RequestObserver
 

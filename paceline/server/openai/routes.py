@@ -10,8 +10,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from paceline.core.errors import InvalidRequestError
 from paceline.engine.types import GenerationOutput
+from paceline.errors import InvalidRequestError
 from paceline.http.errors import Reply, error_body, reply_to
 from paceline.http.shortcut import Shortcut
 from paceline.http.sse import DONE, SSE, EventStream, event, first_event, unless_disconnected

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 import paceline
-from paceline.core.errors import InvalidRequestError
 from paceline.engine.protocol import Tokenizer
+from paceline.errors import InvalidRequestError
 from paceline.http.fields import check_string, show
 from paceline.server.bodies import schemas
 from paceline.server.bodies.body import Body

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from paceline.core.errors import InvalidRequestError
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from paceline.errors import InvalidRequestError
 from paceline.http.fields import (
     check_array,
     check_integer,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.http.fields import check_object, check_string, show
 from paceline.server.bodies import schemas
 from paceline.server.bodies.body import Body, Field, schema_of

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-from paceline.core.errors import InvalidRequestError
 from paceline.core.sampling_params import MAX_LOGPROBS
+from paceline.errors import InvalidRequestError
 from paceline.http.fields import check_array, check_string, show
 from paceline.server.bodies import schemas
 from paceline.server.bodies.body import Body

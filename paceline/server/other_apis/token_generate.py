@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import msgspec
 
-from paceline.core.errors import InvalidRequestError
 from paceline.engine.types import GenerationOutput, GenerationRequest, TokenLogprobs
+from paceline.errors import InvalidRequestError
 from paceline.http.fields import check_object
 from paceline.http.shortcut import Shortcut
 from paceline.http.sse import DONE, event

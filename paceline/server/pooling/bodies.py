@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.http.fields import check_string, check_token_ids, show
 from paceline.server.bodies import schemas
 from paceline.server.bodies.body import Body

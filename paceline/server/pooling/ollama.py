@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import msgspec
 
-from paceline.core.errors import InvalidRequestError
 from paceline.core.pooling import PoolingInfo
+from paceline.errors import InvalidRequestError
 from paceline.http.fields import show
 from paceline.server.bodies import schemas
 from paceline.server.bodies.body import Body

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from paceline.core.errors import InvalidRequestError
 from paceline.core.pooling import CLASSIFY, EMBED, PoolingInfo, PoolingParams
+from paceline.errors import InvalidRequestError
 from paceline.http.fields import show
 from paceline.server.bodies.kinds import check_model
 from paceline.server.bodies.rules import RequestRules

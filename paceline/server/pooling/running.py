@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from paceline.core.errors import InvalidRequestError, NeverFitsError, RequestFailedError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.types import GenerationRequest
+from paceline.errors import InvalidRequestError, NeverFitsError, RequestFailedError
 from paceline.server.openai.answers import AnswerHead
 from paceline.server.pooling.requests import Input, PoolingOptions
 from paceline.server.service import Service

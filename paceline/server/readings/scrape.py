@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["Samples", "Scrape", "parse_metrics"]
 

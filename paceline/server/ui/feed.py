@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import WeakSet
 
-from paceline.core.errors import PacelineError
 from paceline.engine.protocol import EngineClient
 from paceline.engine.timeline.codec import HEADER, encode, headers
 from paceline.engine.timeline.events import FrameType, Told, vocabulary
+from paceline.errors import PacelineError
 
 __all__ = ["MOST_VIEWERS", "Feed", "TooManyViewersError"]
 

@@ -31,7 +31,7 @@ from typing import Any, Final
 
 from starlette.requests import Request
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.http.errors import HttpError
 from paceline.server.config import WhatIfConfig
 from paceline.server.service import Service

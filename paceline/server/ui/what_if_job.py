@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.http.fields import show
 
 __all__ = ["MOST_RUNS", "Job", "parse_job"]

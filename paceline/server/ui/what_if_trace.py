@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Final
 
 from starlette.requests import Request
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.http.errors import ClientDisconnectedError, HttpError
 from paceline.server.config import WhatIfConfig
 from paceline.server.ui.what_if_child import (

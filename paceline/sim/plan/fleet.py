@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.routing import make_router
 from paceline.sim.arrival import Arrival
 from paceline.sim.plan.search import Found, Target, smallest_fleet

@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.core.config import SchedulerConfig
-from paceline.core.errors import ConfigError
 from paceline.core.memory.kv_cache import blocks_for
 from paceline.core.memory.windows import window_blocks_needed
+from paceline.errors import ConfigError
 
 __all__ = ["PRESETS", "MemoryPlan", "Preset", "plan_memory"]
 

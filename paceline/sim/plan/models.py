@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.checkpoints.base import open_checkpoint
 from paceline.checkpoints.gguf_parts import read_gguf_parts
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.step_times.models import ModelShape, known_models
 
 __all__ = ["find_model"]

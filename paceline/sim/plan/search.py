@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.report import Summary
 
 __all__ = ["Found", "Target", "highest_rate", "smallest_fleet"]

@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import ScheduledRow, SchedulerOutput
+from paceline.errors import ConfigError
 
 __all__ = ["SplitEstimate", "decode_step", "estimate_split", "prompt_step"]
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.checkpoints.private import private_opener
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
+from paceline.files import private_opener
 from paceline.sim.report.metrics import Metrics
 from paceline.sim.report.page import NAMES, SHOWN
 

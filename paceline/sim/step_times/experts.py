@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.step_times.tables import Curve, bracket
 

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["ModelShape", "known_models"]
 

@@ -39,8 +39,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import SchedulerOutput
+from paceline.errors import ConfigError
 from paceline.sim.step_times.experts import ExpertGroup, ExpertTable
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.step_times.tables import AttentionTable, Curve

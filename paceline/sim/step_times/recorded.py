@@ -28,8 +28,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import SchedulerOutput
+from paceline.errors import ConfigError
 from paceline.sim.config import Delays
 from paceline.sim.recording import RecordedStep, Recording
 

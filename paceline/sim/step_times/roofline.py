@@ -22,8 +22,8 @@ from importlib.resources import files
 from operator import itemgetter
 from typing import Any, Final
 
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import SchedulerOutput
+from paceline.errors import ConfigError
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.step_times.profile import Interconnect
 

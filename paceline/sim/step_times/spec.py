@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.config import ReplicaConfig
 from paceline.sim.step_times.base import FixedStepTimes, StepTimes
 from paceline.sim.step_times.models import ModelShape

@@ -27,7 +27,7 @@ import math
 from pathlib import Path
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.routing import LeastOutstanding
 from paceline.sim.arrival import Served
 from paceline.sim.replica import Delays, ReplicaConfig

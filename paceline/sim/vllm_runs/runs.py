@@ -25,7 +25,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.arrival import Arrival
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.step_times.profile import GraphPadding, Interconnect

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.arrival import Arrival
 
 __all__ = ["Workload", "WorkloadError"]

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.backends.native import unavailable_reason, variants
 from paceline.backends.native.pieces import PackedMatrix, peak_rate, products_seconds
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 

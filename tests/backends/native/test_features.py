@@ -11,7 +11,7 @@ import pytest
 
 from paceline.backends.native import unavailable_reason, variants
 from paceline.backends.native.pieces import PackedMatrix, variants_for
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(
     unavailable_reason() is not None or variants() == ("portable",),

@@ -24,7 +24,7 @@ from paceline.backends.native.pieces import PackedMatrix
 from paceline.backends.native.tensors import BLOCKS, PACKED
 from paceline.backends.rope import rotary_tables
 from paceline.checkpoints.gguf import GGUFCheckpoint
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from tests.checkpoints.builders import llama_metadata
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))

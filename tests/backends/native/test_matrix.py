@@ -18,7 +18,7 @@ from paceline.backends.native import NativeModel, RawTensor, unavailable_reason,
 from paceline.backends.native.packed import PackedCopies
 from paceline.backends.native.pieces import PackedMatrix, traits
 from paceline.checkpoints.config import ModelConfig
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from tests.backends.native.reference import Weights, random_weights, rope_tables, tiny_config
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))

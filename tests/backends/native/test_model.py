@@ -20,7 +20,7 @@ from paceline.backends.native import (
 from paceline.backends.native.pieces import cache_bytes
 from paceline.backends.native.sampling import token_logprobs
 from paceline.checkpoints.config import ModelConfig
-from paceline.core.errors import CheckpointError, ConfigError
+from paceline.errors import CheckpointError, ConfigError
 from tests.backends.native.reference import (
     Weights,
     logits,

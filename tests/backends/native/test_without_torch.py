@@ -12,7 +12,7 @@ import pytest
 
 from paceline.backends import devices
 from paceline.backends.native import unavailable_reason
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from tests.backends.loading import load_backend
 from tests.cli.servers import start_server
 

@@ -20,7 +20,7 @@ from paceline.backends.torch.weights import load_weights
 from paceline.checkpoints.base import open_checkpoint
 from paceline.checkpoints.hf import HFCheckpoint
 from paceline.checkpoints.mtp import MTPLayers
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from tests.backends.gguf_files import write_gguf
 from tests.backends.torch.heads import Guessed, play, prompts_of, rewrite
 from tests.backends.torch.models import make_model, save_model

@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError, QueueFullError
 from paceline.core.pacing.first_token import FirstTokenForecast
 from paceline.core.predict.step_time import StepShape
 from paceline.core.slo import Slo
+from paceline.errors import ConfigError, QueueFullError
 from tests.driving import Driver, ask, make_request
 
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.errors import QueueFullError
 from paceline.core.policies import POLICIES
 from paceline.core.request import Request
 from paceline.core.slo import Slo
 from paceline.core.tier import Tier
+from paceline.errors import QueueFullError
 from tests.core.machine import Machine
 from tests.driving import make_request
 

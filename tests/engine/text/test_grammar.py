@@ -10,11 +10,11 @@ import threading
 import pytest
 
 from paceline.backends.constraint import OutputConstraint
-from paceline.core.errors import InvalidRequestError, RequestFailedError
 from paceline.core.grammar import Grammar
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.text import grammar as module
 from paceline.engine.text.grammar import GrammarCompiler
+from paceline.errors import InvalidRequestError, RequestFailedError
 
 END = ByteTokenizer.IM_END
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from paceline.backends.null import NullBackend
-from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar import Grammar, TokenMatcher
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import Slo
@@ -21,6 +20,7 @@ from paceline.engine.timeline.door import Door
 from paceline.engine.timeline.events import FrameType, Told
 from paceline.engine.timeline.model import Model
 from paceline.engine.types import GenerationRequest
+from paceline.errors import InvalidRequestError
 
 
 class _Matchers:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.gateway.bodies import read_body
 from paceline.gateway.dialects import AnthropicDialect, map_error, map_status
 from paceline.gateway.dialects.anthropic_answer import AnthropicStream, chat_answer

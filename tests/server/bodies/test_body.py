@@ -8,9 +8,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from paceline.core.errors import InvalidRequestError, RequestError, UnknownModelError
 from paceline.core.pooling import EMBED, PoolingInfo
 from paceline.core.ranges import Range
+from paceline.errors import InvalidRequestError, RequestError, UnknownModelError
 from paceline.server.bodies.body import (
     IGNORED,
     REFUSED,

@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from paceline.backends.null import NullBackend
-from paceline.core.errors import InvalidRequestError
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.engine.text.template_sandbox import render_template
+from paceline.errors import InvalidRequestError
 from paceline.server import ServerConfig, create_app
 from paceline.server.bodies.earlier_calls import render_with_calls, wants_short_ids
 from tests.server.helpers import VOCAB, connect

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.errors import InvalidRequestError, RequestError
+from paceline.errors import InvalidRequestError, RequestError
 from paceline.http.fields import decode_object, show
 from paceline.server.bodies.body import REFUSED, fields_of
 from paceline.server.bodies.generation import ChatBody, CompletionBody

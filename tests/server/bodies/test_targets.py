@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from paceline.core.errors import InvalidRequestError
 from paceline.core.slo import Slo
+from paceline.errors import InvalidRequestError
 from paceline.server.bodies.targets import CLASSES, parse_slo, parse_tenant, with_headers
 
 

@@ -12,8 +12,8 @@ import pytest
 from fastapi import FastAPI
 
 from paceline.backends.null import NullBackend
-from paceline.core.errors import ConfigError
 from paceline.engine.testing import ByteTokenizer, null_client
+from paceline.errors import ConfigError
 from paceline.server import ServerConfig, create_app
 from tests.server.helpers import VOCAB, chat_body, connect, events, expected_text
 

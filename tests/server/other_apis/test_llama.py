@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from paceline.backends.null import NullBackend
-from paceline.core.errors import InvalidRequestError
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.testing import ByteTokenizer, null_client
+from paceline.errors import InvalidRequestError
 from paceline.http.keys import ApiKey
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from paceline.backends.null import NullBackend
-from paceline.core.errors import InvalidRequestError
 from paceline.engine.testing import null_client
+from paceline.errors import InvalidRequestError
 from paceline.http.keys import ApiKey
 from paceline.server import ServerConfig, create_app
 from paceline.server.bodies.protocol import ChatRequest

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.cli.what_if import choices
-from paceline.core.errors import InvalidRequestError
 from paceline.engine.local import LocalEngineClient
+from paceline.errors import InvalidRequestError
 from paceline.server.ui.what_if_job import parse_job
 from tests.server.what_if.helpers import PATH, Ask, Asker
 
