@@ -56,8 +56,8 @@ from paceline.backends.native import (
 )
 from paceline.backends.rope import rotary_tables
 from paceline.bench.machine import machine
-from paceline.checkpoints.base import open_checkpoint
-from paceline.checkpoints.resolve import find_local
+from paceline.checkpoints.hub.resolve import find_local
+from paceline.checkpoints.open import open_checkpoint
 from paceline.errors import ConfigError
 
 MODEL: Final = "smollm2-135m"

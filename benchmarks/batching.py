@@ -323,7 +323,7 @@ def run_mixed(args: argparse.Namespace, path: Path, sizes: Sizes) -> dict[str, A
 
 
 def main() -> None:
-    from paceline.checkpoints.resolve import find_local
+    from paceline.checkpoints.hub.resolve import find_local
 
     parser = argparse.ArgumentParser(
         prog="benchmarks.batching", description=__doc__.split("\n")[0] if __doc__ else None

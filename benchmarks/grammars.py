@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 from benchmarks.grammar_outputs import generate_all
 from paceline.bench.machine import machine
-from paceline.checkpoints.resolve import find_local
+from paceline.checkpoints.hub.resolve import find_local
 from paceline.core.grammar import Grammar
 from paceline.engine.text.grammar import GrammarCompiler
 from paceline.engine.text.tokenizer import HFTokenizer, load_tokenizer

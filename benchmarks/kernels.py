@@ -57,8 +57,8 @@ from paceline.backends.native.pieces import (
 from paceline.backends.native.sampling import NativeSampler
 from paceline.backends.sampling import PreparedSampling, SampleRow
 from paceline.bench.machine import machine
-from paceline.checkpoints.base import expected_shapes
-from paceline.checkpoints.config import ModelConfig, RopeConfig
+from paceline.checkpoints.model.checkpoint import expected_shapes
+from paceline.checkpoints.model.config import ModelConfig, RopeConfig
 from paceline.core.sampling_params import SamplingParams
 
 QUICK = bool(os.environ.get("QUICK"))

@@ -36,8 +36,8 @@ from benchmarks.peers.llama_cpp import LlamaCpp
 from paceline.backends.machine import choose_threads
 from paceline.backends.native import choose_kinds, unavailable_reason, variants
 from paceline.bench.machine import machine
-from paceline.checkpoints.base import open_checkpoint
-from paceline.checkpoints.resolve import default_cache_dir, find_local
+from paceline.checkpoints.hub.resolve import default_cache_dir, find_local
+from paceline.checkpoints.open import open_checkpoint
 
 __all__ = ["main", "widen"]
 

@@ -44,8 +44,8 @@ from paceline.backends.levels import PATH, fastest, parse
 from paceline.backends.machine import choose_threads
 from paceline.backends.native import NativeModel, unavailable_reason, variants
 from paceline.bench.machine import machine
-from paceline.checkpoints.base import expected_shapes
-from paceline.checkpoints.config import ModelConfig
+from paceline.checkpoints.model.checkpoint import expected_shapes
+from paceline.checkpoints.model.config import ModelConfig
 
 __all__ = ["FORMATS", "STEPS", "renewed", "verdicts"]
 

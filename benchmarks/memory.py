@@ -47,7 +47,7 @@ from benchmarks.sizes import SHAPES, Shape, begin_file, end_file
 from benchmarks.startup import MODEL, starting
 from paceline.backends.served import served_memory
 from paceline.bench.machine import machine
-from paceline.checkpoints.resolve import resolve_model
+from paceline.checkpoints.hub.resolve import resolve_model
 
 __all__ = ["kinds_of", "main", "vocabulary", "write_embedding_model", "write_quantised_model"]
 

@@ -112,7 +112,7 @@ class Cost:
 
 async def _serve(on_ready: Callable[[], None]) -> int:
     """Run the server's half, wired as in ``cli.serve``, without the model."""
-    from paceline.checkpoints.resolve import default_cache_dir, find_local
+    from paceline.checkpoints.hub.resolve import default_cache_dir, find_local
     from paceline.engine.process.client import ProcessEngineClient
     from paceline.engine.supervision.supervisor import SupervisedEngineClient
     from paceline.engine.text.tokenizer import load_tokenizer

@@ -54,7 +54,7 @@ from benchmarks.peers.rows import make_job, parse_row
 from paceline.backends.native import variants
 from paceline.backends.native.pieces import read_bandwidth
 from paceline.bench.machine import machine
-from paceline.checkpoints.resolve import default_cache_dir
+from paceline.checkpoints.hub.resolve import default_cache_dir
 
 __all__ = ["SHAPES", "Shape", "Wanted", "begin_file", "end_file", "main", "write_model"]
 

@@ -31,9 +31,9 @@ from tokenizers import Tokenizer as Backend
 
 from benchmarks.common.server import PacelineServer
 from benchmarks.common.statistics import percentile
-from paceline.checkpoints.gguf_format import read_gguf
-from paceline.checkpoints.gguf_tokenizer import build_tokenizer
-from paceline.checkpoints.resolve import default_cache_dir, find_local
+from paceline.checkpoints.gguf.container import read_gguf
+from paceline.checkpoints.gguf.tokenizer import build_tokenizer
+from paceline.checkpoints.hub.resolve import default_cache_dir, find_local
 from paceline.engine.text.chat_template import ChatTemplate
 from paceline.engine.text.template_process import TemplateProcess
 from paceline.engine.text.tokenizer import HFTokenizer

@@ -16,8 +16,8 @@ import pytest
 import tokenizers
 
 from paceline.bench.plan import PromptFile
-from paceline.checkpoints.json_file import read_json_list, read_json_object
-from paceline.checkpoints.pooling import PoolingFiles, score_token_ids
+from paceline.checkpoints.heads.pooling import PoolingFiles, score_token_ids
+from paceline.checkpoints.model.json_file import read_json_list, read_json_object
 from paceline.cli.chat import _read as read_chat
 from paceline.engine.text.tokenizer import load_tokenizer
 from paceline.gateway.config import read_config

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from benchmarks.common.processes import Command, Unavailable
 from benchmarks.common.setup import Places
-from paceline.checkpoints.base import open_checkpoint
-from paceline.checkpoints.resolve import default_cache_dir, find_local
+from paceline.checkpoints.hub.resolve import default_cache_dir, find_local
+from paceline.checkpoints.open import open_checkpoint
 
 __all__ = ["Ours", "our_places"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from paceline.backends.native import unsupported_reason
 from paceline.checkpoints.architectures import ARCHITECTURES, Architecture
-from paceline.checkpoints.hf_config import config_from
+from paceline.checkpoints.hf.config import config_from
 
 __all__ = ["main", "support_table"]
 

@@ -14,8 +14,9 @@ from paceline.backends.rope import longest_sequence
 from paceline.backends.served import weight_bytes
 from paceline.backends.settings import BackendSettings
 from paceline.backends.steps import LoadedModel, ModelLoader
-from paceline.checkpoints.base import Checkpoint, open_checkpoint
-from paceline.checkpoints.eagle3 import is_eagle3
+from paceline.checkpoints.heads.eagle3 import is_eagle3
+from paceline.checkpoints.model.checkpoint import Checkpoint
+from paceline.checkpoints.open import open_checkpoint
 from paceline.errors import ConfigError
 
 __all__ = ["choose_draft"]

@@ -23,8 +23,8 @@ from paceline.backends.native import (
     unsupported_reason,
     variants,
 )
-from paceline.checkpoints.config import ModelConfig
-from paceline.checkpoints.stored import stored_bits
+from paceline.checkpoints.gguf.stored import stored_bits
+from paceline.checkpoints.model.config import ModelConfig
 from paceline.errors import ConfigError
 
 __all__ = ["Formats", "choose_formats", "usable_levels"]

@@ -12,10 +12,10 @@ from paceline.backends.formats import Formats
 from paceline.backends.head_drafting import FeatureTap, HeadDraft, HeadModel
 from paceline.backends.settings import BackendSettings
 from paceline.backends.steps import LoadedModel
-from paceline.checkpoints.base import Checkpoint
-from paceline.checkpoints.config import ModelConfig
-from paceline.checkpoints.eagle3 import Eagle3Head
-from paceline.checkpoints.mtp import MTPLayers
+from paceline.checkpoints.heads.eagle3 import Eagle3Head
+from paceline.checkpoints.heads.mtp import MTPLayers
+from paceline.checkpoints.model.checkpoint import Checkpoint
+from paceline.checkpoints.model.config import ModelConfig
 from paceline.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:

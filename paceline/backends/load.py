@@ -34,14 +34,15 @@ from paceline.backends.steps import ModelLoader
 from paceline.backends.topology import bind, format_list
 from paceline.backends.windows import choose_windows
 from paceline.backends.worker import Runner, WorkerBackend
-from paceline.checkpoints.base import Checkpoint, open_checkpoint
-from paceline.checkpoints.config import ModelConfig
-from paceline.checkpoints.encoder import ENCODERS, EncoderCheckpoint, EncoderFiles
-from paceline.checkpoints.gguf import GGUFCheckpoint
-from paceline.checkpoints.gguf_encoder import GGUFEncoder
-from paceline.checkpoints.gguf_parts import read_gguf_parts
-from paceline.checkpoints.hf import HFCheckpoint
-from paceline.checkpoints.pooling import PoolingFiles, find_pooling
+from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from paceline.checkpoints.gguf.encoder import GGUFEncoder
+from paceline.checkpoints.gguf.shards import read_gguf_parts
+from paceline.checkpoints.heads.pooling import PoolingFiles, find_pooling
+from paceline.checkpoints.hf.checkpoint import HFCheckpoint
+from paceline.checkpoints.hf.encoder import ENCODERS, EncoderCheckpoint, EncoderFiles
+from paceline.checkpoints.model.checkpoint import Checkpoint
+from paceline.checkpoints.model.config import ModelConfig
+from paceline.checkpoints.open import open_checkpoint
 from paceline.core.backend import BackendInfo
 from paceline.core.pooling import EMBED
 from paceline.errors import ConfigError

@@ -9,8 +9,8 @@ from paceline.backends.formats import Formats
 from paceline.backends.native import OWN_BITS
 from paceline.backends.native.packed import PackedCopies, fingerprint
 from paceline.backends.steps import ModelLoader
-from paceline.checkpoints.base import Checkpoint
-from paceline.checkpoints.pooling import PoolingFiles
+from paceline.checkpoints.heads.pooling import PoolingFiles
+from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.errors import ConfigError
 
 __all__ = ["choose_copies", "choose_loader", "torch_dtype"]
@@ -33,7 +33,7 @@ def choose_copies(path: Path, formats: Formats, max_bytes: int | None) -> Packed
             f"--packed-cache changes nothing with {formats.compute} compute, which packs no weights"
         )
     # imported here: it can fetch models, with all the modules that this takes
-    from paceline.checkpoints.resolve import default_cache_dir
+    from paceline.checkpoints.hub.resolve import default_cache_dir
 
     return PackedCopies(default_cache_dir() / "packed", max_bytes, fingerprint(path))
 

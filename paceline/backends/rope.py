@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.checkpoints.config import ModelConfig, RopeConfig
+from paceline.checkpoints.model.config import ModelConfig, RopeConfig
 
 __all__ = ["inverse_frequencies", "longest_sequence", "rotary_tables"]
 

@@ -16,12 +16,13 @@ from paceline.backends.machine import multiplies_bfloat16
 from paceline.backends.native import packed_bytes
 from paceline.backends.native.step import native_block_bytes, native_step_bytes, native_window
 from paceline.backends.rope import longest_sequence
-from paceline.checkpoints.base import Checkpoint, open_checkpoint
-from paceline.checkpoints.config import ModelConfig
-from paceline.checkpoints.encoder import ENCODERS
-from paceline.checkpoints.gguf import GGUFCheckpoint
-from paceline.checkpoints.gguf_parts import read_gguf_parts
-from paceline.checkpoints.pooling import find_pooling
+from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from paceline.checkpoints.gguf.shards import read_gguf_parts
+from paceline.checkpoints.heads.pooling import find_pooling
+from paceline.checkpoints.hf.encoder import ENCODERS
+from paceline.checkpoints.model.checkpoint import Checkpoint
+from paceline.checkpoints.model.config import ModelConfig
+from paceline.checkpoints.open import open_checkpoint
 from paceline.errors import ConfigError
 
 __all__ = ["ServedMemory", "served_memory", "weight_bytes"]

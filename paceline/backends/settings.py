@@ -48,7 +48,7 @@ class BackendSettings:
     # prompt + output tokens of one request; None: as long as the model and the KV cache allow
     max_model_len: int | None = None
     # purpose of the model: "auto" by its files, "generate", or "pooling", and then the task where
-    # the files do not name it: "embed" or "classify"; see ``checkpoints.pooling``
+    # the files do not name it: "embed" or "classify"; see ``checkpoints.heads.pooling``
     runner: str = "auto"
     convert: str = "auto"
     # sizes that embeddings may be cut to, where the files name none; (): by the files alone

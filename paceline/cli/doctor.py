@@ -183,10 +183,10 @@ def _memory() -> Finding:
 def _model(name: str) -> Finding:
     from paceline.backends.formats import choose_formats
     from paceline.backends.machine import available_memory
-    from paceline.checkpoints.aliases import ALIASES
-    from paceline.checkpoints.base import open_checkpoint
-    from paceline.checkpoints.gguf_parts import gguf_files
-    from paceline.checkpoints.resolve import default_cache_dir, find_local, resolve_model
+    from paceline.checkpoints.gguf.shards import gguf_files
+    from paceline.checkpoints.hub.aliases import ALIASES
+    from paceline.checkpoints.hub.resolve import default_cache_dir, find_local, resolve_model
+    from paceline.checkpoints.open import open_checkpoint
 
     if name in ALIASES and find_local(name, default_cache_dir()) is None:
         return Finding("model", "note", f"{name} is not here yet: paceline pull {name}")
@@ -213,7 +213,7 @@ def _model(name: str) -> Finding:
 
 
 def _folders() -> Finding:
-    from paceline.checkpoints.resolve import default_cache_dir
+    from paceline.checkpoints.hub.resolve import default_cache_dir
 
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     parts = []

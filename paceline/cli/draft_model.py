@@ -42,7 +42,7 @@ def draft_of(config: Mapping[str, Any] | None, model_path: str | None) -> tuple[
             raise ConfigError(f"speculative_config: {key} must be a name, got {value!r}")
     if name == _SELF and config.get("method") != _HEAD:
         return (model_path, quantization) if model_path is not None else None
-    from paceline.checkpoints.resolve import resolve_model
+    from paceline.checkpoints.hub.resolve import resolve_model
 
     path = str(resolve_model(name).path)
     if _is_head(config, Path(path)):
@@ -54,7 +54,7 @@ def draft_of(config: Mapping[str, Any] | None, model_path: str | None) -> tuple[
 
 def _is_head(config: Mapping[str, Any], path: Path) -> bool:
     """Whether it is a head. Raises ConfigError where a head is named as a model or vice versa."""
-    from paceline.checkpoints.eagle3 import is_eagle3
+    from paceline.checkpoints.heads.eagle3 import is_eagle3
 
     method, is_head = config.get("method"), is_eagle3(path)
     if is_head and method not in (_HEAD, "auto"):

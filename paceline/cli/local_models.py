@@ -33,8 +33,8 @@ class LocalModel:
 
 def local_models() -> Iterator[LocalModel]:
     """Yield aliases, then hub models. Models in folders of the user's own are not known here."""
-    from paceline.checkpoints.aliases import ALIASES
-    from paceline.checkpoints.resolve import default_cache_dir, find_local
+    from paceline.checkpoints.hub.aliases import ALIASES
+    from paceline.checkpoints.hub.resolve import default_cache_dir, find_local
 
     for name in ALIASES:
         path = find_local(name, default_cache_dir())

@@ -258,7 +258,7 @@ def resolve_path(model: str, *, refresh: bool = False) -> tuple[str, str]:
 
     Raises CheckpointError or UnknownModelError that says what to do next.
     """
-    from paceline.checkpoints.resolve import resolve_model
+    from paceline.checkpoints.hub.resolve import resolve_model
     from paceline.cli.progress import download_progress
 
     with download_progress() as progress:

@@ -167,7 +167,7 @@ def _draft(args: argparse.Namespace) -> tuple[ServedMemory, bool] | None:
     """Return the memory of the model that guesses for the served one, and whether it is the served
     one in fewer bits, whose KV cache is a copy; None: none is named."""
     from paceline.backends.served import served_memory
-    from paceline.checkpoints.eagle3 import is_eagle3
+    from paceline.checkpoints.heads.eagle3 import is_eagle3
     from paceline.cli.draft_model import draft_of, drafts_by_mtp
 
     config = args.speculative_config

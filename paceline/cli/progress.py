@@ -12,8 +12,8 @@ __all__ = ["download_progress"]
 
 @contextmanager
 def download_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a ``checkpoints.pull.Progress`` that draws one bar per stage on a terminal, and prints
-    each stage's name once elsewhere. Draws nothing when it is never called."""
+    """Yield a ``checkpoints.hub.pip_models.Progress`` that draws one bar per stage on a terminal,
+    and prints each stage's name once elsewhere. Draws nothing when it is never called."""
     bar: Any = None
     stage_shown = ""
 

@@ -53,11 +53,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list() -> int:
-    from paceline.checkpoints.aliases import ALIASES
-    from paceline.checkpoints.catalogue import catalogue
-    from paceline.checkpoints.hub_cache import HubCache
-    from paceline.checkpoints.hub_names import parse_hub_name
-    from paceline.checkpoints.resolve import find_local
+    from paceline.checkpoints.hub.aliases import ALIASES
+    from paceline.checkpoints.hub.cache import HubCache
+    from paceline.checkpoints.hub.catalogue import catalogue
+    from paceline.checkpoints.hub.names import parse_hub_name
+    from paceline.checkpoints.hub.resolve import find_local
 
     rows = [("NAME", "MODEL", "SIZE", "LICENCE", "TRIED", "HERE", "SOURCE")]
     for alias in ALIASES.values():

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.checkpoints.aliases import ALIASES
+from paceline.checkpoints.hub.aliases import ALIASES
 from paceline.cli.draft_model import draft_of, drafts_by_mtp
 from paceline.cli.plugins import load_policy
 from paceline.cli.settings import EngineSettings
@@ -156,7 +156,7 @@ def idle_blocks(settings: EngineSettings, info: BackendInfo) -> int | None:
     """Return the KV blocks that unused cached prefixes may keep: ``prefix_cache_bytes``, or, where
     memory is taken as it is used, the size of the model's files, at least 256 MiB. So a server
     takes a small multiple of its model, not all that the pool may grow to. None: any number."""
-    from paceline.checkpoints.gguf_parts import gguf_files
+    from paceline.checkpoints.gguf.shards import gguf_files
 
     size = settings.prefix_cache_bytes
     if size is None:
@@ -285,7 +285,7 @@ def default_sampling(settings: EngineSettings) -> dict[str, float]:
     if not Path(settings.model_path).is_dir():
         alias = ALIASES.get(settings.model_name)
         return {} if alias is None else dict(alias.sampling)
-    from paceline.checkpoints.json_file import read_json_object
+    from paceline.checkpoints.model.json_file import read_json_object
     from paceline.server.config import sampling_defaults
 
     found = read_json_object(Path(settings.model_path) / "generation_config.json")

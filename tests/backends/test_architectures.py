@@ -18,7 +18,8 @@ from paceline.backends.native.step import NativeLoader
 from paceline.backends.steps import AttentionBatch, ModelLoader
 from paceline.backends.torch.load import TorchLoader
 from paceline.checkpoints.architectures import granite
-from paceline.checkpoints.base import Checkpoint, open_checkpoint
+from paceline.checkpoints.model.checkpoint import Checkpoint
+from paceline.checkpoints.open import open_checkpoint
 from paceline.errors import ConfigError
 from tests.backends.conftest import load
 from tests.backends.gguf_files import FILES, write_gguf

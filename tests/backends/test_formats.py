@@ -15,7 +15,7 @@ from paceline.backends.native import library, unavailable_reason, variants
 from paceline.backends.native.pieces import traits
 from paceline.backends.native.step import NativeStep
 from paceline.backends.worker import WorkerBackend
-from paceline.checkpoints.config import ModelConfig
+from paceline.checkpoints.model.config import ModelConfig
 from paceline.errors import ConfigError
 from tests.backends.conftest import load
 from tests.backends.native.reference import tiny_config

@@ -11,7 +11,7 @@ from paceline.backends import levels
 from paceline.backends.levels import NEAR, PATH, Measured, fastest, measured, parse, preferred
 from paceline.backends.native import DTYPES, KV_DTYPES, unavailable_reason
 from paceline.backends.native.pieces import variants_for
-from paceline.checkpoints.stored import stored_bits
+from paceline.checkpoints.gguf.stored import stored_bits
 
 
 def pair(weights: str, cost: float, kl: float = 0.001) -> Measured:

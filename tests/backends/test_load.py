@@ -21,9 +21,10 @@ from paceline.backends.torch.attention import block_bytes
 from paceline.backends.torch.linear import DenseLinear, Linear, PackedLinear, make_linear
 from paceline.backends.torch.weights import load_weights
 from paceline.backends.worker import WorkerBackend
-from paceline.checkpoints.base import Checkpoint, open_checkpoint
-from paceline.checkpoints.config import ModelConfig
-from paceline.checkpoints.gguf import GGUFCheckpoint
+from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from paceline.checkpoints.model.checkpoint import Checkpoint
+from paceline.checkpoints.model.config import ModelConfig
+from paceline.checkpoints.open import open_checkpoint
 from paceline.core.backend import ModelBackend
 from paceline.errors import CheckpointError, ConfigError
 from tests.backends.conftest import load

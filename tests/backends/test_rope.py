@@ -10,7 +10,7 @@ import torch
 
 from paceline.backends import rope
 from paceline.backends.rope import inverse_frequencies, longest_sequence, rotary_tables
-from paceline.checkpoints.config import ModelConfig, RopeConfig
+from paceline.checkpoints.model.config import ModelConfig, RopeConfig
 from paceline.errors import CheckpointError
 
 

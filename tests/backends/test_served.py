@@ -23,7 +23,8 @@ from paceline.backends.rope import rotary_tables
 from paceline.backends.served import served_memory
 from paceline.backends.torch.attention import block_bytes
 from paceline.backends.torch.machine import choose_dtype, dtype_name
-from paceline.checkpoints.base import Checkpoint, open_checkpoint
+from paceline.checkpoints.model.checkpoint import Checkpoint
+from paceline.checkpoints.open import open_checkpoint
 from paceline.core.pooling import PoolingInfo
 from paceline.errors import ConfigError
 from tests.backends.conftest import load

@@ -18,7 +18,7 @@ from paceline.backends.settings import BackendSettings
 from paceline.backends.steps import ModelLoader
 from paceline.backends.windows import choose_windows
 from paceline.backends.worker import WorkerBackend
-from paceline.checkpoints.base import open_checkpoint
+from paceline.checkpoints.open import open_checkpoint
 from paceline.core.outputs import BlockSwap, RequestUpdate, WindowBlock
 from paceline.core.request import Request
 from paceline.errors import ConfigError

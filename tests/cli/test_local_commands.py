@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoints import resolve
-from paceline.checkpoints.pull import cached_path
+from paceline.checkpoints.hub import resolve
+from paceline.checkpoints.hub.pip_models import cached_path
 from paceline.cli.main import build_parser, main
 from paceline.cli.options import chosen_model
 from paceline.cli.ps import servers

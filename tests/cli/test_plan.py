@@ -12,7 +12,7 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from paceline.backends.served import served_memory
-from paceline.checkpoints.gguf_format import read_gguf
+from paceline.checkpoints.gguf.container import read_gguf
 from paceline.cli.main import main
 from paceline.cli.plugins import GROUP
 from paceline.core.policies import POLICIES

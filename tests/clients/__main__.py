@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.common.processes import Unavailable
 from benchmarks.common.setup import make_venv, run_step
-from paceline.checkpoints.resolve import default_cache_dir
+from paceline.checkpoints.hub.resolve import default_cache_dir
 from tests.cli.servers import start_server
 from tests.clients.page import run_example
 from tests.clients.report import CAPABILITIES, Outcome, failures, table

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from paceline.checkpoints.resolve import default_cache_dir
+from paceline.checkpoints.hub.resolve import default_cache_dir
 from paceline.cli.batch_options import batch_config
 from paceline.cli.main import build_parser
 from paceline.gateway.config import read_config

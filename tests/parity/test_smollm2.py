@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from paceline.checkpoints.gguf import GGUFCheckpoint
+from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from paceline.core.backend import ModelBackend
 from paceline.engine.text.tokenizer import load_tokenizer
 from tests.driving import Driver, make_request

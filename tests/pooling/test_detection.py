@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.checkpoints.gguf import GGUFCheckpoint
-from paceline.checkpoints.pooling import find_pooling
+from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from paceline.checkpoints.heads.pooling import find_pooling
 from paceline.cli.serve import ready_line
 from paceline.cli.settings import EngineSettings
 from paceline.cli.wiring import build_core

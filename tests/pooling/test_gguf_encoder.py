@@ -12,8 +12,8 @@ from gguf import GGMLQuantizationType as Q
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from paceline.checkpoints.gguf_encoder import GGUFEncoder
-from paceline.checkpoints.gguf_parts import read_gguf_parts
+from paceline.checkpoints.gguf.encoder import GGUFEncoder
+from paceline.checkpoints.gguf.shards import read_gguf_parts
 from paceline.cli.settings import EngineSettings
 from paceline.cli.wiring import build_core
 from paceline.engine.text.tokenizer import load_tokenizer

@@ -22,8 +22,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from paceline.checkpoints.aliases import Alias
-from paceline.checkpoints.pull import pull
+from paceline.checkpoints.hub.aliases import Alias
+from paceline.checkpoints.hub.pip_models import pull
 from paceline.gateway.ledger import Ledger
 from paceline.gateway.money import Used
 from paceline.server.batches.store import BatchStore
@@ -42,8 +42,8 @@ SIMULATION = (
 # those that are explained
 PLACES = {
     "files.py": "the functions that the others use",
-    "checkpoints/pull.py": "",
-    "checkpoints/hub_cache.py": "models of the hub, in a cache that other programs read too",
+    "checkpoints/hub/pip_models.py": "",
+    "checkpoints/hub/cache.py": "models of the hub, in a cache that other programs read too",
     "cli/batch_files.py": "",
     "engine/recorder.py": "",
     "gateway/ledger.py": "",

@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import Final
 
 from paceline.backends.native.tensors import BLOCKS, KEPT, KINDS, OWN_BITS, PACKED, ROUTER, locate
-from paceline.checkpoints.base import Checkpoint
+from paceline.checkpoints.model.checkpoint import Checkpoint
 
 __all__ = ["Kinds", "choose_kinds", "packed_bytes"]
 

@@ -14,7 +14,7 @@ from paceline.backends.machine import choose_threads
 from paceline.backends.native.library import ABI, Config, Owner, Step, check, digest, library
 from paceline.backends.native.packed import PackedCopies
 from paceline.backends.native.tensors import TYPES, RawTensor, Tensor, locate
-from paceline.checkpoints.config import ModelConfig
+from paceline.checkpoints.model.config import ModelConfig
 from paceline.errors import ConfigError
 
 __all__ = ["CHOICES", "DTYPES", "KV_DTYPES", "SECTIONS", "NativeModel", "unsupported_reason"]

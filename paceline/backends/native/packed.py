@@ -28,7 +28,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Final
 
-from paceline.checkpoints.gguf_parts import gguf_files
+from paceline.checkpoints.gguf.shards import gguf_files
 
 __all__ = ["PackedCopies", "fingerprint"]
 

@@ -21,8 +21,8 @@ from paceline.backends.native.sampling import NativeSampler, token_logprobs
 from paceline.backends.native.tensors import OWN_BITS, Tensor, checkpoint_tensors
 from paceline.backends.rope import rotary_tables
 from paceline.backends.steps import AttentionBatch, LoadedModel
-from paceline.checkpoints.base import Checkpoint
-from paceline.checkpoints.config import ModelConfig
+from paceline.checkpoints.model.checkpoint import Checkpoint
+from paceline.checkpoints.model.config import ModelConfig
 from paceline.core.outputs import BlockSwap, WindowBlock
 from paceline.errors import ConfigError
 

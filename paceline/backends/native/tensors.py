@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.checkpoints.base import Checkpoint
-from paceline.checkpoints.hf import HFCheckpoint
+from paceline.checkpoints.hf.checkpoint import HFCheckpoint
+from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.errors import CheckpointError
 
 __all__ = [

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Final
 
 from paceline.backends.pooling.head import Dense, PoolingHead
-from paceline.checkpoints.base import Checkpoint
-from paceline.checkpoints.encoder import EncoderCheckpoint, EncoderFiles
-from paceline.checkpoints.hf import HFCheckpoint, read_entries
-from paceline.checkpoints.json_file import read_json_object
-from paceline.checkpoints.pooling import PoolingFiles, score_token_ids
-from paceline.checkpoints.safetensors_format import values_of
+from paceline.checkpoints.heads.pooling import PoolingFiles, score_token_ids
+from paceline.checkpoints.hf.checkpoint import HFCheckpoint, read_entries
+from paceline.checkpoints.hf.encoder import EncoderCheckpoint, EncoderFiles
+from paceline.checkpoints.model.checkpoint import Checkpoint
+from paceline.checkpoints.model.json_file import read_json_object
+from paceline.checkpoints.weights.safetensors import values_of
 from paceline.core.pooling import EMBED, PoolingInfo
 from paceline.errors import CheckpointError, ConfigError
 

@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.backends.steps import AttentionBatch
-from paceline.checkpoints.config import ModelConfig
+from paceline.checkpoints.model.config import ModelConfig
 from paceline.core.outputs import BlockSwap, WindowBlock
 
 __all__ = ["AttentionBackend", "TorchAttention", "block_bytes"]

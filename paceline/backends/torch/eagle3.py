@@ -20,7 +20,7 @@ from paceline.backends.torch.linear import Linear, make_linear
 from paceline.backends.torch.mlp import DenseMLP
 from paceline.backends.torch.model import RMSNorm
 from paceline.backends.torch.rope import RotaryTable
-from paceline.checkpoints.eagle3 import LAYER, Eagle3Head
+from paceline.checkpoints.heads.eagle3 import LAYER, Eagle3Head
 
 __all__ = ["Eagle3Step"]
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from paceline.backends.steps import AttentionBatch
 from paceline.backends.torch.attention import TorchAttention
-from paceline.checkpoints.config import ModelConfig
+from paceline.checkpoints.model.config import ModelConfig
 
 __all__ = ["HeadSettings", "TorchHead"]
 

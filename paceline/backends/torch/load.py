@@ -19,7 +19,7 @@ from paceline.backends.torch.rope import RotaryTable
 from paceline.backends.torch.sampler import token_logprobs
 from paceline.backends.torch.step import TorchSampler, TorchStep
 from paceline.backends.torch.weights import load_weights
-from paceline.checkpoints.base import Checkpoint
+from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.core.outputs import BlockSwap
 
 __all__ = ["TorchLoader"]

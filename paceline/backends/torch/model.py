@@ -18,7 +18,7 @@ from paceline.backends.torch.attention import AttentionBackend
 from paceline.backends.torch.linear import Linear
 from paceline.backends.torch.mlp import MLP
 from paceline.backends.torch.rope import RotaryTable
-from paceline.checkpoints.config import ModelConfig
+from paceline.checkpoints.model.config import ModelConfig
 
 # number of candidates with exact logits; others are too far behind to win by rounding
 _NUM_EXACT = 8

@@ -33,7 +33,7 @@ from paceline.backends.torch.linear import Linear
 from paceline.backends.torch.model import Decoder, DecoderWeights, RMSNorm
 from paceline.backends.torch.rope import RotaryTable
 from paceline.backends.torch.weights import TensorReader
-from paceline.checkpoints.mtp import MTPLayers
+from paceline.checkpoints.heads.mtp import MTPLayers
 
 __all__ = ["MTPStep", "mtp_block_bytes"]
 

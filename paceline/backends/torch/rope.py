@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from paceline.backends.rope import rotary_tables
-from paceline.checkpoints.config import ModelConfig, RopeConfig
+from paceline.checkpoints.model.config import ModelConfig, RopeConfig
 
 __all__ = ["RotaryTable"]
 

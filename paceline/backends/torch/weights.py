@@ -19,16 +19,16 @@ from safetensors import SafetensorError, safe_open
 from paceline.backends.torch.linear import Linear, make_linear
 from paceline.backends.torch.mlp import MLP, DenseMLP, SparseMLP
 from paceline.backends.torch.model import DecoderWeights, LayerWeights, RMSNorm
-from paceline.checkpoints.config import ModelConfig
-from paceline.checkpoints.hf import HFCheckpoint
-from paceline.checkpoints.shapes import expected_shapes, row_order
+from paceline.checkpoints.hf.checkpoint import HFCheckpoint
+from paceline.checkpoints.model.config import ModelConfig
+from paceline.checkpoints.model.shapes import expected_shapes, row_order
 from paceline.errors import CheckpointError
 
 __all__ = ["TensorReader", "TensorSource", "load_weights"]
 
 
 class TensorSource(Protocol):
-    """The parts of ``checkpoints.base.Checkpoint`` that are needed here."""
+    """The parts of ``checkpoints.model.checkpoint.Checkpoint`` that are needed here."""
 
     @property
     def path(self) -> Path: ...

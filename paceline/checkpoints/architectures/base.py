@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from paceline.checkpoints.hf_fields import Fields
-from paceline.checkpoints.stacked import Stored
+from paceline.checkpoints.model.fields import Fields
+from paceline.checkpoints.weights.stacked_experts import Stored
 
 __all__ = ["Architecture", "GGUFFields"]
 

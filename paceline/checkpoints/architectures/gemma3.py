@@ -13,8 +13,8 @@ from paceline.checkpoints.architectures.gemma2 import (
     gemma_gguf_knobs,
     gemma_knobs,
 )
-from paceline.checkpoints.config import RopeConfig
-from paceline.checkpoints.hf_fields import Fields
+from paceline.checkpoints.model.config import RopeConfig
+from paceline.checkpoints.model.fields import Fields
 from paceline.errors import CheckpointError
 
 __all__ = ["ARCHITECTURE"]

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.checkpoints.architectures.base import Architecture, GGUFFields
-from paceline.checkpoints.config import RopeConfig
-from paceline.checkpoints.hf_fields import Fields
-from paceline.checkpoints.stacked import unstacked
+from paceline.checkpoints.model.config import RopeConfig
+from paceline.checkpoints.model.fields import Fields
+from paceline.checkpoints.weights.stacked_experts import unstacked
 from paceline.errors import CheckpointError
 
 __all__ = ["ARCHITECTURE"]

@@ -1,4 +1,4 @@
-"""MiMo: Qwen2 with MTP layers, which ``checkpoints.mtp`` reads."""
+"""MiMo: Qwen2 with MTP layers, which ``checkpoints.heads.mtp`` reads."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any, Final
 
-from paceline.checkpoints.gguf_tokenizer import CONTROL, USER_DEFINED
+from paceline.checkpoints.gguf.tokenizer import CONTROL, USER_DEFINED
 from paceline.errors import InvalidRequestError, RequestFailedError
 
 __all__ = ["end_texts", "harmony_ends", "has_marks", "kinds_of", "turn_end"]

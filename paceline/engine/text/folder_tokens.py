@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Tokenizer
 
-from paceline.checkpoints.json_file import read_json_object
-from paceline.checkpoints.special_ids import warn_once
+from paceline.checkpoints.model.json_file import read_json_object
+from paceline.checkpoints.model.special_ids import warn_once
 from paceline.errors import CheckpointError
 
 __all__ = ["NAMED_TOKENS", "add_tokens_of_folder", "token_text"]

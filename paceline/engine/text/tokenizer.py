@@ -16,12 +16,12 @@ from typing import Any, Final
 
 from tokenizers import Encoding, Tokenizer
 
-from paceline.checkpoints.gguf_format import read_gguf
-from paceline.checkpoints.gguf_parts import gguf_files
-from paceline.checkpoints.gguf_tokenizer import build_tokenizer, tokens_of, twins_of
-from paceline.checkpoints.hf_fields import token_ids
-from paceline.checkpoints.json_file import read_json_object
-from paceline.checkpoints.special_ids import gguf_special_id
+from paceline.checkpoints.gguf.container import read_gguf
+from paceline.checkpoints.gguf.shards import gguf_files
+from paceline.checkpoints.gguf.tokenizer import build_tokenizer, tokens_of, twins_of
+from paceline.checkpoints.model.fields import token_ids
+from paceline.checkpoints.model.json_file import read_json_object
+from paceline.checkpoints.model.special_ids import gguf_special_id
 from paceline.engine.text.chat_template import ChatTemplate
 from paceline.engine.text.end_of_turn import end_texts, harmony_ends, has_marks, kinds_of, turn_end
 from paceline.engine.text.folder_tokens import NAMED_TOKENS, add_tokens_of_folder, token_text

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.checkpoints.base import open_checkpoint
-from paceline.checkpoints.gguf_parts import read_gguf_parts
+from paceline.checkpoints.gguf.shards import read_gguf_parts
+from paceline.checkpoints.open import open_checkpoint
 from paceline.errors import ConfigError
 from paceline.sim.step_times.models import ModelShape, known_models
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from paceline.backends.native import NativeModel, unavailable_reason, variants
 from paceline.backends.native.pieces import cache_bytes
-from paceline.checkpoints.config import ModelConfig
+from paceline.checkpoints.model.config import ModelConfig
 from tests.backends.native.reference import random_weights, rope_tables, tiny_config
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))

@@ -23,7 +23,7 @@ from paceline.backends.native import (
 from paceline.backends.native.pieces import PackedMatrix
 from paceline.backends.native.tensors import BLOCKS, PACKED
 from paceline.backends.rope import rotary_tables
-from paceline.checkpoints.gguf import GGUFCheckpoint
+from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from paceline.errors import ConfigError
 from tests.checkpoints.builders import llama_metadata
 

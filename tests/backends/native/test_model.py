@@ -19,7 +19,7 @@ from paceline.backends.native import (
 )
 from paceline.backends.native.pieces import cache_bytes
 from paceline.backends.native.sampling import token_logprobs
-from paceline.checkpoints.config import ModelConfig
+from paceline.checkpoints.model.config import ModelConfig
 from paceline.errors import CheckpointError, ConfigError
 from tests.backends.native.reference import (
     Weights,

@@ -138,7 +138,7 @@ def test_the_floor_of_a_row_by_hand() -> None:
 def test_the_hugging_face_folder_holds_the_same_model(smollm2_path: Path, tmp_path: Path) -> None:
     import numpy as np
 
-    from paceline.checkpoints.base import open_checkpoint
+    from paceline.checkpoints.open import open_checkpoint
     from paceline.engine.text.tokenizer import load_tokenizer
 
     folder = tmp_path / "models" / "hf"

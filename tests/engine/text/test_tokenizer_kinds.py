@@ -16,7 +16,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, models, pre_tokenizers, processors, trainers
 
-from paceline.checkpoints.gguf_tokenizer import SUPPORTED_PRE_TOKENIZERS, build_tokenizer
+from paceline.checkpoints.gguf.tokenizer import SUPPORTED_PRE_TOKENIZERS, build_tokenizer
 from paceline.engine.text.chat_template import ChatTemplate
 from paceline.engine.text.detokenizer import IncrementalDetokenizer
 from paceline.engine.text.template_sandbox import RendersHere
