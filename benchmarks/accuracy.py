@@ -44,8 +44,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.formats import Formats, choose_formats
-from paceline.backends.machine import choose_threads
+from paceline.backends.loading.formats import Formats, choose_formats
+from paceline.backends.machine.cpu import choose_threads
 from paceline.backends.native import (
     OWN_BITS,
     NativeModel,
@@ -54,7 +54,7 @@ from paceline.backends.native import (
     unavailable_reason,
     variants,
 )
-from paceline.backends.rope import rotary_tables
+from paceline.backends.runner.rope import rotary_tables
 from paceline.bench.machine import machine
 from paceline.checkpoints.hub.resolve import find_local
 from paceline.checkpoints.open import open_checkpoint

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.schemas import GRAMMARS, LEVELS, PATTERNS, matches_schema, schema
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.core.grammar import Grammar
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.llm import LLM

@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks import kernels
 from paceline.backends.native import NativeModel
-from paceline.backends.native.pieces import PackedMatrix, peak_rate, products_seconds
+from paceline.backends.native.single_kernels import PackedMatrix, peak_rate, products_seconds
 from paceline.bench.machine import machine
 
 __all__ = ["Times", "main", "take_turns"]

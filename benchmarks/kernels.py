@@ -46,16 +46,16 @@ from typing import Any
 
 import numpy as np
 
-from paceline.backends.machine import choose_threads
+from paceline.backends.machine.cpu import choose_threads
 from paceline.backends.native import NativeModel, unavailable_reason, variants
-from paceline.backends.native.pieces import (
+from paceline.backends.native.sampling import NativeSampler
+from paceline.backends.native.single_kernels import (
     PackedMatrix,
     peak_rate,
     products_seconds,
     read_bandwidth,
 )
-from paceline.backends.native.sampling import NativeSampler
-from paceline.backends.sampling import PreparedSampling, SampleRow
+from paceline.backends.runner.sampling import PreparedSampling, SampleRow
 from paceline.bench.machine import machine
 from paceline.checkpoints.model.checkpoint import expected_shapes
 from paceline.checkpoints.model.config import ModelConfig, RopeConfig

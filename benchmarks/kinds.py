@@ -33,7 +33,7 @@ from benchmarks.accuracy import MODEL, WINDOW, judge, show, text_windows
 from benchmarks.common.processes import Unavailable
 from benchmarks.common.setup import Places, run_step
 from benchmarks.peers.llama_cpp import LlamaCpp
-from paceline.backends.machine import choose_threads
+from paceline.backends.machine.cpu import choose_threads
 from paceline.backends.native import choose_kinds, unavailable_reason, variants
 from paceline.bench.machine import machine
 from paceline.checkpoints.hub.resolve import default_cache_dir, find_local

@@ -16,10 +16,10 @@ reference, and passes. ``--levels LEVEL ...`` chooses levels, all by default, an
 The portable level is timed on a fifth of the model and is not judged by itself: it rounds where the
 next better level does, and gets that level's verdicts.
 
-``--write`` updates the measured figures in ``paceline/backends/levels.json``, by which ``auto``
-chooses (``paceline/backends/formats.py``), level by level; the rest stays as it is, levels of other
-machines too. Nothing else writes a figure or a verdict there. The last line is JSON. QUICK=1 takes
-fewer turns.
+``--write`` updates the measured figures in ``paceline/backends/loading/levels.json``, by which
+``auto`` chooses (``paceline/backends/loading/formats.py``), level by level; the rest stays as it
+is, levels of other machines too. Nothing else writes a figure or a verdict there. The last line is
+JSON. QUICK=1 takes fewer turns.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from numpy.typing import NDArray
 
 from benchmarks.accuracy import usual_levels
 from benchmarks.kernels import BLOCK, CONFIG
-from paceline.backends.levels import PATH, fastest, parse
-from paceline.backends.machine import choose_threads
+from paceline.backends.loading.levels import PATH, fastest, parse
+from paceline.backends.machine.cpu import choose_threads
 from paceline.backends.native import NativeModel, unavailable_reason, variants
 from paceline.bench.machine import machine
 from paceline.checkpoints.model.checkpoint import expected_shapes

@@ -45,7 +45,7 @@ from benchmarks.peers.process import Worker
 from benchmarks.peers.rows import make_job, parse_row
 from benchmarks.sizes import SHAPES, Shape, begin_file, end_file
 from benchmarks.startup import MODEL, starting
-from paceline.backends.served import served_memory
+from paceline.backends.loading.memory_estimate import served_memory
 from paceline.bench.machine import machine
 from paceline.checkpoints.hub.resolve import resolve_model
 

@@ -138,7 +138,7 @@ async def _serve(on_ready: Callable[[], None]) -> int:
 
 def _engine() -> int:
     """Run the engine's half."""
-    from paceline.backends.null import NullBackend
+    from paceline.backends.reference.null import NullBackend
     from paceline.engine.core import EngineCore
     from paceline.engine.process.loop import engine_info
     from paceline.engine.process.process import engine_main

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from paceline.backends.null import NullBackend, expected_tokens
+from paceline.backends.reference.null import NullBackend, expected_tokens
 from paceline.bench.machine import machine
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.policies import FcfsPolicy, PolicyContext

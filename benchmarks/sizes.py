@@ -52,7 +52,7 @@ from benchmarks.peers.process import Worker
 from benchmarks.peers.report import OURS, offline_table
 from benchmarks.peers.rows import make_job, parse_row
 from paceline.backends.native import variants
-from paceline.backends.native.pieces import read_bandwidth
+from paceline.backends.native.single_kernels import read_bandwidth
 from paceline.bench.machine import machine
 from paceline.checkpoints.hub.resolve import default_cache_dir
 

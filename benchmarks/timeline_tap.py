@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.bench.machine import machine
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput, StepResult

@@ -241,7 +241,7 @@ def serve_page() -> int:
     """Run the page's server: a feed that gets the messages of a busy engine's process."""
     import uvloop
 
-    from paceline.backends.null import NullBackend
+    from paceline.backends.reference.null import NullBackend
     from paceline.engine.testing import null_client
     from paceline.server import ServerConfig, serve
 

@@ -46,7 +46,7 @@ def machine(cpus: tuple[int, ...] | None = None) -> dict[str, Any]:
     ``level``, ``clock_ghz`` and ``read_gb_s`` are None without the native library.
     """
     from paceline.backends.native import unavailable_reason, variants
-    from paceline.backends.native.pieces import clock_hz, read_bandwidth
+    from paceline.backends.native.single_kernels import clock_hz, read_bandwidth
 
     load = round(os.getloadavg()[0], 2)
     threads = len(os.sched_getaffinity(0) if cpus is None else cpus)

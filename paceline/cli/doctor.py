@@ -127,7 +127,7 @@ def _versions() -> Finding:
 
 
 def _processor() -> Finding:
-    from paceline.backends.placement import choose_placement
+    from paceline.backends.machine.placement import choose_placement
 
     place, cores = choose_placement(None), os.cpu_count() or 1
     load = os.getloadavg()[0]
@@ -162,7 +162,7 @@ def _torch() -> Finding:
 
 
 def _gpu() -> Finding:
-    from paceline.backends.machine import may_have_cuda
+    from paceline.backends.machine.cpu import may_have_cuda
 
     if may_have_cuda():
         return Finding("gpu", "ok", "there are signs of one; --device cuda asks PyTorch for it")
@@ -170,7 +170,7 @@ def _gpu() -> Finding:
 
 
 def _memory() -> Finding:
-    from paceline.backends.machine import CPU_SHARE, available_memory
+    from paceline.backends.machine.cpu import CPU_SHARE, available_memory
 
     free = available_memory()
     pool = int(free * CPU_SHARE)
@@ -181,8 +181,8 @@ def _memory() -> Finding:
 
 
 def _model(name: str) -> Finding:
-    from paceline.backends.formats import choose_formats
-    from paceline.backends.machine import available_memory
+    from paceline.backends.loading.formats import choose_formats
+    from paceline.backends.machine.cpu import available_memory
     from paceline.checkpoints.gguf.shards import gguf_files
     from paceline.checkpoints.hub.aliases import ALIASES
     from paceline.checkpoints.hub.resolve import default_cache_dir, find_local, resolve_model

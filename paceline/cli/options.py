@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from paceline.backends.topology import format_list, parse_list
+from paceline.backends.machine.topology import format_list, parse_list
 from paceline.cli.arguments import bounded_float, bounded_int, byte_count, size_list
 from paceline.cli.scheduling_options import (
     ADMISSION,

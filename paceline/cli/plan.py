@@ -15,7 +15,7 @@ from paceline.errors import ConfigError
 from paceline.speculation.settings import SpeculationSettings
 
 if TYPE_CHECKING:
-    from paceline.backends.served import ServedMemory
+    from paceline.backends.loading.memory_estimate import ServedMemory
 
 __all__ = ["add_parser"]
 
@@ -158,7 +158,7 @@ def _served(args: argparse.Namespace) -> ServedMemory | None:
     path = Path(args.model)
     if args.hardware or not path.exists() or (args.weight_dtype and args.kv_dtype):
         return None
-    from paceline.backends.served import served_memory
+    from paceline.backends.loading.memory_estimate import served_memory
 
     return served_memory(path, device=args.device or "auto")
 
@@ -166,7 +166,7 @@ def _served(args: argparse.Namespace) -> ServedMemory | None:
 def _draft(args: argparse.Namespace) -> tuple[ServedMemory, bool] | None:
     """Return the memory of the model that guesses for the served one, and whether it is the served
     one in fewer bits, whose KV cache is a copy; None: none is named."""
-    from paceline.backends.served import served_memory
+    from paceline.backends.loading.memory_estimate import served_memory
     from paceline.checkpoints.heads.eagle3 import is_eagle3
     from paceline.cli.draft_model import draft_of, drafts_by_mtp
 

@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
-from paceline.backends.settings import BackendSettings
+from paceline.backends.loading.settings import BackendSettings
 from paceline.core.config import SchedulerConfig
 from paceline.errors import ConfigError
 from paceline.speculation.settings import SpeculationSettings

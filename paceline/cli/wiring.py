@@ -59,7 +59,7 @@ def build_backend(settings: EngineSettings, *, own_process: bool = False) -> Mod
 
 
 def _null_backend(settings: EngineSettings) -> ModelBackend:
-    from paceline.backends.null import NullBackend
+    from paceline.backends.reference.null import NullBackend
     from paceline.engine.testing import ByteTokenizer
 
     load = settings.load
@@ -98,7 +98,7 @@ def _null_backend(settings: EngineSettings) -> ModelBackend:
 
 
 def _model_backend(settings: EngineSettings, own_process: bool) -> ModelBackend:
-    from paceline.backends.load import load_backend
+    from paceline.backends.loading.load import load_backend
 
     assert settings.model_path is not None  # checked by EngineSettings
     load = settings.load

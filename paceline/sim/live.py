@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
-from paceline.backends.null import NullBackend, expected_tokens
-from paceline.backends.simulated import SimulatedBackend
+from paceline.backends.reference.null import NullBackend, expected_tokens
+from paceline.backends.reference.simulated import SimulatedBackend
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.core.request import Request
 from paceline.core.sampling_params import SamplingParams

@@ -12,10 +12,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.architectures import support_table
+from paceline.backends.loading.architectures import support_table
 from paceline.backends.native import unavailable_reason, variants
 from paceline.backends.native.step import NativeLoader
-from paceline.backends.steps import AttentionBatch, ModelLoader
+from paceline.backends.runner.interface import AttentionBatch, ModelLoader
 from paceline.backends.torch.load import TorchLoader
 from paceline.checkpoints.architectures import granite
 from paceline.checkpoints.model.checkpoint import Checkpoint

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from paceline.backends.native import choose_kinds, unavailable_reason
-from paceline.backends.native.pieces import PackedMatrix
+from paceline.backends.native.single_kernels import PackedMatrix
 from paceline.backends.native.step import NativeLoader
 from paceline.backends.native.tensors import RawTensor, checkpoint_tensors
 from paceline.checkpoints.hf.checkpoint import HFCheckpoint

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.null import NullBackend, expected_tokens
+from paceline.backends.reference.null import NullBackend, expected_tokens
 from paceline.cli.chat import Conversation
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.errors import NeverFitsError, RequestFailedError

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.backends import machine, native
+from paceline.backends import native
+from paceline.backends.machine import cpu
 from paceline.cli import doctor
 from paceline.cli.main import main
 
@@ -55,7 +56,7 @@ def test_kernels(
 def test_faults_are_told_and_end_with_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "available_memory", lambda: 100 << 20)
+    monkeypatch.setattr(cpu, "available_memory", lambda: 100 << 20)
     code, found = findings(capsys, "no/such/place.gguf")
     assert code == 1
     assert found["memory"][0] == "fault" and "100 MiB free" in found["memory"][1]

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import pytest
 
-from paceline.backends.null import expected_tokens
+from paceline.backends.reference.null import expected_tokens
 from paceline.engine.testing import ByteTokenizer
 from tests.cli.conftest import Command, Done
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.backends.settings import BackendSettings
+from paceline.backends.loading.settings import BackendSettings
 from paceline.cli.arguments import Parser, bounded_float, bounded_int, byte_count, weights_by_name
 from paceline.cli.main import build_parser
 from paceline.cli.options import (

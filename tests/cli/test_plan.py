@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType
 
-from paceline.backends.served import served_memory
+from paceline.backends.loading.memory_estimate import served_memory
 from paceline.checkpoints.gguf.container import read_gguf
 from paceline.cli.main import main
 from paceline.cli.plugins import GROUP

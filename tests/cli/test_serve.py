@@ -19,7 +19,7 @@ import httpx
 import msgspec
 import pytest
 
-from paceline.backends.null import expected_tokens
+from paceline.backends.reference.null import expected_tokens
 from paceline.cli.serve import _api_keys, ready_line, successor
 from paceline.cli.settings import EngineSettings
 from paceline.engine.testing import ByteTokenizer

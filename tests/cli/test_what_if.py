@@ -260,7 +260,7 @@ def test_nobody_waits_for_it_at_start() -> None:
     """What simulates and what counts promises is loaded when somebody looks."""
     code = (
         "import sys; from paceline.server import create_app, ServerConfig\n"
-        "from paceline.backends.null import NullBackend\n"
+        "from paceline.backends.reference.null import NullBackend\n"
         "from paceline.engine.testing import null_client\n"
         "create_app(null_client(NullBackend(vocab_size=300)), ServerConfig())\n"
         "late = ('readings', 'ui.promises', 'ui.what_if', 'ui.what_if_job')\n"

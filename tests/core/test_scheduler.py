@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.backends.null import expected_tokens
+from paceline.backends.reference.null import expected_tokens
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.core.request import FinishReason
 from paceline.errors import ConfigError, InvalidRequestError, NeverFitsError

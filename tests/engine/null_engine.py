@@ -14,7 +14,7 @@ from typing import Any
 # started by path, from any working directory
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.engine.core import EngineCore
 from paceline.engine.process.loop import engine_info

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.backends.null import NullBackend
-from paceline.backends.simulated import SimulatedBackend
+from paceline.backends.reference.null import NullBackend
+from paceline.backends.reference.simulated import SimulatedBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
 from paceline.engine.core import EngineCore

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.load import load_backend
-from paceline.backends.null import NullBackend, expected_tokens
-from paceline.backends.settings import BackendSettings
+from paceline.backends.loading.load import load_backend
+from paceline.backends.loading.settings import BackendSettings
+from paceline.backends.reference.null import NullBackend, expected_tokens
 from paceline.core.request import FinishReason
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine import finished_answers

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import ScheduledRow, SchedulerOutput
 from paceline.core.slo import Slo

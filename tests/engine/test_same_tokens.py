@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.backends.load import load_backend
+from paceline.backends.loading.load import load_backend
+from paceline.backends.loading.settings import BackendSettings
 from paceline.backends.native import unavailable_reason
-from paceline.backends.settings import BackendSettings
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.llm import LLM
 from paceline.engine.testing import ByteTokenizer, null_core

@@ -41,7 +41,7 @@ def prompts(smollm2_path: Path) -> dict[str, list[int]]:
 
 
 def load(path: Path, threads: int | None) -> ModelBackend:
-    from tests.backends.loading import load_backend
+    from tests.backends.helpers import load_backend
 
     return load_backend(
         path,

@@ -177,7 +177,7 @@ def test_a_server_that_generates_starts_without_them() -> None:
     code = (
         "import sys\n"
         "import paceline.cli.serve\n"
-        "from paceline.backends.null import NullBackend\n"
+        "from paceline.backends.reference.null import NullBackend\n"
         "from paceline.engine.testing import null_client\n"
         "from paceline.server import ServerConfig, create_app\n"
         "create_app(null_client(NullBackend()), ServerConfig())\n"

@@ -12,7 +12,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from paceline.backends.null import expected_tokens
+from paceline.backends.reference.null import expected_tokens
 from paceline.core.config import PREEMPTION_MODES
 from paceline.core.policies import POLICIES
 from paceline.core.request import FinishReason

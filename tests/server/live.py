@@ -20,7 +20,7 @@ from typing import Any
 
 import uvloop
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.cli.settings import TRACE_PROCESS, WHAT_IF_PROCESS, EngineSettings
 from paceline.cli.what_if import choices
 from paceline.core.outputs import SchedulerOutput, StepResult

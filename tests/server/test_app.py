@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 import paceline
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.core.request import MOST_DRAFT_TOKENS
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.protocol import Sink

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.protocol import Sink
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.engine.types import GenerationOutput, GenerationRequest

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.testing import null_client
 from paceline.errors import ConfigError
 from paceline.http.keys import ApiKey, KeyRing, parse_key_file

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.backends.null import NullBackend, expected_tokens
+from paceline.backends.reference.null import NullBackend, expected_tokens
 from paceline.engine.testing import null_client
 from paceline.http.keys import ApiKey
 from paceline.http.rate_limits import KeyLimits, Rate, caller_of

@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.testing import null_client
 from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationRequest

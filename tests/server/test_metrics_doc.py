@@ -10,7 +10,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.testing import null_client
 from paceline.http.rate_limits.rates import KeyLimits
 from paceline.http.rate_limits.store import RateStore

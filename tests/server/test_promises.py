@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.cli.logs import JsonFormatter
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import Timeline

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 import httpx
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.server.app import create_app
 from paceline.server.config import ServerConfig

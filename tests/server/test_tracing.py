@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.testing import null_client
 from paceline.errors import ConfigError
 from paceline.http.otlp import check_endpoint
@@ -159,7 +159,7 @@ def test_a_collector_that_is_gone_delays_the_end_by_seconds_only(tmp_path: Path)
 def test_nothing_is_imported_when_it_is_off() -> None:
     program = (
         "import sys, asyncio\n"
-        "from paceline.backends.null import NullBackend\n"
+        "from paceline.backends.reference.null import NullBackend\n"
         "from paceline.engine.testing import null_client\n"
         "from paceline.server import ServerConfig, create_app\n"
         "client = null_client(NullBackend(vocab_size=259))\n"

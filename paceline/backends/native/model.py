@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline import __version__
-from paceline.backends.machine import choose_threads
+from paceline.backends.machine.cpu import choose_threads
 from paceline.backends.native.library import ABI, Config, Owner, Step, check, digest, library
 from paceline.backends.native.packed import PackedCopies
 from paceline.backends.native.tensors import TYPES, RawTensor, Tensor, locate

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from paceline.backends.native.library import Draw, Logprobs, check, library
 from paceline.backends.native.model import NativeModel
-from paceline.backends.sampling import (
+from paceline.backends.runner.sampling import (
     Reshaping,
     SampleRow,
     Samples,

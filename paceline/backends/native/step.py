@@ -11,16 +11,16 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.backends.machine import CPU_SHARE, available_memory, swap_seconds
-from paceline.backends.native.kinds import choose_kinds
+from paceline.backends.machine.cpu import CPU_SHARE, available_memory, swap_seconds
+from paceline.backends.native.block_formats import choose_kinds
 from paceline.backends.native.library import limits
 from paceline.backends.native.model import NativeModel
 from paceline.backends.native.packed import PackedCopies
-from paceline.backends.native.pieces import cache_bytes
 from paceline.backends.native.sampling import NativeSampler, token_logprobs
+from paceline.backends.native.single_kernels import cache_bytes
 from paceline.backends.native.tensors import OWN_BITS, Tensor, checkpoint_tensors
-from paceline.backends.rope import rotary_tables
-from paceline.backends.steps import AttentionBatch, LoadedModel
+from paceline.backends.runner.interface import AttentionBatch, LoadedModel
+from paceline.backends.runner.rope import rotary_tables
 from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.checkpoints.model.config import ModelConfig
 from paceline.core.outputs import BlockSwap, WindowBlock

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.backends.pooling.head import PoolingHead
-from paceline.backends.steps import AttentionBatch
+from paceline.backends.runner.interface import AttentionBatch
 from paceline.core.grammar import MatcherSource
 from paceline.core.outputs import BlockSwap, NewRequest, ScheduledRow, SchedulerOutput, StepResult
 from paceline.core.pooling import PoolingInfo, PoolingParams

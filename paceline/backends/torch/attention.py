@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.steps import AttentionBatch
+from paceline.backends.runner.interface import AttentionBatch
 from paceline.checkpoints.model.config import ModelConfig
 from paceline.core.outputs import BlockSwap, WindowBlock
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from paceline.backends.steps import AttentionBatch
+from paceline.backends.runner.interface import AttentionBatch
 from paceline.core.outputs import BlockSwap
 
 __all__ = ["BidirectionalAttention"]

@@ -13,8 +13,8 @@ from typing import Final
 
 import torch
 
-from paceline.backends.rope import longest_sequence
-from paceline.backends.steps import AttentionBatch
+from paceline.backends.runner.interface import AttentionBatch
+from paceline.backends.runner.rope import longest_sequence
 from paceline.backends.torch.head import HeadSettings, TorchHead
 from paceline.backends.torch.linear import Linear, make_linear
 from paceline.backends.torch.mlp import DenseMLP

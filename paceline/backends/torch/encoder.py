@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.steps import AttentionBatch
+from paceline.backends.runner.interface import AttentionBatch
 from paceline.backends.torch.bidirectional import BidirectionalAttention
 from paceline.backends.torch.linear import Linear, make_linear
 from paceline.backends.torch.machine import choose_dtype

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.steps import AttentionBatch
+from paceline.backends.runner.interface import AttentionBatch
 from paceline.backends.torch.attention import TorchAttention
 from paceline.checkpoints.model.config import ModelConfig
 

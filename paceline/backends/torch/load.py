@@ -9,8 +9,8 @@ from typing import Final
 
 import torch
 
-from paceline.backends.machine import CPU_SHARE, available_memory, swap_seconds
-from paceline.backends.steps import LoadedModel
+from paceline.backends.machine.cpu import CPU_SHARE, available_memory, swap_seconds
+from paceline.backends.runner.interface import LoadedModel
 from paceline.backends.torch.attention import AttentionBackend, TorchAttention, block_bytes
 from paceline.backends.torch.bidirectional import BidirectionalAttention
 from paceline.backends.torch.machine import choose_dtype

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from paceline.backends.steps import AttentionBatch
+from paceline.backends.runner.interface import AttentionBatch
 from paceline.backends.torch.attention import block_bytes
 from paceline.backends.torch.head import HeadSettings, TorchHead
 from paceline.backends.torch.linear import Linear

@@ -1,14 +1,14 @@
 """Rotary position embedding in the decoder.
 
 Dimension ``i`` of a head's first half is rotated against dimension ``i`` of its second half, by the
-angles of ``backends.rope``.
+angles of ``backends.runner.rope``.
 """
 
 from __future__ import annotations
 
 import torch
 
-from paceline.backends.rope import rotary_tables
+from paceline.backends.runner.rope import rotary_tables
 from paceline.checkpoints.model.config import ModelConfig, RopeConfig
 
 __all__ = ["RotaryTable"]

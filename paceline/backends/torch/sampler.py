@@ -21,7 +21,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.sampling import SampleRow, Samples, asks_widely, uniforms, wide_logprobs
+from paceline.backends.runner.sampling import (
+    SampleRow,
+    Samples,
+    asks_widely,
+    uniforms,
+    wide_logprobs,
+)
 from paceline.core.outputs import TokenLogprobs
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
 

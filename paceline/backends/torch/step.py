@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.sampling import SampleRow, Samples
-from paceline.backends.steps import AttentionBatch
+from paceline.backends.runner.interface import AttentionBatch
+from paceline.backends.runner.sampling import SampleRow, Samples
 from paceline.backends.torch.attention import AttentionBackend, TorchAttention
 from paceline.backends.torch.model import Decoder, DecoderWeights
 from paceline.backends.torch.sampler import sample

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from paceline.backends.native import NativeModel, unavailable_reason, variants
 from paceline.backends.native.packed import PackedCopies
-from paceline.backends.native.pieces import cache_bytes
+from paceline.backends.native.single_kernels import cache_bytes
 from paceline.checkpoints.model.config import ModelConfig
 from paceline.errors import ConfigError
 from tests.backends.native.reference import (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paceline.backends.native import unavailable_reason, variants
-from paceline.backends.native.pieces import PackedMatrix, variants_for
+from paceline.backends.native.single_kernels import PackedMatrix, variants_for
 from paceline.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(

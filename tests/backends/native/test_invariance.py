@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from paceline.backends.native import NativeModel, unavailable_reason, variants
-from paceline.backends.native.pieces import cache_bytes
+from paceline.backends.native.single_kernels import cache_bytes
 from paceline.checkpoints.model.config import ModelConfig
 from tests.backends.native.reference import random_weights, rope_tables, tiny_config
 

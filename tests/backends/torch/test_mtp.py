@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backends.load import load_backend
-from paceline.backends.settings import BackendSettings
-from paceline.backends.steps import AttentionBatch
+from paceline.backends.loading.load import load_backend
+from paceline.backends.loading.settings import BackendSettings
+from paceline.backends.runner.interface import AttentionBatch
 from paceline.backends.torch.head import HeadSettings
 from paceline.backends.torch.mtp import MTPStep
 from paceline.backends.torch.weights import load_weights

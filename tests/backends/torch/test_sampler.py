@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backends.sampling import PreparedSampling, SampleRow, uniforms
+from paceline.backends.runner.sampling import PreparedSampling, SampleRow, uniforms
 from paceline.backends.torch import sampler
 from paceline.backends.torch.sampler import sample, token_logprobs
 from paceline.core.sampling_params import SamplingParams

@@ -18,7 +18,7 @@ from benchmarks.peers.rows import parse_row
 from benchmarks.peers.transformers_generate import Transformers
 from benchmarks.peers.vllm_cpu import VllmCpu, needed
 from paceline.backends.native import unavailable_reason
-from paceline.backends.native.pieces import variants_for
+from paceline.backends.native.single_kernels import variants_for
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.null import NullBackend, expected_tokens
+from paceline.backends.reference.null import NullBackend, expected_tokens
 from paceline.core.config import CacheConfig
 from paceline.core.memory.windows import WindowBlocks
 from paceline.core.outputs import SchedulerOutput

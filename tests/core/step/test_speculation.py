@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import Draft, SchedulerOutput, StepResult
 from paceline.core.request import Request

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.null import NullBackend, expected_tokens
+from paceline.backends.reference.null import NullBackend, expected_tokens
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.process.client import ProcessEngineClient

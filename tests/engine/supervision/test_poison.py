@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.backends.null import expected_tokens
+from paceline.backends.reference.null import expected_tokens
 from paceline.core.slo import Slo
 from paceline.engine.supervision import supervisor
 from paceline.engine.supervision.supervisor import SupervisedEngineClient

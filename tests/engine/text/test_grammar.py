@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from paceline.backends.constraint import OutputConstraint
+from paceline.backends.runner.constraint import OutputConstraint
 from paceline.core.grammar import Grammar
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.text import grammar as module

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.core.grammar import Grammar, TokenMatcher
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import Slo

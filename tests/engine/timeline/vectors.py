@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paceline.backends.null import expected_tokens
+from paceline.backends.reference.null import expected_tokens
 from paceline.core.request import Request
 from paceline.core.slo import Slo
 from paceline.engine.testing import ScriptedDrafter

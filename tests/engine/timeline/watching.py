@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.request import Request, RequestStatus

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.protocol import EngineClient
 from paceline.engine.testing import null_client
 from paceline.http.keys import ApiKey

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.testing import null_client
 from paceline.server import ServerConfig, create_app
 from paceline.server.batch_config import BatchConfig

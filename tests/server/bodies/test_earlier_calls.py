@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.engine.text.template_sandbox import render_template
 from paceline.errors import InvalidRequestError

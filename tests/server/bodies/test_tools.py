@@ -11,7 +11,7 @@ import httpx
 import jsonschema
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.server import ServerConfig, create_app
 from paceline.server.tool_formats import call_schema

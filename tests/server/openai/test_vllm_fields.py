@@ -11,7 +11,7 @@ import openai
 import pytest
 from fastapi import FastAPI
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.errors import ConfigError
 from paceline.server import ServerConfig, create_app

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.server import ServerConfig, create_app
 from paceline.server.other_apis.llama_info import fim_tokens

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.testing import null_client
 from paceline.http.errors import HttpError
 from paceline.server import ServerConfig, create_app

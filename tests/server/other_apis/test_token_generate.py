@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.backends.null import NullBackend, expected_tokens
+from paceline.backends.reference.null import NullBackend, expected_tokens
 from paceline.engine.testing import null_client
 from paceline.server.app import create_app
 from paceline.server.config import ServerConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.testing import null_client
 from paceline.server.config import WhatIfConfig
