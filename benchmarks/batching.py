@@ -52,7 +52,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.machine import machine
-from paceline.cli.settings import EngineSettings
+from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.wiring import build_core
 from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams

@@ -71,7 +71,7 @@ _GROUPS = (
     ("/server/metrics", "metrics and logs"),
     ("/http/exposition", "metrics and logs"),
     ("/logging/", "metrics and logs"),
-    ("/cli/logs", "metrics and logs"),
+    ("/cli/terminal/logs", "metrics and logs"),
     ("/engine/text/detokenizer", "detokenise"),
     ("/engine/text/output_processor", "detokenise"),
     ("/engine/text/tokenizer", "detokenise"),
@@ -111,7 +111,7 @@ class Cost:
 
 
 async def _serve(on_ready: Callable[[], None]) -> int:
-    """Run the server's half, wired as in ``cli.serve``, without the model."""
+    """Run the server's half, wired as in ``cli.serve.command``, without the model."""
     from paceline.checkpoints.hub.resolve import default_cache_dir, find_local
     from paceline.engine.process.client import ProcessEngineClient
     from paceline.engine.supervision.supervisor import SupervisedEngineClient

@@ -91,7 +91,7 @@ def simulate(
 
 def documentation() -> list[int]:
     """Return this project's documentation as tokens of the default model."""
-    from paceline.cli.options import resolve_path
+    from paceline.cli.flags.options import resolve_path
     from paceline.engine.text.tokenizer import load_tokenizer
 
     root = Path(__file__).parent.parent

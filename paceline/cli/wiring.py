@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.checkpoints.hub.aliases import ALIASES
-from paceline.cli.draft_model import draft_of, drafts_by_mtp
-from paceline.cli.plugins import load_policy
-from paceline.cli.settings import EngineSettings
+from paceline.cli.flags.draft_model import draft_of, drafts_by_mtp
+from paceline.cli.flags.plugins import load_policy
+from paceline.cli.flags.settings import EngineSettings
 from paceline.core.backend import BackendInfo, ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.memory.kv_cache import blocks_for

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.engine_process import build
-from paceline.cli.settings import EngineSettings
+from paceline.cli.flags.settings import EngineSettings
+from paceline.cli.serve.engine_process import build
 from paceline.cli.wiring import (
     build_backend,
     build_core,
@@ -237,7 +237,11 @@ assert "torch" not in sys.modules, "torch was loaded"
 {more}
 """
     for imports, more in (
-        ("import paceline.cli.serve, paceline.cli.wiring, paceline.engine.process.client", ""),
+        (
+            "import paceline.cli.serve.command, paceline.cli.wiring\n"
+            "import paceline.engine.process.client",
+            "",
+        ),
         (
             "from paceline.cli.main import build_parser; build_parser().format_help()",
             "heavy = {'numpy', 'msgspec', 'zmq', 'fastapi', 'asyncio', 'tqdm'} & set(sys.modules)\n"

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from paceline.checkpoints.hub.resolve import default_cache_dir
-from paceline.cli.batch_options import batch_config
+from paceline.cli.flags.batch_options import batch_config
 from paceline.cli.main import build_parser
 from paceline.gateway.config import read_config
 from paceline.gateway.counts import Counts
@@ -136,7 +136,7 @@ def test_what_the_image_is_made_of_is_there() -> None:
 def test_the_key_is_read_where_it_is_put() -> None:
     (variable,) = (each["name"] for each in CONTAINER["env"])
     assert variable in COMPOSE["services"]["paceline"]["environment"]
-    assert f'os.environ.get("{variable}")' in _source("cli/serve.py")
+    assert f'os.environ.get("{variable}")' in _source("cli/serve/command.py")
 
 
 def test_volumes_are_mounted_and_there() -> None:

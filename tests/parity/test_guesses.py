@@ -36,7 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def _answers(
     path: Path, threads: int | None, config: dict[str, Any], dtype: str = "int8", every: int = 1
 ) -> tuple[list[Any], Any]:
-    from paceline.cli.settings import EngineSettings
+    from paceline.cli.flags.settings import EngineSettings
     from paceline.cli.wiring import build_core, build_tokenizer
 
     settings = EngineSettings.of(

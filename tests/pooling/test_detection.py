@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from paceline.checkpoints.heads.pooling import find_pooling
-from paceline.cli.serve import ready_line
-from paceline.cli.settings import EngineSettings
+from paceline.cli.flags.settings import EngineSettings
+from paceline.cli.serve.command import ready_line
 from paceline.cli.wiring import build_core
 from paceline.engine.fanout import add_to_core
 from paceline.errors import CheckpointError, ConfigError

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from paceline.checkpoints.gguf.encoder import GGUFEncoder
 from paceline.checkpoints.gguf.shards import read_gguf_parts
-from paceline.cli.settings import EngineSettings
+from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.wiring import build_core
 from paceline.engine.text.tokenizer import load_tokenizer
 from paceline.errors import CheckpointError, ConfigError

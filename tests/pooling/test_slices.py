@@ -176,7 +176,7 @@ async def test_many_conversations_leave_the_loop_its_turns() -> None:
 def test_a_server_that_generates_starts_without_them() -> None:
     code = (
         "import sys\n"
-        "import paceline.cli.serve\n"
+        "import paceline.cli.serve.command\n"
         "from paceline.backends.reference.null import NullBackend\n"
         "from paceline.engine.testing import null_client\n"
         "from paceline.server import ServerConfig, create_app\n"

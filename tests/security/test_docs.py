@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.arguments import Parser
-from paceline.cli.limit_options import add_limit_options
-from paceline.cli.serve import add_parser
+from paceline.cli.flags.arguments import Parser
+from paceline.cli.flags.limit_options import add_limit_options
+from paceline.cli.serve.command import add_parser
 
 ROOT = Path(__file__).parents[2]
 SECURITY = (ROOT / "docs/operate/security.md").read_text(encoding="utf-8")

@@ -44,7 +44,7 @@ PLACES = {
     "files.py": "the functions that the others use",
     "checkpoints/hub/pip_models.py": "",
     "checkpoints/hub/cache.py": "models of the hub, in a cache that other programs read too",
-    "cli/batch_files.py": "",
+    "cli/offline/batch_files.py": "",
     "engine/recorder.py": "",
     "gateway/ledger.py": "",
     "server/batches/contents.py": "",
@@ -58,7 +58,7 @@ PLACES = {
     "server/ui/what_if.py": "in the places",
     "server/ui/what_if_trace.py": "in the places",
     "server/ui/what_if_places.py": "a folder by mkdtemp, which makes it 0700",
-    "cli/what_if.py": "in that folder",
+    "cli/simulation/what_if.py": "in that folder",
     "backends/native/packed.py": "copies of weights, which whoever may read the model may read",
     "backends/native/build.py": "the compiled kernels, which whoever may run the package may read",
 }

@@ -21,8 +21,8 @@ from typing import Any
 import uvloop
 
 from paceline.backends.reference.null import NullBackend
-from paceline.cli.settings import TRACE_PROCESS, WHAT_IF_PROCESS, EngineSettings
-from paceline.cli.what_if import choices
+from paceline.cli.flags.settings import TRACE_PROCESS, WHAT_IF_PROCESS, EngineSettings
+from paceline.cli.simulation.what_if import choices
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.protocol import EngineClient

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.backends.reference.null import NullBackend
-from paceline.cli.logs import JsonFormatter
+from paceline.cli.terminal.logs import JsonFormatter
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import Timeline
 from paceline.core.sampling_params import SamplingParams

@@ -17,7 +17,7 @@ from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
 from paceline.server.readings import Scrape, make_frame, parse_metrics
 from paceline.server.ui.promises import Promises
-from tests.cli.test_top import counts, scrape
+from tests.cli.watch.test_top import counts, scrape
 from tests.server.helpers import VOCAB
 
 pytestmark = pytest.mark.anyio

@@ -282,7 +282,8 @@ class WhatIf:
         return "done", ""
 
     async def _spelt(self, place: Place, job: Job) -> dict[str, Any]:
-        """Return the job in the child's form (``cli/what_if.py``). Writes the frames it needs."""
+        """Return the job in the child's form (``cli/simulation/what_if.py``). Writes the frames it
+        needs."""
         frames = None
         if job.wants_frames:
             assert self._feed is not None, "checked at the start"

@@ -1,4 +1,4 @@
-"""Code for all processes that the page's what-if starts (``cli/what_if.py``)."""
+"""Code for all processes that the page's what-if starts (``cli/simulation/what_if.py``)."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ from paceline.backends.machine.placement import choose_placement
 from paceline.backends.machine.topology import allowed_cpus, format_list, parse_list
 from paceline.backends.native import unavailable_reason
 from paceline.backends.runner.worker_thread import WorkerBackend
-from paceline.cli.serve import ready_line, successor
-from paceline.cli.settings import EngineSettings
+from paceline.cli.flags.settings import EngineSettings
+from paceline.cli.serve.command import ready_line, successor
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.supervision.supervisor import SupervisedEngineClient
@@ -58,7 +58,7 @@ from pathlib import Path
 
 import paceline.backends.loading.load as load
 from paceline.backends.machine.placement import choose_placement
-from paceline.cli.engine_process import main
+from paceline.cli.serve.engine_process import main
 
 root = Path(sys.argv[1])
 load.choose_placement = partial(

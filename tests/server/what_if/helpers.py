@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
-from paceline.cli.settings import WHAT_IF_PROCESS, EngineSettings
-from paceline.cli.what_if import choices
+from paceline.cli.flags.settings import WHAT_IF_PROCESS, EngineSettings
+from paceline.cli.simulation.what_if import choices
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.timeline.codec import headers
 from paceline.engine.timeline.events import FrameType

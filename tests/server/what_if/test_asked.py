@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.what_if import choices
+from paceline.cli.simulation.what_if import choices
 from paceline.engine.local import LocalEngineClient
 from paceline.errors import InvalidRequestError
 from paceline.server.ui.what_if_job import parse_job

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.settings import TRACE_PROCESS
+from paceline.cli.flags.settings import TRACE_PROCESS
 from paceline.server.ui import what_if_trace as module
 from tests.server.what_if.helpers import PATH, TRACE, Ask, configured, script
 
