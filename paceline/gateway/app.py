@@ -20,26 +20,26 @@ from typing import Final
 
 from starlette.types import Message, Receive, Scope, Send
 
-from paceline.gateway.bodies import Body, read_body
-from paceline.gateway.caller import Allowed, Caller
-from paceline.gateway.config import GatewayConfig, key_limits
-from paceline.gateway.counting import COUNTING, Counting
-from paceline.gateway.counts import Counts
-from paceline.gateway.dialects import anthropic_type
-from paceline.gateway.engines import Engines
-from paceline.gateway.exchange import RELAYED, Exchange
-from paceline.gateway.kept import RESPONSES, Kept
-from paceline.gateway.kinds import is_vectors
-from paceline.gateway.money import Used
-from paceline.gateway.pages import Pages, as_json
-from paceline.gateway.pick import Picker
-from paceline.gateway.prompts import BytesPerToken, PromptSize, least_tokens, measure
-from paceline.gateway.reading import read_json_bytes
-from paceline.gateway.reserving import Lengths, Plan, sites_of
-from paceline.gateway.routes import Route, Routes, Site
-from paceline.gateway.spending import Spending
-from paceline.gateway.tracing import NO_TRACE, NO_TRACING, Traces, Tracing
-from paceline.gateway.turns import Turns
+from paceline.gateway.admin import Pages, as_json
+from paceline.gateway.billing.reserving import Lengths, Plan, sites_of
+from paceline.gateway.billing.spending import Spending
+from paceline.gateway.observability.metrics import Counts
+from paceline.gateway.observability.tracing import NO_TRACE, NO_TRACING, Traces, Tracing
+from paceline.gateway.proxy.caller import Allowed, Caller
+from paceline.gateway.proxy.passthrough.counting import COUNTING, Counting
+from paceline.gateway.proxy.passthrough.kept import RESPONSES, Kept
+from paceline.gateway.proxy.proxied_request import RELAYED, Exchange
+from paceline.gateway.requests.body import Body, read_body
+from paceline.gateway.requests.prompt_size import BytesPerToken, PromptSize, least_tokens, measure
+from paceline.gateway.requests.reading import read_json_bytes
+from paceline.gateway.routing.flow_control import Turns
+from paceline.gateway.routing.picker import Picker
+from paceline.gateway.routing.routes import Route, Routes, Site
+from paceline.gateway.settings.config import GatewayConfig, key_limits
+from paceline.gateway.settings.engine_types import is_vectors
+from paceline.gateway.settings.prices import Used
+from paceline.gateway.upstreams.dialects import anthropic_type
+from paceline.gateway.upstreams.registry import Engines
 from paceline.http.errors import ClientDisconnectedError, HttpError, Reply, error_body, reply_to
 from paceline.http.keys import ApiKey, KeyRing, credentials
 from paceline.http.rate_limits import Hold, RateLimiter, Ticket, caller_of

@@ -21,7 +21,7 @@ import uvicorn
 
 from paceline.errors import ConfigError
 from paceline.gateway.app import Gateway
-from paceline.gateway.config import GatewayConfig
+from paceline.gateway.settings.config import GatewayConfig
 from paceline.http.bounds import DEFAULT_BOUNDS
 from paceline.http.connections import Connection, allow_open_files
 from paceline.http.keys import KeyRing

@@ -19,8 +19,8 @@ import yaml
 from paceline.checkpoints.hub.resolve import default_cache_dir
 from paceline.cli.flags.batch_options import batch_config
 from paceline.cli.main import build_parser
-from paceline.gateway.config import read_config
-from paceline.gateway.counts import Counts
+from paceline.gateway.observability.metrics import Counts
+from paceline.gateway.settings.config import read_config
 from paceline.http.keys import OPEN_PATHS
 
 ROOT = Path(__file__).parents[2]

@@ -15,8 +15,8 @@ from dataclasses import replace
 import pytest
 
 from paceline.gateway import app as app_module
-from paceline.gateway.exchange import Exchange
-from paceline.gateway.leg import Leg
+from paceline.gateway.proxy.attempt import Leg
+from paceline.gateway.proxy.proxied_request import Exchange
 from paceline.http.keys import ApiKey
 from paceline.http.rate_limits.store import RateStore
 from tests.gateway.fault_server import PACELINE_METRICS, Step, scripted

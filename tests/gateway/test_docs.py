@@ -9,7 +9,8 @@ from typing import get_args
 
 import msgspec
 
-from paceline.gateway.config import (
+from paceline.gateway.observability.metrics import Counts
+from paceline.gateway.settings.config import (
     EngineConfig,
     GatewayConfig,
     KeyConfig,
@@ -17,8 +18,7 @@ from paceline.gateway.config import (
     PriceConfig,
     parse_config,
 )
-from paceline.gateway.counts import Counts
-from paceline.gateway.states import EngineState
+from paceline.gateway.upstreams.state import EngineState
 
 PAGE = (Path(__file__).parents[2] / "docs/operate/gateway.md").read_text()
 

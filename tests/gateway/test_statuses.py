@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from paceline.gateway import ModelConfig
-from paceline.gateway.dialects.base import checked
-from paceline.gateway.standing import Standings
+from paceline.gateway.upstreams.dialects.base import checked
+from paceline.gateway.upstreams.standing import Standings
 from paceline.statuses import LISTED, meaning_of, retry_of, told_as
 from tests.gateway.fault_server import Step, scripted
 from tests.gateway.helpers import (

@@ -24,8 +24,8 @@ import pytest
 
 from paceline.checkpoints.hub.aliases import Alias
 from paceline.checkpoints.hub.pip_models import pull
-from paceline.gateway.ledger import Ledger
-from paceline.gateway.money import Used
+from paceline.gateway.billing.ledger import Ledger
+from paceline.gateway.settings.prices import Used
 from paceline.server.batches.store import BatchStore
 from tests.cli.servers import start_server
 
@@ -46,7 +46,7 @@ PLACES = {
     "checkpoints/hub/cache.py": "models of the hub, in a cache that other programs read too",
     "cli/offline/batch_files.py": "",
     "engine/recorder.py": "",
-    "gateway/ledger.py": "",
+    "gateway/billing/ledger.py": "",
     "server/batches/contents.py": "",
     "server/batches/schema.py": "",
     "server/batches/store.py": "",

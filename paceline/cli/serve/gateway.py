@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from paceline.cli.flags.arguments import Parser, bounded_int
 
 if TYPE_CHECKING:
-    from paceline.gateway.config import GatewayConfig
+    from paceline.gateway.settings.config import GatewayConfig
     from paceline.http.keys import KeyRing
 
 __all__ = ["add_parser"]
@@ -80,7 +80,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 def run(args: argparse.Namespace) -> int:
     from paceline.cli.terminal.logs import configure_logging
     from paceline.errors import ConfigError
-    from paceline.gateway.config import EngineConfig, GatewayConfig, check_config
+    from paceline.gateway.settings.config import EngineConfig, GatewayConfig, check_config
     from paceline.http.listening import bind
 
     configure_logging(args.log_level, args.log_format)
@@ -141,7 +141,7 @@ def _read(args: argparse.Namespace) -> GatewayConfig:
     """Read the configuration file, with flags applied. Raises ConfigError."""
     import msgspec
 
-    from paceline.gateway.config import check_config, read_config
+    from paceline.gateway.settings.config import check_config, read_config
 
     config = read_config(args.config)
     if args.otlp_endpoint is not None:
