@@ -55,7 +55,7 @@ check: $(STAMP) ## style, types, layers and sizes only
 
 test-ui: $(READY) ## the page at /ui in Chromium, which apt-get installs, its bundle and types (node and npm)
 	@scripts/test-services chromium:chromium && scripts/vendor-ui --check
-	@$(PYTEST) --no-skips tests/ui tests/server/test_ui.py
+	@$(PYTEST) --no-skips tests/ui tests/web/test_page.py
 
 test-services: $(READY) ## tests with a real Redis and a real Prometheus, which apt-get installs
 	@scripts/test-services redis-server:redis-server prometheus:prometheus

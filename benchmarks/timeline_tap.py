@@ -35,7 +35,7 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.engine.core import EngineCore
 from paceline.engine.testing import null_client
 from paceline.engine.timeline.tap import TimelineTap
-from paceline.server.ui.feed import Feed
+from paceline.web.feed import Feed
 
 _PROMPT = 256
 STEPS_A_SECOND = 200

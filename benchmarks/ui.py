@@ -50,6 +50,7 @@ from benchmarks.common.server import PacelineServer, ReadyServer
 from benchmarks.common.statistics import percentile, pooled_ratio
 from benchmarks.common.unmeasured import Unmeasured
 from paceline.bench.machine import machine
+from paceline.web.routes import ui_router
 
 QUICK = bool(os.environ.get("QUICK"))
 PARTS = tuple((os.environ.get("PARTS") or "tap,viewers,page").split(","))
@@ -264,7 +265,7 @@ def serve_page() -> int:
 
         running = asyncio.ensure_future(run())
         try:
-            return await serve(client, ServerConfig(), port=0, on_ready=ready)
+            return await serve(client, ServerConfig(), port=0, on_ready=ready, page=ui_router)
         finally:
             running.cancel()
 
@@ -328,7 +329,7 @@ def page() -> dict[str, Any]:
 
 def first_visit() -> dict[str, int]:
     """Return the bytes of the page, of all files that it names, and of those that these import."""
-    from paceline.server.ui.assets import BUILT_IN, load_assets
+    from paceline.web.assets import BUILT_IN, load_assets
 
     assets = load_assets(BUILT_IN)
     assert assets is not None, "they are part of the package"

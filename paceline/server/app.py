@@ -8,15 +8,16 @@
         vector_routes             embeddings, scores, classes
         batches/routes            files and batches, answered in the background
         routes_info               models, health, metrics, tokenizer
-        ui/routes                 the page's files
+        page                      routes that another room brings: the page at /ui
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 
 import paceline
@@ -34,17 +35,24 @@ from paceline.server.other_apis.routes import other_apis_router
 from paceline.server.responding import http_exception
 from paceline.server.routes_info import info_router
 from paceline.server.service import Service, make_service
-from paceline.server.ui.routes import ui_router
 from paceline.server.vector_routes import vector_router
 
 __all__ = ["batches_of", "create_app", "service_of"]
 
 
-def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
+def create_app(
+    client: EngineClient,
+    config: ServerConfig,
+    *,
+    page: Callable[[Service], APIRouter] | None = None,
+) -> FastAPI:
     """Return an app that answers with ``client``'s engine, which must be ready.
 
     Apps share nothing, not even metrics, unless they are given the same client. The app does not
     close the client; ``serve`` does.
+
+    Args:
+        page: makes the routes of the page, which lies above this room; used if ``config.ui``.
     """
     service = make_service(client, config)
     app = FastAPI(
@@ -64,8 +72,8 @@ def create_app(client: EngineClient, config: ServerConfig) -> FastAPI:
     app.include_router(vector_router(service))
     app.include_router(batch_router(service, batches))
     app.include_router(info_router(service))
-    if config.ui:
-        app.include_router(ui_router(service))
+    if config.ui and page is not None:
+        app.include_router(page(service))
 
     @lru_cache
     def document() -> dict[str, Any]:

@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import Final
 
 import uvicorn
+from fastapi import APIRouter
 
 from paceline.engine.protocol import EngineClient
 from paceline.errors import EngineDeadError, EngineLostError
@@ -54,6 +55,7 @@ async def serve(
     listener: socket.socket | None = None,
     metrics_listener: socket.socket | None = None,
     on_ready: Callable[[str, int], None] | None = None,
+    page: Callable[[Service], APIRouter] | None = None,
 ) -> int:
     """Serve until a signal or the engine's end; return the exit code of the process.
 
@@ -64,6 +66,7 @@ async def serve(
         metrics_listener: a bound socket on which a process of its own (``metrics.exporter``)
             serves /metrics alone; closed.
         on_ready: called once with host and port when connections are accepted.
+        page: see ``create_app``.
 
     Raises:
         ConfigError: the address is taken, or the batch folder cannot be used.
@@ -71,7 +74,7 @@ async def serve(
     try:
         if listener is None:
             listener = bind(host, port)
-        app = create_app(client, config)
+        app = create_app(client, config, page=page)
         service = service_of(app)
         life = _Life(service, app, batches_of(app), listener)
         with exporting(service.metrics, metrics_listener):

@@ -35,6 +35,7 @@ from paceline.server import ServerConfig, serve
 from paceline.server.batch_config import BatchConfig
 from paceline.server.config import GivenSetting, WhatIfConfig
 from paceline.server.lifecycle import bind
+from paceline.web.routes import ui_router
 from tests.engine.null_engine import ARGV
 from tests.server.helpers import VOCAB
 
@@ -107,6 +108,7 @@ async def main() -> int:
         port=0,
         metrics_listener=metrics_listener,
         on_ready=lambda host, port: print(f"ready {host} {port}", flush=True),
+        page=ui_router,
     )
 
 

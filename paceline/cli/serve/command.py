@@ -240,8 +240,9 @@ async def _serve(
 
     def prepare() -> tuple[ServerConfig, Serve]:
         from paceline.server.lifecycle import serve
+        from paceline.web.routes import ui_router
 
-        return configure(), serve
+        return configure(), partial(serve, page=ui_router)
 
     stages = Stages(process_age(), time.monotonic())
     starting = asyncio.ensure_future(

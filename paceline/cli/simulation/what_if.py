@@ -6,7 +6,7 @@ an error. It takes the lowest priority, bounds its resources, and ends when its 
 that is with its parent. With ``check`` it reads a trace through and writes how many requests it
 has, or an error; then too it ends with its parent.
 
-``server.ui.what_if`` writes jobs. No field is a spec that could name a file: the paths in it are
+``web.what_if.service`` writes jobs. No field is a spec that could name a file: the paths in it are
 the server's own.
 """
 

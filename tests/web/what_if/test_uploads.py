@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.flags.settings import TRACE_PROCESS
-from paceline.server.ui import what_if_trace as module
-from tests.server.what_if.helpers import PATH, TRACE, Ask, configured, script
+from paceline.web.what_if import trace as module
+from tests.web.what_if.helpers import PATH, TRACE, Ask, configured, script
 
 pytestmark = pytest.mark.anyio
 

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from paceline.errors import InvalidRequestError
 from paceline.http.errors import ClientDisconnectedError, HttpError
 from paceline.server.config import WhatIfConfig
-from paceline.server.ui.what_if_child import (
+from paceline.web.what_if.child import (
     MOST_LINE,
     child_environment,
     end_of_log,

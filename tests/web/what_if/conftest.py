@@ -12,7 +12,7 @@ from paceline.engine.local import LocalEngineClient
 from paceline.engine.testing import null_client
 from paceline.server.config import WhatIfConfig
 from tests.server.helpers import VOCAB
-from tests.server.what_if.helpers import Ask, Asker, configured
+from tests.web.what_if.helpers import Ask, Asker, configured
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from paceline.engine.local import LocalEngineClient
 from paceline.errors import ConfigError
 from paceline.http.keys import ApiKey, is_page
 from paceline.server import ServerConfig, create_app
-from paceline.server.ui.assets import BUILT_IN, load_assets
+from paceline.web.assets import BUILT_IN, load_assets
+from paceline.web.routes import ui_router
 
 pytestmark = pytest.mark.anyio
 
@@ -25,7 +26,7 @@ KEY = ApiKey.of("someone", "user", "a-key-of-some-length")
 
 
 def at(engine: LocalEngineClient, address: str = "http://127.0.0.1", **config: Any) -> Any:
-    app = create_app(engine, ServerConfig(**config))
+    app = create_app(engine, ServerConfig(**config), page=ui_router)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url=address)
 
 
@@ -154,7 +155,7 @@ async def test_another_folder_is_read_anew(engine: LocalEngineClient, tmp_path: 
 
 async def test_there_is_no_websocket_beside_the_doors(engine: LocalEngineClient) -> None:
     """Keys, origins and limits are asked of HTTP alone."""
-    app = create_app(engine, ServerConfig())
+    app = create_app(engine, ServerConfig(), page=ui_router)
     said: list[str] = []
 
     async def receive() -> Any:
@@ -189,7 +190,7 @@ def test_the_bundle_is_what_its_manifest_says() -> None:
         assert hashlib.sha256(body).hexdigest() == told["sha256"] and len(body) == told["bytes"]
     assert {path.name for path in vendor.glob("*.js")} == set(manifest["files"])
     licences = (vendor / "LICENSES.txt").read_text()
-    lock = json.loads((BUILT_IN.parents[3] / "ui" / "package-lock.json").read_text())["packages"]
+    lock = json.loads((BUILT_IN.parents[2] / "ui" / "package-lock.json").read_text())["packages"]
     for name, part in manifest["parts"].items():
         assert f"{name} {part['version']}" in licences
         assert lock[f"node_modules/{name}"]["version"] == part["version"]

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from paceline.http.errors import HttpError
-from paceline.server.ui.what_if_places import MOST_PLACES, Owner, Places, sweep
+from paceline.web.what_if.storage import MOST_PLACES, Owner, Places, sweep
 
 pytestmark = pytest.mark.anyio
 
 # makes a place, says so, and waits
 HOLDS = (
     "import sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
-    "from paceline.server.ui.what_if_places import Owner, Places\n"
+    "from paceline.web.what_if.storage import Owner, Places\n"
     "places = Places(); place = places.make(Owner('', '')); place.trace.write_text('x')\n"
     "print(places.root, flush=True); sys.stdin.read()\n"
 )

@@ -20,11 +20,11 @@ from paceline.http.errors import HttpError
 from paceline.http.fields import show
 from paceline.server.exchange import principal_of, read_object
 from paceline.server.service import Service
-from paceline.server.ui.feed import Feed
-from paceline.server.ui.what_if_places import Owner, sweep
+from paceline.web.feed import Feed
+from paceline.web.what_if.storage import Owner, sweep
 
 if TYPE_CHECKING:
-    from paceline.server.ui.what_if import WhatIf
+    from paceline.web.what_if.service import WhatIf
 
 __all__ = ["what_if_routes"]
 
@@ -48,7 +48,7 @@ def what_if_routes(
         config = service.config.what_if
         if config is None:
             raise HttpError(404, "this server has nothing to simulate with")
-        from paceline.server.ui.what_if import WhatIf
+        from paceline.web.what_if.service import WhatIf
 
         return WhatIf(service, feed, config)
 

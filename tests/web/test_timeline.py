@@ -27,7 +27,8 @@ from paceline.engine.timeline.events import (
 )
 from paceline.engine.timeline.model import Model
 from paceline.server import ServerConfig, create_app
-from paceline.server.ui.feed import MOST_VIEWERS, Feed, TooManyViewersError
+from paceline.web.feed import MOST_VIEWERS, Feed, TooManyViewersError
+from paceline.web.routes import ui_router
 from tests.driving import make_request
 from tests.engine.timeline.watching import Watched, named
 from tests.server.helpers import VOCAB
@@ -43,7 +44,7 @@ async def told_engine() -> AsyncIterator[LocalEngineClient]:
 
 
 def at(engine: LocalEngineClient, **config: Any) -> httpx.AsyncClient:
-    app = create_app(engine, ServerConfig(**config))
+    app = create_app(engine, ServerConfig(**config), page=ui_router)
     return httpx.AsyncClient(
         transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1", timeout=20
     )

@@ -10,8 +10,8 @@ import pytest
 from paceline.cli.simulation.what_if import choices
 from paceline.engine.local import LocalEngineClient
 from paceline.errors import InvalidRequestError
-from paceline.server.ui.what_if_job import parse_job
-from tests.server.what_if.helpers import PATH, Ask, Asker
+from paceline.web.what_if.job import parse_job
+from tests.web.what_if.helpers import PATH, Ask, Asker
 
 pytestmark = pytest.mark.anyio
 

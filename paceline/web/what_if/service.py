@@ -35,17 +35,17 @@ from paceline.errors import InvalidRequestError
 from paceline.http.errors import HttpError
 from paceline.server.config import WhatIfConfig
 from paceline.server.service import Service
-from paceline.server.ui.feed import Feed
-from paceline.server.ui.what_if_child import (
+from paceline.web.feed import Feed
+from paceline.web.what_if.child import (
     MOST_LINE,
     child_environment,
     end_of_log,
     kill,
     ran_out_of_memory,
 )
-from paceline.server.ui.what_if_job import MOST_RUNS, Job, parse_job
-from paceline.server.ui.what_if_places import Owner, Place, Places
-from paceline.server.ui.what_if_trace import check_declared, read_through, receive
+from paceline.web.what_if.job import MOST_RUNS, Job, parse_job
+from paceline.web.what_if.storage import Owner, Place, Places
+from paceline.web.what_if.trace import check_declared, read_through, receive
 
 __all__ = ["WhatIf"]
 

@@ -14,7 +14,8 @@ from paceline.http.rate_limits import KeyLimits, Rate
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
 from paceline.server.config import GivenSetting
-from paceline.server.ui.operations import MOST_KEYS
+from paceline.web.operations import MOST_KEYS
+from paceline.web.routes import ui_router
 from tests.security.keys import ADMIN, USER, bearer
 from tests.server.helpers import connect
 
@@ -30,7 +31,7 @@ KEYS = (
 
 
 def app_of(engine: LocalEngineClient, **config: Any) -> Any:
-    return create_app(engine, ServerConfig(**({"api_keys": KEYS} | config)))
+    return create_app(engine, ServerConfig(**({"api_keys": KEYS} | config)), page=ui_router)
 
 
 async def asked(http: httpx.AsyncClient, query: str = "") -> dict[str, Any]:

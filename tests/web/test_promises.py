@@ -16,7 +16,8 @@ from paceline.http.keys import ApiKey
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
 from paceline.server.readings import Scrape, make_frame, parse_metrics
-from paceline.server.ui.promises import Promises
+from paceline.web.promises import Promises
+from paceline.web.routes import ui_router
 from tests.cli.watch.test_top import counts, scrape
 from tests.server.helpers import VOCAB
 
@@ -33,7 +34,7 @@ async def engine() -> AsyncIterator[LocalEngineClient]:
 
 
 def at(engine: LocalEngineClient, **config: Any) -> httpx.AsyncClient:
-    app = create_app(engine, ServerConfig(**config))
+    app = create_app(engine, ServerConfig(**config), page=ui_router)
     return httpx.AsyncClient(
         transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1", timeout=20
     )
@@ -46,7 +47,7 @@ async def ask(http: httpx.AsyncClient, count: int, **body: Any) -> None:
 
 
 async def test_it_says_what_top_says_of_the_same_numbers(engine: LocalEngineClient) -> None:
-    app = create_app(engine, ServerConfig(metrics_tenants=3, price_per_hour=2.0))
+    app = create_app(engine, ServerConfig(metrics_tenants=3, price_per_hour=2.0), page=ui_router)
     metrics = service_of(app).metrics
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
@@ -79,7 +80,7 @@ def _plain(value: Any) -> Any:
 
 
 async def test_a_reading_is_what_a_scrape_says(engine: LocalEngineClient) -> None:
-    app = create_app(engine, ServerConfig(metrics_tenants=3))
+    app = create_app(engine, ServerConfig(metrics_tenants=3), page=ui_router)
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
         await ask(http, 2, user="ada")

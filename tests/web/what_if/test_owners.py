@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from paceline.http.keys import ApiKey
-from paceline.server.ui.what_if_places import MOST_PLACES
-from tests.server.what_if.helpers import CARD, PATH, SLEEPS, TRACE, Ask, configured, until
+from paceline.web.what_if.storage import MOST_PLACES
+from tests.web.what_if.helpers import CARD, PATH, SLEEPS, TRACE, Ask, configured, until
 
 pytestmark = pytest.mark.anyio
 

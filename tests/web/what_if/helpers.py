@@ -19,7 +19,8 @@ from paceline.engine.timeline.events import FrameType
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
 from paceline.server.config import WhatIfConfig
-from paceline.server.ui.what_if import WhatIf
+from paceline.web.routes import ui_router
+from paceline.web.what_if.service import WhatIf
 
 PATH = "/ui/api/what-if"
 SETTINGS = EngineSettings.of(pipeline_depth=1).to_json().decode()
@@ -53,7 +54,7 @@ class Asker:
     """A page's caller, and the app behind it."""
 
     def __init__(self, engine: LocalEngineClient, config: WhatIfConfig | None, **more: Any) -> None:
-        app = create_app(engine, ServerConfig(what_if=config, **more))
+        app = create_app(engine, ServerConfig(what_if=config, **more), page=ui_router)
         self.service = service_of(app)
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1", timeout=60

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.server.ui import what_if as module
-from tests.server.what_if.helpers import (
+from paceline.web.what_if import service as module
+from tests.web.what_if.helpers import (
     CARD,
     MANY,
     PATH,

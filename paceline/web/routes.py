@@ -33,12 +33,12 @@ from paceline.http.sse import STREAM_HEADERS
 from paceline.http.web import host_name
 from paceline.server.responding import answering
 from paceline.server.service import Service
-from paceline.server.ui.assets import BUILT_IN, SECURITY_HEADERS, Asset, Assets, load_assets
-from paceline.server.ui.feed import Feed, TooManyViewersError
-from paceline.server.ui.what_if_routes import Handler, what_if_routes
+from paceline.web.assets import BUILT_IN, SECURITY_HEADERS, Asset, Assets, load_assets
+from paceline.web.feed import Feed, TooManyViewersError
+from paceline.web.what_if.routes import Handler, what_if_routes
 
 if TYPE_CHECKING:
-    from paceline.server.ui.promises import Promises
+    from paceline.web.promises import Promises
 
 __all__ = ["ui_router"]
 
@@ -122,7 +122,7 @@ def ui_router(service: Service) -> APIRouter:
     @lru_cache(maxsize=1)
     def watched() -> Promises:
         # imported on first use, so that it does not slow start-up
-        from paceline.server.ui.promises import Promises
+        from paceline.web.promises import Promises
 
         return Promises(service.metrics)
 
@@ -142,7 +142,7 @@ def ui_router(service: Service) -> APIRouter:
     async def operated(request: Request) -> Response:
         _refuse_strange_names(request, service)
         # imported on first use, so that it does not slow start-up
-        from paceline.server.ui.operations import operations
+        from paceline.web.operations import operations
 
         found = await operations(service, request.query_params.get("find", "")[:_MOST_FIND])
         return Response(
@@ -181,7 +181,7 @@ def _range(request: Request) -> tuple[tuple[int, int] | None, float]:
 
 
 def _window(request: Request) -> int:
-    from paceline.server.ui.promises import WINDOWS
+    from paceline.web.promises import WINDOWS
 
     value = request.query_params.get("seconds", "60")
     if value not in map(str, WINDOWS):

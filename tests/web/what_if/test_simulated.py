@@ -9,7 +9,7 @@ import pytest
 
 from paceline.engine.timeline.codec import Decoder
 from paceline.engine.timeline.model import Model
-from tests.server.what_if.helpers import CARD, PATH, TRACE, Ask
+from tests.web.what_if.helpers import CARD, PATH, TRACE, Ask
 
 pytestmark = pytest.mark.anyio
 
