@@ -15,7 +15,7 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.engine.llm import LLM
 from paceline.engine.testing import ByteTokenizer, null_core
 from paceline.engine.types import GenerationRequest
-from paceline.server.bodies.structured import json_grammar, parse_grammar
+from paceline.server.protocol.structured import json_grammar, parse_grammar
 
 __all__ = ["Tally", "generate_all"]
 

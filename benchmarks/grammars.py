@@ -34,8 +34,8 @@ from paceline.core.grammar import Grammar
 from paceline.engine.text.grammar import GrammarCompiler
 from paceline.engine.text.tokenizer import HFTokenizer, load_tokenizer
 from paceline.errors import PacelineError
-from paceline.server.bodies.structured import json_grammar
-from paceline.server.json_schema.check import ANNOTATIONS
+from paceline.server.model_formats.json_schema.check import ANNOTATIONS
+from paceline.server.protocol.structured import json_grammar
 
 _BATCH = 64
 _STEPS = 16

@@ -46,8 +46,8 @@ from benchmarks.common.processes import Process, Unavailable
 from benchmarks.common.server import PacelineServer
 from benchmarks.common.statistics import percentile
 from benchmarks.common.unmeasured import Unmeasured
-from paceline.server.readings.frame import make_frame
-from paceline.server.readings.scrape import Scrape, parse_metrics
+from paceline.server.observability.snapshot.frame import make_frame
+from paceline.server.observability.snapshot.scrape import Scrape, parse_metrics
 
 __all__ = ["ControlGroup", "Neighbour", "figures"]
 

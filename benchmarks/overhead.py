@@ -68,7 +68,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 _SENTENCE = "The quick brown fox jumps over the lazy dog, and then it sleeps for {} hours. "
 # groups of time by file: the first entry that is in its path, or "~" for code without a file
 _GROUPS = (
-    ("/server/metrics", "metrics and logs"),
+    ("/server/observability/metrics", "metrics and logs"),
     ("/http/exposition", "metrics and logs"),
     ("/logging/", "metrics and logs"),
     ("/cli/terminal/logs", "metrics and logs"),
@@ -76,7 +76,7 @@ _GROUPS = (
     ("/engine/text/output_processor", "detokenise"),
     ("/engine/text/tokenizer", "detokenise"),
     ("/tokenizers/", "tokenise"),
-    ("/server/prompts", "tokenise"),
+    ("/server/generation/prompts", "tokenise"),
     ("/engine/text/chat_template", "tokenise"),
     ("/engine/text/template_", "tokenise"),
     ("/engine/", "engine client"),

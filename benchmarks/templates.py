@@ -37,8 +37,8 @@ from paceline.checkpoints.hub.resolve import default_cache_dir, find_local
 from paceline.engine.text.chat_template import ChatTemplate
 from paceline.engine.text.template_process import TemplateProcess
 from paceline.engine.text.tokenizer import HFTokenizer
-from paceline.server.bodies.protocol import TemplateOptions
-from paceline.server.prompts import PromptMaker
+from paceline.server.generation.prompts import PromptMaker
+from paceline.server.protocol.requests import TemplateOptions
 
 QUICK = bool(os.environ.get("QUICK"))
 SAMPLES = 200 if QUICK else 1000

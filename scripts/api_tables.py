@@ -15,8 +15,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
+from paceline.server.apis.ollama.protocol import OllamaOptions
 from paceline.server.batches.routes import BatchBody
-from paceline.server.bodies.body import (
+from paceline.server.openapi.requests import BODIES
+from paceline.server.protocol.body import (
     IGNORED,
     REFUSED,
     SERVED,
@@ -25,9 +27,7 @@ from paceline.server.bodies.body import (
     fields_of,
     other_names_of,
 )
-from paceline.server.bodies.generation import ChatBody, CompletionBody
-from paceline.server.openapi.requests import BODIES
-from paceline.server.other_apis.ollama_request import OllamaOptions
+from paceline.server.protocol.generation import ChatBody, CompletionBody
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "use" / "api.md"
 # whose sections have tables

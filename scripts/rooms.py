@@ -21,7 +21,7 @@ import grimp
 
 PACKAGE: Final = "paceline"
 # folders whose rooms are drawn too
-INSIDE: Final = ("core", "engine", "server")
+INSIDE: Final = ("core", "engine", "server", "gateway", "checkpoints", "backends", "cli")
 PAGE: Final = Path("build") / "rooms.md"
 
 # of a room, the rooms that it imports, with how many imports of modules

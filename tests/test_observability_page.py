@@ -11,7 +11,7 @@ from paceline.cli.main import build_parser
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "operate" / "observability.md").read_text()
-TRACING = (ROOT / "paceline" / "server" / "tracing.py").read_text()
+TRACING = (ROOT / "paceline" / "server" / "observability" / "tracing.py").read_text()
 GATEWAY_TRACING = (ROOT / "paceline" / "gateway" / "observability" / "tracing.py").read_text()
 
 

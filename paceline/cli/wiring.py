@@ -286,7 +286,7 @@ def default_sampling(settings: EngineSettings) -> dict[str, float]:
         alias = ALIASES.get(settings.model_name)
         return {} if alias is None else dict(alias.sampling)
     from paceline.checkpoints.model.json_file import read_json_object
-    from paceline.server.config import sampling_defaults
+    from paceline.server.settings.config import sampling_defaults
 
     found = read_json_object(Path(settings.model_path) / "generation_config.json")
     return sampling_defaults(found or {})

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from paceline.server.app import create_app
-    from paceline.server.config import ServerConfig, sampling_defaults
     from paceline.server.lifecycle import serve
+    from paceline.server.settings.config import ServerConfig, sampling_defaults
 
 __all__ = ["ServerConfig", "create_app", "sampling_defaults", "serve"]
 
 _MODULES: Final = {
-    "ServerConfig": "config",
+    "ServerConfig": "settings.config",
     "create_app": "app",
-    "sampling_defaults": "config",
+    "sampling_defaults": "settings.config",
     "serve": "lifecycle",
 }
 

@@ -2,12 +2,12 @@
 
 ::
 
-    ExchangeMiddleware            request id, HTTP metrics, requests in flight
+    ExchangeMiddleware            request id, HTTP metrics, what is in flight
       router -> answering()       every exception becomes an answer
-        routes_generate           parse -> prompt ids -> engine -> events or one body
-        vector_routes             embeddings, scores, classes
+        apis/openai               parse -> prompt ids -> engine -> events or one body
+        apis                      Responses, Messages, Ollama's, llama-server's; vectors
         batches/routes            files and batches, answered in the background
-        routes_info               models, health, metrics, tokenizer
+        apis/info                 models, health, metrics, tokenizer
         page                      routes that another room brings: the page at /ui
 """
 
@@ -23,19 +23,19 @@ from starlette.exceptions import HTTPException
 import paceline
 from paceline.engine.protocol import EngineClient
 from paceline.http.web import add_web_middleware
+from paceline.server.apis.info import info_router
+from paceline.server.apis.llama_cpp.routes import llama_router
+from paceline.server.apis.ollama.routes import ollama_router
+from paceline.server.apis.openai.routes import generate_router
+from paceline.server.apis.pooling.routes import vector_router
+from paceline.server.apis.routes import other_apis_router
 from paceline.server.batches.folder import Batches
 from paceline.server.batches.routes import batch_router
-from paceline.server.config import ServerConfig
-from paceline.server.errors import refusal
-from paceline.server.exchange import ExchangeMiddleware
-from paceline.server.openai.routes import generate_router
-from paceline.server.other_apis.llama_routes import llama_router
-from paceline.server.other_apis.ollama_routes import ollama_router
-from paceline.server.other_apis.routes import other_apis_router
-from paceline.server.responding import http_exception
-from paceline.server.routes_info import info_router
-from paceline.server.service import Service, make_service
-from paceline.server.vector_routes import vector_router
+from paceline.server.generation.service import Service, make_service
+from paceline.server.settings.config import ServerConfig
+from paceline.server.transport.errors import refusal
+from paceline.server.transport.middleware import ExchangeMiddleware
+from paceline.server.transport.responses import http_exception
 
 __all__ = ["batches_of", "create_app", "service_of"]
 

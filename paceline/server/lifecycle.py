@@ -31,9 +31,9 @@ from paceline.http.connections import Connection, allow_open_files
 from paceline.http.listening import bind
 from paceline.server.app import batches_of, create_app, service_of
 from paceline.server.batches.folder import Batches
-from paceline.server.config import ServerConfig
-from paceline.server.metrics.exporter import exporting
-from paceline.server.service import Service
+from paceline.server.generation.service import Service
+from paceline.server.observability.metrics.exporter import exporting
+from paceline.server.settings.config import ServerConfig
 
 __all__ = ["bind", "serve"]
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import paceline
 from paceline.http.rate_limits import KeyLimits
 from paceline.http.rate_limits.rates import Window
-from paceline.server.service import Service
+from paceline.server.generation.service import Service
 
 __all__ = ["MOST_KEYS", "operations"]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any, Final, Protocol
 
-from paceline.server.readings import Frame, Scrape, make_frame
+from paceline.server.observability.snapshot import Frame, Scrape, make_frame
 
 __all__ = ["WINDOWS", "Promises", "Readable"]
 

@@ -31,8 +31,8 @@ from paceline.http.errors import HttpError
 from paceline.http.fields import show
 from paceline.http.sse import STREAM_HEADERS
 from paceline.http.web import host_name
-from paceline.server.responding import answering
-from paceline.server.service import Service
+from paceline.server.generation.service import Service
+from paceline.server.transport.responses import answering
 from paceline.web.assets import BUILT_IN, SECURITY_HEADERS, Asset, Assets, load_assets
 from paceline.web.feed import Feed, TooManyViewersError
 from paceline.web.what_if.routes import Handler, what_if_routes

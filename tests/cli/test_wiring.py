@@ -23,7 +23,7 @@ from paceline.core.backend import BackendInfo
 from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.errors import ConfigError, NeverFitsError
-from paceline.server.config import ServerConfig
+from paceline.server.settings.config import ServerConfig
 from tests.backends.torch.models import save_model
 
 NULL = EngineSettings.of(model_name="null", model_path=None, backend="null", num_blocks=8)

@@ -11,7 +11,7 @@ from benchmarks.speculation.asked import GROUPS
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.llm import LLM
 from paceline.engine.types import GenerationRequest
-from paceline.server.bodies.structured import json_grammar
+from paceline.server.protocol.structured import json_grammar
 from tests.parity.prompts import PROMPTS
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from paceline.core.grammar import Grammar
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.llm import LLM
 from paceline.engine.types import GenerationRequest
-from paceline.server.bodies.structured import json_grammar
+from paceline.server.protocol.structured import json_grammar
 
 pytestmark = pytest.mark.slow
 

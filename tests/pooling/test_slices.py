@@ -15,17 +15,17 @@ import pytest
 
 from paceline.engine.testing import ByteTokenizer
 from paceline.errors import NeverFitsError
-from paceline.server.bodies.protocol import TemplateOptions
-from paceline.server.pooling.answers import (
+from paceline.server.apis.pooling.conversion import cosines, encode_list
+from paceline.server.apis.pooling.responses import (
     Embedding,
     EmbeddingAnswer,
     VectorUsage,
     as_base64,
     as_floats,
 )
-from paceline.server.pooling.conversion import cosines, encode_list
-from paceline.server.pooling.running import length_check
-from paceline.server.prompts import PromptMaker, slices
+from paceline.server.apis.pooling.running import length_check
+from paceline.server.generation.prompts import PromptMaker, slices
+from paceline.server.protocol.requests import TemplateOptions
 
 pytestmark = pytest.mark.anyio
 
@@ -181,8 +181,8 @@ def test_a_server_that_generates_starts_without_them() -> None:
         "from paceline.engine.testing import null_client\n"
         "from paceline.server import ServerConfig, create_app\n"
         "create_app(null_client(NullBackend()), ServerConfig())\n"
-        "print([m for m in sys.modules if m.startswith(('paceline.server.pooling',"
-        "'paceline.server.openapi'))])\n"
+        "print([m for m in sys.modules if m.startswith(('paceline.server.apis.pooling.',"
+        "'paceline.server.openapi')) and not m.endswith('.routes')])\n"
         "import os; sys.stdout.flush(); os._exit(0)"
     )
     result = subprocess.run(

@@ -32,9 +32,9 @@ from paceline.http.bounds import Bounds
 from paceline.http.keys import ApiKey
 from paceline.http.rate_limits import KeyLimits, parse_override
 from paceline.server import ServerConfig, serve
-from paceline.server.batch_config import BatchConfig
-from paceline.server.config import GivenSetting, WhatIfConfig
 from paceline.server.lifecycle import bind
+from paceline.server.settings.batch_config import BatchConfig
+from paceline.server.settings.config import GivenSetting, WhatIfConfig
 from paceline.web.routes import ui_router
 from tests.engine.null_engine import ARGV
 from tests.server.helpers import VOCAB

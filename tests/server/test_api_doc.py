@@ -12,9 +12,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from paceline.server.bodies.protocol import RequestRules
-from paceline.server.bodies.structured import STRUCTURED_KINDS
-from paceline.server.unserved_routes import UNSERVED_ROUTES
+from paceline.server.protocol.requests import RequestRules
+from paceline.server.protocol.structured import STRUCTURED_KINDS
+from paceline.server.transport.unserved_routes import UNSERVED_ROUTES
 
 pytestmark = pytest.mark.anyio
 

@@ -19,7 +19,7 @@ from paceline.http.keys import ApiKey
 from paceline.http.rate_limits import Rate
 from paceline.server import ServerConfig, create_app
 from paceline.server.batches.lines import read_lines
-from paceline.server.errors import OLLAMA_PREFIX
+from paceline.server.transport.errors import OLLAMA_PREFIX
 from tests.server.helpers import chat_body, connect
 
 JSON = {"Content-Type": "application/json"}

@@ -18,7 +18,7 @@ from paceline.http.keys import ApiKey
 from paceline.http.rate_limits import KeyLimits, Rate, caller_of
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import batches_of
-from paceline.server.batch_config import BatchConfig
+from paceline.server.settings.batch_config import BatchConfig
 from tests.server.helpers import (
     VOCAB,
     chat_body,

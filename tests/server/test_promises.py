@@ -30,10 +30,10 @@ from paceline.errors import QueueFullError
 from paceline.http.errors import error_response, reply_to
 from paceline.http.exposition import Registry
 from paceline.server import ServerConfig, create_app
+from paceline.server.apis.openai.answers import UsageCount
 from paceline.server.app import service_of
-from paceline.server.bodies.wire import Explanation, GuessCount, encode
-from paceline.server.metrics.requests import RequestMetrics, RequestObserver
-from paceline.server.openai.answers import UsageCount
+from paceline.server.observability.metrics.requests import RequestMetrics, RequestObserver
+from paceline.server.protocol.responses import Explanation, GuessCount, encode
 from tests.server.helpers import VOCAB, chat_body, connect, expected_text, metric, rested, scrape
 
 pytestmark = pytest.mark.anyio

@@ -13,7 +13,7 @@ from paceline.http.keys import ApiKey
 from paceline.http.rate_limits import KeyLimits, Rate
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
-from paceline.server.config import GivenSetting
+from paceline.server.settings.config import GivenSetting
 from paceline.web.operations import MOST_KEYS
 from paceline.web.routes import ui_router
 from tests.security.keys import ADMIN, USER, bearer

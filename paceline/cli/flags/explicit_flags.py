@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.slo import Slo
 
 if TYPE_CHECKING:
-    from paceline.server.config import GivenSetting
+    from paceline.server.settings.config import GivenSetting
 
 __all__ = ["given_flags"]
 
@@ -29,7 +29,7 @@ def given_flags(
     parser: argparse.ArgumentParser, args: argparse.Namespace
 ) -> tuple[GivenSetting, ...]:
     """Return those of the parser's command, in the order of its --help."""
-    from paceline.server.config import GivenSetting
+    from paceline.server.settings.config import GivenSetting
 
     found = []
     for action in parser._actions:

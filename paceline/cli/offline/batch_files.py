@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from paceline.errors import ConfigError
 from paceline.files import make_private_folder, private_opener
-from paceline.server.bodies.wire import encode
+from paceline.server.protocol.responses import encode
 
 __all__ = ["OutputFile"]
 

@@ -18,7 +18,7 @@ from paceline.errors import ConfigError
 if TYPE_CHECKING:
     from paceline.cli.offline.batch_files import OutputFile
     from paceline.server.batches.lines import Answer, BatchLine
-    from paceline.server.service import Service
+    from paceline.server.generation.service import Service
 
 __all__ = ["Tally", "add_parser", "answer_all"]
 
@@ -123,8 +123,8 @@ def _run(args: argparse.Namespace, source: BinaryIO, output: OutputFile, total: 
     from paceline.engine.local import LocalEngineClient
     from paceline.server.batches.answering import URLS
     from paceline.server.batches.lines import read_lines
-    from paceline.server.config import ServerConfig
-    from paceline.server.service import make_service
+    from paceline.server.generation.service import make_service
+    from paceline.server.settings.config import ServerConfig
 
     configure_logging(settings.log_level)
     config = ServerConfig(default_sampling=default_sampling(settings))

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from paceline.cli.flags.settings import EngineSettings
     from paceline.engine.types import EngineInfo
     from paceline.http.keys import ApiKey
-    from paceline.server.config import ServerConfig
+    from paceline.server.settings.config import ServerConfig
 
     # signature of ``server.lifecycle.serve``
     Serve = Callable[..., Awaitable[int]]
@@ -135,7 +135,7 @@ def _server_config(
 ) -> ServerConfig:
     from paceline.cli.flags.settings import TRACE_PROCESS, WHAT_IF_PROCESS
     from paceline.cli.wiring import default_sampling
-    from paceline.server.config import ServerConfig, WhatIfConfig
+    from paceline.server.settings.config import ServerConfig, WhatIfConfig
 
     return ServerConfig(
         served_model_names=tuple(args.served_model_name),

@@ -9,9 +9,9 @@
         (the engine's own spans: queue, prefill, decode, where it makes any)
 
 A caller's W3C ``traceparent`` is the parent, and an engine gets that of its attempt, so that its
-own spans lie inside. Attributes are named as in ``server.tracing``; they never hold prompt or
-output, and so no error messages. Without an endpoint ``NO_TRACING`` is used, callers' headers go to
-engines unchanged, and OpenTelemetry is not imported.
+own spans lie inside. Attributes are named as in ``server.observability.tracing``; they never hold
+prompt or output, and so no error messages. Without an endpoint ``NO_TRACING`` is used, callers'
+headers go to engines unchanged, and OpenTelemetry is not imported.
 """
 
 from __future__ import annotations

@@ -14,15 +14,15 @@ from typing import Any, Final, TypeAlias
 
 from paceline.errors import EngineDeadError, EngineDrainingError
 from paceline.http.errors import Reply, error_body, reply_to
+from paceline.server.apis.openai.chat import chat_answer
+from paceline.server.apis.openai.completions import completion_answer
+from paceline.server.apis.pooling.routes import vector_kind
+from paceline.server.apis.responses.protocol import parse_responses, previous_id
+from paceline.server.apis.responses.serving import response_answer
+from paceline.server.apis.token_ids import parse_token_generate, token_answer
 from paceline.server.batches.lines import Answer, BatchLine
-from paceline.server.bodies.protocol import RequestRules, parse_chat, parse_completion
-from paceline.server.openai.chat import chat_answer
-from paceline.server.openai.completions import completion_answer
-from paceline.server.other_apis.responses import response_answer
-from paceline.server.other_apis.responses_request import parse_responses, previous_id
-from paceline.server.other_apis.token_generate import parse_token_generate, token_answer
-from paceline.server.service import Service
-from paceline.server.vector_routes import vector_kind
+from paceline.server.generation.service import Service
+from paceline.server.protocol.requests import RequestRules, parse_chat, parse_completion
 
 __all__ = ["URLS", "answer_line", "backoff"]
 

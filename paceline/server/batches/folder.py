@@ -16,10 +16,10 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from paceline.errors import ConfigError
 from paceline.http.errors import HttpError
-from paceline.server.batch_config import BatchConfig
 from paceline.server.batches.runner import BatchRunner
 from paceline.server.batches.store import BatchStore
-from paceline.server.service import Service
+from paceline.server.generation.service import Service
+from paceline.server.settings.batch_config import BatchConfig
 
 __all__ = ["Batches"]
 

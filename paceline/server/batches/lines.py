@@ -23,7 +23,7 @@ import msgspec
 from paceline.errors import InvalidRequestError
 from paceline.http.bounds import Bounds, check_json_depth, check_json_items
 from paceline.http.fields import decode_object, show
-from paceline.server.bodies.wire import encode
+from paceline.server.protocol.responses import encode
 
 __all__ = [
     "Answer",

@@ -19,13 +19,13 @@ from paceline.server.batches.folder import Batches
 from paceline.server.batches.records import Batch
 from paceline.server.batches.store import BatchStore
 from paceline.server.batches.upload import PURPOSES, upload_file
-from paceline.server.bodies import schemas
-from paceline.server.bodies.body import Body, schema_of
-from paceline.server.bodies.kinds import described, needed, refused, string
-from paceline.server.bodies.rules import RequestRules
-from paceline.server.exchange import principal_of, read_object
-from paceline.server.responding import answering, encoded
-from paceline.server.service import Service
+from paceline.server.generation.service import Service
+from paceline.server.protocol import schemas
+from paceline.server.protocol.body import Body, schema_of
+from paceline.server.protocol.field_types import described, needed, refused, string
+from paceline.server.protocol.rules import RequestRules
+from paceline.server.transport.middleware import principal_of, read_object
+from paceline.server.transport.responses import answering, encoded
 
 __all__ = ["BatchBody", "batch_router"]
 

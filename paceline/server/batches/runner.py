@@ -40,8 +40,8 @@ from paceline.server.batches.lines import (
 )
 from paceline.server.batches.records import Batch, Result
 from paceline.server.batches.store import BatchStore
-from paceline.server.bodies.wire import encode
-from paceline.server.service import Service
+from paceline.server.generation.service import Service
+from paceline.server.protocol.responses import encode
 
 __all__ = ["BatchRunner", "StoreCall"]
 

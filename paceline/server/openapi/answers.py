@@ -7,7 +7,22 @@ from typing import Any, Final
 
 import msgspec
 
-from paceline.server.bodies.schemas import (
+from paceline.server.apis.pooling.responses import (
+    ClassAnswer,
+    EmbeddingAnswer,
+    PoolingAnswer,
+    RerankAnswer,
+    ScoreAnswer,
+)
+from paceline.server.apis.token_ids import TokenAnswer
+from paceline.server.protocol.responses import (
+    ChatAnswer,
+    ChatChunk,
+    CompletionAnswer,
+    CompletionChunk,
+    Timings,
+)
+from paceline.server.protocol.schemas import (
     BOOLEAN,
     INTEGER,
     NULL,
@@ -19,21 +34,6 @@ from paceline.server.bodies.schemas import (
     record,
     ref,
     string,
-)
-from paceline.server.bodies.wire import (
-    ChatAnswer,
-    ChatChunk,
-    CompletionAnswer,
-    CompletionChunk,
-    Timings,
-)
-from paceline.server.other_apis.token_generate import TokenAnswer
-from paceline.server.pooling.answers import (
-    ClassAnswer,
-    EmbeddingAnswer,
-    PoolingAnswer,
-    RerankAnswer,
-    ScoreAnswer,
 )
 
 __all__ = ["ANSWERS", "Answer", "answer_schemas"]

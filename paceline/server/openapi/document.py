@@ -1,7 +1,7 @@
 """The document of an app: FastAPI's list of routes, completed with data that FastAPI lacks.
 
-Bodies are parsed by hand (``protocol.py``), so that errors use the API's own terms; so their
-schemas are written down too, and tests compare them with the parsers and with answers.
+Bodies are parsed by hand (``protocol/requests.py``), so that errors use the API's own terms; so
+their schemas are written down too, and tests compare them with the parsers and with answers.
 
 Every route gets the statuses of its kind: a route of another module only has to name its own answer
 (``responses=`` of ``add_api_route``), which is kept.
@@ -15,11 +15,11 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from paceline.http.keys import ADMIN_PATHS, OPEN_PATHS
-from paceline.server.bodies.rules import RequestRules
-from paceline.server.bodies.schemas import STRING, Schema, record, ref
+from paceline.server.apis.ollama.protocol import LINES
 from paceline.server.openapi.answers import ANSWERS, Answer, answer_schemas
 from paceline.server.openapi.requests import EXAMPLES, request_schemas, shared_schemas
-from paceline.server.other_apis.ollama_request import LINES
+from paceline.server.protocol.rules import RequestRules
+from paceline.server.protocol.schemas import STRING, Schema, record, ref
 
 __all__ = ["openapi_document"]
 

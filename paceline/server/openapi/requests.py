@@ -8,40 +8,33 @@ from __future__ import annotations
 
 from typing import Final
 
-from paceline.server.bodies.body import Body, schema_of
-from paceline.server.bodies.generation import ChatBody, CompletionBody, TemplateBody
-from paceline.server.bodies.messages import message_schemas
-from paceline.server.bodies.rules import RequestRules
-from paceline.server.bodies.schemas import (
-    Schema,
-    closed,
-)
-from paceline.server.bodies.structured import StructuredOutputs, format_schema
-from paceline.server.bodies.targets import slo_schema
-from paceline.server.bodies.tokenizing import (
-    DetokenizeBody,
-    TokenizeMessagesBody,
-    TokenizePromptBody,
-)
-from paceline.server.bodies.tool_calls import tool_schema
-from paceline.server.other_apis.anthropic import CountTokensBody, MessagesBody
-from paceline.server.other_apis.llama_info import ContentBody, InfillBody
-from paceline.server.other_apis.llama_request import LlamaBody
-from paceline.server.other_apis.ollama_request import (
-    OllamaChatBody,
-    OllamaGenerateBody,
-    ShowBody,
-)
-from paceline.server.other_apis.responses_request import ResponsesBody
-from paceline.server.other_apis.token_generate import TokenGenerateBody
-from paceline.server.pooling.bodies import (
+from paceline.server.apis.anthropic import CountTokensBody, MessagesBody
+from paceline.server.apis.llama_cpp.info import ContentBody, InfillBody
+from paceline.server.apis.llama_cpp.protocol import LlamaBody
+from paceline.server.apis.ollama.protocol import OllamaChatBody, OllamaGenerateBody, ShowBody
+from paceline.server.apis.pooling.ollama import OllamaEmbedBody, OllamaEmbeddingsBody
+from paceline.server.apis.pooling.protocol import (
     ClassifyBody,
     EmbeddingsBody,
     PoolingBody,
     RerankBody,
     ScoreBody,
 )
-from paceline.server.pooling.ollama import OllamaEmbedBody, OllamaEmbeddingsBody
+from paceline.server.apis.responses.protocol import ResponsesBody
+from paceline.server.apis.token_ids import TokenGenerateBody
+from paceline.server.protocol.body import Body, schema_of
+from paceline.server.protocol.generation import ChatBody, CompletionBody, TemplateBody
+from paceline.server.protocol.messages import message_schemas
+from paceline.server.protocol.rules import RequestRules
+from paceline.server.protocol.schemas import Schema, closed
+from paceline.server.protocol.structured import StructuredOutputs, format_schema
+from paceline.server.protocol.targets import slo_schema
+from paceline.server.protocol.tokenizing import (
+    DetokenizeBody,
+    TokenizeMessagesBody,
+    TokenizePromptBody,
+)
+from paceline.server.protocol.tool_calls import tool_schema
 
 __all__ = ["BODIES", "EXAMPLES", "request_schemas", "shared_schemas"]
 

@@ -18,8 +18,8 @@ from starlette.responses import Response
 
 from paceline.http.errors import HttpError
 from paceline.http.fields import show
-from paceline.server.exchange import principal_of, read_object
-from paceline.server.service import Service
+from paceline.server.generation.service import Service
+from paceline.server.transport.middleware import principal_of, read_object
 from paceline.web.feed import Feed
 from paceline.web.what_if.storage import Owner, sweep
 

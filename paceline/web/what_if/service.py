@@ -33,8 +33,8 @@ from starlette.requests import Request
 
 from paceline.errors import InvalidRequestError
 from paceline.http.errors import HttpError
-from paceline.server.config import WhatIfConfig
-from paceline.server.service import Service
+from paceline.server.generation.service import Service
+from paceline.server.settings.config import WhatIfConfig
 from paceline.web.feed import Feed
 from paceline.web.what_if.child import (
     MOST_LINE,

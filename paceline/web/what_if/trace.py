@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from paceline.errors import InvalidRequestError
 from paceline.http.errors import ClientDisconnectedError, HttpError
-from paceline.server.config import WhatIfConfig
+from paceline.server.settings.config import WhatIfConfig
 from paceline.web.what_if.child import (
     MOST_LINE,
     child_environment,

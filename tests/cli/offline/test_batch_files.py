@@ -12,7 +12,7 @@ from paceline.cli.offline.batch_files import OutputFile
 from paceline.errors import ConfigError
 from paceline.server.batches.answering import URLS
 from paceline.server.batches.lines import BatchLine, read_lines
-from paceline.server.bodies.wire import encode
+from paceline.server.protocol.responses import encode
 
 
 def parse(*lines: Any) -> list[BatchLine]:

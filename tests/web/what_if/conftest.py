@@ -10,7 +10,7 @@ import pytest
 from paceline.backends.reference.null import NullBackend
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.testing import null_client
-from paceline.server.config import WhatIfConfig
+from paceline.server.settings.config import WhatIfConfig
 from tests.server.helpers import VOCAB
 from tests.web.what_if.helpers import Ask, Asker, configured
 

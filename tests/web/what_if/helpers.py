@@ -18,7 +18,7 @@ from paceline.engine.timeline.codec import headers
 from paceline.engine.timeline.events import FrameType
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
-from paceline.server.config import WhatIfConfig
+from paceline.server.settings.config import WhatIfConfig
 from paceline.web.routes import ui_router
 from paceline.web.what_if.service import WhatIf
 

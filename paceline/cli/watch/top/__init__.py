@@ -3,7 +3,7 @@
 ::
 
     scrape.py          GET /metrics, /status            texts as received
-    server/readings    two of these -> Frame            changes between them, plain values
+    snapshot           two of these -> Frame            changes between them, plain values
     gateway_frame.py   with /status -> GatewayFrame     the same for a gateway and its engines
     watch.py           one address, repeatedly          whichever of both answers there
     view.py, gateway_view.py, fleet_view.py   -> rich   for users

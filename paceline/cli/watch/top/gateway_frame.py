@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from paceline.server.readings import Growth, Quantiles, Scrape, ratio
+from paceline.server.observability.snapshot import Growth, Quantiles, Scrape, ratio
 
 __all__ = ["EngineRow", "GatewayFrame", "KeyRow", "make_gateway_frame"]
 
