@@ -34,7 +34,7 @@ from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.core import EngineCore
 from paceline.engine.testing import null_client
-from paceline.engine.timeline.tap import TimelineTap
+from paceline.timeline.tap import TimelineTap
 from paceline.web.feed import Feed
 
 _PROMPT = 256

@@ -213,7 +213,7 @@ def build_core(
     from paceline.engine.process.loop import engine_info
     from paceline.engine.recorder import FileRecorder
     from paceline.engine.text.grammar import GrammarCompiler
-    from paceline.engine.timeline.tap import TimelineTap
+    from paceline.timeline.tap import TimelineTap
 
     # raises errors before a model is loaded
     FinishedAnswers.of(settings.scheduler.speculative_config)

@@ -28,10 +28,10 @@ from paceline.core.scheduler import Scheduler
 from paceline.core.stats import SchedulerStats
 from paceline.engine.finished_answers import FinishedAnswers
 from paceline.engine.recorder import Recorder, Recorders
-from paceline.engine.timeline.tap import TimelineTap
 from paceline.errors import ConfigError, EngineDeadError
 from paceline.speculation.drafts import DrafterMaker, Drafts
 from paceline.speculation.settings import SpeculationSettings
+from paceline.timeline.tap import TimelineTap
 
 __all__ = ["EngineCore"]
 

@@ -30,9 +30,9 @@ from paceline.engine.local import LocalEngineClient
 from paceline.engine.process.loop import engine_info
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.text.grammar import GrammarCompiler
-from paceline.engine.timeline.tap import TimelineTap
 from paceline.errors import InvalidRequestError
 from paceline.speculation.guess import Guess
+from paceline.timeline.tap import TimelineTap
 
 __all__ = ["ByteTokenizer", "ForeignDrafter", "ScriptedDrafter", "null_client", "null_core"]
 

@@ -18,12 +18,12 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from paceline.engine.timeline.codec import Decoder
-from paceline.engine.timeline.events import FrameType, Kind, Plan, State, Told
-from paceline.engine.timeline.model import Model, Seen, Step
 from paceline.sim.arrival import Arrival
 from paceline.sim.config import ReplicaConfig
 from paceline.sim.recording import RecordedRequest, RecordedStep, Recording
+from paceline.timeline.codec import Decoder
+from paceline.timeline.events import FrameType, Kind, Plan, State, Told
+from paceline.timeline.model import Model, Seen, Step
 
 __all__ = ["recording_of", "workload_of"]
 

@@ -24,9 +24,9 @@ from typing import Any, Final
 from weakref import WeakSet
 
 from paceline.engine.protocol import EngineClient
-from paceline.engine.timeline.codec import HEADER, encode, headers
-from paceline.engine.timeline.events import FrameType, Told, vocabulary
 from paceline.errors import PacelineError
+from paceline.timeline.codec import HEADER, encode, headers
+from paceline.timeline.events import FrameType, Told, vocabulary
 
 __all__ = ["MOST_VIEWERS", "Feed", "TooManyViewersError"]
 

@@ -50,7 +50,7 @@ PLACES = {
     "server/batches/contents.py": "",
     "server/batches/schema.py": "",
     "server/batches/store.py": "",
-    "engine/timeline/chrome.py": "",
+    "timeline/chrome.py": "",
     "sim/report/plots.py": "",
     "engine/process/client.py": "a folder for sockets by mkdtemp, which makes it 0700",
     "engine/process/in_flight.py": "0600, in that folder",

@@ -14,8 +14,9 @@ import pytest
 from paceline.backends.reference.null import NullBackend
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.testing import null_client
-from paceline.engine.timeline.codec import Decoder, encode
-from paceline.engine.timeline.events import (
+from paceline.server import ServerConfig, create_app
+from paceline.timeline.codec import Decoder, encode
+from paceline.timeline.events import (
     VERSION,
     Announce,
     End,
@@ -25,13 +26,12 @@ from paceline.engine.timeline.events import (
     Plan,
     Told,
 )
-from paceline.engine.timeline.model import Model
-from paceline.server import ServerConfig, create_app
+from paceline.timeline.model import Model
 from paceline.web.feed import MOST_VIEWERS, Feed, TooManyViewersError
 from paceline.web.routes import ui_router
 from tests.driving import make_request
-from tests.engine.timeline.watching import Watched, named
 from tests.server.helpers import VOCAB
+from tests.timeline.watching import Watched, named
 
 pytestmark = pytest.mark.anyio
 

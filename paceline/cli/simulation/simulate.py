@@ -25,12 +25,12 @@ from paceline.cli.flags.scheduling_options import (
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.engine.timeline.collect import Collector
     from paceline.sim.arrival import Arrival
     from paceline.sim.replica import ReplicaConfig
     from paceline.sim.report.metrics import Metrics, Summary
     from paceline.sim.simulator import Pool
     from paceline.sim.step_times.spec import Source
+    from paceline.timeline.collect import Collector
 
 __all__ = ["add_parser"]
 
@@ -300,12 +300,12 @@ def _write_page(args: argparse.Namespace, results: list[_Result]) -> None:
 
 
 def _simulate(point: _Point) -> _Result:
-    from paceline.engine.timeline.chrome import TimelineWriter, write_trace
     from paceline.sim.report.metrics import Metrics
     from paceline.sim.report.steps import StepWatcher
     from paceline.sim.simulator import Simulator
     from paceline.sim.workload.shaping import speed_up
     from paceline.sim.workload.spec import open_workload
+    from paceline.timeline.chrome import TimelineWriter, write_trace
 
     # a simulation makes no cycles, but objects for every token, which the collector would scan
     gc.disable()
@@ -359,7 +359,7 @@ def _simulate(point: _Point) -> _Result:
 
 def _collector(pool: Pool) -> Collector:
     """Make a collector. Raises ConfigError for several replicas, whose lanes would overlap."""
-    from paceline.engine.timeline.collect import Collector
+    from paceline.timeline.collect import Collector
 
     if len(pool.replicas) != 1 or pool.disaggregation is not None:
         raise ConfigError(

@@ -337,10 +337,10 @@ def _simulate(
     arrivals: Sequence[Arrival],
     prefix_block: int,
 ) -> Iterator[dict[str, Any]]:
-    from paceline.engine.timeline.frames import Frames
     from paceline.sim.report.metrics import Metrics
     from paceline.sim.simulator import Pool, Simulator
     from paceline.sim.workload.shaping import speed_up
+    from paceline.timeline.frames import Frames
 
     metrics, told_frames = Metrics(), bytearray()
     # timeline in the format that the page reads

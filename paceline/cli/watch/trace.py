@@ -11,7 +11,7 @@ from paceline.cli.flags.arguments import Parser, bounded_float
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.engine.timeline.model import Model
+    from paceline.timeline.model import Model
 
 __all__ = ["add_parser"]
 
@@ -62,7 +62,7 @@ def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from paceline.cli.watch.top.scrape import fetch
-    from paceline.engine.timeline.chrome import trace_of, write_trace
+    from paceline.timeline.chrome import trace_of, write_trace
 
     url = args.address if "://" in args.address else f"http://{args.address}"
     url = f"{url.rstrip('/')}/ui/api/timeline?seconds={args.seconds:.3f}"
@@ -84,9 +84,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(data: bytes, steps: list[Any], ended: list[Any]) -> Model:
     """Build a model. Raises ConfigError for data that is no timeline of this version."""
-    from paceline.engine.timeline.codec import Decoder
-    from paceline.engine.timeline.events import VERSION
-    from paceline.engine.timeline.model import Model
+    from paceline.timeline.codec import Decoder
+    from paceline.timeline.events import VERSION
+    from paceline.timeline.model import Model
 
     model, decoder = Model(steps.append, ended.append), Decoder()
     for frame in decoder.feed(data):

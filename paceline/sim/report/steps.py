@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 
 from paceline.core.outputs import SchedulerOutput
-from paceline.engine.timeline.chrome import StepEvent, TimelineWriter
 from paceline.sim.report.metrics import Metrics
+from paceline.timeline.chrome import StepEvent, TimelineWriter
 
 __all__ = ["StepWatcher"]
 

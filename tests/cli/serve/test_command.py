@@ -23,10 +23,10 @@ from paceline.backends.reference.null import expected_tokens
 from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.serve.command import _api_keys, ready_line, successor
 from paceline.engine.testing import ByteTokenizer
-from paceline.engine.timeline.codec import Decoder
-from paceline.engine.timeline.model import Model, Seen
 from paceline.engine.types import EngineInfo
 from paceline.errors import ConfigError
+from paceline.timeline.codec import Decoder
+from paceline.timeline.model import Model, Seen
 from tests.cli.conftest import Command
 from tests.cli.servers import ServerProcess, start_server
 

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from paceline.cli.flags.settings import TRACE_PROCESS, WHAT_IF_PROCESS, EngineSettings
-from paceline.engine.timeline.codec import headers
-from paceline.engine.timeline.events import FrameType
+from paceline.timeline.codec import headers
+from paceline.timeline.events import FrameType
 from tests.cli.servers import ServerProcess, start_server
 from tests.server.live_process import eventually
 

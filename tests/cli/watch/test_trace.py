@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from paceline.cli.main import main
-from paceline.engine.timeline.codec import Decoder
-from paceline.engine.timeline.model import Model, Seen
+from paceline.timeline.codec import Decoder
+from paceline.timeline.model import Model, Seen
 from tests.security.keys import ADMIN, USER
 from tests.server.live_process import LiveServer, eventually, live_server
 

@@ -14,11 +14,11 @@ import httpx
 from paceline.cli.flags.settings import WHAT_IF_PROCESS, EngineSettings
 from paceline.cli.simulation.what_if import choices
 from paceline.engine.local import LocalEngineClient
-from paceline.engine.timeline.codec import headers
-from paceline.engine.timeline.events import FrameType
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of
 from paceline.server.settings.config import WhatIfConfig
+from paceline.timeline.codec import headers
+from paceline.timeline.events import FrameType
 from paceline.web.routes import ui_router
 from paceline.web.what_if.service import WhatIf
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.engine.timeline.codec import Decoder
-from paceline.engine.timeline.model import Model
+from paceline.timeline.codec import Decoder
+from paceline.timeline.model import Model
 from tests.web.what_if.helpers import CARD, PATH, TRACE, Ask
 
 pytestmark = pytest.mark.anyio

@@ -1,4 +1,4 @@
-// What the page remembers as a trace for Perfetto: the same as paceline/engine/timeline/chrome.py.
+// What the page remembers as a trace for Perfetto: the same as paceline/timeline/chrome.py.
 import { REASONS, STATE, STATES } from "./decode.js";
 import { runs } from "./model.js";
 

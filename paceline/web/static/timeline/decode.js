@@ -1,5 +1,5 @@
 // Frames of the timeline, from bytes that may be cut anywhere. The format is that of
-// paceline/engine/timeline/codec.py, and tests/ui/vectors hold both to it.
+// paceline/timeline/codec.py, and tests/ui/vectors hold both to it.
 
 export const VERSION = 2;
 export const NO_LANE = 0xffff;

@@ -1,4 +1,4 @@
-// Who runs, who waits and since when, rebuilt from frames: the same as paceline/engine/timeline/model.py.
+// Who runs, who waits and since when, rebuilt from frames: the same as paceline/timeline/model.py.
 import { KIND, NO_LANE, STATE } from "./decode.js";
 
 /**

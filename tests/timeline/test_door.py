@@ -15,12 +15,12 @@ from paceline.core.slo import Slo
 from paceline.engine.process.loop import EngineLoop
 from paceline.engine.process.messages import Abort, Add, ClientMessage, Shutdown, TimelineNews
 from paceline.engine.testing import null_core
-from paceline.engine.timeline.codec import Decoder
-from paceline.engine.timeline.door import Door
-from paceline.engine.timeline.events import FrameType, Told
-from paceline.engine.timeline.model import Model
 from paceline.engine.types import GenerationRequest
 from paceline.errors import InvalidRequestError
+from paceline.timeline.codec import Decoder
+from paceline.timeline.door import Door
+from paceline.timeline.events import FrameType, Told
+from paceline.timeline.model import Model
 
 
 class _Matchers:

@@ -10,11 +10,11 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.request import Request, RequestStatus
 from paceline.engine.core import EngineCore
-from paceline.engine.timeline.codec import Decoder
-from paceline.engine.timeline.events import NO_LANE, Frame, State
-from paceline.engine.timeline.model import Model, Seen, Step
-from paceline.engine.timeline.tap import TimelineTap
 from paceline.speculation.drafts import DrafterMaker
+from paceline.timeline.codec import Decoder
+from paceline.timeline.events import NO_LANE, Frame, State
+from paceline.timeline.model import Model, Seen, Step
+from paceline.timeline.tap import TimelineTap
 
 
 class Watched:

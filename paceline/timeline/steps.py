@@ -12,10 +12,10 @@ from typing import Final
 
 from paceline.core.outputs import ScheduledRow, SchedulerOutput, StepNote
 from paceline.core.request import RequestStatus
-from paceline.engine.timeline.codec import encode_done, encode_plan
-from paceline.engine.timeline.events import NO_LANE, Kind, State
-from paceline.engine.timeline.ladder import THIN
-from paceline.engine.timeline.lanes import Entry, Lanes
+from paceline.timeline.codec import encode_done, encode_plan
+from paceline.timeline.events import NO_LANE, Kind, State
+from paceline.timeline.ladder import THIN
+from paceline.timeline.lanes import Entry, Lanes
 
 __all__ = ["Steps"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-from paceline.engine.timeline.events import Done, End, FrameType, Keyframe, Plan, Told
-from paceline.engine.timeline.ladder import LEVELS
-from paceline.engine.timeline.model import Model
+from paceline.timeline.events import Done, End, FrameType, Keyframe, Plan, Told
+from paceline.timeline.ladder import LEVELS
+from paceline.timeline.model import Model
 from tests.driving import make_request
-from tests.engine.timeline.watching import Watched
+from tests.timeline.watching import Watched
 
 
 class _Slow:

@@ -17,8 +17,8 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from paceline.engine.timeline.codec import encode
-from paceline.engine.timeline.events import FrameType, Told
+from paceline.timeline.codec import encode
+from paceline.timeline.events import FrameType, Told
 
 __all__ = ["LEVELS", "THIN", "Ladder"]
 

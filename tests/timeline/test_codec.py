@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.queues.wait_clocks import REASONS
-from paceline.engine.timeline.codec import HEADER, MAX_FRAME, Decoder, encode, headers
-from paceline.engine.timeline.events import (
+from paceline.timeline.codec import HEADER, MAX_FRAME, Decoder, encode, headers
+from paceline.timeline.events import (
     Announce,
     Done,
     End,
@@ -24,9 +24,9 @@ from paceline.engine.timeline.events import (
     Plan,
     Told,
 )
-from paceline.engine.timeline.model import Model
+from paceline.timeline.model import Model
 from tests.driving import make_request
-from tests.engine.timeline.watching import Watched
+from tests.timeline.watching import Watched
 
 u8, u16, u32 = st.integers(0, 255), st.integers(0, 0xFFFF), st.integers(0, 0xFFFFFFFF)
 f64 = st.floats(allow_nan=False)

@@ -9,10 +9,10 @@ from collections import deque
 from typing import Any
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.engine.timeline.chrome import MOST_SLICES, trace_of
-from paceline.engine.timeline.codec import Decoder
-from paceline.engine.timeline.frames import Frames
-from paceline.engine.timeline.model import Model, Seen, Step
+from paceline.timeline.chrome import MOST_SLICES, trace_of
+from paceline.timeline.codec import Decoder
+from paceline.timeline.frames import Frames
+from paceline.timeline.model import Model, Seen, Step
 
 __all__ = ["Collector"]
 

@@ -8,10 +8,10 @@ import pytest
 
 from paceline.core.policies import POLICIES
 from paceline.core.slo import Slo
-from paceline.engine.timeline.events import Done, End, Keyframe, Kind, Plan, State
+from paceline.timeline.events import Done, End, Keyframe, Kind, Plan, State
 from tests.driving import make_request
-from tests.engine.timeline.vectors import guessing
-from tests.engine.timeline.watching import Watched
+from tests.timeline.vectors import guessing
+from tests.timeline.watching import Watched
 
 
 def kinds(watched: Watched) -> set[int]:
@@ -210,8 +210,8 @@ def test_a_steady_batch_takes_no_events_and_few_bytes() -> None:
 
 def test_a_reader_that_begins_at_a_keyframe_sees_the_same() -> None:
     """With the announcements of those that live, as the server sends them."""
-    from paceline.engine.timeline.events import Announce
-    from paceline.engine.timeline.model import Model
+    from paceline.timeline.events import Announce
+    from paceline.timeline.model import Model
 
     watched = Watched(num_blocks=24, step_seconds=0.1)
     watched.add(*(make_request(f"r{i}", 10, 40, arrival=100.0) for i in range(8)))
@@ -240,7 +240,7 @@ def test_the_vectors_are_what_the_codec_and_the_model_say() -> None:
     import base64
     import json
 
-    from tests.engine.timeline.vectors import FOLDER, meaning
+    from tests.timeline.vectors import FOLDER, meaning
 
     vectors = json.loads((FOLDER / "timeline.json").read_text())
     for name in ("told", "guessed"):

@@ -12,7 +12,7 @@ from typing import Final
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote
 from paceline.core.request import Request
-from paceline.engine.timeline.tap import TimelineTap
+from paceline.timeline.tap import TimelineTap
 
 __all__ = ["Frames"]
 

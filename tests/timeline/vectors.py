@@ -1,5 +1,5 @@
 """Runs whose frames, and what they mean, are kept in ``tests/ui/vectors`` for readers in other
-languages. ``python -m tests.engine.timeline.vectors`` writes them again."""
+languages. ``python -m tests.timeline.vectors`` writes them again."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from paceline.backends.reference.null import expected_tokens
 from paceline.core.request import Request
 from paceline.core.slo import Slo
 from paceline.engine.testing import ScriptedDrafter
-from paceline.engine.timeline.chrome import trace_of
-from paceline.engine.timeline.codec import Decoder
-from paceline.engine.timeline.events import NO_LANE, State
-from paceline.engine.timeline.model import Model, Seen, Step
+from paceline.timeline.chrome import trace_of
+from paceline.timeline.codec import Decoder
+from paceline.timeline.events import NO_LANE, State
+from paceline.timeline.model import Model, Seen, Step
 from tests.driving import make_request
-from tests.engine.timeline.watching import Watched
+from tests.timeline.watching import Watched
 
-FOLDER = Path(__file__).parents[2] / "ui" / "vectors"
+FOLDER = Path(__file__).parents[1] / "ui" / "vectors"
 
 
 def scenario() -> Watched:

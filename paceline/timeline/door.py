@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final, NamedTuple
 
-from paceline.engine.timeline.codec import clipped, encode
-from paceline.engine.timeline.events import FrameType, Told
+from paceline.timeline.codec import clipped, encode
+from paceline.timeline.events import FrameType, Told
 
 __all__ = ["Door"]
 

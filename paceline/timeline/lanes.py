@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from paceline.core.request import Request, RequestStatus
-from paceline.engine.timeline.events import NO_LANE, Kind, LaneState, State
+from paceline.timeline.events import NO_LANE, Kind, LaneState, State
 
 __all__ = ["Entry", "Lanes"]
 

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from paceline.core.queues.wait_clocks import REASONS
-from paceline.engine.timeline.events import State
-from paceline.engine.timeline.model import Seen, Span, Step
 from paceline.errors import ConfigError
 from paceline.files import private_opener
+from paceline.timeline.events import State
+from paceline.timeline.model import Seen, Span, Step
 
 __all__ = ["MOST_SLICES", "StepEvent", "TimelineWriter", "trace_of", "write_trace"]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from paceline.engine.timeline.events import (
+from paceline.timeline.events import (
     ENDS,
     NO_LANE,
     Announce,

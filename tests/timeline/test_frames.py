@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.engine.timeline.codec import Decoder
-from paceline.engine.timeline.frames import Frames
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.simulator import Pool, Simulator
 from paceline.sim.step_times.base import FixedStepTimes
 from paceline.sim.workload import open_workload
+from paceline.timeline.codec import Decoder
+from paceline.timeline.frames import Frames
 
 CONFIG = ReplicaConfig(
     scheduler=SchedulerConfig(max_num_batched_tokens=512, max_model_len=512),

@@ -25,12 +25,12 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote
 from paceline.core.queues.wait_clocks import REASONS
 from paceline.core.request import FinishReason, Request, RequestStatus
-from paceline.engine.timeline.codec import encode, encode_announce, encode_end
-from paceline.engine.timeline.door import Door
-from paceline.engine.timeline.events import ENDS, NO_LANE, FrameType, Keyframe, State, Told
-from paceline.engine.timeline.ladder import Ladder
-from paceline.engine.timeline.lanes import Entry, Lanes
-from paceline.engine.timeline.steps import Steps
+from paceline.timeline.codec import encode, encode_announce, encode_end
+from paceline.timeline.door import Door
+from paceline.timeline.events import ENDS, NO_LANE, FrameType, Keyframe, State, Told
+from paceline.timeline.ladder import Ladder
+from paceline.timeline.lanes import Entry, Lanes
+from paceline.timeline.steps import Steps
 
 __all__ = ["TimelineTap"]
 

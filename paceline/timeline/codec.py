@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from paceline.engine.timeline.events import (
+from paceline.timeline.events import (
     Announce,
     Done,
     End,
