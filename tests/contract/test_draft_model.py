@@ -98,7 +98,13 @@ def backend(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[M
     compiler.close()
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(GREEDY, id="greedy"),
+        pytest.param(SAMPLED, id="sampled", marks=pytest.mark.thorough),
+    ],
+)
 def test_answers_are_the_same(
     backend: ModelBackend, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

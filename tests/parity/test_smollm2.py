@@ -34,10 +34,16 @@ if (_PATH := Path(__file__).with_name("chosen.json")).exists():
     CHOSEN = json.loads(_PATH.read_text())
 
 
-@pytest.fixture(scope="module")
-def prompts(smollm2_path: Path) -> dict[str, list[int]]:
+@pytest.fixture(
+    scope="module",
+    params=["a third", pytest.param("all", marks=pytest.mark.thorough)],
+)
+def prompts(smollm2_path: Path, request: pytest.FixtureRequest) -> dict[str, list[int]]:
     tokenizer = load_tokenizer(smollm2_path)
-    return {f"p{index}": tokenizer.encode(text) for index, text in enumerate(PROMPTS)}
+    found = {f"p{index}": tokenizer.encode(text) for index, text in enumerate(PROMPTS)}
+    assert len(found) >= 24
+    # long ones and short ones among them
+    return found if request.param == "all" else dict([*found.items()][::3] + [*found.items()][-1:])
 
 
 def load(path: Path, threads: int | None) -> ModelBackend:
@@ -132,11 +138,10 @@ def test_the_tokens_are_those_that_transformers_chooses(
     prompts: dict[str, list[int]], batched: dict[str, list[int]]
 ) -> None:
     """As it is written down; ``make test-all`` asks transformers."""
-    assert len(prompts) >= 24
     lengths = [len(tokens) for tokens in prompts.values()]
     assert min(lengths) <= 3
     assert max(lengths) >= 600
-    assert batched.keys() == CHOSEN.keys()
+    assert batched.keys() <= CHOSEN.keys()
     for name, tokens in batched.items():
         assert len(tokens) == NUM_TOKENS
         assert tokens == CHOSEN[name], f"{name}: {PROMPTS[int(name[1:])][:40]!r}"
@@ -191,6 +196,8 @@ def test_warm_prefix_cache(together: Together, prompts: dict[str, list[int]]) ->
 def test_preempted(
     backend: ModelBackend, prompts: dict[str, list[int]], batched: dict[str, list[int]]
 ) -> None:
-    tokens, driver = generate(backend, prompts, FEWER_TOKENS, num_blocks=90, depth=2)
+    # less than all of them need
+    num_blocks = sum(len(tokens) // 16 + 1 for tokens in prompts.values())
+    tokens, driver = generate(backend, prompts, FEWER_TOKENS, num_blocks=num_blocks, depth=2)
     assert tokens == {name: expected[:FEWER_TOKENS] for name, expected in batched.items()}
     assert driver.scheduler.stats().num_preemptions >= 2

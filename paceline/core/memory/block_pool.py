@@ -151,15 +151,17 @@ class BlockPool:
 
         ``expected_refs`` counts how many block tables hold each block.
         """
-        blocks = range(self.num_blocks)
-        assert expected_refs.keys() <= set(blocks), "a table holds an unknown block"
-        for block_id, count in enumerate(self._ref_counts):
-            expected = expected_refs.get(block_id, 0)
-            assert count == expected, f"block {block_id}: {count} references, {expected} tables"
-        free = [block_id for block_id in blocks if not self._ref_counts[block_id]]
-        listed = [*self._blank, *self._findable, *blocks[self._num_used :]]
+        used, counts = self._num_used, self._ref_counts
+        # a pool may have many blocks that were never taken
+        assert not any(counts[used:]) and not any(self._hashes[used:]), "in use and never taken"
+        held = {block_id: count for block_id, count in enumerate(counts[:used]) if count}
+        for block_id, _ in held.items() ^ expected_refs.items():
+            count, expected = held.get(block_id, 0), expected_refs.get(block_id, 0)
+            raise AssertionError(f"block {block_id}: {count} references, {expected} tables")
+        free = [block_id for block_id, count in enumerate(counts[:used]) if not count]
+        listed = [*self._blank, *self._findable]
         assert sorted(listed) == free, f"free are {free}, and listed are {listed}"
-        hashed = [(name, b) for b, name in enumerate(self._hashes) if name is not None]
+        hashed = [(name, b) for b, name in enumerate(self._hashes[:used]) if name is not None]
         assert sorted(self._cached.items()) == sorted(hashed), "blocks and their index differ"
-        findable = {block_id for _, block_id in hashed if not self._ref_counts[block_id]}
+        findable = {block_id for _, block_id in hashed if not counts[block_id]}
         assert self._findable.keys() == findable, "free blocks with a hash are in the wrong list"
