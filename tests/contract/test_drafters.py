@@ -89,9 +89,7 @@ def _daily(source: Source, way: str, depth: int) -> bool:
 
 # a model that wrote more than were asked for would break what ``Drafting.guess`` promises
 CASES = [
-    pytest.param(
-        name, way, depth, marks=() if _daily(source, way, depth) else pytest.mark.thorough
-    )
+    pytest.param(name, way, depth, marks=() if _daily(source, way, depth) else pytest.mark.thorough)
     for name, source in SOURCES.items()
     for way in WAYS
     for depth in (1, 2)
