@@ -55,7 +55,7 @@ check: $(STAMP) ## style, types, layers and sizes only
 
 test-ui: $(READY) ## the page at /ui in Chromium, which apt-get installs, its bundle and types (node and npm)
 	@scripts/test-services chromium:chromium && scripts/vendor-ui --check
-	@$(PYTEST) --no-skips tests/ui tests/server/test_ui.py
+	@$(PYTEST) --no-skips tests/ui tests/web/test_page.py
 
 test-services: $(READY) ## tests with a real Redis and a real Prometheus, which apt-get installs
 	@scripts/test-services redis-server:redis-server prometheus:prometheus
@@ -101,12 +101,12 @@ pictures: $(READY) model ## the pictures of docs/images, of the page that the de
 	@scripts/test-services chromium:chromium && $(BIN)/python -m tests.ui.pictures
 five-minutes: ## a newcomer's way in a fresh clone, timed: from nothing to a paced answer
 	@scripts/five-minutes
-ten-minutes: $(READY) model ## docs/start-gateway.md followed with the default model, timed
-	@$(BIN)/python -m tests.docs.follow docs/start-gateway.md
+ten-minutes: $(READY) model ## docs/start/gateway-in-ten-minutes.md followed with the default model, timed
+	@$(BIN)/python -m tests.docs.follow docs/start/gateway-in-ten-minutes.md
 
-api-tables: $(STAMP) ## the tables of fields in docs/api.md, from the bodies that the server reads
+api-tables: $(STAMP) ## the tables of fields in docs/use/api.md, from the bodies that the server reads
 	@$(BIN)/python scripts/api_tables.py --write
-rooms: $(STAMP) ## draw the rooms from the imports, in docs/architecture.md too
+rooms: $(STAMP) ## draw the rooms from the imports, in build/rooms.md too
 	@$(BIN)/python scripts/rooms.py --write
 replay: $(STAMP) ## the first step that the core of BASE (a commit) decides otherwise, in SEEDS (500) scenarios a policy
 	@$(BIN)/python -m tests.replay.side_by_side --processes $(WORKERS) \

@@ -1,4 +1,4 @@
-"""What reduced precision changes: the default model against itself in float32, on real text.
+"""Effect of reduced precision: the default model against itself in float32, on real text.
 
 Method. The text is the Python reference that ``pydoc`` carries: WINDOWS topics, WINDOW tokens of
 each, 5,112 predictions. Every format is a dtype of weights and one of the KV cache. All formats and
@@ -9,14 +9,13 @@ next token are compared:
 * KL: mean of KL(float32 || format), in nats;
 * perplexity: of the text, and its ratio to float32's.
 
-The text is read twice, because the native kernels take other ways for few and many rows: ``steps``
-reads one token of every window at a time, as decoding does, ``prompts`` reads CHUNK tokens of every
-window at once.
-The gate holds for both.
+The text is read twice, because the native kernels have different paths for few and many rows:
+``steps`` reads one token of every window at a time, as decoding does, ``prompts`` reads CHUNK
+tokens of every window at once. The gate holds for both.
 
 All of it is done once for every level of the native kernels that runs here, in float32 too
-(--levels chooses; the portable one, which takes hours, is left out unless it is all there is or
-named).
+(--levels chooses; the portable one, which takes hours, is left out unless it is named or the only
+one).
 
 The gate, chosen before any figure was seen:
 
@@ -45,8 +44,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.formats import Formats, choose_formats
-from paceline.backends.machine import choose_threads
+from paceline.backends.loading.formats import Formats, choose_formats
+from paceline.backends.machine.cpu import choose_threads
 from paceline.backends.native import (
     OWN_BITS,
     NativeModel,
@@ -55,16 +54,16 @@ from paceline.backends.native import (
     unavailable_reason,
     variants,
 )
-from paceline.backends.rope import rotary_tables
+from paceline.backends.runner.rope import rotary_tables
 from paceline.bench.machine import machine
-from paceline.checkpoints.base import open_checkpoint
-from paceline.checkpoints.resolve import find_local
-from paceline.core.errors import ConfigError
+from paceline.checkpoints.hub.resolve import find_local
+from paceline.checkpoints.open import open_checkpoint
+from paceline.errors import ConfigError
 
 MODEL: Final = "smollm2-135m"
 WINDOWS: Final = 8
 WINDOW: Final = 640
-# tokens of each window at once where prompts are imitated
+# tokens of each window that are read at once to imitate prompts
 CHUNK: Final = 32
 BLOCK: Final = 16
 # long prose first; which exist depends on the Python version
@@ -91,7 +90,7 @@ Forward = Callable[[NDArray[np.int64], int], NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """How far a format is from float32."""
+    """Distance of a format from float32."""
 
     top1: float
     kl: float
@@ -100,7 +99,7 @@ class Figures:
 
     @property
     def passes(self) -> bool:
-        """Whether the gate lets it through."""
+        """Whether the format passes the gate."""
         return (
             self.kl <= MAX_KL
             and self.top1 >= MIN_TOP1
@@ -109,10 +108,10 @@ class Figures:
 
 
 class Expected:
-    """What float32 says of some positions, with what every comparison takes of it."""
+    """Results of float32 for some positions, in the forms that every comparison needs."""
 
     def __init__(self, logs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Log-probabilities [n, vocab], and the tokens [n] that the text has."""
+        """Take log-probabilities [n, vocab], and the text's tokens [n]."""
         self.logs = logs
         self.targets = targets[:, None]
         self.probabilities = logs.exp()
@@ -131,7 +130,7 @@ class Comparison:
         self._reference_loss = 0.0
 
     def add(self, expected: Expected, other: torch.Tensor) -> None:
-        """Log-probabilities [n, vocab] of both."""
+        """Add positions, by the log-probabilities [n, vocab] of both."""
         self._count += len(expected.targets)
         self._agree += int((expected.likeliest == other.argmax(1)).sum())
         differences = expected.logs - other
@@ -140,7 +139,7 @@ class Comparison:
         self._reference_loss -= expected.gain
 
     def figures(self) -> Figures:
-        """Raises ValueError before anything was added."""
+        """Return the figures. Raises ValueError before anything was added."""
         if not self._count:
             raise ValueError("nothing was compared")
         return Figures(
@@ -152,8 +151,8 @@ class Comparison:
 
 
 def text_windows(encode: Callable[[str], Sequence[int]], window: int) -> NDArray[np.int64]:
-    """The first ``window`` tokens of WINDOWS topics, [WINDOWS, window]. Raises ValueError when this
-    Python's topics are too short."""
+    """Return the first ``window`` tokens of WINDOWS topics, [WINDOWS, window]. Raises ValueError
+    when this Python's topics are too short."""
     from pydoc_data.topics import topics
 
     windows: list[Sequence[int]] = []
@@ -170,8 +169,8 @@ def text_windows(encode: Callable[[str], Sequence[int]], window: int) -> NDArray
 def build(
     path: Path, name: str, threads: int, shape: tuple[int, int], isa: str | None = None
 ) -> NativeModel:
-    """The model in a format, with room for ``shape``: windows, and tokens of each. ``isa``: the
-    level of instructions; None: the best here."""
+    """Load the model in a format, for ``shape``: windows, and tokens of each. ``isa``: the level of
+    instructions; None: the best here."""
     windows, length = shape
     checkpoint = open_checkpoint(path)
     dtype, kv_dtype = name.split("/")
@@ -190,7 +189,7 @@ def build(
 
 
 def forward_of(model: NativeModel, shape: tuple[int, int]) -> Forward:
-    """Reads the next tokens of all windows; see ``Forward``."""
+    """Return a function that reads the next tokens of all windows; see ``Forward``."""
     windows, length = shape
     tables = np.arange(windows * -(-length // BLOCK)).reshape(windows, -1)
 
@@ -204,13 +203,13 @@ def forward_of(model: NativeModel, shape: tuple[int, int]) -> Forward:
 
 
 def chunks(windows: NDArray[np.int64], size: int) -> Iterator[tuple[NDArray[np.int64], int]]:
-    """Pieces [windows, size] of the text and their first positions."""
+    """Yield pieces [windows, size] of the text and their first positions."""
     for first in range(0, windows.shape[1], size):
         yield windows[:, first : first + size], first
 
 
 def log_probabilities(forward: Forward, tokens: NDArray[np.int64], first: int) -> torch.Tensor:
-    """[rows, vocab] float32."""
+    """Return log-probabilities [rows, vocab] in float32."""
     return torch.from_numpy(forward(tokens, first)).log_softmax(1)
 
 
@@ -222,12 +221,12 @@ def compare(
     length = windows.shape[1]
     for tokens, first in chunks(windows, size):
         following = windows[:, first + 1 : first + 1 + tokens.shape[1]]
-        # the last token of a window predicts nothing that is known
+        # the token after a window's last one is not known
         known = np.tile(np.arange(first, first + tokens.shape[1]) < length - 1, len(windows))
         if not known.any():
             break
         targets = torch.from_numpy(np.ascontiguousarray(following.ravel()))
-        # a slice is no copy; all but the last step has known ones only
+        # a slice makes no copy; in all but the last step every position is known
         chosen = slice(None) if known.all() else torch.from_numpy(known)
         expected = Expected(log_probabilities(reference, tokens, first)[chosen], targets)
         for name, forward in others.items():
@@ -236,8 +235,8 @@ def compare(
 
 
 def automatic_format(path: Path, isa: str | None = None) -> str:
-    """What ``--dtype auto --kv-dtype auto`` compute this model in, on this machine's CPU or on one
-    that has no better level than ``isa``; "" on a level that has not been judged yet."""
+    """Return the formats of ``--dtype auto --kv-dtype auto`` for this model, on this machine's CPU
+    or one with no better level than ``isa``; "" on a level that has not been judged yet."""
     try:
         chosen = _chosen(path, isa)
     except ConfigError:
@@ -253,7 +252,7 @@ def _chosen(path: Path, isa: str | None) -> Formats:
         kv_dtype="auto",
         block_size=BLOCK,
         device="cpu",
-        # PyTorch, which does not compute here, is not asked
+        # PyTorch does not compute here, so its dtype does not matter
         torch_dtype=str,
         isa=isa,
     )
@@ -276,7 +275,7 @@ def show(level: str, results: dict[str, dict[str, Any]], automatic: str) -> None
 def judge(
     path: Path, windows: NDArray[np.int64], formats: Sequence[str], level: str, threads: int
 ) -> dict[str, dict[str, Any]]:
-    """Figures and verdicts by format, of the kernels of one level."""
+    """Return figures and verdicts by format, for the kernels of one level."""
     shape = (WINDOWS, WINDOW)
     models = {name: build(path, name, threads, shape, level) for name in (REFERENCE, *formats)}
     try:
@@ -307,7 +306,7 @@ def judge(
 
 
 def usual_levels(here: Sequence[str]) -> list[str]:
-    """Those that the gate is run on unless levels are named: all but the portable one, the last."""
+    """Return the levels to run the gate on by default: all but the portable one, the last."""
     return list(here[:-1] or here)
 
 

@@ -1,14 +1,14 @@
-"""What a large batch in the background does to those who wait for their tokens.
+"""Effect of a large batch in the background on callers who wait for their tokens.
 
 Method: one live server on the default model, and four people who each read an answer as it comes,
 think for a while (seeded, exponential) and ask again: prompts of 16 to 96 random ids, 48 tokens of
-output. They do the same in turns with nothing else on the server (A) and beside a batch of
-thousands of lines that was given to ``/v1/batches`` (B): A B A B. In a pair, lengths and pauses are
-the same; the tokens of prompts and of lines are new every time, or the second of a pair would find
-the first one's in the prefix cache and have less to do. TPOT is a request's mean time per token
-after the first, by the client's clock; the figure is the ratio of the 99th percentiles over all of
-B and all of A. The same is done with requests that name no target; the worse of both counts. What
-the batch gets done meanwhile is printed beside what it gets done alone.
+output. They do the same in turns with nothing else on the server (A) and while it runs a batch of
+thousands of lines, posted to ``/v1/batches`` (B): A B A B. In a pair, lengths and pauses are the
+same; the tokens of prompts and of lines are new every time, or the second of a pair would find the
+first one's in the prefix cache and have less to do. TPOT is a request's mean time per token after
+the first, by the client's clock; the figure is the ratio of the 99th percentiles over all of B and
+all of A. The same is done with requests without targets; the worse of both counts. The batch's
+rate meanwhile is printed next to its rate alone.
 
 The client shares the processors with the server, in A as in B, and has four streams to read; it
 does nothing else while they run.
@@ -42,16 +42,16 @@ from benchmarks.common.unmeasured import Unmeasured
 QUICK = bool(os.environ.get("QUICK"))
 LONG = bool(os.environ.get("LONG"))
 ROUNDS = 1 if LONG else 2 if QUICK else 3
-# of each of the people in a round
+# requests of each person in a round
 REQUESTS = 400 if LONG else 12 if QUICK else 25
 PEOPLE = 4
 OUTPUT = 48
-# mean seconds
+# mean seconds of a pause
 THINKING = 0.3
 TARGET = 1.2
 LINES = 5000
 PATIENCE = 120.0
-# seconds for the batch to reach its pace, and alone at it
+# seconds for the batch to reach its pace, and seconds for which it is then measured alone
 _WARM = 3.0
 _ALONE = 8.0
 CLASSES = ("interactive", "standard")
@@ -59,7 +59,7 @@ _BOUNDARY = "background-benchmark"
 
 
 def ask(server: Server, path: str, body: bytes | None = None, kind: str = "") -> Any:
-    """The JSON of a GET, or of a POST of ``body``."""
+    """Return the JSON answer to a GET, or to a POST of ``body``."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{server.port}{path}",
         body,
@@ -70,7 +70,7 @@ def ask(server: Server, path: str, body: bytes | None = None, kind: str = "") ->
 
 
 def batch_lines(count: int, vocab_size: int, seed: int) -> bytes:
-    """Prompts of 32 to 256 random ids, 64 tokens of output each."""
+    """Return a batch file: prompts of 32 to 256 random ids, 64 tokens of output each."""
     rng = random.Random(seed)
     lines = []
     for number in range(count):
@@ -82,7 +82,7 @@ def batch_lines(count: int, vocab_size: int, seed: int) -> bytes:
 
 
 def upload(server: Server, content: bytes) -> str:
-    """The id of the file."""
+    """Upload a batch file, and return its id."""
     head = (
         f"--{_BOUNDARY}\r\nContent-Disposition: form-data; name=purpose\r\n\r\nbatch\r\n"
         f"--{_BOUNDARY}\r\nContent-Disposition: form-data; name=file; filename=in.jsonl\r\n\r\n"
@@ -108,7 +108,7 @@ class Background:
             time.sleep(0.05)
 
     def done(self) -> int:
-        """Lines answered. Raises RuntimeError if the batch is over: it was to last."""
+        """Return the lines answered. Raises RuntimeError if the batch is over too early."""
         batch = ask(self._server, f"/v1/batches/{self._id}")
         if batch["status"] not in ("validating", "in_progress"):
             raise RuntimeError(f"the batch is {batch['status']}: {batch['errors']}")
@@ -122,8 +122,8 @@ class Background:
 
 
 def play(server: Server, vocab_size: int, seed: int, slo: str, half: str) -> list[Timing]:
-    """What each of the people asks, one after another. Lengths and pauses come from ``seed``, the
-    tokens of prompts from all."""
+    """Play each person's requests, one after another. Lengths and pauses depend on ``seed`` alone,
+    the tokens of prompts on all arguments."""
 
     async def one(person: int) -> list[Timing]:
         rng = random.Random(f"{seed} {person}")
@@ -152,7 +152,7 @@ def play(server: Server, vocab_size: int, seed: int, slo: str, half: str) -> lis
 
 
 def figures(timings: Sequence[Timing]) -> dict[str, float]:
-    """Milliseconds. Raises Unavailable for requests that failed."""
+    """Return the figures, in ms. Raises Unavailable for requests that failed."""
     errors = [timing.error for timing in timings if timing.error]
     if errors:
         raise Unavailable(f"{len(errors)} requests failed: {errors[0]}")
@@ -168,7 +168,7 @@ def figures(timings: Sequence[Timing]) -> dict[str, float]:
 
 
 def measure(server: Server, vocab: int, slo: str) -> dict[str, Any]:
-    """A B A B for one class of requests."""
+    """Measure A B A B for one class of requests."""
     alone: list[Timing] = []
     beside: list[Timing] = []
     lines, seconds = 0, 0.0

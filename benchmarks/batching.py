@@ -1,8 +1,8 @@
-"""What batching buys: one request alone, 64 at once, transformers one by one; static, continuous.
+"""Gain by batching: one request alone, 64 at once, transformers one by one; static, continuous.
 
 Method. All sides run SmolLM2-135M-Instruct from the same GGUF file in the same dtype with the same
 number of threads and the same PyTorch (``--compute torch``; the native kernels, which serve by
-default on a CPU, are compared with others in ``benchmarks.peers``), in this process, greedy, on
+default on a CPU, are compared with other engines in ``bench-peers``), in this process, greedy, on
 prompts of random token ids (no two share a prefix, and prefix caching is off, so that a repetition
 computes everything again). Outputs have exactly the stated length: end-of-sequence does not end
 them. Rates are output tokens per second of wall time from the first request's arrival to the last
@@ -21,7 +21,7 @@ long (501 to 519), in an order drawn with a fixed seed. The engine runs at most 
 
 * static: SLOTS requests start together and the next SLOTS when the longest of them has ended. A
   request that has ended keeps its slot and computes on, as in padded ``generate()``; only the
-  tokens it was asked for count;
+  tokens that it was asked for count;
 * static, rows dropped: the same, but a request that has ended costs nothing more;
 * continuous: all requests arrive at once; the scheduler fills a slot when it falls free.
 
@@ -30,8 +30,8 @@ of the longest output) / (mean output) times as long as slots that are never emp
 Continuous stays below it while the last requests run out with slots empty, and may exceed it
 where a step with fewer rows is faster.
 
-There is no long row: all requests are there at the start and none has a target, so there is no load
-that could last. ``make bench NAME=overload`` has loads that do.
+There is no lasting load: all requests are there at the start and none has a target.
+``make bench NAME=overload`` has lasting loads.
 
 QUICK=1: one round of everything, fewer requests. The last line is JSON.
 """
@@ -52,7 +52,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.machine import machine
-from paceline.cli.settings import EngineSettings
+from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.wiring import build_core
 from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
@@ -72,7 +72,7 @@ LONG = (501, 519)
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of everything is run."""
+    """Numbers of rounds and requests."""
 
     rounds: int
     mixed_rounds: int
@@ -97,7 +97,7 @@ class Engine:
         self._count = 0
 
     def prompt(self, length: int) -> list[int]:
-        """Random ids; ids below 100 are left out, the special tokens are among them."""
+        """Return random ids; ids below 100 are left out, as special tokens are among them."""
         return [self._rng.randrange(100, self._vocab_size) for _ in range(length)]
 
     def add(self, prompt: list[int], max_tokens: int) -> str:
@@ -117,7 +117,7 @@ class Engine:
         return request_id
 
     def finish(self) -> int:
-        """Step until nothing is left; returns how many tokens came."""
+        """Step until nothing is left; return the number of output tokens."""
         tokens = 0
         while self.core.has_work:
             for update in self.core.step():
@@ -127,7 +127,7 @@ class Engine:
         return tokens
 
     def together(self, prompt_length: int, outputs: Sequence[int]) -> float:
-        """Seconds for requests that arrive at once."""
+        """Return the seconds for requests that arrive at once."""
         prompts = [self.prompt(prompt_length) for _ in outputs]
         started = time.perf_counter()
         for prompt, max_tokens in zip(prompts, outputs, strict=True):
@@ -139,20 +139,20 @@ class Engine:
 
 
 def one_by_one(engine: Engine, count: int) -> float:
-    """Output tokens per second of requests that never meet."""
+    """Return the output tokens per second of requests that run one after another."""
     seconds = sum(engine.together(PROMPT, [OUTPUT]) for _ in range(count))
     return count * OUTPUT / seconds
 
 
 def at_once(engine: Engine) -> float:
-    """Output tokens per second of CONCURRENT requests that arrive together."""
+    """Return the output tokens per second of CONCURRENT requests that arrive together."""
     return CONCURRENT * OUTPUT / engine.together(PROMPT, [OUTPUT] * CONCURRENT)
 
 
 def load_transformers(path: Path, dtype: str) -> Any:
-    """The same weights in transformers, read by its own GGUF loader.
+    """Load the same weights in transformers, by its own GGUF loader.
 
-    Not through ``from_pretrained(gguf_file=...)``, which asks for one more package.
+    ``from_pretrained(gguf_file=...)`` is not used, as it needs one more package.
     """
     import torch
     import transformers
@@ -171,7 +171,7 @@ def load_transformers(path: Path, dtype: str) -> Any:
 
 
 def transformers_one_by_one(model: Any, engine: Engine, count: int) -> float:
-    """Output tokens per second of ``generate()``, one prompt after the other."""
+    """Return the output tokens per second of ``generate()``, one prompt after the other."""
     import torch
 
     prompts = [torch.tensor([engine.prompt(PROMPT)]) for _ in range(count)]
@@ -190,7 +190,7 @@ def transformers_one_by_one(model: Any, engine: Engine, count: int) -> float:
 
 
 def mixed_outputs(count: int, short_share: float) -> list[int]:
-    """Output lengths in arrival order."""
+    """Return output lengths in order of arrival."""
     rng = random.Random(7)
     num_short = round(count * short_share)
     outputs = [rng.randint(*SHORT) for _ in range(num_short)]
@@ -200,27 +200,27 @@ def mixed_outputs(count: int, short_share: float) -> list[int]:
 
 
 def batches(outputs: Sequence[int]) -> list[Sequence[int]]:
-    """Static batches, in arrival order."""
+    """Split outputs into static batches, in order of arrival."""
     return [outputs[i : i + SLOTS] for i in range(0, len(outputs), SLOTS)]
 
 
 def static_padded(engine: Engine, outputs: Sequence[int]) -> float:
-    """Finished rows compute on until the batch's longest ends."""
+    """Return seconds if finished rows compute on until the batch's longest ends."""
     return sum(engine.together(MIXED_PROMPT, [max(b)] * len(b)) for b in batches(outputs))
 
 
 def static_dropped(engine: Engine, outputs: Sequence[int]) -> float:
-    """Finished rows cost nothing; their slots stay empty until the batch's longest ends."""
+    """Return seconds if finished rows cost nothing, with empty slots until the longest ends."""
     return sum(engine.together(MIXED_PROMPT, b) for b in batches(outputs))
 
 
 def continuous(engine: Engine, outputs: Sequence[int]) -> float:
-    """All queued at once; the scheduler fills SLOTS."""
+    """Return seconds if all requests are queued at once and the scheduler fills SLOTS."""
     return engine.together(MIXED_PROMPT, outputs)
 
 
 def medians(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """Run the sides in turn, ``rounds`` times."""
+    """Run the sides in turn, ``rounds`` times, and return the median of each."""
     seen: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds):
         for name, side in sides.items():
@@ -233,7 +233,7 @@ def medians(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, flo
 def settings(
     args: argparse.Namespace, path: Path, max_num_seqs: int, length: int
 ) -> EngineSettings:
-    """An engine with room for all its requests at once, so that memory plays no part."""
+    """Return the settings of an engine with memory for all requests at once."""
     blocks_each = -(-length // 16)
     return EngineSettings.of(
         model_name=MODEL,
@@ -251,7 +251,7 @@ def settings(
 
 
 def run_first_table(args: argparse.Namespace, path: Path, sizes: Sizes) -> dict[str, Any]:
-    """Alone, 64 at once, transformers."""
+    """Measure table 1: alone, 64 at once, transformers."""
     import torch
 
     core, info = build_core(settings(args, path, CONCURRENT, PROMPT + OUTPUT))
@@ -283,7 +283,7 @@ def run_first_table(args: argparse.Namespace, path: Path, sizes: Sizes) -> dict[
 
 
 def run_mixed(args: argparse.Namespace, path: Path, sizes: Sizes) -> dict[str, Any]:
-    """Static against continuous."""
+    """Measure table 2: static against continuous batching."""
     core, info = build_core(settings(args, path, SLOTS, MIXED_PROMPT + LONG[1]))
     results: dict[str, Any] = {}
     try:
@@ -323,7 +323,7 @@ def run_mixed(args: argparse.Namespace, path: Path, sizes: Sizes) -> dict[str, A
 
 
 def main() -> None:
-    from paceline.checkpoints.resolve import find_local
+    from paceline.checkpoints.hub.resolve import find_local
 
     parser = argparse.ArgumentParser(
         prog="benchmarks.batching", description=__doc__.split("\n")[0] if __doc__ else None

@@ -1,22 +1,22 @@
-"""Tokens a step by what guesses them: recorded answers played again, with a clock that is counted.
+"""Tokens per step by drafter: recorded answers are played again, on a simulated clock.
 
-    RECORD=FILE python -m benchmarks.drafters     asks the model, without guesses, and keeps the ids
+    RECORD=FILE python -m benchmarks.drafters     asks the model, without drafts, and keeps the ids
     ANSWERS=FILE python -m benchmarks.drafters    plays these with each drafter; needs no model
 
 The engine is the one that serves: drafters, learned rates, the price of a row, the wait for tokens.
-Its backend says what was recorded, so an answer is the same whatever is guessed, and its step takes
-what CURVE says for its number of rows. So two drafters differ by their guesses alone, a run is
+Its backend returns the recorded tokens, so answers are the same for any draft, and the time of a
+step is that of CURVE for its number of rows. So two drafters differ by their drafts alone, a run is
 exact, and it takes little processor time. All answers are played once before any is counted, by
-callers of their own, as a server that has been asked before knows what guesses are worth.
+callers of their own, as a server that has served before has learned how often drafts are right.
 
-    off        no guesses
+    off        no drafts
     auto       as "--speculative-config auto" has it
     ngram      n-grams of 1 to 5 tokens alone
-    known      n-grams again, by a rule that knows which of them are right: what better rates, or a
-               better rule, could bring at most
+    known      n-grams again, cut by a rule that knows which of them are right: the most that better
+               rates, or a better rule, could gain
 
-CURVE=ROWS:MS,... is how long a step of so many rows takes, straight lines between; HOST=MS what
-passes between a step's tokens and a plan that waited for them; STREAMS=N how many run at once.
+CURVE=ROWS:MS,... is the time of a step by its number of rows, linear in between; HOST=MS the time
+between a step's tokens and a plan that waited for them; STREAMS=N the number that run at once.
 RECORD takes PROMPTS, MODEL, DTYPE and TOKENS as ``benchmarks.speculation`` does. The last line is
 JSON.
 """
@@ -47,7 +47,7 @@ from paceline.speculation.ngram import NgramDrafter
 
 __all__ = ["Answer", "Count", "Curve", "play"]
 
-# of a step of SmolLM2-135M in q4 with 256 tokens before it; two threads of an EPYC Zen 4
+# curve of SmolLM2-135M in q4 with 256 tokens of context; two threads of an EPYC Zen 4
 CURVE = "1:3.4,3:3.4,4:3.7,5:4.6,6:4.9,8:5.5,9:5.9,12:6.5,16:7.9,24:11.4,32:18.6"
 HOST = 0.2
 _BLOCK_SIZE = 16
@@ -56,16 +56,16 @@ _AUTO = {"method": "auto"}
 
 
 class Answer(NamedTuple):
-    """What a model said."""
+    """A recorded answer of a model."""
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]
 
 
 class Curve:
-    """Seconds of a step by its rows.
+    """Seconds of a step by its number of rows.
 
-    Raises ValueError for one that does not rise in rows."""
+    Raises ValueError for one whose rows do not rise."""
 
     def __init__(self, text: str) -> None:
         points = [point.partition(":") for point in text.split(",")]
@@ -75,7 +75,7 @@ class Curve:
             raise ValueError(f"CURVE needs two or more numbers of rows that rise, got {text!r}")
 
     def __call__(self, num_rows: int) -> float:
-        """Beyond the ends the first and last lines go on."""
+        """Interpolate; beyond the ends the first and last lines go on."""
         at = min(max(bisect_left(self._rows, num_rows), 1), len(self._rows) - 1)
         low, high = self._rows[at - 1 : at + 1]
         share = (num_rows - low) / (high - low)
@@ -83,12 +83,12 @@ class Curve:
 
 
 class Count(NamedTuple):
-    """What it took to play some answers."""
+    """Cost of playing some answers."""
 
     tokens: int
     steps: int
     seconds: float
-    # by source: guesses that were verified, and those that were right
+    # by source: draft tokens that were verified, and those that were right
     verified: dict[str, int]
     right: dict[str, int]
 
@@ -102,7 +102,7 @@ class _Clock:
 
 
 class _Step(Future[StepResult]):
-    """A step that ends at a time; to wait for it is to let the clock run."""
+    """A step that ends at a set time; waiting for it sets the clock forward."""
 
     def __init__(self, clock: _Clock, end: float, result: StepResult) -> None:
         super().__init__()
@@ -118,8 +118,8 @@ class _Step(Future[StepResult]):
 
 
 class _Recorded:
-    """A ``ModelBackend`` that says what it is told to; ids of requests begin with an answer's
-    number."""
+    """A ``ModelBackend`` that returns recorded tokens; ids of requests begin with the number of
+    the answer."""
 
     def __init__(self, answers: Sequence[Answer], clock: _Clock, curve: Curve) -> None:
         self._texts = [[*answer.prompt, *answer.output] for answer in answers]
@@ -149,7 +149,7 @@ class _Recorded:
         return _Step(self._clock, self._free, result)
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def _says(self, row: ScheduledRow, guesses: Sequence[int]) -> tuple[int, ...]:
         if not row.samples:
@@ -162,7 +162,7 @@ class _Recorded:
 
 
 class _Known:
-    """Says of another's guesses those that are right."""
+    """Proposes only the right ones of another drafter's tokens."""
 
     def __init__(self, drafter: Drafter, text: Sequence[int]) -> None:
         self._drafter, self._text = drafter, text
@@ -177,7 +177,7 @@ class _Known:
         return guess._replace(token_ids=guess.token_ids[:right])
 
 
-# of a request, with what will be its text
+# makes the drafter of a request, given its text to come
 _Maker = Callable[[Request, Sequence[int]], Drafter]
 DRAFTERS: dict[str, tuple[dict[str, Any], _Maker | None]] = {
     "off": (_OFF, None),
@@ -221,7 +221,7 @@ def play(
                 add_to_core(core, _request(answers[number], number, turn, clock.now))
             while core.has_work:
                 core.step(lambda: None)
-                # while a step runs, this is nobody's time
+                # host time costs nothing while a step runs
                 clock.now += host
     seconds, steps = clock.now - began, core.num_steps - steps
     core.close()
@@ -240,7 +240,7 @@ def _request(answer: Answer, number: int, turn: int, now: float) -> GenerationRe
         prompt_token_ids=list(answer.prompt),
         sampling=SamplingParams(max_tokens=len(answer.output), temperature=0.0),
         arrival_time=now,
-        # nobody is guessed from another's answer
+        # no answer is drafted from another caller's
         cache_salt=f"{number}-{turn}",
     )
 
@@ -268,7 +268,7 @@ def _record(file: Path) -> None:
 
 
 def read_answers(file: Path) -> dict[str, list[Answer]]:
-    """What RECORD wrote, by group."""
+    """Read the answers that RECORD wrote, by group."""
     return {
         group: [Answer(tuple(each["prompt"]), tuple(each["output"])) for each in answers]
         for group, answers in json.loads(file.read_text(encoding="utf-8-sig")).items()

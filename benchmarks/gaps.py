@@ -1,4 +1,4 @@
-"""How long streams stop when a long prompt comes, and what a bound on that costs the prompts.
+"""Gaps in streams when a long prompt arrives, and the cost of a bound on them to the prompts.
 
 Method: a live server on the default model. Eight callers each stream an answer with a target of
 60 ms a token, and prompts of 2,000 random tokens arrive one after another, EVERY seconds apart, the
@@ -6,7 +6,7 @@ first right after the server's start. The same with steps bounded (``--max-token
 default) and not (0), in turns A B A B, each turn on a server of its own, so that the first large
 prompt after start is in every turn. A gap is the time between two events of a stream by the
 client's clock; the client shares the processors with the server. Cost: the prompts' mean time to
-first token, and the prompt tokens per second that they mean.
+first token, and the prompt tokens per second that follow from it.
 
 Prints a table and, last, one JSON line. QUICK=1 takes fewer turns and prompts.
 """
@@ -41,7 +41,7 @@ BOUNDS: dict[str, tuple[str, ...]] = {"bounded": (), "unbounded": ("--max-token-
 
 
 def play(server: Server, vocab_size: int, seed: int) -> tuple[list[Timing], list[Timing]]:
-    """(streams, prompts). The streams last as long as prompts come."""
+    """Return timings of (streams, prompts). The streams last until the last prompt is done."""
     rng = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
@@ -73,7 +73,7 @@ def play(server: Server, vocab_size: int, seed: int) -> tuple[list[Timing], list
 
 
 def figures(streams: Sequence[Timing], prompts: Sequence[Timing]) -> dict[str, float]:
-    """Milliseconds and tokens a second. Raises Unavailable for requests that failed."""
+    """Return ms and tokens a second. Raises Unavailable for requests that failed."""
     errors = [timing.error for timing in (*streams, *prompts) if timing.error]
     if errors:
         raise Unavailable(f"{len(errors)} requests failed: {errors[0]}")

@@ -1,5 +1,5 @@
-"""Is what was generated under a grammar valid? The null backend's odd choices take every turn that
-a mask allows, so hundreds of outputs cost seconds and visit what no model would."""
+"""Check that outputs match their grammars. The null backend's odd choices take any path that a
+mask allows, so hundreds of outputs cost seconds and reach states that no model would."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.schemas import GRAMMARS, LEVELS, PATTERNS, matches_schema, schema
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.core.grammar import Grammar
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.llm import LLM
 from paceline.engine.testing import ByteTokenizer, null_core
 from paceline.engine.types import GenerationRequest
-from paceline.server.bodies.structured import json_grammar, parse_grammar
+from paceline.server.protocol.structured import json_grammar, parse_grammar
 
 __all__ = ["Tally", "generate_all"]
 
@@ -68,9 +68,9 @@ def _fits(pattern: str) -> Callable[[str], bool]:
 def generate_all(
     *, schemas: int, patterns: int, grammars: int, seed: int = 0
 ) -> tuple[dict[str, Tally], int]:
-    """Generate under each and judge; tallies by kind, and how many preemptions there were.
+    """Generate under each grammar and check; return tallies by kind, and the number of preemptions.
 
-    Memory is short on purpose: many requests are preempted and go on where they were.
+    Memory is short on purpose, so that many requests are preempted and resumed.
     """
     work = _work(schemas, patterns, grammars)
     requests = [_request(str(i), item.grammar, seed + i) for i, item in enumerate(work)]

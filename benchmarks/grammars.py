@@ -3,13 +3,13 @@
 Each case is a schema or regular expression with an output that matches it. The library compiles
 it with a cold cache; then the output's tokens are consumed one by one and a mask is filled before
 each, as a server does. "Nasty" cases are only compiled. A batch is 64 outputs of "person", each at
-another place of its output; a step consumes a token and fills a mask for every one. Coverage feeds
-a valid and an invalid value per keyword: a library enforces it, refuses the schema, or lets the
-invalid value through.
+another position of its output; a step consumes a token and fills a mask for every one. Coverage
+feeds a valid and an invalid value per keyword: a library enforces it, refuses the schema, or
+accepts the invalid value.
 
 "Validity" generates under hundreds of schemas of rising difficulty, regular expressions and
 grammars (benchmarks/schemas.py) with choices that no model would make, and judges every output that
-ends by itself with an independent validator. "At the door" is what the server says to each keyword
+ends by itself with an independent validator. "At the door" is the server's answer to each keyword
 of JSON Schema: held to, an annotation, or a 400; none may be passed over.
 
 xgrammar is measured where it is importable; Paceline does not depend on it. One thread. The last
@@ -29,13 +29,13 @@ from typing import Any, Protocol
 
 from benchmarks.grammar_outputs import generate_all
 from paceline.bench.machine import machine
-from paceline.checkpoints.resolve import find_local
-from paceline.core.errors import PacelineError
+from paceline.checkpoints.hub.resolve import find_local
 from paceline.core.grammar import Grammar
 from paceline.engine.text.grammar import GrammarCompiler
 from paceline.engine.text.tokenizer import HFTokenizer, load_tokenizer
-from paceline.server.bodies.structured import json_grammar
-from paceline.server.json_schema.check import ANNOTATIONS
+from paceline.errors import PacelineError
+from paceline.server.model_formats.json_schema.check import ANNOTATIONS
+from paceline.server.protocol.structured import json_grammar
 
 _BATCH = 64
 _STEPS = 16
@@ -265,7 +265,7 @@ def xgrammar(tokenizer: HFTokenizer) -> Compile | None:
         try:
             return Match(kind, source)
         except Exception:
-            # whatever the library raises for a schema it does not take
+            # the library may raise any error for a schema that it does not accept
             return None
 
     return compiles
@@ -276,7 +276,7 @@ def accepts(match: Matches, tokens: list[int]) -> bool:
 
 
 def batch_steps(compiles: Compile, tokens: list[int]) -> list[float]:
-    """Seconds of each step of a batch."""
+    """Return the seconds of each step of a batch."""
     kind, source, _ = CASES["person"]
     batch = []
     for place in range(_BATCH):
@@ -297,7 +297,7 @@ def batch_steps(compiles: Compile, tokens: list[int]) -> list[float]:
 
 
 def measure(name: str, compiles: Compile, tokenizer: HFTokenizer) -> dict[str, Any]:
-    """Prints a table and returns its numbers."""
+    """Print a table and return its numbers."""
 
     def ids(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
@@ -357,7 +357,7 @@ def measure(name: str, compiles: Compile, tokenizer: HFTokenizer) -> dict[str, A
 
 
 def at_the_door(compiles: Compile, tokenizer: HFTokenizer) -> dict[str, list[str]]:
-    """What the server does about each keyword, said and printed."""
+    """Print and return the server's answer to each keyword."""
     found: dict[str, list[str]] = {"held to": [], "refused": [], "passed over": []}
     cases = KEYWORDS | {name: (made, None, None) for name, made in OTHER_KEYWORDS.items()}
     for keyword, (made, _, bad) in cases.items():
@@ -383,7 +383,7 @@ def at_the_door(compiles: Compile, tokenizer: HFTokenizer) -> dict[str, list[str
 
 
 def validity() -> dict[str, int]:
-    """Print the tallies; their sums."""
+    """Print the tallies and return their sums."""
     tallies, preemptions = generate_all(schemas=400, patterns=100, grammars=80)
     print(f"\n{'validity':28s} {'asked':>7s} {'completed':>10s} {'valid':>7s}")
     for kind, tally in sorted(tallies.items()):

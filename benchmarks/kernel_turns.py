@@ -1,12 +1,12 @@
-"""Levels of the native kernels beside each other: the same work in turns, by processor time.
+"""Comparison of levels of the native kernels: the same work in turns, by processor time.
 
-Method. One thread, whose processor time is taken, so that other work on the machine costs neither
-level anything but its share of caches, memory and clock. A round computes the work with each level
-in turn, A B A B; figures are the least time of all rounds, and ``ratio``, the median over the
-rounds of the first level's rate over the other's in the same round.
+Method. One thread, whose processor time is measured, so that other work on the machine affects the
+levels only by its use of caches, memory and clock. A round computes the work with each level in
+turn, A B A B; figures are the least time of all rounds, and ``ratio``, the median over the rounds
+of the first level's rate over the other's in the same round.
 
 Products: shapes of SmolLM2-135M and 1.7B, weights from memory (``benchmarks.kernels``), in
-multiply-adds a second and as a share of what the level's instructions do between registers on one
+multiply-adds a second and as a share of the level's instructions' peak between registers on one
 thread. Steps: SmolLM2-135M's shape, random weights: decode of 1, 8 and 64 sequences at context
 192 and a prompt of 512 tokens.
 
@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks import kernels
 from paceline.backends.native import NativeModel
-from paceline.backends.native.pieces import PackedMatrix, peak_rate, products_seconds
+from paceline.backends.native.single_kernels import PackedMatrix, peak_rate, products_seconds
 from paceline.bench.machine import machine
 
 __all__ = ["Times", "main", "take_turns"]
@@ -53,7 +53,7 @@ Times = Mapping[str, Sequence[float]]
 
 
 def take_turns(works: Mapping[str, Callable[[], object]], rounds: int) -> Times:
-    """Processor time of each work, in turns. The first round, which finds caches cold, is left
+    """Measure the processor time of each work, in turns. The first round, with cold caches, is left
     out."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(rounds + 1):
@@ -66,7 +66,7 @@ def take_turns(works: Mapping[str, Callable[[], object]], rounds: int) -> Times:
 
 
 def ratios(times: Times) -> dict[str, float]:
-    """How many times the rate of each other level the first one has."""
+    """Return the ratio of the first level's rate to that of each other level."""
     (_, mine), *others = times.items()
     return {
         name: round(statistics.median(b / a for a, b in zip(mine, theirs, strict=True)), 3)
@@ -114,7 +114,7 @@ def products(levels: Sequence[str]) -> dict[str, Any]:
 
 
 class Step:
-    """One step of a model, to be computed again and again."""
+    """One step of a model, to be computed repeatedly."""
 
     def __init__(self, model: NativeModel, sequences: int, tokens: int, length: int) -> None:
         blocks = -(-length // kernels.BLOCK)
@@ -125,7 +125,7 @@ class Step:
         self._positions = np.tile(np.arange(length - tokens, length), sequences)
         self._ids = random.integers(0, kernels.CONFIG.vocab_size, sequences * tokens)
         for row in range(sequences if tokens < length else 0):
-            # finite keys and values, as in use
+            # finite keys and values, as in real use
             count = np.arange(length)
             model.forward(
                 np.zeros_like(count), count, np.array([0, length]), self._tables[row : row + 1],
@@ -139,7 +139,7 @@ class Step:
 
 
 def steps(levels: Sequence[str], formats: Sequence[str]) -> dict[str, Any]:
-    """Print and return milliseconds of whole steps, and where they go."""
+    """Print and return milliseconds of whole steps, and of their parts."""
     results: dict[str, Any] = {}
     head = "".join(f"{isa:>14}" for isa in levels) + "".join(f"{f'/ {b}':>12}" for b in levels[1:])
     print(f"\n{'steps, ms':<30}{head}")
@@ -161,7 +161,7 @@ def steps(levels: Sequence[str], formats: Sequence[str]) -> dict[str, Any]:
 
 
 def main(levels: Sequence[str]) -> int:
-    """Compare levels, the first with the others."""
+    """Compare the first level with the others."""
     parts = (os.environ.get("PARTS") or ",".join(PARTS)).split(",")
     formats = (os.environ.get("FORMATS") or ",".join(FORMATS)).split(",")
     if not set(parts) <= set(PARTS):

@@ -1,4 +1,4 @@
-"""The native CPU path against what the machine can do.
+"""The native CPU path against the ceilings of the machine.
 
 Method: first the ceilings, which are the machine's. Reading: all threads read a buffer of a given
 size, best of several passes. Products: on every thread the instructions that the variant
@@ -21,13 +21,13 @@ above, plus reading the step's keys and values once; attention's own products ar
 ``share`` is floor / median. Where 4-bit weights are computed as int8 above some rows, that is
 counted.
 
-Then choosing tokens from random logits, beside the sampler that needs PyTorch (on one thread, as it
-is used beside native kernels), call by call in turns: medians of whole calls for 1 and 64 rows of
+Then choosing tokens from random logits, compared with the sampler that needs PyTorch (on one
+thread, as with native kernels), call by call in turns: medians of whole calls for 1 and 64 rows of
 SmolLM2's vocabulary. Logits are normal, with a deviation of 6 (a few dozen tokens hold 95 % of the
 probability) and of 1 (36,000 tokens do, so that top_p has to look at them all).
 
 Prints a table and, last, one JSON line. QUICK=1 measures fewer steps. ISA=name picks a variant;
-ISA=name,other measures several beside each other instead (``benchmarks.kernel_turns``).
+ISA=name,other compares several in turns instead (``benchmarks.kernel_turns``).
 PARTS=products,steps,sampling chooses.
 """
 
@@ -46,23 +46,23 @@ from typing import Any
 
 import numpy as np
 
-from paceline.backends.machine import choose_threads
+from paceline.backends.machine.cpu import choose_threads
 from paceline.backends.native import NativeModel, unavailable_reason, variants
-from paceline.backends.native.pieces import (
+from paceline.backends.native.sampling import NativeSampler
+from paceline.backends.native.single_kernels import (
     PackedMatrix,
     peak_rate,
     products_seconds,
     read_bandwidth,
 )
-from paceline.backends.native.sampling import NativeSampler
-from paceline.backends.sampling import PreparedSampling, SampleRow
+from paceline.backends.runner.sampling import PreparedSampling, SampleRow
 from paceline.bench.machine import machine
-from paceline.checkpoints.base import expected_shapes
-from paceline.checkpoints.config import ModelConfig, RopeConfig
+from paceline.checkpoints.model.checkpoint import expected_shapes
+from paceline.checkpoints.model.config import ModelConfig, RopeConfig
 from paceline.core.sampling_params import SamplingParams
 
 QUICK = bool(os.environ.get("QUICK"))
-# several are compared by ``benchmarks.kernel_turns``
+# ``benchmarks.kernel_turns`` compares several
 ISAS = [name for name in (os.environ.get("ISA") or "").split(",") if name]
 ISA = ISAS[0] if ISAS else None
 ALL_PARTS = ("products", "steps", "sampling")
@@ -80,15 +80,15 @@ FORMATS = (
     ("q4", "bfloat16"),
     ("q4", "int8"),
 )
-# bytes a weight; of 4 bits, with scales and minimums
+# bytes per weight; those of 4-bit weights include scales and minimums
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "q4": 0.625}
-# inputs and outputs: of 135M up and down, of 1.7B up, of 135M the head
+# inputs and outputs: up and down of 135M, up of 1.7B, the head of 135M
 SHAPES = ((576, 1536), (1536, 576), (2048, 8192), (576, 49152))
 PRODUCT_ROWS = (1, 2, 4, 8, 16, 32, 64)
-# three times the last-level cache of the machines this was written on
+# three times the last-level cache of the first machines measured
 COPIES_MB = 96
 KV_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0}
-# deviations of the logits, and what rows ask for
+# deviations of the logits, numbers of rows, and their sampling settings
 SPREADS = (6.0, 1.0)
 SAMPLED_ROWS = (1, 64)
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -118,7 +118,7 @@ CONFIG = ModelConfig(
 
 
 def dot_rate(dtype: str, threads: int) -> float:
-    """Multiply-adds per second at most, on all threads together; 0 where that is not known."""
+    """Return the peak multiply-adds per second of all threads together; 0: it is not known."""
     return peak_rate(dtype, threads, ISA)
 
 
@@ -148,7 +148,7 @@ def make_model(
 
 
 def step_times(model: NativeModel, sequences: int, tokens: int, context: int) -> list[float]:
-    """Seconds of steps in which every sequence computes its last ``tokens`` tokens."""
+    """Return seconds of steps in which every sequence computes its last ``tokens`` tokens."""
     random = np.random.default_rng(1)
     blocks = -(-context // BLOCK)
     tables = random.permutation(sequences * blocks).reshape(sequences, blocks)
@@ -156,7 +156,7 @@ def step_times(model: NativeModel, sequences: int, tokens: int, context: int) ->
     positions = np.tile(np.arange(context - tokens, context), sequences)
     ids = random.integers(0, CONFIG.vocab_size, sequences * tokens)
     if tokens < context:
-        # finite numbers in the cache, as in use
+        # finite numbers in the cache, as in real use
         for row in range(sequences):
             count = np.arange(context)
             model.forward(
@@ -179,7 +179,7 @@ def floor_s(
     dtype: str, kv_dtype: str, rows: float, sequences: float, context: float,
     weight_bytes: dict[str, float], bandwidth: float, rate: float,
 ) -> float:  # fmt: skip
-    """The least time of a step, see the module's docstring."""
+    """Return the least time of a step, see the module's docstring."""
     head = CONFIG.vocab_size * CONFIG.hidden_size
     matrices = sum(
         int(np.prod(shape)) for name, shape in expected_shapes(CONFIG).items() if len(shape) == 2
@@ -195,14 +195,14 @@ def floor_s(
 
 
 def sampled_rows(settings: dict[str, Any], count: int) -> list[SampleRow]:
-    """Rows with seeds of their own, 100 tokens of prompt and 200 of output."""
+    """Return rows with different seeds, 100 tokens of prompt and 200 of output."""
     vocab, tokens = CONFIG.vocab_size, np.arange(300, dtype=np.int32)
     params = (SamplingParams(max_tokens=300, seed=seed, **settings) for seed in range(count))
     return [SampleRow(PreparedSampling(each, vocab), tokens, 100) for each in params]
 
 
 def in_turns(*calls: Callable[[], object]) -> list[float]:
-    """Median seconds of each call."""
+    """Return the median seconds of each call."""
     times: list[list[float]] = [[] for _ in calls]
     budget = 0.5 if QUICK else 2.0
     while len(times[0]) < 5 or (len(times[0]) < 99 and sum(map(sum, times)) < budget):
@@ -215,7 +215,7 @@ def in_turns(*calls: Callable[[], object]) -> list[float]:
 
 def sampling_times(threads: int) -> dict[str, dict[str, float]]:
     """Print and return medians of both samplers, in milliseconds."""
-    # imported here: the native path does without it
+    # imported here, as the native path does not need it
     import torch
 
     from paceline.backends.torch.sampler import sample
@@ -253,7 +253,7 @@ def sampling_times(threads: int) -> dict[str, dict[str, float]]:
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """What the machine does at best: bytes a second by MiB read, multiply-adds a second by weights'
+    """Ceilings of the machine: bytes a second by MiB read, multiply-adds a second by weights'
     dtype."""
 
     bandwidths: dict[int, float]
@@ -261,12 +261,12 @@ class Ceilings:
 
     @property
     def bandwidth(self) -> float:
-        """From memory."""
+        """Bytes a second from memory."""
         return self.bandwidths[max(self.bandwidths)]
 
 
 def ceilings(threads: int) -> Ceilings:
-    """Measure and print them."""
+    """Measure and print the ceilings."""
     found = Ceilings(
         {size: read_bandwidth(size << 20, threads) for size in SIZES_MIB},
         {dtype: dot_rate(dtype, threads) for dtype in WEIGHT_BYTES},
@@ -291,7 +291,7 @@ def product_rates(threads: int, most: Ceilings) -> dict[str, dict[str, float]]:
     ):
         weights = random.standard_normal((outputs, columns), dtype=np.float32)
         size = weights.size * WEIGHT_BYTES[dtype]
-        # the first one's threads compute all
+        # the threads of the first copy compute all
         copies = [
             PackedMatrix(weights, dtype, threads=threads if i == 0 else 1, isa=ISA)
             for i in range(max(1, round(COPIES_MB * 1e6 / size)))

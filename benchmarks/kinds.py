@@ -1,13 +1,13 @@
 """The accuracy gate on GGUF's mixed and K kinds: the default model, quantised, against itself.
 
-Method. Rows of K kinds are blocks of 256 values, and the default model's are of 576, which
-llama.cpp's tool would give other kinds instead. So the model is made wider first, without changing
-what it computes: 192 columns of zeros, three heads of zeros whose values are zero, and weights of
-norms times the root of 576 / 768, since a norm's mean counts the zeros. Of that file in 16 bits
-llama.cpp's own tool makes the kinds (``llama-quantize``, as for ``benchmarks.sizes``). Each file is
-judged as ``benchmarks.accuracy`` judges formats, on the same text and by the same gate: its own
-values in float32 beside what the kernels make of its blocks, so that what is compared is the
-engine, not the quantisation.
+Method. Rows of K kinds are blocks of 256 values, and the default model's have 576 values, for which
+llama.cpp's tool would choose other kinds. So the model is made wider first, without changing its
+results: 192 columns of zeros, three heads of zeros whose values are zero, and weights of norms
+times the root of 576 / 768, since a norm's mean counts the zeros. From that file in 16 bits
+llama.cpp's own tool makes the kinds (``llama-quantize``, as ``make bench NAME=sizes`` does).
+They are judged as ``benchmarks.accuracy`` judges formats, on the same text and by the same gate:
+results of its own values in float32 against results of the kernels on its blocks, so that the
+engine is judged, not the quantisation.
 
 KINDS=Q4_0,Q4_K_M,... and LEVELS=avx2,... choose. Exits with 1 when a kind fails. The last line is
 JSON.
@@ -33,15 +33,15 @@ from benchmarks.accuracy import MODEL, WINDOW, judge, show, text_windows
 from benchmarks.common.processes import Unavailable
 from benchmarks.common.setup import Places, run_step
 from benchmarks.peers.llama_cpp import LlamaCpp
-from paceline.backends.machine import choose_threads
+from paceline.backends.machine.cpu import choose_threads
 from paceline.backends.native import choose_kinds, unavailable_reason, variants
 from paceline.bench.machine import machine
-from paceline.checkpoints.base import open_checkpoint
-from paceline.checkpoints.resolve import default_cache_dir, find_local
+from paceline.checkpoints.hub.resolve import default_cache_dir, find_local
+from paceline.checkpoints.open import open_checkpoint
 
 __all__ = ["main", "widen"]
 
-# what is computed, by kind: weights/KV cache
+# formats to compute in, by kind: weights/KV cache
 FORMATS: Final = {
     "Q4_0": ("q4/int8", "native/int8"),
     "Q4_K_M": ("q4/int8", "native/int8"),
@@ -52,8 +52,8 @@ _BLOCK: Final = 256
 
 
 def widen(source: Path, target: Path) -> None:
-    """Write a Llama of GGUF in float16 whose rows are whole blocks of 256, and which computes the
-    same. Raises ValueError where that takes no whole number of KV heads."""
+    """Write a GGUF Llama in float16 with the same results, whose rows are whole blocks of 256.
+    Raises ValueError if that takes no whole number of KV heads."""
     reader = gguf.GGUFReader(source)
     number = {
         key: int(reader.fields[f"llama.{key}"].contents())
@@ -75,7 +75,7 @@ def widen(source: Path, target: Path) -> None:
     partial = target.with_suffix(".part")
     writer = gguf.GGUFWriter(partial, "llama")
     for key, field in reader.fields.items():
-        # the writer makes these
+        # the writer makes these itself
         if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):
             continue
         kind = field.types[0]
@@ -85,7 +85,7 @@ def widen(source: Path, target: Path) -> None:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         name = str(tensor.name).removesuffix(".weight").split(".")[-1]
         if values.ndim == 1:
-            # zeros weigh in the mean of squares
+            # the added zeros lower the mean of squares
             widened = np.zeros(wide, dtype=np.float32)
             widened[:hidden] = values * math.sqrt(hidden / wide)
             writer.add_tensor(tensor.name, widened)

@@ -1,25 +1,25 @@
-"""Which formats are best on which level: times of steps and the accuracy gate, for each level here.
+"""The best formats for each level of this machine: times of steps, and the accuracy gate.
 
 Method. For each level of the native kernels that runs on this machine, one model of SmolLM2-135M's
 shape in random weights is packed in each pair of formats (weights/KV cache). Steps are timed in
-turns, A B C A B C, so that what else the machine does meets all pairs alike: decode of 1, 8 and 64
+turns, A B C A B C, so that other load on the machine affects all pairs alike: decode of 1, 8 and 64
 sequences at context 192, and a prompt of 256 tokens. A figure is the least time of all turns, since
-what else runs only makes steps longer; there are fewer turns where one takes long. ``cost`` is the
-geometric mean of a pair's steps. ``drift`` is how much a row's logits change when 7 or 63 others
-are computed beside it, as a share of the largest: formats whose kernels take other ways for few and
-for many rows are not taken by auto.
+other load only makes steps longer; there are fewer turns where one takes long. ``cost`` is the
+geometric mean of a pair's steps. ``drift`` is the change of a row's logits when 7 or 63 others are
+computed in the same step, as a share of the largest: auto does not choose formats whose kernels
+have different paths for few and for many rows.
 
-Then ``benchmarks.accuracy`` judges the pairs on that level with the default model. float32 is what
-it compares with, and passes. ``--levels LEVEL ...`` chooses levels, all by default, and
+Then ``benchmarks.accuracy`` judges the pairs on that level with the default model. float32 is the
+reference, and passes. ``--levels LEVEL ...`` chooses levels, all by default, and
 ``--steps LEVEL ...`` and ``--gate LEVEL ...`` those of one part (without a level: none).
 
 The portable level is timed on a fifth of the model and is not judged by itself: it rounds where the
-next better level does, whose verdicts it gets.
+next better level does, and gets that level's verdicts.
 
-``--write`` renews what was measured in ``paceline/backends/levels.json``, which ``auto`` chooses by
-(``paceline/backends/formats.py``), level by level; the rest stays as it is, levels of other
-machines too. Nothing else writes a figure or a verdict there. The last line is JSON. QUICK=1 takes
-fewer turns.
+``--write`` updates the measured figures in ``paceline/backends/loading/levels.json``, by which
+``auto`` chooses (``paceline/backends/loading/formats.py``), level by level; the rest stays as it
+is, levels of other machines too. Nothing else writes a figure or a verdict there. The last line is
+JSON. QUICK=1 takes fewer turns.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from numpy.typing import NDArray
 
 from benchmarks.accuracy import usual_levels
 from benchmarks.kernels import BLOCK, CONFIG
-from paceline.backends.levels import PATH, fastest, parse
-from paceline.backends.machine import choose_threads
+from paceline.backends.loading.levels import PATH, fastest, parse
+from paceline.backends.machine.cpu import choose_threads
 from paceline.backends.native import NativeModel, unavailable_reason, variants
 from paceline.bench.machine import machine
-from paceline.checkpoints.base import expected_shapes
-from paceline.checkpoints.config import ModelConfig
+from paceline.checkpoints.model.checkpoint import expected_shapes
+from paceline.checkpoints.model.config import ModelConfig
 
 __all__ = ["FORMATS", "STEPS", "renewed", "verdicts"]
 
@@ -67,9 +67,9 @@ TURNS: Final = 3 if os.environ.get("QUICK") else 5
 SECONDS: Final = 0.1
 # a level that has taken this long gets no further turn
 BUDGET: Final = 90.0
-# of what is known of the machine, what the table keeps
+# facts about the machine that the table keeps
 _KEPT: Final = ("cpu", "model", "cores", "clock_ghz", "read_gb_s", "load")
-# plain C++, by far the slowest level: a fifth of the model has to do, and nothing on it waits for
+# plain C++, by far the slowest level: a fifth of the model must suffice, as no step of it waits for
 # memory; with fewer layers, drift would be less too. The gate would take hours there
 PLAIN: Final = "portable"
 PART: Final = replace(CONFIG, num_hidden_layers=6, vocab_size=9856)
@@ -77,7 +77,7 @@ ROOT: Final = Path(__file__).parent.parent
 
 
 class Steps:
-    """A model in one pair of formats, and what its steps work on."""
+    """A model in one pair of formats, and the inputs of its steps."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Steps:
             threads=threads,
             isa=level,
         )
-        # keys and values as in use, for one sequence; the others get copies of them
+        # keys and values as in real use, for one sequence; the others get copies of them
         self._run(1, CONTEXT, CONTEXT)
         each = CONTEXT // BLOCK
         self._model.copy_blocks(
@@ -108,13 +108,13 @@ class Steps:
         )
 
     def drift(self) -> float:
-        """See the module's docstring."""
+        """Return the drift, see the module's docstring."""
         alone = self._run(1, 1, CONTEXT)[0].copy()
         among = [self._run(count, 1, CONTEXT)[0].copy() for count in (8, MOST)]
         return max(float(np.abs(row - alone).max()) for row in among) / float(np.abs(alone).max())
 
     def _run(self, sequences: int, tokens: int, length: int) -> NDArray[np.float32]:
-        """Logits of the last token of each sequence, until the next step."""
+        """Return logits of the last token of each sequence, valid until the next step."""
         blocks = -(-length // BLOCK)
         tables = np.arange(sequences * blocks).reshape(sequences, blocks)
         starts = np.arange(sequences + 1) * tokens
@@ -123,7 +123,7 @@ class Steps:
         return self._model.forward(ids, positions, starts, tables, starts[1:] - 1)
 
     def milliseconds(self, step: str) -> float:
-        """The least of as many repetitions as ``SECONDS`` allow."""
+        """Return the least time of as many repetitions as ``SECONDS`` allow."""
         times: list[float] = []
         while not times or sum(times) < SECONDS:
             began = time.perf_counter()
@@ -136,7 +136,7 @@ class Steps:
 
 
 def measure(level: str, threads: int, turns: int) -> dict[str, dict[str, Any]]:
-    """By pair of formats the least milliseconds of each step over the turns, and the drift."""
+    """Return, by pair of formats, the least milliseconds of each step, and the drift."""
     random = np.random.default_rng(0)
     config = PART if level == PLAIN else CONFIG
     tensors = {
@@ -167,7 +167,7 @@ def measure(level: str, threads: int, turns: int) -> dict[str, dict[str, Any]]:
 
 
 def gate(level: str) -> dict[str, dict[str, Any]]:
-    """KL and verdict by pair of formats, from ``benchmarks.accuracy`` on that level."""
+    """Return KL and verdict by pair of formats, from ``benchmarks.accuracy`` on that level."""
     argv = [sys.executable, "-m", "benchmarks.accuracy", "--levels", level]
     done = subprocess.run(argv, cwd=ROOT, stdout=subprocess.PIPE, check=False, text=True)
     try:
@@ -178,7 +178,7 @@ def gate(level: str) -> dict[str, dict[str, Any]]:
 
 
 def verdicts(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What the table keeps of the gate's results on one level."""
+    """Return the part of the gate's results on one level that the table keeps."""
     return {
         name: {
             "kl": max(result[way]["kl"] for way in ("steps", "prompts")),
@@ -189,7 +189,7 @@ def verdicts(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def borrowed(table: dict[str, Any], here: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Verdicts of the level before the portable one; none where that has none."""
+    """Return verdicts of the level before the portable one; none if that has none."""
     formats = table.get(here[-2], {}).get("formats", {}) if len(here) > 1 else {}
     return {
         name: {key: figures[key] for key in ("kl", "passes")}
@@ -205,8 +205,8 @@ def renewed(
     measured: dict[str, dict[str, Any]] | None = None,
     judged: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """A level's part of the table with new measurements (and what they were taken on), new verdicts
-    or both; what is not given stays."""
+    """Return a level's part of the table with new measurements (and the machine they were taken
+    on), new verdicts or both; the rest stays."""
     formats: dict[str, dict[str, Any]] = {
         name: dict(figures) for name, figures in part.get("formats", {}).items()
     }
@@ -219,8 +219,8 @@ def renewed(
 
 
 def show(level: str, part: dict[str, Any]) -> None:
-    """The level's table; of files of 4 bits, that of the default model, what auto takes is
-    marked."""
+    """Print the level's table, with a mark on the formats that auto chooses for 4-bit files like
+    the default model."""
     (pairs,) = parse({level: part}).values()
     if not pairs:
         return
@@ -273,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             table[level] = part
             show(level, part)
         if args.write:
-            # level by level, so that what was measured stays where the next one is cut short
+            # level by level, so that no measurement is lost if the next one is interrupted
             PATH.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
     print()
     print(json.dumps({"bench": "levels", "machine": about, "results": table}))

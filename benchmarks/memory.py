@@ -1,19 +1,19 @@
-"""What a server holds in memory, by kind, and whether ``paceline plan memory`` says so beforehand.
+"""Memory of a server by kind, compared with the forecast of ``paceline plan memory``.
 
 Method. Each model is served with a KV cache of 4,096 tokens, without swap space, and gets 32
 requests of 128 tokens, twice, and one of 3,000, so that every block of the cache was used and steps
 became as large as they do by themselves. Then ``smaps`` of both processes is added up: proportional
-sizes, so that a page of a library that both have counts once. ``planned`` is what ``served_memory``
-says: weights, as many keys and values, and the rest of the processes; its error must stay within
-5 %, else the exit code is 1.
+sizes, so that a library's page that both share counts once. ``planned`` is the forecast of
+``served_memory``: weights, the same keys and values, and the rest of the processes; its error must
+stay within 5 %, else the exit code is 1.
 
 Models: the default one; Qwen3-0.6B's shape in random blocks of Q4_0 and Q6_K, with a vocabulary as
 large as its own; and an embedding model of that width, a folder in bfloat16. MODELS=a,b
 chooses (default, 0.6b, embedding). Files of the second and third take 800 MB in a temporary folder.
 
-KINDS=PATH prints the kinds of memory of one file's or folder's worker instead, as
-``benchmarks.sizes`` starts it, after its first token, in each of FORMATS (weights/KV cache, default
-q4/int8,native/int8), and how long that took. The last line is JSON.
+KINDS=PATH prints instead the kinds of memory of one file's or folder's worker, started as by
+``benchmarks.sizes``, after its first token, in each of FORMATS (weights/KV cache, default
+q4/int8,native/int8), and the time to that token. The last line is JSON.
 
     python -m benchmarks.memory
 """
@@ -45,16 +45,16 @@ from benchmarks.peers.process import Worker
 from benchmarks.peers.rows import make_job, parse_row
 from benchmarks.sizes import SHAPES, Shape, begin_file, end_file
 from benchmarks.startup import MODEL, starting
-from paceline.backends.served import served_memory
+from paceline.backends.loading.memory_estimate import served_memory
 from paceline.bench.machine import machine
-from paceline.checkpoints.resolve import resolve_model
+from paceline.checkpoints.hub.resolve import resolve_model
 
 __all__ = ["kinds_of", "main", "vocabulary", "write_embedding_model", "write_quantised_model"]
 
 TOKENS: Final = 4096
 BLOCK: Final = 16
 REQUESTS: Final = 32
-# a request's, of which some are its output
+# tokens of a request in all, and of its output
 LENGTH: Final = TOKENS // REQUESTS
 OUTPUT: Final = 8
 LONG: Final = 3000
@@ -65,8 +65,8 @@ _HEADER: Final = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+ *(.*)")
 
 
 def kinds_of(smaps: Iterable[str]) -> Counter[str]:
-    """Proportional bytes by kind of a process's mappings: huge pages (weights, keys and values,
-    what steps are computed in), the heap, stacks, other anonymous memory, and each file by its
+    """Return proportional bytes by kind of a process's mappings: huge pages (weights, keys and
+    values, buffers of steps), the heap, stacks, other anonymous memory, and each file by its
     name."""
     found: Counter[str] = Counter()
     name = ""
@@ -95,7 +95,7 @@ def kinds_of(smaps: Iterable[str]) -> Counter[str]:
 
 
 def _processes(of: Process) -> dict[str, Counter[str]]:
-    """Kinds of memory of a process and all that it started, by what each is."""
+    """Return kinds of memory of a process and its descendants, by each one's role."""
     found: dict[str, Counter[str]] = {}
     for pid in of.members():
         try:
@@ -118,8 +118,8 @@ def _show(processes: Mapping[str, Counter[str]], rows: int = 14) -> None:
 
 
 def vocabulary(count: int) -> tuple[list[str], list[tuple[str, str]]]:
-    """So many tokens of byte-level BPE, and the merges that make them: of single bytes, of two, of
-    four and of eight, about as long as those that were learned from text."""
+    """Make ``count`` tokens of byte-level BPE, and their merges: of one, two, four and eight bytes,
+    about as long as tokens that were learned from text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens, merges, pieces = list(alphabet), [], alphabet[:64]
     for most in (4096, 32_768, count):
@@ -128,13 +128,13 @@ def vocabulary(count: int) -> tuple[list[str], list[tuple[str, str]]]:
             merges.append((left, right))
             made.append(left + right)
         tokens += made
-        # spread over what begins alike
+        # a sample of all, as tokens next to each other begin alike
         pieces = made[:: max(1, len(made) // 512)]
     return tokens, merges
 
 
 def _random_blocks(kind: gguf.GGMLQuantizationType, rows: int, columns: int, seed: int) -> Any:
-    """Blocks of Q4_0 or Q6_K with scales of a sensible size."""
+    """Make blocks of Q4_0 or Q6_K with scales of a sensible size."""
     values, size = gguf.GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (rows, columns // values, size), dtype=np.uint8)
@@ -145,7 +145,7 @@ def _random_blocks(kind: gguf.GGMLQuantizationType, rows: int, columns: int, see
 
 
 def write_quantised_model(path: Path, shape: Shape) -> None:
-    """Random blocks of Q4_0, the table of Q6_K, with a vocabulary."""
+    """Write a file of random blocks in Q4_0, with the embedding table in Q6_K, and a vocabulary."""
     writer = begin_file(path, shape, 40_960)
     tokens, merges = vocabulary(shape.vocab)
     writer.add_tokenizer_model("gpt2")
@@ -163,7 +163,7 @@ def write_quantised_model(path: Path, shape: Shape) -> None:
 
 
 def write_embedding_model(folder: Path, shape: Shape) -> None:
-    """A folder of Qwen3-Embedding's kind: bfloat16, the last token pooled."""
+    """Write a folder like Qwen3-Embedding's: bfloat16, pooling of the last token."""
     folder.mkdir(parents=True, exist_ok=True)
     hidden, random = shape.hidden, np.random.default_rng(0)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -221,7 +221,7 @@ def write_embedding_model(folder: Path, shape: Shape) -> None:
 
 
 def _write_bfloat16(path: Path, tensors: Mapping[str, Any]) -> None:
-    """A safetensors file of numbers whose bits are given."""
+    """Write a safetensors file of numbers given by their bits."""
     header, end = {}, 0
     for name, bits in tensors.items():
         begin, end = end, end + bits.nbytes
@@ -245,7 +245,7 @@ def _embed(port: int, count: int, length: int, seed: int) -> None:
 
 
 def measure(model: Path, log: Path, *, pooled: bool) -> dict[str, Any]:
-    """What a server of ``model`` holds, beside what is planned."""
+    """Measure the memory of a server of ``model``, and compare it with the forecast."""
     planned = served_memory(model)
     flags = (
         str(model), "--num-blocks", str(TOKENS // BLOCK), "--preemption", "recompute",
@@ -280,11 +280,11 @@ def measure(model: Path, log: Path, *, pooled: bool) -> dict[str, Any]:
 
 
 def worker_kinds(model: Path, formats: str, folder: Path) -> dict[str, Any]:
-    """Kinds of memory of a worker after its first token."""
+    """Return kinds of memory of a worker after its first token."""
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     ours = Paceline(Places(folder, model, cpus), "ours", (formats,))
     files = [model] if model.is_file() else sorted(model.glob("*.safetensors"))
-    # into the page cache
+    # brings the files into the page cache
     size = sum(len(file.read_bytes()) for file in files)
     began = time.perf_counter()
     with Worker(ours.command(model, formats), folder / "worker.log") as worker:

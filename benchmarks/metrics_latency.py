@@ -1,18 +1,18 @@
-"""How long ``/metrics`` takes while the server is as busy as it gets.
+"""Latency of ``/metrics`` while the server is as busy as possible.
 
 Method: a real ``paceline serve`` over the null backend, whose steps take no time, so that the API
-process has news for all STREAMS streams as fast as it can write them; MODEL=NAME takes a model
-instead. A process of its own keeps STREAMS streamed completions open and throws away what they
-bring. Meanwhile /metrics is asked for RATE times a second for SECONDS seconds, by turns on the
+process has new tokens for all STREAMS streams as fast as it can write them; MODEL=NAME takes a
+model instead. A separate process keeps STREAMS streamed completions open and discards their
+tokens. Meanwhile /metrics is requested RATE times a second for SECONDS seconds, by turns on the
 server's port and on ``--metrics-port``, each over a new connection and over one kept open; before
-that, 50 times each while the server is idle. Timed is from before the connection (or the request,
-where it is kept open) to the last byte of the answer, so the client's own wake-ups are in it.
-Two more rows tell what the rest costs: ``loop`` is /version, whose handler does nothing, so what
-any answer of the event loop takes; ``floor`` is a process that sends as many bytes and does nothing
-else, so what the machine takes. The streams' reader, the engine, the API process and this one share
-the cores; what the streams brought is printed with the table. ``staleness`` is what the exporter
-says of its numbers' age. The target is that of ``--metrics-port``: p99 under 5 ms over either kind
-of connection, the client's wake-ups included. The last line is JSON.
+that, 50 times each while the server is idle. A time runs from before the connection (or the
+request, if the connection is kept open) to the last byte of the answer, so it includes the client's
+own wake-ups. Two more rows show the cost of the rest: ``loop`` is /version, whose handler does
+nothing, so the time of any answer of the event loop; ``floor`` is a process that sends as many
+bytes and does nothing else, so the time of the machine. The streams' reader, the engine, the API
+process and this one share the cores; the streams' rate is printed with the table. ``staleness`` is
+the age of its numbers that the exporter reports. The target is for ``--metrics-port``: p99 under
+5 ms over either kind of connection, the client's wake-ups included. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TARGET_MS = 5.0
 
 
 def drain(port: int, streams: int, received: multiprocessing.Queue[int]) -> None:
-    """Keep ``streams`` streams open until told to stop (SIGTERM), and count their tokens."""
+    """Keep ``streams`` streams open until SIGTERM, and count their tokens."""
     body = json.dumps(
         {"prompt": "go", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     ).encode()
@@ -75,7 +75,7 @@ def drain(port: int, streams: int, received: multiprocessing.Queue[int]) -> None
 
 
 def floor(body: bytes, told: multiprocessing.Queue[int]) -> None:
-    """Answer everything on one connection at a time with ``body``."""
+    """Answer every request with ``body``, one connection at a time."""
     listener = socket.create_server(("127.0.0.1", 0))
     told.put(listener.getsockname()[1])
     answer = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
@@ -86,14 +86,14 @@ def floor(body: bytes, told: multiprocessing.Queue[int]) -> None:
 
 
 class Port:
-    """Somewhere to scrape, over a new connection each time or a kept one."""
+    """An address to scrape, over a new connection each time or a kept one."""
 
     def __init__(self, port: int, path: str, *, keep: bool) -> None:
         self._port, self._path, self._keep = port, path, keep
         self._kept: http.client.HTTPConnection | None = None
 
     def fetch(self) -> tuple[float, bytes]:
-        """Seconds, and the body."""
+        """Scrape once; return the seconds, and the body."""
         started = time.perf_counter()
         connection = self._kept or http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
         connection.request("GET", self._path)
@@ -109,7 +109,7 @@ class Port:
 
 
 def summary(seconds: list[float]) -> dict[str, float]:
-    """Milliseconds."""
+    """Return percentiles in milliseconds."""
     return {
         "p50_ms": round(1e3 * statistics.median(seconds), 3),
         "p90_ms": round(1e3 * percentile(seconds, 0.90), 3),
@@ -130,7 +130,7 @@ def main() -> None:
 
 
 def measure(model: str | None, port: int, metrics_port: int) -> None:
-    """Of a server with both listeners."""
+    """Measure a server with both listeners, and report."""
     context = multiprocessing.get_context("spawn")
     received: multiprocessing.Queue[int] = context.Queue()
     reader = context.Process(target=drain, args=(port, STREAMS, received), daemon=True)
@@ -187,7 +187,7 @@ def report(
     events_per_second: float,
     size: int,
 ) -> None:
-    """A table for people, a line for programs."""
+    """Print a table for people and a line for programs."""
     print(
         f"{STREAMS} streams on {model or 'the null backend'}: {events_per_second:.0f} events/s; "
         f"/metrics is {size} bytes; {len(ages) // 2} scrapes of each, {RATE:g} a second"

@@ -1,25 +1,25 @@
-"""A server that does not have its processors for itself: are predictions true, are promises kept?
+"""A server that shares its processors with other work: are predictions true, are targets met?
 
-Method: ``paceline serve`` on the default model and CALLERS who each stream one answer after
-another, with targets for the first token and for the pace. In turn it is
+Method: ``paceline serve`` on the default model and CALLERS callers that each stream one answer
+after another, with targets for the first token and for the pace. In turn it runs
 
 * alone;
-* beside a busy loop that is bound to one processor;
-* beside such a loop that is stopped and continued (SIGSTOP, SIGCONT), half of the time each;
-* beside a busy loop on every processor;
+* next to a busy loop that is bound to one processor;
+* next to such a loop that is stopped and continued (SIGSTOP, SIGCONT), half of the time each;
+* next to a busy loop on every processor;
 * in a control group that allows 1.5 processors, with the threads that it chooses by itself;
 * in the same group with ``--threads 2``, for comparison.
 
-After a change the server gets SETTLE seconds; then figures are taken for WINDOW seconds. Predicted
-is the time of the steps as it was predicted before each of them, measured are the same steps
-(``paceline:step_seconds_total``) and the callers' mean time per token. Promises are the targets:
-pacing admits a request where those that run keep theirs, and what was missed is counted
-(``paceline:slo_violations_total``), of requests that ended in the window. A gap is the time between
+After a change the server gets SETTLE seconds; then figures are taken for WINDOW seconds. The time
+of steps as predicted before each of them is compared with the measured time of the same steps
+(``paceline:step_seconds_total``) and with the callers' mean time per token. Pacing admits a request
+only if running ones keep their targets; missed targets are counted
+(``paceline:slo_violations_total``) of requests that ended in the window. A gap is the time between
 two events of a stream by the client's clock. The client shares the processors with the server.
 
-Where no control group can be made, the server is stopped for 25 of every 100 ms instead, and the
+If no control group can be made, the server is stopped for 25 of every 100 ms instead, and the
 report says so. Prints a table and, last, one JSON line. QUICK=1 takes shorter windows, LONG=1 ones
-of five minutes. Callers ask again once they are answered, so no queue grows however long it takes.
+of five minutes. A caller's next request follows its last answer, so no queue grows.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from benchmarks.common.processes import Process, Unavailable
 from benchmarks.common.server import PacelineServer
 from benchmarks.common.statistics import percentile
 from benchmarks.common.unmeasured import Unmeasured
-from paceline.server.readings.frame import make_frame
-from paceline.server.readings.scrape import Scrape, parse_metrics
+from paceline.server.observability.snapshot.frame import make_frame
+from paceline.server.observability.snapshot.scrape import Scrape, parse_metrics
 
 __all__ = ["ControlGroup", "Neighbour", "figures"]
 
 QUICK = bool(os.environ.get("QUICK"))
 CALLERS = 8
-# Tokens of a prompt and of an answer: so few and so many that steps with prompts in them hardly
-# count in either mean, and of lengths so different that callers do not keep in step.
+# Tokens of a prompt and of an answer: few against many, so that steps with prompts in them hardly
+# count in either mean, and of different lengths, so that callers do not keep in step.
 PROMPTS = (16, 32)
 OUTPUTS = (96, 192)
 LONG = bool(os.environ.get("LONG"))
@@ -62,10 +62,10 @@ SETTLE = 3.0 if QUICK else 5.0
 WINDOW = 300.0 if LONG else 8.0 if QUICK else 25.0
 TARGETS = {"ttft_ms": 1000, "tpot_ms": 60}
 QUOTA = 1.5
-# seconds of a neighbour that works half of the time: on, and off
+# seconds for which a neighbour that works half of the time is on, and then off
 HALF = 0.05
 PATIENCE = 120.0
-# a prediction is true within so much
+# largest relative error of a prediction that counts as true
 WITHIN = 0.1
 _PERIOD = 100_000
 _LOOP = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
@@ -73,8 +73,8 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 class _Toggle:
-    """Stops a process and everything it started for ``off`` seconds after every ``on``, on a thread
-    of its own, until it is closed."""
+    """Stops a process and its descendants for ``off`` seconds after every ``on`` seconds, on a
+    thread of its own, until it is closed."""
 
     def __init__(self, process: Process, on: float, off: float) -> None:
         self._over = threading.Event()
@@ -126,8 +126,8 @@ class Neighbour:
 
 
 class ControlGroup:
-    """A group that allows so many processors, of version 2 or, where that has none to give, of
-    version 1. Raises OSError where none can be made."""
+    """A control group with a quota of ``cpus`` processors, of version 2 or, if that has no
+    controller for it, of version 1. Raises OSError if none can be made."""
 
     def __init__(self, cpus: float, root: Path = _CGROUP) -> None:
         name = f"paceline-bench-{os.getpid()}"
@@ -148,19 +148,19 @@ class ControlGroup:
             raise
 
     def around(self) -> tuple[str, ...]:
-        """What runs a command in the group."""
+        """Prefix of a command that runs it in the group."""
         join = f'echo $$ > "{self.folder}/cgroup.procs" && exec "$@"'
         return ("sh", "-c", join, "sh")
 
     def throttled(self) -> tuple[int, float]:
-        """Periods in which the group was stopped, and for how many seconds in all, so far."""
+        """Return the periods in which the group was throttled, and the seconds in all, so far."""
         words = (self.folder / "cpu.stat").read_text().split()
         found = dict(zip(words[::2], words[1::2], strict=True))
         seconds = int(found.get("throttled_usec", 0)) / 1e6
         return int(found["nr_throttled"]), seconds or int(found.get("throttled_time", 0)) / 1e9
 
     def close(self) -> None:
-        # the last process may not have gone quite yet
+        # the last process may still be ending
         for _ in range(50):
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
@@ -169,11 +169,11 @@ class ControlGroup:
 
 
 class Played:
-    """A server under load, and what it says of itself."""
+    """A server under load, and its own metrics."""
 
     def __init__(self, model: Path, vocab_size: int, log: Path, *, around: Sequence[str] = (),
                  flags: Sequence[str] = ()) -> None:  # fmt: skip
-        # guessed tokens would come several in a step
+        # with draft tokens, steps would bring several tokens at once
         off = ("--speculative-config", json.dumps({"method": "off"}))
         self.server = PacelineServer(str(model), *off, *flags, log=log, around=around)
         self.vocab_size = vocab_size
@@ -187,7 +187,7 @@ class Played:
 
     @property
     def threads(self) -> str:
-        """What the ready line says of them."""
+        """Number of threads in the ready line."""
         return self.server.line(r"^paceline ready: .*; (\d+ threads?\b[^;]*)\) - try: ")[1]
 
     async def _scrape(self) -> Scrape:
@@ -221,7 +221,7 @@ class Played:
         return before, after, [timing for found in answered for timing in found]
 
     def window(self) -> dict[str, Any]:
-        """Figures of one window, after the server has settled."""
+        """Measure one window, after the server has settled."""
         spent = self.server.cpu_seconds()
         began = time.monotonic()
         before, after, timings = asyncio.run(self._play())
@@ -230,7 +230,7 @@ class Played:
 
 
 def figures(before: Scrape, after: Scrape, timings: Sequence[Timing]) -> dict[str, Any]:
-    """Of what happened between two readings; times in milliseconds. Raises Unavailable for
+    """Return the figures between two readings; times in milliseconds. Raises Unavailable for
     requests that failed, and for a window without steps."""
     errors = [timing.error for timing in timings if timing.error]
     if errors:
@@ -261,7 +261,7 @@ def figures(before: Scrape, after: Scrape, timings: Sequence[Timing]) -> dict[st
 
 @contextlib.contextmanager
 def limited() -> Iterator[ControlGroup | None]:
-    """A control group of QUOTA processors, or None where none can be made."""
+    """Yield a control group of QUOTA processors, or None if none can be made."""
     try:
         group = ControlGroup(QUOTA)
     except OSError as error:
@@ -277,7 +277,7 @@ def limited() -> Iterator[ControlGroup | None]:
 def beside(
     played: Played, cpus: Sequence[int], unmeasured: Unmeasured
 ) -> dict[str, dict[str, Any]]:
-    """All turns of a server that is not limited, but those that had no figures."""
+    """Measure all situations of a server without a limit; those without figures are left out."""
     found: dict[str, dict[str, Any]] = {}
     situations: Mapping[str, Callable[[], Sequence[Neighbour]]] = {
         "alone": lambda: (),
@@ -328,7 +328,7 @@ def main() -> int:
                 played.server.close()
     print(table(results))
     print("\n".join(f"{name}: {said}" for name, said in threads.items()))
-    # the last one is a comparison
+    # the last one is only for comparison
     judged = [row for name, row in results.items() if name != "quota 1.5, 2 threads"]
     print(
         json.dumps(

@@ -1,25 +1,25 @@
-"""What the server costs beyond the engine: HTTP, tokenising, detokenising, server-sent events.
+"""Cost of the server beyond the engine: HTTP, tokenising, detokenising, server-sent events.
 
 Method: the API process as ``paceline serve`` runs it (uvloop, supervised engine process, the
 default model's tokenizer and chat template), over the null backend, whose steps take as long as a
 step of 64 streams does on a small machine. So the engine's arithmetic is in another process, and
-every token is an event of its own. 64 clients in a process of their own ask one request after the
-other, each over a new connection: a chat of about 200 tokens, 64 tokens back. What is counted is
-the API process's processor time (user and system, from /proc), of the thread that runs the event
-loop and of all others (tokenizer pool, sockets), less what an idle server spends.
+every token is an event of its own. 64 clients in a process of their own send one request after the
+other, each over a new connection: a chat of about 200 tokens, with 64 tokens of answer. The figure
+is the API process's processor time (user and system, from /proc), of the thread that runs the event
+loop and of all others (tokenizer pool, sockets), less that of an idle server.
 
-Per request and per token are separated by runs with four times the tokens, in turns with the
-others: what grows is the token's. Of runs of one kind the one in the middle counts, of an even
-number the cheaper of the two there. Shares come from one more run under cProfile, which makes
-Python calls look dearer than they are: they name the largest part, they do not measure it.
-Built-in functions count for whoever calls them. Printed, too, are the function calls of a stream,
-which are the same on a busy machine.
+Costs per request and per token are separated by runs with four times the tokens, in turns with the
+others: the growth is the tokens' cost. Of runs of one kind the median counts, of an even number the
+cheaper of the two in the middle. Shares come from one more run under cProfile, which makes Python
+calls look dearer than they are: they name the largest part, they do not measure it. Built-in
+functions count for their callers. Printed, too, are the function calls of a stream, which are the
+same on a busy machine.
 
-BASELINE=PATH compares with another checkout of this repository: its server runs beside this one,
-both under the same clients (this checkout's), turn by turn, so that whatever else the machine does
-falls on both; the server that is not asked at the moment is idle. Every turn starts both anew:
-where a process's memory happens to lie alone moves the ratio of two by up to a quarter, and no
-number of turns with the same two says so. Printed are both and the ratio, this by that, and of all
+BASELINE=PATH compares with another checkout of this repository: its server runs next to this one,
+both under the same clients (this checkout's), turn by turn, so that other load on the machine
+affects both; the server that has no requests at the moment is idle. Every turn starts both again:
+the placement of a process's memory alone moves the ratio of two by up to a quarter, which no number
+of turns with the same two processes shows. Printed are both and the ratio, this by that, and of all
 turns the ratio with its interval.
 
 Prints a table and, last, one JSON line. QUICK=1 takes each run once instead of three times, with
@@ -53,9 +53,9 @@ from paceline.bench.machine import machine
 
 STREAMS = 64
 TOKENS = 64
-# times so many
+# factor on the tokens of long runs
 LONGER = 4
-# short and long runs in turns, so many of each, and requests of a client in one of them
+# number of short and of long runs, in turns, and requests of a client in one of them
 TURNS = int(os.environ.get("TURNS") or (1 if os.environ.get("QUICK") else 3))
 ROUNDS = 1 if os.environ.get("QUICK") else 2
 STEP_SECONDS = 0.03
@@ -66,22 +66,22 @@ IDLE_SECONDS = 2.0
 _WORD = 260
 _ROOT = Path(__file__).resolve().parents[1]
 _SENTENCE = "The quick brown fox jumps over the lazy dog, and then it sleeps for {} hours. "
-# the first that a file's path holds, or "~" for what has no file, says where its time goes
+# groups of time by file: the first entry that is in its path, or "~" for code without a file
 _GROUPS = (
-    ("/server/metrics", "metrics and logs"),
+    ("/server/observability/metrics", "metrics and logs"),
     ("/http/exposition", "metrics and logs"),
     ("/logging/", "metrics and logs"),
-    ("/cli/logs", "metrics and logs"),
+    ("/cli/terminal/logs", "metrics and logs"),
     ("/engine/text/detokenizer", "detokenise"),
     ("/engine/text/output_processor", "detokenise"),
     ("/engine/text/tokenizer", "detokenise"),
     ("/tokenizers/", "tokenise"),
-    ("/server/prompts", "tokenise"),
+    ("/server/generation/prompts", "tokenise"),
     ("/engine/text/chat_template", "tokenise"),
     ("/engine/text/template_", "tokenise"),
     ("/engine/", "engine client"),
     ("/zmq/", "engine client"),
-    # it writes what goes the short way: the system's part of that is the most of it
+    # it writes short answers directly: most of its time is the system's part of that
     ("/paceline/http/connections", "HTTP and sockets"),
     ("/paceline/http/", "build answers"),
     ("/server/", "build answers"),
@@ -97,7 +97,7 @@ _GROUPS = (
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one run, seconds of processor time of the API process."""
+    """Processor time of the API process in one run, seconds."""
 
     loop: float
     others: float
@@ -111,8 +111,8 @@ class Cost:
 
 
 async def _serve(on_ready: Callable[[], None]) -> int:
-    """The server's half: as ``cli.serve`` wires it, less the model."""
-    from paceline.checkpoints.resolve import default_cache_dir, find_local
+    """Run the server's half, wired as in ``cli.serve.command``, without the model."""
+    from paceline.checkpoints.hub.resolve import default_cache_dir, find_local
     from paceline.engine.process.client import ProcessEngineClient
     from paceline.engine.supervision.supervisor import SupervisedEngineClient
     from paceline.engine.text.tokenizer import load_tokenizer
@@ -137,8 +137,8 @@ async def _serve(on_ready: Callable[[], None]) -> int:
 
 
 def _engine() -> int:
-    """The engine's half."""
-    from paceline.backends.null import NullBackend
+    """Run the engine's half."""
+    from paceline.backends.reference.null import NullBackend
     from paceline.engine.core import EngineCore
     from paceline.engine.process.loop import engine_info
     from paceline.engine.process.process import engine_main
@@ -155,8 +155,8 @@ def _engine() -> int:
 
 @contextlib.contextmanager
 def server(checkout: Path = _ROOT, profile: Path | None = None) -> Iterator[tuple[int, int]]:
-    """A server process of a checkout; its pid and port. ``profile`` gets what cProfile saw when it
-    ends."""
+    """Run a server process of a checkout; yield its pid and port. ``profile``: file for cProfile's
+    results when it ends."""
     flags = () if profile is None else (str(profile),)
     argv = (sys.executable, "-m", "benchmarks.overhead", "serve", *flags)
     with (
@@ -168,7 +168,7 @@ def server(checkout: Path = _ROOT, profile: Path | None = None) -> Iterator[tupl
 
 
 def cpu_seconds(pid: int) -> tuple[float, float]:
-    """Of the main thread and of all others."""
+    """Return the processor seconds of the main thread, and of all others."""
     main = others = 0.0
     for task in Path(f"/proc/{pid}/task").iterdir():
         seconds = int((task / "schedstat").read_text().split()[0]) / 1e9
@@ -180,7 +180,7 @@ def cpu_seconds(pid: int) -> tuple[float, float]:
 
 
 async def _chat(port: int, number: int, tokens: int, *, stream: bool) -> int:
-    """One request; how many events with text came."""
+    """Send one request; return the number of events with text."""
     text = "".join(_SENTENCE.format(number * 100 + index) for index in range(9))
     body = json.dumps(
         {
@@ -188,7 +188,7 @@ async def _chat(port: int, number: int, tokens: int, *, stream: bool) -> int:
             "max_tokens": tokens,
             "ignore_eos": True,
             "temperature": 0,
-            # the null backend has no taste: without this it would say much that is no text
+            # without this the null backend would return many tokens that are no text
             "logit_bias": {str(_WORD): 100},
             "stream": stream,
         }
@@ -209,7 +209,7 @@ async def _chat(port: int, number: int, tokens: int, *, stream: bool) -> int:
 
 
 async def _load(port: int, tokens: int, rounds: int, *, stream: bool) -> int:
-    """All requests of a run; how many events came."""
+    """Send all requests of a run; return the number of events."""
 
     async def client(number: int) -> int:
         asked = [number + STREAMS * round_ for round_ in range(rounds)]
@@ -219,7 +219,7 @@ async def _load(port: int, tokens: int, rounds: int, *, stream: bool) -> int:
 
 
 def measure(pid: int, port: int, tokens: int, *, stream: bool, idle: tuple[float, float]) -> Cost:
-    """One run. ``idle``: what ``cpu_seconds`` of a server without requests grows by in a second."""
+    """Measure one run. ``idle``: processor seconds per second of a server without requests."""
     before, began = cpu_seconds(pid), time.monotonic()
     events = asyncio.run(_load(port, tokens, ROUNDS, stream=stream))
     after, seconds = cpu_seconds(pid), time.monotonic() - began
@@ -233,18 +233,18 @@ def measure(pid: int, port: int, tokens: int, *, stream: bool, idle: tuple[float
 
 
 def typical(runs: list[Cost]) -> Cost:
-    """The run in the middle, the cheaper one of two: what disturbs a run makes it dearer."""
+    """Return the median run, or the cheaper of two: disturbance only makes runs dearer."""
     return sorted(runs, key=lambda run: run.total)[(len(runs) - 1) // 2]
 
 
 def split(short: Cost, long: Cost) -> tuple[float, float]:
-    """Milliseconds a request, without its tokens, and a token."""
+    """Return milliseconds per request, without its tokens, and per token."""
     token = (long.total - short.total) / (long.tokens - short.tokens)
     return 1e3 * (short.total - token * short.tokens) / short.requests, 1e3 * token
 
 
 def shares(profile: Path) -> dict[str, float]:
-    """Part of the event loop's time by group, waiting left out."""
+    """Return shares of the event loop's time by group, without waiting."""
     seconds: Counter[str] = Counter()
     entries = pstats.Stats(str(profile)).stats  # type: ignore[attr-defined]
     for (file, _, _), (_, _, own, _, callers) in entries.items():
@@ -258,7 +258,7 @@ def shares(profile: Path) -> dict[str, float]:
 
 
 def calls_a_request(profile: Path, requests: int) -> float:
-    """Function calls, which no other load on the machine changes."""
+    """Return function calls per request, which do not depend on other load on the machine."""
     entries = pstats.Stats(str(profile)).stats  # type: ignore[attr-defined]
     number: int = sum(calls for _, calls, *_ in entries.values())
     return round(number / requests, 1)
@@ -274,7 +274,7 @@ class Side:
 
     pid: int
     port: int
-    # processor seconds a second without requests, as of ``cpu_seconds``
+    # processor seconds per second without requests, split as by ``cpu_seconds``
     idle: tuple[float, float]
 
     @classmethod
@@ -294,7 +294,7 @@ class Side:
 
 @dataclass(slots=True)
 class Runs:
-    """What one side's turns cost."""
+    """Costs of one side's turns."""
 
     short: list[Cost] = field(default_factory=list)
     long: list[Cost] = field(default_factory=list)
@@ -312,11 +312,11 @@ class Runs:
 
 
 def turns_of(checkouts: dict[str, Path], *, stream: bool) -> dict[str, Runs]:
-    """All runs of a kind of answer, by side."""
+    """Take all runs of a kind of answer, by side."""
     found = {name: Runs() for name in checkouts}
     anew = len(checkouts) > 1
     for each in range(TURNS if anew else 1):
-        # neither is always the one that runs on what the other left in the caches
+        # alternate the order, as the second side runs with the first one's caches
         order = list(checkouts.items())[:: -1 if each % 2 else 1]
         with contextlib.ExitStack() as stack:
             sides = {
@@ -331,11 +331,11 @@ def turns_of(checkouts: dict[str, Path], *, stream: bool) -> dict[str, Runs]:
 
 
 def compare(checkouts: dict[str, Path]) -> dict[str, dict[str, dict[str, float]]]:
-    """Figures by kind of answer and side, and with two sides the first one's by the second's."""
+    """Return figures by kind of answer and side, and with two sides the ratio of the first."""
     results: dict[str, dict[str, dict[str, float]]] = {}
     for kind, stream in (("stream", True), ("whole", False)):
         taken = turns_of(checkouts, stream=stream)
-        # one figure of a turn: its short and its long run come from the same process
+        # one figure per turn: its short and its long run come from the same process
         runs = [
             [short.total + long.total for short, long in zip(side.short, side.long, strict=True)]
             for side in taken.values()

@@ -1,12 +1,12 @@
-"""The scheduler at 30 % of the memory that its requests need: what is computed twice.
+"""The scheduler at 30 % of the memory that its requests need: tokens that are computed twice.
 
 Method: the scheduler over the null backend, whose tokens are a function of the prompt and so show
-every mistake, with steps that take what a small model takes on a CPU. 192 requests of 100 to 400
-prompt and 60 to 300 output tokens at most come within three seconds; each ends with a stop token of
-its own, which the scheduler cannot foresee: all say max_tokens=600. One run with memory for
-everybody, the others with 30 % of that: as the server does it; the same with one part after the
-other taken away, so that it shows which part brings what; and preempting the newest by recompute
-and admitting whatever fits now, which is the baseline, and what that gains by looking ahead alone.
+every mistake, with steps that take the time of a small model on a CPU. 192 requests of 100 to 400
+prompt and 60 to 300 output tokens at most arrive within three seconds; each ends with a stop token
+of its own, which the scheduler cannot foresee: all have max_tokens=600. One run has memory for
+all, the others 30 % of that: with the server's settings; the same without one part after the
+other, to show the gain of each; and the baseline, which preempts the newest by recompute and
+admits any request that fits now, also with looking ahead as its only change.
 Every run must give the tokens of the roomy one.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from paceline.backends.null import NullBackend, expected_tokens
+from paceline.backends.reference.null import NullBackend, expected_tokens
 from paceline.bench.machine import machine
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.policies import FcfsPolicy, PolicyContext
@@ -35,10 +35,10 @@ __all__ = ["wasted_tokens"]
 BLOCK = 16
 VOCAB = 997
 SHARE = 0.3
-# of one block, to or from host memory
+# to move one block to or from host memory
 MOVE_SECONDS = 1e-4
-# of a token in SmolLM2-135M's KV cache: keys and values of 30 layers, 3 heads of 64, 2 bytes. The
-# null backend moves token ids; swapped blocks are counted as if they were that model's
+# bytes of a token in SmolLM2-135M's KV cache: keys and values of 30 layers, 3 heads of 64, 2 bytes
+# each. The null backend moves token ids; swapped blocks count as if they were that model's
 TOKEN_BYTES = 30 * 3 * 64 * 2 * 2
 _LENGTHS = [
     (rng.randint(100, 400), rng.randint(60, 300)) for rng in [random.Random(5)] for _ in range(192)
@@ -48,7 +48,7 @@ NEEDED = sum(-(-(prompt + output) // BLOCK) for prompt, output in _LENGTHS[:64])
 
 
 class _NewestFirst(FcfsPolicy):
-    """First come, first served; the last to come gives way, whatever it loses."""
+    """First come, first served; preempts the newest, whatever it loses."""
 
     def expendable(self, candidates: Sequence[Request]) -> Sequence[Request]:
         return candidates[-1:]
@@ -59,7 +59,7 @@ def _seconds(shape: StepShape) -> float:
 
 
 class Run(NamedTuple):
-    """What became of all requests."""
+    """Results of all requests."""
 
     # by request
     tokens: dict[str, list[int]]
@@ -121,7 +121,7 @@ def _run(
 
 
 def _ways(num_blocks: int) -> dict[str, dict[str, Any]]:
-    """What ``_run`` is told, by name: all parts together first, the baseline last."""
+    """Return arguments of ``_run`` by name: all parts together first, the baseline last."""
     fits_now = {"future_memory_check": False}
     recompute = {"preemption": "recompute"}
     valve = {"policy": "deadline", "pressure_threshold": 0.88}
@@ -151,8 +151,8 @@ def _row(run: Run, roomy: Run) -> dict[str, Any]:
 
 
 def wasted_tokens() -> dict[str, Any]:
-    """Figures of the run with everything on beside the baseline's, and of every run by name as
-    ``parts``. ``seconds`` are those of the modelled machine."""
+    """Return figures of the run with everything on next to the baseline's, and of every run by name
+    as ``parts``. ``seconds`` are those of the modelled machine."""
     roomy = _run(NEEDED + 64)
     tight = int(SHARE * NEEDED)
     parts = {name: _row(_run(tight, **options), roomy) for name, options in _ways(tight).items()}
@@ -165,7 +165,7 @@ def wasted_tokens() -> dict[str, Any]:
         "preemptions_newest_first": newest["preemptions"],
         "swapped_blocks": ours["swapped_blocks"],
         "swapped_bytes": ours["swapped_bytes"],
-        # of all runs, whatever was preempted or moved in them
+        # true only if it holds for all runs, whatever was preempted or moved in them
         "identical_tokens": all(row["identical_tokens"] for row in parts.values()),
         "parts": parts,
     }

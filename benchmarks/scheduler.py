@@ -1,14 +1,14 @@
-"""What one decision costs: schedule() + update(), without any model.
+"""Cost of one decision: schedule() + update(), without any model.
 
 Method: a scheduler with RUNNING requests running and WAITING waiting is driven for STEPS steps over
 results made up in advance (every row samples one token). Requests are long enough that the running
 set is renewed as they finish: prompts of 256 tokens, outputs of 64 to 192, 16-token blocks, prefix
-caching on. Timed is exactly what the engine's thread would spend per step: ``schedule`` plus
+caching on. The time is exactly that of the engine's thread per step: ``schedule`` plus
 ``update``. The garbage collector is on, set as an engine process sets it. Prints a table
 over the number waiting, each figure the median of ROUNDS runs, and one JSON line for RUNNING = 256,
 WAITING = 10,000. ``alone`` is the p99 over the steps of each one's fastest run: all runs make the
-same decisions, so that is what they cost where nothing else disturbs them. Rows ``everything``: the
-default policy with all that predicts, paces, swaps and relieves pressure at work (see ``measure``).
+same decisions, so that is their cost without disturbance. Rows ``everything``: the default policy
+with forecasts, pacing, swapping and the pressure valve at work (see ``measure``).
 Rows ``fair-10`` and ``fair-each``: the same under ``fair``, with ten tenants and with one for each
 request.
 
@@ -53,23 +53,23 @@ ROWS: dict[str, tuple[str, bool, int | None, tuple[int, ...]]] = {
     "fair-10": ("fair", True, 10, (1_000, 10_000)),
     "fair-each": ("fair", True, None, (1_000, 10_000)),
 }
-# of each row; shown are the medians of their figures. One for the longest queue: filling it takes
-# longer than the steps
+# runs of each row, of which medians are shown. One for the longest queue: filling it takes longer
+# than the steps
 ROUNDS = 5
 
 
 def step_seconds(shape: StepShape) -> float:
-    """What a step is said to have taken, where steps are timed."""
+    """Return the reported seconds of a step, where steps are timed."""
     return 1e-3 + 1e-5 * (shape.wide_tokens + shape.narrow_rows)
 
 
 def measure(
     running: int, waiting: int, policy: str, *, everything: bool = False, tenants: int | None = 1
 ) -> list[float]:
-    """Seconds of schedule + update, step by step. ``everything``: a quarter each of the requests
-    have targets, have none, and are best effort without and with a deadline; steps are timed, so
-    that all that predicts is at work; swapping and the valve are on. ``tenants`` ask by
-    turns; None: each request is another one's."""
+    """Return the seconds of schedule + update, step by step. ``everything``: a quarter each of the
+    requests have targets, have none, and are best effort without and with a deadline; steps are
+    timed, so that all forecasts are at work; swapping and the valve are on. Requests of ``tenants``
+    tenants arrive by turns; None: each request is another tenant's."""
     rng = random.Random(0)
     scheduler = Scheduler(
         SchedulerConfig(
@@ -150,7 +150,7 @@ print(json.dumps(measure(RUNNING, 10_000, policy, everything=everything, tenants
 
 
 def _figures(checkout: Path, row: str) -> dict[str, float]:
-    """p50 and p99 of one run of a row in milliseconds, in a process of its own."""
+    """Return p50 and p99 of one run of a row in milliseconds, in a process of its own."""
     command = [sys.executable, "-c", _RUN, json.dumps(ROWS[row][:3])]
     run = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True)
     times = sorted(1e3 * seconds for seconds in json.loads(run.stdout))
@@ -158,7 +158,7 @@ def _figures(checkout: Path, row: str) -> dict[str, float]:
 
 
 def compare(baseline: Path, pairs: int) -> None:
-    """See the module."""
+    """Print ratios to a baseline, see the module's docstring."""
     here = Path(__file__).parents[1]
     results: dict[str, Any] = {"pairs": pairs}
     print(f"schedule() + update() here by that in {baseline}, {pairs} pairs by turns")

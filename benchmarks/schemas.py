@@ -1,5 +1,5 @@
-"""Random JSON schemas of rising difficulty, regular expressions and grammars, each with a judge of
-its own that knows nothing of how outputs are generated."""
+"""Random JSON schemas of rising difficulty, regular expressions and grammars, each with a check
+that is independent of the generation of outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jsonschema
 
 __all__ = ["GRAMMARS", "LEVELS", "PATTERNS", "Case", "matches_schema", "schema"]
 
-# what each level adds to the ones before
+# additions of each level to the levels before it
 LEVELS: Final = {
     1: "flat objects of strings, numbers, enums and formats",
     2: "objects and arrays in each other, patterns, anyOf",
@@ -34,7 +34,7 @@ PATTERNS: Final = [
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A grammar and what its language is."""
+    """A grammar, and a check of membership in its language."""
 
     source: str
     holds: Callable[[str], bool]
@@ -44,7 +44,7 @@ def _sum_holds(text: str) -> bool:
     if re.fullmatch(r"[0-9()+* ]+", text) is None:
         return False
     try:
-        # digits, brackets, + and * alone
+        # the text has only digits, brackets, + and *
         return isinstance(eval(text, {"__builtins__": {}}), int)
     except SyntaxError:
         return False
@@ -87,7 +87,7 @@ GRAMMARS: Final = [
 
 
 def matches_schema(value: str, against: Any) -> bool:
-    """Whether a text is JSON of that schema."""
+    """Whether a text is JSON that matches a schema."""
     # not "date": the checker knows no year 0, RFC 3339 does
     checker = jsonschema.FormatChecker(["ipv4"])
     try:
@@ -98,7 +98,7 @@ def matches_schema(value: str, against: Any) -> bool:
 
 
 def schema(rng: random.Random, level: int = 2) -> Any:
-    """A schema whose values cannot grow without bound; see ``LEVELS``."""
+    """Return a schema whose values cannot grow without bound; see ``LEVELS``."""
     if level < 4:
         made = _object(rng, level, 0)
         if level == 3:

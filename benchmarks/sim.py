@@ -1,4 +1,4 @@
-"""How well the simulator predicts, how fast it is, and whether it decides as the engine does.
+"""The simulator's accuracy and speed, and whether its decisions equal the engine's.
 
 Method, part by part:
 
@@ -6,21 +6,21 @@ own        Two runs of ``paceline serve`` (default model, its defaults, prefix c
            fresh process with an open-loop client here: lognormal lengths, Poisson arrivals, prompts
            cut from this project's documentation. The first is recorded (``--record``); step times
            and overheads are fitted to it, and those of the way between caller and engine to its
-           callers' stamps. The second has other lengths and another rate: LOAD times the rate that
-           the fitted simulator says a full queue is worked off at, so below saturation. Predicted
+           callers' stamps. The second has other lengths and another rate: LOAD times the rate at
+           which the fitted simulator works off a full queue, so below saturation. Predicted
            and measured are compared as callers see them, over all requests and request by request.
            A request attains its target with TTFT <= 1 s and TPOT <= 100 ms.
 vllm       Every run below VLLM_RUNS (or the first argument), simulated from operator profiles, see
-           ``paceline.sim.vllm_runs``: once from the operators alone, and once with what large steps
-           took beside them on the *other* runs of the same hardware (leave one out; nothing is
-           fitted to the run it is judged on). The errors with that time are the result; those of
-           the operators alone stand beside them. A run that cannot be predicted (no shape of its
-           model, no profile) is reported and left out; ``--model-shape
+           ``paceline.sim.vllm_runs``: once from the operators alone, and once with the time that
+           large steps took in addition on the *other* runs of the same hardware (leave one out;
+           nothing is fitted to the run it is judged on). The errors with that time are the result;
+           those of the operators alone are shown next to them. A run that cannot be predicted (no
+           shape of its model, no profile) is reported and left out; ``--model-shape
            FILE`` (MODEL_SHAPE) gives more shapes.
 speed      One replica, 10 requests per second, Azure-conversation lengths (means 1,155 and 211
            tokens, lognormal), Llama-3.1-8B on the roofline of an H100: simulated seconds per second
            of processor time, the best of three. Then MANY short requests (50 + 8 tokens, 300 per
-           second), nothing kept of what ended: the process's peak memory.
+           second), of which nothing is kept after they end: the process's peak memory.
 decisions  One trace through the live engine in virtual time and through the simulator; every policy
            and two sizes of the KV cache; equal digests of all plans.
 
@@ -72,7 +72,7 @@ LOAD = 0.7
 PARTS = ("decisions", "vllm", "speed", "own")
 TTFT_TARGET, TPOT_TARGET = 1.0, 0.1
 RECORDED = Load(2.0, SECONDS, (150.0, 0.8, 8, 900), (40.0, 0.7, 4, 160), seed=1)
-# the rate is set once the capacity is known
+# the rate is set when the capacity is known
 TESTED = Load(1.0, SECONDS, (90.0, 0.9, 8, 1200), (60.0, 0.6, 8, 200), seed=2)
 # requests that ``measure`` sends ahead
 WARM_UP = 4
@@ -90,8 +90,8 @@ def simulate(
 
 
 def documentation() -> list[int]:
-    """This project's documentation as tokens of the default model."""
-    from paceline.cli.options import resolve_path
+    """Return this project's documentation as tokens of the default model."""
+    from paceline.cli.flags.options import resolve_path
     from paceline.engine.text.tokenizer import load_tokenizer
 
     root = Path(__file__).parent.parent
@@ -101,7 +101,7 @@ def documentation() -> list[int]:
 
 
 def recorded_run(load: Load, text: Sequence[int], folder: Path) -> tuple[Recording, list[Seen]]:
-    """Serve a load; what the server recorded of it, and what its callers saw."""
+    """Serve a load; return the server's recording, and the callers' times."""
     path = folder / f"{load.seed}.jsonl"
     with serving(path) as (host, port):
         seen = measure(host, port, make_load(load), text)
@@ -115,8 +115,8 @@ def recorded_run(load: Load, text: Sequence[int], folder: Path) -> tuple[Recordi
 
 
 def caller_delays(recording: Recording, seen: Sequence[Seen]) -> Delays:
-    """The engine's own overheads and those of the way from and to the caller. Both sides stamp the
-    same clock; requests are matched by order of arrival."""
+    """Return the engine's own overheads and those of the way from and to the caller. Both sides
+    stamp with the same clock; requests are matched by order of arrival."""
     inner = fit_delays(recording)
     pairs = list(zip(recording.requests, sorted(seen, key=lambda s: s.sent), strict=True))
     inbound = statistics.median(r.arrival - s.sent for r, s in pairs)
@@ -152,7 +152,7 @@ def own() -> dict[str, Any]:
         f"  the fit on the tested run's own steps: mean |error| {drift.mean_abs_error:.1%}, bias "
         f"{drift.bias:+.1%} (beyond the fit's own, the machine changed)"
     )
-    # what the clients really did, on the simulator's clock
+    # the clients' real arrivals, on the simulator's clock
     asked = sorted(
         (replace(s.arrival, at=max(0.0, s.sent - begin)) for s in measured), key=lambda a: a.at
     )
@@ -166,11 +166,11 @@ def own() -> dict[str, Any]:
 
 
 def saturated_rate(config: ReplicaConfig, times: StepTimes) -> float:
-    """Requests per second when they are all there at the start."""
+    """Return requests per second if all are there at the start."""
     burst = [replace(a, at=0.0) for a in make_load(replace(TESTED, rate=2.0, seconds=100.0))]
     served, _ = simulate(config, times, burst)
     ends = sorted(s.last_token or 0.0 for s in served)
-    # the last ones run with slots empty
+    # the last requests run with empty slots, so they do not count
     most = int(0.8 * len(ends))
     return most / ends[most - 1]
 
@@ -178,7 +178,7 @@ def saturated_rate(config: ReplicaConfig, times: StepTimes) -> float:
 def compare_own(
     predicted: Sequence[Served], measured: Sequence[Served], load: float
 ) -> dict[str, Any]:
-    """Signed errors, and how well single requests are predicted."""
+    """Return signed errors, and the accuracy for single requests."""
 
     def error(of: Callable[[Sequence[Served]], float]) -> float:
         return round(of(predicted) / of(measured) - 1.0, 4)
@@ -228,7 +228,7 @@ def compare_own(
 
 
 def azure_like(count: int, seed: int = 0) -> Iterator[Arrival]:
-    """10 requests per second with the Azure conversation trace's mean lengths."""
+    """Yield 10 requests per second with the Azure conversation trace's mean lengths."""
     rng = random.Random(seed)
     at = 0.0
     for _ in range(count):
@@ -248,7 +248,7 @@ def short(count: int) -> Iterator[Arrival]:
 
 
 def speed() -> tuple[float, float, Totals]:
-    """Simulated seconds per second of processor time, peak resident MB over MANY requests."""
+    """Return simulated seconds per second of processor time, and peak resident MB over MANY."""
     times = RooflineStepTimes(HardwareCard.named("H100-SXM"), ModelShape.named("Llama-3.1-8B"))
     config = ReplicaConfig(
         scheduler=SchedulerConfig(max_model_len=16384),
@@ -262,7 +262,7 @@ def speed() -> tuple[float, float, Totals]:
         totals = Simulator(Pool.single(config, times), lambda _: None).run(workload)
         return totals.end / (time.process_time() - started), totals
 
-    # nothing here makes cycles: the collector would only look
+    # nothing here makes reference cycles, so the collector would find nothing
     gc.freeze()
     gc.disable()
     best = max(run(azure_like(2_000))[0] for _ in range(3))
@@ -368,7 +368,7 @@ def main() -> int:
 
 
 def chosen_parts(text: str) -> tuple[str, ...]:
-    """The parts to run; all of them where none is named. Raises SystemExit for an unknown one."""
+    """Return the parts to run, by default all. Raises SystemExit for an unknown one."""
     named = tuple(part for part in text.split(",") if part)
     unknown = [part for part in named if part not in PARTS]
     if unknown:

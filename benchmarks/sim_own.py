@@ -33,7 +33,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One request as its caller saw it; seconds of ``time.monotonic()``."""
+    """Times of one request at its caller; seconds of ``time.monotonic()``."""
 
     arrival: Arrival
     sent: float
@@ -42,7 +42,7 @@ class Seen:
 
 
 def make_load(load: Load) -> list[Arrival]:
-    """The requests, in order."""
+    """Return the requests of a load, in order."""
     rng = random.Random(load.seed)
 
     def length(shape: tuple[float, float, int, int]) -> int:
@@ -60,8 +60,8 @@ def make_load(load: Load) -> list[Arrival]:
 
 @contextlib.contextmanager
 def serving(record: Path) -> Iterator[tuple[str, int]]:
-    """``paceline serve`` with its defaults, prefix caching off (prompts share nothing), recording.
-    Yields host and port; drained at the end, so that the recording is complete."""
+    """Run ``paceline serve`` with its defaults, prefix caching off (prompts share nothing), and
+    record. Yields host and port; drained at the end, so that the recording is complete."""
     flags = ("--record", str(record), "--no-enable-prefix-caching", "--log-level", "warning")
     with PacelineServer(MODEL, *flags, log=record.with_suffix(".log")) as server:
         yield "127.0.0.1", server.port
@@ -80,7 +80,7 @@ def measure(host: str, port: int, arrivals: Sequence[Arrival], text: Sequence[in
     prompts = [prompt(arrival.prompt_tokens) for arrival in arrivals]
 
     async def run() -> list[Seen]:
-        # what a server does once only is not part of it
+        # leaves out the work that a server does only once
         for length in (8, 64, 256, 512):
             await _ask(host, port, Arrival(0.0, length, 8), prompt(length), time.monotonic)
         begin = time.monotonic() + 0.5
@@ -98,7 +98,7 @@ def measure(host: str, port: int, arrivals: Sequence[Arrival], text: Sequence[in
 async def _ask(
     host: str, port: int, arrival: Arrival, tokens: list[int], clock: Callable[[], float]
 ) -> Seen:
-    """One streamed completion over a connection of its own."""
+    """Send one streamed completion over a connection of its own."""
     fields = {
         "model": MODEL,
         "prompt": tokens,

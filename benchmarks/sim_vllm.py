@@ -1,7 +1,7 @@
 """Recorded vLLM runs predicted from operator profiles: the "vllm" part of ``sim``.
 
-By itself, ``python -m benchmarks.sim_vllm [FOLDER]``, it shows what vLLM's rules amount to: every
-run predicted by all of them, and with one of this project's own in place of each.
+By itself, ``python -m benchmarks.sim_vllm [FOLDER]``, it shows the effect of vLLM's rules: every
+run predicted by all of them, and with each one replaced by this project's own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.config import SchedulerConfig
-from paceline.core.errors import PacelineError
+from paceline.errors import PacelineError
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.vllm_runs import (
     HostTime,
@@ -43,7 +43,7 @@ METRICS: dict[str, Callable[[Sequence[Any]], float]] = {
 
 
 def vllm(folder: Path, models: Sequence[ModelShape] = ()) -> dict[str, Any]:
-    """Errors of every run, by name; those of the operators alone; what was left out, and why."""
+    """Return errors of every run, by name; those of the operators alone; and skipped runs."""
     profiles = folder / "profiles"
     runs: list[VllmRun] = []
     hosts: list[HostTime] = []

@@ -1,26 +1,25 @@
-"""Models of other sizes beside llama.cpp: tokens a second, seconds to ready, memory.
+"""Models of other sizes compared with llama.cpp: tokens a second, seconds to ready, memory.
 
 Method. No weights of these sizes are at hand, so a GGUF file of random ones is written in 16 bits
-for each shape, with norms of 1, and llama.cpp's own tool makes the kinds people download of it
-(Q4_0, Q4_K_M, Q8_0). Both engines get the same files: of those with 4 bits ours computes in q4
-and, as a kind of its own, in native, of Q8_0 in int8, with the KV cache in int8 (``FORMATS``);
-llama.cpp in the kinds themselves, its KV cache in 16 bits and with its fused attention, its
-defaults, with as many threads as ours, and of the first kind up to 2,048 tokens at once as well as
-512. A row is COUNTxPROMPTxOUTPUT (``benchmarks.peers``), random ids, engines in turns, the median
-of the rounds; an engine shows its best kind of each row, ``kinds`` in the JSON all of them.
+for each shape, with norms of 1, from which llama.cpp's own tool makes the kinds that people
+download (Q4_0, Q4_K_M, Q8_0). Both engines get the same files: ours computes 4-bit files in q4 and,
+as a kind of its own, in native, Q8_0 in int8, with the KV cache in int8 (``FORMATS``); llama.cpp
+in the kinds themselves, its KV cache in 16 bits and with its fused attention, its defaults, with as
+many threads as ours, and the first kind with up to 2,048 tokens at once as well as 512. A row is
+COUNTxPROMPTxOUTPUT (``benchmarks.peers``), random ids, engines in turns, the median of the
+rounds; an engine shows its best kind of each row, ``kinds`` in the JSON all of them.
 
 ``ready_s`` is from the start of the process to the first token of a prompt of 128, with the file in
-the page cache. ``rss_ratio`` is the most memory that was resident until then over the file's bytes;
-``beside_mb`` is what the process holds beyond as much as the file: 128 tokens of the KV cache, room
-for their activations, and the program itself, whose 60 MB or so weigh the more the smaller the file
-is. ``share`` of a row of one
-sequence is the least time in which what a token needs of the file can be read for each, at the
+the page cache. ``rss_ratio`` is the peak resident memory until then over the file's bytes;
+``beside_mb`` is that memory less the file's bytes: 128 tokens of the KV cache, their activations,
+and the program itself, whose 60 MB or so weigh the more the smaller the file is. ``share`` of a row
+of one sequence is the least time to read the part of the file that each token needs, at the
 bandwidth measured in the same run, before the rows or after, over the time taken.
 
-SIZES=0.6b,1.7b,moe, KINDS=Q4_0,... (names of ``FORMATS``) and ROWS=x,y choose, ROUNDS=n says how
-often, QUICK=1 takes the smallest shape once, MEMORY=1 leaves the rows out. LEVEL=avx2 holds both
-engines to one level of instructions (``benchmarks.peers.levels``). What is not known is refused
-before anything is set up. ``moe`` is a mixture of 32 experts, of which a token goes to 4:
+SIZES=0.6b,1.7b,moe, KINDS=Q4_0,... (names of ``FORMATS``) and ROWS=x,y choose, ROUNDS=n sets the
+number of rounds, QUICK=1 takes the smallest shape once, MEMORY=1 leaves the rows out. LEVEL=avx2
+limits both engines to one level of instructions (``benchmarks.peers.levels``). Unknown names are
+refused before anything is set up. ``moe`` is a mixture of 32 experts, of which a token goes to 4:
 1.5 B weights, of which it reads 0.5. Files stay in the peers' folder (PACELINE_PEERS): 2.6 GB for
 0.6b, 7.4 for 1.7b, 6.5 for moe. Each shape is a part of its own that fits 45 minutes. The last line
 is JSON.
@@ -53,43 +52,43 @@ from benchmarks.peers.process import Worker
 from benchmarks.peers.report import OURS, offline_table
 from benchmarks.peers.rows import make_job, parse_row
 from paceline.backends.native import variants
-from paceline.backends.native.pieces import read_bandwidth
+from paceline.backends.native.single_kernels import read_bandwidth
 from paceline.bench.machine import machine
-from paceline.checkpoints.resolve import default_cache_dir
+from paceline.checkpoints.hub.resolve import default_cache_dir
 
 __all__ = ["SHAPES", "Shape", "Wanted", "begin_file", "end_file", "main", "write_model"]
 
 ROWS: Final = ("1x128x128", "8x128x128", "32x128x128", "4x1024x1")
-# ours, of each kind of file that llama.cpp's tool makes: weights/KV cache
+# our formats for each kind of file that llama.cpp's tool makes: weights/KV cache
 FORMATS: Final = {
     "Q4_0": "q4/int8", "Q4_K_M": "q4/int8", "Q8_0": "int8/int8",
     "Q4_0 native": "native/int8", "Q4_K_M native": "native/int8",
 }  # fmt: skip
-# random values of all matrices, cut from one run of them: making new ones takes minutes
+# random values from which all matrices are cut, as making new ones takes minutes
 _POOL: Final = 1 << 23
 _READ_MIB: Final = 256
-# tokens of llama.cpp's larger pieces
+# most tokens at once in llama.cpp's second setting
 _AT_ONCE: Final = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model of Qwen3's kind with tied embeddings, dense or a mixture of experts."""
+    """Shape of a model like Qwen3 with tied embeddings, dense or a mixture of experts."""
 
     layers: int
     hidden: int
-    # of an MLP, or of each expert
+    # inner size of an MLP, or of each expert
     inner: int
     heads: int
     kv_heads: int
     head_dim: int
     vocab: int
-    # and how many of them a token goes to; 0: one MLP for all
+    # number of experts, and of those that a token goes to; 0: one MLP for all tokens
     experts: int = 0
     experts_per_token: int = 0
 
     def matrices(self) -> dict[str, tuple[int, ...]]:
-        """GGUF's names, with experts, rows and columns."""
+        """Shapes of all matrices (experts, rows and columns) by GGUF's names."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         stacked, ending = ((self.experts,), "_exps") if self.experts else ((), "")
         of_layer: dict[str, tuple[int, ...]] = {
@@ -114,7 +113,7 @@ class Shape:
 
     @property
     def share_read(self) -> float:
-        """Of the weights, what one token needs."""
+        """Share of the weights that one token needs."""
         idle = self.experts - self.experts_per_token
         return 1 - self.layers * idle * 3 * self.inner * self.hidden / self.weights
 
@@ -128,7 +127,7 @@ SHAPES: Final = {
 
 
 def begin_file(path: Path, shape: Shape, context: int) -> gguf.GGUFWriter:
-    """A GGUF file of a shape of Qwen3's kind, without a vocabulary or matrices yet."""
+    """Begin a GGUF file of a shape like Qwen3, without a vocabulary or matrices yet."""
     writer = gguf.GGUFWriter(path, "qwen3moe" if shape.experts else "qwen3")
     writer.add_context_length(context)
     writer.add_embedding_length(shape.hidden)
@@ -144,7 +143,7 @@ def begin_file(path: Path, shape: Shape, context: int) -> gguf.GGUFWriter:
 
 
 def end_file(writer: gguf.GGUFWriter, shape: Shape) -> None:
-    """Give a file of which all else is told its norms, and write it."""
+    """Add the norms to a file that has all the rest, and write it."""
     norms = {"output_norm": shape.hidden}
     for layer in range(shape.layers):
         prefix = f"blk.{layer}"
@@ -159,7 +158,7 @@ def end_file(writer: gguf.GGUFWriter, shape: Shape) -> None:
 
 
 def write_model(path: Path, shape: Shape) -> None:
-    """A GGUF file of random weights in float16, whole or not at all."""
+    """Write a GGUF file of random weights in float16, completely or not at all."""
     partial = path.with_suffix(".part")
     writer = begin_file(partial, shape, 4096)
     writer.add_vocab_size(shape.vocab)
@@ -181,7 +180,7 @@ def write_model(path: Path, shape: Shape) -> None:
 
 
 class _Kinds:
-    """The files of one shape, of the formats of ours that are wanted (``FORMATS``)."""
+    """Files of one shape for the wanted ones of our formats (``FORMATS``)."""
 
     def __init__(self, places: Places, wanted: Sequence[str]) -> None:
         self._model = places.model
@@ -192,7 +191,7 @@ class _Kinds:
         return self._model.with_suffix(f".{kind}.gguf")
 
     def make(self, quantiser: Path) -> None:
-        """Those that are not there yet."""
+        """Make the files that are not there yet."""
         for kind in self.names:
             target = self[kind]
             if target.is_file():
@@ -203,7 +202,7 @@ class _Kinds:
 
 
 class _Ours(Paceline):
-    """Variants are kinds of files, each in the formats that ``FORMATS`` has for it."""
+    """Our engine; variants are kinds of files, each in its formats of ``FORMATS``."""
 
     def __init__(self, places: Places, kinds: _Kinds) -> None:
         super().__init__(places, OURS, kinds.wanted)
@@ -230,14 +229,14 @@ class _Theirs(LlamaCpp):
 
 
 def memory(peers: Sequence[Peer], kinds: _Kinds) -> dict[str, dict[str, Any]]:
-    """By engine and kind: seconds to the first token, and memory until then."""
+    """Return, by engine and kind, seconds to the first token and memory until then."""
     found = {}
     for peer in peers:
         for kind in peer.variants:
             if "@" in kind:
-                # the same file and more room for activations, which a user need not give it
+                # the same file, with more memory for activations, which is optional
                 continue
-            # into the page cache, for both alike
+            # brings the file into the page cache, for both alike
             file = kinds[kind.split()[0]]
             size = len(file.read_bytes())
             began = time.perf_counter()
@@ -257,7 +256,7 @@ def memory(peers: Sequence[Peer], kinds: _Kinds) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the environment asks for."""
+    """Choices of the environment."""
 
     sizes: tuple[str, ...]
     rows: tuple[str, ...]
@@ -267,7 +266,7 @@ class Wanted:
 
     @classmethod
     def of(cls, environment: Mapping[str, str], here: Sequence[str]) -> Wanted:
-        """Raises ValueError for what no run has.
+        """Read the environment. Raises ValueError for unknown names.
 
         Args:
             here: levels of our kernels that run on this machine.
@@ -296,7 +295,7 @@ class Wanted:
 
 
 def measure(name: str, wanted: Wanted, root: Path) -> dict[str, Any]:
-    """Print and return what one shape shows."""
+    """Measure one shape; print and return its figures."""
     rows = wanted.rows
     shape = SHAPES[name]
     cpus = tuple(sorted(os.sched_getaffinity(0)))
@@ -309,7 +308,7 @@ def measure(name: str, wanted: Wanted, root: Path) -> dict[str, Any]:
     kinds = _Kinds(places, wanted.kinds)
     ours, theirs = _Ours(places, kinds), _Theirs(places, kinds, wanted.level)
     peers: list[Peer] = [ours, theirs]
-    # whose tool makes the files that both read
+    # llama.cpp comes first, as its tool makes the files that both read
     theirs.setup()
     ours.setup()
     resident = memory(peers, kinds)
@@ -318,7 +317,7 @@ def measure(name: str, wanted: Wanted, root: Path) -> dict[str, Any]:
         print(f"{label:24}" + f"{values['ready_s']:>10.2f}{values['rss_mb']:>12}"
               f"{values['file_mb']:>10}{values['rss_ratio']:>7.2f}"
               f"{values['beside_mb']:>8}")  # fmt: skip
-    # the kind that most people download, where it is among them
+    # the kind that most people download, if it is wanted
     usual = "Q4_K_M" if "Q4_K_M" in kinds.wanted else kinds.wanted[0]
     best_kind = resident[f"{ours.name} {usual}"]
     figures = {key: best_kind[key] for key in ("ready_s", "rss_ratio")} | {"memory": resident}
@@ -333,7 +332,7 @@ def measure(name: str, wanted: Wanted, root: Path) -> dict[str, Any]:
         )  # fmt: skip
     finally:
         team.close()
-    # a busy moment before the rows would make them look better than the machine
+    # other load before the rows would make the shares of rows too high
     bandwidth = max(bandwidth, read_bandwidth(_READ_MIB << 20, len(cpus)))
     offline = {entry.row.name: summary(entry) for entry in measured}
     precisions = {label: str(said["precision"]) for label, said in team.about.items()}

@@ -1,20 +1,20 @@
-"""``paceline serve``: seconds to the first token, where they go, and what memory is held.
+"""``paceline serve``: seconds to the first token by part, and the memory held.
 
-Method. The server is started ROUNDS times on MODEL, whose file is in the page cache (a start that
-is not counted sees to it), and asked for one token of a prompt of 128 as soon as it says that it is
-ready. Parts are medians of what both processes log about themselves: the API process's follow each
-other and add up to ``ready``; the engine's run beside ``web`` and ``engine``, and the model's are
-within its ``build``. The last server then gets 64 requests of 128 prompt and 128 output tokens at
-once, and as many new ones again, whose prefixes are cached beside the first. ``peak`` is the sum
-over the processes of the most that each had resident, as ``common.processes`` has it. Where other
-work goes on, processor time says more than seconds.
+Method. The server is started ROUNDS times on MODEL, whose file is in the page cache (by a first
+start that is not counted), and asked for one token of a prompt of 128 as soon as it reports that it
+is ready. Parts are medians of times that both processes log: the API process's follow each other
+and add up to ``ready``; the engine's run at the same time as ``web`` and ``engine``, and the
+model's are within its ``build``. The last server then gets 64 requests of 128 prompt and 128 output
+tokens at once, and as many new ones again, whose prefixes are cached in addition. ``peak`` is the
+sum of the processes' peak resident memory, as in ``common.processes``. On a busy machine,
+processor time says more than seconds.
 
 QUICK=1 starts three times. The last line is JSON.
 
 BASELINE=PATH compares with another checkout of this repository instead, whose native library is
 built: both are started twenty times (QUICK=1: three), in turns, on the same interpreter, until they
-say that they are ready. Told is the ratio, this by that, of seconds and of the processor time of
-all processes until then.
+report that they are ready. The result is the ratio, this by that, of seconds and of the processor
+time of all processes until then.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ PROMPT: Final = 128
 OUTPUT: Final = 128
 CONCURRENT: Final = 64
 _START_SECONDS: Final = 300.0
-# above special tokens, below the end of any vocabulary, the null backend's too
+# ids above special tokens and below the end of any vocabulary, the null backend's too
 _IDS: Final = range(20, 250)
-# of the first prompt: one that no load has, or its prefix would be cached; a seed's sign is ignored
+# seed of the first prompt alone, or its prefix would be cached; a seed's sign is ignored
 _FIRST_SEED: Final = 0
 
-# event in the log -> what its parts are called here
+# event in the log -> name of its parts here
 EVENTS: Final = {"started": "api", "engine_built": "engine", "loaded": "model"}
 PARTS: Final = {
     "api.start": "interpreter and flags, until the engine's process starts",
@@ -74,14 +74,14 @@ class Start:
 
     ready: float
     first_token: float
-    # processor time of both processes until then: what a busy machine does not change
+    # processor time of both processes until then, which does not depend on other load
     cpu: float
     # by the names of PARTS
     parts: dict[str, float]
 
 
 def parse(lines: Iterable[str]) -> dict[str, float]:
-    """The parts that a server's JSON log tells of; other lines are passed over."""
+    """Return the parts in a server's JSON log; other lines are skipped."""
     parts: dict[str, float] = {}
     for line in lines:
         try:
@@ -96,7 +96,7 @@ def parse(lines: Iterable[str]) -> dict[str, float]:
 
 
 def memory(pid: int) -> dict[str, dict[str, float]]:
-    """MiB of each process of a session: ``now``, ``anonymous`` of that, and ``peak``."""
+    """Return MiB of each process of a session: ``now``, ``anonymous`` of that, and ``peak``."""
     found: dict[str, dict[str, float]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -125,7 +125,7 @@ class Server:
         self.port = port
 
     def generate(self, count: int, prompt: int, output: int, seed: int) -> None:
-        """So many requests at once, of random tokens. Raises Unavailable where one fails."""
+        """Send ``count`` requests of random tokens at once. Raises Unavailable if one fails."""
         _ask(self.port, count, prompt, output, seed)
 
 
@@ -144,8 +144,8 @@ def _ask(port: int, count: int, prompt: int, output: int, seed: int) -> None:
 
 @contextmanager
 def starting(log: Path, *flags: str, generates: bool = True) -> Iterator[Server]:
-    """Start a server and, where it ``generates``, get its first token. Raises Unavailable where it
-    does not answer."""
+    """Start a server and, if it ``generates``, get its first token. Raises Unavailable if it does
+    not answer."""
     options = ("--log-format", "json", "--served-model-name", "bench", "--batch-dir", "off")
     began = time.monotonic()
     with PacelineServer(*flags, *options, log=log, seconds=_START_SECONDS) as process:
@@ -159,7 +159,7 @@ def starting(log: Path, *flags: str, generates: bool = True) -> Iterator[Server]
 
 
 def measure(model: str, rounds: int, folder: Path) -> dict[str, Any]:
-    """See the module's docstring."""
+    """Measure starts and memory, see the module's docstring."""
     starts: list[Start] = []
     stages: dict[str, Any] = {}
     for index in range(rounds + 1):
@@ -205,7 +205,7 @@ def show(results: dict[str, Any]) -> None:
 
 
 def start_once(root: Path, model: str) -> tuple[float, float]:
-    """Seconds until the server of a checkout is ready, and processor seconds of its processes."""
+    """Return seconds until a checkout's server is ready, and processor seconds of its processes."""
     began = time.monotonic()
     argv = [sys.executable, "-m", "paceline.cli.main", "serve", model, "--port", "0"]
     with subprocess.Popen(
@@ -223,7 +223,7 @@ def start_once(root: Path, model: str) -> tuple[float, float]:
 
 
 def _ticks(stat: Path, session: int) -> int:
-    """User's and system's of a process, if it is one of the session."""
+    """Return user and system ticks of a process; 0 if it is not in the session."""
     try:
         fields = stat.read_text().rpartition(")")[2].split()
     except OSError:
@@ -232,7 +232,7 @@ def _ticks(stat: Path, session: int) -> int:
 
 
 def compare(baseline: Path, model: str, turns: int) -> dict[str, Any]:
-    """This checkout beside another one."""
+    """Compare this checkout with another one."""
     roots = (REPOSITORY, baseline)
     for root in roots:
         start_once(root, model)

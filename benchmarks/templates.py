@@ -1,12 +1,12 @@
-"""What it costs to render chat templates in a process of their own, and what an attack is felt of.
+"""Cost of rendering chat templates in a separate process, and the effect of attacks on a server.
 
 Method: ``PromptMaker.chat`` as the server calls it, on an event loop, over the default model's
 tokenizer: a conversation of three messages, SAMPLES times one after the other in each of ROUNDS
-rounds, in turns (A B A B) with its template known to the package, which renders it on the spot, and
-with the same template and one more space, which the process renders. Added is the difference of
-the medians. Then a real ``paceline serve --trust-request-chat-template`` on the default model is
-asked for /health/live, every 5 ms, before and while two callers send attack templates one after the
-other; every attack must end in 400, and plain chats beside it in 200.
+rounds, in turns (A B A B) with its template known to the package, which renders it in place, and
+with the same template and one more space, which the process renders. The added time is the
+difference of the medians. Then a real ``paceline serve --trust-request-chat-template`` on the
+default model gets a request to /health/live every 5 ms, before and while two callers send attack
+templates one after the other; every attack must end in 400, and plain chats meanwhile in 200.
 
 Prints a table and, last, one JSON line. QUICK=1 shortens it.
 
@@ -31,14 +31,14 @@ from tokenizers import Tokenizer as Backend
 
 from benchmarks.common.server import PacelineServer
 from benchmarks.common.statistics import percentile
-from paceline.checkpoints.gguf_format import read_gguf
-from paceline.checkpoints.gguf_tokenizer import build_tokenizer
-from paceline.checkpoints.resolve import default_cache_dir, find_local
+from paceline.checkpoints.gguf.container import read_gguf
+from paceline.checkpoints.gguf.tokenizer import build_tokenizer
+from paceline.checkpoints.hub.resolve import default_cache_dir, find_local
 from paceline.engine.text.chat_template import ChatTemplate
 from paceline.engine.text.template_process import TemplateProcess
 from paceline.engine.text.tokenizer import HFTokenizer
-from paceline.server.bodies.protocol import TemplateOptions
-from paceline.server.prompts import PromptMaker
+from paceline.server.generation.prompts import PromptMaker
+from paceline.server.protocol.requests import TemplateOptions
 
 QUICK = bool(os.environ.get("QUICK"))
 SAMPLES = 200 if QUICK else 1000
@@ -68,7 +68,7 @@ def tokenizer(backend: Backend, template: str) -> HFTokenizer:
 
 
 async def timed(maker: PromptMaker) -> list[float]:
-    """Milliseconds of each of SAMPLES conversations."""
+    """Return milliseconds of each of SAMPLES conversations."""
     options = TemplateOptions(
         messages=MESSAGES,
         tools=None,
@@ -110,7 +110,7 @@ async def added() -> dict[str, float]:
 
 
 def ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, float]:
-    """Status, and milliseconds on a new connection."""
+    """Send a request; return the status, and milliseconds on a new connection."""
     began = time.perf_counter()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     data = None if body is None else json.dumps(body)

@@ -1,14 +1,14 @@
-"""What telling the timeline costs, beside what it tells of.
+"""Cost of reporting the timeline, compared with the cost of the decisions that it reports.
 
 The real scheduler over the null backend, ``--running`` requests at a time, arrivals as others end,
-prompts of 256 tokens, on a clock by which 200 steps are made in a second, so that keyframes and
-messages come as often as there. A step is said to have taken that time as well: how much of a
-prompt is computed beside the others, and so who runs, follows from what steps take. Both engines
-decide the same whatever the machine is held up by, which is checked after each block. They take
-turns, one with the tap and one without, in blocks of steps; what a step costs is the processor time
-of ``schedule`` and ``update`` and of the recorder's calls alone. ``feed_us_per_step`` is what the
-process that answers HTTP spends on keeping the frames, measured with the same ones. Prints a line a
-block, and JSON last. Not a measurement of how fast an engine is.
+prompts of 256 tokens, on a clock with 200 steps in a second, so that keyframes and messages come as
+often as at that pace. Steps report that time as well, as the size of chunks, and so which requests
+run, follows from the time of steps. Both engines decide the same whatever delays the machine, which
+is checked after each block. They take turns, one with the tap and one without, in blocks of steps;
+the cost of a step is the processor time of ``schedule`` and ``update`` and of the recorder's calls
+alone. ``feed_us_per_step`` is the cost of keeping the frames in the process that answers HTTP,
+measured with the same ones. Prints a line per block, and JSON last. It does not measure the speed
+of an engine.
 
     python -m benchmarks.timeline_tap --running 256 --blocks 12
 """
@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.bench.machine import machine
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput, StepResult
@@ -34,15 +34,15 @@ from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.core import EngineCore
 from paceline.engine.testing import null_client
-from paceline.engine.timeline.tap import TimelineTap
-from paceline.server.ui.feed import Feed
+from paceline.timeline.tap import TimelineTap
+from paceline.web.feed import Feed
 
 _PROMPT = 256
 STEPS_A_SECOND = 200
 
 
 class _Timed:
-    """Adds up the processor time of calls, less what looking at the clock takes."""
+    """Adds up the processor time of calls, less the time to read the clock."""
 
     def __init__(self) -> None:
         self.seconds = self._own = 0.0
@@ -63,7 +63,7 @@ class _Timed:
 
 
 class _EvenBackend(NullBackend):
-    """Its steps are said to take as long as there is for one."""
+    """A null backend that reports 1 / ``STEPS_A_SECOND`` as the time of each step."""
 
     def execute(self, plan: SchedulerOutput) -> Future[StepResult]:
         result = super().execute(plan).result()
@@ -76,7 +76,7 @@ class Side:
     """An engine with or without the tap.
 
     Args:
-        clock: None: a clock by which a second has ``STEPS_A_SECOND`` steps.
+        clock: None: a clock with ``STEPS_A_SECOND`` steps in a second.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Side:
         inner.schedule = decides(inner.schedule)  # type: ignore[method-assign]
         inner.update = decides(inner.update)  # type: ignore[method-assign]
         self.steps = self._number = 0
-        # of the steps so far, the requests that ran in each
+        # sum over the steps so far of the requests that ran in each
         self.num_run = 0
         self.messages: list[bytes] = []
         self._random = random.Random(1)
@@ -114,7 +114,7 @@ class Side:
                 setattr(self.tap, name, tells(getattr(self.tap, name)))
 
     def run(self, steps: int) -> tuple[float, float]:
-        """(microseconds of deciding, of telling) a step."""
+        """Return microseconds per step (of decisions, of reporting)."""
         self.decided.seconds = self.telling.seconds = 0.0
         core = self.core
         for _ in range(steps):
@@ -146,7 +146,7 @@ class Side:
 
 
 class _Quiet:
-    """What a feed asks of an engine, which it is told nothing else of."""
+    """Interface of an engine that a feed needs, without events."""
 
     on_timeline: Callable[[bytes | None], None] | None = None
 
@@ -157,8 +157,8 @@ class _Quiet:
 
 
 def _feed_us(messages: list[bytes], seconds: float) -> float:
-    """Microseconds of processor time a step for keeping ``seconds`` of messages, the memory for
-    them full."""
+    """Return microseconds of processor time per step for keeping ``seconds`` of messages, while the
+    memory for them is full."""
     times = iter(range(10**9))
     step = seconds / len(messages)
     client: Any = _Quiet()
@@ -173,7 +173,7 @@ def _feed_us(messages: list[bytes], seconds: float) -> float:
 
 
 def measure(running: int = 256, blocks: int = 12, steps: int = 150) -> dict[str, Any]:
-    """Figures of so many blocks of steps, printed as they come."""
+    """Measure ``blocks`` blocks of steps, and print each one's figures."""
     told, silent = Side(running, told=True), Side(running, told=False)
     for side in (told, silent):
         side.run(400)
@@ -196,7 +196,7 @@ def measure(running: int = 256, blocks: int = 12, steps: int = 150) -> dict[str,
             f"{without:7.1f} without; telling {telling:6.1f} us a step"
         )
     with_tap, without, telling = (statistics.median(column) for column in zip(*rows, strict=True))
-    # within a block the machine is the same
+    # within a block the machine is equally fast
     share = statistics.median(row[2] / row[0] for row in rows)
     feed = _feed_us(told.messages, told.steps / STEPS_A_SECOND)
     return {

@@ -1,23 +1,23 @@
-"""What the page at /ui costs the engine, those who stream, and the browser that shows it.
+"""Cost of the page at /ui to the engine, to streams, and to the browser that shows it.
 
 Three parts (PARTS=tap,viewers,page chooses):
 
-**tap** is ``benchmarks.timeline_tap``: what telling a step takes beside deciding it, with 256
-running. ``core_share`` is that and what the process that answers HTTP spends on keeping the frames,
-of a core, at 200 steps a second.
+**tap** is ``benchmarks.timeline_tap``: the cost of reporting a step compared with deciding it, with
+256 running. ``core_share`` is that plus the cost of keeping the frames in the process that answers
+HTTP, as a share of a core, at 200 steps a second.
 
-**viewers**: ``paceline serve`` over the null backend, a step in 10 ms, and 32 streams that go on
-and on. For two seconds eight pages follow the timeline, of which four never read, and for two
-nobody does, in turns. The 99th percentile of the time between tokens of all that was watched is set
-beside that of all that was not, with an interval from a bootstrap over pairs of neighbours. A
-second after pages come or go counts for neither. The viewers are a process of their own.
+**viewers**: ``paceline serve`` over the null backend, a step in 10 ms, and 32 streams without end.
+For two seconds eight pages follow the timeline, of which four never read, and for two seconds none
+do, in turns. The 99th percentile of the time between tokens of all watched stretches is compared
+with that of all others, with an interval from a bootstrap over pairs of neighbours. A second after
+pages come or go counts for neither. The viewers are a process of their own.
 
 **page**: Debian's Chromium, without a GPU, draws the live timeline of an engine with 256 running
-requests that makes 100 steps a second and has about as many arrivals. ``frames_per_s`` are those
-that were drawn, ``frame_ms_p95`` is what scripts took for one, from the browser's call to their
-return. ``heap_mb_per_min`` is how the heap grows after a collection, behind a warm-up in which what
-the page remembers has filled; QUICK is too short for that, so its figure holds the filling too.
-``bytes_gz`` is what a first visit loads, compressed.
+requests that makes 100 steps a second and has about as many arrivals. ``frames_per_s`` are frames
+drawn, ``frame_ms_p95`` is the time of scripts for one, from the browser's call to their return.
+``heap_mb_per_min`` is the growth of the heap between collections, after a warm-up in which the
+page's memory has filled; QUICK is too short for that, so its figure includes the filling.
+``bytes_gz`` is the compressed size of all that a first visit loads.
 
 Prints a table and, last, one JSON line. QUICK=1 is short.
 
@@ -50,22 +50,23 @@ from benchmarks.common.server import PacelineServer, ReadyServer
 from benchmarks.common.statistics import percentile, pooled_ratio
 from benchmarks.common.unmeasured import Unmeasured
 from paceline.bench.machine import machine
+from paceline.web.routes import ui_router
 
 QUICK = bool(os.environ.get("QUICK"))
 PARTS = tuple((os.environ.get("PARTS") or "tap,viewers,page").split(","))
 RUNNING: Final = 256
-# of the viewers' part
+# for the viewers' part
 STREAMS: Final = 32
 STEP_SECONDS: Final = 0.01
 TOKENS = 300 if QUICK else 1000
-# of neighbours, watched and not; seconds of each, and before it
+# pairs of neighbours, watched and not; seconds of each, and before it
 PAIRS = 6 if QUICK else 80
 WATCHED_SECONDS: Final = 2.0
 SETTLING_SECONDS: Final = 1.0
 WARMING_SECONDS = 3.0 if QUICK else 20.0
 VIEWERS: Final = 8
 STALLED: Final = 4
-# of the page's
+# for the page's part
 STEPS_A_SECOND: Final = 100
 WARM_SECONDS = 10.0 if QUICK else 50.0
 SECONDS = 15.0 if QUICK else 60.0
@@ -73,7 +74,7 @@ _ARGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
-# before the page's own scripts: what they take of each frame
+# runs before the page's own scripts, and records their time in each frame
 _WATCH: Final = """
 globalThis.frameTimes = [];
 const ask = requestAnimationFrame.bind(globalThis);
@@ -83,7 +84,7 @@ globalThis.requestAnimationFrame = (draw) => ask((time) => {
   frameTimes.push(performance.now() - began);
 });
 """
-# what is asked of each figure: the most, or the least
+# bound of each figure: the most, or the least
 _ASKED: Final = {
     "tap_share_of_schedule": ("most", 0.10),
     "core_share": ("most", 0.02),
@@ -110,7 +111,7 @@ def tap() -> dict[str, Any]:
 
 def watch(port: int, told: Connection) -> None:
     """Follow the timeline on ``VIEWERS`` connections, and read all but ``STALLED`` of them, while
-    told to: each word says whether to, and is answered when it is so."""
+    the last message on ``told`` is true; each message is answered when it has taken effect."""
     selector = selectors.DefaultSelector()
     selector.register(told, selectors.EVENT_READ)
     opened: list[socket.socket] = []
@@ -118,7 +119,7 @@ def watch(port: int, told: Connection) -> None:
         for key, _ in selector.select():
             if key.fileobj is not told:
                 if not key.data.recv(1 << 16):
-                    # the server ends
+                    # the server closed it
                     selector.unregister(key.data)
                 continue
             try:
@@ -131,19 +132,19 @@ def watch(port: int, told: Connection) -> None:
                         selector.unregister(connection)
                     connection.close()
                 opened = []
-            # two stretches that follow each other are one to those who watch
+            # viewers stay connected over two watched stretches in a row
             elif not opened:
                 opened = [_viewer(port) for _ in range(VIEWERS)]
                 for connection in opened[STALLED:]:
                     selector.register(connection, selectors.EVENT_READ, connection)
             told.send(len(opened))
-            # what else was to be read may be closed
+            # the other sockets of this round may be closed now
             break
 
 
 def _viewer(port: int) -> socket.socket:
     connection = socket.socket()
-    # one that is not read holds little before it is felt
+    # small, so that a connection that is not read soon has an effect on the server
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", port))
     connection.sendall(
@@ -155,13 +156,13 @@ def _viewer(port: int) -> socket.socket:
 
 
 async def _streams(port: int, viewers: Connection) -> dict[bool, list[list[float]]]:
-    """Seconds between tokens, of each stretch that was watched, and that was not."""
+    """Return seconds between tokens of each stretch that was watched, and that was not."""
     timings: list[Timing] = []
     over = False
 
     async def one(number: int) -> None:
         while not over:
-            # not all of them end at once
+            # spread the ends of the streams
             tokens = TOKENS - (number * TOKENS // STREAMS if not timings else 0)
             prompt = list(range(20 + number))
             timings.append(await complete(port, "null", prompt, max(2, tokens), timeout=120.0))
@@ -174,14 +175,14 @@ async def _streams(port: int, viewers: Connection) -> dict[bool, list[list[float
         await asyncio.sleep(WATCHED_SECONDS)
         return began, time.monotonic()
 
-    # a collection would hold all of them up, and be nobody's fault
+    # a garbage collection would delay all streams, which is not the server's fault
     gc.disable()
     running = [asyncio.ensure_future(one(number)) for number in range(STREAMS)]
     stretches: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     try:
         await asyncio.sleep(WARMING_SECONDS)
         for pair in range(PAIRS):
-            # neither is always the one that follows the other
+            # alternate which of the two comes first
             for watched in (True, False) if pair % 2 else (False, True):
                 stretches[watched].append(await switch(watched))
             if pair % 10 == 9:
@@ -238,10 +239,10 @@ def viewers() -> dict[str, Any]:
 
 
 def serve_page() -> int:
-    """The page's server: a feed that is told what a busy engine does, as its process would."""
+    """Run the page's server: a feed that gets the messages of a busy engine's process."""
     import uvloop
 
-    from paceline.backends.null import NullBackend
+    from paceline.backends.reference.null import NullBackend
     from paceline.engine.testing import null_client
     from paceline.server import ServerConfig, serve
 
@@ -264,7 +265,7 @@ def serve_page() -> int:
 
         running = asyncio.ensure_future(run())
         try:
-            return await serve(client, ServerConfig(), port=0, on_ready=ready)
+            return await serve(client, ServerConfig(), port=0, on_ready=ready, page=ui_router)
         finally:
             running.cancel()
 
@@ -288,7 +289,7 @@ def page() -> dict[str, Any]:
         opened = browser.new_page(viewport={"width": 1600, "height": 900})
         opened.add_init_script(_WATCH)
         opened.goto(f"http://127.0.0.1:{server.port}/ui/timeline")
-        # not by waiting for a function, which the page's policy forbids to make
+        # polled, as the page's policy forbids the functions to wait for
         deadline = time.monotonic() + 60.0
         while not opened.evaluate("globalThis.pacelineTimeline?.history.count > 100"):
             if time.monotonic() > deadline:
@@ -327,8 +328,8 @@ def page() -> dict[str, Any]:
 
 
 def first_visit() -> dict[str, int]:
-    """Bytes of the page and of all that it names, and that these import."""
-    from paceline.server.ui.assets import BUILT_IN, load_assets
+    """Return the bytes of the page, of all files that it names, and of those that these import."""
+    from paceline.web.assets import BUILT_IN, load_assets
 
     assets = load_assets(BUILT_IN)
     assert assets is not None, "they are part of the package"
@@ -349,7 +350,7 @@ def first_visit() -> dict[str, int]:
 
 
 def judged(results: dict[str, Any]) -> dict[str, bool]:
-    """Whether each figure is as is asked; of a ratio with an interval, the interval's end."""
+    """Return whether each figure is within its bound; for a ratio, the end of its interval."""
     found = {}
     for name, (sense, bound) in _ASKED.items():
         if name in results:

@@ -2,7 +2,7 @@
 #include <cmath>
 #include <stdexcept>
 
-#include "cut.h"
+#include "split_kv.h"
 #include "model.h"
 
 namespace paceline {

@@ -4,7 +4,7 @@
 //
 // Included by kernels.cpp behind gemm.h or gemm_avx2.h, which have `multiply_blocks`.
 #pragma once
-#include "finish.h"
+#include "epilogue.h"
 
 namespace PL_NAMESPACE {
 using namespace paceline;

@@ -1,7 +1,7 @@
 // Products of packed weights: register-tiled micro-kernels, one panel of 32 outputs at a time. For AVX-512 and
 // plain C++; gemm_avx2.h has those for 256 bits.
 #pragma once
-#include "finish.h"
+#include "epilogue.h"
 
 namespace PL_NAMESPACE {
 using namespace paceline;

@@ -10,7 +10,7 @@
 // A row's result does not depend on the rows beside it: every tile adds in the same order.
 #pragma once
 #include "dot_avx2.h"
-#include "finish.h"
+#include "epilogue.h"
 
 namespace PL_NAMESPACE {
 

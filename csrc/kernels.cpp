@@ -12,7 +12,7 @@
 #include "attend.h"
 #include "attend_i8.h"
 #include "encode.h"
-#include "weigh.h"
+#include "softmax_exp.h"
 
 namespace PL_NAMESPACE {
 

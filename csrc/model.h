@@ -10,7 +10,7 @@
 #include "kernels.h"
 #include "matrix.h"
 #include "paceline_native.h"
-#include "paces.h"
+#include "row_balance.h"
 #include "pool.h"
 #include "sample.h"
 
@@ -101,7 +101,7 @@ struct MergeItem {
 };
 
 struct AttendPlan {
-  // every row's keys in one item, and what cut_long makes of them (cut.h)
+  // every row's keys in one item, and what cut_long makes of them (split_kv.h)
   std::vector<AttendItem> whole, items;
   std::vector<MergeItem> merges;
   // rows of results that items leave; those of each member's own lie behind

@@ -8,7 +8,7 @@
 //
 // Included by kernels.cpp behind gemm.h or gemm_avx2.h.
 #pragma once
-#include "finish.h"
+#include "epilogue.h"
 
 namespace PL_NAMESPACE {
 using namespace paceline;

@@ -1,4 +1,4 @@
-"""Writes the tables of fields in docs/api.md, from the bodies that the server reads.
+"""Writes the tables of fields in docs/use/api.md, from the bodies that the server reads.
 
     python scripts/api_tables.py [--write]
 
@@ -15,8 +15,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
+from paceline.server.apis.ollama.protocol import OllamaOptions
 from paceline.server.batches.routes import BatchBody
-from paceline.server.bodies.body import (
+from paceline.server.openapi.requests import BODIES
+from paceline.server.protocol.body import (
     IGNORED,
     REFUSED,
     SERVED,
@@ -25,11 +27,9 @@ from paceline.server.bodies.body import (
     fields_of,
     other_names_of,
 )
-from paceline.server.bodies.generation import ChatBody, CompletionBody
-from paceline.server.openapi.requests import BODIES
-from paceline.server.other_apis.ollama_request import OllamaOptions
+from paceline.server.protocol.generation import ChatBody, CompletionBody
 
-PAGE: Final = Path(__file__).parents[1] / "docs" / "api.md"
+PAGE: Final = Path(__file__).parents[1] / "docs" / "use" / "api.md"
 # whose sections have tables
 PATHS: Final = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
@@ -126,7 +126,7 @@ def main() -> int:
         PAGE.write_text(made)
         return 0
     if made != text:
-        print("docs/api.md is not what `make api-tables` would write")
+        print("docs/use/api.md is not what `make api-tables` would write")
     return int(made != text)
 
 

@@ -30,7 +30,7 @@ ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
     "speculation": (1_089, ("speculation/**/*",), 1_000),
     "checkpoints": (7_288, ("checkpoints/**/*",), 6_900),
     "backends": (9_869, ("backends/**/*",), 9_600),
-    "timeline": (2_140, ("timeline/**/*", "engine/timeline/**/*"), 1_700),
+    "timeline": (2_140, ("timeline/**/*", "timeline/**/*"), 1_700),
     "engine": (7_351, ("engine/**/*", "-engine/timeline/**/*"), 7_000),
     "http": (3_561, ("http/**/*",), 3_000),
     "routing": (1_241, ("routing/**/*",), 1_200),

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 _PRINT: Final = """
 import json
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.testing import null_client
 from paceline.server import ServerConfig, create_app
 client = null_client(NullBackend(vocab_size=512, max_model_len=512), model="null-model")

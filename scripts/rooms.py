@@ -4,8 +4,8 @@
 
 A room is a folder or module directly inside of the package, or of one of the folders in ``INSIDE``.
 Its floor is one above the highest room that it imports, so an arrow points down unless it is part
-of a circle. ``--write`` renews the drawing in docs/architecture.md, which has no lines: they
-change with every commit. CHECKOUT is another working tree, for a drawing of how things were.
+of a circle. ``--write`` puts the drawing into build/rooms.md, without numbers of lines. CHECKOUT is
+another working tree, for a drawing of how things were.
 """
 
 from __future__ import annotations
@@ -20,12 +20,9 @@ from typing import Final
 import grimp
 
 PACKAGE: Final = "paceline"
-# drawn by themselves too; the page has a drawing of core already, by what happens in it
-INSIDE: Final = ("core", "engine", "server")
-ON_PAGE: Final = ("engine", "server")
-PAGE: Final = Path("docs") / "architecture.md"
-BEGIN: Final = "<!-- make rooms: begin -->\n"
-END: Final = "<!-- make rooms: end -->\n"
+# folders whose rooms are drawn too
+INSIDE: Final = ("core", "engine", "server", "gateway", "checkpoints", "backends", "cli")
+PAGE: Final = Path("build") / "rooms.md"
 
 # of a room, the rooms that it imports, with how many imports of modules
 Arrows = Mapping[str, Mapping[str, int]]
@@ -81,16 +78,14 @@ def size_of(path: Path) -> tuple[int, int]:
 
 
 def page_of(graph: grimp.ImportGraph) -> str:
-    """The drawing for docs/architecture.md."""
-    parts = []
-    for container in (PACKAGE, *(f"{PACKAGE}.{name}" for name in ON_PAGE)):
+    """The drawing for build/rooms.md."""
+    parts = ["# Rooms, by their imports\n\n"]
+    for container in (PACKAGE, *(f"{PACKAGE}.{name}" for name in INSIDE)):
         arrows = arrows_of(graph, container)
         count = sum(map(len, arrows.values()))
         parts.append(f"`{container.replace('.', '/')}/`: {len(arrows)} rooms, {count} arrows\n\n")
-        # a code block, of which tests/docs wants to know who runs it
-        parts.append("<!-- not-run: drawn by make rooms -->\n")
         parts.append("\n".join(drawing(arrows, {})) + "\n\n")
-    return "".join(parts)
+    return "".join(parts).rstrip("\n") + "\n"
 
 
 def main() -> None:
@@ -121,9 +116,8 @@ def main() -> None:
         )
     if args.write:
         page = root / PAGE
-        before, _, rest = page.read_text().partition(BEGIN)
-        _, _, after = rest.partition(END)
-        page.write_text(before + BEGIN + "\n" + page_of(graph) + END + after)
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(page_of(graph))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def threads() -> int | None:
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model's GGUF file; skips where it was not pulled (``make model`` pulls it)."""
-    from paceline.checkpoints.resolve import find_local
+    from paceline.checkpoints.hub.resolve import find_local
 
     path = find_local("smollm2-135m")
     if path is None:

@@ -1,4 +1,4 @@
-"""The commands of docs/bench.md exist, and the first one runs."""
+"""The commands of docs/use/bench.md exist, and the first one runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from paceline.cli.main import build_parser, main
 from tests.cli.servers import start_server
 
-PAGE = (Path(__file__).parent.parent / "docs/bench.md").read_text()
+PAGE = (Path(__file__).parent.parent / "docs/use/bench.md").read_text()
 COMMANDS = re.findall(r"^    paceline (.*)$", PAGE, flags=re.MULTILINE)
 
 

@@ -16,11 +16,11 @@ import pytest
 import tokenizers
 
 from paceline.bench.plan import PromptFile
-from paceline.checkpoints.json_file import read_json_list, read_json_object
-from paceline.checkpoints.pooling import PoolingFiles, score_token_ids
-from paceline.cli.chat import _read as read_chat
+from paceline.checkpoints.heads.pooling import PoolingFiles, score_token_ids
+from paceline.checkpoints.model.json_file import read_json_list, read_json_object
+from paceline.cli.offline.chat import _read as read_chat
 from paceline.engine.text.tokenizer import load_tokenizer
-from paceline.gateway.config import read_config
+from paceline.gateway.settings.config import read_config
 from paceline.http.keys import parse_key_file
 from paceline.sim.recording import Recording
 from paceline.sim.step_times.models import ModelShape

@@ -1,4 +1,4 @@
-"""The examples of docs/clients.md whose clients are here run as written.
+"""The examples of docs/use/clients.md whose clients are here run as written.
 
 Against the null backend, so answers are gibberish of the right form; `make test-clients` runs all
 of them against the default model, each in its client's own environment.

@@ -1,4 +1,5 @@
-"""docs/observability.md: its commands are taken, its attributes are set, its files are there."""
+"""docs/operate/observability.md: its commands are taken, its attributes are set, its files are
+there."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from pathlib import Path
 from paceline.cli.main import build_parser
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "observability.md").read_text()
-TRACING = (ROOT / "paceline" / "server" / "tracing.py").read_text()
-GATEWAY_TRACING = (ROOT / "paceline" / "gateway" / "tracing.py").read_text()
+PAGE = (ROOT / "docs" / "operate" / "observability.md").read_text()
+TRACING = (ROOT / "paceline" / "server" / "observability" / "tracing.py").read_text()
+GATEWAY_TRACING = (ROOT / "paceline" / "gateway" / "observability" / "tracing.py").read_text()
 
 
 def test_commands_are_taken() -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
-from paceline.checkpoints.resolve import find_local
+from paceline.checkpoints.hub.resolve import find_local
 from paceline.cli.main import build_parser, main
 from tests.cli.servers import ServerProcess, start_server
 

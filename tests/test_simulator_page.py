@@ -1,4 +1,4 @@
-"""The commands of docs/simulator.md exist, and the quick ones run."""
+"""The commands of docs/understand/simulator.md exist, and the quick ones run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from paceline.cli.main import build_parser, main
 
-PAGE = (Path(__file__).parent.parent / "docs/simulator.md").read_text()
+PAGE = (Path(__file__).parent.parent / "docs/understand/simulator.md").read_text()
 COMMANDS = re.findall(r"^    paceline (.*)$", PAGE, flags=re.MULTILINE)
 
 

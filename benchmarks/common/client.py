@@ -1,5 +1,5 @@
-"""A client: one streamed completion over HTTP, timed, or any GET. As little work a token as
-possible: client and server share the processors."""
+"""A client: one streamed completion over HTTP, timed, or any GET. It does as little work per token
+as possible, because client and server share the processors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """When a request's tokens came; seconds of ``time.monotonic``."""
+    """Times at which a request's tokens arrived; seconds of ``time.monotonic``."""
 
     sent: float
     # arrival of each event with text or tokens; an event may carry several tokens
@@ -36,7 +36,7 @@ class Timing:
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds a token after the first; None for a single token."""
+        """Mean seconds per token after the first; None for a single token."""
         if self.output_tokens < 2:
             return None
         return (self.events[-1] - self.events[0]) / (self.output_tokens - 1)
@@ -48,7 +48,7 @@ class Timing:
 
 
 async def body_lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
-    """Lines of a body, without their ends."""
+    """Yield the lines of a body, without their ends."""
     rest = b""
     while True:
         if chunked:
@@ -154,7 +154,7 @@ async def _read_events(lines: AsyncIterator[bytes], sent: float, max_tokens: int
 
 
 async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, bytes]]:
-    """Status and headers, in small letters. Raises ConnectionError where nothing came."""
+    """Read status and headers, in lower case. Raises ConnectionError if the server sent nothing."""
     line = await reader.readline()
     if not line:
         raise ConnectionError("closed without an answer")
@@ -166,7 +166,7 @@ async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, byte
 
 
 async def get(port: int, path: str, *, timeout: float = 5.0) -> tuple[int, bytes]:
-    """Status and body; status 0 where there was no answer in time."""
+    """Return status and body; status 0 if there was no answer in time."""
     try:
         async with asyncio.timeout(timeout):
             reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=_LIMIT)

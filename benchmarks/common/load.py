@@ -1,4 +1,4 @@
-"""Requests that arrive whatever the servers do, and how long their callers wait."""
+"""Open-loop load: requests that arrive whatever the servers do, and the latencies they see."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ __all__ = [
     "replay",
 ]
 
-# of the lengths of requests; read_lengths says what comes in its place
+# trace of request lengths; ``read_lengths`` works without it too
 TRACE = REPOSITORY.parent / "shared" / "traces" / "azure2023_conv_20min.csv"
 SCALE = 0.25
 TTFT_SECONDS = 1.0
 TPOT_SECONDS = 0.1
-# lengths where no trace is at hand: lognormal with the trace's means, scaled, and its ratios of
-# mean to median (1252 / 1020 and 240 / 129)
+# lengths without a trace: lognormal with the trace's means, scaled, and its ratios of mean to
+# median (1252 / 1020 and 240 / 129)
 MEANS = (313.0, 60.0)
 SIGMAS = (0.64, 1.11)
 MAX_PROMPT = 1500
 MAX_OUTPUT = 500
-# after the last arrival; what is unfinished then is given up and counts as missed
+# seconds after the last arrival at which unfinished requests are given up and count as missed
 DRAIN_SECONDS = 30.0
-# ids below may be special
+# token ids below this may be special
 FIRST_ID = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request to come."""
+    """A request of the plan."""
 
     # seconds after the start
     at: float
@@ -56,8 +56,8 @@ class Arrival:
 
 
 def read_lengths(trace: Path | None, count: int, seed: int) -> list[tuple[int, int]]:
-    """Prompt and output lengths: the trace's (columns ``prompt_tokens`` and ``output_tokens``),
-    times SCALE; without a trace lognormal ones of its means.
+    """Return prompt and output lengths: the trace's (columns ``prompt_tokens`` and
+    ``output_tokens``), times SCALE; without a trace lognormal ones with its means.
 
     Of a trace, one request is drawn from each of ``count`` equal parts by length of prompt, so that
     short runs at different rates have the same mix; their order is random too.
@@ -88,7 +88,7 @@ def read_lengths(trace: Path | None, count: int, seed: int) -> list[tuple[int, i
 
 
 def name_lengths(trace: Path | None) -> str:
-    """Where ``read_lengths`` has them from, for the report: figures of the two do not compare."""
+    """Name the source of the lengths, for the report: other sources' figures do not compare."""
     if trace is None or not trace.is_file():
         return f"lognormal, means {MEANS[0]:g} and {MEANS[1]:g}"
     return f"{trace.name} times {SCALE:g}"
@@ -97,7 +97,7 @@ def name_lengths(trace: Path | None) -> str:
 def arrivals(
     rate: float, seconds: float, trace: Path | None, vocab_size: int, seed: int
 ) -> list[Arrival]:
-    """A Poisson stream of ``rate`` requests a second, random prompts of realistic lengths."""
+    """Return a Poisson stream of ``rate`` requests/s with random prompts of realistic lengths."""
     rng = random.Random(seed)
     count = max(1, round(rate * seconds))
     at = 0.0
@@ -110,7 +110,7 @@ def arrivals(
 
 
 async def replay(port: int, model: str, plan: Sequence[Arrival]) -> list[Timing]:
-    """Send every request at its time, done or not what came before; in the order of ``plan``."""
+    """Send every request at its time, whether earlier ones are done or not; in ``plan``'s order."""
     began = time.monotonic()
     last = plan[-1].at
 
@@ -123,8 +123,8 @@ async def replay(port: int, model: str, plan: Sequence[Arrival]) -> list[Timing]
 
 
 def describe(timings: Sequence[Timing]) -> dict[str, Any]:
-    """The figures of one run: percentiles in ms over what finished, and the share of all requests
-    that finished with TTFT and TPOT within the targets. A single token has no TPOT to miss."""
+    """Return the figures of one run: percentiles in ms over finished requests, and the share of all
+    requests that finished with TTFT and TPOT within the targets. A single token has no TPOT."""
     done = [timing for timing in timings if not timing.error]
     within = [
         timing

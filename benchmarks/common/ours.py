@@ -1,4 +1,4 @@
-"""``paceline serve`` with any flags, beside other engines."""
+"""``paceline serve`` with any flags, to compare with other engines."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 from benchmarks.common.processes import Command, Unavailable
 from benchmarks.common.setup import Places
-from paceline.checkpoints.base import open_checkpoint
-from paceline.checkpoints.resolve import default_cache_dir, find_local
+from paceline.checkpoints.hub.resolve import default_cache_dir, find_local
+from paceline.checkpoints.open import open_checkpoint
 
 __all__ = ["Ours", "our_places"]
 
 
 def our_places() -> tuple[Places, int]:
-    """Where servers find the default model and all processors, and the size of its vocabulary.
-    Raises SystemExit with what to do if the model is not there."""
+    """Return the places of the default model and all processors, and the size of its vocabulary.
+    Raises SystemExit, which says what to do, if the model is not there."""
     model = find_local("smollm2-135m")
     if model is None:
         raise SystemExit("smollm2-135m is not here yet: run 'make model' first")
@@ -37,7 +37,7 @@ class Ours:
     served: str = "auto/auto"
 
     def setup(self) -> None:
-        """Nothing to do."""
+        """Do nothing: our own server needs no setup."""
 
     def worker(self, variant: str, *, prefix_caching: bool) -> Command:
         raise Unavailable("only the server is measured here")

@@ -1,4 +1,4 @@
-"""Processes: started, frozen while others are measured, weighed, ended.
+"""Processes: started, frozen while others are measured, their time and memory read, ended.
 
 Each leads a session of its own, so that whatever it starts is found, stopped and ended with it. A
 frozen process (SIGSTOP) cannot spend processor time however its threads wait.
@@ -27,7 +27,7 @@ _TAIL_LINES = 4
 
 
 class Unavailable(Exception):
-    """What is to be measured cannot be set up or run here; the text says why, for the report."""
+    """An engine or tool cannot be set up or run here; the text says why, for the report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def free_port() -> int:
         return port
 
 
-# those that were started and are not closed yet
+# processes that were started and are not closed yet
 _open: Final[set[Process]] = set()
 
 
@@ -60,9 +60,9 @@ def _exit(number: int, _frame: FrameType | None) -> None:
 
 
 def _heed_sigterm() -> None:
-    """While processes are open, SIGTERM ends this one as an exception does, or those that are
-    frozen would outlive it; any other handler than the default stays. Signals are handled in the
-    main thread: elsewhere this does nothing."""
+    """Let SIGTERM end this process like an exception while processes are open, or frozen ones would
+    outlive it; any other handler than the default stays. Signals are handled in the main thread:
+    elsewhere this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         return
     handler = signal.getsignal(signal.SIGTERM)
@@ -73,7 +73,7 @@ def _heed_sigterm() -> None:
 
 
 def _session_members(session: int) -> list[int]:
-    """Processes of a session, zombies too."""
+    """Return the processes of a session, zombies too."""
     members = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -137,18 +137,18 @@ class Process:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Exit code of the process; None while it runs."""
         return self._process.poll()
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 
     def send_signal(self, number: signal.Signals) -> None:
-        """To the process itself, not to what it started."""
+        """Send a signal to the process itself, not to its children."""
         self._process.send_signal(number)
 
     def tail(self) -> str:
-        """The last lines of its log, for messages."""
+        """Return the last lines of its log, for messages."""
         lines = self.log().strip().splitlines()
         return " | ".join(lines[-_TAIL_LINES:])
 
@@ -163,7 +163,7 @@ class Process:
             self._frozen = False
 
     def members(self) -> list[int]:
-        """Its processes, zombies too."""
+        """Return the process and its descendants, zombies too."""
         return _session_members(self.pid)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -172,7 +172,7 @@ class Process:
                 os.kill(member, number)
 
     def cpu_seconds(self) -> float:
-        """Processor time so far, of all its processes that still run."""
+        """Return the processor time so far, s, of all its processes that still run."""
         ticks = 0
         for member in self.members():
             with contextlib.suppress(OSError):
@@ -181,14 +181,14 @@ class Process:
         return ticks / _TICK
 
     def idle_share(self, seconds: float) -> float:
-        """Cores it keeps busy while nobody asks for anything; waits ``seconds``."""
+        """Return the cores that it keeps busy without any request; waits ``seconds``."""
         before, began = self.cpu_seconds(), time.monotonic()
         time.sleep(seconds)
         return (self.cpu_seconds() - before) / (time.monotonic() - began)
 
     def peak_rss_mb(self) -> float:
-        """Sum over its processes of the most memory each had resident, in MiB; pages that two of
-        them share count twice."""
+        """Return the sum of its processes' peak resident memory, in MiB; pages that two of them
+        share count twice."""
         total = 0
         for member in self.members():
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Servers: started, waited for, asked."""
+"""Servers: started, waited for, measured."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from benchmarks.common.setup import Peer
 
 __all__ = ["PacelineServer", "ReadyServer", "Server"]
 
-# servers are asked this often whether they answer yet, logs whether they say so
+# seconds between two requests to a server that starts, and between two looks into its log
 _POLL_SECONDS = 0.05
 _LOG_SECONDS = 0.005
-# of ours, where it was left to choose: of its ready line
+# the formats in our server's ready line
 _FORMATS = re.compile(r"\(\S+, (\w+) on \w+, \d+ KV blocks of \d+ in (\w+),")
 _READY = r"^paceline ready: https?://\S+:(\d+)/v1 "
 
 
 class ReadyServer(Process):
-    """A server that says when it is ready: ``startup`` is how long that took, in seconds, ``port``
-    what the first group of ``ready`` found.
+    """A server that prints a line when it is ready: ``startup`` is how long that took, in seconds,
+    ``port`` the first group of ``ready``.
 
     Args:
         ready: pattern of a line that it prints.
-        seconds: for its start; then it is given up.
+        seconds: limit on its start.
 
-    Raises Unavailable when it does not come to that.
+    Raises Unavailable when it does not become ready.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ReadyServer(Process):
             raise
 
     def line(self, pattern: str, seconds: float = 10.0) -> re.Match[str]:
-        """The first line of its log that matches, waited for. Raises Unavailable."""
+        """Wait for the first line of its log that matches. Raises Unavailable if none comes."""
         deadline = time.monotonic() + seconds
         while (found := re.search(pattern, self.log(), re.MULTILINE)) is None:
             if not self.alive or time.monotonic() > deadline:
@@ -63,7 +63,7 @@ class PacelineServer(ReadyServer):
     """``paceline serve`` on a free port of 127.0.0.1.
 
     Args:
-        around: a command that runs the server's, in its own place.
+        around: a command that the server's command is passed to, and that execs it.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class PacelineServer(ReadyServer):
 
 
 class Server(Process):
-    """An engine's server that answers. ``startup`` is seconds from its start to its first token,
-    ``served`` what it computes in, weights/KV cache.
+    """An engine's server that answers. ``startup`` is the seconds from its start to its first
+    token, ``served`` the formats of its weights/KV cache.
 
     Raises Unavailable when there is none or it does not answer.
     """
@@ -114,7 +114,7 @@ class Server(Process):
         raise Unavailable(f"the server gave no token: {error}: {self.tail()}")
 
     def measure(self, plan: Sequence[Arrival]) -> dict[str, Any]:
-        """Replay a plan; see ``describe``."""
+        """Replay a plan and return its figures; see ``describe``."""
         self.thaw()
         figures = describe(asyncio.run(replay(self.port, self.model, plan)))
         self.freeze()
@@ -123,7 +123,7 @@ class Server(Process):
 
 
 async def _models(port: int) -> list[str]:
-    """Names the server has for its models; none while it does not answer."""
+    """Return the names of the server's models; none while it does not answer."""
     status, body = await get(port, "/v1/models")
     try:
         return [entry["id"] for entry in json.loads(body)["data"]] if status == 200 else []

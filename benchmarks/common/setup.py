@@ -1,4 +1,4 @@
-"""What an engine to be measured is, and what setting one up takes."""
+"""Interface of the engines to measure, and the tools to set one up."""
 
 from __future__ import annotations
 
@@ -14,52 +14,52 @@ from benchmarks.common.processes import Command, Unavailable
 
 __all__ = ["Peer", "Places", "make_venv", "run_step", "torch_options"]
 
-# a step of a set-up that takes longer than this is given up
+# seconds after which a step of a set-up is given up
 STEP_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where things are and what every peer may use."""
+    """Folders, and the model and processors that every peer may use."""
 
-    # environments, builds, converted models and logs; one folder a peer
+    # environments, builds, converted models and logs; one folder per peer
     root: Path
-    # the GGUF file all engines take their weights from
+    # the GGUF file with the weights for all engines
     model: Path
     # processors of this process
     cpus: tuple[int, ...]
 
     def folder(self, name: str) -> Path:
-        """A peer's own folder, made if need be."""
+        """Return a peer's own folder; make it if it does not exist."""
         path = self.root / name
         path.mkdir(parents=True, exist_ok=True)
         return path
 
     @property
     def hf_folder(self) -> Path:
-        """The same weights as a Hugging Face folder, for engines that read nothing else."""
+        """Return the same weights as a Hugging Face folder, for engines that read only those."""
         return self.root / "models" / f"{self.model.stem}-bf16"
 
 
 class Peer(Protocol):
-    """One engine. ``variants`` are its choices of precision and tokens of a step; a row shows the
-    best of them. ``served`` is what its server computes in, weights/KV cache."""
+    """One engine. ``variants`` are its choices of precision and tokens per step; a row shows the
+    best of them. ``served`` is the formats of its server's weights/KV cache."""
 
     name: str
     variants: tuple[str, ...]
     served: str
 
     def setup(self) -> None:
-        """Make the environment, once; a second call finds it done. Raises Unavailable."""
+        """Make the environment; a second call finds it done. Raises Unavailable."""
         ...
 
     def worker(self, variant: str, *, prefix_caching: bool) -> Command:
-        """The process that answers ``jobs``. Where an engine caches prefixes unless told not to,
-        both values give the same command."""
+        """Return the command of the process that answers ``jobs``. For an engine that caches
+        prefixes by default, both values give the same command."""
         ...
 
     def server(self, port: int) -> Command:
-        """An OpenAI-compatible server on 127.0.0.1. Raises Unavailable where there is none."""
+        """Return the command of an OpenAI-compatible server. Raises Unavailable if it has none."""
         ...
 
 
@@ -99,7 +99,7 @@ def run_step(
 
 
 def make_venv(folder: Path, packages: Sequence[str], *, options: Sequence[str] = ()) -> Path:
-    """A virtual environment in ``folder`` with these packages; its interpreter.
+    """Make a virtual environment in ``folder`` with these packages, and return its interpreter.
 
     A stamp with the packages' names makes the second call free. Raises Unavailable.
     """
@@ -117,6 +117,6 @@ def make_venv(folder: Path, packages: Sequence[str], *, options: Sequence[str] =
 
 
 def torch_options() -> tuple[str, ...]:
-    """pip's options for environments with torch: the index that TORCH_INDEX names, as in make."""
+    """Return pip's options for environments with torch: the index of TORCH_INDEX, as in make."""
     index = os.environ.get("TORCH_INDEX")
     return ("--extra-index-url", index) if index else ()

@@ -1,5 +1,5 @@
-"""Statistics of runs. Figures of two sides come from runs in turns, so that whatever else the
-machine does falls on both."""
+"""Statistics of runs. Figures of two sides come from runs in turns, so that other load on the
+machine affects both alike."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RESAMPLES = 2_000
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Linear between ranks, as numpy's default. Raises ValueError for no values."""
+    """Return a percentile, linear between ranks, as numpy's default. Raises ValueError for none."""
     if not values:
         raise ValueError("no values")
     ordered = sorted(values)
@@ -34,8 +34,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 class Ratio(NamedTuple):
-    """One side by the other: the median of the pairs, and the 95 % interval of their geometric mean
-    (bootstrap over pairs)."""
+    """Ratio of one side to the other: the median of the pairs, and the 95 % interval of their
+    geometric mean (bootstrap over pairs)."""
 
     median: float
     low: float
@@ -43,7 +43,7 @@ class Ratio(NamedTuple):
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> Ratio:
-    """Of interleaved runs, ``ours[i]`` beside ``theirs[i]``; all positive."""
+    """Return the ratio of interleaved runs, ``ours[i]`` next to ``theirs[i]``; all are positive."""
     rng = random.Random(seed)
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     logs = [math.log(ratio) for ratio in ratios]
@@ -53,7 +53,7 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 
 
 
 class RatioOfSums(NamedTuple):
-    """The sum of one side by that of the other, and its 95 % interval (bootstrap over pairs)."""
+    """Ratio of the two sides' sums, and its 95 % interval (bootstrap over pairs)."""
 
     ratio: float
     low: float
@@ -63,8 +63,8 @@ class RatioOfSums(NamedTuple):
 def ratio_of_sums(
     ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0
 ) -> RatioOfSums | None:
-    """Of interleaved runs, ``ours[i]`` beside ``theirs[i]``, none negative; single runs may be 0.
-    None: theirs are all 0, and there is no ratio.
+    """Return the ratio of interleaved runs, ``ours[i]`` next to ``theirs[i]``; none is negative,
+    single runs may be 0. None: theirs are all 0, and there is no ratio.
 
     A resample whose denominator is 0 counts as the largest ratio of the others, so the interval's
     upper end is too low rather than infinite where there are many of them.
@@ -90,7 +90,7 @@ def ratio_of_sums(
 
 
 class PooledRatio(NamedTuple):
-    """A quantile of all values of one side by that of the other's, and its 95 % interval."""
+    """Ratio of a quantile of all values of one side to the other's, and its 95 % interval."""
 
     ratio: float
     low: float
@@ -108,11 +108,11 @@ def pooled_ratio(
     *,
     seed: int = 0,
 ) -> PooledRatio:
-    """Of short interleaved stretches, ``ours[i]`` beside ``theirs[i]``: each has too few values for
-    a quantile of its own that would be worth anything, all together have enough. The interval is
-    from a bootstrap over pairs, so whatever lasts longer than a pair falls on both sides.
+    """Return the ratio for short interleaved stretches, ``ours[i]`` next to ``theirs[i]``: each has
+    too few values for a useful quantile of its own, all together have enough. The interval is from
+    a bootstrap over pairs, so that load which lasts longer than a pair affects both sides.
 
-    Values are positive seconds, or the like. Raises ValueError for a side without any.
+    Values are positive, such as seconds. Raises ValueError for a side without any.
     """
     import numpy as np
 
@@ -133,7 +133,7 @@ def pooled_ratio(
     ]
 
     def at(side: int, weights: Any) -> Any:
-        """The quantile's logarithm, of each row of weights of the stretches."""
+        """Return the quantile's logarithm for each row of weights of the stretches."""
         below = np.cumsum(weights @ counts[side], axis=1)
         return np.array([np.searchsorted(row, share * row[-1]) for row in below]) * _BIN
 

@@ -1,4 +1,4 @@
-"""What a benchmark could not measure: it says so, goes on with the rest, and reports both."""
+"""Parts that a benchmark could not measure: it says so, goes on with the rest, and reports both."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Unmeasured:
     def __init__(self) -> None:
         # by part, for the report
         self.reasons: dict[str, str] = {}
-        # what a benchmark's ``main`` returns: 1 where a part ended with an error that it does not
-        # explain (anything but ``Unavailable``), of which the traceback is on standard error
+        # return value of a benchmark's ``main``: 1 if a part ended with an unexpected error (any
+        # but ``Unavailable``), whose traceback is on standard error
         self.exit_code = 0
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Measure one part. An exception ends this part alone: the first of its name is kept."""
+        """Measure one part. An exception ends this part alone; the first of each name is kept."""
         try:
             yield
         except Exception as error:

@@ -58,7 +58,7 @@ from benchmarks.gateway.options import (
 from benchmarks.gateway.overhead import overhead
 from benchmarks.gateway.routing import routing
 from paceline.bench.machine import machine
-from paceline.checkpoints.resolve import default_cache_dir
+from paceline.checkpoints.hub.resolve import default_cache_dir
 
 _TURNS = 5
 _SECONDS = 4.0

@@ -23,7 +23,7 @@ from benchmarks.common.client import get
 from benchmarks.common.server import PacelineServer
 from benchmarks.overload.judging import MINUTE, Ratios, by_minute, of_possible
 from benchmarks.overload.serving import CHAT, PLACES
-from paceline.server.readings.scrape import parse_metrics
+from paceline.server.observability.snapshot.scrape import parse_metrics
 
 __all__ = ["LOAD", "live", "told_and_came"]
 

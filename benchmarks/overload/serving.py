@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from random import Random
 from typing import Any, Final
 
-from paceline.cli.scheduling_options import ADMISSION, SCHEDULING, default_settings
+from paceline.cli.flags.scheduling_options import ADMISSION, SCHEDULING, default_settings
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.slo import Slo
 from paceline.sim.arrival import Arrival, Served

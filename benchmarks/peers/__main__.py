@@ -291,8 +291,8 @@ def by_peer(values: dict[str, float], pick: Any) -> dict[str, float]:
 def main() -> int:
     from benchmarks.peers.ceilings import measure
     from paceline.backends.native import variants
-    from paceline.checkpoints.base import open_checkpoint
-    from paceline.checkpoints.resolve import default_cache_dir, find_local
+    from paceline.checkpoints.hub.resolve import default_cache_dir, find_local
+    from paceline.checkpoints.open import open_checkpoint
 
     model = find_local(MODEL)
     if model is None:

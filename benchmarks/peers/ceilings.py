@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks import kernels
 from benchmarks.peers.rows import Row
-from paceline.backends.native.pieces import read_bandwidth
+from paceline.backends.native.single_kernels import read_bandwidth
 
 __all__ = ["Ceilings", "measure"]
 

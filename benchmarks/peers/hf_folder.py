@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.common.processes import Unavailable
-from paceline.checkpoints.config import ModelConfig
-from paceline.checkpoints.gguf import GGUFCheckpoint
-from paceline.checkpoints.gguf_tokenizer import build_tokenizer
+from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from paceline.checkpoints.gguf.tokenizer import build_tokenizer
+from paceline.checkpoints.model.config import ModelConfig
 
 __all__ = ["write_hf_folder", "write_int8_folder"]
 

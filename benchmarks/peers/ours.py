@@ -120,7 +120,7 @@ class _Engine:
 
 def _load() -> tuple[_Engine, dict[str, Any]]:
     from paceline import __version__
-    from paceline.cli.settings import EngineSettings
+    from paceline.cli.flags.settings import EngineSettings
     from paceline.cli.wiring import build_core
 
     model, formats, prefix_caching, threads = sys.argv[1:]

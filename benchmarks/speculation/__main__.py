@@ -26,7 +26,7 @@ median of the turns, with the lowest and the highest, and the 95 % interval of t
                        which no token comes twice, of words that come as often as in a language, in
                        no order, and of a passage that comes again and again, a little edited
     identical          the share of answers whose tokens are the same; below 1 for formats whose
-                       logits depend on how many rows are computed (docs/accuracy.md)
+                       logits depend on how many rows are computed (docs/understand/accuracy.md)
 
 PROMPTS=FILE names a JSON file {"group": ["prompt", ...]} that replaces the prompts, MODEL=FOLDER
 the model, DTYPE=NAME its format, TOKENS=N what an answer has at most: it ends where the model ends

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoints.resolve import find_local
+from paceline.checkpoints.hub.resolve import find_local
 
 Entry = dict[str, Any]
 

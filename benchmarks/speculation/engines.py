@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from benchmarks.common.statistics import paired_ratio
 from benchmarks.speculation.asked import DTYPE, SPECULATION, TOKENS, TURNS, Entry
-from paceline.backends.load import load_backend
-from paceline.backends.settings import BackendSettings
-from paceline.cli.draft_model import draft_of
+from paceline.backends.loading.load import load_backend
+from paceline.backends.loading.settings import BackendSettings
+from paceline.cli.flags.draft_model import draft_of
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import NO_SLO, Slo

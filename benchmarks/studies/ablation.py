@@ -140,6 +140,8 @@ SITUATIONS: Final[Mapping[str, Situation]] = {
         settings={"policy": "fcfs", "max_num_batched_tokens": 2048, "max_num_seqs": 64},
     ),
 }
+# of ``paceline serve`` on waiting
+_LIMITS: Final = {"max_predicted_wait_s": 30.0, "queue_timeout_s": 60.0}
 # seconds and shares that the tables show: (head, digits)
 _COLUMNS: Final = (
     ("attainment %", 1),
@@ -162,7 +164,7 @@ def _run(
 ) -> tuple[str, list[float]]:
     """The digest of all decisions, and the columns. ``watch`` is given the digest after each
     plan; what it raises ends the run."""
-    settings: dict[str, Any] = {"policy": "deadline", "max_model_len": 4096}
+    settings: dict[str, Any] = {"policy": "deadline", "max_model_len": 4096, **_LIMITS}
     num_blocks = situation.num_blocks
     with switch.off():
         config = ReplicaConfig(

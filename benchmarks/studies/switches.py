@@ -90,7 +90,7 @@ def _swap(**replaced: Any) -> Switch:
     return Switch(replaced={path.replace("__", "."): value for path, value in replaced.items()})
 
 
-# by the words of docs/scheduling.md
+# by the words of docs/understand/scheduling.md
 SWITCHES: Final[Mapping[str, Switch]] = {
     # order
     "the policy's order": _set(policy="fcfs"),

@@ -1,13 +1,13 @@
-"""``paceline bench``: load for any OpenAI-compatible server, and what became of it.
+"""``paceline bench``: load for any OpenAI-compatible server, and its results.
 
 ::
 
     plan.py      options -> arrivals, prompts, bodies       no clock, no sockets
-    answers.py   bytes and when they came -> Outcome        no clock, no sockets
+    answers.py   bytes and their times -> Outcome            no clock, no sockets
     account.py   Outcomes -> Report                         no clock, no sockets
     drive.py     sends at the planned times                 asyncio, the clock
     page.py      Report -> one HTML file
-    machine.py   what a benchmark was run on
+    machine.py   the machine that ran a benchmark
 """
 
 from __future__ import annotations

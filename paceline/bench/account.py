@@ -1,10 +1,9 @@
-"""What a run amounts to: figures as ``paceline simulate`` has them, with the same definitions
-(``paceline.sim.report.metrics``), and what only a live run has: failures, and how late the
-generator was.
+"""The report of a run: the figures of ``paceline simulate``, with the same definitions
+(``paceline.sim.report.metrics``), and those of live runs only: failures, and the generator's delay.
 
 Latencies count from the moment a request was sent. In an open loop goodput is the rate at which
-requests were sent times attainment; in a closed one, which sends only as it is answered, it is met
-requests per second of the whole run.
+requests were sent times attainment; in a closed one, which only sends after answers, it is the
+requests per second of the whole run that met their targets.
 
 This module does not know clocks or sockets.
 """
@@ -26,10 +25,10 @@ from paceline.sim.report.table import text_table
 
 __all__ = ["LATE_SECONDS", "Report", "make_report"]
 
-# a generator that is later than this at the 99th percentile is said not to have kept up: what it
-# adds to latencies shows in them
+# 99th percentile of the generator's delay, s, above which it counts as not keeping up: its delay is
+# part of the latencies
 LATE_SECONDS: Final = 0.01
-# of a terminal; sentences and what servers said are broken between words
+# width of a terminal; sentences and servers' messages are broken between words
 _COLUMNS: Final = 80
 _LATENCIES: Final = (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl"), ("E2E", "e2e"))
 
@@ -42,13 +41,13 @@ class Report:
     # the same, value by value, for plots
     metrics: Metrics
     outcomes: tuple[Outcome, ...]
-    # answered, and refused or failed by kind
+    # answered requests, and refused or failed ones by kind
     ok: int
     refused: Mapping[str, int]
     failed: Mapping[str, int]
-    # of each kind the words of the first
+    # message of the first failure of each kind
     details: Mapping[str, str]
-    # requests a second as planned and as sent; None in a closed loop, or of a single request
+    # requests a second as planned and as sent; None in a closed loop, or for a single request
     offered_rate: float | None
     sent_rate: float | None
     total_token_rate: float
@@ -59,7 +58,7 @@ class Report:
     counted: str
     # whether any request had a target
     has_targets: bool
-    # after their time: sends of an open loop, and a timer of the generator
+    # delays, s: of sends in an open loop, and of a timer of the generator
     late: Distribution | None
     lag: Distribution | None
     interrupted: bool = False
@@ -71,7 +70,7 @@ class Report:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a reader of the figures must know, in sentences."""
+        """Sentences that a reader of the figures must know."""
         found = []
         if self.interrupted:
             found.append(
@@ -92,14 +91,14 @@ class Report:
         return tuple(found)
 
     def table(self) -> str:
-        """For a terminal, and for Markdown."""
+        """Format the report for a terminal, and for Markdown."""
         parts = [text_table(self.rows()), text_table(self.latency_rows())]
         kinds = [_wrapped(f"{kind}: {words}") for kind, words in self.details.items() if words]
         warnings = map(_wrapped, self.warnings)
         return "\n\n".join([*parts, *(["\n".join(kinds)] if kinds else []), *warnings])
 
     def rows(self) -> list[list[str]]:
-        """Figures that are one number each; the first row is the head."""
+        """Return figures that are one number each; the first row is the head."""
         run = self.summary
         rows = [["", run.name], ["requests", str(run.requests)], ["ok", str(self.ok)]]
         rows += [[f"refused: {kind}", str(count)] for kind, count in self.refused.items()]
@@ -130,7 +129,7 @@ class Report:
         return rows
 
     def latency_rows(self) -> list[list[str]]:
-        """Milliseconds; the first row is the head."""
+        """Return latencies in milliseconds; the first row is the head."""
         rows = [["ms", "mean", "p50", "p90", "p99", "max"]]
         found = [(label, getattr(self.summary, name)) for label, name in _LATENCIES]
         for label, d in [*found, ("sent late", self.late), ("generator late", self.lag)]:
@@ -140,7 +139,7 @@ class Report:
         return rows
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for json.dumps: figures, and every request with its times."""
+        """Return plain values for json.dumps: figures, and every request with its times."""
         return {
             "summary": self.summary.as_json(),
             "ok": self.ok,
@@ -175,10 +174,10 @@ def make_report(
     lags: Sequence[float] = (),
     interrupted: bool = False,
 ) -> Report:
-    """Everything that can be said of a run.
+    """Compute all figures of a run.
 
     Args:
-        lags: seconds that timers of the generator were late.
+        lags: seconds by which timers of the generator were late.
         interrupted: whether requests in flight were given up.
     """
     metrics = Metrics()
@@ -196,7 +195,7 @@ def make_report(
             counts["usage" if outcome.output_tokens else "chunks"] += 1
             gaps.append(np.diff(outcome.chunks))
     summary = metrics.summary(name)
-    # all of them are here, so they need no sketch
+    # computed from all values, without a sketch
     itl = Distribution.of(np.concatenate(gaps)) if gaps else None
     summary = replace(summary, itl=itl)
     dues = [outcome.due for outcome in outcomes if outcome.due is not None]
@@ -231,7 +230,7 @@ def make_report(
 
 
 def _served(outcome: Outcome) -> Served:
-    """As a simulation would say it. A failure has no tokens, whatever came before it."""
+    """Convert an outcome to the simulation's form. A failure has no tokens, whatever came first."""
     ttft, tpot, deadline = outcome.slo
     arrival = Arrival(
         outcome.sent,
@@ -259,18 +258,18 @@ def _served(outcome: Outcome) -> Served:
 
 
 def _rate(times: Sequence[float]) -> float | None:
-    """Events a second from the first to the last: gaps, of which there is one less, by time."""
+    """Return events per second from the first to the last: gaps, one less than events, by time."""
     if len(times) < 2 or max(times) <= min(times):
         return None
     return (len(times) - 1) / (max(times) - min(times))
 
 
 def _in_flight(outcomes: Sequence[Outcome]) -> tuple[float, int]:
-    """Mean over the time from the first to the last, and most."""
+    """Return the mean over the time from the first to the last, and the maximum."""
     if not outcomes:
         return 0.0, 0
     events = sorted(
-        # at one moment those that end go first
+        # at the same moment, ends count before starts
         [(outcome.sent, 1) for outcome in outcomes] + [(outcome.ended, -1) for outcome in outcomes]
     )
     now = most = 0

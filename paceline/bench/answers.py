@@ -1,15 +1,15 @@
-"""One answer, from the bytes of its connection and when they came.
+"""Parsing of one answer, from the bytes of its connection and their times.
 
-The driver feeds what it reads and asks for an :class:`Outcome`. Nothing here raises for what a
-server sends: an answer that is not HTTP, not a stream, not JSON or cut off is an outcome too.
+The driver feeds what it reads and asks for an :class:`Outcome`. No input from a server raises an
+error here: an answer that is not HTTP, not a stream, not JSON or cut off is an outcome too.
 
-What streams look like differs between servers; understood are
+Streams differ between servers; this module understands
 
 * events as ``wire/sse.py`` reads them: any line end, comments, keep-alives of every kind;
 * text in ``text``, ``delta.content``, ``delta.reasoning_content`` or ``delta.reasoning``, and tool
-  calls; a first chunk with a role alone is not a token;
-* ``usage`` in any event; where a server has none, the chunks with text are counted;
-* an end by ``[DONE]``, or by a ``finish_reason`` alone, behind which nothing is a failure.
+  calls; a first chunk with only a role is not a token;
+* ``usage`` in any event; for a server without it, the chunks with text are counted;
+* an end by ``[DONE]``, or only by a ``finish_reason``, after which nothing is a failure.
 
 This module does not know clocks or sockets.
 """
@@ -27,36 +27,36 @@ from paceline.wire.sse import PINGS, SseEvents, name_of, names_error, payload_of
 
 __all__ = ["REFUSALS", "Answer", "Outcome"]
 
-# a server that says so has no room now; anything else is a failure
+# statuses of a server without room now; other errors are failures
 REFUSALS: Final = frozenset({429, 503})
-# of an event of a stream, and of a body that is no stream
+# most bytes of an event of a stream, and of a body that is no stream
 _MOST_BYTES: Final = 4 << 20
 _DETAIL_CHARS: Final = 200
-# data that says nothing
+# data without content
 _NOTHING: Final = (b"", b"{}", b"null")
 _TEXTS: Final = ("content", "reasoning_content", "reasoning", "tool_calls", "function_call")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one request. Seconds of the driver's clock, from the start of the run."""
+    """Result of one request. Seconds of the driver's clock, from the start of the run."""
 
-    # in the order of the plan
+    # index in the plan
     number: int
-    # when it was to be sent; None: as soon as another had ended
+    # planned time to send it; None: as soon as another had ended
     due: float | None
     sent: float
     ended: float
-    # asked for; of a prompt from a file None
+    # as requested; None for a prompt from a file
     asked_prompt_tokens: int | None
     asked_output_tokens: int
-    # 0 where there was no answer
+    # 0 without an answer
     status: int = 0
     # "" for success, else a few words that group failures: "429", "cut off", "timeout"
     failure: str = ""
-    # the server's or system's own words about it
+    # the server's or system's own message
     detail: str = ""
-    # when each chunk with text came; one may hold several tokens
+    # arrival of each chunk with text; one may hold several tokens
     chunks: tuple[float, ...] = ()
     # as the server counted them; None: it did not
     prompt_tokens: int | None = None
@@ -74,12 +74,12 @@ class Outcome:
 
     @property
     def tokens(self) -> int:
-        """Output tokens by the server's count, or chunks."""
+        """Output tokens by the server's count, or the number of chunks."""
         return self.output_tokens or len(self.chunks)
 
 
 class Answer:
-    """Takes in one answer. Also the callbacks of httptools' parser."""
+    """Parses one answer. Also the callbacks of httptools' parser."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
@@ -88,7 +88,7 @@ class Answer:
         self._stream = False
         self._has_length = False
         self._events = SseEvents(_MOST_BYTES)
-        # of an answer that is no stream, its body so far
+        # body so far, of an answer that is no stream
         self._rest = b""
         self._usage: Mapping[str, Any] = {}
         self._finish_reason: str | None = None
@@ -97,7 +97,7 @@ class Answer:
         self._chunks: list[float] = []
         self._failure = ""
         self._detail = ""
-        # of an answer that is no stream
+        # body of an answer that is no stream
         self.body = b""
         # whether any byte came
         self.begun = False
@@ -108,7 +108,7 @@ class Answer:
 
     @property
     def status(self) -> int:
-        """0 until it is there."""
+        """The HTTP status, 0 until it is known."""
         return self._status
 
     @property
@@ -117,10 +117,10 @@ class Answer:
         return self.complete or bool(self._failure)
 
     def feed(self, now: float, data: bytes) -> None:
-        """Take in bytes that came at ``now``; none at all is the connection's end."""
+        """Process bytes that came at ``now``; no bytes are the connection's end."""
         self._now = now
         if not data:
-            # without a length the end of the connection is that of the body
+            # without a length, the end of the connection is the end of the body
             if self._status and not self._has_length and not self.complete:
                 self.on_message_complete()
             elif not self.complete:
@@ -130,15 +130,15 @@ class Answer:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            # bytes after the end are no matter of this answer, only of its connection
+            # bytes after the end do not concern this answer, only its connection
             if self.complete:
                 self.reusable = False
             else:
                 self.fail("not HTTP", str(error) or type(error).__name__)
 
     def fail(self, failure: str, detail: str) -> None:
-        """It ends here. Of several failures the first counts, and none behind the reason of the
-        end, where all of the answer was said."""
+        """End the answer. Of several failures the first counts, and none after a finish reason, as
+        the answer was complete then."""
         if self._finish_reason is None:
             self._fail(failure, detail)
         elif not self.complete:
@@ -153,7 +153,7 @@ class Answer:
 
     def on_message_begin(self) -> None:
         if self.complete:
-            # unasked for: the parser stops here, and the connection is not used again
+            # not requested: the parser stops here, and the connection is not reused
             raise ValueError("a second answer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -208,7 +208,7 @@ class Answer:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             event = None
         if not isinstance(event, dict):
-            # readers of chunks do not know events of other names
+            # readers of chunks ignore events of other names
             if name in (b"", b"message"):
                 self._odd("not JSON", data[:_DETAIL_CHARS].decode(errors="replace"))
             return
@@ -224,7 +224,7 @@ class Answer:
             self._choice(choices[0])
 
     def _odd(self, failure: str, detail: str) -> None:
-        """An event that ends an answer, unless all of that was said."""
+        """End the answer by an event, unless it was complete before."""
         if self._finish_reason is None:
             self._fail(failure, detail)
 
@@ -242,13 +242,13 @@ class Answer:
         if not self._ends and self._finish_reason is None:
             self._fail("cut off", "the stream ended without [DONE] or a finish_reason")
         elif not self._chunks and _count(self._usage, "completion_tokens"):
-            # tokens without text, such as an end of sequence alone
+            # tokens without text, such as only an end of sequence
             self._chunks.append(self._finished_at or self._now)
         elif not self._chunks:
             self._fail("no token", "the stream has neither text nor counted tokens")
 
     def results(self) -> dict[str, Any]:
-        """The fields of an Outcome that the answer decides."""
+        """Return the fields of an Outcome that the answer determines."""
         details = self._usage.get("prompt_tokens_details")
         return {
             "status": self._status,
@@ -263,13 +263,13 @@ class Answer:
 
 
 def _count(values: Any, name: str) -> int | None:
-    """A count that a server gave, or None: true, -1 and "many" are none."""
+    """Return a count that a server gave, or None: true, -1 and "many" are not counts."""
     value = values.get(name) if isinstance(values, dict) else None
     return value if type(value) is int and value >= 0 else None
 
 
 def _message(body: bytes) -> str:
-    """The words of an error in JSON, whatever its form; else the beginning of the body."""
+    """Return the message of an error in JSON of any form; else the beginning of the body."""
     try:
         value: Any = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,8 +1,8 @@
-"""The thin part that has sockets and a clock: sends what a plan says when it says so, and feeds
-what comes back to ``Answer``.
+"""The thin part with sockets and a clock: sends a plan's requests at their times, and feeds the
+responses to ``Answer``.
 
-One process on one core: what it is late by is measured, by every send of an open loop and by a
-timer, and reported beside the latencies, which contain it.
+One process on one core: its delay is measured, by every send of an open loop and by a timer, and
+reported next to the latencies, which contain it.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ import msgspec
 from paceline import __version__
 from paceline.bench.answers import Answer, Outcome
 from paceline.bench.plan import ENDPOINTS, Bodies, Plan
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.http.fields import show_url
 from paceline.sim.arrival import Arrival
 
 __all__ = ["Run", "Server", "drive", "prepare"]
 
 _READ_BYTES: Final = 1 << 16
-# between two looks at how late a timer is
+# seconds between two measurements of a timer's delay
 _TICK_SECONDS: Final = 0.01
-# of a caller in a closed loop whom nobody answered, or a server that is gone would be asked
-# thousands of times a second
+# pause, s, of a caller in a closed loop after no answer, or a dead server would get thousands of
+# requests a second
 _PAUSE_SECONDS: Final = 0.1
-# words of the two prompts that tell what a word takes
+# words of the two prompts that measure the tokens of a word
 _PROBES: Final = (16, 144)
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where to send."""
+    """Address of the server."""
 
     host: str
     port: int
     tls: bool
-    # begins every path, such as "/v1"
+    # prefix of every path, such as "/v1"
     base: str
-    # of the Host header
+    # value of the Host header
     authority: str
     key: str = ""
 
     @classmethod
     def parse(cls, url: str, key: str = "") -> Server:
-        """``http://host:8000``, ``host:8000`` or ``https://host/some/v1``; without a path, /v1.
+        """Parse ``http://host:8000``, ``host:8000`` or ``https://host/any/v1``; no path: /v1.
 
         Raises:
             ConfigError: anything else.
@@ -60,10 +60,10 @@ class Server:
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
-            # or looking it up would fail later
+            # otherwise looking it up would fail later
             (parts.hostname or "").encode("idna")
         except ValueError:
-            # what is wrong is not repeated: a part of a password may be taken for a port
+            # the error text is not repeated, as a part of a password may be read as a port
             raise ConfigError(
                 f"--url {show_url(url)} has no valid host or port, as http://127.0.0.1:8000 has"
             ) from None
@@ -79,7 +79,7 @@ class Server:
         return cls(parts.hostname, port or (443 if tls else 80), tls, base, parts.netloc, key)
 
     def request(self, path: str, body: bytes | None = None) -> bytes:
-        """The bytes of a GET, or of a POST where there is a body."""
+        """Return the bytes of a GET, or of a POST if there is a body."""
         lines = [
             f"{'GET' if body is None else 'POST'} {self.base}{path} HTTP/1.1",
             f"Host: {self.authority}",
@@ -94,7 +94,7 @@ class Server:
 
 
 class _Connections:
-    """Of one server, used again where it allows that."""
+    """Connections to one server, reused if it allows that."""
 
     def __init__(self, server: Server, clock: Callable[[], float]) -> None:
         self._server = server
@@ -103,7 +103,7 @@ class _Connections:
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def ask(self, request: bytes, timeout: float) -> Answer:
-        """Never raises for what the server or the network does."""
+        """Send a request and return its answer. Errors of server or network are in the answer."""
         answer = Answer()
         try:
             async with asyncio.timeout(timeout):
@@ -114,7 +114,7 @@ class _Connections:
         return answer
 
     async def _exchange(self, request: bytes, answer: Answer) -> bool:
-        """False where a connection kept from before turned out to be closed: to be asked again."""
+        """Return False if a reused connection turned out to be closed: send again."""
         kept = bool(self._idle)
         try:
             reader, writer = self._idle.pop() if kept else await self._connect()
@@ -148,9 +148,9 @@ class _Connections:
 
 
 async def prepare(server: Server, bodies: Bodies, *, warmup: int, timeout: float) -> Bodies:
-    """Ask the server what there is to know before a run: the model's name where ``bodies`` has
-    none, whether it takes ``stream_options``, how many tokens a word has; then warm it up. No
-    prompt of the run is sent, which would be in the server's prefix cache.
+    """Ask the server for the facts that a run needs: the model's name if ``bodies`` has none,
+    whether it takes ``stream_options``, the tokens of a word; then warm it up. No prompt of the run
+    is sent, as it would stay in the server's prefix cache.
 
     Raises:
         ConfigError: it does not answer, or refuses even this.
@@ -209,11 +209,11 @@ async def _probe(
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a driver saw."""
+    """The measurements of a driver."""
 
-    # in the order of their numbers
+    # in order of their numbers
     outcomes: tuple[Outcome, ...]
-    # seconds that timers of the generator were late
+    # seconds by which timers of the generator were late
     lags: tuple[float, ...]
     # whether it was cancelled; requests in flight then are not among the outcomes
     interrupted: bool = False
@@ -227,8 +227,8 @@ async def drive(
     timeout: float,
     progress: Callable[[Outcome], None] = lambda _: None,
 ) -> Run:
-    """Send what the plan says, and wait until all of it is answered or given up, or until the task
-    is cancelled.
+    """Send a plan's requests, and wait until all are answered or given up, or until the task is
+    cancelled.
 
     Raises:
         ConfigError: a malformed row of a trace.
@@ -302,7 +302,7 @@ async def drive(
     try:
         await everything()
     except asyncio.CancelledError:
-        # by Ctrl-C: what has ended by then is worth a report
+        # by Ctrl-C: the requests that have ended by then are worth a report
         interrupted = True
     finally:
         watching.cancel()

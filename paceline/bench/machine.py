@@ -1,10 +1,9 @@
-"""What a benchmark was run on, for its JSON: one helper for all of them and ``paceline bench``.
+"""The machine that ran a benchmark, for its JSON: one helper for all and ``paceline bench``.
 
-The clock is measured: a chain of additions that wait for one another, one a cycle, on one thread
-(what the system reports is often a nominal figure, in virtual machines always). The bandwidth is
-what all threads together read of a buffer of 256 MiB. Both take well under a second, and are lower
-than the machine's own where other work runs beside it; ``load`` (the average of a minute when this
-was asked) tells of that.
+The clock is measured: a chain of dependent additions, one a cycle, on one thread (the system often
+reports a nominal figure, in virtual machines always). The bandwidth is that of all threads together
+reading a buffer of 256 MiB. Both take well under a second, and are lower than the machine's own
+while other work runs; ``load`` (the average of the last minute) shows that.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _BUFFER: Final = 256 << 20
 
 
 def cpu_name(cpuinfo: str) -> str:
-    """The processor's model name, from the text of /proc/cpuinfo; else the architecture."""
+    """Return the processor's model name, from the text of /proc/cpuinfo; else the architecture."""
     for line in cpuinfo.splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
@@ -28,8 +27,8 @@ def cpu_name(cpuinfo: str) -> str:
 
 
 def cpu_model(cpuinfo: str) -> str | None:
-    """Family, model and stepping, such as "26.2.1", which tell apart what hypervisors name alike;
-    None where the text of /proc/cpuinfo has none."""
+    """Return family, model and stepping, such as "26.2.1", which distinguish processors that
+    hypervisors name alike; None if the text of /proc/cpuinfo has none."""
     found: dict[str, str] = {}
     for line in cpuinfo.splitlines():
         key, _, value = line.partition(":")
@@ -39,7 +38,7 @@ def cpu_model(cpuinfo: str) -> str | None:
 
 
 def machine(cpus: tuple[int, ...] | None = None) -> dict[str, Any]:
-    """Processor, level of the native kernels, clock, bandwidth, memory and load.
+    """Measure processor, level of the native kernels, clock, bandwidth, memory and load.
 
     Args:
         cpus: the processors that the benchmark may use; None: those of this process.
@@ -47,7 +46,7 @@ def machine(cpus: tuple[int, ...] | None = None) -> dict[str, Any]:
     ``level``, ``clock_ghz`` and ``read_gb_s`` are None without the native library.
     """
     from paceline.backends.native import unavailable_reason, variants
-    from paceline.backends.native.pieces import clock_hz, read_bandwidth
+    from paceline.backends.native.single_kernels import clock_hz, read_bandwidth
 
     load = round(os.getloadavg()[0], 2)
     threads = len(os.sched_getaffinity(0) if cpus is None else cpus)

@@ -12,16 +12,16 @@ from paceline.sim.report.svg import Chart, Series
 
 __all__ = ["bench_page"]
 
-# of a cloud of dots and of a curve; a chart is 400 pixels wide
+# most dots of a cloud, and bins of a curve; a chart is 400 pixels wide
 _MAX_DOTS: Final = 2000
 _BINS: Final = 100
 
 
 def bench_page(report: Report, settings: Mapping[str, Any], machine: Mapping[str, Any]) -> str:
-    """The page of a run.
+    """Render the page of a run.
 
     Args:
-        settings, machine: shown as they are.
+        settings, machine: shown unchanged.
     """
     kinds = [["why", "requests", "the first one's words"]]
     for kind, count in [*report.refused.items(), *report.failed.items()]:
@@ -83,7 +83,7 @@ def _over_time(outcomes: Sequence[Outcome]) -> list[Chart]:
 
 
 def _in_flight(outcomes: Sequence[Outcome], end: float) -> list[tuple[float, float]]:
-    """(middle of an interval, requests in flight on average)"""
+    """Return (middle of an interval, mean requests in flight) of each interval."""
     width = end / _BINS
     found = [0.0] * _BINS
     for outcome in outcomes:
@@ -96,12 +96,12 @@ def _in_flight(outcomes: Sequence[Outcome], end: float) -> list[tuple[float, flo
 
 
 def _tokens(outcomes: Sequence[Outcome], end: float) -> list[tuple[float, float]]:
-    """(middle of an interval, output tokens a second in it); of failures too, for they took time"""
+    """Return (middle of an interval, output tokens per second), failures included."""
     width = end / _BINS
     found = [0.0] * _BINS
     for outcome in outcomes:
         for at in outcome.chunks:
-            # its share, where a chunk holds several
+            # its share, as a chunk may hold several
             share = outcome.tokens / len(outcome.chunks)
             found[min(_BINS - 1, int(at / width))] += share / width
     return [((index + 0.5) * width, value) for index, value in enumerate(found)]

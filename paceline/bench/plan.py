@@ -1,9 +1,9 @@
-"""What is sent and when: arrivals, prompts of a length, bodies. Equal options and seeds give equal
-plans.
+"""Plan of a run's requests: arrivals, prompts of a length, bodies. Equal options and seeds give
+equal plans.
 
-No tokenizer is needed. A prompt of N tokens is made of as many words as N tokens take on this
-server, which two requests before the run tell (``Words.fit``): common words of four letters, each
-one token in most vocabularies and five bytes in those of bytes. What came out is in ``usage``.
+No tokenizer is needed. A prompt of N tokens has the number of words that take N tokens on this
+server, measured by two requests before the run (``Words.fit``): common words of four letters, each
+one token in most vocabularies and five bytes in those of bytes. ``usage`` has the real number.
 
 This module does not know clocks or sockets.
 """
@@ -19,19 +19,19 @@ from typing import Any, Final
 
 import msgspec
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.arrival import Arrival
 from paceline.sim.workload import limit, open_trace, open_workload
 
 __all__ = ["ARRIVALS", "ENDPOINTS", "Bodies", "Plan", "PromptFile", "Words"]
 
 ENDPOINTS: Final[Mapping[str, str]] = {"chat": "/chat/completions", "completions": "/completions"}
-# coefficients of variation of the gaps
+# coefficients of variation of the gaps between arrivals
 ARRIVALS: Final[Mapping[str, float]] = {"poisson": 1.0, "constant": 0.0, "bursty": 3.0}
-# where neither a number nor a duration is given
+# default without a number and a duration
 _NUMBER: Final = 100
-# what a line of prompts may call its limit, and what of it is not sent: what the run says of all
-# requests, and the name of a line
+# names of a limit in a line of prompts, and fields of a line that are not sent: those that the run
+# sets for all requests, and a line's own name
 _MOST: Final = ("max_tokens", "max_completion_tokens")
 _OF_THE_RUN: Final = frozenset({"model", "stream", "stream_options", "custom_id"})
 
@@ -48,7 +48,7 @@ _VOCABULARY: Final = tuple(f" {word}" for word in _WORDS.split())
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Requests and when they are sent.
+    """Requests and their send times.
 
     Open loop (``concurrency`` is None): each at its ``at``, whatever the server does. Closed loop:
     always ``concurrency`` at once, each sent as soon as another has ended, none after ``duration``.
@@ -80,7 +80,8 @@ class Plan:
         e2e: float | None = None,
         seed: int = 0,
     ) -> Plan:
-        """
+        """Make a plan from options.
+
         Args:
             rate: requests a second; with a trace, its lengths at new times.
             trace: a file or description as ``open_workload`` reads it.
@@ -88,7 +89,7 @@ class Plan:
             ttft, tpot, e2e: targets in seconds of the requests that have none of their own.
 
         Raises:
-            ConfigError: a bad length, rate or trace, or nothing that says when to send.
+            ConfigError: a bad length, rate or trace, or no option that says when to send.
         """
         if rate is None and concurrency is None and not trace:
             raise ConfigError("say when to send: --rate, --concurrency or --trace")
@@ -96,7 +97,7 @@ class Plan:
             raise ConfigError("--rate is an open loop and --concurrency a closed one: choose")
         if number is None and duration is None and (not trace or rate is not None):
             number = _NUMBER
-        # a closed loop sends when it can; times are not asked for
+        # a closed loop sends when it can, so the times do not matter
         times = f"rate={rate or 1.0!r},cv={cv!r},n={number or 10**9}"
         name, block = trace, 512
         stream: Iterable[Arrival]
@@ -128,7 +129,7 @@ class _Restartable:
 
 @dataclass(frozen=True, slots=True)
 class _Limited:
-    """So many arrivals, with targets."""
+    """A limited number of arrivals, with targets."""
 
     arrivals: Iterable[Arrival]
     number: int | None
@@ -145,16 +146,16 @@ class _Limited:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Makes prompts of about so many tokens."""
+    """Makes prompts of about a given number of tokens."""
 
     seed: int
     prefix_block: int = 512
-    # what this server's tokenizer and template take
+    # measured with this server's tokenizer and template
     per_word: float = 1.0
     overhead: float = 0.0
 
     def fit(self, samples: Sequence[tuple[int, int]]) -> Words:
-        """With what two prompts took: (words, tokens) each. As it is where that makes no sense."""
+        """Fit to two prompts, (words, tokens) each. Returns itself if the result makes no sense."""
         (words, tokens), (more_words, more_tokens) = samples
         per_word = (more_tokens - tokens) / (more_words - words)
         if not 0.2 <= per_word <= 20:
@@ -162,8 +163,8 @@ class Words:
         return replace(self, per_word=per_word, overhead=tokens - per_word * words)
 
     def text(self, arrival: Arrival, number: int) -> str:
-        """The prompt of an arrival; ``number`` tells arrivals apart. Prompts with equal leading
-        ``prefix`` identities begin with the same text."""
+        """Return the prompt of an arrival; ``number`` distinguishes arrivals. Prompts with equal
+        leading ``prefix`` identities begin with the same text."""
         count = max(1, round((arrival.prompt_tokens - self.overhead) / self.per_word))
         piece = max(1, round(self.prefix_block / self.per_word))
         words: list[str] = []
@@ -175,7 +176,7 @@ class Words:
         return "".join(words)[1:]
 
     def words(self, name: str, count: int) -> list[str]:
-        """Words that ``name`` and the seed decide, each with a space before it."""
+        """Return words chosen by ``name`` and the seed, each with a space before it."""
         return Random(f"{self.seed}/{name}").choices(_VOCABULARY, k=count)
 
 
@@ -183,16 +184,15 @@ class Words:
 class _Prompt:
     text: str | None
     messages: list[dict[str, Any]] | None
-    # by the name that the line gives it
+    # by the name used in the line
     most: Mapping[str, int]
-    # the rest of the line, such as ``temperature``: sent as it is
+    # the rest of the line, such as ``temperature``: sent unchanged
     fields: Mapping[str, Any]
 
 
 class PromptFile:
-    """JSON lines, each with ``prompt`` or ``messages`` and, if it likes, other fields of a request;
-    taken in turn, again from the first after the last. Which model is asked, and how it streams, is
-    the run's.
+    """JSON lines, each with ``prompt`` or ``messages`` and optional other fields of a request; used
+    in turn, again from the first after the last. The run sets the model, and how it streams.
 
     Raises:
         ConfigError: it cannot be read, or a line is something else; the message says which.
@@ -200,7 +200,7 @@ class PromptFile:
 
     def __init__(self, path: Path) -> None:
         try:
-            # not at every line end of Unicode: JSON has some in its texts
+            # split only at line feeds: JSON strings may hold other line ends of Unicode
             lines = path.read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: cannot be read: {error}") from error
@@ -217,7 +217,7 @@ class PromptFile:
 
     @property
     def messages(self) -> bool:
-        """Whether any has messages."""
+        """Whether any line has messages."""
         return any(prompt.messages is not None for prompt in self._prompts)
 
 
@@ -243,7 +243,7 @@ def _parse_prompt(line: str, where: str) -> _Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Bodies:
-    """Makes the JSON that is sent.
+    """Makes the JSON bodies of requests.
 
     Raises:
         ConfigError: messages for an endpoint that takes a prompt.
@@ -254,12 +254,12 @@ class Bodies:
     endpoint: str
     words: Words
     prompts: PromptFile | None = None
-    # asks for ``usage``; a few servers refuse the field
+    # send the field that asks for ``usage``; a few servers refuse it
     include_usage: bool = True
     ignore_eos: bool = False
-    # puts the targets into the body, as Paceline's servers read them
+    # send the targets in the body, as Paceline's servers read them
     send_slo: bool = False
-    # more fields; they win
+    # more fields, which override others
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -267,8 +267,8 @@ class Bodies:
             raise ConfigError("--prompts has messages, which --endpoint completions does not take")
 
     def make(self, arrival: Arrival, number: int) -> tuple[bytes, int | None, int]:
-        """The body, and the prompt and output tokens that it asks for; those of a prompt from a
-        file are not known."""
+        """Return the body, and the prompt and output tokens that it asks for; the prompt tokens are
+        None for a prompt from a file."""
         asked = None
         text: str | None
         messages: list[dict[str, Any]] | None = None

@@ -1,5 +1,5 @@
 """The command line and the composition root: flags become settings, settings become objects.
 
-Nothing below this room reads flags or the environment's model cache; nothing here decides how to
-serve. Modules import what is heavy inside functions, so that ``paceline --help`` answers at once.
+No package below reads flags or the environment's model cache; no module here decides how to serve.
+Modules import heavy dependencies inside functions, so that ``paceline --help`` answers at once.
 """

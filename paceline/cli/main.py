@@ -13,16 +13,30 @@ from importlib import import_module
 from typing import Final
 
 from paceline import __version__
-from paceline.cli.arguments import Parser
-from paceline.core.errors import EngineError, PacelineError
+from paceline.cli.flags.arguments import Parser
+from paceline.errors import EngineError, PacelineError
 
 __all__ = ["build_parser", "main"]
 
-# modules of this package, each with an ``add_parser``; in the order of --help
-_COMMANDS: Final = (
-    "serve", "gateway", "chat", "run", "generate", "pull", "list", "rm", "ps", "top", "trace",
-    "doctor", "plan", "simulate", "bench",
-)  # fmt: skip
+# commands, and the modules of this package that have an ``add_parser`` for them; in the order
+# of --help
+_COMMANDS: Final = {
+    "serve": "serve.command",
+    "gateway": "serve.gateway",
+    "chat": "offline.chat",
+    "run": "offline.run",
+    "generate": "offline.generate",
+    "pull": "models.pull",
+    "list": "models.list",
+    "rm": "models.rm",
+    "ps": "watch.ps",
+    "top": "watch.top",
+    "trace": "watch.trace",
+    "doctor": "watch.doctor",
+    "plan": "simulation.plan",
+    "simulate": "simulation.simulate",
+    "bench": "watch.bench",
+}
 
 _EPILOG = """\
 first steps:
@@ -35,8 +49,8 @@ first steps:
 """
 
 
-def build_parser(commands_of: Sequence[str] = _COMMANDS) -> Parser:
-    """The command line, whole or with some commands only. Imports nothing heavy."""
+def build_parser(commands_of: Sequence[str] = tuple(_COMMANDS)) -> Parser:
+    """Build the command line, with all commands or some. Imports nothing heavy."""
     parser = Parser(
         prog="paceline",
         description="Serve open-weight language models.",
@@ -47,16 +61,16 @@ def build_parser(commands_of: Sequence[str] = _COMMANDS) -> Parser:
         title="commands", metavar="COMMAND", dest="command", required=True, parser_class=Parser
     )
     for name in commands_of:
-        import_module(f"paceline.cli.{name}").add_parser(commands)
+        import_module(f"paceline.cli.{_COMMANDS[name]}").add_parser(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
+    """Run one command and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    # the others need not be imported for the one that is named
+    # for a named command the others need not be imported
     named = argv[0] if argv and argv[0] in _COMMANDS else None
-    args = build_parser(_COMMANDS if named is None else (named,)).parse_args(argv)
+    args = build_parser(tuple(_COMMANDS) if named is None else (named,)).parse_args(argv)
     run: Callable[..., int] = args.run
     try:
         return run(args)
@@ -66,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # the reader of our output went away; keep the interpreter's last flush quiet
+        # the reader of our output has closed it; keep the interpreter's last flush quiet
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

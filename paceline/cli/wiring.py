@@ -11,15 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.checkpoints.aliases import ALIASES
-from paceline.cli.draft_model import draft_of, drafts_by_mtp
-from paceline.cli.plugins import load_policy
-from paceline.cli.settings import EngineSettings
+from paceline.checkpoints.hub.aliases import ALIASES
+from paceline.cli.flags.draft_model import draft_of, drafts_by_mtp
+from paceline.cli.flags.plugins import load_policy
+from paceline.cli.flags.settings import EngineSettings
 from paceline.core.backend import BackendInfo, ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError
 from paceline.core.memory.kv_cache import blocks_for
 from paceline.core.pooling import PoolingInfo
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.engine.core import EngineCore
@@ -37,10 +37,10 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-# the null backend has no memory to measure: enough for its default number of running requests
+# the null backend has no memory to measure: enough blocks for its default number of requests
 _NULL_BLOCKS = 4096
 _NULL_MODEL_LEN = 8192
-# for cached prefixes beside a small model
+# least bytes for cached prefixes of a small model
 _IDLE_BYTES = 256 * 2**20
 
 
@@ -49,7 +49,7 @@ def build_backend(settings: EngineSettings, *, own_process: bool = False) -> Mod
 
     ``own_process``: nothing else runs in this process, so all of it may be bound to NUMA nodes.
 
-    Raises CheckpointError for a bad model, ConfigError for what this machine cannot do.
+    Raises CheckpointError for a bad model, ConfigError for settings this machine does not support.
     """
     if settings.backend == "null":
         return _null_backend(settings)
@@ -59,7 +59,7 @@ def build_backend(settings: EngineSettings, *, own_process: bool = False) -> Mod
 
 
 def _null_backend(settings: EngineSettings) -> ModelBackend:
-    from paceline.backends.null import NullBackend
+    from paceline.backends.reference.null import NullBackend
     from paceline.engine.testing import ByteTokenizer
 
     load = settings.load
@@ -78,7 +78,7 @@ def _null_backend(settings: EngineSettings) -> ModelBackend:
             raise ConfigError(f"{flag} {value} changes nothing with --backend null: leave it out")
     num_blocks = load.num_blocks or _NULL_BLOCKS
     if load.kv_cache_bytes is not None:
-        # as NullBackend counts: one 8-byte slot per token
+        # NullBackend's layout: one 8-byte slot per token
         num_blocks = load.kv_cache_bytes // (8 * load.block_size)
         if num_blocks < 1:
             raise ConfigError(
@@ -98,15 +98,15 @@ def _null_backend(settings: EngineSettings) -> ModelBackend:
 
 
 def _model_backend(settings: EngineSettings, own_process: bool) -> ModelBackend:
-    from paceline.backends.load import load_backend
+    from paceline.backends.loading.load import load_backend
 
     assert settings.model_path is not None  # checked by EngineSettings
     load = settings.load
     if settings.scheduler.preemption == "recompute":
-        # memory that could never be used
+        # host memory that would never be used
         load = replace(load, swap_bytes=0)
     elif settings.scheduler.preemption == "swap":
-        # what layers with a window keep in blocks of their own is not swapped
+        # swapping does not move window blocks
         load = replace(load, without_windows="--preemption swap moves whole blocks")
     draft = draft_of(settings.scheduler.speculative_config, settings.model_path)
     if draft is not None:
@@ -125,13 +125,13 @@ def _model_backend(settings: EngineSettings, own_process: bool) -> ModelBackend:
 def choose_max_model_len(
     wanted: int | None, info: BackendInfo, *, num_blocks: int | None = None
 ) -> int:
-    """The longest request to admit: ``wanted``, or what the model and the KV cache allow.
+    """Return the longest request to admit: ``wanted``, or what model and KV cache allow.
 
     ``num_blocks`` overrides the pool's size. Raises ConfigError, with the numbers, when ``wanted``
-    exceeds the model's positions or the whole pool. Asks the function that admission asks.
+    exceeds the model's positions or the whole pool. Uses the same function as admission.
     """
     blocks = info.num_blocks if num_blocks is None else num_blocks
-    # the last token of a request is sampled and never stored
+    # a request's last token is sampled and never stored
     largest = min(info.max_model_len, blocks * info.block_size + 1)
     if wanted is None:
         return largest
@@ -153,10 +153,10 @@ def choose_max_model_len(
 
 
 def idle_blocks(settings: EngineSettings, info: BackendInfo) -> int | None:
-    """KV blocks that cached prefixes may keep while nobody uses them: ``prefix_cache_bytes``, or
-    where memory is taken as it is used as much as the model's files, at least 256 MiB. So a server
+    """Return the KV blocks that unused cached prefixes may keep: ``prefix_cache_bytes``, or, where
+    memory is taken as it is used, the size of the model's files, at least 256 MiB. So a server
     takes a small multiple of its model, not all that the pool may grow to. None: any number."""
-    from paceline.checkpoints.gguf_parts import gguf_files
+    from paceline.checkpoints.gguf.shards import gguf_files
 
     size = settings.prefix_cache_bytes
     if size is None:
@@ -165,7 +165,7 @@ def idle_blocks(settings: EngineSettings, info: BackendInfo) -> int | None:
         path = Path(settings.model_path)
         files = path.glob("*.safetensors") if path.is_dir() else gguf_files(path)
         size = max(_IDLE_BYTES, sum(file.stat().st_size for file in files))
-    # an encoder's blocks are numbers without memory
+    # an encoder's blocks take no memory
     block_bytes = info.block_bytes + info.window_block_bytes
     return size // block_bytes if block_bytes else None
 
@@ -173,12 +173,12 @@ def idle_blocks(settings: EngineSettings, info: BackendInfo) -> int | None:
 def _pooled(
     scheduler: SchedulerConfig, pooling: PoolingInfo, settings: EngineSettings, max_model_len: int
 ) -> tuple[SchedulerConfig, int]:
-    """The scheduler's settings for a model that is pooled, and its longest prompt.
+    """Return the scheduler's settings for a pooled model, and its longest prompt.
 
-    Raises ConfigError where a prompt cannot be as long as was asked for.
+    Raises ConfigError where prompts cannot be as long as was asked for.
     """
     if pooling.sees_all:
-        # hidden states that it needs again do not lie in the KV cache
+        # hidden states that are still needed are not in the KV cache
         scheduler = replace(scheduler, preemption="recompute")
     most = scheduler.max_num_batched_tokens
     if pooling.whole_prompts and max_model_len > most:
@@ -203,7 +203,7 @@ def _pooled(
 def build_core(
     settings: EngineSettings, *, own_process: bool = False
 ) -> tuple[EngineCore, EngineInfo]:
-    """A loaded engine, ready to step, and its description. The caller closes the core.
+    """Return a loaded engine, ready to step, and its description. The caller closes the core.
 
     ``own_process``: see ``build_backend``.
     """
@@ -213,9 +213,9 @@ def build_core(
     from paceline.engine.process.loop import engine_info
     from paceline.engine.recorder import FileRecorder
     from paceline.engine.text.grammar import GrammarCompiler
-    from paceline.engine.timeline.tap import TimelineTap
+    from paceline.timeline.tap import TimelineTap
 
-    # what it refuses is told before a model is loaded
+    # raises errors before a model is loaded
     FinishedAnswers.of(settings.scheduler.speculative_config)
     load_policy(settings.scheduler.policy)
     backend = build_backend(settings, own_process=own_process)
@@ -240,7 +240,7 @@ def build_core(
         )
         matchers = None
         if isinstance(backend, ConstrainedBackend):
-            # loads the tokenizer when the first grammar comes
+            # loads the tokenizer with the first grammar
             matchers = GrammarCompiler(lambda: build_tokenizer(settings))
         depth = settings.pipeline_depth
         recorder = None
@@ -263,7 +263,7 @@ def build_core(
 
 
 def build_tokenizer(settings: EngineSettings) -> Tokenizer:
-    """The model's tokenizer; the null backend's works on bytes."""
+    """Return the model's tokenizer; the null backend's works on bytes."""
     if settings.model_path is None:
         from paceline.engine.testing import ByteTokenizer
 
@@ -274,8 +274,8 @@ def build_tokenizer(settings: EngineSettings) -> Tokenizer:
 
 
 def default_sampling(settings: EngineSettings) -> dict[str, float]:
-    """What the model's authors recommend for requests that leave it out: the sampling fields of a
-    Hugging Face folder's generation_config.json, or what is known of an alias. Other GGUF files and
+    """Return the authors' recommended sampling fields, for requests that leave them out: from a
+    Hugging Face folder's generation_config.json, or those known of an alias. Other GGUF files and
     the null backend have none.
 
     Raises CheckpointError or ConfigError for a malformed file.
@@ -285,8 +285,8 @@ def default_sampling(settings: EngineSettings) -> dict[str, float]:
     if not Path(settings.model_path).is_dir():
         alias = ALIASES.get(settings.model_name)
         return {} if alias is None else dict(alias.sampling)
-    from paceline.checkpoints.json_file import read_json_object
-    from paceline.server.config import sampling_defaults
+    from paceline.checkpoints.model.json_file import read_json_object
+    from paceline.server.settings.config import sampling_defaults
 
     found = read_json_object(Path(settings.model_path) / "generation_config.json")
     return sampling_defaults(found or {})

@@ -1,4 +1,4 @@
-"""A streaming client for any OpenAI-compatible server, blocking or asyncio (docs/client.md)."""
+"""A streaming client for any OpenAI-compatible server, blocking or asyncio (docs/use/client.md)."""
 
 from paceline.client.async_stream import AsyncStream
 from paceline.client.client import AsyncClient, Client

@@ -28,13 +28,13 @@ class _Call:
 
 
 class Answer:
-    """What the chunks so far say. ``ids`` are the output's tokens while ``ids_whole`` holds."""
+    """Content of the chunks so far. ``ids`` are the output's tokens while ``ids_whole`` holds."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
         self.ids: list[int] = []
         self.prompt_ids: list[int] | None = None
-        # whether every piece of text came with the ids that it is made of
+        # whether every piece of text came with its token ids
         self.ids_whole = True
         # whether the caller has a part of it
         self.told = False
@@ -52,9 +52,9 @@ class Answer:
         return bool(self.ids) and self.ids_whole
 
     def read(self, chunk: dict[str, Any], events: list[Event]) -> None:
-        """Takes in one chunk and appends what it makes to ``events``.
+        """Process one chunk and append its events to ``events``.
 
-        Raises ChunkError; what it made before stands, as text without ids.
+        Raises ChunkError; events made before it stay, as text without ids.
         """
         try:
             self._read(chunk, events)
@@ -62,14 +62,14 @@ class Answer:
             self.told = self.told or bool(events)
 
     def finished(self, target: int) -> Finished:
-        """The answer as it is, once ``reason`` is known."""
+        """Return the present answer, once ``reason`` is known."""
         calls = tuple(
             ToolCall(call.id, call.name, "".join(call.arguments))
             for _, call in sorted(self._calls.items())
         )
         usage = self._usage
         if usage is None and self.prompt_ids is not None and self.resumable:
-            # the stream broke behind the last token
+            # the stream broke after the last token
             usage = Usage(len(self.prompt_ids), len(self.ids))
         reasoning = "".join(self._reasoning)
         return Finished(self.reason or "", usage, self.text, calls, reasoning, target)
@@ -107,7 +107,7 @@ class Answer:
         told = (part.get("id"), function.get("name"), function.get("arguments"))
         new_id, new_name, arguments = map(text_of, told)
         call = self._calls.setdefault(index, _Call())
-        # a resumed attempt may say again what a call is
+        # a resumed attempt may repeat a call's id and name
         new_id, new_name = "" if call.id else new_id, "" if call.name else new_name
         call.id = call.id or new_id
         call.name = call.name or new_name
@@ -118,7 +118,7 @@ class Answer:
 
 
 def usage_of(told: object) -> Usage | None:
-    """None: there are no counts, or none that can be read, which is no reason to lose an answer."""
+    """Return the counts; None if missing or unreadable, which must not cost the answer."""
     try:
         found = object_of(told)
         return Usage(

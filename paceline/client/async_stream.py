@@ -1,4 +1,4 @@
-"""Drives one call with asyncio."""
+"""Driver of one call with asyncio."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _READ_BYTES = 65536
 
 
 class AsyncStream(AsyncIterator[Event]):
-    """The events of one call, which begins when the first is asked for.
+    """The events of one call, which begins when the first event is read.
 
     ``aclose``, leaving its ``async with`` block and cancelling the task that reads it close the
     connection, and the server stops.
@@ -32,11 +32,11 @@ class AsyncStream(AsyncIterator[Event]):
         return self
 
     async def __anext__(self) -> Event:
-        """Raises ClientError if there is no answer to be had."""
+        """Return the next event; raises ClientError if the call fails."""
         return await anext(self._events)
 
     async def result(self) -> Finished:
-        """Reads to the end and returns the whole answer. Raises ClientError as iterating does."""
+        """Read to the end and return the whole answer. Raises ClientError as iterating does."""
         async for event in self:
             if isinstance(event, Finished):
                 await self.aclose()
@@ -44,7 +44,7 @@ class AsyncStream(AsyncIterator[Event]):
         raise ValueError("the stream has been read or closed")
 
     async def aclose(self) -> None:
-        """Ends the call; harmless when it is over."""
+        """End the call; harmless when it is over."""
         await self._events.aclose()
 
     async def __aenter__(self) -> AsyncStream:
@@ -60,7 +60,7 @@ class AsyncStream(AsyncIterator[Event]):
 
 
 class _Connection:
-    """At most one connection, and the answer on it."""
+    """One connection or none, and the answer on it."""
 
     def __init__(self, machine: Machine, addresses: Sequence[Address]) -> None:
         self._machine = machine
@@ -70,7 +70,7 @@ class _Connection:
 
     def close(self) -> None:
         if self._streams is not None:
-            # at once: a farewell over TLS would wait for the server
+            # at once, as closing TLS in order would wait for the server
             self._streams[1].transport.abort()
             self._streams = None
 
@@ -92,11 +92,11 @@ class _Connection:
         return Connected()
 
     async def wait(self) -> list[Input]:
-        """What happens next, at the machine's deadline at the latest."""
+        """Return the next inputs, at the machine's deadline at the latest."""
         if self._streams is None:
             await asyncio.sleep(self._seconds_left())
             return [Tick()]
-        # a loop that was held up sees the answer and the time at once: what lies there counts
+        # a delayed loop sees data and the deadline at once: data received already counts
         for seconds in (self._seconds_left(), 0.0):
             try:
                 async with asyncio.timeout(seconds):

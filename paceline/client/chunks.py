@@ -1,4 +1,4 @@
-"""What an event of a stream holds: a chunk, an error of the server, or nothing. Pure."""
+"""Parsing of a stream's event: a chunk, an error of the server, or nothing. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = [
     "text_of",
 ]  # fmt: skip
 
-# data that says nothing
+# data without content
 _NOTHING: Final = (b"{}", b"null")
-# names of events that are chunks, as if they had none
+# names of events that are read as chunks, like events without a name
 _NAMES: Final = (b"", b"message")
 _MOST_WORDS: Final = 2000
 
@@ -30,17 +30,17 @@ class ChunkError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """An error that the server reports in its stream."""
+    """Error that the server reports in its stream."""
 
-    # as of HTTP, where it tells one
+    # HTTP status, if the error has one
     code: int | None
     words: str
 
 
 def read_event(event: bytes) -> dict[str, Any] | Reported | None:
-    """A chunk with choices or counts, or an error; None: it says nothing, such as a ping.
+    """Return a chunk with choices or counts, or an error; None: no content, such as a ping.
 
-    Raises ChunkError for the end of the stream, and for what is no chunk.
+    Raises ChunkError for the end of the stream, and for malformed chunks.
     """
     payload, name = payload_of(event), name_of(event)
     if names_error(name):
@@ -52,7 +52,7 @@ def read_event(event: bytes) -> dict[str, Any] | Reported | None:
     chunk = _decoded(payload)
     if not isinstance(chunk, dict):
         if name not in _NAMES:
-            # of a name that readers of chunks do not know
+            # an event with a name that readers of chunks do not know
             return None
         raise ChunkError("an event is no JSON object")
     if error := chunk.get("error"):
@@ -73,7 +73,7 @@ def _decoded(payload: bytes) -> Any:
 
 
 def _reported(payload: bytes) -> Reported:
-    """Of an event that reports an error by its name, whatever its data."""
+    """Parse an event that reports an error by its name, with any data."""
     found = _decoded(payload)
     if isinstance(found, dict):
         return _read_error(found.get("error") or found)
@@ -89,7 +89,7 @@ def _read_error(error: object) -> Reported:
 
 
 def text_of(value: object) -> str:
-    """Raises ChunkError, as those below do, for what is neither that nor null."""
+    """Return a string, "" for null; raises ChunkError for others, as the functions below do."""
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -121,7 +121,7 @@ def object_of(value: object) -> dict[str, Any]:
 
 
 def integer_of(value: object, default: int | None = None) -> int:
-    """``default``: for null; without one that is malformed too."""
+    """Return an integer, ``default`` for null; without one null is malformed too."""
     found = default if value is None else _integer(value)
     if found is None:
         raise ChunkError
@@ -130,6 +130,6 @@ def integer_of(value: object, default: int | None = None) -> int:
 
 def _integer(value: object) -> int | None:
     if isinstance(value, float) and value.is_integer():
-        # JSON does not tell 1.0 from 1
+        # JSON does not distinguish 1.0 from 1
         return int(value)
     return value if type(value) is int else None

@@ -1,4 +1,4 @@
-"""``Client`` and ``AsyncClient``: what is asked for, as a request of a ``Machine``."""
+"""``Client`` and ``AsyncClient``: they turn a call into the request of a ``Machine``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Messages = Sequence[Mapping[str, Any]]
 
 
 class _Calls:
-    """What both clients are. Holds no connection, so there is nothing to close."""
+    """Common part of both clients. Holds no connection, so there is nothing to close."""
 
     def __init__(
         self,
@@ -32,11 +32,11 @@ class _Calls:
         policy: Policy = DEFAULT_POLICY,
         budget: RetryBudget | None = None,
     ) -> None:
-        """Raises ValueError without targets.
+        """Make a client; raises ValueError without targets.
 
         Args:
             targets: in order of preference.
-            budget: another client's, for a process that shares one; None: an own one.
+            budget: another client's, for a process that shares one; None: one of its own.
         """
         if not targets:
             raise ValueError("a client needs at least one target")
@@ -44,7 +44,7 @@ class _Calls:
         self._policy = policy
         self._budget = budget or RetryBudget()
         self._addresses = tuple(map(Address, self._targets))
-        # learned of each target, over calls
+        # fields that each target refuses, kept over calls
         self._left_out: tuple[set[str], ...] = tuple(set() for _ in self._targets)
         self._random = random.Random()
 
@@ -63,7 +63,7 @@ class _Calls:
             described = {"name": name, "schema": schema}
             body["response_format"] = {"type": "json_schema", "json_schema": described}
         _refuse_no_numbers(body, "")
-        # 31 bits are an integer to every server
+        # 31 bits are an integer for every server
         request = Request(path, body, self._random.getrandbits(31), parser)
         draw = self._random.random
         return Machine(request, self._targets, self._policy, self._budget, draw, self._left_out)
@@ -73,12 +73,12 @@ class Client(_Calls):
     """Streams from OpenAI-compatible servers, over blocking sockets. Threads may share it."""
 
     def chat(self, messages: _Messages, *, parse: type | None = None, **options: Any) -> Stream:
-        """An answer to a conversation.
+        """Ask for an answer to a conversation.
 
         Args:
-            parse: a dataclass, msgspec.Struct or pydantic model; the answer is JSON of it, and
-                ``Finished.parsed`` an instance.
-            options: further fields of the body, such as max_tokens, as they are.
+            parse: a dataclass, msgspec.Struct or pydantic model; the answer is JSON of that type,
+                and ``Finished.parsed`` an instance.
+            options: further fields of the body, such as max_tokens, passed on unchanged.
 
         Raises TypeError and ValueError for options that the client sets itself, and ValueError for
         NaN and infinities.
@@ -87,7 +87,7 @@ class Client(_Calls):
         return Stream(self._machine("/chat/completions", body, parse), self._addresses)
 
     def complete(self, prompt: str | Sequence[int], **options: Any) -> Stream:
-        """What follows ``prompt``, which is text or token ids. Raises as ``chat`` does."""
+        """Ask for the continuation of ``prompt``, text or token ids. Raises as ``chat`` does."""
         body = {**options, "prompt": prompt}
         return Stream(self._machine("/completions", body, None), self._addresses)
 
@@ -98,18 +98,18 @@ class AsyncClient(_Calls):
     def chat(
         self, messages: _Messages, *, parse: type | None = None, **options: Any
     ) -> AsyncStream:
-        """See ``Client.chat``."""
+        """Ask for an answer to a conversation, see ``Client.chat``."""
         body = {**options, "messages": list(messages)}
         return AsyncStream(self._machine("/chat/completions", body, parse), self._addresses)
 
     def complete(self, prompt: str | Sequence[int], **options: Any) -> AsyncStream:
-        """See ``Client.complete``."""
+        """Ask for the continuation of ``prompt``, see ``Client.complete``."""
         body = {**options, "prompt": prompt}
         return AsyncStream(self._machine("/completions", body, None), self._addresses)
 
 
 def _refuse_no_numbers(value: object, path: str) -> None:
-    """Raises ValueError for NaN and infinities, which would be sent as null: another request."""
+    """Raise ValueError for NaN and infinities, which would be sent as null: another request."""
     if isinstance(value, float):
         if not math.isfinite(value):
             raise ValueError(f"{path} is {value}, which JSON has no number for")
@@ -122,7 +122,7 @@ def _refuse_no_numbers(value: object, path: str) -> None:
 
 
 class _Pydantic(Protocol):
-    """A model of pydantic, which is no dependency: its own methods are asked."""
+    """A model of pydantic, which is not a dependency: its own methods are called."""
 
     def model_json_schema(self) -> dict[str, Any]: ...
 
@@ -130,14 +130,14 @@ class _Pydantic(Protocol):
 
 
 def _schema_of(kind: type) -> tuple[dict[str, Any], Callable[[str], object]]:
-    """A JSON schema, and what reads text of it, which raises ValueError."""
+    """Return a JSON schema, and a parser of matching text, which raises ValueError."""
     if hasattr(kind, "model_json_schema") and hasattr(kind, "model_validate_json"):
         model = cast(_Pydantic, kind)
         return model.model_json_schema(), model.model_validate_json
     schema = msgspec.json.schema(kind)
     reference = schema.get("$ref")
     if reference is not None:
-        # servers want an object at the top; what it refers to may still refer to itself
+        # servers want an object at the top; the definition itself may be recursive
         definitions = schema["$defs"]
         schema = {**definitions[reference.rpartition("/")[2]], "$defs": definitions}
     decode: Callable[[str], object] = msgspec.json.Decoder(kind).decode

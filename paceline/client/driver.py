@@ -1,4 +1,4 @@
-"""What both drivers do with a machine's actions, in one order."""
+"""Execution of a machine's actions, in order, for both drivers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["carry_out"]
 def carry_out(
     machine: Machine, inputs: Sequence[Input], close: Callable[[], None]
 ) -> Iterator[Event | Open]:
-    """Tell the machine what happened: events for the caller, and at the end the connection to open,
-    if one is wanted.
+    """Pass inputs to the machine; yield events for the caller, and at the end the connection to
+    open, if one is wanted.
 
     Args:
-        close: drops the connection. Inputs behind that were read from it, so they are not told.
+        close: drops the connection. Later inputs were read from it, so they are not passed.
 
-    Raises ClientError where the call has failed.
+    Raises ClientError if the call has failed.
     """
     for given in inputs:
         opening: Open | None = None

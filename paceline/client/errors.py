@@ -1,10 +1,10 @@
-"""What a call can end with instead of an answer.
+"""Errors with which a call ends instead of an answer.
 
 ClientError
-├── RefusedError             the server said no, and would say so again
+├── RefusedError             the server refused, and would refuse again
 ├── NoAnswerError            every attempt failed before the caller had anything
-├── StreamInterruptedError   the caller has a part, and it cannot be gone on from
-└── NotParsedError           the answer is whole and is not of the type that was asked for
+├── StreamInterruptedError   the caller has a part, and it cannot be resumed
+└── NotParsedError           the answer is complete and not of the requested type
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = [
 
 
 class ClientError(Exception):
-    """Base of all errors of this room."""
+    """Base class of all errors of this package."""
 
 
 class RefusedError(ClientError):
@@ -37,12 +37,12 @@ class RefusedError(ClientError):
 
 
 class NoAnswerError(ClientError):
-    """No attempt led to an answer, and the caller has seen no part of one.
+    """No attempt brought an answer, and the caller has seen no part of one.
 
     Args:
         reason: of the last attempt's failure.
-        attempts: how many there were.
-        status: HTTP's, where the last attempt got one, else 0.
+        attempts: their number.
+        status: HTTP status of the last attempt, or 0 if it got none.
         retry_after: seconds that the server asked to wait, if it did.
     """
 
@@ -57,7 +57,7 @@ class NoAnswerError(ClientError):
 
 
 class StreamInterruptedError(ClientError):
-    """The stream broke behind ``partial``, and nothing can go on from there exactly.
+    """The stream broke after ``partial``, and it cannot be resumed exactly from there.
 
     Args:
         reason: of the last attempt's failure.
@@ -74,10 +74,10 @@ class StreamInterruptedError(ClientError):
 
 
 class NotParsedError(ClientError):
-    """``text`` is not of the type that ``parse`` named.
+    """``text`` is not of the type given as ``parse``.
 
     Args:
-        reason: what the parser said, or how the answer ended.
+        reason: the parser's message, or how the answer ended.
     """
 
     def __init__(self, reason: str, text: str) -> None:

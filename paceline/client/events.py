@@ -1,7 +1,7 @@
-"""What a stream yields, in order: Started, deltas, Finished; between them what went wrong.
+"""Events of a stream, in order: Started, deltas, Finished; in between, reports of failures.
 
 Only deltas and Finished hold content. The text of all TextDelta since the start, or since the last
-Restarted, is that of Finished.
+Restarted, is the text of Finished.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of an answer, over all its attempts counted once."""
+    """Tokens of an answer, counted once over all its attempts."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -34,7 +34,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One whole call."""
+    """One complete tool call."""
 
     id: str
     name: str
@@ -48,7 +48,7 @@ class Started:
 
     # index into the client's targets
     target: int
-    # as the server names them
+    # as the server gives them
     id: str
     model: str
 
@@ -62,16 +62,16 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of what a model thinks before it answers, where the server tells that apart."""
+    """More of the model's reasoning before its answer, if the server marks it."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A part of one call: ``id`` and ``name`` come once, ``arguments`` in pieces."""
+    """Part of one call: ``id`` and ``name`` come once, ``arguments`` in pieces."""
 
-    # of the call in this answer, from 0
+    # index of the call in this answer, from 0
     index: int
     id: str
     name: str
@@ -82,7 +82,7 @@ class ToolCallDelta:
 class Retrying:
     """An attempt failed and another follows."""
 
-    # number of the one that follows, from 2
+    # number of the next attempt, from 2
     attempt: int
     reason: str
     # seconds until it begins
@@ -98,34 +98,34 @@ class FellBack:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A new attempt goes on where the last one was cut: nothing is lost or comes twice."""
+    """A new attempt continues where the last one broke: nothing is lost or comes twice."""
 
     target: int
-    # output tokens before the seam
+    # output tokens before it
     position: int
 
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """What came so far is void, and the answer begins again; only where the caller allowed it."""
+    """The output so far is void, and the answer begins again; only if the caller allowed it."""
 
     target: int
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The whole answer, last."""
+    """The complete answer, last."""
 
     # OpenAI's finish_reason
     reason: str
-    # None: the server told no counts
+    # None: the server sent no counts
     usage: Usage | None
     text: str
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
-    # index of the target that ended it
+    # index of the target that completed it
     target: int = 0
-    # of the type that ``parse`` named, else None
+    # result of ``parse``'s type, else None
     parsed: object = None
 
 

@@ -1,7 +1,7 @@
-"""One call as a value: what happened goes in, what to do comes out.
+"""One call as a state machine: inputs go in, actions come out.
 
-No sockets, threads, clocks or chance in here: drivers bring bytes and the time, and carry out the
-actions. ``stream.py`` and ``async_stream.py`` are such drivers, and so are the tests.
+It has no sockets, threads, clocks or randomness: drivers bring bytes and the time, and carry out
+the actions. ``stream.py`` and ``async_stream.py`` are such drivers, and so are the tests.
 
     WAITING ──time──> CONNECTING ──Connected──> ASKED ──Head 200──> STREAMING ──[DONE]──> OVER
        ^                  |                       |  \\                  |
@@ -51,9 +51,9 @@ from paceline.wire.sse import SseEvents
 __all__ = ["Machine"]
 
 _MAX_ERROR_BYTES: Final = 64 * 1024
-# that the rest of a refusal may take
+# seconds for the rest of a refusal
 _ERROR_SECONDS: Final = 2.0
-# fields that the client adds by itself, and leaves out where a server refuses one of them by name
+# fields that the client adds itself, and leaves out if a server refuses one of them by name
 _OWN_FIELDS: Final = ("return_token_ids", "seed", "stream_options", "resume_output_ids")
 
 
@@ -73,8 +73,8 @@ class Machine:
         targets: in order of preference.
         budget: shared by all calls of a client.
         draw: a number from 0 up to 1, for jitter.
-        left_out: for each target the fields that its server is known to refuse; the machine adds to
-            them, and a client keeps them over calls.
+        left_out: for each target the fields that its server is known to refuse; the machine adds
+            to them, and a client keeps them over calls.
     """
 
     def __init__(
@@ -96,19 +96,19 @@ class Machine:
         self._out: list[Action] = []
         self._answer = Answer()
         self._started = False
-        # ends of the call, and of what the state waits for
+        # deadlines of the call, and of the present state
         self._end = self._until = math.inf
         self._target = self._attempt = 0
-        # from when on each target may be asked again
+        # earliest time of the next attempt at each target
         self._ready = [-math.inf] * len(targets)
-        # targets that went on elsewhere than asked
+        # targets that did not continue after the tokens sent
         self._cannot_resume: set[int] = set()
-        # fields left out at this target that it has refused; kept for it once it answers
+        # refused fields left out at this target on trial; kept for it once it answers
         self._trial: set[str] = set()
-        # of the attempt at hand
+        # start and events of the present attempt
         self._opened = 0.0
         self._events = SseEvents(policy.max_event_bytes)
-        # output tokens it goes on behind; None once that is proved, and where it begins
+        # output tokens before it; None once the server has proved to continue, and for a new answer
         self._seam: int | None = None
         self._refusal: Head | None = None
         self._refusal_body = bytearray()
@@ -119,11 +119,11 @@ class Machine:
 
     @property
     def deadline(self) -> float:
-        """When a Tick is due, in the time of ``handle``."""
+        """Time at which a Tick is due, on the clock of ``handle``."""
         return min(self._until, self._end)
 
     def handle(self, event: Input, now: float) -> list[Action]:
-        """What to do, in order. ``now`` never goes back; the list is the caller's."""
+        """Return the actions, in order. ``now`` never goes back; the list belongs to the caller."""
         self._out = []
         if self.over:
             return self._out
@@ -137,7 +137,7 @@ class Machine:
         elif isinstance(event, Tick):
             self._tick(now)
         elif self._state is _State.WAITING:
-            # of a connection that was dropped
+            # an input of a dropped connection
             pass
         elif isinstance(event, Broken):
             self._failed(event.reason, now)
@@ -153,7 +153,7 @@ class Machine:
         return self._out
 
     def cancel(self) -> list[Action]:
-        """The caller wants no more."""
+        """End the call, as the caller wants no more."""
         self._out = []
         self._drop()
         self._state = _State.OVER
@@ -176,7 +176,7 @@ class Machine:
         if self._can_resume(self._target):
             self._seam = len(answer.ids)
         elif self._attempt > 1:
-            # begin again; what was told, if anything, is void by leave of the caller
+            # begin again; output so far, if any, is void with the caller's permission
             self._answer = Answer()
             if answer.told:
                 self._out.append(Emit(Restarted(self._target)))
@@ -193,7 +193,7 @@ class Machine:
         }
         if self._seam is not None:
             own["resume_output_ids"] = list(self._answer.ids)
-            # the count of tokens with each chunk proves that these were taken in
+            # the count of tokens with each chunk proves that the server continues after these
             own["stream_options"] = options | {"continuous_usage_stats": True}
         left_out = self._left_out[self._target] | self._trial
         own = {name: value for name, value in own.items() if name not in left_out}
@@ -202,7 +202,7 @@ class Machine:
         return {**given, **own, "model": self._targets[self._target].model, "stream": True}
 
     def _can_resume(self, target: int) -> bool:
-        # ids mean the same to the same model only
+        # ids mean the same only to the same model
         same = self._targets[target].model == self._targets[self._target].model
         able = (
             target not in self._cannot_resume and "return_token_ids" not in self._left_out[target]
@@ -218,10 +218,10 @@ class Machine:
         after: float | None = None,
         refusal: RefusedError | None = None,
     ) -> None:
-        """The attempt is lost: another one, or the end.
+        """End a lost attempt: with another attempt, or with the call.
 
         Args:
-            refusal: what this target would say again; another one may not.
+            refusal: an answer that this target would repeat; another target may not.
         """
         if self._answer.resumable and len(self._answer.ids) >= self._max_tokens:
             self._answer.reason = self._answer.reason or "length"
@@ -249,7 +249,7 @@ class Machine:
             self._trial = set()
             self._out.append(Emit(FellBack(following)))
             if not self._can_resume(following):
-                # the next attempt must not take them for its own
+                # the next attempt must not continue from these ids
                 self._answer.ids_whole = False
         self._target = following
         if wait > 0:
@@ -259,7 +259,7 @@ class Machine:
             self._open(now)
 
     def _next(self, now: float) -> int | None:
-        """The target of the next attempt: the one after this that may be asked soon enough."""
+        """Return the target of the next attempt: the first after this one that is ready in time."""
         count = len(self._targets)
         for step in range(1, count + 1):
             target = (self._target + step) % count
@@ -280,7 +280,7 @@ class Machine:
 
     def _give_up(self, reason: str, error: ClientError) -> None:
         if self._answer.reason is not None:
-            # what went wrong lies behind the whole answer
+            # the failure came after the complete answer
             self._finish()
             return
         self._drop()
@@ -292,7 +292,7 @@ class Machine:
     def _drop(self) -> None:
         if self._state not in (_State.WAITING, _State.OVER):
             self._out.append(Close())
-            # what else comes of it belongs to no attempt
+            # further inputs from it belong to no attempt
             self._state = _State.WAITING
 
     # ---------------------------------------------------------------- what happens
@@ -374,7 +374,7 @@ class Machine:
             self._until = now + self._policy.gap_timeout
 
     def _prove(self, chunk: dict[str, Any], now: float) -> bool:
-        """Whether the attempt may go on: it has gone on behind the seam, or said nothing yet.
+        """Whether the chunk may be used: the server continued after the seam, or sent nothing yet.
 
         A server that does not know ``resume_output_ids`` begins again, and its text would come
         twice. One that knows it counts the tokens before the seam too, and has the same prompt.
@@ -416,7 +416,7 @@ class Machine:
                 self._cannot_resume.add(self._target)
                 self._failed("the server refuses to resume", now, status=status)
             else:
-                # nothing was computed: asking once more without them is no attempt
+                # nothing was computed, so sending again without these fields is not another attempt
                 self._trial |= own
                 self._drop()
                 self._send(now)

@@ -1,4 +1,4 @@
-"""How often, how long and where a client tries. Pure: time is an argument."""
+"""Limits of a client's attempts: number, time and targets. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["DEFAULT_POLICY", "Policy", "RetryBudget", "Target"]
 
 
 def _shown(url: str) -> str:
-    """A URL as an error may quote it, whatever it is: without user, password, query and fragment,
-    which may be secrets. A password may hold any character, those that end a host's name too."""
+    """Return any URL as an error may quote it: without user, password, query and fragment, which
+    may be secrets. A password may hold any character, also those that end a host name."""
     shown = re.split("[?#]", url, maxsplit=1)[0]
     if "@" in url:
         start, slashes, _ = shown.partition("//")
@@ -25,7 +25,7 @@ def _shown(url: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server and a model there. Raises ValueError for an address that is none."""
+    """A server and a model there. Raises ValueError for an invalid address."""
 
     # such as http://127.0.0.1:8000/v1; a trailing /v1 may be left out
     base_url: str
@@ -37,10 +37,10 @@ class Target:
         try:
             parts = urlsplit(self.base_url)
             port = parts.port
-            # or looking it up would fail, with an error that is no connection's
+            # otherwise looking it up would fail with an error that is not an OSError
             (parts.hostname or "").encode("idna")
         except ValueError:
-            # what is wrong is not repeated: a part of a password may be taken for a port
+            # the error text is not repeated, as a part of a password may be read as a port
             raise ValueError(
                 f"base_url {_shown(self.base_url)} has no valid host or port"
             ) from None
@@ -52,7 +52,7 @@ class Target:
             raise ValueError("base_url and api_key are printable ASCII without spaces")
 
     def __repr__(self) -> str:
-        # logs and tracebacks show no keys
+        # logs and tracebacks must not show keys
         return f"Target({self.base_url!r}, {self.model!r})"
 
 
@@ -60,23 +60,23 @@ class Target:
 class Policy:
     """Limits of one call. Raises ValueError for a bad value."""
 
-    # requests in all, whichever targets they go to
+    # requests in all, to any target
     attempts: int = 3
     # seconds; each counts from the start of an attempt, but the total from that of the call
     connect_timeout: float = 5.0
-    # until the first token: waiting in a queue and the prompt are in it
+    # until the first token, including the queue and the prompt
     first_token_timeout: float = 120.0
-    # between two tokens; comments that keep a connection alive are none
+    # between two tokens; comments that keep a connection alive do not count
     gap_timeout: float = 30.0
     total_timeout: float = 600.0
     # the back-off before attempt n + 1 is drawn from 0 to base * 2 ** (n - 1), at most max
     backoff_base: float = 0.5
     backoff_max: float = 8.0
-    # a server that asks for a longer wait is not asked again
+    # a server that asks for a longer wait gets no more attempts
     max_retry_after: float = 60.0
-    # an answer that broke and cannot be resumed may begin again, which voids what was told
+    # an answer that broke and cannot be resumed may begin again, which voids earlier output
     restart_allowed: bool = False
-    # of one event, such as the first, which may hold the prompt's ids
+    # size of one event, such as the first, which may hold the prompt's ids
     max_event_bytes: int = 16 * 2**20
 
     def __post_init__(self) -> None:
@@ -99,15 +99,15 @@ class Policy:
 
 DEFAULT_POLICY: Final = Policy()
 
-# tokens that calls without retries can save up
+# most tokens that calls without retries can save up
 _CAPACITY: Final = 100.0
 
 
 class RetryBudget:
     """A token bucket over all calls of a client: retries cannot multiply a server's load.
 
-    A call puts ``ratio`` in, a retry takes 1 out. Up to ``minimum`` come back by themselves, one a
-    second, so that a client of few calls may retry too. Safe to share between threads.
+    A call puts ``ratio`` in, a retry takes 1 out. The level rises to ``minimum`` by itself, by one
+    a second, so that a client with few calls may retry too. Safe to share between threads.
     """
 
     def __init__(self, ratio: float = 0.1, minimum: float = 10.0) -> None:
@@ -120,12 +120,12 @@ class RetryBudget:
         self._lock = threading.Lock()
 
     def deposit(self) -> None:
-        """A call begins."""
+        """Count a new call."""
         with self._lock:
             self._level = min(_CAPACITY, self._level + self._ratio)
 
     def take(self, now: float) -> bool:
-        """Whether one more retry may be made; if so, it is paid."""
+        """Take one retry from the bucket; return whether there was one."""
         with self._lock:
             if now > self._at:
                 if self._level < self._minimum and self._at > -math.inf:

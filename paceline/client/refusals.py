@@ -1,4 +1,4 @@
-"""What a server says where it refuses a request."""
+"""Parsing of a server's refusals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["message_of", "retry_after"]
 
 
 def retry_after(head: Head) -> float | None:
-    """Seconds that the server asks to wait; None: it names none that can be read."""
+    """Return the seconds that the server asks to wait; None if it gives none that can be read."""
     text = head.headers.get("retry-after-ms", "")
     try:
         seconds = float(text) / 1000 if text else float(head.headers.get("retry-after", ""))
@@ -23,7 +23,7 @@ def retry_after(head: Head) -> float | None:
         except (ValueError, TypeError, OverflowError):
             return None
         try:
-            # the server's own clock, where it says what it shows
+            # compare with the server's own clock, if it sends it
             sent = parsedate_to_datetime(head.headers.get("date", "")).timestamp()
         except (ValueError, TypeError, OverflowError):
             sent = head.wall
@@ -32,7 +32,7 @@ def retry_after(head: Head) -> float | None:
 
 
 def message_of(body: str) -> str:
-    """The words of an error, or else all of it."""
+    """Return the message of an error, or else all of it."""
     try:
         error = msgspec.json.decode(body)["error"]
         words = error["message"] if isinstance(error, dict) else error

@@ -1,4 +1,4 @@
-"""What a ``Machine`` is told, and what it says to do."""
+"""Inputs and actions of a ``Machine``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """The connection that ``Open`` asked for stands, and the request is on its way."""
+    """The connection that ``Open`` wants is open, and the request was sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,14 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """There was no connection to be had, or it was lost."""
+    """No connection could be opened, or it was lost."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """``deadline`` has come."""
+    """The time ``deadline`` has come."""
 
 
 Input = Start | Connected | Head | Data | Closed | Broken | Tick
@@ -78,16 +78,16 @@ Input = Start | Connected | Head | Data | Closed | Broken | Tick
 class Open:
     """Connect to a target and post a body. Nothing else is open."""
 
-    # index
+    # index of the target
     target: int
-    # behind the target's address and /v1, such as /chat/completions
+    # after the target's address and /v1, such as /chat/completions
     path: str
     body: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Drop the connection; what still comes from it belongs to no attempt."""
+    """Drop the connection; further inputs from it belong to no attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +109,12 @@ Action = Open | Close | Emit | Fail
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a caller asks for."""
+    """A caller's request."""
 
     path: str
     # without model and stream
     body: Mapping[str, Any]
-    # sent where the body has none, so that a resumed attempt draws as the first would have
+    # sent if the body has none, so that a resumed attempt draws as the first would have
     seed: int
-    # of the whole text; its result is ``Finished.parsed``
+    # parses the whole text; its result is ``Finished.parsed``
     parse: Callable[[str], object] | None = None

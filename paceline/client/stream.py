@@ -1,4 +1,4 @@
-"""Drives one call with a blocking socket."""
+"""Driver of one call with a blocking socket."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _READ_BYTES = 65536
 
 
 class Stream(Iterator[Event]):
-    """The events of one call, which begins when the first is asked for.
+    """The events of one call, which begins when the first event is read.
 
     Closing it, also by leaving its ``with`` block, closes the connection, and the server stops.
     """
@@ -31,11 +31,11 @@ class Stream(Iterator[Event]):
         return self
 
     def __next__(self) -> Event:
-        """Raises ClientError if there is no answer to be had."""
+        """Return the next event; raises ClientError if the call fails."""
         return next(self._events)
 
     def result(self) -> Finished:
-        """Reads to the end and returns the whole answer. Raises ClientError as iterating does."""
+        """Read to the end and return the whole answer. Raises ClientError as iterating does."""
         for event in self:
             if isinstance(event, Finished):
                 self.close()
@@ -43,7 +43,7 @@ class Stream(Iterator[Event]):
         raise ValueError("the stream has been read or closed")
 
     def close(self) -> None:
-        """Ends the call; harmless when it is over."""
+        """End the call; harmless when it is over."""
         self._events.close()
 
     def __enter__(self) -> Stream:
@@ -59,7 +59,7 @@ class Stream(Iterator[Event]):
 
 
 class _Connection:
-    """At most one socket, and the answer on it."""
+    """One socket or none, and the answer on it."""
 
     def __init__(self, machine: Machine, addresses: Sequence[Address]) -> None:
         self._machine = machine
@@ -91,12 +91,12 @@ class _Connection:
         return Connected()
 
     def wait(self) -> list[Input]:
-        """What happens next, at the machine's deadline at the latest."""
+        """Return the next inputs, at the machine's deadline at the latest."""
         if self._socket is None:
             time.sleep(self._seconds_left())
             return [Tick()]
         try:
-            # what lies there already counts, however late the caller asks for it
+            # data received already count, however late the caller reads them
             self._socket.settimeout(self._seconds_left())
             data = self._socket.recv(_READ_BYTES)
         except TimeoutError:

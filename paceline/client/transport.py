@@ -1,4 +1,4 @@
-"""HTTP/1.1 as bytes, for both drivers: a request written, an answer read. Opens no sockets.
+"""HTTP/1.1 as bytes, for both drivers: writes requests, reads answers. Opens no sockets.
 
 One connection carries one attempt, so that closing it cancels the attempt on the server.
 """
@@ -21,7 +21,7 @@ _MAX_HEAD_BYTES: Final = 64 * 1024
 
 
 class Address:
-    """Where a target listens, and what it is sent."""
+    """Address of a target, and the requests for it."""
 
     def __init__(self, target: Target) -> None:
         parts = urlsplit(target.base_url)
@@ -40,7 +40,7 @@ class Address:
             self._head += f"Authorization: Bearer {target.api_key}\r\n"
 
     def request(self, action: Open) -> bytes:
-        """The whole request, head and body."""
+        """Return the whole request, head and body."""
         body = msgspec.json.encode(action.body)
         line = f"POST {self._base}{action.path} HTTP/1.1\r\n"
         return f"{line}{self._head}Content-Length: {len(body)}\r\n\r\n".encode() + body
@@ -59,7 +59,7 @@ class AnswerReader:
         self._wall = 0.0
 
     def feed(self, data: bytes, wall: float) -> list[Input]:
-        """What ``data`` says; no bytes: the server has closed. ``wall`` is unix time."""
+        """Return the inputs in ``data``; no bytes: the server has closed. ``wall`` is unix time."""
         self._inputs = []
         self._wall = wall
         if not data:

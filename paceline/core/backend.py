@@ -17,7 +17,7 @@ __all__ = ["BackendInfo", "ModelBackend"]
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """What a loaded backend offers; fixed for its life."""
+    """Capacity, formats and shapes of a loaded backend; fixed for its life."""
 
     # for people and logs: "null", "torch"
     name: str
@@ -33,21 +33,21 @@ class BackendInfo:
     # how weights are kept
     dtype: str
     device: str
-    # how the KV cache is kept; None: as the weights
+    # how the KV cache is kept; None: in the format of the weights
     kv_dtype: str | None = None
-    # why these formats and this place, for people; "" where nothing was left to choose
+    # why these formats and this device were chosen, for people; "" where there was no choice
     choice: str = ""
-    # the NUMA nodes that it is bound to, such as "0" or "0-3"; "": to none
+    # the NUMA nodes that the backend is bound to, such as "0" or "0-3"; "": to none
     numa_nodes: str = ""
     # blocks of host memory to swap to
     num_host_blocks: int = 0
     # seconds to move one block to or from host memory
     swap_block_seconds: float = 0.0
-    # as in ``CacheConfig``, and bytes of one window block over all layers that have them
+    # as in ``CacheConfig``; then bytes of one window block over all layers that have them
     window: int = 0
     num_window_blocks: int = 0
     window_block_bytes: int = 0
-    # the model that guesses tokens of ``Draft`` rows, for people; "": there is none
+    # the model that makes the tokens of ``Draft`` rows, for people; "": there is none
     drafter: str = ""
     # None: the model generates tokens; else it pools, and serves no other requests
     pooling: PoolingInfo | None = None
@@ -55,10 +55,10 @@ class BackendInfo:
 
 @runtime_checkable
 class ModelBackend(Protocol):
-    """Runs plans. Called from one thread; plans arrive in ``step_id`` order.
+    """Runs plans. ``execute`` is called from one thread, in ``step_id`` order.
 
     ``execute`` may return before the step has run; steps run in the order given, so a caller may
-    hand over step N+1 before the result of step N is there.
+    pass step N+1 before the result of step N is there.
     """
 
     @property

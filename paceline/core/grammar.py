@@ -1,4 +1,4 @@
-"""What an output must look like, and the seam to whatever watches over it.
+"""Grammars that outputs must match, and the interface to the library that enforces them.
 
 A grammar is a value that travels with a request. The engine decides where and how it is compiled,
 the backend how it is applied to logits::
@@ -7,7 +7,7 @@ the backend how it is applied to logits::
                                                                                   |
                                     MatcherSource.matcher(grammar) <-- new request'
                                     TokenMatcher.consume / allowed <-- each sampled token
-                                    TokenMatcher.look_ahead, forced <-- guesses of tokens
+                                    TokenMatcher.look_ahead, forced <-- draft tokens
 
 The scheduler does not look at any of this.
 """
@@ -19,11 +19,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 
 __all__ = ["ConstrainedBackend", "Grammar", "MatcherSource", "TokenMatcher"]
 
-# characters, by kind; the largest schema that people generate from in public collections is below
+# limits in characters, by kind; the largest schemas in public collections are shorter
 _MAX_SOURCE: Final = {"json_schema": 1 << 18, "regex": 1 << 14, "lark": 1 << 16}
 
 
@@ -59,36 +59,35 @@ class TokenMatcher(Protocol):
     """One output being checked against a grammar. Used from one thread at a time."""
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """Take in sampled tokens. Raises RequestFailedError if the grammar does not allow them
-        or its limits are exceeded; the matcher is of no use after that."""
+        """Advance by sampled tokens. Raises RequestFailedError if the grammar does not allow them
+        or its limits are exceeded; the matcher must not be used after that."""
         ...
 
     def allowed(self) -> bytes:
-        """Which tokens may come next: one bit each, the lowest bit of the first byte for id 0.
+        """Return the tokens that may come next as a bit mask: id 0 is the first byte's lowest bit.
 
-        Ids beyond the last bit are not allowed. Where the output may end, the ids that end it
-        are allowed too, and nothing else where it must end. Raises RequestFailedError like
-        ``consume``.
+        Ids beyond the last bit are not allowed. Where the output may end, the ids that end it are
+        allowed too; where it must end, only they are. Raises RequestFailedError like ``consume``.
         """
         ...
 
     def look_ahead(self, guesses: Sequence[int]) -> list[bytes]:
-        """What ``allowed`` says now, and what it would say after one of the guesses, after two,
-        and so on, for as long as they are tokens, are allowed and do not end the output. The
-        matcher stays where it is. Raises RequestFailedError like ``allowed``; where only what
-        follows a guess fails, the list ends there."""
+        """Return the result of ``allowed`` now, and what it would be after the first draft token,
+        after two, and so on, while these are tokens, allowed and do not end the output. The matcher
+        does not advance. Raises RequestFailedError like ``allowed``; if only a later mask fails,
+        the list ends there."""
         ...
 
     def forced(self, most: int) -> Sequence[int]:
-        """Up to so many tokens that come next, one after the other, as no others are allowed; none
-        that ends the output. The matcher stays where it is."""
+        """Return up to ``most`` tokens that must come next in turn, as no others are allowed; none
+        that ends the output. The matcher does not advance."""
         ...
 
 
 class MatcherSource(Protocol):
     """Compiles grammars. Thread-safe."""
 
-    # seconds a caller should wait for ``prepare``
+    # seconds that a caller should wait for ``prepare``
     timeout: float
 
     def prepare(self, grammar: Grammar) -> Future[None]:
@@ -97,7 +96,7 @@ class MatcherSource(Protocol):
         ...
 
     def matcher(self, grammar: Grammar) -> TokenMatcher:
-        """A matcher at the start of the output; quick for a prepared grammar. Raises
+        """Return a matcher at the start of the output; quick for a prepared grammar. Raises
         InvalidRequestError like ``prepare``."""
         ...
 
@@ -111,5 +110,5 @@ class ConstrainedBackend(Protocol):
     """A ModelBackend that applies grammars."""
 
     def constrain(self, matchers: MatcherSource) -> None:
-        """Called once, before the first plan with a grammar in it."""
+        """Set the source of matchers; called once, before the first plan with a grammar in it."""
         ...

@@ -1,4 +1,4 @@
-"""What the scheduler asks for and what comes back: frozen values, no behaviour.
+"""The scheduler's plans, the results of steps and news of requests: frozen values, no behaviour.
 
 ::
 
@@ -24,7 +24,7 @@ __all__ = [
     "WindowBlock",
 ]  # fmt: skip
 
-# the source of guesses that the backend's draft model makes when the step runs
+# the source name of draft tokens that the backend's draft model makes when the step runs
 DRAFT_MODEL: Final = "draft_model"
 
 
@@ -66,30 +66,29 @@ class BlockSwap(NamedTuple):
 
 
 class WindowBlock(NamedTuple):
-    """Where layers with a sliding window keep their part of a block from now on."""
+    """The window block in which layers with a sliding window keep a block's part from now on."""
 
     block: int
     window_block: int
-    # the window block to copy there; -1: none, and what it holds is to be forgotten
+    # the window block to copy from; -1: none, and the old content is to be forgotten
     source: int
 
 
 class Draft(NamedTuple):
-    """Guesses of a row's next tokens: the last ``len(token_ids)`` of its positions hold these, and
-    the one before them the last known token.
+    """Draft tokens of a row: the last ``len(token_ids)`` of its positions hold these, and the
+    position before them the last known token.
 
-    A token is chosen after each of these positions, from the first on, as it would be without
-    guesses (by its own position among the request's tokens, with the guesses before it as
-    history), for as long as the one before it was guessed right and the request's grammar can be
-    read on. So a row brings 1 to ``len(token_ids)`` + 1 tokens, the same that as many steps would
-    have brought.
+    After each of these positions, from the first on, a token is chosen as without drafts (by its
+    own position among the request's tokens, with the draft tokens before it as history), while the
+    draft token before it was right and the request's grammar can be read on. So a row yields 1 to
+    ``len(token_ids)`` + 1 tokens, the same that as many steps would have yielded.
     """
 
     # index in ``SchedulerOutput.rows``; the row samples
     row: int
-    # all below 0: the backend's draft model makes so many, or fewer
+    # all below 0: the backend's draft model makes this number of tokens, or fewer
     token_ids: tuple[int, ...]
-    # where they come from, as it is called in accounts: ``DRAFT_MODEL`` or another name
+    # source of the tokens, as statistics name it: ``DRAFT_MODEL`` or another name
     source: str
 
 
@@ -126,29 +125,29 @@ class SchedulerOutput:
     num_tokens: int
     # in this order, before anything of this step is written
     swaps: tuple[BlockSwap, ...] = ()
-    # in the order of rows, most of which have none
+    # in the order of rows; most rows have none
     drafts: tuple[Draft, ...] = ()
     # rows whose request has a grammar, for which ``StepResult.forced`` is wanted
     forces: tuple[int, ...] = ()
-    # in this order, before anything of this step is written; () where layers with a window have
-    # none of their own
+    # in this order, before anything of this step is written; () unless layers with a sliding window
+    # have blocks of their own
     window_blocks: tuple[WindowBlock, ...] = ()
 
 
 class StepNote(NamedTuple):
-    """What a plan was made under, for people: no backend needs any of it."""
+    """Conditions under which a plan was made, for people: no backend needs any of it."""
 
-    # tokens that the step might take
+    # token budget of the step
     budget: int
     # predicted seconds of the step beyond which best effort stays out of it; may be infinite
     limit_s: float
     # predicted seconds of the step
     predicted_s: float
-    # what holds the head of the queue up, a ``queues.wait_clocks.Reason``; None: nothing does
+    # why the head of the queue is held up, a ``queues.wait_clocks.Reason``; None: it is not
     held_by: int | None
     # level of the pressure valve
     pressure: int
-    # once the step is planned
+    # both counted after the step was planned
     num_free_blocks: int
     num_waiting: int
 
@@ -166,40 +165,40 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step produced, row for row of ``plan.rows``."""
+    """Results of one step, row for row of ``plan.rows``."""
 
     step_id: int
-    # sampled token ids; () for rows with samples=False, for rows that failed, and for those of
-    # requests that are pooled, which end with that; several for rows with drafts
+    # sampled token ids; () for rows with samples=False, for rows that failed, and for rows of
+    # pooling requests, which end with their vector; several for rows with drafts
     sampled: tuple[tuple[int, ...], ...]
-    # per row, one entry per sampled token; None where the row asked for none. () when no row asked
+    # per row, one entry per sampled token; None where the request wants none. () if no request does
     logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] = ()
     # (request id, message): requests that failed alone in this step, e.g. NaN logits
     errors: tuple[tuple[str, str], ...] = ()
     # (request id, entries of all prompt tokens but the first), with the first token of requests
     # that asked for them
     prompt_logprobs: tuple[tuple[str, tuple[TokenLogprobs, ...]], ...] = ()
-    # (request id, its vector in little-endian float32) of requests that are pooled, with the row
-    # that would have sampled
+    # (request id, its vector in little-endian float32) of pooling requests, with the row that would
+    # have sampled
     pooled: tuple[tuple[str, bytes], ...] = ()
-    # (row, token ids) of ``plan.forces``: what the grammar leaves no choice about behind the tokens
-    # that were sampled, where there is such a thing
+    # (row, token ids) of ``plan.forces``: tokens that the grammar leaves no choice about after the
+    # sampled ones, for rows that have such tokens
     forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    # (row, token ids) of guesses that the backend made, as many as were verified
+    # (row, token ids) of draft tokens that the backend made, as many as were verified
     made: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    # for each of ``made``, known tokens that the draft model had not seen and took in before, and
-    # those that it still has to take in before it guesses; (): none
+    # for each of ``made``, known tokens that the draft model read just now, and known tokens that
+    # it still has to read before it can draft; (): none
     caught_up: tuple[int, ...] = ()
     behind: tuple[int, ...] = ()
-    # seconds the backend spent on this step, and before that on making guesses
+    # seconds that the backend spent on this step, and before that on making draft tokens
     elapsed: float = 0.0
     drafting: float = 0.0
 
 
 class Timeline(NamedTuple):
-    """What became of a request and why: sent with its first token, with the first after each
-    preemption or demotion, with those of rows with guesses, and when it ends, so that it is known
-    wherever the caller stops reading."""
+    """History of a request and reasons for it: sent with its first token, with the first after each
+    preemption or demotion, with the tokens of rows with drafts, and at its end, so that the caller
+    has it wherever it stops reading."""
 
     # (reason, seconds) spent waiting to be admitted, first or again; see ``queues.wait_clocks``
     waited: tuple[tuple[str, float], ...]
@@ -208,18 +207,18 @@ class Timeline(NamedTuple):
     num_preemptions: int
     # tokens computed more than once
     num_recomputed_tokens: int
-    # tokens that came back from host memory instead
+    # tokens restored from host memory instead
     num_swapped_tokens: int
-    # it was demoted because a target could no longer be met, and not restored since
+    # the request was demoted because it could no longer meet a target, and not restored since
     relegated: bool
-    # seconds from arrival to first token, as predicted on arrival; None: nothing was known yet
+    # predicted seconds from arrival to first token, made on arrival; None: nothing was known yet
     predicted_ttft: float | None
-    # (source, guesses that were verified, those that were right)
+    # (source, draft tokens verified, draft tokens that were right)
     drafts: tuple[tuple[str, int, int], ...] = ()
 
 
 class RequestUpdate(NamedTuple):
-    """News of one request after a step."""
+    """New tokens of one request after a step, and its end."""
 
     request_id: str
     # ids appended in this step; may be empty when the request only ended
@@ -236,5 +235,5 @@ class RequestUpdate(NamedTuple):
     num_preemptions: int
     # set with finish_reason ERROR
     error: str | None = None
-    # set with any finish_reason, and with the first tokens since it was admitted or demoted
+    # set with any finish_reason, and with the first tokens after an admission or demotion
     timeline: Timeline | None = None

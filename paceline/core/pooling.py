@@ -1,7 +1,7 @@
-"""Pooling: what a request gets that wants a vector instead of tokens, and what a model gives.
+"""Pooling: parameters of requests for a vector instead of tokens, and abilities of such a model.
 
-The scheduler does not know it: such a request has ``max_tokens=1``, and ends when its prompt is
-computed, because the row that would sample brings no token.
+The scheduler does not know about it: such a request has ``max_tokens=1`` and ends when its prompt
+is computed, because the row that would sample yields no token.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 
 __all__ = ["CLASSIFY", "CONVERTS", "EMBED", "RUNNERS", "PoolingInfo", "PoolingParams"]
 
 EMBED: Final = "embed"
 CLASSIFY: Final = "classify"
-# what may be asked of a model whose files leave it open, in vLLM's words
+# choices for a model whose files do not say how it is to be used, in vLLM's words
 RUNNERS: Final = ("auto", "generate", "pooling")
 CONVERTS: Final = ("auto", EMBED, CLASSIFY)
 
@@ -28,13 +28,13 @@ class PoolingParams:
         InvalidRequestError: a value outside its range, with the field in ``param``.
     """
 
-    # an embedding is cut to its first numbers, so many; None: it is whole
+    # numbers to keep of an embedding, from its start; None: all
     dimensions: int | None = None
-    # the model's last function is applied: an embedding is brought to length 1, and logits become
+    # apply the model's last function: normalize an embedding to length 1, turn logits into
     # probabilities; None: as the model's files say
     use_activation: bool | None = None
-    # position of the first token of a pair's second text, for encoders that tell them apart;
-    # None: there is one text
+    # position of the first token of a pair's second text, for encoders that mark segments; None:
+    # there is one text
     second_text: int | None = None
 
     def __post_init__(self) -> None:
@@ -46,36 +46,36 @@ class PoolingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingInfo:
-    """What a loaded model gives instead of tokens; fixed for its life."""
+    """Vectors that a loaded pooling model makes; fixed for its life."""
 
     # EMBED or CLASSIFY
     task: str
-    # which tokens' hidden states the vector is made of: "last", "mean" or "cls" (the first)
+    # tokens whose hidden states make up the vector: "last", "mean" or "cls" (the first)
     pooling: str
     # length of the vector: an embedding, or a logit for each label
     size: int
-    # attention sees the whole prompt, which is computed in one step
+    # attention is bidirectional, so a prompt is computed in one step
     whole_prompts: bool = False
-    # an embedding is brought to length 1, logits become probabilities, unless the request says
-    # otherwise
+    # embeddings are normalized to length 1, and logits turned into probabilities, unless the
+    # request says otherwise
     use_activation: bool = True
-    # embeddings may be cut to their first numbers: the model was trained for that (Matryoshka).
-    # () with ``is_matryoshka``: to any number of them
+    # embeddings may be cut to their first numbers, as the model was trained for it (Matryoshka);
+    # ``dimensions`` are the allowed lengths, () with ``is_matryoshka``: any length
     is_matryoshka: bool = False
     dimensions: tuple[int, ...] = ()
-    # what the logits of a classifier stand for, in order
+    # names of a classifier's logits, in order
     labels: tuple[str, ...] = ()
-    # texts that go before an input, by name, and the one that goes before it unasked
+    # texts to put before an input, by name, and the name of the one used by default
     prompts: tuple[tuple[str, str], ...] = ()
     default_prompt: str | None = None
-    # inputs are written in lower case first (sentence-transformers' do_lower_case)
+    # inputs are lower-cased first (sentence-transformers' do_lower_case)
     lower_case: bool = False
     # how a query and a document become one prompt: "tokenizer" by its chat template, "qwen3" by
-    # Qwen3-Reranker's; None: as the tokenizer pairs texts
+    # Qwen3-Reranker's; None: as the tokenizer joins pairs
     score_template: str | None = None
 
     @property
     def sees_all(self) -> bool:
-        """Whether a vector takes more hidden states than the last one: then none may come out of a
-        prefix cache."""
+        """Whether a vector needs more hidden states than the last one; prompts for such vectors
+        must not take blocks from the prefix cache."""
         return self.whole_prompts or self.pooling != "last"

@@ -1,4 +1,4 @@
-"""Allowed ranges of settings: said in their annotations, checked in one place."""
+"""Allowed ranges of settings: declared in annotations, checked in one place."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Range(NamedTuple):
 
     least: float
     most: float = ANY
-    # whether ``least`` and ``most`` themselves are out of range
+    # whether ``least`` and ``most`` themselves are excluded
     above: bool = False
     below: bool = False
-    # what numbers below ``least`` are told instead of the range
+    # requirement to print for numbers below ``least`` instead of the range
     too_low: str = ""
 
     def __contains__(self, value: object) -> bool:
@@ -35,7 +35,7 @@ class Range(NamedTuple):
 
 
 def ranges_of(kind: type) -> dict[str, Range]:
-    """By attribute, the ranges with which a class annotates it: ``Annotated[int, Range(1)]``."""
+    """Return, by attribute, the ranges in a class's annotations: ``Annotated[int, Range(1)]``."""
     return {
         name: allowed
         for name, hint in get_type_hints(kind, include_extras=True).items()
@@ -45,7 +45,7 @@ def ranges_of(kind: type) -> dict[str, Range]:
 
 
 def outside(values: object, ranges: Mapping[str, Range]) -> Iterator[tuple[str, str]]:
-    """(attribute of ``values``, message) of each that is out of its range."""
+    """Yield (attribute of ``values``, message) for each value outside its range."""
     for name, allowed in ranges.items():
         value = getattr(values, name)
         if value not in allowed:

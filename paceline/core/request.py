@@ -1,4 +1,4 @@
-"""A request in three parts: what was asked, how far it is, and what became of it.
+"""A request in three parts: the caller's request, its progress, and its history.
 
 There are no phases. A request owns ``num_tokens`` tokens (prompt + output so far) and
 ``num_computed_tokens`` of them have their keys and values in the cache, or will have once the
@@ -26,12 +26,12 @@ __all__ = [
     "ResumedOutput",
 ]  # fmt: skip
 
-# guesses of one row at most (``outputs.Draft``)
+# most draft tokens in one row (``outputs.Draft``)
 MOST_DRAFT_TOKENS: Final = 32
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is in its life."""
+    """Stage of a request's life."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -39,7 +39,7 @@ class RequestStatus(enum.Enum):
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended; the values are the wire names."""
+    """Reason for a request's end; the values are the wire names."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -49,19 +49,19 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ResumedOutput:
-    """What another engine has made of a request before. The request goes on as if it had been
-    preempted here: every setting that looks at output (penalties, ``min_tokens``, the grammar, the
-    draws of sampling) goes by positions and tokens, which are the same."""
+    """Output that another engine made before for this request. The request goes on as if it had
+    been preempted here: every setting that looks at output (penalties, ``min_tokens``, the grammar,
+    the draws of sampling) depends on positions and tokens alone, which are the same."""
 
     token_ids: tuple[int, ...]
-    # seconds on the scheduler's clock, there
+    # seconds on the clock of that engine's scheduler
     first_scheduled_time: float
     first_token_time: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
-    """What was asked for. Made by the engine; never changes."""
+    """The caller's request as the engine made it; never changes."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -75,72 +75,72 @@ class RequestSpec:
     # id of the request whose prompt this one shares (n > 1): it waits for the parent's prompt and
     # then takes over its blocks copy-on-write
     fork_of: str | None = None
-    # forks of it that will be added next: the queue has places for all of them or takes none
+    # number of forks of it that will be added next: the queue takes all of them or none
     num_forks: int = 0
-    # what the caller needs
+    # the caller's targets
     slo: Slo = NO_SLO
-    # the caller, for fairness; "" when callers are not told apart
+    # the caller, for fairness; "" when callers are not distinguished
     tenant: str = ""
-    # None: it begins here
+    # None: the request starts here
     resumed: ResumedOutput | None = None
-    # tokens that may be guessed of it at a time; 0: none
+    # most draft tokens in one row of it; 0: none
     max_draft_tokens: int = MOST_DRAFT_TOKENS
-    # what the caller thinks that most of the output will be; () where nothing was said
+    # the output that the caller expects, for the most part; () if the caller gave none
     prediction_token_ids: tuple[int, ...] = ()
-    # guesses from what the engine knows besides, for ``step.speculation`` alone to ask; None: it
-    # knows nothing
+    # source of draft tokens from what the engine knows, for ``step.speculation`` alone to ask;
+    # None: there is none
     drafter: Any = None
 
 
 @dataclass(slots=True, eq=False)
 class History:
-    """What became of a request, for metrics and explanations. The part of the scheduler that does
-    a thing writes it down here. No plan depends on any of it; the door reads its forecast back."""
+    """Measurements of a request, for metrics and explanations, each written by the part of the
+    scheduler that acts. No plan depends on it; only the door reads its forecast back."""
 
     # seconds waited so far, reason by reason (``queues.wait_clocks``)
     waits: list[float] = field(default_factory=list)
-    # since when the request waits, and what the queue's clocks read then
+    # time since which the request waits, and the readings of the queue's clocks then
     waiting_since: float = 0.0
     waits_before: tuple[float, ...] = ()
-    # tokens that were there when the request was first admitted, cached or those of its parent
+    # tokens already computed at first admission: cached, or those of its parent
     num_found_tokens: int = 0
-    # tokens that were computed at the last preemption and are not computed again yet
+    # tokens that were computed before the last preemption and are not computed again yet
     num_lost_tokens: int = 0
     num_recomputed_tokens: int = 0
-    # tokens that came back from host memory instead
+    # tokens restored from host memory instead
     num_restored_tokens: int = 0
     # steps that computed more than one token
     num_chunks: int = 0
-    # it was demoted, and not restored since
+    # the request was demoted, and not restored since
     demoted: bool = False
-    # seconds from arrival to first token, as predicted on arrival, and what that was made of, for
-    # ``pacing.first_token`` alone to ask
+    # predicted seconds from arrival to first token, made on arrival, and the parts of that
+    # forecast, for ``pacing.first_token`` alone to ask
     predicted_ttft: float | None = None
     forecast: Any = None
-    # guesses that were verified and guesses that were right, by source
+    # draft tokens that were verified and draft tokens that were right, by source
     drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Request:
-    """One sequence to generate, and how far it is.
+    """One sequence to generate, and its progress.
 
-    Created by the engine, of what was asked alone, and owned by the scheduler from ``add_request``
-    until it is finished. ``step`` and ``queues`` move the counters, ``memory`` the blocks, and
-    ``tier`` and ``targets`` change by ``move`` alone.
+    Created by the engine from a ``RequestSpec`` alone, and owned by the scheduler from
+    ``add_request`` until it is finished. ``step`` and ``queues`` move the counters, ``memory`` the
+    blocks, and ``tier`` and ``targets`` change by ``move`` alone.
     """
 
     asked: RequestSpec
     history: History = field(default_factory=History)
 
-    # fixed at birth, here for the speed of the loops over all rows
+    # fixed at birth, kept here to speed up the loops over all rows
     request_id: str = field(init=False)
     num_prompt_tokens: int = field(init=False)
     # most tokens this request can ever hold
     max_total_tokens: int = field(init=False)
     # tokens that may end it
     stop_ids: frozenset[int] = field(init=False)
-    # requests with equal labels are taken to have outputs of similar length
+    # requests with equal labels are assumed to have outputs of similar length
     label: tuple[str, int, int] = field(init=False)
 
     status: RequestStatus = RequestStatus.WAITING
@@ -153,7 +153,7 @@ class Request:
     told: bool = False
     # prompt tokens served from the prefix cache at first admission
     num_cached_tokens: int = 0
-    # the policy's key, and that with the number of arrival; smaller runs sooner
+    # the policy's key, and the key with the number of arrival; smaller runs sooner
     key: float = 0.0
     order: tuple[float, int] = (0.0, 0)
     # admissions that overtook this request while it headed the queue
@@ -171,10 +171,10 @@ class Request:
     num_computed_tokens: int = 0
     # tokens that planned steps will sample, ids not known yet
     num_pending_tokens: int = 0
-    # of num_computed_tokens, guesses of a step whose result is not in; until it is, nothing more is
-    # planned for the request
+    # draft tokens among num_computed_tokens whose step has not returned; until it does, nothing
+    # more is planned for the request
     num_draft_tokens: int = 0
-    # what ``step.speculation`` keeps of it; None: it was never considered for guesses
+    # state of ``step.speculation`` for it; None: the request was never considered for drafts
     guesser: Any = None
 
     # memory: position p lives in block_ids[p // block_size]
@@ -183,7 +183,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     # leading entries of block_ids already offered to, or taken from, the prefix cache
     num_hashed_blocks: int = 0
-    # the block that holds the next position to be written may be shared with a fork
+    # the block that holds the next position to write may be shared with a fork
     shares_tail: bool = False
     # host blocks that hold the first num_swapped_tokens tokens' keys and values
     host_block_ids: list[int] = field(default_factory=list)
@@ -193,15 +193,15 @@ class Request:
 
     # pacing
     tier: Tier = field(init=False)
-    # what was asked, or what the policy assumes where nothing was
+    # the caller's targets, or the policy's defaults if the caller gave none
     slo: Slo = field(init=False)
-    # what the scheduler still aims at of it
+    # the targets that the scheduler still tries to meet
     targets: Slo = field(init=False)
     # seconds after which the first token is late enough for the request to yield
     late_after: float = field(init=False)
-    # its tenant had far less than an equal share when it arrived
+    # the tenant had far less than an equal share when the request arrived
     favoured: bool = False
-    # it runs on the share of best effort, and keeps its place and blocks while that lasts
+    # the request runs on the share of best effort, and keeps slot and blocks while that lasts
     granted: bool = False
     # predicted final number of output tokens; valid while there are fewer
     predicted_output: int = 0
@@ -223,13 +223,13 @@ class Request:
         self.aim(asked.slo)
 
     def aim(self, slo: Slo, least_ttft: float = 0.0) -> None:
-        """Aim at these targets from now on. The request, which does not wait yet, will not be late
-        before ``least_ttft`` seconds."""
+        """Set the targets from now on. The request, which must not wait in a queue yet, does not
+        count as late before ``least_ttft`` seconds."""
         self.slo = self.targets = slo
         self.late_after = math.inf if slo.ttft is None else max(slo.ttft, least_ttft)
 
     def move(self, move: Move) -> None:
-        """Change the tier by the table of ``tier``; the caller has it in no ordered place.
+        """Change the tier by the table of ``tier``; the request must be in no sorted queue.
 
         Raises:
             ValueError: the table has no such move.
@@ -238,10 +238,10 @@ class Request:
         if move is Move.FAVOUR:
             self.favoured = True
         elif move is Move.DEMOTE:
-            # the first token is late, and nothing aims at its time any more
+            # the first token is late, so its target is given up
             if self.targets.ttft is not None:
                 self.targets = replace(self.targets, ttft=None)
-            # the caller is told with the next tokens
+            # the caller gets the timeline with the next tokens
             self.history.demoted, self.told = True, False
         elif move is Move.RESTORE:
             self.targets = self.slo
@@ -265,7 +265,7 @@ class Request:
 
     @property
     def num_lacking_tokens(self) -> int:
-        """The same, less what a request that has not begun will find in the prefix cache, as far as
-        was known when it arrived."""
+        """The same, less the tokens that a request which has not begun will find in the prefix
+        cache, as far as was known when it arrived."""
         found = self.num_computed_tokens or self.num_prompt_tokens - self.num_new_tokens
         return self.num_tokens + self.num_pending_tokens - found

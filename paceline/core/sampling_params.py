@@ -1,4 +1,4 @@
-"""How one sequence is sampled: validated at birth, and never looked at by the scheduler."""
+"""Sampling parameters of a sequence: validated at birth, and never looked at by the scheduler."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Annotated, Final
 
-from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar import Grammar
 from paceline.core.pooling import PoolingParams
 from paceline.core.ranges import Range, outside, ranges_of
+from paceline.errors import InvalidRequestError
 
 __all__ = ["MAX_BAD_WORDS", "MAX_LOGPROBS", "MAX_STOP_TOKENS", "SAMPLING", "SamplingParams"]
 
 MAX_LOGPROBS: Final = 20
 MAX_STOP_TOKENS: Final = 128
-# token sequences, and tokens of all of them together
+# number of token sequences, and of tokens in all of them together
 MAX_BAD_WORDS: Final = (256, 4096)
 _BIASES: Final = Range(-(10**6), 10**6)
 _REPETITION: Final = Range(0, 100, above=True, too_low="greater than zero")
@@ -24,14 +24,14 @@ _REPETITION: Final = Range(0, 100, above=True, too_low="greater than zero")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one sequence is sampled. Validated at birth; every field has vLLM's meaning, and errors
-    have the words of vLLM's, which clients know.
+    """Sampling parameters of one sequence. Validated at birth; every field has vLLM's meaning, and
+    errors use vLLM's words, which clients know.
 
     Raises:
         InvalidRequestError: a value outside its range, with the field in ``param``.
     """
 
-    # tokens to generate at most, >= 1
+    # most tokens to generate, >= 1
     max_tokens: Annotated[int, Range(1)]
     # 0 is greedy; otherwise logits are divided by it
     temperature: Annotated[float, Range(0, 100, too_low="non-negative")] = 1.0
@@ -49,11 +49,11 @@ class SamplingParams:
     repetition_penalty: Annotated[float, _REPETITION] = 1.0
     # (token id, bias) pairs added to the logits
     logit_bias: tuple[tuple[int, float], ...] = ()
-    # sampling at output position i depends on (seed, i) alone, so a resumed request repeats itself
+    # sampling at output position i depends on (seed, i) alone, so a resumed request is repeatable
     seed: Annotated[int, Range(-(2**63), 2**63 - 1)] = 0
     # None: no logprobs; k: the chosen token's and the k likeliest tokens'
     logprobs: Annotated[int | None, Range(0, 2**31)] = None
-    # with ``logprobs``: of these tokens instead of the likeliest
+    # with ``logprobs``: report these tokens instead of the likeliest
     logprob_token_ids: tuple[int, ...] = ()
     # ids that end the output; the id itself is kept in the output tokens
     stop_token_ids: frozenset[int] = frozenset()
@@ -62,15 +62,15 @@ class SamplingParams:
     # stop and eos ids cannot be sampled before this many output tokens
     min_tokens: Annotated[int, Range(0, too_low="greater than or equal to 0")] = 0
     # the following stay out of repr: they may be long, and no plan depends on them
-    # what the output must look like
+    # the grammar that the output must match
     grammar: Grammar | None = field(default=None, repr=False)
-    # nothing else is sampled, not even what ends the output; None: everything may be
+    # the only ids that may be sampled, those that end the output included; None: all
     allowed_token_ids: frozenset[int] | None = field(default=None, repr=False)
-    # the last token of such a sequence is not sampled after its others
+    # the last token of such a sequence is not sampled after the tokens before it
     bad_words: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
-    # None: none; k: of each prompt token its own and the k likeliest tokens' log-probabilities
+    # None: none; k: log-probabilities of each prompt token and of the k likeliest in its place
     prompt_logprobs: Annotated[int | None, Range(0, MAX_LOGPROBS)] = field(default=None, repr=False)
-    # None: tokens are wanted; else a vector of the prompt and no token (``max_tokens`` is 1)
+    # None: the caller wants tokens; else a vector of the prompt and no token (``max_tokens`` is 1)
     pooling: PoolingParams | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class SamplingParams:
             raise InvalidRequestError(message, name)
 
     def _faults(self) -> Iterator[tuple[str, str]]:
-        """(field, message) of what is wrong beyond the range of a number."""
+        """Yield (field, message) for each fault other than a number outside its range."""
         if self.min_tokens > self.max_tokens:
             yield (
                 "min_tokens",

@@ -3,8 +3,8 @@
 One call of ``schedule`` hands out at most ``max_num_batched_tokens`` tokens, with which requests
 catch up: there is no prefill and no decode (``request``). In order:
 
-1. *Limits* (``step.limits``): what the step may do. Without targets that is a number of tokens;
-   with targets, ``pacing`` settles which requests yield to which, and how long the step may take.
+1. *Limits* (``step.limits``) of the step. Without targets that is a number of tokens; with targets,
+``pacing`` settles which requests yield to which, and how long the step may take.
 2. *Rows* (``step.rows``) for running requests, in the policy's order. Each is sure of one token, so
    a long prompt cannot freeze the others; what is left of the tokens goes to requests that are
    further behind. When the pool is empty, one of those not yet served gives its blocks up.
@@ -49,7 +49,7 @@ class Scheduler:
         config: budgets, order and limits.
         cache: size of the KV cache.
         policy: overrides ``config.policy``.
-        speculation: makes what guesses next tokens (``paceline.speculation``); None: nothing does.
+        speculation: makes the source of draft tokens (``paceline.speculation``); None: no drafts.
 
     Raises:
         ConfigError: see ``make_speculation``.
@@ -69,7 +69,7 @@ class Scheduler:
         self.step_time, self.lengths = state.step_time, state.lengths
         self._waiting, self._forks, self._running = state.waiting, state.forks, state.running
         self._steps, self._last = state.steps, state.last
-        # without a reason to tell tenants apart they are not counted
+        # tenants are counted only if the policy tells them apart
         weights = TenantWeights(config.tenant_weights)
         self._tenants = TenantShares(weights) if self.policy.keeps_tenants_apart else None
         self._planner = Planner(state)
@@ -78,15 +78,15 @@ class Scheduler:
         self._door = Door(state, self._tenants, paced.share, paced.waiting_targets)
         self._pacing: Pacing = self._plain
         self._updates = Updates(state, self._finish)
-        # before it begins, and in use: where nothing is guessed no step calls it
+        # the given source, and the one in use: while there are no drafts, no step calls it
         self._given_speculation = make_speculation(state, speculation)
         self._speculation: Speculation | None = None
         self._begin_guesses(None)
         self._requests: dict[str, Request] = {}
         self._expired: list[Expired] = []
-        # the policy holds all waiting requests back until then; None: it does not
+        # time until which the policy holds all waiting requests back; None: it does not
         self.wake_at: float | None = None
-        # what the newest plan with rows was made under
+        # conditions of the newest plan with rows
         self.note: StepNote | None = None
         self._num_added = 0
         self._num_steps = 0
@@ -118,7 +118,7 @@ class Scheduler:
             return
         parent = self._requests[request.asked.fork_of]
         if parent.num_computed_tokens >= parent.num_prompt_tokens:
-            # so it runs: requests that wait have less
+            # the parent runs: requests that wait have computed less
             self.kv.fork(parent, request)
             self._waiting.arrive(request)
         else:
@@ -127,8 +127,8 @@ class Scheduler:
     def abort(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT
     ) -> tuple[RequestUpdate, ...]:
-        """End requests now and free their blocks; unknown ids are ignored. ``reason`` is STOP where
-        the answer is whole: a stop string was found in it."""
+        """End requests now and free their blocks; unknown ids are ignored. ``reason`` is STOP if a
+        stop string was found, so that the answer is complete."""
         ended = [r for r in map(self._requests.get, dict.fromkeys(request_ids)) if r is not None]
         for request in ended:
             self._finish(request, reason)
@@ -136,7 +136,7 @@ class Scheduler:
         return tuple(update_of(request, (), None) for request in ended)
 
     def take_expired(self) -> tuple[Expired, ...]:
-        """Requests that ``schedule`` dropped before they were started, once each."""
+        """Return the requests that ``schedule`` dropped before they were started, once each."""
         expired, self._expired = tuple(self._expired), []
         return expired
 
@@ -144,13 +144,13 @@ class Scheduler:
 
     @property
     def plan_at(self) -> float:
-        """When the next step is best planned while one runs: as late as can be, so that requests
-        which arrive until then are in it, yet before that one ends. Minus infinity: at once."""
+        """Best time to plan the next step while one runs: as late as can be, so that requests which
+        arrive until then are in it, yet before that one ends. Minus infinity: at once."""
         return self._steps.plan_at
 
     @property
     def awaits_tokens(self) -> bool:
-        """The next step is best planned once all tokens are known: then they can be guessed on."""
+        """Whether to plan the next step only once all tokens are known: drafts can follow then."""
         return self._speculation is not None and self._speculation.awaits_tokens
 
     def schedule(self, now: float) -> SchedulerOutput:
@@ -202,10 +202,10 @@ class Scheduler:
     def update(
         self, plan: SchedulerOutput, result: StepResult, now: float, *, tell_all: bool = True
     ) -> tuple[RequestUpdate, ...]:
-        """Take in what a step sampled; plans are updated in the order they were made.
+        """Apply the result of a step; plans are updated in the order they were made.
 
-        Tokens of requests that ended meanwhile are dropped. ``tell_all=False`` returns the news of
-        requests that ended alone: a simulator streams tokens to no caller.
+        Tokens of requests that ended meanwhile are dropped. ``tell_all=False`` returns the updates
+        of ended requests alone, for simulators, which stream no tokens.
         """
         self._last.version += 1
         requests = self._steps.pop(plan, result, now)
@@ -216,7 +216,7 @@ class Scheduler:
         return updates
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request and free its blocks; one that ran is in the running list until that is
+        """End a request and free its blocks; one that ran stays in the running list until that is
         pruned."""
         self._last.version += 1
         if request.status is RequestStatus.RUNNING:
@@ -226,7 +226,7 @@ class Scheduler:
         else:
             self._forks.remove(request)
         for child in self._forks.take(request):
-            # the fork stands on its own: nothing of it was started
+            # the fork goes on as a request of its own: nothing of it was started
             self._waiting.arrive(child)
             self._door.watch(child)
         request.status = RequestStatus.FINISHED
@@ -246,8 +246,8 @@ class Scheduler:
             self._rest()
 
     def _rest(self) -> None:
-        """The last request has ended, and it may be long until a step is planned again: what the
-        last plan saw of memory and of requests is out of date."""
+        """Reset what the last plan measured of memory and requests: the last request has ended, and
+        it may be long until the next plan."""
         self.valve.update(0.0)
         self._waiting.rest()
         self._paced.rest()
@@ -268,14 +268,14 @@ class Scheduler:
 
     @property
     def requests(self) -> Collection[Request]:
-        """All requests that have not ended, to look at."""
+        """All requests that have not ended, read-only."""
         return self._requests.values()
 
     def stats(self) -> SchedulerStats:
-        """A snapshot, cheap enough to take every step."""
+        """Return a snapshot, cheap enough to take every step."""
         return take_stats(self.state)
 
     def check_integrity(self) -> None:
-        """AssertionError unless every invariant of scheduler, queue, tables and pool holds."""
+        """Raise AssertionError unless all invariants of scheduler, queue, tables and pool hold."""
         check_integrity(self.state, self._requests)
         self._paced.waiting_targets.check_integrity()

@@ -1,8 +1,8 @@
-"""What a caller needs, as deadlines.
+"""Targets of a request, as deadlines.
 
-Token k of a request with targets is due at ``arrival + ttft`` for k = 1, and one ``tpot`` after
-the one before it from then on, counted from when the first token really came (so that the mean
-time per output token, which is what TPOT measures, stays within the target at every moment).
+Token k of a request with targets is due at ``arrival + ttft`` for k = 1, and after that one
+``tpot`` after the token before it, counted from the real time of the first token (so that the mean
+time per output token, which is what TPOT measures, meets the target at every moment).
 
 This module does not know the clock or the scheduler.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 
 __all__ = ["MAX_SECONDS", "NO_SLO", "Slo"]
 
@@ -26,7 +26,7 @@ class Slo:
         InvalidRequestError: a target that is not a positive number of at most a day.
     """
 
-    # name for metrics; targets are what counts
+    # name for metrics; only the targets have an effect
     slo_class: str = "standard"
     # arrival to first token
     ttft: float | None = None
@@ -36,9 +36,9 @@ class Slo:
     itl: float | None = None
     # arrival to last token
     deadline: float | None = None
-    # the request is served from what others leave, and is the first to be preempted
+    # the request is served from the capacity that others leave, and is preempted first
     best_effort: bool = False
-    # seconds it may wait to be started; after that the caller has no use for it
+    # seconds it may wait to be started; after that the caller no longer wants it
     queue_ttl: float | None = None
 
     def __post_init__(self) -> None:
@@ -69,8 +69,8 @@ class Slo:
         num_output: int,
         longest_gap: float = 0.0,
     ) -> tuple[str, ...]:
-        """Which targets a finished request missed: of "ttft", "tpot", "itl", "deadline"."""
-        # one token has no time between tokens
+        """Return which targets a finished request missed: of "ttft", "tpot", "itl", "deadline"."""
+        # a single token has no time between tokens
         each = (last_token - first_token) / (num_output - 1) if num_output > 1 else 0.0
         came = (
             ("ttft", self.ttft, first_token - arrival),

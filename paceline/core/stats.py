@@ -1,7 +1,7 @@
-"""What a scheduler tells of itself.
+"""Statistics of a scheduler.
 
-A ``SchedulerStats`` is embedded as it is in what an engine sends, so a field that is declared here
-is there for metrics to read. This module does not decide anything.
+A ``SchedulerStats`` is embedded unchanged in what an engine sends, so metrics can read every field
+declared here. This module does not decide anything.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ __all__ = ["SchedulerStats"]
 
 
 def _counter(default: Any = 0) -> Any:
-    """A number, or numbers by name, that counts from the start and never falls."""
+    """Declare a number, or numbers by name, that counts from the start and never falls."""
     return field(default=default, metadata={"counts": True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """A snapshot of the scheduler, cheap enough to take every step. What is no ``_counter`` is how
-    things are now."""
+    """A snapshot of the scheduler, cheap enough to take every step. Fields that are not a
+    ``_counter`` are current values."""
 
     num_running: int = 0
     num_waiting: int = 0
-    # waiting for room: a place, memory, tokens of a step
+    # waiting for capacity: a slot, memory, tokens of a step
     num_waiting_capacity: int = 0
     # waiting for an event (a fork's parent)
     num_waiting_deferred: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_preemptions: int = _counter()
-    # rows with guesses, the guesses, and those that were right
+    # rows with drafts, the draft tokens, and the draft tokens that were right
     num_drafts: int = _counter()
     num_draft_tokens: int = _counter()
     num_accepted_tokens: int = _counter()
-    # the last two by source, and right guesses by their place in the row, from the first on
+    # the last two by source, and right draft tokens by their index in the row, from the first on
     drafted: tuple[tuple[str, int], ...] = _counter(())
     accepted: tuple[tuple[str, int], ...] = _counter(())
     accepted_by_place: tuple[tuple[str, int], ...] = _counter(())
@@ -63,10 +63,10 @@ class SchedulerStats:
     num_prompt_tokens: int = _counter()
     # free blocks that the prefix cache can still find
     num_cached_free_blocks: int = 0
-    # blocks of layers with a sliding window, where these have blocks of their own
+    # blocks of layers with a sliding window, if these have blocks of their own
     num_window_blocks: int = 0
     num_free_window_blocks: int = 0
     num_host_blocks: int = 0
     num_free_host_blocks: int = 0
-    # what holds the head of the queue up, a name of ``queues.wait_clocks``; None: nothing does
+    # why the head of the queue is held up, a name of ``queues.wait_clocks``; None: it is not
     held_by: str | None = None

@@ -1,4 +1,4 @@
-"""How much of the engine each tenant is to get, beside others."""
+"""Weights of tenants: their shares of the engine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ __all__ = ["TenantWeights"]
 
 
 class TenantWeights:
-    """Of two tenants that both always wait, one of weight 3 is served three times the tokens of one
-    of weight 1. A tenant that ``weights`` does not name has 1.
+    """Shares of tenants: of two that both always wait, one of weight 3 is served three times the
+    tokens of one of weight 1. A tenant that ``weights`` does not name has weight 1.
 
     Args:
         weights: above 0, by tenant.
@@ -22,8 +22,8 @@ class TenantWeights:
         return self._weights.get(tenant, 1.0)
 
     def sum_of(self, *groups: Collection[str]) -> float:
-        """Weights of all tenants in ``groups``, none of which is in two of them, added up.
-        O(tenants that have weights)."""
+        """Return the total weight of the tenants in ``groups``, which must be disjoint. O(tenants
+        that have weights)."""
         total = float(sum(map(len, groups)))
         for tenant, weight in self._weights.items():
             if any(tenant in group for group in groups):

@@ -1,7 +1,7 @@
-"""Tiers: what a request has to lose by waiting, and the only moves that change it.
+"""Tiers: how much a request loses by waiting, and the only moves that change it.
 
-*Demote*: a target can no longer be met, so the request yields to those whose targets can.
-*Rejoin*: no request whose target can be met gains by it any more: the request is ordinary again,
+*Demote*: the request can no longer meet a target, so it yields to requests that can meet theirs.
+*Rejoin*: no request that can meet its target gains by that any more: the request is ordinary again,
 without the target that it missed. It asked for more than others did, and gets no less.
 *Restore*: a best-effort request with a deadline was demoted, and there is time for it after all.
 *Favour*: the tenant has far less than an equal share when the request arrives.
@@ -21,9 +21,9 @@ __all__ = ["Move", "Tier", "after", "tier_of"]
 
 
 class Tier(enum.IntEnum):
-    """What a request has to lose by waiting; the more, the sooner it is served."""
+    """Order in which requests are served: the more a request loses by waiting, the sooner."""
 
-    # the request is not best effort, whether it has targets or not
+    # the request is not best effort, with or without targets
     ORDINARY = 0
     # it is best effort with targets that can still be met
     PROMISED = 1
@@ -34,7 +34,7 @@ class Tier(enum.IntEnum):
 
 
 class Move(enum.Enum):
-    """What may happen to the tier of a request."""
+    """Changes of a request's tier."""
 
     DEMOTE = "demote"
     REJOIN = "rejoin"
@@ -53,14 +53,14 @@ _AFTER: Final[Mapping[Tier, Sequence[Tier | None]]] = {
 
 
 def tier_of(slo: Slo) -> Tier:
-    """The tier of a request that arrives with these targets."""
+    """Return the tier of a request that arrives with these targets."""
     if not slo.best_effort:
         return Tier.ORDINARY
     return Tier.BACKGROUND if slo.background else Tier.PROMISED
 
 
 def after(tier: Tier, move: Move) -> Tier:
-    """The tier after a move.
+    """Return the tier after a move.
 
     Raises:
         ValueError: the table has no such move from this tier.

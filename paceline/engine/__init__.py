@@ -1,1 +1,1 @@
-"""Plans carried out: the engine's loop, its process, and the text on either side of it."""
+"""Execution of plans: the engine's loop, its process, and the text work around it."""

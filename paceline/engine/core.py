@@ -14,7 +14,6 @@ from functools import partial
 
 from paceline.core.backend import BackendInfo, ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError, EngineDeadError
 from paceline.core.grammar import ConstrainedBackend, MatcherSource
 from paceline.core.memory.windows import window_blocks_needed
 from paceline.core.outputs import (
@@ -29,9 +28,10 @@ from paceline.core.scheduler import Scheduler
 from paceline.core.stats import SchedulerStats
 from paceline.engine.finished_answers import FinishedAnswers
 from paceline.engine.recorder import Recorder, Recorders
-from paceline.engine.timeline.tap import TimelineTap
+from paceline.errors import ConfigError, EngineDeadError
 from paceline.speculation.drafts import DrafterMaker, Drafts
 from paceline.speculation.settings import SpeculationSettings
+from paceline.timeline.tap import TimelineTap
 
 __all__ = ["EngineCore"]
 
@@ -41,14 +41,14 @@ class EngineCore:
 
     Args:
         backend: owned from here on; ``close`` closes it.
-        pipeline_depth: steps handed to the backend at once. 1 plans a step when the one before
-            is done; 2 plans step N+1 while step N runs, shortly before that ends; more plan as
-            soon as there is a place.
+        pipeline_depth: steps in the backend at once. 1 plans a step when the one before is done;
+            2 plans step N+1 while step N runs, shortly before its end; more plan as soon as there
+            is a free slot.
         clock: seconds, monotonic.
-        recorder: told of every request and step; owned from here on.
-        timeline: told the same, for those who watch; None: nobody can.
+        recorder: gets every request and step; owned from here on.
+        timeline: gets the same, for viewers; None: there is no timeline.
         matchers: compiles grammars, owned from here on; None: structured output is not served.
-        drafter: makes what guesses a request's tokens; None: as configured.
+        drafter: makes the source of a request's draft tokens; None: as configured.
     """
 
     def __init__(
@@ -103,26 +103,26 @@ class EngineCore:
         self._backend = backend
         self._depth = pipeline_depth
         self._clock = clock
-        # kept to guess later ones from; None: none are
+        # answers from which later ones are drafted; None: none are kept
         config = scheduler.speculative_config if drafter is None else None
         self.answers = FinishedAnswers.of(config)
         told = [each for each in (recorder, timeline, self.answers) if each is not None]
-        # one alone is told without a step between
+        # a single one is called directly
         self._recorder: Recorder | None = Recorders(*told) if len(told) > 1 else None
         if len(told) == 1:
             self._recorder = told[0]
-        # whose news whoever drives this core takes and sends
+        # the driver of this core takes its frames and sends them
         self.timeline = timeline
-        # plan, when it was made, its result
+        # plan, time of planning, its result
         self._in_flight: deque[tuple[SchedulerOutput, float, Future[StepResult]]] = deque()
-        # a step's result came in since the last plan, so what the policy said then is out of date
+        # a step's result came in since the last plan, so the policy's ``wake_at`` is out of date
         self._has_news = False
-        # log-probabilities of prompts that steps brought, until somebody takes them
+        # log-probabilities of prompts from steps, until the driver takes them
         self.prompt_logprobs: list[tuple[str, tuple[TokenLogprobs, ...]]] = []
-        # vectors of pooled requests, likewise
+        # vectors of pooling requests, likewise
         self.pooled: list[tuple[str, bytes]] = []
         self.num_steps = 0
-        # told of every plan before it is executed
+        # called with every plan before it is executed
         self.on_plan: Callable[[SchedulerOutput], None] | None = None
 
     @property
@@ -131,7 +131,7 @@ class EngineCore:
 
     @property
     def pipeline_depth(self) -> int:
-        """Steps handed to the backend at once."""
+        """Number of steps in the backend at once."""
         return self._depth
 
     @property
@@ -140,18 +140,18 @@ class EngineCore:
 
     @property
     def wake_at(self) -> float | None:
-        """When a step that returned nothing is worth trying again: the policy holds requests
-        back until then. None: it does not."""
+        """Time to try again after a step that returned nothing, because the policy holds requests
+        back; None: it does not."""
         return None if self._in_flight or self._has_news else self.scheduler.wake_at
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises a RequestError when it is refused."""
+        """Queue a request. Raises a RequestError if it is refused."""
         self.scheduler.add_request(request)
         if self._recorder is not None:
             self._recorder.added(request, self._clock())
 
     def take_expired(self) -> tuple[Expired, ...]:
-        """Requests that were dropped before they were started, once each."""
+        """Return requests that were dropped before they were started, once each."""
         expired = self.scheduler.take_expired()
         if expired and self._recorder is not None:
             ended = [name for entry in expired for name in (entry.request_id, *entry.fork_ids)]
@@ -161,18 +161,18 @@ class EngineCore:
     def abort(
         self, request_ids: Iterable[str], reason: FinishReason = FinishReason.ABORT
     ) -> tuple[RequestUpdate, ...]:
-        """See ``Scheduler.abort``."""
+        """End requests as ``Scheduler.abort`` does."""
         updates = self.scheduler.abort(request_ids, reason)
         if updates and self._recorder is not None:
             self._recorder.ended([update.request_id for update in updates], self._clock())
         return updates
 
     def step(self, take_arrivals: Callable[[], object] | None = None) -> tuple[RequestUpdate, ...]:
-        """Keep the backend fed, wait for its oldest step, return what it brought.
+        """Keep the backend fed, wait for its oldest step, and return its updates.
 
         Args:
             take_arrivals: adds the requests that arrived meanwhile, called when a step is about to
-                be planned while another runs. Without it nobody can arrive, and such a step is
+                be planned while another runs. Without it no request can arrive, and such a step is
                 planned at once.
 
         Returns () when there is nothing to do, or nothing before ``wake_at``.
@@ -218,10 +218,10 @@ class EngineCore:
         return updates
 
     def _await_planning(self) -> None:
-        """Return when the next step is due to be planned, or the one that runs has ended."""
+        """Return when the next step is due to be planned, or when the running one has ended."""
         left = self.scheduler.plan_at - self._clock()
         if left > 0.0:
-            # what came of it is looked at in its turn
+            # ``step`` looks at the result later
             with contextlib.suppress(Exception):
                 self._in_flight[0][2].result(left)
 
@@ -229,7 +229,7 @@ class EngineCore:
         return self.scheduler.stats()
 
     def check_integrity(self) -> None:
-        """AssertionError unless every invariant of the scheduler holds."""
+        """Raise AssertionError unless every invariant of the scheduler holds."""
         self.scheduler.check_integrity()
 
     def close(self) -> None:

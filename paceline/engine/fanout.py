@@ -1,8 +1,8 @@
-"""One GenerationRequest with ``n`` choices is ``n`` sequences to the engine: the rule, once.
+"""The rule that turns a GenerationRequest with ``n`` choices into ``n`` sequences of the engine.
 
 Choice ``i`` of request ``r`` is the sequence ``r/i``. It is sampled with ``seed + i``, and from the
-second on it is a fork of the first, whose prompt blocks it shares. Choices that go on behind what
-another engine made of them are no forks: they have nothing in common any more but the prompt.
+second on it is a fork of the first, whose prompt blocks it shares. Choices that continue the output
+of another engine are no forks: they share nothing but the prompt.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import InvalidRequestError, RequestError
 from paceline.core.request import Request, RequestSpec, ResumedOutput
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.types import GenerationRequest, ResumedChoice
+from paceline.errors import InvalidRequestError, RequestError
 
 if TYPE_CHECKING:
-    # the API process names choices, and has no scheduler to import
+    # the API process names choices, and must not import a scheduler
     from paceline.engine.core import EngineCore
 
 __all__ = ["add_to_core", "choice_id", "choice_ids", "open_choices", "request_of"]
@@ -29,12 +29,12 @@ def choice_id(request_id: str, index: int) -> str:
 
 
 def request_of(choice: str) -> str:
-    """The request that a choice belongs to."""
+    """Return the request that a choice belongs to."""
     return choice.rpartition("/")[0]
 
 
 def open_choices(request: GenerationRequest) -> tuple[int, ...]:
-    """Indices of the choices that are to be made, which are all but those that ended elsewhere."""
+    """Return the indices of the choices still to be made: all but those that ended elsewhere."""
     resume = request.resume
     if resume is None:
         return tuple(range(request.n))
@@ -42,7 +42,7 @@ def open_choices(request: GenerationRequest) -> tuple[int, ...]:
 
 
 def choice_ids(request: GenerationRequest) -> tuple[str, ...]:
-    """Of the choices that are to be made."""
+    """Return the ids of the choices still to be made."""
     return tuple(choice_id(request.request_id, index) for index in open_choices(request))
 
 
@@ -55,11 +55,11 @@ def add_to_core(core: EngineCore, request: GenerationRequest) -> None:
     _check_token_ids(request, core.info.vocab_size)
     salt = request.cache_salt
     if request.sampling.prompt_logprobs is not None:
-        # logits of cached positions are not computed, so such a prompt shares nothing; the id is
-        # not used twice at a time
+        # logits of cached positions are not computed, so such a prompt must share nothing; no two
+        # requests have this id at the same time
         salt = f"prompt_logprobs {request.request_id}"
     drafter, answers = None, core.answers
-    # what shares nothing, and who wants nothing guessed or kept, neither gives nor takes
+    # no drafts from answers if blocks are not shared, or the caller wants no drafts or storage
     shares = request.sampling.prompt_logprobs is None
     if answers is not None and shares and request.store and request.max_draft_tokens:
         drafter = answers.drafter(request.tenant, salt)
@@ -102,7 +102,7 @@ def _resumed(request: GenerationRequest, index: int) -> ResumedOutput | None:
     if not token_ids:
         # the first token is still to come, with its target
         return None
-    # as if it had kept its pace until now
+    # assume that it has kept its pace until now
     first = request.arrival_time - len(token_ids) * (request.slo.tpot or 0.0)
     return ResumedOutput(token_ids, first, first)
 
@@ -120,7 +120,7 @@ def _choices(request: GenerationRequest) -> tuple[ResumedChoice, ...]:
 
 
 def _check_token_ids(request: GenerationRequest, vocab_size: int) -> None:
-    """Ids outside the vocabulary would read outside the model's tables."""
+    """Refuse ids outside the vocabulary, which would read outside the model's tables."""
     ids = {
         "prompt": request.prompt_token_ids,
         "logit_bias": [token_id for token_id, _ in request.sampling.logit_bias],

@@ -1,18 +1,18 @@
-"""Guesses from answers that the same caller got before.
+"""Drafts from answers that the same caller got before.
 
-Who asks the same question again mostly gets the same answer, and an agent prints the same file with
-few changes. So finished answers are kept, each behind the end of its prompt, in one ring for each
-tenant and cache salt; what continued the longest match with a request's latest tokens is guessed::
+A question asked again mostly gets the same answer, and an agent prints the same file with few
+changes. So finished answers are kept, each after the end of its prompt, in one ring for each tenant
+and cache salt; the tokens after the longest match with a request's latest tokens are drafted::
 
     ring     ..the sky? user | It is blue # ..2 + 2? user | It is four # -1 -1 -1
-                                            ^ the next answer goes on here, and later on overwrites
+                                            ^ the next answer goes on here, and later overwrites
     request  ..2 + 2? user |                                ^ found by the hash of its last 16, 8, 4
                                                               or 2 tokens, and compared
 
-Nothing is ever looked up in the ring of another tenant or salt. Memory is bounded in all and for
-each tenant; the ring that was of no use for longest is dropped for a new one.
+No lookup reads the ring of another tenant or salt. Memory is bounded in all and for each tenant;
+the ring that was useless for longest is dropped for a new one.
 
-This module does not know models, steps, or how many guesses are worth their time.
+This module does not know models, steps, or how many draft tokens are worth their time.
 """
 
 from __future__ import annotations
@@ -24,49 +24,49 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote
 from paceline.core.request import FinishReason, Request
+from paceline.errors import ConfigError
 from paceline.speculation.guess import NO_GUESS, Guess
 
 __all__ = ["SOURCE", "AnswerDrafter", "FinishedAnswers", "Owner"]
 
-# as it is called in accounts
+# its name in statistics
 SOURCE: Final = "finished_answers"
 _KEY: Final = "finished_answers_bytes"
 _USUAL_BYTES: Final = 16 << 20
-# bytes that may be configured, besides 0
+# bytes that may be configured, other than 0
 _LEAST_BYTES: Final = 128 << 10
 _MOST_BYTES: Final = 1 << 30
-# one tenant has so much of all at most, or its flood would drop everybody else's answers
+# a tenant has at most 1/n of all, or it could drop everybody else's answers
 _TENANT_SHARE: Final = 3
-# tokens of the smallest ring, and of the largest; rings grow by doubling, between two steps
+# tokens of the smallest ring, and of the largest; rings double in size, between two steps
 _SMALLEST: Final = 1024
 _LARGEST: Final = 1 << 20
-# tokens from before a ring grew that one call takes in at most: a step waits
+# most tokens of the time before a ring grew that one call indexes, as a step waits
 _INDEXED: Final = 2048
-# tokens of a prompt's end that are kept with its answer: they tell which question was answered
+# tokens of a prompt's end that are kept with its answer: they identify the question
 _CONTEXT: Final = 32
-# tokens of one answer that are kept: it is taken in between two steps
+# most tokens of one answer that are kept, as it is stored between two steps
 _MOST_TOKENS: Final = 16_384
-# lengths of matches that are looked for, the longest first when looking
+# lengths of matches to look for; the search begins with the longest
 _LENGTHS: Final = (2, 4, 8, 16)
-# follows each answer; no token
+# separator after each answer; not a token
 _END: Final = -1
 _WORD: Final = 2**64 - 1
-# odd numbers without a pattern: of the polynomial that hashes tokens, and of what mixes its bits
+# odd numbers without a pattern: the factor of the polynomial that hashes tokens, and of its mixer
 _FACTOR: Final = 0x9E3779B97F4A7C15
 _MIXER: Final = 0xD6E8FEB86659FD93
-# what a token counts for in a hash, the latest first
+# weights of tokens in a hash, the latest token first
 _POWERS: Final = tuple(_FACTOR**back & _WORD for back in range(_LENGTHS[-1]))
-# hashes for each token that a ring may hold: with fewer, one in three would be another's soon
+# hashes for each token that a ring may hold: with fewer, one in three would soon be overwritten
 _HASHES: Final = 2
-# a token, and places by each length
+# a token, and a position for each length
 _BYTES_PER_TOKEN: Final = 4 * (1 + _HASHES * len(_LENGTHS))
 
 
 class Owner(NamedTuple):
-    """Whose answers they are."""
+    """Owner of kept answers."""
 
     tenant: str
     salt: str | None
@@ -81,17 +81,17 @@ class _Ring:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        # something was found here, or a second answer came
+        # a match was found here, or a second answer came
         self.was_of_use = False
-        # what no answer was written to is never read, so its memory is not touched
+        # unwritten positions are never read, so their memory is not touched
         self._tokens = np.zeros(capacity, dtype=np.int32)
-        # by length and hash, the place behind the latest such tokens. It may have been overwritten,
-        # or be that of others with the same hash, so tokens are compared; of those that another
-        # has taken the place of, a shorter match is found
+        # by length and hash, the position after the latest such tokens. It may have been
+        # overwritten, or belong to other tokens with the same hash, so tokens are compared; if
+        # another hash entry replaced it, a shorter match is found
         self._places = np.zeros((len(_LENGTHS), _HASHES * capacity), dtype=np.int32)
         self._shift = 64 - ((_HASHES * capacity).bit_length() - 1)
         self._next = 0
-        # places from before it grew that are not in ``_places`` yet
+        # positions from before it grew that are not in ``_places`` yet
         self._left = 0, 0
 
     @property
@@ -99,12 +99,12 @@ class _Ring:
         return self._tokens.nbytes + self._places.nbytes
 
     def has_room(self, count: int) -> bool:
-        """Whether so many tokens overwrite nothing."""
+        """Whether ``count`` more tokens overwrite nothing."""
         return self._next + count < self.capacity
 
     def grown(self) -> _Ring:
-        """Twice as large, with the answers up to the latest: where some were overwritten, those
-        that are older than that are left. They are found once later calls have taken them in."""
+        """Return a ring twice as large, with the answers up to the latest: after a wrap, older ones
+        behind it are dropped. Later calls index the answers, and they can be found after that."""
         ring = _Ring(2 * self.capacity)
         ring._tokens[: self._next] = self._tokens[: self._next]
         ring._next = self._next
@@ -113,15 +113,15 @@ class _Ring:
         return ring
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Fewer tokens than the capacity. The oldest answers give way."""
+        """Store fewer tokens than the capacity. The oldest answers are overwritten."""
         first = self._next
         self.was_of_use = first > 0
         self._catch_up()
         if not self.has_room(len(tokens)):
-            # an answer lies in one piece
+            # an answer is stored in one piece
             self._tokens[first:] = _END
             first = 0
-            # from here on what comes later is not what lies further back
+            # from here on, later positions do not hold older tokens any more
             self._left = 0, 0
         self._next = last = first + len(tokens) + 1
         self._tokens[first : last - 1] = tokens
@@ -129,7 +129,7 @@ class _Ring:
         self._index(first, last)
 
     def find(self, tokens: Sequence[int], count: int) -> Guess:
-        """Up to ``count`` tokens that followed the latest occurrence of the longest match."""
+        """Return up to ``count`` tokens after the latest occurrence of the longest match."""
         self._catch_up()
         tail = list(tokens[-_LENGTHS[-1] :])
         latest_first = tail[::-1]
@@ -161,11 +161,11 @@ class _Ring:
             self._left = last, end
 
     def _index(self, first: int, last: int, *, older: bool = False) -> None:
-        """Take in the tokens of these places, answers as a whole; ``older``: they were there before
-        those that are in already."""
+        """Index the tokens of these positions, answers as a whole; ``older``: they were stored
+        before the positions that are indexed already."""
         text = self._tokens[first:last]
         words = text.astype(np.uint64)
-        # of the tokens before each place, the nearest counting least; as ``find`` has it
+        # hashes of the tokens before each position, the nearest with the least power, see ``find``
         hashes = np.zeros_like(words)
         power = 1
         for length in range(1, min(_LENGTHS[-1] + 1, len(words))):
@@ -194,17 +194,17 @@ class AnswerDrafter:
 
 
 class FinishedAnswers:
-    """All that are kept. A ``Recorder``: it is told of every request and when it ends. Used from
-    the engine's thread alone.
+    """All kept answers. A ``Recorder``: it gets every request and its end. Used from the engine's
+    thread alone.
 
     Args:
-        max_bytes: of all rings; one tenant's have a third of it at most.
+        max_bytes: of all rings; one tenant has at most a third of it.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._most = max_bytes
         self._most_of_tenant = max_bytes // _TENANT_SHARE
-        # the one that was of use last comes last
+        # the most recently useful one comes last
         self._rings: OrderedDict[Owner, _Ring] = OrderedDict()
         self._bytes_of: dict[str, int] = {}
         self.num_bytes = 0
@@ -213,9 +213,9 @@ class FinishedAnswers:
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | None) -> FinishedAnswers | None:
-        """By ``speculative_config``: with the method auto, unless it says 0 bytes.
+        """Make them if ``speculative_config`` has the method auto, unless it says 0 bytes.
 
-        Raises ConfigError for a number of bytes that cannot be."""
+        Raises ConfigError for an invalid number of bytes."""
         if config is None or config.get("method") != "auto":
             return None
         size = config.get(_KEY, _USUAL_BYTES)
@@ -228,12 +228,12 @@ class FinishedAnswers:
         return cls(size) if size else None
 
     def drafter(self, tenant: str, salt: str | None) -> AnswerDrafter:
-        """For a request that takes part: it is guessed from its owner's answers, and its own will
-        be one of them."""
+        """Return a request's drafter, which reads its owner's answers; its own answer will be
+        kept."""
         return AnswerDrafter(self, Owner(tenant, salt))
 
     def find(self, owner: Owner, tokens: Sequence[int], count: int) -> Guess:
-        """See ``Drafter.propose``; of this owner's answers alone."""
+        """Return drafts like ``Drafter.propose``, from this owner's answers alone."""
         ring = self._rings.get(owner)
         if ring is None:
             return NO_GUESS
@@ -248,7 +248,7 @@ class FinishedAnswers:
             self._open[request.request_id] = request, drafter.owner
 
     def planned(self, plan: SchedulerOutput, now: float, note: StepNote) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def stepped(
         self,
@@ -267,12 +267,12 @@ class FinishedAnswers:
             self._end(request_id)
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     # ------------------------------------------------------------------ keeping
 
     def _end(self, request_id: str) -> None:
-        """Keep the answer, if it is whole or as long as was asked for."""
+        """Keep the answer, if it is complete or reached its maximum length."""
         entry = self._open.pop(request_id, None)
         if entry is None:
             return
@@ -287,7 +287,7 @@ class FinishedAnswers:
             self._drop_for(owner, _SMALLEST * _BYTES_PER_TOKEN)
             ring = self._put(owner, _Ring(_SMALLEST))
         while not ring.has_room(len(tokens)) and ring.capacity < _LARGEST:
-            # as much again as there is
+            # the ring doubles, so it needs its own size again
             if not self._clear_for(owner, ring.num_bytes):
                 break
             self._drop_for(owner, ring.num_bytes)
@@ -296,8 +296,8 @@ class FinishedAnswers:
         self._rings.move_to_end(owner)
 
     def _clear_for(self, owner: Owner, size: int) -> bool:
-        """Whether a ring may grow by ``size`` within its tenant's share, in which those of salts
-        that never came back give way to it."""
+        """Whether a ring may grow by ``size`` within its tenant's share, after dropping the
+        tenant's other rings that were never useful."""
         over = self._bytes_of[owner.tenant] + size - self._most_of_tenant
         useless = [
             each
@@ -314,8 +314,8 @@ class FinishedAnswers:
         return True
 
     def _drop_for(self, owner: Owner, size: int) -> None:
-        """Let ``size`` bytes more be had: first of the tenant's other rings, then of anybody's,
-        those that were of no use for longest."""
+        """Free ``size`` bytes: drop first the tenant's other rings, then those of any tenant, the
+        ones that were useless for longest first."""
         others = [each for each in self._rings if each != owner]
         for each in [each for each in others if each.tenant == owner.tenant]:
             if self._bytes_of.get(owner.tenant, 0) + size <= self._most_of_tenant:

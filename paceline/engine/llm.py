@@ -9,17 +9,17 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Final
 
-from paceline.core.errors import EngineDeadError, InvalidRequestError, RequestError
 from paceline.core.request import FinishReason
 from paceline.engine.core import EngineCore
 from paceline.engine.fanout import add_to_core, request_of
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.text.output_processor import OutputProcessor, merge_outputs
 from paceline.engine.types import ChoiceDelta, GenerationOutput, GenerationRequest
+from paceline.errors import EngineDeadError, InvalidRequestError, RequestError
 
 __all__ = ["LLM"]
 
-# requests handed to the scheduler beyond those it can run at once: enough to choose from
+# requests in the scheduler beyond those it can run at once: enough to choose from
 _AHEAD: Final = 64
 
 
@@ -43,9 +43,9 @@ class LLM:
         *,
         progress: Callable[[GenerationOutput], None] | None = None,
     ) -> list[GenerationOutput]:
-        """The finished output of every request, in the order of ``requests``.
+        """Return the finished output of every request, in the order of ``requests``.
 
-        A refused request comes back with finish_reason "error" and the reason, the others run.
+        A refused request returns with finish_reason "error" and the reason; the others run.
 
         Args:
             progress: called with every output as it ends, in the order of ending.
@@ -66,10 +66,10 @@ class LLM:
     def stream(
         self, requests: Iterable[GenerationRequest]
     ) -> Generator[GenerationOutput, None, None]:
-        """Deltas of all requests, as they come, until every one has finished.
+        """Yield the deltas of all requests, as they come, until every one has finished.
 
-        ``requests`` may be lazy and long: it is read as far ahead as the scheduler has use for.
-        Closing the generator aborts what is unfinished.
+        ``requests`` may be lazy and long: it is read only as far ahead as the scheduler can use.
+        Closing the generator aborts unfinished requests.
 
         Raises:
             EngineDeadError: the backend broke.
@@ -101,7 +101,7 @@ class LLM:
         self.close()
 
     def _add(self, request: GenerationRequest) -> GenerationOutput | None:
-        """Queue a request; its only output if it was refused."""
+        """Queue a request; return its only output if it was refused."""
         try:
             self._processor.add(request)
         except RequestError as error:
@@ -115,7 +115,7 @@ class LLM:
         return None
 
     def _compile(self, request: GenerationRequest) -> None:
-        """Get a request's grammar ready; nobody else waits meanwhile, so it is done here."""
+        """Compile a request's grammar, in this thread, as no other caller waits meanwhile."""
         grammar, matchers = request.sampling.grammar, self._core.matchers
         if grammar is None:
             return
@@ -140,7 +140,7 @@ class LLM:
         for expired in self._core.take_expired():
             request_id = request_of(expired.request_id)
             if not self._processor.unfinished_choices(request_id):
-                # another of its choices has expired, which does for all
+                # another of its choices has expired, and that ended all
                 continue
             request = self._processor.request(request_id)
             self._core.abort(self._processor.discard(request_id))

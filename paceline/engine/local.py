@@ -1,4 +1,4 @@
-"""An engine in this process, on a thread of its own: for tests, small uses, several at once.
+"""An engine in this process, on its own thread: for tests, small uses, several at once.
 
 The same loop and the same messages as ``client``, without sockets. Text work and the engine share
 one interpreter here, so a server that should not stall uses a process.
@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 class LocalEngineClient(EngineFrontend):
     """An engine on a thread.
 
-    Made anywhere; bound to the event loop of the first ``generate``, and used on that one from
-    then on. ``close`` also works when none was ever made.
+    Made on any thread; bound to the event loop of the first ``generate``, and used on that one from
+    then on. ``close`` also works before any ``generate``.
 
     Args:
         core: owned from here on; its thread alone touches it.
@@ -96,15 +96,15 @@ class LocalEngineClient(EngineFrontend):
             self._core.close()
 
     def _emit(self, message: EngineMessage) -> None:
-        """On the engine's thread: hand a message to the event loop."""
+        """Pass a message from the engine's thread to the event loop."""
         loop = self._event_loop
         if loop is None:
-            # nobody generates yet: there is nothing but signs of life, and maybe the end
+            # without a ``generate`` so far there are only heartbeats, and maybe the engine's end
             if not isinstance(message, TimelineNews):
                 self._receive(message)
             return
         with contextlib.suppress(RuntimeError):
-            # the loop has been closed under its requests; they have no reader any more
+            # the loop was closed under its requests; they have no reader any more
             loop.call_soon_threadsafe(self._receive, message)
 
 

@@ -1,6 +1,6 @@
-"""What an engine did, written to a file while it runs: every step, every request.
+"""Recording of an engine's steps and requests to a file while it runs.
 
-One JSON object a line. The first is a header, the last counts what was left out::
+One JSON object a line. The first is a header, the last counts the dropped records::
 
     {"paceline_recording": 1, "scheduler": {...}, "cache": {...}, "pipeline_depth": 2}
     {"step": 7, "planned": 3.1, "done": 3.2, "seconds": 0.08,
@@ -11,7 +11,7 @@ One JSON object a line. The first is a header, the last counts what was left out
     {"end": true, "steps": 900, "requests": 40, "dropped": 0}
 
 Times are seconds of the engine's clock. ``rows`` lists rows of several tokens; rows of one token
-are counted, with the positions before them summed and the most of one row. The step loop only puts
+are counted, with the sum and the maximum of the positions before them. The step loop only puts
 references on a bounded queue; a thread formats and writes. When the queue is full a record is
 dropped, and counted.
 
@@ -29,29 +29,29 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, TextIO
 
-from paceline.checkpoints.private import private_opener
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote
 from paceline.core.request import Request
+from paceline.errors import ConfigError
+from paceline.files import private_opener
 
 __all__ = ["RECORDING_VERSION", "FileRecorder", "Recorder", "Recorders"]
 
 RECORDING_VERSION: Final = 1
-# records that may wait for the writer; a step is one
+# most records that wait for the writer; a step is one
 _CAPACITY: Final = 10_000
 _log = logging.getLogger(__name__)
 
 
 class Recorder(Protocol):
-    """Told by ``EngineCore`` what happens. Must not block or raise."""
+    """Receives the events of ``EngineCore``. Must not block or raise."""
 
     def added(self, request: Request, now: float) -> None:
-        """A request was queued."""
+        """Note a queued request."""
         ...
 
     def planned(self, plan: SchedulerOutput, now: float, note: StepNote) -> None:
-        """A step was planned, and is handed to the backend next; requests are as it left them."""
+        """Note a plan, passed to the backend next; requests are as the plan left them."""
         ...
 
     def stepped(
@@ -62,21 +62,21 @@ class Recorder(Protocol):
         seconds: float,
         updates: Sequence[RequestUpdate],
     ) -> None:
-        """A step's result was taken in. ``seconds``: what the backend says it took."""
+        """Note a step's result, already applied. ``seconds``: the backend's measurement."""
         ...
 
     def ended(self, request_ids: Sequence[str], now: float) -> None:
-        """Requests ended outside a step: aborted, or dropped before they were started. Some may
-        have ended before."""
+        """Note requests that ended outside a step: aborted, or dropped before they were started.
+        Some may have ended before."""
         ...
 
     def close(self) -> None:
-        """Nothing follows. Idempotent."""
+        """End; no event follows. Idempotent."""
         ...
 
 
 class Recorders:
-    """Several as one, told in order."""
+    """Several recorders as one, called in order."""
 
     def __init__(self, *recorders: Recorder) -> None:
         self._recorders = recorders
@@ -128,7 +128,7 @@ class _Ended(NamedTuple):
 
 
 class FileRecorder:
-    """Writes to a file of its own, which is replaced.
+    """Writes to its own file, replacing an existing one.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -164,7 +164,7 @@ class FileRecorder:
         self._put(_Added(request, now))
 
     def planned(self, plan: SchedulerOutput, now: float, note: StepNote) -> None:
-        """Nothing: a step is written once it has ended."""
+        """Do nothing: a step is written once it has ended."""
 
     def stepped(
         self,
@@ -180,7 +180,7 @@ class FileRecorder:
         self._put(_Ended(tuple(request_ids), now))
 
     def close(self) -> None:
-        """Write what waits, and the last line."""
+        """Write the queued records, and the last line."""
         if not self._closed:
             self._closed = True
             self._queue.put(None)

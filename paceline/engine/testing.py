@@ -1,17 +1,17 @@
-"""Fakes that ship with the library, so that what lies above an engine is tested without a model.
+"""Fakes that ship with the library, so that code above an engine is tested without a model.
 
-``ByteTokenizer`` speaks without a vocabulary file; ``null_client`` is a whole engine on a thread.
+``ByteTokenizer`` needs no vocabulary file; ``null_client`` is a whole engine on a thread.
 With the null backend under it every answer can be computed by hand::
 
     client = null_client(NullBackend(vocab_size=256))
     # "hi" is [104, 105]: the null backend continues with (104*1 + 105*2) % 256 = 58, ":"
 
-Drafters do what a test wants; whatever they say, an answer must be what it would be without. With
-the null backend, whose answer after ``prompt`` is known::
+Drafters draft as a test wants; with any drafts, an answer must be the same as without. With the
+null backend, whose answer after ``prompt`` is known::
 
     ScriptedDrafter([*prompt, *expected_tokens(prompt, 200, vocab)], vocab)            always right
     ScriptedDrafter(..., wrong=(0,))                                                   always wrong
-    ScriptedDrafter(..., wrong=(2,), extra=9)         right twice, then wrong; more than it may say
+    ScriptedDrafter(..., wrong=(2,), extra=9)       right twice, then wrong; more than allowed
     ForeignDrafter()                                                         ids that are no tokens
 """
 
@@ -24,19 +24,19 @@ from typing import Any, Final
 
 from paceline.core.backend import ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar import ConstrainedBackend, MatcherSource
 from paceline.engine.core import EngineCore
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.process.loop import engine_info
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.text.grammar import GrammarCompiler
-from paceline.engine.timeline.tap import TimelineTap
+from paceline.errors import InvalidRequestError
 from paceline.speculation.guess import Guess
+from paceline.timeline.tap import TimelineTap
 
 __all__ = ["ByteTokenizer", "ForeignDrafter", "ScriptedDrafter", "null_client", "null_core"]
 
-# above every vocabulary, and below what an id may be
+# above every vocabulary, and below the largest valid id
 _NO_TOKEN: Final = 1_000_000_000
 _ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
 
@@ -44,7 +44,7 @@ _ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
 class ByteTokenizer:
     """Ids 0 to 255 are bytes; three special ids follow.
 
-    ``encode`` puts ``BOS`` first unless told otherwise, so that a prompt that got it twice shows.
+    ``encode`` puts ``BOS`` first by default, so that a prompt that got it twice shows.
     """
 
     BOS: Final = 256
@@ -69,7 +69,7 @@ class ByteTokenizer:
 
     @property
     def chat_template_source(self) -> str | None:
-        """None: what it does is code."""
+        """Return None: its template is code."""
         return None
 
     @property
@@ -96,7 +96,7 @@ class ByteTokenizer:
         max_tokens: int | None = None,
         max_second: int | None = None,
     ) -> list[tuple[list[int], int | None]]:
-        """A pair is one text behind the other; neither has a kind."""
+        """Join the two texts of a pair; there are no segments."""
         found: list[tuple[list[int], int | None]] = []
         for first, second in texts:
             ids = self.encode(first, add_special_tokens=add_special_tokens)
@@ -111,7 +111,7 @@ class ByteTokenizer:
         return data.decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Empty for ids past the vocabulary, which ``decode`` leaves out."""
+        """Return no bytes for ids past the vocabulary, which ``decode`` leaves out."""
         if 0 <= token_id < 256:
             return bytes((token_id,))
         return self.SPECIAL.get(token_id, "").encode()
@@ -135,8 +135,8 @@ class ByteTokenizer:
         chat_template: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> str:
-        """ChatML. ``tools`` become a system message of JSON; ``template_kwargs`` are, as with any
-        template that does not name them, without effect."""
+        """Render ChatML. ``tools`` become a system message of JSON; ``template_kwargs`` have no
+        effect, as with any template that does not name them."""
         if chat_template is not None:
             raise InvalidRequestError("ByteTokenizer has one template, ChatML", "chat_template")
         if not messages:
@@ -162,11 +162,11 @@ def null_core(
     timeline: bool = False,
     **scheduler: Any,
 ) -> EngineCore:
-    """An EngineCore that uses all of ``backend``.
+    """Make an EngineCore that uses all of ``backend``.
 
     Args:
-        tokenizer: what grammars are compiled for; ByteTokenizer if there is none.
-        timeline: tell it to those who watch.
+        tokenizer: vocabulary to compile grammars for; None: ByteTokenizer.
+        timeline: make a timeline for viewers.
         scheduler: fields of SchedulerConfig.
     """
     info = backend.info
@@ -199,7 +199,7 @@ def null_client(
     stall_timeout: float = 60.0,
     **core: Any,
 ) -> LocalEngineClient:
-    """A client of an engine on a thread; ``await client.close()`` ends it.
+    """Make a client of an engine on a thread; ``await client.close()`` ends it.
 
     Args:
         core: arguments of ``null_core``.
@@ -214,12 +214,12 @@ def null_client(
 
 
 class ScriptedDrafter:
-    """Knows what will come, and spoils some of it.
+    """Drafts the known output, with some errors.
 
     Args:
         text: prompt and output.
-        wrong: places of a guess that are spoilt.
-        extra: so many more tokens than it was asked for.
+        wrong: positions in a draft that are made wrong.
+        extra: tokens drafted in addition to the number asked for.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class ScriptedDrafter:
 
 
 class ForeignDrafter:
-    """Guesses that are no tokens."""
+    """Drafts ids that are no tokens."""
 
     def propose(self, tokens: Sequence[int], count: int) -> Guess:
         return Guess([_NO_TOKEN] * count, 1)

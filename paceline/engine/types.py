@@ -1,9 +1,9 @@
-"""What crosses between a server and an engine.
+"""The values that cross between a server and an engine.
 
 ``GenerationRequest`` goes in, ``GenerationOutput`` deltas come out. Both sides may live in one
-process or in two; everything here serialises with msgspec and nothing else is ever sent. What comes
-with every token is no business of the garbage collector's (``gc=False``): it holds values alone, so
-no cycle can go through it.
+process or in two; everything here serialises with msgspec and nothing else is ever sent. Types sent
+with every token are not tracked by the garbage collector (``gc=False``): they hold values alone, so
+they are in no cycle.
 Times are seconds of ``time.monotonic()``, which all processes of one host share.
 """
 
@@ -38,23 +38,23 @@ __all__ = [
     "tokens_per_second",
 ]
 
-# what a request fails with whose grammar leaves more ways open than can be followed: its own fault
+# error of a request whose grammar leaves too many alternatives to follow: its own fault
 TOO_AMBIGUOUS: Final = "the output's grammar leaves too much open at this place"
 
 
 class RequestTimes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """When things happened to a request, for metrics."""
+    """Times of a request's events, for metrics."""
 
     arrival: float
     first_scheduled: float
     first_token: float
     last_token: float
-    # between two deliveries of tokens
+    # longest time between two deliveries of tokens
     longest_gap: float = 0.0
 
 
 class ResumedChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a choice was."""
+    """Progress of a choice on an earlier engine."""
 
     token_ids: tuple[int, ...]
     # all of it was delivered: nothing more is made
@@ -62,18 +62,18 @@ class ResumedChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True):
-    """What was delivered of a request before, by an engine that has ended: the request goes on
-    behind that, and only what is new is delivered."""
+    """Output of a request that an earlier engine delivered before it ended: the request goes on
+    after that, and only new output is delivered."""
 
     choices: tuple[ResumedChoice, ...]
-    # None: no token came, or nobody knows
+    # None: no token came, or it is unknown
     times: RequestTimes | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
 
     @property
     def num_output_tokens(self) -> int:
-        """Of all choices."""
+        """Output tokens of all choices."""
         return sum(len(choice.token_ids) for choice in self.choices)
 
 
@@ -95,28 +95,28 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     # lower runs sooner
     priority: int = 0
     cache_salt: str | None = None
-    # what the caller needs, and who asks
+    # the caller's targets, and the caller
     slo: Slo = NO_SLO
     tenant: str = ""
     # nothing is shown to the caller before the end
     whole: bool = False
-    # tokens that may be guessed of it at a time
+    # most draft tokens in one row of it
     max_draft_tokens: int = MOST_DRAFT_TOKENS
-    # what the caller thinks that most of the output will be
+    # the output that the caller expects, for the most part
     prediction: tuple[int, ...] = ()
-    # its answer may be kept to guess later ones of the same tenant and salt from
+    # its answer may be kept, to draft later ones of the same tenant and salt from it
     store: bool = True
-    # None: it begins here
+    # None: the request starts here
     resume: Resume | None = None
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """News of one choice: what was added since the last delta."""
+    """New output of one choice since the last delta."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
-    # one entry per id in token_ids, or None when not asked for
+    # one entry per id in token_ids, or None if not wanted
     logprobs: tuple[TokenLogprobs, ...] | None = None
     # "stop", "length", "abort" or "error" on the last delta of the choice, else None
     finish_reason: str | None = None
@@ -124,7 +124,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stop_reason: int | str | None = None
     # set with finish_reason "error"
     error: str | None = None
-    # set with any finish_reason, unless the engine had told nothing of it yet
+    # set with any finish_reason, unless the engine had sent no update of it yet
     timeline: Timeline | None = None
 
 
@@ -142,14 +142,14 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finished: bool
     times: RequestTimes | None = None
     num_preemptions: int = 0
-    # of every prompt token but the first, once, if they were asked for
+    # for every prompt token but the first, once, if the request wants them
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    # the vector of a pooled request in little-endian float32, with the end
+    # the vector of a pooling request in little-endian float32, with the end
     pooled: bytes | None = None
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a ready engine is, sent once."""
+    """Description of a ready engine, sent once."""
 
     model: str
     backend: str
@@ -163,51 +163,51 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     policy: str
     enable_prefix_caching: bool
-    # of the KV cache
+    # format of the KV cache
     kv_dtype: str
-    # of one KV block over all layers that have no window blocks
+    # bytes of one KV block over all layers that have no window blocks
     block_bytes: int
-    # of all window blocks, and how many there are
+    # bytes of all window blocks, and their number
     window_bytes: int = 0
     num_window_blocks: int = 0
-    # why these formats and this place, for people; "" where nothing was left to choose
+    # why these formats and this device were chosen, for people; "" where there was no choice
     choice: str = ""
     # the NUMA nodes that the engine is bound to, such as "0" or "0-3"; "": to none
     numa_nodes: str = ""
-    # sequences that may wait at once; None: any number
+    # most sequences that wait at once; None: any number
     max_num_waiting: int | None = None
-    # None: it generates tokens
+    # None: the engine generates tokens
     pooling: PoolingInfo | None = None
 
 
 class EngineFaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened to an engine and its requests since start."""
+    """Losses of engines and their effect on requests since start."""
 
-    # an engine is there and ready
+    # whether an engine is ready
     up: bool = True
-    # engines that ended or were ended, by why: "exit" (it ended), "stalled", "stopped"
+    # engines lost by reason: "exit" (it ended), "stalled", "stopped"
     losses: tuple[tuple[str, int], ...] = ()
     # seconds from the latest loss to the next engine's readiness
     recovery_seconds: float = 0.0
-    # requests sent to another engine with what was out, and those that failed instead: because it
-    # happened too often, because they had ended the engine
+    # requests sent to another engine with their output so far, and those that failed instead: after
+    # too many tries, or because they had ended the engine
     num_resent: int = 0
     num_lost: int = 0
     num_poisoned: int = 0
 
 
 class ClassUse(NamedTuple):
-    """One class of requests at one moment."""
+    """Use of the engine by one class of requests at one moment."""
 
     slo_class: str
     num_running: int
     num_waiting: int
-    # entries of block tables: a block that several requests share counts for each
+    # entries of block tables: a shared block counts for each of its requests
     num_blocks: int
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot sent with every step and at least once a second when idle."""
+    """A snapshot, sent with every step and at least once a second when idle."""
 
     # time of the engine's last completed step or idle beat
     time: float
@@ -216,15 +216,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerStats = SchedulerStats()
     # by SLO class, up to a tenth of a second old
     classes: tuple[ClassUse, ...] = ()
-    # of the steps since the last snapshot, each that brought tokens: these, and the prompts whole
-    # whose first token was among them
+    # for each step with new tokens since the last snapshot: their number, plus the whole prompts of
+    # those that were first tokens
     iteration_tokens: tuple[int, ...] = ()
-    # of finished answers that are kept to guess later ones from
+    # bytes of finished answers that are kept for drafts
     finished_answers_bytes: int = 0
 
     @classmethod
     def at_rest(cls, info: EngineInfo) -> EngineStats:
-        """Of an engine that has done nothing and does nothing."""
+        """Return the snapshot of an engine that has done nothing yet."""
         idle = SchedulerStats(
             num_blocks=info.num_blocks,
             num_free_blocks=info.num_blocks,
@@ -235,6 +235,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tokens_per_second(tokens: int, choices: int, seconds: float) -> float | None:
-    """The speed of ``choices`` outputs at once, ``seconds`` after their first tokens; None where
-    nothing came after these."""
+    """Return the speed of ``choices`` outputs together, ``seconds`` after their first tokens; None
+    without later tokens."""
     return round((tokens - choices) / seconds, 2) if tokens > choices and seconds > 0.0 else None

@@ -1,8 +1,7 @@
-"""The gateway's endpoints, as one ASGI application.
+"""ASGI application with the gateway's endpoints.
 
-No framework on the way of a request: a path is looked up, the body read, and the rest is
-``Exchange``'s. Around it lie the same bounds on connections, heads and slow readers as around the
-server (``paceline.http``).
+No framework handles a request: its path is looked up, its body is read, and ``Exchange`` does the
+rest. Bounds on connections, heads and slow readers are those of the server (``paceline.http``).
 """
 
 from __future__ import annotations
@@ -21,26 +20,26 @@ from typing import Final
 
 from starlette.types import Message, Receive, Scope, Send
 
-from paceline.gateway.bodies import Body, read_body
-from paceline.gateway.caller import Allowed, Caller
-from paceline.gateway.config import GatewayConfig, key_limits
-from paceline.gateway.counting import COUNTING, Counting
-from paceline.gateway.counts import Counts
-from paceline.gateway.dialects import anthropic_type
-from paceline.gateway.engines import Engines
-from paceline.gateway.exchange import RELAYED, Exchange
-from paceline.gateway.kept import RESPONSES, Kept
-from paceline.gateway.kinds import is_vectors
-from paceline.gateway.money import Used
-from paceline.gateway.pages import Pages, as_json
-from paceline.gateway.pick import Picker
-from paceline.gateway.prompts import BytesPerToken, PromptSize, least_tokens, measure
-from paceline.gateway.reading import read_json_bytes
-from paceline.gateway.reserving import Lengths, Plan, sites_of
-from paceline.gateway.routes import Route, Routes, Site
-from paceline.gateway.spending import Spending
-from paceline.gateway.tracing import NO_TRACE, NO_TRACING, Traces, Tracing
-from paceline.gateway.turns import Turns
+from paceline.gateway.admin import Pages, as_json
+from paceline.gateway.billing.reserving import Lengths, Plan, sites_of
+from paceline.gateway.billing.spending import Spending
+from paceline.gateway.observability.metrics import Counts
+from paceline.gateway.observability.tracing import NO_TRACE, NO_TRACING, Traces, Tracing
+from paceline.gateway.proxy.caller import Allowed, Caller
+from paceline.gateway.proxy.passthrough.counting import COUNTING, Counting
+from paceline.gateway.proxy.passthrough.kept import RESPONSES, Kept
+from paceline.gateway.proxy.proxied_request import RELAYED, Exchange
+from paceline.gateway.requests.body import Body, read_body
+from paceline.gateway.requests.prompt_size import BytesPerToken, PromptSize, least_tokens, measure
+from paceline.gateway.requests.reading import read_json_bytes
+from paceline.gateway.routing.flow_control import Turns
+from paceline.gateway.routing.picker import Picker
+from paceline.gateway.routing.routes import Route, Routes, Site
+from paceline.gateway.settings.config import GatewayConfig, key_limits
+from paceline.gateway.settings.engine_types import is_vectors
+from paceline.gateway.settings.prices import Used
+from paceline.gateway.upstreams.dialects import anthropic_type
+from paceline.gateway.upstreams.registry import Engines
 from paceline.http.errors import ClientDisconnectedError, HttpError, Reply, error_body, reply_to
 from paceline.http.keys import ApiKey, KeyRing, credentials
 from paceline.http.rate_limits import Hold, RateLimiter, Ticket, caller_of
@@ -57,9 +56,9 @@ _log = logging.getLogger("paceline.gateway")
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _DRAIN: Final = re.compile(r"/admin/engines/([A-Za-z0-9_.-]{1,64})/(drain|undrain)")
-# of which every request counts
+# endpoints whose requests count against rate limits
 _LIMITED: Final = RELAYED | COUNTING
-# settings of what is made once
+# settings of objects that are built once, at start
 _FIXED: Final = frozenset(
     {
         "host", "port", "rate_limit_requests", "rate_limit_tokens", "max_concurrent_per_key",
@@ -67,30 +66,30 @@ _FIXED: Final = frozenset(
         "prices", "keys", "currency", "slow_start", "hedge_share", "otlp_endpoint",
     }
 )  # fmt: skip
-# tokens of a prompt that every context has room for
+# tokens of a prompt that fits every context
 _SHORT: Final = 256
-# tokens that an answer is expected to have before any has ended, as a share of what it may have
+# expected share of ``max_tokens`` that an answer uses, before any has ended
 _EXPECTED_SHARE: Final = 0.5
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One exchange at the door."""
+    """One HTTP request at the gateway."""
 
     gateway: Gateway
     scope: Scope
-    # names in small letters
+    # names in lower case
     headers: Mapping[bytes, bytes]
     receive: Receive
     send_on: Send
     request_id: str
-    # None: nobody is asked for a key
+    # None: no key is required
     key: ApiKey | None = None
-    # None: it is not limited
+    # None: not rate-limited
     ticket: Ticket | None = None
     # whether the answer has begun
     started: bool = False
-    # headers of its limits, as they will be once it is settled; None: as they are
+    # rate-limit headers once the request is settled; None: as they are now
     settled: Callable[[], Headers] | None = None
 
     @property
@@ -104,14 +103,14 @@ class _Call:
         return method
 
     async def send(self, message: Message) -> None:
-        """See ``outgoing.Call``. A method, as a closure over its call would be garbage in a
-        circle."""
+        """Send a message, and common headers with the head. A method, because a closure over its
+        call would be a reference cycle."""
         if message["type"] == "http.response.start":
             message["headers"] = [*message["headers"], *self.begin()]
         await self.send_on(message)
 
     def begin(self) -> Headers:
-        """See ``outgoing.Call``."""
+        """Start the answer and return the headers that every answer has."""
         self.started = True
         headers = [(b"x-request-id", self.request_id.encode())]
         if self.settled is not None:
@@ -128,7 +127,7 @@ class _Call:
 
 
 class Gateway:
-    """One gateway: an ASGI application over the engines of a configuration."""
+    """ASGI application over the engines of one configuration."""
 
     def __init__(
         self, config: GatewayConfig, keys: KeyRing, now: Callable[[], float] = time.monotonic
@@ -165,7 +164,7 @@ class Gateway:
             return
         headers: Mapping[bytes, bytes] = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
-        # to tell requests apart in logs; no secret
+        # the id tells requests apart in logs; it is not a secret
         if given and _REQUEST_ID.fullmatch(given):
             request_id = given.decode()
         else:
@@ -185,7 +184,7 @@ class Gateway:
             pass
         except Exception as error:
             if call.started:
-                # the connection is cut: there is no status left to tell, and no end to invent
+                # cut the connection: the status is sent already, and a made-up end would mislead
                 raise
             reply = reply_to(error, drain_timeout=self.config.drain_timeout)
             _log.info("refused id=%s status=%d path=%s", request_id, reply.status, call.path[:64])
@@ -328,7 +327,7 @@ class Gateway:
                 self.idle.set()
 
     def _learn(self, exchange: Exchange, body: Body, size: PromptSize) -> None:
-        """A request has ended."""
+        """Learn lengths and bytes per token from a request that has ended."""
         route = exchange.route
         if made := exchange.num_output_tokens:
             self._lengths.learn(route.model, math.ceil(made / body.num_made))
@@ -338,8 +337,8 @@ class Gateway:
                 self._bytes_per_token.learn(name, size, counted.prompt)
 
     async def reload(self, config: GatewayConfig, keys: KeyRing) -> list[str]:
-        """Go by another configuration from here on; what has changed, in words. Requests under way
-        end as they began."""
+        """Switch to another configuration and return the changes in words. Running requests end
+        under the old one."""
         before = self.config
         told = await self.engines.change(config)
         if config.models != before.models:
@@ -362,7 +361,7 @@ class Gateway:
         return told + fixed
 
     async def start(self) -> None:
-        """Ask every engine once, and keep up with them from then on."""
+        """Ask every engine once, then keep polling them."""
         self.spending.start()
         await self.engines.start()
 
@@ -379,7 +378,7 @@ class Gateway:
         most = body.max_tokens
         mean = self._lengths.mean(route.model)
         longest = 0.0 if is_vectors(path) else tokens * size.longest / body.num_prompts
-        # what is certain is looked for where the estimate says more than there is room for
+        # compute the certain lower bound only where the estimate exceeds a context
         is_long = longest > _SHORT and any(
             longest > (site.max_model_len or math.inf) for site in sites_of(route)
         )
@@ -407,7 +406,7 @@ class Gateway:
 
 
 def _limiter(config: GatewayConfig, keys: KeyRing) -> RateLimiter | None:
-    """None where no key has a limit."""
+    """Return the rate limiter; None if no key has a limit."""
     own, limits = keys.limits(), key_limits(config)
     if not own and not limits:
         return None
@@ -419,7 +418,7 @@ def _tokens(shares: Sequence[tuple[Site, Used]]) -> int:
 
 
 def _headers_settled(hold: Hold, exchange: Exchange) -> Headers:
-    """Of a stream that goes on, what is reserved stands."""
+    """Rate-limit headers; a stream that is not over counts as what was reserved for it."""
     return hold.headers(_tokens(exchange.shares()) if exchange.is_over else hold.tokens)
 
 

@@ -1,8 +1,8 @@
-"""A gateway's life: bind, ask the engines, serve, drain, end.
+"""Life cycle of a gateway: bind, ask the engines, serve, drain, end.
 
-SIGHUP has it read its file again; a file that is wrong changes nothing. SIGTERM and SIGINT end it:
-no new requests, running ones go on for up to ``drain_timeout`` seconds; the same again ends it at
-once.
+SIGHUP makes it read its file again; a bad file changes nothing. SIGTERM and SIGINT end it: new
+requests are refused, and running ones go on for up to ``drain_timeout`` seconds; a second signal
+ends it at once.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Final
 
 import uvicorn
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.gateway.app import Gateway
-from paceline.gateway.config import GatewayConfig
+from paceline.gateway.settings.config import GatewayConfig
 from paceline.http.bounds import DEFAULT_BOUNDS
 from paceline.http.connections import Connection, allow_open_files
 from paceline.http.keys import KeyRing
@@ -31,16 +31,16 @@ __all__ = ["GatewayServer", "make_server", "serve_gateway"]
 _log = logging.getLogger("paceline.gateway")
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
-# seconds for what was answered to reach its callers
+# time for sent answers to reach their callers, s
 _FLUSH_SECONDS: Final = 2
-# between two looks at whether all callers are gone
+# interval of checks whether all callers are gone, s
 _LOOK_SECONDS: Final = 0.005
-# seconds after which a caller who reads nothing is cut off
+# seconds after which a caller that reads nothing is disconnected
 _SLOW_READER_SECONDS: Final = 30.0
 
 
 def make_server(gateway: Gateway) -> GatewayServer:
-    """uvicorn over a gateway, with the bounds of ``http``, which leaves signals alone."""
+    """Build a uvicorn server with the bounds of ``http``, which leaves signals alone."""
     bounds = replace(DEFAULT_BOUNDS, max_connections=allow_open_files(DEFAULT_BOUNDS))
     return GatewayServer(
         uvicorn.Config(
@@ -71,12 +71,12 @@ async def serve_gateway(
 ) -> int:
     """Serve until a signal; returns the exit code of the process.
 
-    Runs on the main thread's event loop, whose signal handlers it takes over; closes ``listener``.
+    Runs on the main thread's event loop, takes over its signal handlers, closes ``listener``.
 
     Args:
         on_ready: called once with host and port when connections are accepted.
-        read: reads the configuration and the keys again, at SIGHUP; raises ConfigError, and
-            nothing changes. None: SIGHUP is not taken.
+        read: reads configuration and keys again, on SIGHUP; if it raises ConfigError, nothing
+            changes. None: SIGHUP is not handled.
     """
     server = make_server(gateway)
     stop, at_once = asyncio.Event(), asyncio.Event()
@@ -133,7 +133,7 @@ async def _reload(gateway: Gateway, read: Callable[[], tuple[GatewayConfig, KeyR
 
 
 async def _first_of(*waits: object) -> None:
-    """Until one of them is over."""
+    """Wait until one of them is over."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -143,20 +143,20 @@ async def _first_of(*waits: object) -> None:
 
 
 class GatewayServer(uvicorn.Server):
-    """uvicorn, which would close its sockets at the first signal, and look ten times a second at
-    whether it is to end."""
+    """uvicorn without its own signal handlers, and without its check, ten times a second, whether
+    to end."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._stop = asyncio.Event()
 
     def stop(self) -> None:
-        """Take no more connections; ``serve`` returns once what is being answered is."""
+        """Accept no more connections; ``serve`` returns once the running requests are answered."""
         self.should_exit = True
         self._stop.set()
 
     async def main_loop(self) -> None:
-        # once, for the headers that every answer has
+        # called once, for the default headers of all answers
         await self.on_tick(0)
         await self._stop.wait()
 

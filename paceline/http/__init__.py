@@ -1,4 +1,4 @@
-"""What every process that answers HTTP needs, whichever API it speaks.
+"""Parts that every process which answers HTTP needs, for any API.
 
 ::
 
@@ -7,5 +7,5 @@
     exchange    keys, rate_limits/, web, errors
     body        body, fields (in); sse, shortcut (out); exposition (metrics)
 
-Nothing here knows engines, models or what a body means. Imports ``core`` for its errors alone.
+Nothing here knows engines, models or the meaning of a body. Imports ``core`` for its errors only.
 """

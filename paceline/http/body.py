@@ -1,4 +1,4 @@
-"""A request's body: JSON of bounded size."""
+"""Reading of a request's body: JSON of bounded size."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.http.bounds import MAX_JSON_DEPTH, Bounds, check_json_depth, check_json_items
 from paceline.http.encodings import check_plain
 from paceline.http.errors import ClientDisconnectedError, HttpError
@@ -16,11 +16,11 @@ __all__ = ["read_object"]
 
 
 async def read_object(request: Request, max_bytes: int, bounds: Bounds) -> dict[str, Any]:
-    """The request's body, a JSON object of up to ``max_bytes`` and within ``bounds``.
+    """Return the request's body, a JSON object of up to ``max_bytes`` and within ``bounds``.
 
     Raises:
-        HttpError: 413, as soon as the length is known or the limit is passed.
-        InvalidRequestError: not a JSON object, over a bound, or sent as something else.
+        HttpError: 413, as soon as the length is known or the limit is exceeded.
+        InvalidRequestError: not a JSON object, over a bound, or of another content type.
         ClientDisconnectedError: the caller hung up halfway.
     """
     kind = request.headers.get("content-type")

@@ -1,4 +1,4 @@
-"""How large, deep, many and slow what callers send may be."""
+"""Bounds on the size, depth, number and duration of callers' input."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
-from paceline.core.errors import ConfigError, InvalidRequestError
+from paceline.errors import ConfigError, InvalidRequestError
 
 __all__ = ["DEFAULT_BOUNDS", "MAX_JSON_DEPTH", "Bounds", "check_json_depth", "check_json_items"]
 
-# what parsers of schemas, templates and bodies are written for
+# depth for which the parsers of schemas, templates and bodies are written
 MAX_JSON_DEPTH: Final = 64
-# strings as JSON writes them, unclosed ones too
+# strings in JSON, also unclosed ones
 _STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 
 
@@ -25,17 +25,17 @@ class Bounds:
     max_head_bytes: int = 64 * 1024
     # header lines of a request
     max_headers: int = 128
-    # sockets open at once; further ones are answered 503
+    # most sockets open at once; further ones are answered 503
     max_connections: int = 4096
-    # seconds for a request to arrive whole, from its first byte or the connection's start, the
-    # later, and one more for every 4 KiB of it; 0: any time
+    # seconds for a complete request to arrive, from its first byte or the connection's start, the
+    # later, and one more for every 4 KiB of it; 0: no limit
     receive_timeout: float = 60.0
-    # seconds a connection may stay open between two requests: longer than a proxy or a client
-    # keeps one in its pool, which else sends a request just as it is closed
+    # seconds that a connection may stay open between two requests: longer than proxies and clients
+    # keep one in their pool, which would else send a request just as it is closed
     keep_alive_timeout: float = 120.0
-    # lists and objects inside one another
+    # most levels of nested lists and objects
     max_json_depth: int = MAX_JSON_DEPTH
-    # entries of all lists and objects of a body together
+    # most entries of all lists and objects of a body together
     max_json_items: int = 500_000
 
     def __post_init__(self) -> None:
@@ -55,20 +55,20 @@ class Bounds:
                 raise ConfigError(f"{name} must be 0 or more seconds, got {seconds}")
 
 
-# shared by all who have no others; frozen
+# shared default; frozen
 DEFAULT_BOUNDS: Final = Bounds()
 
 
 def check_json_items(body: bytes | bytearray, limit: int, what: str = "the request body") -> None:
-    """Raises InvalidRequestError if the JSON in ``body`` may have more than ``limit`` entries.
+    """Raise InvalidRequestError if the JSON in ``body`` may have more than ``limit`` entries.
 
-    Before it is parsed: two million empty lists are 6 MB of JSON and 150 MB of memory. Every entry
-    but the first of a container has a comma before it, so commas and opening brackets outside of
-    strings bound their number from above.
+    Called before parsing: two million empty lists are 6 MB of JSON and 150 MB of memory. Every
+    entry but the first of a container has a comma before it, so commas and opening brackets outside
+    of strings bound their number from above.
     """
     if _marks(body) <= limit:
         return
-    # most of them may be commas of a text
+    # most of them may be commas in strings
     found = _marks(_STRING.sub(b"", body))
     if found > limit:
         raise InvalidRequestError(
@@ -82,7 +82,7 @@ def _marks(data: bytes | bytearray) -> int:
 
 
 def check_json_depth(value: dict[str, Any], limit: int, what: str = "the request body") -> None:
-    """Raises InvalidRequestError if ``value`` has more than ``limit`` levels, itself included."""
+    """Raise InvalidRequestError if ``value`` has more than ``limit`` levels, itself included."""
     level: list[Any] = [value]
     for _ in range(limit):
         level = [

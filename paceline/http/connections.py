@@ -1,5 +1,5 @@
-"""The HTTP protocol with bounds: on connections, on what a request's head holds, and on how long
-a request may take to arrive."""
+"""The HTTP protocol with bounds: on connections, on a request's head, and on the time for a request
+to arrive."""
 
 from __future__ import annotations
 
@@ -23,43 +23,42 @@ __all__ = ["Connection", "allow_open_files"]
 
 _log = logging.getLogger("paceline.server")
 
-# for the engine's socket, log files, the event loop, and the connections that are being refused
+# files for the engine's socket, logs, the event loop, and connections that are being refused
 _OTHER_FILES: Final = 256
 
-# bytes a second; slower is nobody who wants an answer
+# minimum upload rate, bytes/s; a slower client counts as stalled
 _MIN_RATE: Final = 4096
-# of HTTP; what the parser reads besides them is not framed as they are
+# HTTP versions; the parser also reads others, which are framed differently
 _VERSIONS: Final = frozenset({"1.0", "1.1"})
-# seconds that a caller is told to wait for a connection of somebody else to end
+# seconds after which a refused caller should retry, when another connection may have ended
 _RETRY_SECONDS: Final = 1
 
 
 class Connection(PlainProtocol, WatchedProtocol):
-    """uvicorn's protocol, held to ``bounds``: refuses what goes on for ever; the parser would keep
-    it all.
+    """uvicorn's protocol, held to ``bounds``: refuses endless input, which the parser would keep in
+    memory.
 
-    A clock runs from a connection's start, and again from the first byte of every further
-    request, until that request is whole: ``receive_timeout``, and a second more for every
-    ``_MIN_RATE`` bytes that came, so that a large file may take its time and a byte now and then
-    buys none.
+    A clock runs from a connection's start, and again from the first byte of every further request,
+    until that request is complete: ``receive_timeout``, and a second more for every ``_MIN_RATE``
+    bytes received, so that a large file has its time and a byte now and then gains none.
     """
 
     def __init__(self, *arguments: Any, bounds: Bounds, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._bounds = bounds
-        # between the last byte of an answer and the first of the next request
-        # (uvicorn declares whole seconds, and hands it to call_later)
+        # time between the last byte of an answer and the first of the next request (uvicorn
+        # declares whole seconds, and passes it to call_later)
         self.timeout_keep_alive = bounds.keep_alive_timeout  # type: ignore[assignment]
         self._in_head = True
         self._head_bytes = 0
-        # nothing of a request has come that is not whole
+        # whether no part of an incomplete request has come
         self._between = True
-        # requests that began in the data at hand
+        # number of requests that began in the present data
         self._num_begun = 0
-        # bytes of a body came in the data at hand
+        # whether bytes of a body came in the present data
         self._body_came = False
         self._refused = False
-        # the request that is being answered
+        # the request being answered
         self._running: RequestResponseCycle | None = None
         # an answer of this connection's own, which waits for those before it
         self._parting = b""
@@ -79,7 +78,7 @@ class Connection(PlainProtocol, WatchedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._arrived()
         if self._running is not None:
-            # uvicorn says so to the newest request alone, which may wait behind this one
+            # uvicorn only marks the newest request, which may wait behind this one
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
@@ -94,7 +93,7 @@ class Connection(PlainProtocol, WatchedProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         if len(self.headers) > self._bounds.max_headers:
-            # nothing was started for it yet, and nothing will be
+            # no task was started for it yet, and none will be
             most = self._bounds.max_headers
             self._refuse(431, f"a request may have {most} headers, got {len(self.headers)}")
             raise _RefusedError
@@ -103,29 +102,29 @@ class Connection(PlainProtocol, WatchedProtocol):
             self._refuse(400, f"a request must be of HTTP 1.1 or 1.0, got {version}")
             raise _RefusedError
         if self.parser.get_method() == b"CONNECT":
-            # what lies behind it is of another protocol
+            # the data after it belongs to another protocol
             self._refuse(501, "this server is no proxy: CONNECT is not served")
             raise _RefusedError
         hosts = sum(name == b"host" for name, _ in self.headers)
         if hosts > 1 or (not hosts and version == "1.1"):
-            # RFC 9112, 3.2: proxies on the way may have gone by another one
+            # RFC 9112, 3.2: proxies on the way may have used another one
             self._refuse(400, f"a request must have one Host header, got {hosts}")
             raise _RefusedError
         super().on_headers_complete()
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is None or cycle.scope is not self.scope:
             return
-        # what stands behind a body is a trailer, not a header of the request (RFC 9110, 6.5.1)
+        # headers after a body are trailers, not headers of the request (RFC 9110, 6.5.1)
         self.headers = []
         if not self.pipeline:
             self._running = cycle
         if version == "1.0":
-            # whose callers know no interim answers, and no chunks: an answer without a length ends
-            # with its connection
+            # HTTP/1.0 has no interim answers and no chunks: an answer without a length ends with
+            # its connection
             cycle.waiting_for_100_continue = False
             cycle.chunked_encoding, cycle.expected_content_length = False, _NoLength()
         else:
-            # ASGI would have a dict for each; this one is between us
+            # ASGI asks for a dict of each; this one is internal
             ours: Any = {BODY_WRITER: _BodyWriter(cycle)}
             self.scope["extensions"] = ours
 
@@ -144,13 +143,13 @@ class Connection(PlainProtocol, WatchedProtocol):
         between, self._num_begun, self._body_came = self._between, 0, False
         super().data_received(data)
         if self._num_begun and not self._between and not self._refused:
-            # a request that came in one piece needs no clock
+            # a request that arrives in one piece needs no clock
             self._start_clock()
-        # after it, as the clock starts anew in the middle of it
+        # after the call, as the clock may restart within it
         self._received += len(data)
-        # where a head behind another request begins in the data nobody says; its rest counts
+        # the parser does not tell where a head after another request begins; only its rest counts
         all_of_it = not self._num_begun or (between and self._num_begun == 1)
-        # what is no body counts too: trailers, and what chunks say beside their sizes
+        # everything but body bytes counts: trailers, and chunk extensions, too
         counts = not self._between and not self._body_came
         if counts and all_of_it and not self._refused:
             self._head_bytes += len(data)
@@ -159,7 +158,7 @@ class Connection(PlainProtocol, WatchedProtocol):
                 self._refuse(431, f"request line and headers may have {most} bytes together")
 
     def on_response_complete(self) -> None:
-        # which uvicorn starts now
+        # the request that uvicorn starts now
         self._running = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         if self._parting and self._running is None:
@@ -186,7 +185,7 @@ class Connection(PlainProtocol, WatchedProtocol):
         if self.pipeline or (
             cycle is not None and not cycle.more_body and not cycle.response_complete
         ):
-            # what is late was sent ahead, and is read when the answer before it is through
+            # the late request was pipelined, and is read once the answer before it is complete
             self._start_clock()
             return
         earned = self._clock_from + self._received / _MIN_RATE - self.loop.time()
@@ -197,7 +196,7 @@ class Connection(PlainProtocol, WatchedProtocol):
             return
         self._late = None
         if not self._received or (cycle is not None and cycle.more_body and cycle.response_started):
-            # it never said a word; or it was answered before it was through
+            # no byte came, or the answer began before the request was complete
             self.transport.close()
             return
         self._refuse(
@@ -207,22 +206,22 @@ class Connection(PlainProtocol, WatchedProtocol):
         )
 
     def _refuse(self, status: int, message: str) -> None:
-        """The last answer of this connection, to what never becomes a request; its turn comes after
-        the answers to the requests before it."""
+        """Send this connection's last answer, to input that never becomes a request, after the
+        answers to the requests before it."""
         self._refused = True
         self._arrived()
         if self.transport.is_closing():
             return
         running, cycle = self._running, self.cycle
-        # where the head was good, and what follows it is not
+        # when the head was valid, and the data after it is not
         has_cycle = cycle is not None and cycle.scope is self.scope and not self._between
         if has_cycle and cycle.response_started:
-            # there is an answer already, or half of one
+            # an answer was sent already, or part of one
             self.transport.close()
             return
         waits = running is not None and not (has_cycle and running is cycle)
         if has_cycle:
-            # what waits for the body need not answer
+            # code that waits for the body need not answer
             cycle.disconnected = True
             cycle.message_event.set()
             if waits:
@@ -251,8 +250,8 @@ class Connection(PlainProtocol, WatchedProtocol):
 
 
 class _BodyWriter:
-    """See ``shortcut.BodyWriter``: what ``cycle.send`` does with a part of a chunked body, without
-    its being awaited. ``num_bytes`` is how much went this way."""
+    """Write parts of a chunked body as ``cycle.send`` does, but without an await; see
+    ``shortcut.BodyWriter``. ``num_bytes`` counts the bytes written so."""
 
     __slots__ = ("_cycle", "num_bytes")
 
@@ -322,7 +321,7 @@ class _BodyWriter:
         return True
 
     def _complete(self) -> None:
-        """All of the answer is written."""
+        """Mark the answer as completely written."""
         cycle = self._cycle
         cycle.response_complete = True
         cycle.message_event.set()
@@ -341,7 +340,7 @@ class _BodyWriter:
         )
 
     def _head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-        """But for what frames the body."""
+        """Return the head without the header that frames the body."""
         cycle = self._cycle
         lines = [STATUS_LINE[status]]
         closes = False
@@ -358,8 +357,8 @@ class _BodyWriter:
 
 
 class _NoLength(int):
-    """Where uvicorn counts down what is left of an answer's length: no part is too long for it, and
-    no end too early."""
+    """A stand-in for uvicorn's countdown of an answer's length: no part exceeds it, and no end is
+    too early."""
 
     def __lt__(self, other: int) -> bool:
         return False
@@ -372,12 +371,12 @@ class _NoLength(int):
 
 
 class _RefusedError(Exception):
-    """Makes the parser stop."""
+    """Stops the parser."""
 
 
 def allow_open_files(bounds: Bounds) -> int:
-    """Let this process open as many files as ``bounds.max_connections`` needs, as far as the
-    system allows; how many connections there is room for."""
+    """Let this process open as many files as ``bounds.max_connections`` needs, as far as the system
+    allows; return the number of connections possible."""
     wanted = bounds.max_connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited: Any = resource.RLIM_INFINITY

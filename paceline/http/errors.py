@@ -1,7 +1,7 @@
-"""Every error as an HTTP answer: the one place where status codes are chosen.
+"""HTTP answers for all errors: the one place where status codes are chosen.
 
-The body is vLLM's: ``{"error": {"message", "type", "param", "code"}}``. A message of the server's
-own faults never holds addresses, paths or tracebacks.
+The body is vLLM's: ``{"error": {"message", "type", "param", "code"}}``. Messages about the server's
+own faults never hold addresses, paths or tracebacks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 from starlette.responses import Response
 
-from paceline.core.errors import (
+from paceline.errors import (
     EngineDeadError,
     EngineDrainingError,
     EngineLostError,
@@ -39,7 +39,7 @@ __all__ = [
 
 _log = logging.getLogger("paceline.server")
 
-# the names that OpenAI's clients have for these statuses; others go by their HTTP phrase, as vLLM's
+# names of OpenAI's clients for these statuses; others use their HTTP phrase, as in vLLM
 _TYPES: Final = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -52,11 +52,11 @@ _TYPES: Final = {
     500: "InternalServerError",
     501: "NotImplementedError",
 }
-# never sent: the caller is gone. Only logs and metrics see it
+# never sent, as the caller has gone. Only logs and metrics use it
 _GONE: Final = 499
-# advised wait in seconds when the engine is dead, about one restart, and when nobody knows better
+# advised wait, s, when the engine is dead, about one restart, and when no better one is known
 _RESTART_SECONDS: Final = 10
-# statuses that always say when to come back
+# statuses whose answers always have a Retry-After
 _COME_BACK: Final = (429, 503)
 _STATUSES: Final = frozenset(int(status) for status in HTTPStatus)
 _PRIVATE: Final = re.compile(r"0x[0-9a-fA-F]{4,}|(?<![\w:/.])/(?:[\w.@+-]+/)+[\w.@+-]*")
@@ -73,21 +73,21 @@ class HttpError(Exception):
 
 
 class ClientDisconnectedError(Exception):
-    """The caller hung up before there was an answer."""
+    """The caller hung up before it was answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What an error looks like to a caller."""
+    """An error's answer to a caller."""
 
     status: int
     message: str
     param: str | None = None
     # seconds for the Retry-After header
     retry_after: int | None = None
-    # why a request was dropped, for llm-d's header
+    # reason why a request was dropped, for llm-d's header
     dropped: str | None = None
-    # False: the caller should not try again, though the status looks like it
+    # False: the caller should not retry, though the status suggests it
     should_retry: bool = True
 
 
@@ -103,10 +103,10 @@ class _ErrorBody(msgspec.Struct, frozen=True):
 
 
 def reply_to(error: BaseException, *, drain_timeout: float) -> Reply:
-    """The answer to an error. Logs what is not the caller's fault.
+    """Return the answer to an error. Logs errors that are not the caller's fault.
 
     Args:
-        drain_timeout: the advised wait in seconds while the server shuts down.
+        drain_timeout: the advised wait, s, while the server shuts down.
     """
     match error:
         case HttpError():
@@ -137,7 +137,7 @@ def reply_to(error: BaseException, *, drain_timeout: float) -> Reply:
         case PacelineError():
             _log.error("request_failed error=%r", _public(error))
             return Reply(500, _public(error))
-    # the text of a foreign exception may quote the prompt: where it came from is enough for a log
+    # a foreign exception's text may quote the prompt: a log only needs where it was raised
     _log.error(
         "uncaught type=%s at:\n%s",
         type(error).__name__,
@@ -147,7 +147,7 @@ def reply_to(error: BaseException, *, drain_timeout: float) -> Reply:
 
 
 def error_body(reply: Reply) -> bytes:
-    """The JSON body, also sent as an event when a stream breaks."""
+    """Return the JSON body, also sent as an event when a stream breaks."""
     status = reply.status
     kind = _TYPES.get(status)
     if kind is None:
@@ -156,12 +156,12 @@ def error_body(reply: Reply) -> bytes:
 
 
 def error_response(reply: Reply, body: bytes | None = None) -> Response:
-    """The answer to an error, in vLLM's shape or with a ``body`` of JSON in another."""
+    """Return the answer to an error, in vLLM's shape or with a ``body`` of JSON in another."""
     headers = {} if reply.retry_after is None else {"Retry-After": str(reply.retry_after)}
     if reply.dropped is not None:
         headers["x-llm-d-request-dropped-reason"] = reply.dropped
     if not reply.should_retry:
-        # what OpenAI's clients go by before they go by the status
+        # OpenAI's clients read this before the status
         headers["x-should-retry"] = "false"
     if reply.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -178,5 +178,5 @@ def _seconds(wait: float) -> int:
 
 
 def _public(error: PacelineError) -> str:
-    """The message without memory addresses and file paths."""
+    """Return the message without memory addresses and file paths."""
     return _PRIVATE.sub("...", str(error))

@@ -1,10 +1,10 @@
-"""Metric families that cost next to nothing to update and little to render.
+"""Metric families that cost almost nothing to update and little to render.
 
-prometheus_client's own take several milliseconds to write what a scrape asks for; here the names
-and labels of every line are written once, when the series appears, and a rendering puts numbers
-behind them. Not thread-safe: one thread updates and renders.
+prometheus_client's own take several milliseconds per scrape; here the names and labels of every
+line are written once, when the series appears, and rendering only appends numbers. Not thread-safe:
+one thread updates and renders.
 
-This module does not know what is counted.
+This module does not know the meaning of its metrics.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ESCAPES: Final = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 class Sample(NamedTuple):
-    """A line of the exposition. ``labels`` is the same object each time: not to be changed."""
+    """A line of the exposition. ``labels`` is shared between calls: do not change it."""
 
     name: str
     labels: Mapping[str, str]
@@ -45,25 +45,25 @@ class Sample(NamedTuple):
 class Family(Protocol):
     """One name of the exposition with all its series."""
 
-    # as in the TYPE line: a counter's ends in _total
+    # as in the TYPE line: a counter's name ends in _total
     name: str
     kind: Kind
-    # what it counts, one line
+    # description, one line
     text: str
     # names of all labels, sorted
     labels: tuple[str, ...]
 
     def render(self) -> str:
-        """Its lines, HELP and TYPE first."""
+        """Return its lines, HELP and TYPE first."""
         ...
 
     def samples(self) -> Iterator[Sample]:
-        """The same as values."""
+        """Yield its lines as values."""
         ...
 
 
 class Description(NamedTuple):
-    """A family as documents list it."""
+    """A family's description for documents."""
 
     name: str
     kind: str
@@ -99,7 +99,7 @@ class Histogram:
         return self._sum
 
     def cumulative(self) -> list[int]:
-        """Observations up to each bound; the last one is all of them."""
+        """Return the observations up to each bound; the last entry is all of them."""
         return list(accumulate(self._counts))
 
 
@@ -115,11 +115,11 @@ class Numbers:
         self._head = _head(self)
         self._numbers: dict[tuple[str, ...], Number] = {}
         self._lines: list[tuple[str, Number]] = []
-        # of each line, once somebody asked for samples
+        # labels of each line, made when samples are first read
         self._told: list[Mapping[str, str]] = []
 
     def at(self, *values: str) -> Number:
-        """The series with these label values, made when it is first asked for."""
+        """Return the series with these label values, made on first use."""
         number = self._numbers.get(values)
         if number is None:
             number = self._numbers[values] = Number()
@@ -128,8 +128,8 @@ class Numbers:
         return number
 
     def value(self, *values: str) -> float:
-        """What the series with these label values is at; 0.0 where nobody has asked for it, which
-        this does not."""
+        """Return the value of the series with these label values; 0.0 if it does not exist, and
+        this does not make it."""
         number = self._numbers.get(values)
         return 0.0 if number is None else number.value
 
@@ -172,13 +172,13 @@ class Histograms:
         self._names, self._constant, self._buckets = tuple(labels), dict(constant), buckets
         self._head = _head(self)
         self._histograms: dict[tuple[str, ...], Histogram] = {}
-        # per series: what stands before each bucket's count, before the count and before the sum
+        # per series: the text before each bucket's count, before the count and before the sum
         self._lines: list[tuple[Histogram, list[str], str, str]] = []
-        # per series, once somebody asked for samples: labels of each bucket, then its own
+        # per series, made when samples are first read: labels of each bucket, then its own
         self._told: list[list[Mapping[str, str]]] = []
 
     def at(self, *values: str) -> Histogram:
-        """The series with these label values, made when it is first asked for."""
+        """Return the series with these label values, made on first use."""
         histogram = self._histograms.get(values)
         if histogram is None:
             histogram = self._histograms[values] = Histogram(self._buckets)
@@ -216,7 +216,7 @@ class Registry:
     """All families of one server, in the order in which they were made.
 
     Args:
-        constant: labels of every series whose family does not say otherwise.
+        constant: labels of every series, unless its family has others.
     """
 
     def __init__(self, constant: Mapping[str, str]) -> None:
@@ -226,7 +226,7 @@ class Registry:
         self._has_collected = False
 
     def describe(self) -> Iterator[Description]:
-        """Every family there is."""
+        """Yield the description of every family."""
         for family in self._families.values():
             yield Description(family.name, family.kind, family.text, family.labels)
         for metric in self._collected.collect():
@@ -237,8 +237,8 @@ class Registry:
             )
 
     def register(self, collector: Collector) -> None:
-        """Add families that prometheus_client renders, which takes it ten times as long: for a few
-        that somebody else keeps the numbers of."""
+        """Add families that prometheus_client renders, which takes it ten times as long: only for a
+        few whose numbers are kept elsewhere."""
         self._collected.register(collector)
         self._has_collected = True
 
@@ -250,7 +250,7 @@ class Registry:
         *labels: str,
         constant: Mapping[str, str] | None = None,
     ) -> Numbers:
-        """A family with labels. A counter's name is given without its ``_total``."""
+        """Make a family with labels. A counter's name is given without its ``_total``."""
         full = f"{name}_total" if kind == "counter" else name
         constant = self._constant if constant is None else constant
         family = Numbers(kind, full, text, labels, constant)
@@ -258,7 +258,7 @@ class Registry:
         return family
 
     def number(self, kind: Literal["counter", "gauge"], name: str, text: str) -> Number:
-        """A family of one series."""
+        """Make a family of one series."""
         return self.numbers(kind, name, text).at()
 
     def histograms(
@@ -269,24 +269,24 @@ class Registry:
         *labels: str,
         constant: Mapping[str, str] | None = None,
     ) -> Histograms:
-        """A family with labels; a summary of count and sum when there are no buckets."""
+        """Make a family with labels; a summary of count and sum when there are no buckets."""
         constant = self._constant if constant is None else constant
         family = Histograms(name, text, buckets, labels, constant)
         self._add(family)
         return family
 
     def histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        """A family of one series."""
+        """Make a family of one series."""
         return self.histograms(name, text, buckets).at()
 
     def render(self) -> str:
-        """The text exposition format, version 0.0.4."""
+        """Return the text exposition format, version 0.0.4."""
         text = "".join([family.render() for family in self._families.values()])
         return text + generate_latest(self._collected).decode() if self._has_collected else text
 
     def samples(self) -> Iterator[Sample]:
-        """What ``render`` says, but for the families that prometheus_client renders: for whoever
-        computes with the numbers in this process, and has no text to parse."""
+        """Yield all lines as values, except those of prometheus_client's families, for computations
+        in this process without parsing text."""
         for family in self._families.values():
             yield from family.samples()
 
@@ -309,6 +309,6 @@ def _braces(labels: Mapping[str, str]) -> str:
 
 def _number(value: float) -> str:
     if math.isfinite(value):
-        # an int of another kind (an enum) writes itself otherwise
+        # an int of another kind (an enum) has another repr
         return repr(float(value))
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"

@@ -1,7 +1,7 @@
-"""JSON objects that callers send, and checks of what is in them, each of a type and a range.
+"""JSON objects of callers, and checks of their fields by type and range.
 
-Booleans are not numbers, strings are not integers, and a float is an integer nowhere. Every fault
-is an InvalidRequestError that names the field and shows the value.
+Booleans are not numbers, strings are not integers, and a float is never an integer. Every fault is
+an InvalidRequestError that names the field and shows the value.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.http.bounds import check_json_depth
 
 __all__ = [
@@ -28,17 +28,17 @@ __all__ = [
     "show_url",
 ]
 
-# containers inside containers; the deepest sensible tool schema is well below
+# most levels of nesting; the deepest sensible tool schema is well below
 _MAX_DEPTH: Final = 64
 _SHOWN: Final = 64
-# what some editors and libraries put before UTF-8; parsers may pass over it (RFC 8259, 8.1)
+# written by some editors and libraries before UTF-8; parsers may ignore it (RFC 8259, 8.1)
 BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 # the largest 32-bit integer
 _WIDE: Final = 2**31 - 1
 
 
 def show(value: object) -> str:
-    """A value as an error message quotes it: short, and on one line."""
+    """Return a value as an error message quotes it: short, and on one line."""
     if isinstance(value, (list, dict)):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     if isinstance(value, int) and value.bit_length() > 128:
@@ -49,11 +49,11 @@ def show(value: object) -> str:
 
 
 def show_url(url: str) -> str:
-    """A URL as an error may quote it, whatever it is: without user, password, query and fragment,
-    which may be secrets."""
+    """Return any URL as an error may quote it: without user, password, query and fragment, which
+    may be secrets."""
     shown = re.split("[?#]", url, maxsplit=1)[0]
     if "@" in url:
-        # a password may hold any character, those that end the name of a host too
+        # a password may hold any character, also those that end a host name
         start, slashes, _ = shown.partition("//")
         host = shown.rpartition("@")[2] if "@" in shown else "..."
         shown = f"{start if slashes and '@' not in start else ''}{slashes}***@{host}"
@@ -61,7 +61,7 @@ def show_url(url: str) -> str:
 
 
 def decode_object(body: bytes, what: str = "the request body") -> dict[str, Any]:
-    """A request body, or what ``what`` calls it, as a JSON object of bounded depth.
+    """Decode a request body, called ``what`` in errors, as a JSON object of bounded depth.
 
     Raises InvalidRequestError for anything else; NaN, Infinity and numbers beyond a double are not
     JSON, nor are unpaired surrogates.
@@ -85,7 +85,7 @@ def check_integer(value: object, name: str, low: int, high: int) -> int:
     if type(value) is not int:
         raise InvalidRequestError(f"{name} must be an integer, got {show(value)}", name)
     if not low <= value <= high:
-        # a bound that only says how many bits there are is not worth the reading
+        # a bound that is only the limit of the bits is not worth mentioning
         wanted = f"at least {low}" if value < low and high >= _WIDE else f"in [{low}, {high}]"
         raise InvalidRequestError(f"{name} must be {wanted}, got {show(value)}", name)
     return value
@@ -93,7 +93,7 @@ def check_integer(value: object, name: str, low: int, high: int) -> int:
 
 def check_number(value: object, name: str) -> float:
     if type(value) is int:
-        # an integer too large for a double is out of every range there is
+        # an integer too large for a double is out of every range
         if value.bit_length() > 1000:
             raise InvalidRequestError(f"{name} is out of range: {show(value)}", name)
         return float(value)
@@ -130,7 +130,7 @@ def check_string(value: object, name: str, low: int, high: int | None) -> str:
 
 
 def check_token_ids(value: list[Any], name: str, vocab_size: int) -> list[int]:
-    """``value`` itself, if it holds ids of the vocabulary only."""
+    """Return ``value`` itself, if it holds only ids of the vocabulary."""
     if value and set(map(type, value)) != {int}:
         wrong = next(item for item in value if type(item) is not int)
         raise InvalidRequestError(f"{name} must hold token ids, got {show(wrong)}", name)

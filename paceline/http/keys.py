@@ -1,21 +1,21 @@
-"""API keys: who may ask what. Only digests are kept, here and in files.
+"""API keys, and what each may do. Only digests are kept, here and in files.
 
 A key file has a line per key, ``NAME SCOPE SHA256``, blank lines and ``#`` comments; the digest is
-of the key's bytes, in hex (``printf %s "$KEY" | sha256sum``). Keys are to be random: a digest
-protects them from whoever reads the file, not from guessing. A line may go on with limits of that
-key alone: ``requests=60/minute tokens=unlimited concurrent=4``.
+of the key's bytes, in hex (``printf %s "$KEY" | sha256sum``). Keys must be random: a digest
+protects them from readers of the file, not from guessing. A line may continue with limits for that
+key: ``requests=60/minute tokens=unlimited concurrent=4``.
 
 ::
 
-    /health... /ping         nobody is asked
-    / /ui /ui/...            nobody is asked: the page's files, which are public code
+    /health... /ping         no key needed
+    / /ui /ui/...            no key needed: the page's files, which are public code
     /ui/api/...              scope admin
     /metrics, /status, /slots  scope admin
-    /admin/...               scope admin, also where there are no keys: then nobody may
+    /admin/...               scope admin; always refused if the server has no keys
     everything else          scope user or admin
 
-Without any keys everybody may do everything but what is under ``/admin/``: what changes the server
-never opens because somebody left a file out.
+Without any keys every caller may do everything but what is under ``/admin/``: changes of the server
+never become open because a file was forgotten.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.http.errors import HttpError
 from paceline.http.rate_limits.rates import parse_override
 
@@ -43,13 +43,13 @@ __all__ = [
 ]
 
 OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
-# they tell about everybody's requests
+# these paths show all callers' requests
 ADMIN_PATHS: Final = frozenset({"/metrics", "/slots", "/status"})
-# they change the server
+# paths below it change the server
 ADMIN_PREFIX: Final = "/admin/"
-# what the page asks about everybody's requests
+# requests of the page about all callers' requests
 _PAGE_API_PREFIX: Final = "/ui/api/"
-# headers that a key comes in
+# headers that hold a key
 _BEARER: Final = "authorization"
 _PLAIN: Final = "x-api-key"
 _SCOPES: Final = ("user", "admin")
@@ -60,9 +60,9 @@ _MAX_KEY_CHARS: Final = 512
 
 
 def is_page(path: str) -> bool:
-    """Whether a path is of the page at ``/ui`` or leads there, and so asks for no key."""
+    """Whether a path belongs to the page at ``/ui`` or leads there, and so needs no key."""
     if path.startswith("/ui/"):
-        # also "/ui/api" itself: whatever may come to be served there is not the page
+        # includes "/ui/api" itself: anything served there later is not the page
         return not f"{path}/".startswith(_PAGE_API_PREFIX)
     return path in ("/", "/ui")
 
@@ -71,11 +71,11 @@ def is_page(path: str) -> bool:
 class ApiKey:
     """One key. Raises ConfigError for a bad name, scope or digest."""
 
-    # who it is: in logs, and the tenant of its requests
+    # identity: in logs, and the tenant of its requests
     name: str
     # "user" or "admin", which may do all that "user" may
     scope: str
-    # of SHA-256, 32 bytes
+    # SHA-256, 32 bytes
     digest: bytes
     # fields of KeyLimits in which it differs from the server's
     limits: Mapping[str, Any] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class ApiKey:
 
     @classmethod
     def of(cls, name: str, scope: str, key: str) -> ApiKey:
-        """From the key itself, which is not kept."""
+        """Make one from the key itself, which is not kept."""
         if not 8 <= len(key) <= _MAX_KEY_CHARS:
             raise ConfigError(
                 f"API key {name} must have 8 to {_MAX_KEY_CHARS} characters, got {len(key)}"
@@ -104,7 +104,7 @@ class ApiKey:
 
 
 def parse_key_file(text: str, name: str) -> list[ApiKey]:
-    """The keys of a file; ``name`` is for errors, which never quote a digest."""
+    """Return the keys of a file; ``name`` is for errors, which never quote a digest."""
     keys = []
     for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
         words = line.split("#", 1)[0].split()
@@ -124,7 +124,7 @@ def parse_key_file(text: str, name: str) -> list[ApiKey]:
 
 
 class KeyRing:
-    """The keys of a server; without any, everybody may do everything.
+    """The keys of a server; without any, ``check`` lets all callers do nearly everything.
 
     Raises:
         ConfigError: two keys of one name, or too many.
@@ -144,17 +144,17 @@ class KeyRing:
         return len(self._keys)
 
     def named(self) -> list[tuple[str, str]]:
-        """Name and scope of each, in the order in which they were given."""
+        """Return the name and scope of each key, in the order given."""
         return [(key.name, key.scope) for key in self._keys]
 
     def limits(self) -> Mapping[str, Mapping[str, Any]]:
-        """By name, of keys that have limits of their own: fields of KeyLimits."""
+        """Return, by name, the limits of keys that have their own: fields of KeyLimits."""
         return {key.name: key.limits for key in self._keys if key.limits}
 
     def check(self, path: str, headers: Mapping[str, str]) -> ApiKey | None:
-        """The key a request came with; None where none is needed.
+        """Return the key of a request; None if it needs none.
 
-        Raises HttpError: 401 without a key that is known, 403 where its scope does not reach.
+        Raises HttpError: 401 without a known key, 403 if its scope is not enough.
         """
         if not self._keys and path.startswith(ADMIN_PREFIX):
             raise HttpError(
@@ -173,7 +173,7 @@ class KeyRing:
         return key
 
     def _find(self, presented: str) -> ApiKey | None:
-        """In time that tells nothing: every digest is compared, whole."""
+        """Find a key in constant time: every digest is compared completely."""
         digest = hashlib.sha256(presented[:_MAX_KEY_CHARS].encode("utf-8", "replace")).digest()
         found = None
         for key in self._keys:
@@ -190,7 +190,7 @@ def _presented(headers: Mapping[str, str]) -> str:
 
 
 def credentials(headers: Mapping[bytes, bytes]) -> Mapping[str, str]:
-    """Of a request's headers (names in small letters) those that a key comes in."""
+    """Return the headers that hold a key; ``headers`` has lower-case names."""
     return {
         name: found.decode("latin-1")
         for name in (_BEARER, _PLAIN)

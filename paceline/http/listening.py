@@ -1,4 +1,4 @@
-"""A socket to serve on. Imports little of ours: the address is taken before anything slow
+"""A socket to serve on. Imports little of ours: the address is bound before anything slow
 begins."""
 
 from __future__ import annotations
@@ -6,25 +6,24 @@ from __future__ import annotations
 import socket
 from typing import Final
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["SEND_BUFFER_BYTES", "bind"]
 
-# what the operating system may hold for a connection (Linux doubles it); by itself it would go to
-# megabytes
+# send buffer of a connection (Linux doubles it); the default would grow to megabytes
 SEND_BUFFER_BYTES: Final = 64 * 1024
 _BACKLOG: Final = 2048
 
 
 def bind(host: str, port: int, *, flag: str = "--port") -> socket.socket:
-    """A listening socket; port 0 takes a free one. Raises ConfigError if the address is taken.
+    """Return a listening socket; port 0 takes a free one. Raises ConfigError if it is in use.
 
-    ``flag`` is what the error names as the way out.
+    ``flag`` is the option that the error advises to change.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        # a name that no resolver can be asked for is a UnicodeError
+        # a name that cannot be sent to a resolver is a UnicodeError
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot resolve host {host!r}: {reason}") from error
     family, kind, protocol, _, address = found[0]

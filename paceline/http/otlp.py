@@ -1,9 +1,9 @@
-"""Spans of OpenTelemetry, sent over OTLP/HTTP: what every process that makes some needs.
+"""Spans of OpenTelemetry, sent over OTLP/HTTP, for every process that makes some.
 
-A thread of the SDK's sends them in batches, and drops what it cannot send; who makes a span waits
-for nothing. Whether a trace is sampled is its caller's say (W3C ``traceparent``), and otherwise
-that of the SDK's own environment variables (OTEL_TRACES_SAMPLER and so on). Nothing of
-OpenTelemetry is imported before ``check_endpoint``; it comes with the extra ``otel``.
+A thread of the SDK sends them in batches, and drops what it cannot send; making a span never waits.
+The caller decides whether a trace is sampled (W3C ``traceparent``), otherwise the SDK's own
+environment variables do (OTEL_TRACES_SAMPLER and so on). Nothing of OpenTelemetry is imported
+before ``check_endpoint``; it comes with the extra ``otel``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from paceline import __version__
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.http.fields import show_url
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SpanSource", "carrier_of", "check_endpoint", "clock_origin"]
 
-# seconds an export may take, and what has not been sent at the end
+# seconds for an export, and for sending the rest at the end
 _EXPORT_TIMEOUT: Final = 5.0
 _CLOSE_TIMEOUT: Final = 3.0
 _MAX_HEADER_BYTES: Final = 512
@@ -32,7 +32,7 @@ _PROPAGATED: Final = {b"traceparent": "traceparent", b"tracestate": "tracestate"
 
 
 def check_endpoint(endpoint: str) -> str:
-    """The URL that spans are posted to: ``endpoint``, with /v1/traces where it has no path.
+    """Return the URL to post spans to: ``endpoint``, plus /v1/traces if it has no path.
 
     Raises:
         ConfigError: not an http or https URL, or the libraries are not installed.
@@ -61,7 +61,7 @@ def check_endpoint(endpoint: str) -> str:
 
 
 def carrier_of(headers: Iterable[tuple[bytes, bytes]]) -> Mapping[str, str]:
-    """A request's headers of W3C trace context; names in small letters."""
+    """Return a request's headers of W3C trace context; names in lower case."""
     return {
         _PROPAGATED[name]: value.decode("latin-1")
         for name, value in headers
@@ -70,17 +70,17 @@ def carrier_of(headers: Iterable[tuple[bytes, bytes]]) -> Mapping[str, str]:
 
 
 def clock_origin() -> int:
-    """Where ``time.monotonic()`` begins, as spans have it: in nanoseconds of the wall clock. Read
-    once for spans that are compared, as the wall clock may be set meanwhile."""
+    """Return the origin of ``time.monotonic()``, in nanoseconds of the wall clock, as spans need
+    it. Read once for spans that are compared, as the wall clock may be set meanwhile."""
     return time.time_ns() - time.monotonic_ns()
 
 
 class SpanSource:
-    """Of one process. ``close`` on any thread.
+    """The spans of one process. ``close`` may be called on any thread.
 
     Args:
         endpoint: see ``check_endpoint``.
-        service: its name, where OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES give none.
+        service: its name, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES give one.
         exporter: takes the spans instead.
     """
 
@@ -105,15 +105,15 @@ class SpanSource:
 
     @staticmethod
     def parent(carrier: Mapping[str, str]) -> Context:
-        """Of the caller's trace if it has one; of none otherwise, whatever runs around us."""
+        """Return the context of the caller's trace if it has one; else an empty one."""
         from opentelemetry.context import Context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         return TraceContextTextMapPropagator().extract(carrier, Context())
 
     def close(self) -> None:
-        """Send what has not been sent, for a few seconds at most."""
-        # daemonic: an endpoint that is gone must not keep the process
+        """Send the remaining spans, for a few seconds at most."""
+        # daemonic: an unreachable endpoint must not keep the process alive
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(_CLOSE_TIMEOUT)

@@ -1,5 +1,5 @@
 """HTTP/1 and nothing else on a connection: ``Upgrade`` is ignored, as RFC 9110 (7.8) lets a server
-do, and the request is answered as it stands. ADR 26 says why it takes a reading of its own."""
+do, and the request is answered as it is. ADR 26 says why this needs its own reading."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["PlainProtocol"]
 
 
 class PlainProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, for which a head with ``Upgrade`` is one like any other.
+    """uvicorn's protocol, but a head with ``Upgrade`` is treated like any other.
 
-    httptools stops behind such a head, and its parser goes on as if another request followed::
+    httptools stops after such a head, and its parser goes on as if another request followed::
 
         data        | head with Upgrade      | body, or the next request ...
         1st parser    stops here: ^ offset
         2nd parser    the same head without    data[offset:]
                       its Upgrade lines
 
-    So a head that was read is written once more, from what the parser understood of it, and a
-    parser that knows of no upgrade frames what follows by it.
+    So a head that was read is written again, from what the parser understood of it, and a parser
+    that sees no upgrade frames the following data by it.
     """
 
     def data_received(self, data: bytes) -> None:
@@ -32,11 +32,11 @@ class PlainProtocol(HttpToolsProtocol):
                     self.parser.feed_data(rest)
                     return
                 except HttpParserUpgrade as upgrade:
-                    # a view: a thousand such requests in one piece are not copied a thousand times
+                    # a view, so that a thousand such requests in one piece are not copied each time
                     rest = memoryview(rest)[upgrade.args[0] :]
                 head = self._head_without_upgrade()
                 self.parser = HttpRequestParser(self)
-                # as uvicorn sets it: what lies behind the last request of a connection is left
+                # as uvicorn sets it: data after the last request of a connection is ignored
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
                 self.parser.feed_data(head)
         except HttpParserError:

@@ -1,24 +1,24 @@
-"""The short way of a streamed token: from the message that brought it onto the connection at once.
+"""The fast path of a streamed token: from the engine's message to the connection at once.
 
 ::
 
-    the usual way   message -> stream -> (its task's turn) -> generators -> send() -> connection
-    the short way   message -> sink -> Shortcut -> BodyWriter -> connection
+    slow path   message -> stream -> (its task's turn) -> generators -> send() -> connection
+    fast path   message -> sink -> Shortcut -> BodyWriter -> connection
 
-Both carry the same bytes in the same order; the short one costs no turn of the event loop, and few
-calls, which is what there is to save: all of it happens for every token of every stream. Whoever
-brings the message asks a **sink** first, which either takes an output or leaves it to the usual
-way. The sink of a streamed answer gives it to a ``Shortcut``, which knows two things: from the
-endpoint how an output **reads** (``render_with``), from the response where that **goes** (``open``,
-with the ``BodyWriter`` that the server's own protocol puts into the scope).
+Both carry the same bytes in the same order; the fast path costs no turn of the event loop, and few
+calls, which matters as this happens for every token of every stream. The receiver of a message
+calls a **sink** first, which either takes an output or leaves it to the slow path. The sink of a
+streamed answer passes it to a ``Shortcut``, which knows two things: from the endpoint how to
+**render** an output (``render_with``), from the response where to **write** it (``open``, with the
+``BodyWriter`` that the server's own protocol puts into the scope).
 
 It is open between a stream's first event and its last, while the protocol writes and the connection
-takes more. What keeps both ways in order:
+takes more. The order of both paths is kept, because:
 
-* the sink is asked only while the stream's reader has read everything and waits for more;
-* the first output, the last, and whatever ends a choice go the usual way, so errors, waiting and
+* the sink is called only while the stream's reader has read everything and waits for more;
+* the first output, the last, and all that end a choice take the slow path, so errors, waiting and
   disconnects are handled there alone;
-* while a reader is slow, outputs go the usual way, where they are joined until they are read.
+* while a reader is slow, outputs take the slow path, where they are merged until they are read.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ __all__ = ["BODY_WRITER", "AnswerWriter", "BodyWriter", "Shortcut"]
 
 _Output = TypeVar("_Output")
 
-# extension of a scope: its BodyWriter
+# a scope's extension that holds its BodyWriter
 BODY_WRITER: Final = "paceline.body_writer"
 
 
 class BodyWriter(Protocol):
-    """Writes parts of one answer's body past ``send``, and counts them."""
+    """Writes parts of one answer's body without ``send``, and counts them."""
 
-    # bytes of the body that went this way
+    # bytes of the body written so
     num_bytes: int
 
     @property
     def is_ready(self) -> bool:
-        """Whether a part can go out now: the answer has begun and is not over, somebody listens,
-        and what was written before is not waiting for a slow reader."""
+        """Whether a part can be written now: the answer has begun and is not over, the caller is
+        connected, and earlier parts do not wait for a slow reader."""
         ...
 
     @property
@@ -52,28 +52,28 @@ class BodyWriter(Protocol):
         ...
 
     def write(self, body: bytes) -> None:
-        """One part, not empty, while ``is_ready``."""
+        """Write one part, not empty, while ``is_ready``."""
         ...
 
 
 class AnswerWriter(BodyWriter, Protocol):
-    """One that can begin an answer, too."""
+    """A BodyWriter that can begin an answer, too."""
 
     def offer(self, body: bytes) -> bool:
-        """``write`` if it ``is_ready``; whether it was."""
+        """``write`` if it ``is_ready``; return whether it was."""
         ...
 
     def finish(self, body: bytes) -> bool:
-        """The last part of an answer in parts, not empty, and its end, if it ``is_ready``; whether
-        it was."""
+        """Write the last part of a chunked answer, not empty, and its end, if it ``is_ready``;
+        return whether it was."""
         ...
 
     def start(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
-        """The head of an answer in parts, and its first part; False: nothing was written, as the
-        connection takes nothing now or the head is out already.
+        """Write the head of a chunked answer, and its first part; return False, with nothing
+        written, if the connection takes nothing now or the head was sent already.
 
         Args:
-            headers: names in small letters; none of them says how the body is framed.
+            headers: names in lower case; none of them frames the body.
 
         Raises:
             ValueError: a value has more than one line.
@@ -81,30 +81,30 @@ class AnswerWriter(BodyWriter, Protocol):
         ...
 
     def whole(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
-        """All of an answer that is not in parts; otherwise as ``start``."""
+        """Write a complete answer that is not chunked; otherwise as ``start``."""
         ...
 
 
 class Shortcut(Generic[_Output]):
-    """Of one answer, which is made of outputs of any one type. The endpoint says what an output
-    reads as, the response where that goes; until both have, and once the response has closed it,
-    nothing is taken."""
+    """The fast path of one answer, for outputs of one type. The endpoint sets how to render an
+    output, the response where to write it; before both, and after the response has closed it, it
+    takes nothing."""
 
     __slots__ = ("_render", "_writer", "written_at")
 
     def __init__(self) -> None:
         self._render: Callable[[_Output], bytes] | None = None
         self._writer: BodyWriter | None = None
-        # of the last part, seconds of ``time.monotonic()``; 0.0: there was none
+        # time of the last part, seconds of ``time.monotonic()``; 0.0: there was none
         self.written_at = 0.0
 
     def render_with(self, render: Callable[[_Output], bytes]) -> None:
-        """``render``: the events of an output that is neither the first nor ends a choice; empty
-        where there is nothing to tell yet."""
+        """Set ``render``, which returns the events of an output that is neither the first nor ends
+        a choice; empty if there is nothing to send yet."""
         self._render = render
 
     def open(self, writer: BodyWriter) -> None:
-        """From now on."""
+        """Start writing to ``writer``."""
         self._writer = writer
 
     def close(self) -> None:

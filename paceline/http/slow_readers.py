@@ -1,8 +1,8 @@
-"""Callers who do not read what they asked for.
+"""Callers that do not read their answers.
 
 ::
 
-    engine --> stream: what is unread, joined --> transport --> socket: SEND_BUFFER_BYTES
+    engine --> stream: unread output, merged --> transport --> socket: SEND_BUFFER_BYTES
                (text and ids of one answer)          |
                                                       over UNSENT_BYTES for slow_reader_timeout, and
                                                       less than _MIN_RATE was read: cut
@@ -24,15 +24,15 @@ __all__ = ["SlowReaders", "WatchedProtocol"]
 
 _log = logging.getLogger("paceline.server")
 
-# what this process holds beyond that before it stops taking more of an answer
+# bytes that this process holds in addition before it stops taking more of an answer
 UNSENT_BYTES: Final = 16 * 1024
-# bytes per second at which somebody reads an answer that was written in one piece
+# minimum download rate, bytes/s, of an answer that was written in one piece
 _MIN_RATE: Final = 4096
 
 
 @dataclass(slots=True, eq=False)
 class SlowReaders:
-    """Of one app, for its metrics."""
+    """Counts of one app's connections, for its metrics."""
 
     # connections whose buffers are full
     waiting: int = 0
@@ -45,8 +45,8 @@ class WatchedProtocol(HttpToolsProtocol):
 
     Args:
         readers: counts.
-        slow_reader_timeout: seconds it may be full, and each so many seconds more in which it was
-            emptied by ``_MIN_RATE``; 0: for ever.
+        slow_reader_timeout: seconds it may be full, and again the same for each period in which
+            ``_MIN_RATE`` bytes/s of it were read; 0: no limit.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class WatchedProtocol(HttpToolsProtocol):
         self._slow_timeout = slow_reader_timeout
         self._patience: asyncio.TimerHandle | None = None
         self._full = False
-        # bytes when patience began
+        # bytes in the buffer when the timeout began
         self._unread = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -93,7 +93,7 @@ class WatchedProtocol(HttpToolsProtocol):
         self._patience = self.loop.call_later(self._slow_timeout, self._cut)
 
     def _cut(self) -> None:
-        """Unless it is being read: a large answer on a thin line takes its time."""
+        """Cut the connection, unless it is being read: a large answer on a slow line takes time."""
         read = self._unread - self.transport.get_write_buffer_size()
         if read >= _MIN_RATE * self._slow_timeout:
             self._wait()

@@ -1,4 +1,4 @@
-"""Server-sent events, and noticing that a caller hung up."""
+"""Server-sent events, and detection of callers that hang up."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ __all__ = [
 
 _T = TypeVar("_T")
 
-# straight to the library: ``wire.encode`` would be one more call for every token
+# the library's own method, as ``wire.encode`` would be one more call for every token
 _encode: Final = msgspec.json.Encoder().encode
 
 SSE: Final = "text/event-stream"
-# of every stream, so that no proxy on the way keeps a part of it back; nginx goes by the second
+# headers of every stream, so that no proxy on the way buffers it; nginx reads the second
 STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 DONE: Final = b"data: [DONE]\n\n"
 # a comment, which readers skip
@@ -46,11 +46,11 @@ def event(payload: bytes) -> bytes:
 
 
 class TextEvents:
-    """Events that differ in one text, of which all else is written once.
+    """Events that differ in one text; all else is encoded once.
 
     Args:
-        example: such an event, in which ``"NAME": ""`` stands for the text, for one NAME; nothing
-            that a caller chose can look like it, as quotes inside of strings are escaped.
+        example: such an event, with ``"NAME": ""`` in place of the text, for one NAME; no
+            caller's input can look like it, as quotes inside of strings are escaped.
         name: NAME.
     """
 
@@ -63,8 +63,8 @@ class TextEvents:
         self._before = before + key
 
     def event(self, text: str, token_ids: tuple[int, ...]) -> bytes:
-        """The event with ``text``, byte for byte what encoding all of it gives; its tokens' ids
-        are not told."""
+        """Return the event with ``text``, byte for byte as if it were encoded completely; its token
+        ids are left out."""
         return self._before + _encode(text) + self._after
 
 
@@ -72,7 +72,7 @@ class TokenEvents:
     """Events that differ in one text and in the ids of its tokens.
 
     Args:
-        example: as for ``TextEvents``, with ``"token_ids": []`` behind the text.
+        example: as for ``TextEvents``, with ``"token_ids": []`` after the text.
         name: of the text.
     """
 
@@ -86,7 +86,7 @@ class TokenEvents:
         self._before, self._between = before + key, between + ids
 
     def event(self, text: str, token_ids: tuple[int, ...]) -> bytes:
-        """The event with both, byte for byte what encoding all of it gives."""
+        """Return the event with both, byte for byte as if it were encoded completely."""
         return self._before + _encode(text) + self._between + _encode(token_ids) + self._after
 
 
@@ -94,13 +94,13 @@ class EventStream(Response):
     """Streams events as they come, and closes ``events`` when the caller hangs up.
 
     Args:
-        first: what to send with the headers; the source has already shown that it works.
-        events: the rest, ready to send, with whatever ends such a stream.
-        failed: the last bytes of the stream when ``events`` raises.
-        keep_alive: seconds without an event after which a comment is sent, so that nobody between
-            here and the caller thinks the connection dead; 0 sends none.
-        media_type: other than ``SSE`` where these are no server-sent events, and have no comments.
-        shortcut: opened after ``first``, where the scope has a ``BodyWriter``, and closed again.
+        first: sent with the headers; the source has already shown that it works.
+        events: the rest, ready to send, including the end of such a stream.
+        failed: returns the last bytes of the stream when ``events`` raises.
+        keep_alive: seconds without an event after which a comment is sent, so that no proxy on
+            the way takes the connection for dead; 0 sends none.
+        media_type: other than ``SSE`` if these are no server-sent events, and have no comments.
+        shortcut: opened after ``first``, if the scope has a ``BodyWriter``, and closed again.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class EventStream(Response):
         media_type: str = SSE,
     ) -> None:
         super().__init__(media_type=media_type, headers=STREAM_HEADERS)
-        # Response counted its empty body
+        # Response has set the length of its empty body
         del self.headers["content-length"]
         self._first = first
         self._events = events
@@ -157,7 +157,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _beat(self, send: Send) -> None:
-        """Comments between events. Whole messages do not mix, whichever task sends them."""
+        """Send comments between events. Messages are sent whole, so two tasks may send."""
         while True:
             sent_at = max(self._sent_at, self._shortcut.written_at)
             wait = sent_at + self._keep_alive - time.monotonic()
@@ -170,11 +170,11 @@ class EventStream(Response):
 async def first_event(
     source: AsyncGenerator[bytes, None], receive: Receive, patience: float
 ) -> tuple[bytes, AsyncGenerator[bytes, None]]:
-    """The first event and the rest.
+    """Return the first event and the rest.
 
-    After ``patience`` seconds (0: never) without one, the first is a comment: the request waits its
-    turn, and its answer begins all the same. An error before that is raised, so that a refusal is
-    still a status code.
+    After ``patience`` seconds (0: never) without one, the first is a comment: the request still
+    waits, but its answer begins. An error before that is raised, so that a refusal is still a
+    status code.
 
     Raises:
         ClientDisconnectedError: the caller hung up first; ``source`` is closed.
@@ -210,7 +210,7 @@ async def first_event(
 async def unless_disconnected(receive: Receive, work: Awaitable[_T]) -> _T:
     """Do ``work``, or cancel it as soon as the caller hangs up.
 
-    The request's body must have been read: what arrives on ``receive`` is thrown away.
+    The request's body must have been read: messages on ``receive`` are dropped.
 
     Raises:
         ClientDisconnectedError: the caller hung up first; ``work`` has been cancelled and is over.

@@ -1,17 +1,17 @@
-"""The certificate and key of HTTPS, looked at before anything slow begins."""
+"""Check of the certificate and key of HTTPS, before anything slow begins."""
 
 from __future__ import annotations
 
 import ssl
 from pathlib import Path
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["check_tls_files"]
 
 
 def check_tls_files(certfile: Path, keyfile: Path | None) -> None:
-    """Raises ConfigError for files that cannot be served with.
+    """Raise ConfigError for files that cannot be used.
 
     Args:
         keyfile: None: the key is in ``certfile`` too.
@@ -19,7 +19,7 @@ def check_tls_files(certfile: Path, keyfile: Path | None) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     files = f"{certfile}" if keyfile is None else f"{certfile} and {keyfile}"
     try:
-        # a password of our own keeps the library from asking the terminal for one
+        # an explicit password keeps the library from asking the terminal for one
         context.load_cert_chain(certfile, keyfile, password="")
     except ssl.SSLError as error:
         reason = error.reason or str(error)

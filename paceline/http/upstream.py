@@ -1,8 +1,8 @@
-"""HTTP/1.1 to servers: connections that are used again, and callbacks instead of streams.
+"""HTTP/1.1 to servers: with reused connections, and callbacks instead of streams.
 
-What comes in goes to a ``Sink`` at once, in the callback that read it: a relayed token costs no
-task, queue or turn of the event loop, and what one read brought goes on in one piece. A sink that
-cannot take more pauses the connection, and the engine's side of it fills up.
+Data go to a ``Sink`` at once, in the callback that read them: a relayed token costs no task, queue
+or turn of the event loop, and the data of one read are passed on in one piece. A sink that cannot
+take more pauses the connection, and the engine's side of it fills up.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ __all__ = ["ConnectError", "Connection", "Headers", "Origin", "Pool", "Sink", "l
 
 Headers = list[tuple[bytes, bytes]]
 
-# of an answer's head; more than any engine sends
+# largest head of an answer; more than any engine sends
 _MAX_HEAD_BYTES: Final = 32 * 1024
 _MAX_IDLE: Final = 1024
-# of the size of a chunk, its line break included, that is not left to the parser
+# largest size line of a chunk, line break included, that is read without the parser
 _MOST_SIZE_BYTES: Final = 9
-# beside all link-local ones (169.254.169.254), which clouds hand out credentials at: AWS on IPv6,
-# Alibaba, Azure
+# addresses, in addition to all link-local ones (169.254.169.254), at which clouds hand out
+# credentials: AWS on IPv6, Alibaba, Azure
 _CREDENTIALS: Final = frozenset(
     map(ipaddress.ip_address, ("fd00:ec2::254", "100.100.100.200", "168.63.129.16"))
 )
 
 
 def lines_of(headers: Headers) -> bytes:
-    """As a head has them; they hold no line breaks."""
+    """Return headers as a head has them; they must hold no line breaks."""
     return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
 class ConnectError(Exception):
-    """There is no connection to be had, or no answer on one.
+    """No connection could be made, or it brought no answer.
 
     Args:
         unreachable: the other side took no connection.
@@ -54,36 +54,36 @@ class ConnectError(Exception):
 
 
 class Sink(Protocol):
-    """Takes in one answer. Exactly one of ``on_end`` and ``on_lost`` is called, last."""
+    """Receives one answer. Exactly one of ``on_end`` and ``on_lost`` is called, last."""
 
     def on_head(self, status: int, headers: Headers) -> None: ...
 
     def on_data(self, data: bytes) -> None:
-        """What a read brought of the body, in order, not empty."""
+        """Take the body bytes of one read, in order, not empty."""
         ...
 
     def on_end(self) -> None:
-        """The answer is whole."""
+        """Take note that the answer is complete."""
         ...
 
     def on_lost(self, why: str) -> None:
-        """The connection ended before the answer did."""
+        """Take note that the connection ended before the answer did."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where an engine listens."""
+    """Address of an engine."""
 
     host: str
     port: int
     tls: bool
-    # before every path, such as "" or "/api"
+    # prefix of every path, such as "" or "/api"
     base: str
 
     @classmethod
     def of(cls, url: str) -> Origin:
-        """``http://host:8000/base``; a trailing /v1 is part of every path already."""
+        """Parse ``http://host:8000/base``; a trailing /v1 is dropped, as paths begin with it."""
         parts = urlsplit(url)
         tls = parts.scheme == "https"
         base = parts.path.rstrip("/")
@@ -100,18 +100,18 @@ class Origin:
         return host if self.port == (443 if self.tls else 80) else f"{host}:{self.port}"
 
     def head(self, method: str, path: str, headers: Headers, length: int | None) -> bytes:
-        """Of a request; ``headers`` hold no line breaks."""
+        """Return the head of a request; ``headers`` hold no line breaks."""
         start = self.start(method, path, headers)
         return start + (b"\r\n" if length is None else b"content-length: %d\r\n\r\n" % length)
 
     def start(self, method: str, path: str, headers: Headers) -> bytes:
-        """Of a head, to which more headers are added."""
+        """Return the start of a head, to which more headers are added."""
         line = f"{method} {self.base}{path} HTTP/1.1\r\nhost: {self.authority}\r\n".encode()
         return line + lines_of(headers)
 
 
 class Connection(asyncio.Protocol):
-    """One, which carries one answer at a time."""
+    """One connection, which carries one answer at a time."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -119,29 +119,29 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._sink: Sink | None = None
         self._head: Headers = []
-        # of a head that is on its way, and of its lines so far
+        # bytes of the present incomplete head, and of its lines so far
         self._head_bytes = self._parsed_bytes = 0
         self._in_head = True
         self._framed = False
         self._interim = False
         self._keep = False
         self._whole = False
-        # a message has begun behind the answer, and no request is under way
+        # a message has begun after the answer, and no request is running
         self._unsolicited = False
-        # of the body, in the read at hand
+        # body parts of the present read
         self._parts: list[bytes] = []
-        # the parser has seen the end of a chunk, and none begin since
+        # the parser has seen the end of a chunk, and no new one since
         self._chunk_ended = False
         # the next byte is the first of a chunk
         self._between_chunks = False
-        # that brought something of the answer at hand
+        # number of reads with bytes of the present answer
         self.num_reads = 0
-        # nothing is read of an answer that may have come
+        # whether reading is paused
         self.is_paused = False
         self.idle_since = 0.0
-        # by this side, whatever the other one did
+        # closed by this side, whatever the other side did
         self._dropped = False
-        # it has carried an answer before the one at hand
+        # the connection has carried an answer before the present one
         self.is_used = False
 
     @property
@@ -150,8 +150,8 @@ class Connection(asyncio.Protocol):
 
     @property
     def leads_to_credentials(self) -> bool:
-        """Whether the other side has an address of which clouds hand out machines' credentials,
-        whatever name led there."""
+        """Whether the other side has an address at which clouds hand out machines' credentials,
+        whatever the host name."""
         peer = None if self._transport is None else self._transport.get_extra_info("peername")
         if not isinstance(peer, tuple):
             return False
@@ -161,7 +161,7 @@ class Connection(asyncio.Protocol):
         return address.is_link_local or address in _CREDENTIALS
 
     def send(self, request: bytes, sink: Sink) -> None:
-        """A request, head and body; its answer goes to ``sink``."""
+        """Send a request, head and body; its answer goes to ``sink``."""
         assert self._sink is None and self._transport is not None, "the connection is in use"
         self._sink = sink
         self._whole = False
@@ -170,11 +170,11 @@ class Connection(asyncio.Protocol):
 
     @property
     def begun(self) -> bool:
-        """Whether a byte of the answer at hand came."""
+        """Whether a byte of the present answer came."""
         return self.num_reads > 0
 
     def pause(self) -> None:
-        """Read no more until ``resume``."""
+        """Stop reading until ``resume``."""
         if self._transport is not None and self.is_open and not self.is_paused:
             self.is_paused = True
             self._transport.pause_reading()
@@ -185,7 +185,7 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def drop(self) -> None:
-        """The rest is not wanted: the engine sees a hang-up, and its sink hears nothing more."""
+        """Abort the connection: the engine sees a hang-up, and the sink gets no more calls."""
         self._sink = None
         self._dropped = True
         if self._transport is not None:
@@ -194,7 +194,7 @@ class Connection(asyncio.Protocol):
     # ---------------------------------------------------------------- of asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's is one in all but name
+        # uvloop's transport has the interface, but not the base class
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
@@ -204,8 +204,8 @@ class Connection(asyncio.Protocol):
             return
         self.num_reads += 1
         if self._between_chunks:
-            # a chunk that comes alone, as nearly all do, and its size as nearly everybody writes
-            # it: the parser, which stands between two, need not see it
+            # the common case, one chunk alone in the common form: the parser, which is between two
+            # chunks, need not see it
             start = data.find(b"\r\n", 1, _MOST_SIZE_BYTES) + 2
             size = len(data) - start - 2
             if size > 0 and data[:start] == b"%x\r\n" % size and data[-2:] == b"\r\n":
@@ -220,7 +220,7 @@ class Connection(asyncio.Protocol):
             self._parser.feed_data(data)
             self._deliver()
         except httptools.HttpParserError as error:
-            # its caller gets what was good
+            # its caller gets the valid part
             self._deliver()
             if self._whole:
                 self._drop_unsolicited()
@@ -240,21 +240,21 @@ class Connection(asyncio.Protocol):
         self._between_chunks = self._chunk_ended and data.endswith(b"\r\n")
 
     def _end_read(self) -> None:
-        """Of a read that brought the end of an answer: only now is it known whether there was
-        something behind it."""
+        """End a read that completed an answer: only now is it known whether more bytes followed
+        it."""
         if self._unsolicited:
             self._drop_unsolicited()
         elif self._keep and self.is_open:
             self._pool.give_back(self)
 
     def _drop_unsolicited(self) -> None:
-        """Bytes came that no request has asked for: the next one would take them for its answer."""
+        """Drop the connection, as the next request would take these bytes for its answer."""
         if self.is_open:
             self._pool.count_unsolicited()
         self.drop()
 
     def _deliver(self) -> None:
-        """What the read at hand brought."""
+        """Pass on the body parts of the present read."""
         parts, sink = self._parts, self._sink
         if not parts:
             return
@@ -266,14 +266,14 @@ class Connection(asyncio.Protocol):
                 self._sink_failed()
 
     def _sink_failed(self) -> None:
-        """A fault of ours: this request fails, and no other."""
+        """Fail this request, and no other, by a fault of ours."""
         _log.exception("sink_failed")
         self._lose("the gateway failed on this answer")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_paused = False
         sink, self._sink = self._sink, None
-        # without a length or chunks the end of the connection is that of the body
+        # without a length or chunks, the end of the connection is the end of the body
         is_end = exc is None and not self._in_head and not self._framed
         was_free = self._pool.forget(self)
         if not self._dropped and (was_free or (sink is not None and not is_end)):
@@ -304,13 +304,13 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._unsolicited:
-            # the list of headers is the sink's by now
+            # the list of headers belongs to the sink by now
             return
         self._parsed_bytes += len(name) + len(value)
         if self._parsed_bytes > _MAX_HEAD_BYTES:
             raise ValueError("too long a head")
         if not self._in_head:
-            # a trailer: what it says is not of the head
+            # a trailer does not belong to the head
             return
         name = name.lower()
         if name in (b"content-length", b"transfer-encoding"):
@@ -356,16 +356,16 @@ class Connection(asyncio.Protocol):
         try:
             sink.on_end()
         except Exception:
-            # it must hear of an end, or its request waits for ever
+            # the sink must get an end, or its request waits for ever
             _log.exception("sink_failed")
             sink.on_lost("the gateway failed on this answer")
 
 
 class Pool:
-    """Connections to one engine, the one used last first.
+    """Connections to one engine; the one used last is reused first.
 
     Args:
-        idle: seconds that one may lie unused and be used again.
+        idle: seconds that a connection may be unused and still be reused.
     """
 
     def __init__(self, origin: Origin, *, connect_timeout: float, idle: float) -> None:
@@ -375,17 +375,17 @@ class Pool:
         self._free: list[Connection] = []
         self._open: set[Connection] = set()
         self._tls = ssl.create_default_context() if origin.tls else None
-        # connections that were closed for bytes which no request had asked for
+        # connections closed for bytes that no request had asked for
         self.num_unsolicited = 0
-        # signs that the other side may have ended: it took no new connection, or closed one that
-        # could have been used again, without saying so in an answer, or in the middle of one
+        # signs that the other side may have ended: it took no new connection, or closed a reusable
+        # one without announcing it in an answer, or in the middle of one
         self.num_lost = 0
 
     def __len__(self) -> int:
         return len(self._open)
 
     def free(self) -> Connection | None:
-        """One that is open already."""
+        """Return a connection that is open already."""
         now = time.monotonic()
         while self._free:
             connection = self._free.pop()
@@ -395,7 +395,7 @@ class Pool:
         return None
 
     async def connect(self) -> Connection:
-        """A new one. Raises ConnectError."""
+        """Open a new connection. Raises ConnectError."""
         loop = asyncio.get_running_loop()
         origin = self.origin
         try:
@@ -411,13 +411,13 @@ class Pool:
             why = f"no connection within {self._connect_timeout:g} s"
             raise ConnectError(why, unreachable=True) from None
         except (OSError, UnicodeError) as error:
-            # a name that no resolver can be asked for is a UnicodeError
+            # a name that cannot be sent to a resolver is a UnicodeError
             why = getattr(error, "strerror", None) or type(error).__name__
             self.num_lost += 1
             raise ConnectError(f"no connection: {why}", unreachable=True) from None
         self._open.add(connection)
         if connection.leads_to_credentials:
-            # whatever the name said: the address that answered is what counts
+            # decided by the address that answered, not by the name
             connection.drop()
             why = "no connection: its address is where clouds keep credentials"
             raise ConnectError(why, unreachable=True)
@@ -436,7 +436,7 @@ class Pool:
         _log.warning("unsolicited_response origin=%s num=%d", origin, self.num_unsolicited)
 
     def forget(self, connection: Connection) -> bool:
-        """It is closed; whether it could have been used again."""
+        """Remove a closed connection; return whether it could have been reused."""
         self._open.discard(connection)
         if connection not in self._free:
             return False

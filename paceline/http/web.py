@@ -1,9 +1,9 @@
-"""What browsers may do. By default, no answer says that a page of another origin may read it.
+"""Rules for browsers. By default, no answer allows pages of another origin to read it.
 
-A page can still *send* without asking (a form, ``no-cors``), so what may change something is
-refused where the browser says that a page of another origin sends it (``Sec-Fetch-Site``,
-``Origin``); other programs send neither. A page whose own name is made to point at this server (DNS
-rebinding) is of the same origin for the browser; that is what the list of allowed hosts is for.
+A page can still *send* without permission (a form, ``no-cors``), so requests that may change
+something are refused if the browser says that a page of another origin sends them
+(``Sec-Fetch-Site``, ``Origin``); other programs send neither. The browser takes a page whose own
+name points at this server (DNS rebinding) for the same origin; the allowed hosts are for that.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _EXPOSED = (
     ),
 )
 
-# the answer to what is refused, of the error, the path and the request's id
+# makes the answer to a refused request from the error, the path and the request's id
 Refusal: TypeAlias = Callable[[HttpError, str, str], Response]
 
 _SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def refuse_other_origins(scope: Scope, allowed: tuple[str, ...]) -> None:
-    """Raises HttpError 403 for what a web page of an origin that is neither this server's nor among
-    ``allowed`` sends, where it may change something."""
+    """Raise HttpError 403 for a request that may change something, sent by a web page whose origin
+    is neither this server's nor among ``allowed``."""
     if scope["method"] in _SAFE_METHODS or scope["path"] in OPEN_PATHS or "*" in allowed:
         return
     headers = Headers(scope=scope)
@@ -53,7 +53,7 @@ def refuse_other_origins(scope: Scope, allowed: tuple[str, ...]) -> None:
     if origin in allowed:
         return
     if site is not None:
-        # "same-site" is another port or a sister of the name; "none" is the person at the browser
+        # "same-site" is another port or subdomain; "none" is the user of the browser
         own = site in ("same-origin", "none")
     elif origin is not None:
         # "null" has no name
@@ -76,9 +76,9 @@ def _netloc(origin: str) -> str:
 
 
 def host_name(host: str) -> str:
-    """A Host header without its port, in lower case; an IPv6 address keeps its brackets."""
+    """Return a Host header without its port, in lower case; an IPv6 address keeps its brackets."""
     name, colon, port = host.lower().rpartition(":")
-    # the colons of an IPv6 address are no port's
+    # the colons of an IPv6 address do not precede a port
     return name if colon and port.isdigit() else host.lower()
 
 
@@ -89,7 +89,7 @@ def add_web_middleware(
     allowed_hosts: tuple[str, ...],
     refusal: Refusal,
 ) -> None:
-    """Around everything that the app has so far: a preflight carries no key."""
+    """Wrap everything that the app has so far, as a preflight carries no key."""
     if cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -105,7 +105,7 @@ def add_web_middleware(
 
 
 class _AllowedHosts:
-    """Answers 421 to a Host that is none of ``hosts``; ``*.name`` is any name below it."""
+    """Answers 421 to a Host that is not in ``hosts``; ``*.name`` matches any name below it."""
 
     def __init__(self, app: ASGIApp, hosts: tuple[str, ...], refusal: Refusal) -> None:
         self._app = app
@@ -115,7 +115,7 @@ class _AllowedHosts:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
-            # probes go by address
+            # probes use the address
             await self._app(scope, receive, send)
             return
         name = host_name(Headers(scope=scope).get("host", ""))

@@ -1,7 +1,7 @@
-"""Which engine gets a request, and whether one may: engines as values in, a choice out.
+"""Choice of an engine for a request, and limits on attempts: values in, decisions out.
 
-Used by ``sim`` in virtual time and by ``gateway`` before live engines. Imports ``core`` for its
-errors alone; knows neither clocks nor sockets.
+``sim`` uses it in virtual time, and ``gateway`` in front of live engines. It imports only the
+errors of ``core``, and knows neither clocks nor sockets.
 """
 
 from paceline.routing.breaker import Breaker, BreakerSettings, BreakerState

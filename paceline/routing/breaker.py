@@ -1,17 +1,16 @@
-"""A circuit breaker: whether an engine that keeps failing may be sent requests.
+"""Circuit breaker: whether an engine that keeps failing may be sent requests.
 
 ::
 
     closed --- failures in a row, or too large a share of the window ---> open
-    open   --- its time is over -------------------------------------> half-open: one probe
+    open   --- its time has passed ----------------------------------> half-open: one probe
     half-open --- successes in a row -> closed, its window empty
               --- a failure ----------> open, for twice as long as before
 
-Unlike breakers that let everything through once they are half open, this one admits one request at
-a time; unlike those that close by time alone, it wants successes. A failure while it is open never
-shortens the time that is left.
+While half open it admits one probe at a time, where some breakers let everything through; it closes
+after successes, not by time alone. Failures while it is open never shorten the time left.
 
-Pure: seconds of any clock that does not go back are an argument.
+Pure: times are arguments, in seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["Breaker", "BreakerSettings", "BreakerState"]
 
@@ -33,18 +32,18 @@ _MINUTE: Final = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerSettings:
-    """Raises ConfigError for a bad value."""
+    """Settings of a breaker. Raises ConfigError for a bad value."""
 
-    # failures one after another that open it
+    # consecutive failures that open it
     max_failures: int = 5
-    # share of failures within the window that opens it, once there were ``min_samples``
+    # share of failures in the window that opens it, from ``min_samples`` results on
     max_failure_share: float = 0.5
     min_samples: int = 10
     window_seconds: float = 10.0
-    # how long it is open the first time; doubled each time up to the most
+    # time it stays open at first; doubled each time, up to the maximum
     open_seconds: float = 5.0
     max_open_seconds: float = 60.0
-    # successes one after another that close it
+    # consecutive successes that close it
     num_successes: int = 2
 
     def __post_init__(self) -> None:
@@ -66,13 +65,13 @@ class BreakerSettings:
 
 
 class Breaker:
-    """Of one engine."""
+    """Breaker of one engine or model."""
 
     def __init__(self, settings: BreakerSettings | None = None) -> None:
         self._settings = settings or BreakerSettings()
         self._open_until = 0.0
         self._opened = False
-        # requests that were sent since it is half open, those that run from before not counted
+        # probes running since it was half open; requests sent earlier do not count
         self._probes = 0
         self._in_a_row = 0
         self._successes = 0
@@ -81,7 +80,7 @@ class Breaker:
         self._next_open = self._settings.open_seconds
         # times it went from closed to open
         self.num_opened = 0
-        # when it last opened for what failed
+        # when failures last opened it
         self._fell_at = -math.inf
         # when it last closed again
         self.closed_at = -math.inf
@@ -96,16 +95,16 @@ class Breaker:
         return not self._opened or (now >= self._open_until and not self._probes)
 
     def reopens_in(self, now: float) -> float:
-        """Seconds until a probe may be sent; 0.0 where it may be now."""
+        """Seconds until a probe may be sent; 0.0 if it may be sent now."""
         return max(0.0, self._open_until - now) if self._opened else 0.0
 
     def begin(self, now: float) -> None:
-        """A request is sent. Each one ends in ``succeed``, ``fail`` or ``abandon``."""
+        """Note that a request is sent. Each one ends in ``succeed``, ``fail`` or ``abandon``."""
         if self.state(now) == "half-open":
             self._probes += 1
 
     def abandon(self) -> None:
-        """It ended in a way that says nothing about the engine, such as the caller hanging up."""
+        """Note an end that says nothing about the engine, such as the caller hanging up."""
         self._probes = max(0, self._probes - 1)
 
     def succeed(self, now: float) -> None:
@@ -121,14 +120,14 @@ class Breaker:
                 self._next_open = self._settings.open_seconds
 
     def fail(self, now: float) -> None:
-        """By the engine's own fault: a refused or lost connection, a 5xx, a stall."""
+        """Note a failure of the engine: a refused or lost connection, a 5xx, a stall."""
         self._probes = max(0, self._probes - 1)
         self._in_a_row += 1
         self._successes = 0
         self._count(now, 0, 1)
         settings = self._settings
         if self._opened:
-            # requests that were sent before it opened say nothing new
+            # requests sent before it opened say nothing new
             if now >= self._open_until:
                 self._open(now)
             return
@@ -151,8 +150,8 @@ class Breaker:
             self._open(now)
 
     def _fail_open(self, now: float) -> None:
-        """It has failed too often. The third time in a minute comes no sooner than the first is a
-        minute ago: an engine that fails now and then must not be sent to and fro."""
+        """Open after too many failures; for the second time within a minute, until a minute after
+        the first, so that an engine that fails now and then does not flap."""
         before = self._fell_at
         self._fell_at = now
         self._open(now)

@@ -1,9 +1,9 @@
-"""Which engine gets a request: those that meet its targets first, and of them the one predicted to
-answer soonest.
+"""Choice of an engine: those that meet the request's targets first, and among them the one
+predicted to answer soonest.
 
-Everything is in seconds, so nothing has to be weighed against anything else: a prefix that an
-engine holds counts as the prompt tokens it need not compute, a queue as the tokens ahead, a full KV
-cache as the wait it was learned to cost.
+Everything is in seconds, so no weights are needed: a cached prefix counts as prompt tokens that
+need not be computed, a queue as the tokens ahead, a full KV cache as the wait that it was learned
+to cost.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from paceline.routing.engine_load import Demand, EngineView
 
 __all__ = ["choose", "predicted_seconds"]
 
-# of a prediction: first tokens scatter, and one that is late yields to others from then on
+# factor on predicted TTFTs: first tokens scatter, and a late request yields to others
 _MARGIN: Final = 2.0
-# predictions that differ by less are the same
+# predictions within this share of the best count as equal
 _TIE: Final = 0.05
 
 
 def predicted_seconds(view: EngineView, demand: Demand) -> float:
-    """From now to the last token."""
+    """Seconds from now to the last token."""
     return view.ttft + view.tpot * max(0.0, demand.output_tokens - 1.0)
 
 
 def choose(views: Sequence[EngineView], demand: Demand, draw: random.Random) -> int:
-    """An index into ``views``, of which there is at least one."""
+    """Choose an index into ``views``, which are not empty."""
     let_in = [i for i, v in enumerate(views) if v.share >= 1.0 or draw.random() < v.share]
     if 0 < len(let_in) < len(views):
         return let_in[choose([replace(views[i], share=1.0) for i in let_in], demand, draw)]
@@ -41,14 +41,14 @@ def choose(views: Sequence[EngineView], demand: Demand, draw: random.Random) -> 
         return ties[0]
     fewest = min(views[i].num_requests for i in ties)
     ties = [i for i in ties if views[i].num_requests == fewest]
-    # beside a long answer a prefix saves little time, and all of the work on it
+    # next to a long answer a cached prefix saves little time, but it saves all of its computation
     most = max(views[i].cached_tokens for i in ties)
     return draw.choice([i for i in ties if views[i].cached_tokens == most])
 
 
 def _best_group(views: Sequence[EngineView], demand: Demand) -> list[int]:
-    """Those that meet the targets and have memory for it; else that meet the targets; else that
-    have memory; else all."""
+    """Return engines that meet the targets and have memory; else those that meet the targets; else
+    those that have memory; else all."""
     everyone = range(len(views))
     own = [i for i in everyone if _may_have(views[i], demand)] or list(everyone)
     meets = [i for i in own if _meets(views[i], demand)]
@@ -57,7 +57,7 @@ def _best_group(views: Sequence[EngineView], demand: Demand) -> list[int]:
 
 
 def _may_have(view: EngineView, demand: Demand) -> bool:
-    # a conversation that is there already costs the memory of its new turn alone
+    # a cached conversation only needs memory for its new turn
     return not view.pressed or view.cached_tokens >= 0.5 * demand.prompt_tokens
 
 

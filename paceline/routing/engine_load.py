@@ -1,8 +1,8 @@
-"""What one engine has to do, as seen by who sends it requests: counted at once when a request is
-sent, and corrected by what the engine says of itself now and then.
+"""Load of one engine as its client sees it: counted when a request is sent, and corrected by what
+the engine reports now and then.
 
-Between two polls everything that is sent counts already, so that requests which arrive together do
-not all choose the same idle engine. What an engine does not say is None and never zero.
+Requests sent between two polls count at once, so that requests which arrive together do not all
+choose the same idle engine. What an engine does not report is None, never zero.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from paceline.routing.prefixes import PREFIX_BLOCK_BYTES, PrefixIndex
 
 __all__ = ["Demand", "Dispatch", "EngineLoad", "EngineView", "Pressure"]
 
-# what an engine said is worth nothing after so many seconds
+# age, s, from which an engine's report is ignored
 STALE_SECONDS: Final = 5.0
-# share of the KV cache at which an engine is short of memory while requests wait there, at which it
-# no longer is, and at which it is whatever waits
+# share of the KV cache from which an engine is short of memory while requests wait there; below
+# which it no longer is; and from which it is in any case
 PRESSED: Final = 0.88
 RELIEVED: Final = 0.83
 FULL: Final = 0.95
-# of what is usual for an engine, that one first token moves
+# weight of one first token in what is usual for an engine
 _USUAL_STEP: Final = 0.02
-# of a Paceline engine's valve: from here on it makes room by force
+# level of a Paceline engine's pressure valve from which it preempts best-effort work
 _PRESSED_LEVEL: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request will take."""
+    """Expected use of a request."""
 
     prompt_tokens: float
-    # most, and expected
+    # at most, and expected
     max_tokens: float
     output_tokens: float
-    # see ``prefixes.prefix_chain``; and prompt tokens that one run of it stands for
+    # see ``prefixes.prefix_chain``; and prompt tokens per run in it
     prefix: Sequence[int] = ()
     tokens_per_run: float = PREFIX_BLOCK_BYTES / 4
-    # seconds that the caller wants; None: no such target
+    # the caller's targets, s; None: no target
     ttft: float | None = None
     tpot: float | None = None
-    # tokens of the longest of its prompts, as estimated, and those that it certainly has
+    # tokens of its longest prompt: the estimate, and a certain lower bound
     longest_prompt: float = 0.0
     least_prompt: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """What an engine said of itself at ``at``; None: it does not say."""
+    """Report of an engine at ``at``; None: not reported."""
 
     at: float
     waiting: float | None = None
@@ -61,7 +61,7 @@ class Pressure:
     # tokens that the KV cache holds
     capacity_tokens: float | None = None
     preemptions: float | None = None
-    # of a Paceline engine: its valve, 0 to 4
+    # a Paceline engine's pressure valve, 0 to 4
     level: float | None = None
 
 
@@ -74,21 +74,21 @@ class EngineView:
     num_requests: int
     # prompt tokens to compute before this request's first token, its own included
     prefill_tokens: float
-    # of its prompt, already there
+    # tokens of its prompt in the engine's cache
     cached_tokens: float
-    # seconds in which the KV cache that is missing for this request comes free
+    # seconds until the KV cache that this request lacks becomes free
     wait: float
-    # share of the KV cache in use as estimated; None: unknown
+    # estimated share of the KV cache in use; None: unknown
     kv: float | None
     # predicted seconds
     ttft: float
     tpot: float
-    # seconds since the engine last said how it is; None: it never did
+    # seconds since the engine's last report; None: there was none
     staleness: float | None
     # short of memory
     pressed: bool = False
-    # of the requests that would come to it, those that it is to get: 1, or less for an engine that
-    # has become slow or has just come back
+    # share of the requests for it that it gets: 1, or less for an engine that has become slow or
+    # just came back
     share: float = 1.0
 
 
@@ -106,7 +106,7 @@ class Dispatch:
         self.first_at: float | None = None
 
     def first_token(self, now: float) -> None:
-        """Its prompt is computed."""
+        """Note the first token: the prompt is computed."""
         if self.first_at is None:
             self.first_at = now
             load = self._load
@@ -115,7 +115,7 @@ class Dispatch:
             load.saw_first(self.view, now - self.at)
 
     def end(self, now: float, num_tokens: int = 0) -> None:
-        """It is over, however it went; ``num_tokens`` were generated."""
+        """Note the end, however it came; ``num_tokens`` were generated."""
         load = self._load
         if self not in load.running:
             return
@@ -129,35 +129,34 @@ class Dispatch:
 
 
 class EngineLoad:
-    """One engine's."""
+    """Load of one engine."""
 
     def __init__(self, name: str, *, prefix_memory: int = 100_000) -> None:
         self.name = name
         self.latency = LatencyModel()
-        # what is usual, which follows slowly what ``latency`` follows fast
+        # usual first-token times: follows slowly what ``latency`` follows fast
         self._usual = LatencyModel(step=_USUAL_STEP)
         self.pace = Pace()
         self.prefixes = PrefixIndex(prefix_memory)
         self.running: set[Dispatch] = set()
         # when a request was last sent there; 0.0: never
         self.sent_at = 0.0
-        # of requests without a first token
+        # prompt tokens of requests without a first token
         self.prefill_tokens = 0.0
-        # prompt and expected output of all that run
+        # prompts and expected outputs of all running requests
         self.resident_tokens = 0.0
         self.pressure: Pressure | None = None
-        # short of memory, by what it said
+        # short of memory, by its reports
         self.pressed = False
-        # first tokens that came, and seconds to them: as predicted when their requests were sent,
-        # and as it was
+        # first tokens so far, and the sums of their predicted and actual seconds
         self.num_first = 0
         self.predicted_first = 0.0
         self.actual_first = 0.0
-        # sent and not ended when the engine last spoke
+        # ``resident_tokens`` at the engine's last report
         self._known_resident = 0.0
 
     def dispatch(self, demand: Demand, view: EngineView, now: float) -> Dispatch:
-        """A request is sent there."""
+        """Count a request that is sent there."""
         ticket = Dispatch(self, demand, view, now)
         self.running.add(ticket)
         self.sent_at = now
@@ -166,13 +165,13 @@ class EngineLoad:
         return ticket
 
     def heard(self, pressure: Pressure) -> None:
-        """The engine spoke."""
+        """Take in the engine's report."""
         before, self.pressure = self.pressure, pressure
         self.pressed = _is_pressed(pressure, before, self.pressed)
         self._known_resident = self.resident_tokens
 
     def saw_first(self, view: EngineView, seconds: float) -> None:
-        """A first token came; ``view``: as its request's choice saw this engine."""
+        """Learn from a first token; ``view``: the engine as the request's choice saw it."""
         self.num_first += 1
         self.predicted_first += view.ttft
         self.actual_first += seconds
@@ -190,12 +189,12 @@ class EngineLoad:
         )
         kv, overcommit = self._memory(demand, cached, pressure)
         if pressure is not None and pressure.waiting and age is not None and age < STALE_SECONDS:
-            # requests that wait there, for others' sake too, wait before this one
+            # requests already waiting there, for whatever reason, go before this one
             overcommit = max(overcommit, pressure.waiting / max(1.0, pressure.running or 1.0))
         prefill = max(0.0, self.prefill_tokens) + demand.prompt_tokens - cached
         count = len(self.running)
         tpot = self.latency.next_token(count + 1)
-        # as much as it is short of comes free in that share of the time that a request holds it
+        # the missing share of memory comes free in that share of a request's time
         wait = overcommit * demand.output_tokens * tpot
         return EngineView(
             name=self.name,
@@ -214,7 +213,7 @@ class EngineLoad:
     def _memory(
         self, demand: Demand, cached: float, pressure: Pressure | None
     ) -> tuple[float | None, float]:
-        """Share of the KV cache in use, and what this request would ask for beyond it."""
+        """Return the share of the KV cache in use, and the share this request would lack."""
         if pressure is None:
             return None, 0.0
         capacity = pressure.capacity_tokens
@@ -222,7 +221,7 @@ class EngineLoad:
         if capacity is None or capacity <= 0.0:
             return kv, 0.0
         if kv is not None:
-            # what it said, and what was sent and ended since
+            # its report, plus what was sent and minus what ended since
             since = (self.resident_tokens - self._known_resident) / capacity
             kv = min(1.0, max(0.0, kv + since))
         need = demand.prompt_tokens - cached + demand.output_tokens

@@ -1,9 +1,9 @@
-"""When a second engine is asked for a first token that is late at the first one.
+"""Hedging: when to ask a second engine because the first token is late.
 
 For the slowest few requests a second attempt costs little and saves much (Dean and Barroso, "The
-Tail at Scale"), as long as there is room for it: in a pool that is full, hedges make everything
-later. So it is done for a small share of the requests, below a share of the pool's capacity, and
-only after what is late for that engine at that load. Pure: seconds are an argument.
+Tail at Scale"), as long as there is capacity: in a full pool, hedges make everything later. So only
+a small share of the requests is hedged, below a share of the pool's capacity, and after a delay
+that is late for that engine at that load. Pure: times are arguments, in seconds.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from paceline.routing.engine_load import STALE_SECONDS, Demand, EngineLoad, Engi
 
 __all__ = ["HedgeBudget", "hedge_delay", "is_worth_it", "saturation"]
 
-# prompt tokens to compute, above which a second prefill costs more than it brings
+# prompt tokens to compute above which a second prefill costs more than it gains
 _MAX_PREFILL: Final = 4096.0
-# hedges that may have been saved up
+# hedges that may be saved up
 _BURST: Final = 5.0
 
 
 class HedgeBudget:
-    """Hedges as a share of the requests. Beside the budget of all further attempts.
+    """Budget of hedges as a share of the requests, in addition to the budget of all retries.
 
     Args:
-        share: of the requests; 0: none.
+        share: hedges per request; 0: none.
     """
 
     def __init__(self, share: float) -> None:
@@ -33,7 +33,7 @@ class HedgeBudget:
         self._saved = 0.0
 
     def deposit(self) -> None:
-        """A request has come."""
+        """Note that a request has arrived."""
         self._saved = min(_BURST, self._saved + self._share)
 
     @property
@@ -50,17 +50,17 @@ class HedgeBudget:
 
 
 def hedge_delay(load: EngineLoad, view: EngineView, least: float) -> float | None:
-    """Seconds after which a first token is late: so late was one of twenty of this engine's. None:
-    too little is known of it."""
+    """Return the seconds after which a first token is late: later than 19 of 20 of this engine's.
+    None: too few are known."""
     factor = load.latency.late_factor()
     return None if factor is None else max(least, factor * view.ttft)
 
 
 def saturation(load: EngineLoad, places: float, now: float) -> float | None:
-    """How full an engine is, from 0 to 1; None: it does not say, and that is not empty.
+    """How full an engine is, from 0 to 1; None: it does not report that, which does not mean empty.
 
     Args:
-        places: requests that it may have at once; infinite where nobody has said.
+        places: requests that it may run at once; infinite if unknown.
     """
     found = []
     pressure = load.pressure
@@ -84,9 +84,9 @@ def is_worth_it(
     """Whether to ask a second engine.
 
     Args:
-        waited: seconds that the first one has had.
+        waited: seconds that the first engine has had.
         second: the engine that would be asked.
-        saturations: of every engine that could serve the request, the second one's first.
+        saturations: of every engine that could serve the request, beginning with the second one.
         below: share of their capacity.
     """
     if not saturations or saturations[0] is None or saturations[0] >= below:
@@ -97,6 +97,6 @@ def is_worth_it(
         and not second.pressed
         and not second.wait
         and demand.prompt_tokens - second.cached_tokens <= _MAX_PREFILL
-        # the first one has shown that it is late; the other is expected sooner than that
+        # the first is late already, and the second is expected to take no longer than that
         and second.ttft <= waited
     )

@@ -1,9 +1,8 @@
-"""How long an engine will take, learned from how long it took.
+"""Latency predictions per engine, learned from past requests.
 
-Two linear models an engine: seconds to the first token over what lies ahead of it, and seconds per
-further token over how many share the steps. They begin at a guess, and a few dozen answers replace
-it. What a pool's engines are made of need not be known:
-each has its own.
+Each engine has two linear models: seconds to the first token over the work ahead of it, and seconds
+per further token over the number of requests that share the steps. They begin with a guess that a
+few dozen answers replace, so nothing need be known about the engines.
 """
 
 from __future__ import annotations
@@ -15,33 +14,33 @@ from typing import Final
 
 __all__ = ["LatencyModel", "LinearModel"]
 
-# of the error that a sample corrects
+# share of the error that a sample corrects
 _STEP: Final = 0.1
-# keeps samples whose features are all small from counting for everything
+# keeps samples with small features from dominating
 _FLOOR: Final = 0.1
-# a sample further off than this, in seconds and as a multiple of what was predicted, counts as one
-# that is just so far off: an answer that an engine's policy put last says little of the next one
+# bounds on a sample's error, in seconds and as a multiple of the prediction: a request that the
+# engine's policy put last says little about the next one
 _FAR_SECONDS: Final = 0.25
 _FAR: Final = 2.0
-# seconds that a first token takes at least, as predicted
+# least predicted first-token time, s
 _LEAST_FIRST: Final = 0.001
-# first tokens that say what is late, the fewest of them, and which of them it is
+# first tokens that define late, the fewest of them, and the quantile
 _FACTORS: Final = 64
 _LEAST_FACTORS: Final = 20
 _LATE: Final = 0.95
 
 
 class LinearModel:
-    """``y = w . x`` with weights of 0 or more, by normalised least mean squares: each sample moves
-    the weights a little towards itself.
+    """Linear model ``y = w . x`` with weights of 0 or more, by normalised least mean squares: each
+    sample moves the weights a little towards itself.
 
-    Nothing that lies ahead of a request makes it faster: a weight below 0 is a sample's noise, and
-    would draw requests to where they wait. Recursive least squares learns faster, and blows up once
-    weights are held above 0 and outliers are cut.
+    Nothing ahead of a request makes it faster: a negative weight is noise, and would attract
+    requests to where others wait. Recursive least squares learns faster, but diverges once weights
+    are clipped at 0 and outliers are cut.
 
     Args:
-        weights: the first guess.
-        step: of the error, that a sample corrects once there were many.
+        weights: the initial guess.
+        step: share of the error that a sample corrects, once there were many.
     """
 
     def __init__(self, weights: Sequence[float], step: float = _STEP) -> None:
@@ -55,11 +54,11 @@ class LinearModel:
         return total
 
     def learn(self, x: Sequence[float], y: float) -> float:
-        """Returns what was predicted until now."""
+        """Learn from a sample; return what was predicted for it."""
         predicted = self.predict(x)
         far = _FAR_SECONDS + _FAR * abs(predicted)
         error = min(far, max(-far, y - predicted))
-        # the first samples say more than a guess does
+        # the first samples weigh more, as they replace a guess
         step = max(self._step, 1.0 / (2.0 + self.num_samples))
         gain = step * error / (_FLOOR + sum(map(mul, x, x)))
         moved = [w + gain * value for w, value in zip(self._w, x, strict=True)]
@@ -69,18 +68,18 @@ class LinearModel:
 
 
 class LatencyModel:
-    """Of one engine.
+    """Latency model of one engine.
 
     Args:
         step: see ``LinearModel``.
     """
 
     def __init__(self, step: float = _STEP) -> None:
-        # a twentieth of a second, half a second per 1,000 tokens, and where the KV cache has no
-        # room the time in which that share of it comes free
+        # 0.05 s, 0.5 s per 1,000 tokens to compute, nothing per request, and the whole wait for
+        # missing KV cache
         self._first = LinearModel((0.05, 0.5, 0.0, 1.0), step)
         self._next = LinearModel((0.03, 0.001), step)
-        # of the latest first tokens, how many times as long as predicted they took
+        # ratios of actual to predicted time of the latest first tokens
         self._factors: deque[float] = deque(maxlen=_FACTORS)
 
     @property
@@ -88,31 +87,31 @@ class LatencyModel:
         return self._first.num_samples
 
     def first_token(self, prefill_tokens: float, num_requests: float, wait: float) -> float:
-        """Seconds until a first token.
+        """Predict the seconds until a first token.
 
         Args:
-            prefill_tokens: of prompts, that are to be computed until then, its own included.
-            num_requests: others at the engine.
-            wait: seconds in which the KV cache that is missing comes free: the share that is
-                asked for beyond what there is, by the seconds that a request holds its own.
+            prefill_tokens: prompt tokens to compute until then, its own included.
+            num_requests: other requests at the engine.
+            wait: seconds until the missing KV cache is free: the share that it lacks, times the
+                seconds that a request holds its own.
         """
         x = (1.0, prefill_tokens / 1000.0, num_requests / 10.0, wait)
         return max(_LEAST_FIRST, self._first.predict(x))
 
     def next_token(self, num_requests: float) -> float:
-        """Seconds per token after the first."""
+        """Predict the seconds per token after the first."""
         return max(0.0001, self._next.predict((1.0, num_requests / 10.0)))
 
     def saw_first(
         self, prefill_tokens: float, num_requests: float, wait: float, seconds: float
     ) -> None:
-        """A first token came; arguments as they were when its request was sent."""
+        """Learn from a first token; arguments as they were when its request was sent."""
         x = (1.0, prefill_tokens / 1000.0, num_requests / 10.0, wait)
         predicted = self._first.learn(x, seconds)
         self._factors.append(seconds / max(_LEAST_FIRST, predicted))
 
     def late_factor(self) -> float | None:
-        """How many times as long as predicted one first token of twenty takes; None: too few were
+        """Return the 95 % quantile of actual over predicted first-token times; None: too few were
         seen."""
         if len(self._factors) < _LEAST_FACTORS:
             return None
@@ -120,5 +119,5 @@ class LatencyModel:
         return ordered[int(_LATE * (len(ordered) - 1))]
 
     def saw_next(self, num_requests: float, seconds: float) -> None:
-        """An answer ended; ``seconds`` per token after its first."""
+        """Learn from an answer's end; ``seconds`` per token after its first."""
         self._next.learn((1.0, num_requests / 10.0), seconds)

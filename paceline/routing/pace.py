@@ -1,11 +1,11 @@
-"""Whether an engine has become slow, against what is usual for it and for the others.
+"""Slowness of an engine, compared with its own past and with the other engines.
 
-A pool may be of fast and slow engines; that one is slower than another is no fault. What counts is
-that its first tokens take several times as long as they used to at that load, while the others' do
-not. Such an engine gets a trickle of requests instead of its share, and its share again, little by
-little, once it is well.
+A pool may mix fast and slow engines; being slower than another is no fault. An engine counts as
+slow if its first tokens take several times as long as they used to at the same load, while those of
+the others do not. It then gets a trickle of requests instead of its share, and its share again,
+step by step, once it has recovered.
 
-Pure: seconds of a clock that does not go back are an argument.
+Pure: times are arguments, in seconds of a monotonic clock.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Final
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["TRICKLE", "Pace", "SlowStart", "slow_ones"]
 
-# first tokens that the recent past is made of, and the least that judge an engine
+# first tokens in the recent past, all needed to judge an engine
 _RECENT: Final = 20
-# of what is usual, that one sample moves; it follows in hundreds of requests what the recent past
+# weight of one sample in what is usual: it follows within hundreds of requests what the recent past
 # shows in twenty
 _STEP: Final = 0.02
 _WARM_UP: Final = 20
-# an engine that is slow is well again below this share of the factor that made it slow
+# a slow engine has recovered below this share of the factor that made it slow
 _WELL: Final = 0.5
-# seconds after which what was slow is what is usual: the machine is another one now
+# seconds after which a slow engine's pace becomes its usual one: the machine has changed
 _NEW_NORMAL: Final = 120.0
-# between two times that an engine is found slow
+# least seconds from a recovery until an engine can be slow again
 _PAUSE: Final = 30.0
 # least share of an engine that is slow, or has just come back
 TRICKLE: Final = 0.1
 
 
 class Pace:
-    """Of one engine's first tokens."""
+    """Pace of one engine's first tokens."""
 
     def __init__(self) -> None:
-        # of the ratio to what was predicted, its usual logarithm
+        # usual logarithm of the ratio of actual to predicted time
         self._usual = 0.0
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._num_usual = 0
@@ -51,11 +51,11 @@ class Pace:
         self.num_slow = 0
 
     def saw(self, seconds: float, basis: float) -> None:
-        """A first token took ``seconds``; ``basis``: what it usually takes with as much ahead
-        of it."""
+        """Learn from a first token that took ``seconds``; ``basis``: its usual time at that
+        load."""
         ratio = math.log(max(seconds, 1e-4) / max(basis, 1e-4))
         if len(self._recent) == _RECENT and self.slow_since is None:
-            # what was recent is usual by now
+            # the oldest recent sample becomes part of what is usual
             self._num_usual += 1
             step = max(_STEP, 1.0 / self._num_usual)
             self._usual += step * (self._recent[0] - self._usual)
@@ -64,7 +64,7 @@ class Pace:
 
     @property
     def factor(self) -> float | None:
-        """How many times as long as usual first tokens take now; None: that is not known yet."""
+        """Factor by which first tokens take longer than usual now; None: not known yet."""
         if self._num_usual < _WARM_UP or len(self._recent) < _RECENT:
             return None
         if self._factor is None:
@@ -72,7 +72,7 @@ class Pace:
         return self._factor
 
     def judge(self, factor: float | None, most: float, now: float) -> None:
-        """``factor`` as above, the others' taken off; ``most``: from there on it is slow."""
+        """Start or end slowness. ``factor``: relative to the others'; ``most``: the limit."""
         if factor is None:
             return
         if self.slow_since is None:
@@ -92,11 +92,11 @@ class Pace:
 
 
 def slow_ones(paces: Mapping[str, Pace], most: float, now: float) -> list[str]:
-    """Those of a tier's engines that are slow, the slowest first, and never more than half: where
-    most are slow, it is the load, and there is nobody to be faster.
+    """Return a tier's slow engines, the slowest first, and never more than half: if most are slow,
+    the load is the cause, and no engine is faster.
 
     Args:
-        most: times the usual from which an engine is slow; 0: none ever is.
+        most: factor over the usual from which an engine is slow; 0: never.
     """
     if not most or len(paces) < 2:
         return []
@@ -113,14 +113,14 @@ def slow_ones(paces: Mapping[str, Pace], most: float, now: float) -> list[str]:
 
 
 class SlowStart:
-    """The share of its requests that an engine gets which has just come back: its caches are cold,
-    and what it failed of may not be over.
+    """Growing share of requests for an engine that has just come back: its caches are cold, and its
+    fault may persist.
 
     Args:
-        seconds: until it has all of them; 0: at once.
+        seconds: until its share is full; 0: at once.
 
     Raises:
-        ConfigError: fewer.
+        ConfigError: negative.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -129,7 +129,7 @@ class SlowStart:
         self._seconds = seconds
 
     def share(self, since: float, now: float) -> float:
-        """``since``: when it came back."""
+        """Return the share of an engine that came back at ``since``."""
         if not self._seconds or now - since >= self._seconds:
             return 1.0
         return max(TRICKLE, (now - since) / self._seconds)

@@ -1,8 +1,7 @@
-"""The gateway's way to choose, for the simulator: predicted seconds, learned online.
+"""The gateway's choice of an engine, for the simulator: predicted seconds, learned online.
 
-Beside what ``Router`` sees it is told when a first token came, when a request ended, and now and
-then how each engine is. It learns from that alone, so it needs to know nothing of what the engines
-are.
+In addition to what ``Router`` sees, it is told first tokens, ends of requests, and engines' reports
+now and then. It learns from these alone, and needs to know nothing else about engines.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ __all__ = ["PredictedRouter"]
 
 
 class PredictedRouter:
-    """Of one set of engines.
+    """Router over one set of engines.
 
     Args:
-        staleness: seconds between two looks at an engine; 0: it is asked at every request.
-        seed: of draws among engines that are as good as each other.
+        staleness: seconds between two reports of an engine; 0: one at every request.
+        seed: of the draws that break ties.
     """
 
     def __init__(self, *, staleness: float = 0.25, seed: int = 0) -> None:
         self._staleness = staleness
         self._draw = random.Random(seed)
         self.loads: list[EngineLoad] = []
-        # by request, where it went and its ticket
+        # request -> its engine and dispatch
         self._sent: dict[int, tuple[int, Dispatch]] = {}
-        # of each engine, requests without a first token
+        # per engine, requests without a first token
         self._waiting: list[set[int]] = []
 
     def choose(self, prefix: Sequence[int], outstanding: Sequence[float]) -> int:
-        """As ``Router``, of who tells nothing else: the fewest tokens outstanding."""
+        """Choose by tokens outstanding, as a ``Router`` that is told nothing else."""
         return min(range(len(outstanding)), key=outstanding.__getitem__)
 
     def send(
@@ -45,7 +44,7 @@ class PredictedRouter:
         count: int,
         look: Callable[[int], Pressure],
     ) -> int:
-        """Where request ``number`` goes, of ``count`` engines; ``look`` asks one how it is."""
+        """Choose one of ``count`` engines for a request; ``look`` fetches an engine's report."""
         while len(self.loads) < count:
             self.loads.append(EngineLoad(str(len(self.loads))))
             self._waiting.append(set())
@@ -61,7 +60,7 @@ class PredictedRouter:
         return index
 
     def waiting(self) -> list[int]:
-        """Requests that were sent and have no first token yet."""
+        """Return requests that were sent and have no first token yet."""
         return [number for numbers in self._waiting for number in numbers]
 
     def first_token(self, number: int, at: float) -> None:

@@ -1,4 +1,4 @@
-"""Which engine has seen how much of a prompt's beginning, by hashes of its blocks."""
+"""Index of the prompt prefixes that an engine has seen, by hashes of blocks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Final
 
 __all__ = ["PREFIX_BLOCK_BYTES", "PrefixIndex", "hash_chain", "prefix_chain"]
 
-# a block of text: about 64 tokens of English
+# bytes per block: about 64 tokens of English
 PREFIX_BLOCK_BYTES: Final = 256
-# of a prompt; what comes behind is not looked at
+# bytes of a prompt that are hashed, at most
 _MAX_HASHED_BYTES: Final = 256 * 1024
 
 
 def prefix_chain(data: bytes, salt: bytes = b"") -> list[int]:
-    """An identity for each leading run of whole blocks of ``data``.
+    """Return an identity for each leading run of whole blocks of ``data``.
 
     Args:
-        salt: of a tenant: what one tenant asked must not show in where another is sent.
+        salt: separates tenants, so that one tenant's prompts do not influence another's routing.
     """
     chain = []
     running = blake2b(salt[:64], digest_size=8)
@@ -32,7 +32,7 @@ def prefix_chain(data: bytes, salt: bytes = b"") -> list[int]:
 
 
 def hash_chain(pieces: Sequence[int]) -> list[int]:
-    """The same of pieces that have an identity each."""
+    """Return an identity for each leading run of pieces, which have one each."""
     chain = []
     parent = 0
     for piece in pieces:
@@ -45,7 +45,7 @@ class PrefixIndex:
     """Leading runs that one engine has computed.
 
     Args:
-        memory: runs remembered; those used longest ago are forgotten first.
+        memory: runs remembered; the least recently used are forgotten first.
     """
 
     def __init__(self, memory: int = 100_000) -> None:
@@ -56,7 +56,7 @@ class PrefixIndex:
         return len(self._seen)
 
     def matched(self, chain: Sequence[int]) -> int:
-        """How many runs of ``chain`` it has seen, from the first on."""
+        """Return how many runs of ``chain``, from the first on, it has seen."""
         seen = self._seen
         for count, run in enumerate(chain):
             if run not in seen:
@@ -65,7 +65,7 @@ class PrefixIndex:
 
     def add(self, chain: Sequence[int]) -> None:
         seen = self._seen
-        # the longest first, so that of a prompt that is half forgotten its beginning is left
+        # longest first, so that a partly forgotten prompt keeps its beginning
         for run in reversed(chain):
             seen[run] = None
             seen.move_to_end(run)
@@ -73,5 +73,5 @@ class PrefixIndex:
             seen.popitem(last=False)
 
     def clear(self) -> None:
-        """The engine began anew and holds nothing."""
+        """Forget all runs, as the engine has restarted."""
         self._seen.clear()

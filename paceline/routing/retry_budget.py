@@ -1,25 +1,24 @@
-"""How many further attempts all requests together may cause.
+"""Budget of attempts beyond the first, for all requests together.
 
-Retries, hedges, fallbacks and resumes draw from one budget, so that a fault which fails everything
-cannot multiply the load on what is left (Finagle's ``RetryBudget``; Envoy's retry budgets). Each
-request deposits a share of an attempt; a floor per second lets a quiet gateway retry at all.
+Retries, hedges, fallbacks and resumptions draw from one budget, so that a fault that fails
+everything cannot multiply the load on the rest (Finagle's ``RetryBudget``; Envoy's retry budgets).
+Each request deposits a share of an attempt; a floor per second lets a quiet gateway retry at all.
 """
 
 from __future__ import annotations
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["RetryBudget"]
 
 
 class RetryBudget:
-    """A token bucket. Pure: seconds of a clock that does not go back are an argument.
+    """Token bucket of attempts. Pure: times are arguments, in seconds of a monotonic clock.
 
     Args:
-        share: further attempts that one request pays for.
+        share: attempts that one request pays for.
         per_second: attempts that are free each second.
-        memory: seconds of deposits that it holds at most, counted at ``per_second`` and at the
-            rate of requests seen.
+        memory: most seconds of deposits held, at ``per_second`` and at the rate of requests seen.
 
     Raises:
         ConfigError: a negative value.
@@ -40,16 +39,16 @@ class RetryBudget:
         self._at = 0.0
 
     def deposit(self, now: float) -> None:
-        """A request has come."""
+        """Note that a request has arrived."""
         self._pass(now)
         self._deposited += self._share
 
     def take(self, now: float, *, overdraw: bool = False) -> bool:
-        """Take one attempt; False: there is none left.
+        """Take one attempt; return False if none is left.
 
         Args:
-            overdraw: take it even so, down to one attempt below nothing: a caller who has read
-                half an answer has paid for the other half.
+            overdraw: take it down to one attempt below zero: a caller that has read half an answer
+                has paid for the other half.
         """
         self._pass(now)
         if self._deposited + self._floor < 1.0 and not (

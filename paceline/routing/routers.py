@@ -1,10 +1,10 @@
-"""Ways to choose an engine for a request: one small class each.
+"""Routers, which choose an engine for a request: one small class each.
 
-A router sees, for each engine, the tokens of its unfinished requests: prompts, and for each request
-the mean output length seen so far (nobody knows how long an output will be). Of the request it sees
-its prefix, as identities of the prompt's leading pieces.
+For each engine a router sees the tokens of its unfinished requests: their prompts, and per request
+the mean output length so far, as output lengths are not known in advance. Of the request it sees
+the prefix, as identities of the prompt's leading pieces.
 
-This module does not know time, schedulers or what engines run.
+This module knows neither time nor schedulers nor the kind of engines.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.routing.predicted import PredictedRouter
 from paceline.routing.prefixes import PrefixIndex, hash_chain
 
@@ -27,19 +27,19 @@ __all__ = [
 
 
 class Router(Protocol):
-    """Picks an engine for each request, in order of arrival."""
+    """Chooses an engine for each request, in order of arrival."""
 
     def choose(self, prefix: Sequence[int], outstanding: Sequence[float]) -> int:
-        """An index into ``outstanding``, the tokens outstanding at each engine.
+        """Return an index into ``outstanding``, the tokens outstanding at each engine.
 
         Args:
-            prefix: pieces of the prompt, the first one first; equal pieces have equal numbers.
+            prefix: pieces of the prompt in order; equal pieces have equal numbers.
         """
         ...
 
 
 class RoundRobin:
-    """One after the other. Wins: no state. Loses: long requests pile up somewhere."""
+    """Engines in turn. Wins: no state. Loses: long requests pile up at one engine."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -51,7 +51,7 @@ class RoundRobin:
 
 
 class LeastOutstanding:
-    """The engine with the fewest tokens outstanding; the first of equals."""
+    """The engine with the fewest tokens outstanding; the first among equals."""
 
     def choose(self, prefix: Sequence[int], outstanding: Sequence[float]) -> int:
         return min(range(len(outstanding)), key=outstanding.__getitem__)
@@ -60,13 +60,13 @@ class LeastOutstanding:
 class PrefixAffinity:
     """The engine that holds the longest known prefix, unless it is overloaded.
 
-    Cache-aware routing with a load guard, as in SGLang's router: where the loads differ by more
-    than ``spread`` tokens and by the factor ``ratio``, the least loaded engine wins; else the one
-    that saw the longest leading run of the prompt's pieces. Without any match the least loaded one
-    gets it, and the prefix with it.
+    Cache-aware routing with a load guard, as in SGLang's router: if the loads differ by more than
+    ``spread`` tokens and by the factor ``ratio``, the least loaded engine wins; otherwise the one
+    that saw the longest leading run of the prompt's pieces. Without a match the request, and its
+    prefix, go to the least loaded engine.
 
     Args:
-        memory: prefix pieces remembered per engine, least recently used forgotten first.
+        memory: prefix pieces remembered per engine; the least recently used are forgotten first.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ ROUTERS: dict[str, Callable[[], Router]] = {
 
 
 def make_router(name: str) -> Router:
-    """Raises ConfigError, listing what there is, for an unknown name."""
+    """Make a router by name. Raises ConfigError, listing the known names, for an unknown one."""
     if name not in ROUTERS:
         raise ConfigError(f"unknown router {name!r}; known: {', '.join(sorted(ROUTERS))}")
     return ROUTERS[name]()

@@ -1,6 +1,6 @@
 """The OpenAI-compatible HTTP server. Knows engines by ``EngineClient`` and ``Tokenizer`` alone.
 
-Names are imported when they are asked for: who only wants a socket need not wait for the web
+Names are imported on first use: a caller who wants only a socket need not wait for the web
 framework.
 """
 
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from paceline.server.app import create_app
-    from paceline.server.config import ServerConfig, sampling_defaults
     from paceline.server.lifecycle import serve
+    from paceline.server.settings.config import ServerConfig, sampling_defaults
 
 __all__ = ["ServerConfig", "create_app", "sampling_defaults", "serve"]
 
 _MODULES: Final = {
-    "ServerConfig": "config",
+    "ServerConfig": "settings.config",
     "create_app": "app",
-    "sampling_defaults": "config",
+    "sampling_defaults": "settings.config",
     "serve": "lifecycle",
 }
 

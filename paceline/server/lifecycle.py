@@ -1,14 +1,13 @@
-"""A server's life: bind, serve, drain, end, with an exit code that says how it went.
+"""A server's life: bind, serve, drain, end with an exit code that tells the outcome.
 
 ::
 
-    SIGTERM / SIGINT   new generation requests and /health get 503, running ones go on for up to
+    SIGTERM / SIGINT   new generation requests and /health get 503, running ones continue for up to
                        drain_timeout seconds, the rest is aborted                    -> 0
-    the same again     what runs is aborted at once, the disk of batches not waited  -> 0
-                       for
+    the same again     running ones are aborted at once, batches get two seconds      -> 0
     engine dies        its requests fail, /health gets 503, answers are sent         -> 1
 
-An engine that the client replaces has not died: /health gets 503 until the next one is ready.
+An engine that the client replaces is not dead: /health gets 503 until the next one is ready.
 """
 
 from __future__ import annotations
@@ -24,16 +23,17 @@ from dataclasses import replace
 from typing import Final
 
 import uvicorn
+from fastapi import APIRouter
 
-from paceline.core.errors import EngineDeadError, EngineLostError
 from paceline.engine.protocol import EngineClient
+from paceline.errors import EngineDeadError, EngineLostError
 from paceline.http.connections import Connection, allow_open_files
 from paceline.http.listening import bind
 from paceline.server.app import batches_of, create_app, service_of
 from paceline.server.batches.folder import Batches
-from paceline.server.config import ServerConfig
-from paceline.server.metrics.exporter import exporting
-from paceline.server.service import Service
+from paceline.server.generation.service import Service
+from paceline.server.observability.metrics.exporter import exporting
+from paceline.server.settings.config import ServerConfig
 
 __all__ = ["bind", "serve"]
 
@@ -41,7 +41,7 @@ _log = logging.getLogger("paceline.server")
 
 # seconds for finished answers to reach their callers
 _FLUSH_SECONDS: Final = 5
-# seconds that the disk of batches gets after a second signal
+# seconds that the batches' disk writes get after a second signal
 _DISK_SECONDS: Final = 2.0
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
@@ -55,16 +55,18 @@ async def serve(
     listener: socket.socket | None = None,
     metrics_listener: socket.socket | None = None,
     on_ready: Callable[[str, int], None] | None = None,
+    page: Callable[[Service], APIRouter] | None = None,
 ) -> int:
-    """Serve until a signal or the engine's end; returns the exit code of the process.
+    """Serve until a signal or the engine's end; return the exit code of the process.
 
     Runs on the main thread's event loop, whose signal handlers it takes over. Closes ``client``.
 
     Args:
         listener: an already bound socket (``bind``), used and closed instead of host and port.
-        metrics_listener: a bound socket on which /metrics alone is served too, by a process of its
-            own (``metrics.exporter``); closed.
+        metrics_listener: a bound socket on which a process of its own (``metrics.exporter``)
+            serves /metrics alone; closed.
         on_ready: called once with host and port when connections are accepted.
+        page: see ``create_app``.
 
     Raises:
         ConfigError: the address is taken, or the batch folder cannot be used.
@@ -72,7 +74,7 @@ async def serve(
     try:
         if listener is None:
             listener = bind(host, port)
-        app = create_app(client, config)
+        app = create_app(client, config, page=page)
         service = service_of(app)
         life = _Life(service, app, batches_of(app), listener)
         with exporting(service.metrics, metrics_listener):
@@ -91,7 +93,7 @@ class _Life:
         self._batches = batches
         self._listener = listener
         self._signals = 0
-        # what keeps batches did not come to its end
+        # the batches were not stopped cleanly
         self._abandoned = False
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
@@ -124,10 +126,10 @@ class _Life:
         try:
             service.client.check_health()
         except EngineLostError:
-            # another one is on its way; until then callers are told so
+            # the client replaces the engine; until then requests get 503
             pass
         except EngineDeadError as error:
-            # it died before anybody listened
+            # the engine died before the server accepted connections
             self._engine_died(error)
         with self._handling_signals():
             serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
@@ -157,17 +159,17 @@ class _Life:
             await asyncio.sleep(0.005)
 
     async def _until(self, serving: asyncio.Future[None], event: asyncio.Event) -> None:
-        """Until ``event``, or until serving ends by itself, which raises its error."""
+        """Wait for ``event``, or for the end of serving, which raises its error."""
         waiting = asyncio.ensure_future(event.wait())
         await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
 
     async def _drain(self) -> None:
-        """Let what runs come to its end and be sent."""
+        """Let running requests finish and their answers be sent."""
         service = self._service
         service.draining = True
         await service.end_side_work()
-        # what runs for batches makes way: it is kept, and done again by the next server
+        # batch lines stop first: their state is kept, and the next server repeats them
         await self._stop_batches()
         if service.dead is None:
             timeout = service.config.drain_timeout
@@ -185,7 +187,7 @@ class _Life:
                     await service.idle.wait()
 
     async def _stop_batches(self) -> None:
-        """A second signal does not wait for what the disk is at."""
+        """Stop the batches; after a second signal do not wait for their disk writes."""
         if self._abandoned:
             return
         stopping = asyncio.ensure_future(self._batches.stop())
@@ -227,7 +229,7 @@ class _Life:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which would close its sockets at the first signal; here ``_Life`` decides."""
+    """uvicorn would close its sockets at the first signal; here ``_Life`` decides."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -1,7 +1,7 @@
-"""What goes into a simulation and what comes out of it, one request at a time.
+"""Input and output of a simulation, one request at a time.
 
-A workload is any `Iterable[Arrival]` in order of `at`; a million of them stream, and are never
-held. What happened to a request is one `Served`.
+A workload is any `Iterable[Arrival]` in order of `at`; it is streamed, so a million of them need no
+memory. The outcome of a request is one `Served`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Arrival:
     prompt_tokens: int
     # >= 1
     output_tokens: int
-    # identities of the prompt's leading prefix_block-token pieces: equal leading identities mean
-    # the same tokens
+    # identities of the prompt's leading prefix_block-token pieces: equal leading identities stand
+    # for equal tokens
     prefix: tuple[int, ...] = ()
     slo_class: str = "standard"
-    # targets, in seconds: time to first token, time per output token, and from arrival to the end
+    # targets, s: time to first token, time per output token, and from arrival to the end
     ttft: float | None = None
     tpot: float | None = None
     deadline: float | None = None
@@ -36,12 +36,12 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One finished (or refused) request: what reports are made of."""
+    """Outcome of one finished (or refused) request, from which reports are made."""
 
     arrival: Arrival
     # the replica that answered
     replica: int
-    # seconds on the workload's clock; None: it never happened
+    # seconds on the workload's clock; None: it did not happen
     first_scheduled: float | None
     first_token: float | None
     last_token: float | None
@@ -50,11 +50,11 @@ class Served:
     cached_tokens: int
     preemptions: int
     refused: bool = False
-    # of a refusal, for people; "" where nothing was refused
+    # reason of a refusal, for users; "" where nothing was refused
     reason: str = ""
-    # seconds from arrival to first token, as predicted on arrival; None: nothing was measured yet
+    # seconds from arrival to first token, predicted on arrival; None: nothing was measured yet
     predicted_ttft: float | None = None
-    # of a refusal, the advised wait in seconds; None: it would be refused again
+    # seconds that a refusal advises to wait; None: the request would be refused again
     retry_after: float | None = None
 
     @property

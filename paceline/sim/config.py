@@ -1,4 +1,4 @@
-"""What one simulated engine is: its settings and the time that passes outside its steps."""
+"""Configuration of one simulated engine: its settings, and the time outside its steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.speculation import check_acceptance
 from paceline.speculation.settings import SpeculationSettings
 
@@ -18,11 +18,11 @@ __all__ = ["Delays", "ReplicaConfig"]
 class Delays:
     """Seconds outside the steps."""
 
-    # from the caller to the engine's inbox: HTTP, tokenizer, the hop
+    # from the caller to the engine's inbox: HTTP, tokenizer, transfer between processes
     inbound: float = 0.0
     # from a step's result to the caller
     outbound: float = 0.0
-    # of the engine's thread between a result, or a message that wakes it, and the next plan
+    # between a result, or a message that wakes the engine's thread, and the next plan
     loop: float = 0.0
 
     def __post_init__(self) -> None:
@@ -32,17 +32,17 @@ class Delays:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaConfig:
-    """One engine, as ``paceline serve`` would be started."""
+    """Settings of one engine, as those of ``paceline serve``."""
 
     scheduler: SchedulerConfig
     cache: CacheConfig
     pipeline_depth: int = 2
     delays: Delays = Delays()
-    # what callers ask for where outputs end by themselves; None: exactly what they will get, so
-    # that policies know it
+    # max_tokens of requests whose outputs end earlier; None: exactly the tokens that they will get,
+    # so that policies know their number
     max_tokens: int | None = None
-    # how often a guessed token is right by its place in the row, those before it being right, and
-    # so many are guessed at most; (): none are, whatever the engine's settings say
+    # probability that a guess is right, by its index in the row, given that those before it are; at
+    # most this many guesses are made; (): none, whatever the engine's settings say
     acceptance: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class ReplicaConfig:
 
     @property
     def scheduling(self) -> SchedulerConfig:
-        """The scheduler's settings, with guesses where it is said how often they are right."""
+        """Return the scheduler's settings, with guesses only where their acceptance is given."""
         config: Mapping[str, Any] | None = None
         if self.acceptance:
             config = self.scheduler.speculative_config or {"method": "auto"}

@@ -1,8 +1,7 @@
-"""A log of decisions as one digest: two drivers that plan alike have the same.
+"""A log of decisions as one digest: two drivers that plan alike have the same digest.
 
-What is hashed of a plan is everything but the values of sampled tokens, which a simulation does
-not know: when it was made, rows, block tables, copies, swaps, releases, and who came in with what
-prompt.
+All of a plan is hashed except the values of sampled tokens, which a simulation does not know: its
+time, rows, block tables, copies, swaps, releases, and new requests with their prompts.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ __all__ = ["DecisionLog"]
 
 
 class DecisionLog:
-    """Fed with every plan, in order."""
+    """Digest of plans, which are added in order."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
         self.num_plans = 0
 
     def add(self, plan: SchedulerOutput, now: float) -> None:
-        """``now``: what the scheduler was told when it made the plan; hashed to the microsecond,
-        since a clock that is moved by differences is off by the last bit."""
+        """Add a plan. ``now``: the scheduler's time when it made the plan, hashed to the
+        microsecond, since a clock that is moved by differences is off by the last bit."""
         self.num_plans += 1
         new = [
             (
@@ -37,12 +36,12 @@ class DecisionLog:
         ]
         rows = [tuple(row) for row in plan.rows]
         moved: tuple[object, ...] = (plan.block_copies, plan.swaps, plan.released)
-        # who guesses, and how much: which tokens these are a simulation does not know
+        # sources and numbers of guesses: a simulation does not know which tokens they are
         drafts = [(draft.row, len(draft.token_ids)) for draft in plan.drafts]
         moved = (*moved, drafts) if drafts else moved
         decided = (plan.step_id, f"{now:.6f}", rows, new, moved, plan.num_tokens)
         self._hash.update(repr(decided).encode())
 
     def digest(self) -> str:
-        """Of everything so far."""
+        """Return the digest of all plans so far."""
         return self._hash.hexdigest()

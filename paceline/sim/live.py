@@ -1,5 +1,5 @@
 """The live engine in virtual time: the real ``EngineLoop`` and ``EngineCore`` over a backend that
-sleeps on a clock of ours. What the simulator must agree with, decision by decision.
+sleeps on a virtual clock. The simulator must agree with it, decision by decision.
 
 This module does not know the simulator.
 """
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
-from paceline.backends.null import NullBackend, expected_tokens
-from paceline.backends.simulated import SimulatedBackend
+from paceline.backends.reference.null import NullBackend, expected_tokens
+from paceline.backends.reference.simulated import SimulatedBackend
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.core.request import Request
 from paceline.core.sampling_params import SamplingParams
@@ -30,7 +30,7 @@ __all__ = ["run_live"]
 
 
 class _Clock:
-    """Moved by whoever sleeps."""
+    """A clock that sleeping moves forward."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -43,7 +43,7 @@ class _Clock:
 
 
 class _Inbox:
-    """Delivers arrivals when their time has come, then a shutdown once everything is answered."""
+    """Delivers arrivals at their time, then a shutdown once everything is answered."""
 
     def __init__(
         self, clock: _Clock, workload: Iterable[Arrival], config: ReplicaConfig, prefix_block: int
@@ -87,7 +87,7 @@ class _Inbox:
 
 
 class _Logged(SimulatedBackend):
-    """Notes every plan it is handed, and when."""
+    """Logs every plan that it gets, with its time."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class _Logged(SimulatedBackend):
 
 
 def _truth(request: Request, known: int, count: int) -> Sequence[int]:
-    """What the null backend says next."""
+    """Return the null backend's next tokens."""
     prompt = request.asked.prompt_token_ids
     made = known - request.num_prompt_tokens
     return expected_tokens(prompt, made + count, VOCABULARY)[made:]
@@ -127,8 +127,8 @@ def run_live(
     prefix_block: int = 512,
     recorder: Recorder | None = None,
 ) -> DecisionLog:
-    """Serve a workload with the live engine; ``config.delays`` must be zero and
-    ``config.max_tokens`` None. Returns its decisions."""
+    """Serve a workload with the live engine, and return its decisions; ``config.delays`` must be
+    zero and ``config.max_tokens`` None."""
     clock = _Clock()
     log = DecisionLog()
     backend = _Logged(

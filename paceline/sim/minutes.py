@@ -1,15 +1,15 @@
 """The last minutes of a live engine as a recording, from the frames that its timeline kept.
 
-What ``paceline serve --record`` writes to a file is here put together from what the page is told:
-the workload with its targets, and the steps that step times are fitted to. Frames say who computed
-what as changes, so rows are those of the model that they rebuild.
+The content of a ``paceline serve --record`` file is assembled here from the page's frames: the
+workload with its targets, and the steps that step times are fitted to. Frames give rows as changes,
+so rows are taken from the model that the frames rebuild.
 
-Results that were read late are taken to have been there when the backend began the next step. Left
-out are steps that frames do not tell whole: those that stand for several, those told without
-their chunks, and those before the first keyframe. A request that was under way at the end has as
-many output tokens as it had come to.
+A result that was read late is assumed to have existed when the backend began the next step. Steps
+that frames do not describe in full are left out: those that stand for several, those without their
+chunks, and those before the first keyframe. A request still running at the end has the output
+tokens that it had got.
 
-This module does not know who kept the frames.
+This module does not know where the frames were kept.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from paceline.engine.timeline.codec import Decoder
-from paceline.engine.timeline.events import FrameType, Kind, Plan, State, Told
-from paceline.engine.timeline.model import Model, Seen, Step
 from paceline.sim.arrival import Arrival
 from paceline.sim.config import ReplicaConfig
 from paceline.sim.recording import RecordedRequest, RecordedStep, Recording
+from paceline.timeline.codec import Decoder
+from paceline.timeline.events import FrameType, Kind, Plan, State, Told
+from paceline.timeline.model import Model, Seen, Step
 
 __all__ = ["recording_of", "workload_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Of a step, as it was planned."""
+    """Rows of a planned step."""
 
     wide: tuple[tuple[int, int], ...]
     narrow_keys: int
@@ -44,15 +44,15 @@ class _Reader:
         self.steps: list[RecordedStep] = []
         self.requests: list[RecordedRequest] = []
         self._rows: dict[int, _Rows] = {}
-        # output tokens of requests so far, by number
+        # number of output tokens so far, by request number
         self._outputs: dict[int, int] = {}
-        # the step before was left out, so its end does not say when this one could begin
+        # the previous step was left out, so its end does not tell when this one could begin
         self._after_gap = False
 
     def read(self, frames: bytes) -> None:
         for frame in Decoder().feed(frames):
             if isinstance(frame, Told) and frame.type in (FrameType.START, FrameType.GAP):
-                # plans of an engine that is gone, or from before a gap, have no result
+                # plans of an ended engine, or from before a gap, have no result
                 self._rows.clear()
                 self._after_gap = True
                 if frame.type is FrameType.START:
@@ -85,12 +85,12 @@ class _Reader:
         return _Rows(tuple(wide), keys, longest, samples)
 
     def _samples(self, seen: Seen, tokens: int) -> bool:
-        """Whether a row that computed so many tokens brought the next one: it reached the end of
-        what there was. A request that was preempted computes its output tokens again."""
+        """Whether a row of ``tokens`` tokens sampled the next one, that is, reached the end of the
+        known tokens. A preempted request computes its output tokens again."""
         if seen.told is None:
             return True
         prompt = seen.told.prompt_tokens
-        # of a request that ran before these frames begin, as many as it had computed
+        # a request older than the frames has as many output tokens as it had computed
         before = seen.computed - tokens
         found = self._outputs.get(seen.number, max(0, before - prompt + 1))
         samples = seen.computed >= prompt + found
@@ -103,7 +103,7 @@ class _Reader:
         if rows is None or done is None:
             self._after_gap = True
             return
-        # at a pipeline depth of 2 it was planned while the one before ran
+        # at a pipeline depth of 2 it was planned while the previous step ran
         planned = step.start if self._after_gap else plan.planned
         if not self._after_gap:
             self._was_ready(done.done - done.backend)
@@ -122,10 +122,10 @@ class _Reader:
         )
 
     def _was_ready(self, begun: float) -> None:
-        """The backend began the next step then, so the result of the last one was there by then,
-        however late it was read. Where the engine's thread gets no processor for a while it finds
-        two results at once; taken by when they were read, the second step would seem to have taken
-        no time at all, and fits of relative errors would be of such steps alone."""
+        """Bound the last step's end by ``begun``, when the backend began the next step: its result
+        existed by then, however late it was read. An engine thread that gets no processor for a
+        while reads two results at once; by the times of reading, the second step would seem to have
+        taken no time, and fits of relative errors would depend on such steps alone."""
         last = self.steps[-1]
         if last.planned < begun < last.done:
             self.steps[-1] = replace(last, done=begun)
@@ -162,10 +162,10 @@ class _Reader:
 
 
 def recording_of(frames: bytes, config: ReplicaConfig) -> Recording:
-    """What the frames of a live engine tell, with the settings that it was started with.
+    """Return a live engine's frames, with the settings that it was started with, as a recording.
 
     Args:
-        frames: whole ones, such as ``GET /ui/api/timeline`` answers.
+        frames: complete frames, such as ``GET /ui/api/timeline`` returns.
     """
     reader = _Reader()
     reader.read(frames)
@@ -174,22 +174,23 @@ def recording_of(frames: bytes, config: ReplicaConfig) -> Recording:
 
 
 def workload_of(recording: Recording) -> Iterator[Arrival]:
-    """As ``Recording.workload``, and with as much in the prefix cache as there was.
+    """Yield arrivals as ``Recording.workload`` does, with the prefix cache's share of each prompt.
 
-    Frames hold no texts, so who shared which tokens with whom is not known, but how many each found
-    is: so many of its blocks are those of one prefix that all share. The first who has them
-    computes them; who found nothing shares nothing. Pieces of ``Arrival.prefix`` are blocks.
+    Frames hold no texts, so it is not known which requests shared tokens, but how many each found
+    in the cache: as many of its blocks belong to one prefix that all share. The first request with
+    them computes them; one that found nothing shares nothing. Pieces of ``Arrival.prefix`` are
+    blocks.
     """
     size = recording.config.cache.block_size
     answered = [request for request in recording.requests if request.output_tokens >= 1]
     for request, arrival in zip(answered, recording.workload(), strict=True):
-        # the last token of a prompt is always computed
+        # a prompt's last token is always computed
         found = min(request.cached_tokens, request.prompt_tokens - 1) // size
         yield replace(arrival, prefix=tuple(range(found))) if found else arrival
 
 
 def _once(requests: Iterable[RecordedRequest]) -> Iterable[RecordedRequest]:
-    """A request that went on in another engine was announced twice: it is one that came once."""
+    """Merge the two announcements of a request that was resumed in another engine."""
     found: dict[str, RecordedRequest] = {}
     for request in requests:
         before = found.get(request.request_id)
@@ -208,5 +209,5 @@ def _or_none(value: float) -> float | None:
 
 
 def _target(value: float) -> float | None:
-    """Frames have 32 bits for it, in which 0.03 is a little less."""
+    """Round a target, which frames store in 32 bits: 0.03 is slightly less there."""
     return None if math.isnan(value) else float(f"{value:.6g}")

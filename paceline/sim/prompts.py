@@ -1,6 +1,6 @@
-"""Token ids for simulated prompts: nobody reads them, but equal prefixes must be equal tokens.
+"""Token ids for simulated prompts: meaningless, but equal prefixes have equal tokens.
 
-An arrival's ``prefix`` names the pieces its prompt begins with; the rest is its own. Without a
+An arrival's ``prefix`` names the pieces at the start of its prompt; the rest is its own. Without a
 prefix cache all prompts of one length are the same list, so a long queue costs no memory.
 
 This module does not know time or schedulers.
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.arrival import Arrival
 
 __all__ = ["VOCABULARY", "PromptMaker"]
 
 # ids below this are prompts' own, those above belong to shared pieces, whose identities are spread
-# over as many again (Fibonacci hashing)
+# over equally many (Fibonacci hashing)
 _HALF = 1 << 61
 _SPREAD = 0x9E37_79B9_7F4A_7C15
 # all ids are below this
@@ -29,10 +29,10 @@ def _blank(length: int) -> list[int]:
 
 
 class PromptMaker:
-    """Makes prompts, deterministically.
+    """Maker of prompts, deterministic.
 
     Args:
-        distinct: False where nobody compares tokens (no prefix cache).
+        distinct: False where no code compares tokens (no prefix cache).
         prefix_block: tokens of one piece of ``Arrival.prefix``.
     """
 
@@ -43,7 +43,7 @@ class PromptMaker:
         self._block = prefix_block
 
     def tokens(self, arrival: Arrival, number: int) -> list[int]:
-        """``arrival.prompt_tokens`` ids; ``number`` tells arrivals apart. Not to be changed."""
+        """Return ``arrival.prompt_tokens`` ids, not to be changed; ``number`` identifies it."""
         length = arrival.prompt_tokens
         if not self._distinct:
             return _blank(length)

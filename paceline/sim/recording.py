@@ -1,6 +1,6 @@
-"""Reads what ``paceline serve --record`` wrote: steps, requests, and the workload they were.
+"""Reader of ``paceline serve --record`` files: steps, requests, and their workload.
 
-The layout is in ``engine.recorder``, which writes it.
+The layout is documented in ``engine.recorder``, which writes it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError
 from paceline.engine.recorder import RECORDING_VERSION
+from paceline.errors import ConfigError
 from paceline.sim.arrival import Arrival
 from paceline.sim.config import ReplicaConfig
 
@@ -26,12 +26,12 @@ class RecordedStep:
 
     planned: float
     done: float
-    # what the backend says it took
+    # duration that the backend reports
     seconds: float
     # (start, tokens) of rows of several tokens
     wide: tuple[tuple[int, int], ...]
     narrow_rows: int
-    # positions before rows of one token, summed, and the most of one row
+    # number of positions before rows of one token: their sum, and the largest
     narrow_keys: int
     longest: int
     # rows that sampled a token
@@ -49,11 +49,11 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """One request's timeline in seconds of the engine's clock; None: it did not come to that."""
+    """One request's times in seconds of the engine's clock; None: that did not happen."""
 
     request_id: str
     arrival: float
-    # when the engine's loop read it
+    # when the engine's loop took it
     taken: float
     scheduled: float | None
     first_token: float | None
@@ -77,13 +77,13 @@ class Recording:
     steps: tuple[RecordedStep, ...]
     # in order of arrival
     requests: tuple[RecordedRequest, ...]
-    # records that the engine had no room for; 0 in a complete recording
+    # records that the engine dropped for lack of room; 0 in a complete recording
     num_dropped: int
 
     @classmethod
     def read(cls, path: Path) -> Recording:
-        """Raises ConfigError, with file and line, for anything that the engine did not write. A
-        recording without its last line (the engine was killed) is read as far as it goes."""
+        """Read a file. Raises ConfigError, with file and line, for lines that the engine did not
+        write. A recording without its last line (the engine was killed) is read up to its end."""
         steps: list[RecordedStep] = []
         requests: list[RecordedRequest] = []
         config: ReplicaConfig | None = None
@@ -114,7 +114,7 @@ class Recording:
         return cls(config, tuple(steps), tuple(requests), dropped)
 
     def workload(self) -> Iterator[Arrival]:
-        """The requests that were answered, from the first arrival on."""
+        """Yield the requests that were answered, from the first arrival on."""
         begin = self.requests[0].arrival if self.requests else 0.0
         for request in self.requests:
             if request.output_tokens < 1:
@@ -139,7 +139,7 @@ def _config(record: dict[str, Any]) -> ReplicaConfig:
         raise ValueError(f"version {version!r} of the format, this reads {RECORDING_VERSION}")
     return ReplicaConfig(
         scheduler=SchedulerConfig(**record["scheduler"]),
-        # requests never wait for window blocks, and what is simulated has no windows
+        # requests never wait for window blocks, so the simulation has none
         cache=CacheConfig(**record["cache"] | {"window": 0, "num_window_blocks": 0}),
         pipeline_depth=int(record["pipeline_depth"]),
     )

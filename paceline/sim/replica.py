@@ -5,13 +5,13 @@
     engine loop                              here
       take every message that is there         take arrivals up to now
       plan until ``depth`` steps are handed    the same calls, in the same order
-      at depth 2, wait until it is due to      at the event of the running step's end: as of the
-        plan, take what arrived, plan            time when it was due, with what had arrived then
+      at depth 2, wait until the next plan     at the event of the running step's end: with the
+        is due, take arrivals, plan              time when it was due, and arrivals up to then
       wait for the oldest step's result        an event at its end
       update, send the news                    the same call; Served goes to the consumer
 
-The backend runs steps one after another: a step starts when it was handed over or when the one
-before it ended, whichever is later, and takes what ``StepTimes`` says; swapped blocks are moved
+The backend runs steps one after another: a step starts when it was submitted or when the step
+before it ended, whichever is later, and takes the time that ``StepTimes`` gives; blocks are swapped
 before that. While the loop waits for a result it reads no messages, so an arrival waits for the end
 of the step, as it does in the engine.
 
@@ -26,12 +26,6 @@ from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 
-from paceline.core.errors import (
-    EngineDeadError,
-    NeverFitsError,
-    QueueFullError,
-    RequestError,
-)
 from paceline.core.memory.kv_cache import blocks_for
 from paceline.core.outputs import ScheduledRow, SchedulerOutput, StepResult
 from paceline.core.request import Request, RequestSpec
@@ -39,6 +33,7 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import NO_SLO, Slo
 from paceline.engine.recorder import Recorder
+from paceline.errors import EngineDeadError, NeverFitsError, QueueFullError, RequestError
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.config import Delays, ReplicaConfig
 from paceline.sim.prompts import PromptMaker
@@ -48,7 +43,7 @@ from paceline.speculation.drafts import Drafts
 
 __all__ = ["Delays", "Job", "Replica", "ReplicaConfig", "slo_of"]
 
-# token ids that simulated steps sample: an ordinary one, and the one that ends an output
+# token ids that simulated steps sample: an ordinary one, and one that ends an output
 _TOKEN = (0,)
 _END = 1
 _SAMPLES = itemgetter(4)
@@ -57,7 +52,7 @@ _SAMPLED: dict[int, tuple[tuple[int, ...], ...]] = {}
 
 @dataclass(slots=True)
 class Job:
-    """A request on its way through one replica."""
+    """A request in one replica."""
 
     arrival: Arrival
     number: int
@@ -65,14 +60,14 @@ class Job:
     inbox_at: float
     # output tokens to generate here
     output_tokens: int
-    # its prompt and first output token were computed elsewhere, and their keys and values moved
+    # another replica computed its prompt and first output token, and sent the keys and values
     received: bool = False
-    # what the router counted for it
+    # weight in the router's count
     weight: float = 0.0
     request: Request | None = None
     # when its newest token was known
     last_token: float | None = None
-    # it was refused: the advised wait in seconds
+    # if it was refused: seconds that it is advised to wait
     retry_after: float | None = None
 
 
@@ -82,17 +77,17 @@ class _Step:
     requests_end: tuple[tuple[int, ...], ...]
     planned: float
     end: float
-    # of its rows alone: what the scheduler learns from
+    # duration without swapping, from which the scheduler learns
     seconds: float
 
 
 class Replica:
-    """See the module. Driven by ``Simulator`` through ``submit`` and ``run``.
+    """A simulated engine; see the module. ``Simulator`` drives it by ``submit`` and ``run``.
 
     Args:
-        on_end: called with a job that ended here and "", or with one that was refused and why.
+        on_end: called with a job that ended here and "", or with a refused one and the reason.
         on_plan: called with every plan, the time it was made, and when its step starts and ends.
-        recorder: told what a live engine's is.
+        recorder: receives what a live engine's recorder does.
     """
 
     def __init__(
@@ -122,17 +117,17 @@ class Replica:
         self._steps: deque[_Step] = deque()
         self._jobs: dict[str, Job] = {}
         self._backend_free = 0.0
-        # when the thread last did something
+        # when the thread was last active
         self._looked_at = 0.0
-        # seconds the backend computed, and steps
+        # seconds that the backend computed, and number of steps
         self.busy_seconds = 0.0
         self.num_steps = 0
-        # requests that waited at once behind a step's plan, at most
+        # most requests that waited behind a step's plan
         self.most_waiting = 0
         # when ``run`` is due; None: only a message wakes it
         self.due: float | None = None
 
-    # ------------------------------------------------------------------ what routers look at
+    # ------------------------------------------------------------------ for routers
 
     @property
     def num_unfinished(self) -> int:
@@ -142,24 +137,24 @@ class Replica:
     # ------------------------------------------------------------------ driven by the simulator
 
     def submit(self, job: Job) -> None:
-        """A message arrives at ``job.inbox_at``. The caller then asks ``wakes_at``."""
+        """Put a message into the inbox at ``job.inbox_at``. The caller then asks ``wakes_at``."""
         self._inbox.append(job)
 
     def wakes_at(self, now: float) -> float | None:
-        """When an arrival at ``now`` makes ``run`` due: at once if the loop is idle, or waits for
-        the policy; None if it waits for a step's result, whose end is due anyway."""
+        """Return when an arrival at ``now`` makes ``run`` due: at once if the loop is idle or waits
+        for the policy; None if it waits for a step's result, whose end is due anyway."""
         return None if self._steps else now + self._loop_seconds
 
     def run(self, now: float) -> None:
-        """What the engine's thread does at ``now``: the oldest step's news if it ended by now,
-        messages, plans. Sets ``due``."""
+        """Do what the engine's thread does at ``now``: handle the oldest step's result if it ended
+        by now, then messages, then plan. Sets ``due``."""
         steps = self._steps
         if steps and steps[0].end <= now:
             if self._depth == 2 and len(steps) == 1 and not self.scheduler.awaits_tokens:
-                # what happened while it ran, as far as it matters: the next one was planned
+                # events while the step ran that matter here: the next one was planned
                 self._feed(max(self._looked_at, min(self.scheduler.plan_at, steps[0].end)), 2)
             self._finish_step(steps.popleft())
-            # what the thread does between a result and the next plan is not the backend's time
+            # the thread's time between a result and the next plan is not the backend's
             if self._loop_seconds:
                 now += self._loop_seconds
         self._looked_at = now
@@ -185,7 +180,7 @@ class Replica:
     # ------------------------------------------------------------------ inside
 
     def _feed(self, now: float, depth: int) -> None:
-        """Take what arrived by ``now``, and plan until so many steps are handed over."""
+        """Take arrivals up to ``now``, and plan until ``depth`` steps are submitted."""
         scheduler, inbox, steps = self.scheduler, self._inbox, self._steps
         while inbox and inbox[0].inbox_at <= now:
             if inbox[0].received and scheduler.has_unfinished and not self._has_room(inbox[0]):
@@ -210,10 +205,10 @@ class Replica:
         output = job.output_tokens
         most = self.config.max_tokens
         if arrival.prompt_tokens > self.scheduler.config.max_model_len:
-            # a row of a trace may name more tokens than there is memory for ids
+            # a row of a trace may have more tokens than memory has room for
             self._on_end(self, job, "context limit", now)
             return
-        # the live engine's name for the first choice of a request
+        # the live engine's id of a request's first choice
         request_id = f"{job.number}/0"
         prompt = self._prompts.tokens(arrival, job.number)
         sampling = _sampling(output, most)
@@ -243,8 +238,8 @@ class Replica:
             self.scheduler.kv.land_prefix(request)
 
     def _has_room(self, job: Job) -> bool:
-        """Whether a request with its keys and values would be let in at once. Until then they
-        wait where they are."""
+        """Whether a request with its keys and values would be admitted at once. Until then they
+        stay where they are."""
         scheduler = self.scheduler
         stats = scheduler.stats()
         if stats.num_waiting or stats.num_running >= scheduler.config.max_num_seqs:
@@ -273,7 +268,7 @@ class Replica:
             self._on_plan(self.index, plan, now, start, end)
 
     def _sample(self, plan: SchedulerOutput) -> tuple[tuple[int, ...], ...]:
-        """What the step samples, row by row."""
+        """Return the tokens that the step samples, by row."""
         if plan.drafts:
             guessed = {draft.row: draft.token_ids for draft in plan.drafts}
             return tuple(
@@ -293,12 +288,12 @@ class Replica:
         return tuple(sampled)
 
     def _ends(self, request_id: str, length: int) -> bool:
-        """Whether the token behind so many is the last."""
+        """Whether the token at ``length`` is the last."""
         job = self._jobs.get(request_id)
         return job is None or length - job.arrival.prompt_tokens >= job.output_tokens - 1
 
     def _verify(self, row: ScheduledRow, guesses: Sequence[int]) -> tuple[int, ...]:
-        """What a row samples, one token and one more for each guess that is right."""
+        """Return a row's sampled tokens: one, and one more for each guess that is right."""
         if not row.samples:
             return ()
         drawn: list[int] = []
@@ -324,7 +319,7 @@ class Replica:
             self._on_end(self, job, "", now)
 
     def _reason(self, error: RequestError, num_tokens: int) -> str:
-        """Why a request of so many tokens was refused, in the words of reports."""
+        """Return the reason for refusing a request of ``num_tokens`` tokens, for reports."""
         if isinstance(error, QueueFullError):
             return error.reason
         if isinstance(error, NeverFitsError):
@@ -333,7 +328,7 @@ class Replica:
         return "invalid"
 
     def served(self, job: Job, *, reason: str = "") -> Served:
-        """The record of a job that ended on this replica; ``reason`` if it was refused."""
+        """Return the record of a job that ended here; ``reason`` if it was refused."""
         refused = bool(reason)
         request = job.request
         if request is None:
@@ -359,12 +354,12 @@ class Replica:
 
 
 def _truth(request: Request, known: int, count: int) -> Sequence[int]:
-    """What a simulated request says next, its end apart."""
+    """Return a simulated request's next tokens, without its end."""
     return _TOKEN * count
 
 
 def slo_of(arrival: Arrival) -> Slo:
-    """The scheduler's view of an arrival's targets; class "batch" is best effort, as in the
+    """Return an arrival's targets for the scheduler; class "batch" is best effort, as in the
     server, and so is "best-effort"."""
     if (
         arrival.slo_class == "standard"

@@ -1,9 +1,9 @@
-"""The virtual clock: arrivals in, ``Served`` out, replicas woken when their time has come.
+"""The virtual clock: arrivals in, ``Served`` out, replicas run when they are due.
 
 Events are (time, number) pairs on a heap; the number makes equal times run in the order they were
-made, so a run is a function of its arguments. The workload is read one arrival ahead and what
-ended is handed to a consumer at once: memory holds the requests in flight, those that will be asked
-again, and nothing else.
+made, so a run is a function of its arguments. The workload is read one arrival ahead, and a request
+that ends is passed to a consumer at once: memory holds only the requests in flight, and those that
+clients will send later.
 
 This module does not know what a step computes or costs.
 """
@@ -15,9 +15,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import SchedulerOutput
 from paceline.engine.recorder import Recorder
+from paceline.errors import ConfigError
 from paceline.routing import (
     Demand,
     LeastOutstanding,
@@ -44,15 +44,15 @@ __all__ = [
 
 # (replica, plan, when it was made, when its step starts, when it ends)
 PlanObserver = Callable[[int, SchedulerOutput, float, float, float], None]
-# what its client asks next because of a request that ended then, no sooner than that; None: nothing
+# a client's next request after one ended, no earlier than the given time; None: there is none
 Again = Callable[[Served, float], Arrival | None]
-# mean output length that routers assume before they have seen one
+# mean output length that routers assume before they have seen an output
 _FIRST_GUESS = 256.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """One engine and how fast it is."""
+    """Configuration and speed of one engine."""
 
     config: ReplicaConfig
     step_times: StepTimes
@@ -60,12 +60,12 @@ class ReplicaSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVTransfer:
-    """Moving a prompt's keys and values from one replica to another."""
+    """Transfer of a prompt's keys and values from one replica to another."""
 
     bytes_per_token: float
     # bytes per second
     bandwidth: float
-    # seconds of an empty transfer
+    # duration of an empty transfer, s
     latency: float = 0.0
 
     def __post_init__(self) -> None:
@@ -80,9 +80,9 @@ class KVTransfer:
 
 @dataclass(frozen=True, slots=True)
 class Disaggregation:
-    """A second set of replicas that takes requests over after their first token (DistServe,
-    OSDI'24, arXiv 2401.09670). Their prefix cache must be on: that is where the keys and values
-    arrive, in whole blocks; the rest of the last block is computed again."""
+    """A second set of replicas that takes over requests after their first token (DistServe,
+    OSDI'24, arXiv 2401.09670). Their prefix cache must be on: the keys and values arrive there, in
+    whole blocks; the rest of the last block is computed again."""
 
     decode: Sequence[ReplicaSpec]
     transfer: KVTransfer
@@ -110,7 +110,7 @@ class Pool:
 
     @classmethod
     def single(cls, config: ReplicaConfig, step_times: StepTimes) -> Pool:
-        """One replica, no choice."""
+        """Make a pool of one replica."""
         return cls((ReplicaSpec(config, step_times),), LeastOutstanding())
 
 
@@ -118,7 +118,7 @@ class Pool:
 class Totals:
     """Counts of a whole run."""
 
-    # seconds on the workload's clock when the last event happened
+    # time of the last event, seconds on the workload's clock
     end: float
     num_arrivals: int
     num_refused: int
@@ -126,12 +126,12 @@ class Totals:
     num_preemptions: int
     # seconds that each replica's backend computed
     busy_seconds: tuple[float, ...]
-    # requests that waited at each replica at once, at most
+    # most requests that waited at once, by replica
     most_waiting: tuple[int, ...]
 
 
 class _Arrivals:
-    """A workload in order, merged with what clients ask again."""
+    """A workload in order, merged with later requests of its clients."""
 
     def __init__(self, workload: Iterable[Arrival]) -> None:
         self._stream = iter(workload)
@@ -140,19 +140,19 @@ class _Arrivals:
         self._again: list[tuple[float, int, Arrival]] = []
         self._num_again = self._num_read = 0
         self.num_taken = 0
-        # when the next one comes; infinity: none does
+        # time of the next arrival; infinity: there is none
         self.next_at = math.inf
         self._look()
 
     def add(self, arrival: Arrival) -> None:
-        """Ask again."""
+        """Add a client's next request."""
         self._num_again += 1
         heapq.heappush(self._again, (arrival.at, self._num_again, arrival))
         self._look()
 
     def take(self) -> Arrival:
-        """The next one; of one moment, the workload's first. Raises ConfigError where the workload
-        is out of order."""
+        """Return the next arrival; of equal times, the workload's first. Raises ConfigError where
+        the workload is out of order."""
         head, self.num_taken = self._head, self.num_taken + 1
         if head is None or (self._again and self._again[0][0] < head.at):
             arrival = heapq.heappop(self._again)[2]
@@ -174,19 +174,19 @@ class _Arrivals:
 
 
 class _Group:
-    """Replicas behind one router, and what is outstanding at each."""
+    """Replicas behind one router, and the work outstanding at each."""
 
     def __init__(self, replicas: Sequence[Replica], router: Router) -> None:
         self.replicas = replicas
         self.router = router
         self.outstanding = [0.0] * len(replicas)
-        # under way, of a router that is told what becomes of them
+        # jobs in flight, for a router that needs their first tokens and ends
         self.jobs: dict[int, Job] = {}
         self.first = replicas[0].index
 
 
 class _Model:
-    """Everything that serves one model."""
+    """All replicas of one model."""
 
     def __init__(self, front: _Group, back: _Group | None, transfer: KVTransfer | None) -> None:
         self.front = front
@@ -197,16 +197,16 @@ class _Model:
 
 
 class Simulator:
-    """See the module. One run per object.
+    """A simulation of replicas; see the module. One run per object.
 
     Args:
         pools: replicas by model; the model "" also takes every arrival whose model has no pool.
         consume: called once for every arrival, in the order in which they end.
         prefix_block: tokens of one piece of ``Arrival.prefix``.
-        on_plan: sees every plan; None costs nothing.
-        recorder: makes what is told everything that a live engine's recorder is, of a replica's
-            number and configuration.
-        again: says of every request that ended what its client asks next because of it.
+        on_plan: called with every plan; None costs nothing.
+        recorder: makes the equivalent of a live engine's recorder from a replica's number and
+            configuration.
+        again: returns the client's next request after one that ended.
     """
 
     def __init__(
@@ -230,21 +230,21 @@ class Simulator:
         self._group_of: list[_Group] = []
         self._model_of: list[_Model] = []
         self._models = {name: self._build(pool) for name, pool in pools.items()}
-        # (time, number, replica or the job's way to its next replica)
+        # (time, number, replica or the job's transfer to its next replica)
         self._events: list[tuple[float, int, Replica]] = []
         self._num_events = 0
         self._arrivals = _Arrivals(())
         self._num_refused = 0
         self._num_preemptions = 0
-        # jobs of the first half of a disaggregated pool, by number
+        # records of the first half of a disaggregated pool, by job number
         self._handed: dict[int, Served] = {}
 
     def run(self, workload: Iterable[Arrival], *, until: float = math.inf) -> Totals:
-        """Serve everything, or what happens before ``until``: requests under way then are not
+        """Serve everything, or what happens before ``until``: requests still running then are not
         consumed.
 
         Raises:
-            ConfigError: arrivals out of order, or for a model that nobody serves.
+            ConfigError: arrivals out of order, or for a model that no pool serves.
         """
         events = self._events
         now = 0.0
@@ -261,11 +261,11 @@ class Simulator:
                 break
             time, _, replica = heapq.heappop(events)
             if replica.due != time:
-                # woken earlier meanwhile
+                # it has been woken earlier since
                 continue
             now = time
             replica.run(now)
-            # as long as nothing else comes first, its next turn need not go through the heap
+            # while no other event comes first, its next event need not go through the heap
             while (
                 (due := replica.due) is not None
                 and due < arrivals.next_at
@@ -350,7 +350,7 @@ class Simulator:
         router, arrival, now = group.router, job.arrival, job.inbox_at
         if not isinstance(router, PredictedRouter):
             return router.choose(arrival.prefix, group.outstanding)
-        # a live gateway hears of first tokens as they come; here they are noticed when it matters
+        # a live gateway learns of first tokens as they come; here they are looked up when needed
         for number in router.waiting():
             request = group.jobs[number].request
             first = None if request is None else request.first_token_time
@@ -388,7 +388,7 @@ class Simulator:
         arrival = job.arrival
         before = self._handed.pop(job.number, None)
         if before is not None:
-            # the second half: first token and cached tokens are the first half's
+            # the second half: first token and cached tokens are from the first half
             record = replace(
                 before,
                 replica=record.replica,
@@ -409,7 +409,7 @@ class Simulator:
             self._num_refused += 1
         else:
             model.num_outputs += 1
-            # a running mean of about the last thousand
+            # running mean over about the last thousand outputs
             share = 1.0 / min(model.num_outputs, 1000)
             model.mean_output += share * (arrival.output_tokens - model.mean_output)
         self._consume(record)
@@ -418,7 +418,7 @@ class Simulator:
 
 
 def _pressure(replica: Replica, now: float) -> Pressure:
-    """What the engine's metrics would say."""
+    """Return what the engine's metrics would report."""
     stats = replica.scheduler.stats()
     cache = replica.scheduler.cache
     return Pressure(

@@ -1,9 +1,9 @@
-"""Guesses in a simulation: how many are right is an input, not a result.
+"""Guesses in a simulation: the share that is right is an input, not a result.
 
-A simulated text has no words to guess from. So a drafter that knows what will come spoils its
-guesses: the one in place ``i`` is right with the ``i``-th of the given chances, those before it
-being right. What is spoilt follows from the request, its length and the place alone, so a live
-engine over the null backend that is given the same drafter decides alike.
+A simulated text has no words to guess from. So a drafter that knows the coming tokens spoils some
+guesses: the guess at index ``i`` is right with the ``i``-th of the given probabilities, if those
+before it are right. Which are spoilt follows from the request, its length and the index alone, so a
+live engine over the null backend with the same drafter decides alike.
 
 This module does not know schedules, or how tokens are verified.
 """
@@ -14,8 +14,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from paceline.core.errors import ConfigError
 from paceline.core.request import MOST_DRAFT_TOKENS, Request
+from paceline.errors import ConfigError
 from paceline.speculation.drafts import DrafterMaker
 from paceline.speculation.guess import Guess
 
@@ -39,19 +39,19 @@ class _Drafter:
         for place in range(len(guesses)):
             name = f"{self._request.request_id} {known} {place}"
             if zlib.crc32(name.encode()) >= self._acceptance[place] * _CHANCES:
-                # a wrong one; what follows it does not matter
+                # a wrong guess; tokens after it do not matter
                 guesses[place] += 2
                 break
         return Guess(guesses, 1)
 
 
 def drafter_maker(acceptance: Sequence[float], truth: Truth) -> DrafterMaker:
-    """A maker for ``Drafts``."""
+    """Return a maker of drafters for ``Drafts``."""
     return lambda request: _Drafter(acceptance, request, truth)
 
 
 def check_acceptance(acceptance: Sequence[float]) -> None:
-    """Raises ConfigError unless these are chances, of no more guesses than there may be."""
+    """Raise ConfigError unless these are probabilities, of no more guesses than are allowed."""
     most = MOST_DRAFT_TOKENS
     if len(acceptance) > most or not all(0.0 <= chance <= 1.0 for chance in acceptance):
         raise ConfigError(

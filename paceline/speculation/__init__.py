@@ -1,4 +1,4 @@
-"""What guesses next tokens, behind ``core.step.speculation``.
+"""Sources of draft tokens, behind ``core.step.speculation``.
 
-A room above core, which works without it. ``drafts.Drafts`` is what a scheduler is given.
+A package above core, which works without it. ``drafts.Drafts`` is the object for a scheduler.
 """

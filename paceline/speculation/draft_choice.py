@@ -1,15 +1,15 @@
-"""How many guesses of each row of one step are worth verifying.
+"""The number of draft tokens of each row of one step that are worth verifying.
 
-They are taken by falling likelihood, so first guesses of a row come before later ones, for as long
-as one brings more tokens in its time than the step does without it. Requests for whose pace a plain
-step takes too long come first, and get some until they are expected to keep it. Those that keep
-theirs do not lose it to guesses: a row of several tokens may take several times as long as one.
+They are taken by falling probability, so first drafts of a row come before later ones, while one
+yields more tokens in its time than the step does without it. Requests whose pace a plain step is
+too slow for come first, and get some until they are expected to keep it. Requests that keep theirs
+do not lose it: a row of several tokens may take several times as long as one.
 
-The backend's draft model makes the first guess of all its rows in one pass, then the second of
-those that want one, and so on. A pass is paid by the guesses made in it, each as it is likely; in a
-pass that is made anyway one more costs nothing.
+The backend's draft model makes the first draft token of all its rows in one pass, then the second
+of those that want one, and so on. The cost of a pass is shared by its draft tokens by their
+probability; one more in a pass that runs anyway costs nothing.
 
-This module does not know what is guessed, or by whom.
+This module does not know draft tokens or their sources.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from paceline.core.request import Request
 
 __all__ = ["DraftChoice", "StepCosts", "Survivals", "likeliest_first"]
 
-# a guess is verified from so likely on, while it is not known what it costs
+# least probability of a draft token to verify while costs are unknown
 _LIKELY: Final = 0.3
-# a guess that is less likely is never verified: what little it brings may not cover what it costs
-# besides the step's time
+# least probability of a draft token to verify: below it, the gain may not cover costs other than
+# the step's time
 _UNLIKELY: Final = 0.1
-# for each other request that runs, what a guess brings must be worth so much more than its time:
-# they pay for it, and some would be slower for little
+# for each other running request, the gain of a draft token must exceed its time by this share: they
+# pay for it, and some would be slower for little
 _MARGIN: Final = 0.125
-# rows and guesses of a step at most while it is not known what they cost
+# most rows and draft tokens of a step while costs are unknown
 _MOST_UNPRICED: Final = 16
-# by row, how likely each of its guesses is to be right, those before it too
+# by row, the probability of each draft token to be right, with those before it
 Survivals: TypeAlias = Sequence[Sequence[float]]
 
 
 def likeliest_first(survivals: Survivals, anyhow: Container[int]) -> list[tuple[float, int]]:
-    """(-likelihood, row) of guesses that may be worth it, and of all of the rows in ``anyhow``."""
+    """Return (-probability, row) of drafts that may pay, and of all drafts of rows ``anyhow``."""
     found = [
         (-each, index)
         for index, row in enumerate(survivals)
@@ -49,31 +49,31 @@ def likeliest_first(survivals: Survivals, anyhow: Container[int]) -> list[tuple[
 
 
 class StepCosts(NamedTuple):
-    """What is known of a step's time, in seconds."""
+    """Estimated parts of a step's time, in seconds."""
 
-    # of the step without guesses; 0: nothing is known
+    # the step without drafts; 0: unknown
     seconds: float
-    # nearly all steps take less than so many times what is predicted
+    # ratio to the predicted time that nearly all steps stay below
     late: float
-    # of a step of so many rows, and those that one more adds
+    # seconds by number of rows: of a step with that many, and of one row more
     price: Callable[[int], tuple[float, float]]
-    # of a pass of the draft model
+    # a pass of the draft model
     making: float
-    # by row whose guesses that model makes, those in which it takes in what it has not seen, spread
-    # over the tokens that are to come
+    # by row drafted by that model, time to read the tokens it has not seen, spread over the
+    # expected remaining tokens
     catching_up: Mapping[int, float]
-    # well enough to go by it
+    # whether the prices are known well enough to rely on them
     known: bool
 
 
 class DraftChoice:
-    """Made anew for each step.
+    """The choice for one step; a new object each time.
 
     Args:
-        requests: of its rows, which have one token each.
-        most: guesses at most.
-        tries: one guess that likely, or one of the draft model, is taken whatever it is thought to
-            cost.
+        requests: the requests of its rows, which have one token each.
+        most: most draft tokens.
+        tries: take one probable draft token, or one of the draft model, whatever it is thought
+            to cost.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class DraftChoice:
         self._num_passes = 0
         self._most = most if costs.known else min(most, _MOST_UNPRICED - len(requests))
         self.tries = tries
-        # where one request runs alone, no other pays for what it gains
+        # a request that runs alone slows no other down
         self._margin = 1.0 + _MARGIN * (len(requests) - 1)
-        # seconds for each token of the rows whose requests aim at a mean time between tokens
+        # seconds per token of rows whose requests have a target for the mean time between tokens
         self._paces: dict[int, float] = {}
-        # seconds of a step after which one of the requests has too long a gap
+        # seconds of a step beyond which a request has too long a gap
         self._longest = math.inf
         for index, request in enumerate(requests):
             targets = request.targets
@@ -97,19 +97,19 @@ class DraftChoice:
                 self._paces[index] = targets.tpot / late
             if targets.itl is not None:
                 self._longest = min(self._longest, targets.itl / late)
-        # rows that do not keep theirs by themselves
+        # rows that are too slow without drafts
         self.behind = {index for index, pace in self._paces.items() if costs.seconds > pace}
-        # guesses of each row, the tokens that each is expected to bring, and all together
+        # draft tokens of each row, the tokens expected of each row, and of all rows together
         self.counts = [0] * len(requests)
         self._expected = [1.0] * len(requests)
         self.tokens = float(len(requests))
 
     def take(self, ranked: list[tuple[float, int]], survivals: Survivals) -> None:
-        """Choose among guesses, of which ``ranked`` are the ``likeliest_first``."""
+        """Choose among draft tokens, of which ``ranked`` are the ``likeliest_first``."""
         costs, counts, closed = self._costs, self.counts, set[int]()
-        # guesses so far, and the price after these
+        # draft tokens so far, and the prices after these
         num_taken, (now, each_row) = 0, costs.price(len(counts))
-        # of each pass, how many of its guesses are expected to be right
+        # by pass, the number of its draft tokens that are expected to be right
         shares = [
             sum(each for each in made if each >= _UNLIKELY)
             for made in zip_longest(*map(survivals.__getitem__, costs.catching_up), fillvalue=0.0)
@@ -130,7 +130,7 @@ class DraftChoice:
                 or not self._is_worth(survival, index, seconds, each_row + share)
                 or not self._fits(survival, index, each_row + making)
             ):
-                # those behind it in the row are of no use without it
+                # later ones in the row are useless without it
                 closed.add(index)
                 continue
             self._seconds += each_row + making
@@ -154,7 +154,7 @@ class DraftChoice:
         return tried
 
     def _fits(self, survival: float, index: int, each_row: float) -> bool:
-        """Whether no request that keeps its targets loses them."""
+        """Whether all requests that keep their targets still do."""
         seconds = self._seconds + each_row
         for row, pace in self._paces.items():
             expected = self._expected[row] + (survival if row == index else 0.0)

@@ -1,11 +1,11 @@
-"""Guesses of next tokens, added to a step whose rows are settled.
+"""Draft tokens, added to a step whose rows are settled.
 
-A row of one token becomes one of 1 + k: the last k are guesses, and the backend says which of them
-the request's own choice of tokens would have made. Guesses come last of all: they take tokens and
-blocks that no other request wants, in steps of few rows in which no prompt is computed and while
-no request waits. One is added while it is likelier to be right than its share of the step's time.
+A row of one token becomes one of 1 + k: the last k are draft tokens, and the backend reports which
+of them the request's own choice of tokens would have produced. Drafts come last of all: they take
+tokens and blocks that no other request wants, in steps of few rows that compute no prompt and while
+no request waits. One is added while its probability exceeds its share of the time.
 
-This module does not know where guesses come from, or what becomes of their tokens.
+This module does not know where draft tokens come from, or what becomes of them.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ __all__ = ["DrafterMaker", "Drafts"]
 
 DrafterMaker = Callable[[Request], Drafter]
 
-# running requests beyond which none is given guesses
+# most running requests with which drafts are made
 _MOST_ROWS: Final = 8
-# one step in so many tries a likely guess whatever it is thought to cost, or it would not be known
-# any more; a try that was not worth it makes the next twice as rare, up to the second number, until
-# a guess is worth it or another request comes
+# exploration: every ``_TRY`` steps a likely draft is verified even if it is predicted not to pay,
+# so that its price stays known; a try that did not pay doubles the interval, up to ``_MOST_TRY``,
+# until a draft pays or another request comes
 _TRY: Final = 32
 _MOST_TRY: Final = 512
-# steps with guesses before which it is not known what they cost: rows of one request alone cannot
-# be told from the fixed part of a step
+# steps with drafts until their price counts as known: with rows of one request alone, it cannot be
+# separated from the fixed part of a step
 _UNPRICED: Final = 16
-# weight of the newest in means, and of what a try found
+# weight of the newest value in means, and of the result of a try
 _NEWEST: Final = 0.1
 _TRIED: Final = 0.5
-# of the mean wait for tokens is left after a step that waited for nothing
+# factor on the mean pipeline bubble after a step that did not wait
 _FORGETTING: Final = 0.99
-# known tokens that the draft model takes in in a step, from which on its time tells their price
+# known tokens read by the draft model in one step from which its time shows their price
 _MANY: Final = 32
 _TOKEN_IDS: Final = attrgetter("token_ids")
 _BEST_EFFORT: Final = attrgetter("best_effort")
-# share of tokens guessed from which on the next step is planned when the last one's tokens are
-# known: planning meanwhile saves less than what can be guessed then
+# share of tokens drafted right above which the next step is planned only once the last tokens are
+# known: planning earlier saves less than the drafts bring
 _WORTH_WAITING: Final = 0.1
 
 
 class Drafts:
-    """The ``Speculation`` of one scheduler: adds guesses to steps, and counts what became of them.
+    """The ``Speculation`` of one scheduler: adds drafts to steps, and counts their results.
 
     Args:
-        make: a drafter for a request, which is the only one then; None: by the settings.
+        make: makes a request's only drafter; None: as the settings say.
 
     Raises:
-        ConfigError: ``speculative_config`` says what is not known, see ``SpeculationSettings.of``.
+        ConfigError: unknown values of ``speculative_config``, see ``SpeculationSettings.of``.
     """
 
     def __init__(self, state: SchedulerState, make: DrafterMaker | None = None) -> None:
@@ -73,27 +73,26 @@ class Drafts:
         self._waiting, self._forks, self._running = state.waiting, state.forks, state.running
         self._kv, self._step_time, self._work = state.kv, state.step_time, state.work
         self._num_steps = self._num_lengthened = 0
-        # from this step on a guess is to be tried, and the next one so many steps later; whether
-        # the last guesses were a try
+        # step from which a draft is to be tried, and the steps until the next try; whether the last
+        # drafts were a try
         self._try_at = self._try_every = _TRY
         self._tried = False
-        # requests of the last step had guesses that are worth verifying, or often have: the next
-        # step is best planned when that one's tokens are known
+        # requests of the last step had drafts worth verifying, or often have: the next step is best
+        # planned once that step's tokens are known
         self.awaits_tokens = False
-        # seconds that pass between a step's tokens and the plan that waited for them, and when the
-        # last tokens came
+        # mean pipeline bubble, s: tokens received -> plan made with them; time of the last tokens
         self._bubble = self._told_at = 0.0
-        # seconds in which the draft model makes a guess of each row, and takes in a known token, of
-        # which it took in so many in a step at most
+        # seconds of the draft model's pass over all rows, and per known token that it reads; most
+        # such tokens in a step
         self._pass_seconds = self._token_seconds = 0.0
         self._most_taken = 0
-        # known tokens of a request that it takes in at most: a head sees no more; 0: not known
+        # most known tokens of a request that it reads, as a head sees no more; 0: not known
         self._most_seen = 0
-        # predicted seconds of the last step in which guesses are made
+        # predicted seconds of the last step for making draft tokens
         self.making_seconds = 0.0
 
     def begins(self, request: Request | None) -> bool:
-        """Whether there may be guesses: of all requests, or of one that says what it expects."""
+        """Whether there may be drafts: for all requests, or for one with an expected output."""
         if request is None:
             return self._make is not None or self._settings.guesses_alone
         return self._settings.predictions and len(request.asked.prediction_token_ids) > 0
@@ -113,7 +112,7 @@ class Drafts:
             if not count or not (count := self._with_blocks(requests[index], count)):
                 continue
             self.awaits_tokens = True
-            # where an earlier step's token is not known yet, what follows it cannot be guessed
+            # drafts cannot follow a token of an earlier step that is not known yet
             if requests[index].num_pending_tokens == 1:
                 self._lengthen(step, index, count)
                 guess = guesses[index]
@@ -125,7 +124,7 @@ class Drafts:
         return tuple(drafts)
 
     def _has_room(self, step: Step) -> bool:
-        """Whether guesses take nothing that another request wants, once no prompt is computed."""
+        """Whether drafts take nothing that another request wants, if no prompt is computed."""
         return not (
             len(self._running.requests) > _MOST_ROWS
             or len(self._waiting)
@@ -134,7 +133,7 @@ class Drafts:
         )
 
     def forces(self, step: Step) -> tuple[int, ...]:
-        """See ``SchedulerOutput.forces``: where guesses may be worth something in the next step."""
+        """Return ``SchedulerOutput.forces``: rows with which drafts may pay in the next step."""
         if not self._settings.grammars or not self._has_room(step):
             return ()
         return tuple(
@@ -142,15 +141,15 @@ class Drafts:
             for index, request in enumerate(step.requests)
             if request.asked.sampling.grammar is not None
             and step.rows[index].samples
-            # its next row has a token more
+            # its next row has one more token
             and min(_room(request) - 1, request.asked.max_draft_tokens) > 0
         )
 
     def take_in(
         self, plan: SchedulerOutput, requests: list[Request], result: StepResult, now: float
     ) -> None:
-        """A step is back, whose tokens the ``requests`` of its rows do not have yet: count what was
-        computed of wrong guesses as not computed, so that the next row overwrites it."""
+        """Take in a step's result, before its tokens are appended to the ``requests`` of its rows.
+        Counts computed tokens of wrong drafts as not computed: the next row overwrites them."""
         self._told_at = now
         num_guesses = self._settle(plan, requests, result) if plan.drafts else 0
         planned_rows = len(plan.rows) + sum(len(token_ids) for _, token_ids, _ in plan.drafts)
@@ -161,7 +160,7 @@ class Drafts:
                 guesser.force(requests[index].num_tokens + len(result.sampled[index]), token_ids)
 
     def _settle(self, plan: SchedulerOutput, requests: list[Request], result: StepResult) -> int:
-        """``take_in`` of rows with guesses. Returns how many of these were verified."""
+        """Do ``take_in`` for rows with drafts. Returns how many draft tokens were verified."""
         made, num_guesses, busy = dict(result.made), 0, sum(result.caught_up) >= _MANY
         caught_up = dict(zip(made, result.caught_up, strict=False))
         behind = dict(zip(made, result.behind, strict=False))
@@ -171,7 +170,7 @@ class Drafts:
             token_ids = planned if source != DRAFT_MODEL else made.get(index, ())
             if source == DRAFT_MODEL and (guesser := request.guesser) is not None:
                 left = behind.get(index, 0)
-                # it guesses without having seen so many
+                # tokens that it skips without reading
                 passed = guesser.num_unseen - caught_up.get(index, 0) - left
                 if passed >= _MANY and (token_ids or left):
                     self._most_seen = max(self._most_seen, request.num_tokens - passed)
@@ -183,9 +182,9 @@ class Drafts:
                 self._totals.note_draft(source, len(token_ids), counted)
                 verified, so_far = request.history.drafts.get(source, (0, 0))
                 request.history.drafts[source] = verified + len(token_ids), so_far + counted
-            # the caller is told with the next tokens
+            # the caller gets the timeline with the next tokens
             request.told = False
-            # 0 if it has ended or been preempted: its blocks are gone
+            # 0 if the request has ended or been preempted: its blocks are gone
             if request.num_draft_tokens:
                 request.num_computed_tokens -= len(planned) - right
                 request.num_draft_tokens = 0
@@ -195,7 +194,7 @@ class Drafts:
         return num_guesses
 
     def _learn_making(self, passes: int, result: StepResult) -> None:
-        """The backend's model took some time for so many passes, and to take in known tokens."""
+        """Learn from the time that the backend's model took for its passes and for known tokens."""
         taken, seconds = sum(result.caught_up), result.drafting
         self._most_taken = max(self._most_taken, taken)
         if taken < _MANY:
@@ -215,7 +214,7 @@ class Drafts:
         self.making_seconds = passes * self._pass_seconds + taken
 
     def _unseen(self, guesser: Guesser) -> int:
-        """Known tokens that the backend's model is expected to take in."""
+        """Return the known tokens that the backend's model is expected to read."""
         return min(guesser.num_unseen, self._most_seen or guesser.num_unseen)
 
     def _guesses(self, request: Request) -> Guess:
@@ -227,7 +226,7 @@ class Drafts:
         return NO_GUESS if guesser is None else guesser.guess(*known, most)
 
     def _guesser(self, request: Request) -> Guesser | None:
-        """None: there is nothing to guess from."""
+        """Return the request's guesser; None: there is no source of drafts."""
         guesser: Guesser | None = request.guesser
         if guesser is None:
             drafters = self._drafters(request)
@@ -254,7 +253,7 @@ class Drafts:
         return drafters
 
     def _choose(self, step: Step, guesses: list[Guess]) -> Sequence[int]:
-        """How many guesses of each row are worth it; (): of none."""
+        """Return the number of draft tokens of each row that pay; (): none at all."""
         model, requests = self._step_time, step.requests
         if not model.ready and any(request.targets.aims for request in requests):
             return ()
@@ -287,24 +286,24 @@ class Drafts:
         self._tried = due != choice.tries
         gained = choice.tokens - len(requests)
         if known and not choice.behind and gained * plain <= len(requests) * self._bubble:
-            # waiting for the tokens that follow takes longer than all of them would
+            # waiting for the tokens to follow would take longer than the drafts save
             return ()
         return choice.counts
 
     def _note_bubble(self, requests: Sequence[Request], now: float) -> None:
-        """Learn from a plan that waited for tokens; what is not tried is forgotten, to be tried
-        again."""
+        """Update the mean bubble from a plan that waited for tokens; without a wait it decays, so
+        that waiting is tried again."""
         if not self.awaits_tokens or not requests or requests[0].num_pending_tokens != 1:
             self._bubble *= _FORGETTING
             return
         waited, step = now - self._told_at, self._price(len(requests))[0]
-        # longer than two steps: no request was there
+        # longer than two steps: there was no request
         if waited < 2 * step:
             self._bubble += _NEWEST * (waited - self._bubble)
 
     def _worth_waiting(self, step: Step) -> bool:
-        """Whether guesses of the next step are likely to bring more than the next plan's waiting
-        for this step's tokens costs."""
+        """Whether drafts of the next step are likely to gain more time than delaying its plan until
+        this step's tokens are known costs."""
         shares: list[float] = [
             r.guesser.acceptance.share for r in step.requests if r.guesser is not None
         ]
@@ -316,22 +315,22 @@ class Drafts:
         return not seconds or share * (seconds - count * each_row) > self._bubble
 
     def _price(self, num_rows: int) -> tuple[float, float]:
-        """Seconds of a step of so many rows, and those that one more adds; 0 while nothing is
-        known."""
+        """Return the seconds of a step of ``num_rows`` rows, and of one row more; 0 while
+        unknown."""
         found, model = self._row_price.of(num_rows), self._step_time
         if found is not None or not model.ready:
             return found or (0.0, 0.0)
         return model.predict(StepShape(narrow_rows=num_rows)), model.row_seconds(0)
 
     def _with_blocks(self, request: Request, count: int) -> int:
-        """For how many of so many guesses of its row a request can have blocks without making
-        another give some up, now or in the next step."""
+        """Return how many of ``count`` draft tokens of its row a request can have blocks for
+        without making another request give some up, now or in the next step."""
         held = len(request.block_ids) * self._kv.block_size - request.num_computed_tokens
         short = self._kv.pool.num_free <= count + len(self._running.requests)
         return max(0, min(count, held)) if short else count
 
     def _lengthen(self, step: Step, index: int, count: int) -> None:
-        """Make a row one of so many guesses more, whose blocks are there."""
+        """Lengthen a row by ``count`` draft tokens, for which there are blocks."""
         request = step.requests[index]
         extension = self._kv.extend(request, count)
         assert extension is not None and extension.copy is None, "the blocks were counted"
@@ -340,22 +339,22 @@ class Drafts:
         step.rows[index] = ScheduledRow(request_id, start, num_tokens + count, block_ids, samples)
         request.num_computed_tokens += count
         request.num_draft_tokens = count
-        # they cost what rows of one token do, but for the keys, which a row reads once
+        # they cost the same as rows of one token, except for the keys, which a row reads once
         step.count_plain(count, 0)
 
 
 def _room(request: Request) -> int:
-    """Guesses that a planned row may have: the last token that a request gets is never computed."""
+    """Return the most draft tokens of a planned row: a request's last token is never computed."""
     return request.max_total_tokens - request.num_tokens - request.num_pending_tokens
 
 
 def _until_end(request: Request, token_ids: Sequence[int]) -> int:
-    """A row's tokens up to the one that ends the output: the others are not part of it."""
+    """Count a row's tokens up to the one that ends the output: later ones are not part of it."""
     least = request.asked.sampling.min_tokens - request.num_output_tokens
     ends = [n for n, t in enumerate(token_ids, 1) if n >= least and t in request.stop_ids]
     return ends[0] if ends else len(token_ids)
 
 
 def _mean(mean: float, newest: float, share: float) -> float:
-    """Of what was seen lately; 0 before anything was."""
+    """Return the updated recent mean; 0 before the first value."""
     return mean + (share if mean else 1.0) * (newest - mean)

@@ -1,4 +1,4 @@
-"""What a guess is, and the seam to whatever makes some."""
+"""Draft tokens of one sequence, and the interface of their sources."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = [
     "ModelDrafter",
 ]  # fmt: skip
 
-# sources, as they are called in accounts
+# sources, as statistics name them
 NGRAM: Final = "ngram"
 PREDICTION: Final = "prediction"
 GRAMMAR: Final = "grammar"
-# in the place of each guess that the backend's draft model makes when it is verified
+# placeholder for each token that the backend's draft model makes in the step that verifies it
 UNMADE: Final = -1
 
 
 class Guess(NamedTuple):
-    """What may come next."""
+    """Draft tokens that may come next."""
 
     token_ids: Sequence[int]
-    # so many of the latest tokens speak for it
+    # number of latest tokens that matched
     match: int
     source: str = NGRAM
 
@@ -33,19 +33,19 @@ NO_GUESS: Final = Guess((), 0)
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of one sequence."""
+    """A source of draft tokens for one sequence."""
 
     def propose(self, tokens: Sequence[int], count: int) -> Guess:
-        """Up to ``count`` guesses, most often fewer or none.
+        """Return up to ``count`` draft tokens, most often fewer or none.
 
         Args:
-            tokens: all that is known, prompt and output; each call's begin with the last call's.
+            tokens: all known tokens, prompt and output; each call's begin with the last call's.
         """
         ...
 
 
 class ModelDrafter:
-    """Leaves it to the backend's draft model."""
+    """Leaves drafting to the backend's draft model."""
 
     def propose(self, tokens: Sequence[int], count: int) -> Guess:
         return Guess([UNMADE] * count, 0, DRAFT_MODEL)

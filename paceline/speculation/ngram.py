@@ -1,6 +1,6 @@
-"""Guesses from a request's own text: what followed the last time its latest tokens occurred.
+"""Drafts from a request's own text: the tokens after the last occurrence of its latest tokens.
 
-This module does not know requests, steps or how many guesses are worth their time.
+This module does not know requests, steps or how many draft tokens are worth their time.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from paceline.speculation.guess import NO_GUESS, Guess
 
 __all__ = ["NgramDrafter"]
 
-# tokens that one call indexes at most: it is made while a step waits for its plan
+# most tokens that one call indexes, as a step waits for it
 _INDEXED: Final = 1024
-# places of the last two tokens that are looked at, the latest first
+# most positions of the last two tokens to look at, the latest first
 _LOOKED: Final = 64
 
 
 class NgramDrafter:
-    """Prompt lookup: the longest of the last ``most`` to ``least`` tokens that occurred before,
-    and what followed the latest occurrence. A token is indexed once, from the first on and a
-    bounded number in a call, so what a long prompt ends with is found some calls later."""
+    """Prompt lookup: finds the longest earlier occurrence of the last ``least`` to ``most`` tokens,
+    and drafts what followed the latest such. A token is indexed once, from the first on and a
+    bounded number per call, so the end of a long prompt is found some calls later."""
 
     def __init__(self, least: int, most: int) -> None:
         self._least, self._most = least, most
-        # the latest place where a token ends, and where a pair does; the first one's begins with -1
+        # last position where a token ends, and where a pair does; the first pair begins with -1
         self._latest: dict[int | tuple[int, int], int] = {}
-        # by place, the place before it where the same pair ends; 0: there is none
+        # by position, the previous position where the same pair ends; 0: none
         self._earlier = [0]
 
     def propose(self, tokens: Sequence[int], count: int) -> Guess:
@@ -52,7 +52,7 @@ class NgramDrafter:
         if not found or match < self._least:
             return NO_GUESS
         guesses = list(tokens[found : found + count])
-        # a text that repeats itself is taken to go on doing so
+        # a text that repeats itself is assumed to go on doing so
         while len(guesses) < count:
             guesses += guesses[: count - len(guesses)]
         return Guess(guesses, match)

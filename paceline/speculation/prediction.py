@@ -1,17 +1,17 @@
-"""Guesses from what the caller expects: OpenAI's ``prediction``.
+"""Drafts from the output that the caller expects: OpenAI's ``prediction``.
 
-The output is followed through the prediction with a finger::
+A finger follows the output through the prediction::
 
     prediction   def area ( w , h ) : result = w * h
     output       def area ( w , h ) : total  ?
-                                      |      ^ guessed: = w * h
-                                      a token took the place of another
+                                      |      ^ drafted: = w * h
+                                      one token was replaced by another
 
-A token that is not the one under the finger may have taken its place, so the guess goes on behind
-it; if it is found elsewhere, the finger goes there, to the place where most tokens before it are
-those of the output too.
+A token other than the one under the finger may have replaced it, so drafts go on after it; if the
+token occurs nearby, the finger moves there, to the occurrence before which most tokens equal those
+of the output.
 
-This module does not know requests, steps or how many guesses are worth their time.
+This module does not know requests, steps or how many draft tokens are worth their time.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from paceline.speculation.guess import NO_GUESS, PREDICTION, Guess
 
 __all__ = ["PredictionDrafter"]
 
-# places of a token that are looked at, behind the finger and before it
+# occurrences of a token to look at, after the finger and before it
 _AHEAD: Final = 12
 _BACK: Final = 4
-# tokens that speak for a place are counted up to this number
+# most tokens compared before an occurrence
 _MOST_MATCH: Final = 8
-# tokens of the prediction indexed, and of the output read, in one call at most: a step waits
+# most tokens of the prediction indexed, and of the output read, per call, as a step waits
 _INDEXED: Final = 512
 _READ: Final = 128
 
 
 class PredictionDrafter:
-    """Never looks outside the prediction.
+    """Drafts from the prediction; never looks outside it.
 
     Args:
         num_prompt: tokens before the output.
@@ -44,10 +44,10 @@ class PredictionDrafter:
     def __init__(self, prediction: Sequence[int], num_prompt: int) -> None:
         self._prediction = prediction
         self._num_prompt = num_prompt
-        # where each token ends, in order, of so many
+        # positions where each token ends, in order, and the number of tokens indexed
         self._ends: dict[int, list[int]] = {}
         self._num_indexed = 0
-        # the finger, and so many tokens before it that were those of the output
+        # the finger, and the number of tokens before it that equal those of the output
         self._at = 0
         self._match = 0
         self._num_read = num_prompt
@@ -77,14 +77,14 @@ class PredictionDrafter:
             return
         first = bisect_left(ends, at)
         near = ends[max(0, first - _BACK) : first + _AHEAD]
-        # of equals the nearest that is still to come, as what follows is likelier than what is gone
+        # among equals the nearest one, rather ahead, as later text is likelier than past text
         self._match, _, _, self._at = max(
             (self._matching(tokens, end, place), place >= at, -abs(place - at), place)
             for place in near
         )
 
     def _matching(self, tokens: Sequence[int], end: int, place: int) -> int:
-        """So many tokens before a place of the prediction are those at the end of the output."""
+        """Count the tokens before ``place`` in the prediction that equal the end of the output."""
         most = min(_MOST_MATCH, place, end - self._num_prompt)
         for length in range(1, most):
             if self._prediction[place - length - 1] != tokens[end - length - 1]:

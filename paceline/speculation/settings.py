@@ -1,4 +1,4 @@
-"""What ``speculative_config`` says, with vLLM's keys."""
+"""Settings in ``speculative_config``, with vLLM's keys."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from paceline.core.errors import ConfigError
 from paceline.core.request import MOST_DRAFT_TOKENS
+from paceline.errors import ConfigError
 
 __all__ = ["SpeculationSettings"]
 
 _MOST_LOOKUP: Final = 32
 _NAME: Final = "speculative_config"
-# as many guesses as a step may hold before rows cost what they would alone
+# number of draft tokens that a step holds before rows cost their full price
 _AUTO_TOKENS: Final = 8
-# tokens looked up where nothing is said, as in vLLM
+# default number of tokens to look up, as in vLLM
 _LOOKUP: Final = 5
 _LOOKUPS: Final = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
-# by method, besides itself
+# by method, keys other than ``method``
 _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "auto": (*_LOOKUPS, "model", "quantization", "finished_answers_bytes"),
     "ngram": _LOOKUPS,
@@ -32,30 +32,30 @@ _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class SpeculationSettings:
-    """What guesses are made from, and how many."""
+    """The sources of drafts, and their size."""
 
-    # guesses of one row at most
+    # most draft tokens of one row
     num_tokens: int
-    # what followed the last time that so many of the latest tokens occurred; None: none are
+    # lengths of the latest tokens to look for in the text, and draft what followed; None: no lookup
     lookup_min: int | None
     lookup_max: int | None
-    # tokens that a grammar leaves no choice about
+    # draft the tokens that a grammar forces
     grammars: bool
-    # what a request says that it expects
+    # draft from a request's expected output
     predictions: bool
-    # the backend has a draft model
+    # whether the backend has a draft model
     models: bool = False
 
     @property
     def guesses_alone(self) -> bool:
-        """Whether requests are guessed that bring nothing to guess from."""
+        """Whether requests get drafts that bring no source of their own."""
         return self.lookup_min is not None or self.grammars or self.models
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | None) -> SpeculationSettings:
-        """None: a request that says what it expects is guessed, and no other.
+        """Read the settings; None: only requests with an expected output get drafts.
 
-        Raises ConfigError for a key or value that is not known, or one that is missing."""
+        Raises ConfigError for an unknown key or value, or a missing one."""
         if config is None:
             return cls(_AUTO_TOKENS, None, None, False, True)
         method = _method(config)
@@ -69,8 +69,8 @@ class SpeculationSettings:
         num_tokens = _number(config, "num_speculative_tokens", usual, MOST_DRAFT_TOKENS)
         if method in ("self", "draft_model", "eagle3", "mtp"):
             return cls(num_tokens, None, None, False, True, models=True)
-        # as in vLLM, one stands for both; auto takes whatever match there is, as how often each is
-        # right is learned
+        # as in vLLM, one stands for both; auto takes a match of any length, as it learns how often
+        # each is right
         least = 1 if auto else config.get("prompt_lookup_max", _LOOKUP)
         lookup_min = _number(config, "prompt_lookup_min", least, _MOST_LOOKUP)
         longest = max(lookup_min, _LOOKUP) if auto else lookup_min

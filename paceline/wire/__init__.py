@@ -1,1 +1,1 @@
-"""What both ends of a connection read the same way: no sockets, no clocks, nothing else of ours."""
+"""Formats that both ends of a connection parse alike: no sockets, clocks or imports of ours."""

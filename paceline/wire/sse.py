@@ -1,7 +1,7 @@
-"""Reading server-sent events: bytes in, events out, wherever they were cut (WHATWG HTML 9.2.6).
+"""Parsing of server-sent events: bytes in, events out, however they are split (WHATWG HTML 9.2.6).
 
-An event without data, or with blank data, is a keep-alive: it says nothing and loses nothing. Its
-name may still say that the server failed (``names_error``).
+An event without data, or with blank data, is a keep-alive: it has no content, and dropping it loses
+none. Its name may still report that the server failed (``names_error``).
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from typing import Final
 
 __all__ = ["MAX_EVENT_BYTES", "PINGS", "SseEvents", "name_of", "names_error", "payload_of"]
 
-# of one event; a server that sends more without an end sends no stream
+# most bytes of one event; a server that sends more without an end sends no stream
 MAX_EVENT_BYTES: Final = 1 << 20
-# names of events that keep a connection alive, whatever their data
+# names of events that keep a connection alive, with any data
 PINGS: Final = frozenset({b"ping", b"keepalive", b"keep-alive", b"heartbeat"})
-# more than any ping has
+# more bytes than any ping has
 _LONG_BYTES: Final = 256
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
 
 class SseEvents:
-    """Cuts a stream into events, wherever its parts were cut.
+    """Splits a stream into events, however its parts were split.
 
     Args:
         max_bytes: of one event, with a byte for each of its line ends.
@@ -33,14 +33,14 @@ class SseEvents:
         self.clear()
 
     def clear(self) -> None:
-        """What is fed from here on is another stream."""
+        """Start another stream."""
         self._rest = bytearray()
         self._begun = self._after_cr = False
-        # an event was longer than it may be: the events before it are good, and no more follow
+        # an event exceeded the limit: the events before it are good, and no more follow
         self.too_long = False
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The events that end in ``data``: their lines, with line feeds between them."""
+        """Return the events that end in ``data``: their lines, joined by line feeds."""
         if not self._begun:
             data = self._begin(data)
         if self._after_cr or b"\r" in data:
@@ -63,7 +63,7 @@ class SseEvents:
         return self._short(events)
 
     def _begin(self, data: bytes) -> bytes:
-        """The first bytes, without a byte order mark."""
+        """Return the first bytes, without a byte order mark."""
         data = bytes(self._rest) + data
         self._rest.clear()
         if len(data) < len(_BYTE_ORDER_MARK) and _BYTE_ORDER_MARK.startswith(data):
@@ -73,7 +73,7 @@ class SseEvents:
         return data.removeprefix(_BYTE_ORDER_MARK)
 
     def _with_line_feeds(self, data: bytes) -> bytes:
-        """A line ends in CR, LF or both, and a cut may lie between the two."""
+        """Normalize line ends: CR, LF or both, which may be split between two parts."""
         if not data:
             return data
         if self._after_cr:
@@ -97,12 +97,12 @@ class SseEvents:
 
     @property
     def is_between(self) -> bool:
-        """Whether nothing of an event is kept whose end has not come."""
+        """Whether no part of an incomplete event is kept."""
         return not self._rest
 
     @property
     def is_in_long(self) -> bool:
-        """Whether what is kept is of an event with data, and more than a ping has."""
+        """Whether the kept part is of an event with data, and longer than a ping."""
         rest = self._rest
         if len(rest) <= _LONG_BYTES:
             return False
@@ -110,7 +110,7 @@ class SseEvents:
 
 
 def payload_of(event: bytes) -> bytes | None:
-    """Its data without blanks around it; None: it has none, such as a comment or a keep-alive."""
+    """Return an event's data, stripped; None without data, such as a comment or a keep-alive."""
     if event.startswith(b"data: ") and b"\n" not in event:
         return event[6:].strip() or None
     found = [
@@ -120,7 +120,7 @@ def payload_of(event: bytes) -> bytes | None:
 
 
 def name_of(event: bytes) -> bytes:
-    """Its name; empty: it has none."""
+    """Return an event's name, empty if it has none."""
     if not event.startswith(b"event:") and b"\nevent:" not in event:
         return b""
     lines = event.split(b"\n")
@@ -128,5 +128,5 @@ def name_of(event: bytes) -> bytes:
 
 
 def names_error(name: bytes) -> bool:
-    """Whether an event of this name reports an error, whatever its data."""
+    """Whether an event of this name reports an error, with any data."""
     return name.endswith(b"error")

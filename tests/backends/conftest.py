@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.worker import WorkerBackend
-from tests.backends.loading import load_backend
+from paceline.backends.runner.worker_thread import WorkerBackend
+from tests.backends.helpers import load_backend
 from tests.backends.torch.models import save_model
 
 

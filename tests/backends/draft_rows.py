@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from paceline.backends.drafting import DraftRow
-from paceline.backends.sampling import PreparedSampling, SampleRow, Samples
+from paceline.backends.runner.drafting import DraftRow
+from paceline.backends.runner.sampling import PreparedSampling, SampleRow, Samples
 from paceline.core.sampling_params import SamplingParams
 
 __all__ = ["BLOCKS", "LONGEST", "SIZE", "VOCAB", "Likeliest", "draft_row", "guesses_of"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.backends.placement import Placement, choose_placement
-from paceline.backends.topology import parse_list
+from paceline.backends.machine.placement import Placement, choose_placement
+from paceline.backends.machine.topology import parse_list
 
 __all__ = ["Machine", "write"]
 

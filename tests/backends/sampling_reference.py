@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.backends.sampling import PreparedSampling, SampleRow, uniforms
+from paceline.backends.runner.sampling import PreparedSampling, SampleRow, uniforms
 from paceline.core.sampling_params import SamplingParams
 
 __all__ = ["allowed_tokens", "likeliest_of", "make_row", "reshaped", "uniform_of", "weights_of"]

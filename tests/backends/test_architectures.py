@@ -12,14 +12,15 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.architectures import support_table
+from paceline.backends.loading.architectures import support_table
 from paceline.backends.native import unavailable_reason, variants
 from paceline.backends.native.step import NativeLoader
-from paceline.backends.steps import AttentionBatch, ModelLoader
+from paceline.backends.runner.interface import AttentionBatch, ModelLoader
 from paceline.backends.torch.load import TorchLoader
 from paceline.checkpoints.architectures import granite
-from paceline.checkpoints.base import Checkpoint, open_checkpoint
-from paceline.core.errors import ConfigError
+from paceline.checkpoints.model.checkpoint import Checkpoint
+from paceline.checkpoints.open import open_checkpoint
+from paceline.errors import ConfigError
 from tests.backends.conftest import load
 from tests.backends.gguf_files import FILES, write_gguf
 from tests.backends.torch.models import ARCHITECTURES, VOCAB, make_model, save_model
@@ -184,7 +185,7 @@ def test_a_path_that_lacks_a_shape_says_so(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_what_loads() -> None:
-    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/use/models.md").read_text()
     assert support_table() in page
     module = Path(granite.__file__).read_text()
     assert f"```python\n{module}```" in page

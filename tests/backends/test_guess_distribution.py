@@ -15,9 +15,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.runner import ModelRunner
-from paceline.backends.sampling import SampleRow, Samples
-from paceline.backends.steps import LoadedModel
+from paceline.backends.runner.interface import LoadedModel
+from paceline.backends.runner.model_runner import ModelRunner
+from paceline.backends.runner.sampling import SampleRow, Samples
 from paceline.backends.torch.step import TorchSampler
 from paceline.core.outputs import Draft, NewRequest, ScheduledRow, SchedulerOutput
 from paceline.core.sampling_params import SamplingParams

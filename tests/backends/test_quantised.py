@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from paceline.backends.native import choose_kinds, unavailable_reason
-from paceline.backends.native.pieces import PackedMatrix
+from paceline.backends.native.single_kernels import PackedMatrix
 from paceline.backends.native.step import NativeLoader
 from paceline.backends.native.tensors import RawTensor, checkpoint_tensors
-from paceline.checkpoints.base import open_checkpoint
-from paceline.checkpoints.hf import HFCheckpoint
-from paceline.checkpoints.quantised import Quantisation, QuantisedMatrix
-from paceline.checkpoints.safetensors_format import SafetensorsEntry, read_safetensors_header
-from paceline.core.errors import CheckpointError
+from paceline.checkpoints.hf.checkpoint import HFCheckpoint
+from paceline.checkpoints.open import open_checkpoint
+from paceline.checkpoints.weights.quantised import Quantisation, QuantisedMatrix
+from paceline.checkpoints.weights.safetensors import SafetensorsEntry, read_safetensors_header
+from paceline.errors import CheckpointError
 from tests.backends.conftest import load
 from tests.backends.quantised_folders import GPTQ, LAYOUTS, SIZES, change_config, write
 from tests.backends.test_architectures import PROMPT, Sequence, expected, make_loader, same

@@ -23,9 +23,9 @@ from paceline.backends.native import (
     unavailable_reason,
 )
 from paceline.backends.native.tensors import PACKED
-from paceline.checkpoints.base import open_checkpoint
-from paceline.checkpoints.hf import HFCheckpoint
-from paceline.core.errors import CheckpointError
+from paceline.checkpoints.hf.checkpoint import HFCheckpoint
+from paceline.checkpoints.open import open_checkpoint
+from paceline.errors import CheckpointError
 from tests.backends.test_architectures import (
     EVERY_EXPERT,
     PROMPT,

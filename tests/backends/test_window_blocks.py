@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.backends.loading.memory_estimate import served_memory
+from paceline.backends.loading.settings import BackendSettings
+from paceline.backends.loading.windows import choose_windows
 from paceline.backends.native import unavailable_reason
 from paceline.backends.native.step import NativeLoader, NativeStep
-from paceline.backends.served import served_memory
-from paceline.backends.settings import BackendSettings
-from paceline.backends.steps import ModelLoader
-from paceline.backends.windows import choose_windows
-from paceline.backends.worker import WorkerBackend
-from paceline.checkpoints.base import open_checkpoint
-from paceline.core.errors import ConfigError
+from paceline.backends.runner.interface import ModelLoader
+from paceline.backends.runner.worker_thread import WorkerBackend
+from paceline.checkpoints.open import open_checkpoint
 from paceline.core.outputs import BlockSwap, RequestUpdate, WindowBlock
 from paceline.core.request import Request
+from paceline.errors import ConfigError
 from paceline.sim.plan import plan_memory
 from tests.backends.conftest import load
 from tests.backends.torch.models import VOCAB, save_model

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.bench.plan import Bodies, Plan, PromptFile, Words
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.arrival import Arrival
 
 

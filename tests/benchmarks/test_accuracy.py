@@ -145,7 +145,7 @@ def test_a_level_that_is_yet_to_be_judged_can_be(
         pytest.skip(str(unavailable_reason()))
     save_model(tmp_path, "llama")
     assert automatic_format(tmp_path)
-    monkeypatch.setattr("paceline.backends.levels._table", dict)
+    monkeypatch.setattr("paceline.backends.loading.levels._table", dict)
     assert automatic_format(tmp_path) == ""
 
 

@@ -116,7 +116,7 @@ def test_the_run_in_the_middle_counts() -> None:
 def test_where_time_goes() -> None:
     assert group("/x/paceline/http/sse.py") == "build answers"
     assert group("/x/paceline/http/connections.py") == "HTTP and sockets"
-    assert group("/x/paceline/server/metrics/requests.py") == "metrics and logs"
+    assert group("/x/paceline/server/observability/metrics/requests.py") == "metrics and logs"
     assert group("/x/site-packages/uvicorn/server.py") == "HTTP and sockets"
     assert group("~") == "event loop"
     assert group("/somewhere/else.py") == "other"

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import levels
 from benchmarks.levels import FORMATS, STEPS, renewed, verdicts
-from paceline.backends.levels import fastest, parse
+from paceline.backends.loading.levels import fastest, parse
 from paceline.backends.native import DTYPES, KV_DTYPES, unavailable_reason
 
 KEPT = {

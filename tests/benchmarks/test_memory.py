@@ -8,9 +8,9 @@ import numpy as np
 
 from benchmarks.memory import kinds_of, vocabulary, write_embedding_model, write_quantised_model
 from benchmarks.sizes import Shape
-from paceline.backends.served import served_memory
-from paceline.checkpoints.base import open_checkpoint
-from paceline.checkpoints.pooling import find_pooling
+from paceline.backends.loading.memory_estimate import served_memory
+from paceline.checkpoints.heads.pooling import find_pooling
+from paceline.checkpoints.open import open_checkpoint
 from paceline.engine.text.tokenizer import load_tokenizer
 
 TINY = Shape(2, 256, 256, 4, 2, 64, 2000)

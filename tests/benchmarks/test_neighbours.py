@@ -11,7 +11,7 @@ import pytest
 from benchmarks.common.client import Timing
 from benchmarks.common.processes import Unavailable
 from benchmarks.neighbours import ControlGroup, Neighbour, figures
-from paceline.server.readings.scrape import Scrape
+from paceline.server.observability.snapshot.scrape import Scrape
 
 
 def reading(now: float, steps: int, predicted: float, actual: float, missed: int) -> Scrape:

@@ -162,12 +162,15 @@ def test_recovery_is_the_same_minute_with_and_without_the_overload() -> None:
 def test_minutes_of_a_mix_are_compared_with_the_first() -> None:
     shares = ([0.8, 0.4, 0.8], [0.4, 0.4, 0.4])
     found = {
-        mixes.Mixed("three classes", seed, 3): mixes.Outcome(each, 0.8, seed, [1.0, 2.0, 1.5], None)
+        mixes.Mixed("three classes", seed, 3): mixes.Outcome(
+            each, 0.8, 0.9, seed, [1.0, 2.0, 1.5], None
+        )
         for seed, each in enumerate(shares)
     }
     entry = mixes.figures(found)["three classes"]
-    # of the bound, on average: 0.75, 0.5, 0.75
-    assert (entry["worst_of_first_minute"], entry["worst_of_second_minute"]) == (0.667, 1.0)
+    # of the bound, on average: 0.75, 0.5, 0.75; the first minute, of its own: 0.667
+    assert (entry["worst_of_first_minute"], entry["worst_of_second_minute"]) == (0.75, 1.0)
+    assert entry["worst_of_first_minute_same_bound"] == 0.667
     assert (entry["of_bound"], entry["bound"], entry["max_waiting"]) == (0.667, 0.8, 1)
     assert (entry["forecast_p50_ratio"], entry["forecast_p90_ratio"]) == (1.5, 2.0)
     assert mixes.share(found) is None and "| three classes" in mixes.table(found)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import pressure
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.core.policies import POLICIES
 
 

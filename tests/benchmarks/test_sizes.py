@@ -11,7 +11,7 @@ import pytest
 from benchmarks import sizes
 from benchmarks.common.setup import Places
 from benchmarks.peers.levels import LEVELS
-from paceline.checkpoints.gguf import GGUFCheckpoint
+from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 
 TINY = sizes.Shape(2, 64, 128, 4, 2, 16, 300)
 MIXTURE = replace(TINY, inner=96, experts=6, experts_per_token=2)

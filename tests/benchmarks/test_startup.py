@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.startup import PARTS, parse, starting
-from paceline.cli.logs import JsonFormatter
-from paceline.cli.startup import Stages
+from paceline.cli.serve.startup import Stages
+from paceline.cli.terminal.logs import JsonFormatter
 
 
 def test_parts_are_read_from_the_log(caplog: pytest.LogCaptureFixture) -> None:

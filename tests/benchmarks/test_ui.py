@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import timeline_tap
 from benchmarks.ui import first_visit, judged
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.core.outputs import SchedulerOutput, StepResult
 
 

@@ -1,4 +1,5 @@
-"""A hub on this machine: the two requests that ``checkpoints.hub`` makes, and what goes wrong.
+"""A hub on this machine: the two requests that ``checkpoints.hub.client`` makes, and what goes
+wrong.
 
 Answers are shaped as the hub's are, so that huggingface_hub's own client can ask too.
 """

@@ -35,7 +35,10 @@ from paceline.cli.main import main
 try:
     main(["pull", "--list"])
 finally:
-    others = {"serve", "chat", "plan", "simulate", "top", "trace", "doctor", "ps", "run", "list"}
+    others = {
+        "models.list", "offline.chat", "offline.run", "serve.command", "simulation.plan",
+        "simulation.simulate", "watch.doctor", "watch.ps", "watch.top", "watch.trace",
+    }
     found = [name for name in others if f"paceline.cli.{name}" in sys.modules]
 assert not found, found
 """

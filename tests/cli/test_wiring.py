@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.engine_process import build
-from paceline.cli.settings import EngineSettings
+from paceline.cli.flags.settings import EngineSettings
+from paceline.cli.serve.engine_process import build
 from paceline.cli.wiring import (
     build_backend,
     build_core,
@@ -20,10 +20,10 @@ from paceline.cli.wiring import (
     idle_blocks,
 )
 from paceline.core.backend import BackendInfo
-from paceline.core.errors import ConfigError, NeverFitsError
 from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
-from paceline.server.config import ServerConfig
+from paceline.errors import ConfigError, NeverFitsError
+from paceline.server.settings.config import ServerConfig
 from tests.backends.torch.models import save_model
 
 NULL = EngineSettings.of(model_name="null", model_path=None, backend="null", num_blocks=8)
@@ -237,7 +237,11 @@ assert "torch" not in sys.modules, "torch was loaded"
 {more}
 """
     for imports, more in (
-        ("import paceline.cli.serve, paceline.cli.wiring, paceline.engine.process.client", ""),
+        (
+            "import paceline.cli.serve.command, paceline.cli.wiring\n"
+            "import paceline.engine.process.client",
+            "",
+        ),
         (
             "from paceline.cli.main import build_parser; build_parser().format_help()",
             "heavy = {'numpy', 'msgspec', 'zmq', 'fastapi', 'asyncio', 'tqdm'} & set(sys.modules)\n"

@@ -1,4 +1,4 @@
-"""docs/client.md names what there is."""
+"""docs/use/client.md names what there is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import get_args
 
 from paceline.client import Event
 
-PAGE = (Path(__file__).parents[2] / "docs" / "client.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "use" / "client.md").read_text()
 
 
 def test_events_and_their_fields() -> None:

@@ -65,7 +65,7 @@ def test_its_declarations_are_those_of_its_sources(tmp_path: Path) -> None:
 @TYPED
 def test_the_pages_example_compiles_and_runs(tmp_path: Path) -> None:
     assert TSC is not None and NODE is not None
-    page = (CLIENT.parents[1] / "docs" / "client.md").read_text()
+    page = (CLIENT.parents[1] / "docs" / "use" / "client.md").read_text()
     (example,) = re.findall(r"```typescript\n(.*?)```", page, re.DOTALL)
     copy = tmp_path / "client"
     shutil.copytree(CLIENT, copy)

@@ -4,7 +4,8 @@ Each client gets an environment of its own (made once, under PACELINE_CLIENTS or
 ``clients`` folder; versions in ``requirements/`` and ``node/package.json``). One server runs the
 default model with an API key; the clients hold their conversations with it one after another. A
 client that cannot be installed is reported absent with the reason. "docs" is the client's example
-in docs/clients.md. Ends with 1 if anything that was asked for did not work. The last line is JSON.
+in docs/use/clients.md. Ends with 1 if anything that was asked for did not work. The last line is
+JSON.
 
     python -m tests.clients [CLIENT ...]
 """
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.common.processes import Unavailable
 from benchmarks.common.setup import make_venv, run_step
-from paceline.checkpoints.resolve import default_cache_dir
+from paceline.checkpoints.hub.resolve import default_cache_dir
 from tests.cli.servers import start_server
 from tests.clients.page import run_example
 from tests.clients.report import CAPABILITIES, Outcome, failures, table

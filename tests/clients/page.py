@@ -1,4 +1,4 @@
-"""The example of each client in docs/clients.md."""
+"""The example of each client in docs/use/clients.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 __all__ = ["ADDRESS", "example", "run_example"]
 
 ADDRESS = "http://127.0.0.1:8000"
-_PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
+_PAGE = Path(__file__).parents[2] / "docs" / "use" / "clients.md"
 _BLOCK = re.compile(r"```(python|javascript|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

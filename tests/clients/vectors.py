@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.common.processes import Unavailable
-from paceline.checkpoints.resolve import default_cache_dir
+from paceline.checkpoints.hub.resolve import default_cache_dir
 from tests.cli.servers import start_server
 from tests.clients.__main__ import Client, converse, python_setup
 from tests.clients.report import CAPABILITIES as CHAT_CAPABILITIES

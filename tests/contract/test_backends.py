@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.core.backend import ModelBackend
 from paceline.core.request import FinishReason
 from tests.contract.ascii import VOCAB
@@ -30,7 +30,7 @@ def make_null(_: Path) -> ModelBackend:
 
 def make_simulated(folder: Path) -> ModelBackend:
     """On a clock that only its own sleeping moves."""
-    from paceline.backends.simulated import SimulatedBackend
+    from paceline.backends.reference.simulated import SimulatedBackend
 
     inner = make_null(folder)
     assert isinstance(inner, NullBackend)
@@ -77,7 +77,7 @@ def load_tiny(folder: Path, *, block_size: int, compute: str, **settings: Any) -
 
 
 def load_folder(folder: Path, *, block_size: int, compute: str, **settings: Any) -> ModelBackend:
-    from tests.backends.loading import load_backend
+    from tests.backends.helpers import load_backend
 
     backend = load_backend(
         folder,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.core.backend import ModelBackend
 from paceline.core.grammar import ConstrainedBackend
 from paceline.core.outputs import DRAFT_MODEL

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.drafting import Drafting, DraftRow, Made
+from paceline.backends.runner.drafting import Drafting, DraftRow, Made
 from paceline.core.backend import ModelBackend
 from paceline.core.grammar import ConstrainedBackend
 from paceline.core.outputs import DRAFT_MODEL

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from paceline.core.backend import ModelBackend
-from paceline.core.errors import RequestFailedError
 from paceline.core.grammar import ConstrainedBackend, Grammar
 from paceline.core.request import FinishReason
 from paceline.engine.text.grammar import GrammarCompiler
+from paceline.errors import RequestFailedError
 from tests.contract.ascii import END, Ascii
 from tests.contract.test_backends import BACKENDS, GREEDY, SAMPLED, drive
 from tests.driving import Driver, make_request

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.backends.native import NativeModel, unavailable_reason
 from paceline.backends.native.sampling import NativeSampler
-from paceline.backends.sampling import SampleRow
+from paceline.backends.runner.sampling import SampleRow
 from paceline.backends.torch.sampler import sample
 from tests.backends.native.reference import random_weights, rope_tables, tiny_config
 from tests.backends.sampling_reference import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.config import CacheConfig
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 
 @pytest.mark.parametrize(

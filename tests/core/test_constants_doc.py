@@ -1,5 +1,5 @@
-"""docs/constants.md has every number of core and of speculation that tunes behaviour, with its
-value."""
+"""docs/understand/constants.md has every number of core and of speculation that tunes behaviour,
+with its value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import paceline.core
 CORE = Path(paceline.core.__file__).parent
 # and the folder that the page names its files from
 ROOMS = {CORE: CORE, CORE.parent / "speculation": CORE.parent}
-PAGE = CORE.parent.parent / "docs/constants.md"
+PAGE = CORE.parent.parent / "docs/understand/constants.md"
 
 Value = float | tuple[float, ...]
 
@@ -93,15 +93,17 @@ def test_every_constant_is_in_the_table_with_its_value() -> None:
         for name, value in constants(path.read_text()).items()
     }
     page = documented(PAGE.read_text())
-    assert there.keys() - page.keys() == set(), "missing in docs/constants.md"
-    assert page.keys() - there.keys() == set(), "in docs/constants.md, but not in the code"
+    assert there.keys() - page.keys() == set(), "missing in docs/understand/constants.md"
+    assert page.keys() - there.keys() == set(), (
+        "in docs/understand/constants.md, but not in the code"
+    )
     wrong = {key: (page[key], value) for key, value in there.items() if page[key] != value}
-    assert wrong == {}, "(docs/constants.md, the code)"
+    assert wrong == {}, "(docs/understand/constants.md, the code)"
 
 
 def test_what_was_measured_is_where_the_table_says() -> None:
     """Entries of the lab log that the table names exist."""
-    log = "\n".join(path.read_text() for path in (PAGE.parent / "lab-log").glob("*.md"))
+    log = "\n".join(path.read_text() for path in (CORE.parent.parent / "docs/lab-log").glob("*.md"))
     headings = re.findall(r"^## (.*)$", log, re.M)
     named = set(re.findall(r'(?:lab log, |, )"([^"]+)"', PAGE.read_text()))
     assert len(named) > 5

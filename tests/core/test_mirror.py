@@ -14,11 +14,11 @@ TESTS = Path(__file__).parents[1]
 # modules without tests of their own, and why that is right; a line without a module does no harm
 ELSEWHERE = {
     "backend.py": "a protocol: tests/contract runs on every backend",
-    "errors.py": "a tree of exceptions without code: what raises them tests them",
     "grammar.py": "protocols: tests/contract/test_grammar.py, tests/engine/text/test_grammar.py",
     "outputs.py": "values without code, made and read by the tests of step/",
     "pacing/paced.py": "puts the rest of pacing/ together: tests/core/pacing, tests/property",
-    "pacing/tpot_guard.py": "an example of docs/scheduling.md: test_scheduling_examples.py",
+    "pacing/tpot_guard.py": "an example of docs/understand/scheduling.md: "
+    "test_scheduling_examples.py",
     "pacing/view.py": "what the rest of pacing/ looks at: test_ageing.py, test_budget.py",
     "pooling.py": "settings and facts, checked by tests/pooling",
     "policies/base.py": "a protocol: policies/test_policies.py runs on every policy",

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from paceline.core.errors import InvalidRequestError
 from paceline.core.sampling_params import SamplingParams
+from paceline.errors import InvalidRequestError
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.backends.null import expected_tokens
-from paceline.core.errors import ConfigError, InvalidRequestError, NeverFitsError
+from paceline.backends.reference.null import expected_tokens
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.core.request import FinishReason
+from paceline.errors import ConfigError, InvalidRequestError, NeverFitsError
 from tests.driving import Driver, make_request
 
 

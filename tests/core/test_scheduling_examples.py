@@ -1,5 +1,5 @@
-"""The examples of docs/scheduling.md and docs/policies.md, computed: if a number here changes, the
-pages do too."""
+"""The examples of docs/understand/scheduling.md and docs/understand/policies.md, computed: if a
+number here changes, the pages do too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import QueueFullError
 from paceline.core.memory.block_pool import BlockPool
 from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.memory.outlook import capacity, future_peak
@@ -31,18 +30,19 @@ from paceline.core.queues.waiting import WaitingRoom
 from paceline.core.request import Request
 from paceline.core.slo import NO_SLO, Slo
 from paceline.core.step.in_flight import StepsInFlight
+from paceline.errors import QueueFullError
 from tests.core.machine import Machine
 from tests.core.machine import seconds as takes
 from tests.driving import make_request
 
-PAGE = (Path(__file__).parent.parent.parent / "docs/scheduling.md").read_text()
+PAGE = (Path(__file__).parent.parent.parent / "docs/understand/scheduling.md").read_text()
 
 
 def says(*texts: str) -> None:
     """The page has these, wherever its lines end."""
     page = re.sub(r"\s+", " ", PAGE)
     for text in texts:
-        assert text in page, f"docs/scheduling.md does not say {text!r}"
+        assert text in page, f"docs/understand/scheduling.md does not say {text!r}"
 
 
 class Known(StepTimeModel):
@@ -86,7 +86,7 @@ def streams(count: int, slo: Slo) -> list[Request]:
 
 
 def test_a_flood_fills_seven_eighths_of_the_queue() -> None:
-    says("1,792 requests in the queue and 256 places are left")
+    says("1,792 requests in the queue and 256 entries are left")
     machine = Machine(policy="fair", max_num_waiting=2048, max_num_seqs=1)
 
     def ask(tenant: str, number: int) -> None:
@@ -299,7 +299,7 @@ def test_the_valve_closes_later_than_it_opened() -> None:
 
 
 class Work(WorkEstimator):
-    """Predictions as the examples of docs/policies.md have them, by request id."""
+    """Predictions as the examples of docs/understand/policies.md have them, by request id."""
 
     def __init__(self, prompt: dict[str, float], whole: dict[str, float]) -> None:
         super().__init__(StepTimeModel(), LengthHistory())

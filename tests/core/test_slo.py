@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.errors import InvalidRequestError
 from paceline.core.slo import NO_SLO, Slo
+from paceline.errors import InvalidRequestError
 
 
 @pytest.mark.parametrize("name", ["ttft", "tpot", "itl", "deadline", "queue_ttl"])

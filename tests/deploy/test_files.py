@@ -16,16 +16,16 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from paceline.checkpoints.resolve import default_cache_dir
-from paceline.cli.batch_options import batch_config
+from paceline.checkpoints.hub.resolve import default_cache_dir
+from paceline.cli.flags.batch_options import batch_config
 from paceline.cli.main import build_parser
-from paceline.gateway.config import read_config
-from paceline.gateway.counts import Counts
+from paceline.gateway.observability.metrics import Counts
+from paceline.gateway.settings.config import read_config
 from paceline.http.keys import OPEN_PATHS
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-ALERTS_DOC = (ROOT / "docs" / "alerts.md").read_text()
+ALERTS_DOC = (ROOT / "docs" / "operate" / "alerts.md").read_text()
 
 
 def load(path: str) -> Any:
@@ -101,7 +101,7 @@ def test_ports_are_the_same_everywhere() -> None:
 
 
 def test_probes_ask_what_is_served_without_a_key() -> None:
-    served = re.findall(r'\("(/[^"]*)", \w+, \["GET"\]\)', _source("server/routes_info.py"))
+    served = re.findall(r'\("(/[^"]*)", \w+, \["GET"\]\)', _source("server/apis/info.py"))
     names = {port["name"] for port in CONTAINER["ports"]}
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
         (check,) = (
@@ -136,7 +136,7 @@ def test_what_the_image_is_made_of_is_there() -> None:
 def test_the_key_is_read_where_it_is_put() -> None:
     (variable,) = (each["name"] for each in CONTAINER["env"])
     assert variable in COMPOSE["services"]["paceline"]["environment"]
-    assert f'os.environ.get("{variable}")' in _source("cli/serve.py")
+    assert f'os.environ.get("{variable}")' in _source("cli/serve/command.py")
 
 
 def test_volumes_are_mounted_and_there() -> None:
@@ -222,7 +222,7 @@ def test_every_alert_is_explained_and_tried() -> None:
     assert len(names) == len(set(names))
     for rule in ALERTS:
         assert rule["labels"]["severity"] in ("page", "ticket")
-        assert rule["annotations"]["runbook"] == f"docs/alerts.md#{rule['alert'].lower()}"
+        assert rule["annotations"]["runbook"] == f"docs/operate/alerts.md#{rule['alert'].lower()}"
     assert re.findall(r"^## (Paceline\w+)$", ALERTS_DOC, re.M) == names
     table = re.findall(r"^\| \[(Paceline\w+)\]\(#(\w+)\) \| (\w+) \|", ALERTS_DOC, re.M)
     assert table == [(r["alert"], r["alert"].lower(), r["labels"]["severity"]) for r in ALERTS]

@@ -220,8 +220,8 @@ def test_every_query_of_the_dashboard_finds_something(
 
 
 def questions() -> list[str]:
-    """The queries of docs/observability.md."""
-    page = (DEPLOY.parent / "docs" / "observability.md").read_text()
+    """The queries of docs/operate/observability.md."""
+    page = (DEPLOY.parent / "docs" / "operate" / "observability.md").read_text()
     found = re.findall(r"^\| [^|]+ \| `(.+)` \|$", page, re.M)
     return [query for query in found if "rate(" in query]
 

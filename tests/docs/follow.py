@@ -1,6 +1,6 @@
 """Follows a page as a reader does: its blocks one after another, in one shell.
 
-    python -m tests.docs.follow docs/start-gateway.md          with the default model, timed
+    python -m tests.docs.follow docs/start/gateway-in-ten-minutes.md   with the default model, timed
 
 Ports of the page are exchanged for free ones. Everything that it started is ended with it.
 """

@@ -153,6 +153,6 @@ def test_commands_exist_whether_they_are_run_or_not(block: Block) -> None:
 
 
 def test_the_architecture_on_a_page_is_the_one_that_runs() -> None:
-    """docs/models.md shows all of it."""
-    (block,) = blocks(ROOT / "docs/models.md")
+    """docs/use/models.md shows all of it."""
+    (block,) = blocks(ROOT / "docs/use/models.md")
     assert block.code == Path(str(granite.__file__)).read_text()

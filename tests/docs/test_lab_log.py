@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 
-from tests.docs.pages import DOCS
+from tests.docs.pages import DOCS, headings, links
 
-PAGES = [path.read_text() for path in sorted((DOCS / "lab-log").glob("[a-z]*.md"))]
+FOLDER = DOCS / "lab-log"
+PATHS = sorted(FOLDER.glob("[a-z]*.md"))
+PAGES = [path.read_text() for path in PATHS]
 ENTRIES = [x for page in PAGES for x in re.split(r"^## ", page, flags=re.MULTILINE)[1:]]
 MOST_LINES = 15
 
@@ -28,3 +30,8 @@ def test_titles_are_different() -> None:
 
 def test_no_figure_is_of_a_script_that_is_not_here() -> None:
     assert not re.findall(r"script\s+(?:that\s+was\s+not\s+kept|around)", "".join(PAGES))
+
+
+def test_the_index_has_a_verdict_for_each_entry() -> None:
+    there = [f"{path.name}#{heading}" for path in PATHS for heading in headings(path)[1:]]
+    assert sorted(x for x in links(FOLDER / "README.md") if "#" in x) == sorted(there)

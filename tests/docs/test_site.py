@@ -105,7 +105,9 @@ def address() -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize("page", ["index.html", "scheduling.html", "studies/policies.html"])
+@pytest.mark.parametrize(
+    "page", ["index.html", "understand/scheduling.html", "studies/policies.html"]
+)
 def test_a_page_asks_no_other_origin(address: str, open_page: Any, page: str) -> None:
     """And says no error: what ``open_page`` watches."""
     opened = open_page(f"{address}/{page}")
@@ -114,7 +116,7 @@ def test_a_page_asks_no_other_origin(address: str, open_page: Any, page: str) ->
 
 
 def test_the_demo_plays(address: str, open_page: Any) -> None:
-    page = open_page(f"{address}/demo.html")
+    page = open_page(f"{address}/use/demo.html")
     frame = page.frame_locator("iframe.demo")
     frame.get_by_text("Forty seconds of a server").wait_for()
     frame.locator(".step-words").get_by_text("blocks free").wait_for()
@@ -131,7 +133,7 @@ def test_search_finds_a_heading(address: str, open_page: Any) -> None:
     page.wait_for_timeout(300)
     page.keyboard.type("pressure valve")
     page.locator("a", has_text="The pressure valve").first.click()
-    page.wait_for_url("**/scheduling.html*")
+    page.wait_for_url("**/understand/scheduling.html*")
     page.locator("h3", has_text="The pressure valve").wait_for()
 
 

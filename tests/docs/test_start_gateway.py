@@ -1,4 +1,5 @@
-"""docs/start-gateway.md is followed to its end, with the null backend for the default model."""
+"""docs/start/gateway-in-ten-minutes.md is followed to its end, with the null backend for the
+default model."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import pytest
 from tests.docs.follow import Step, follow
 from tests.docs.pages import DOCS, ROOT
 
-PAGE = DOCS / "start-gateway.md"
+PAGE = DOCS / "start/gateway-in-ten-minutes.md"
 
 
 def programs(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md quotes messages that the code says."""
+"""docs/operate/troubleshooting.md quotes messages that the code says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 from tests.docs.pages import DOCS, ROOT
 
-PAGE = (DOCS / "troubleshooting.md").read_text()
+PAGE = (DOCS / "operate/troubleshooting.md").read_text()
 # a quotation with dots is of a message; others are flags, fields and commands
 QUOTED = re.findall(r"^\|(?: \d+ \|)? `([^`|]*\.\.\.[^`|]*)`", PAGE, re.MULTILINE)
 

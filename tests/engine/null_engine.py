@@ -14,14 +14,14 @@ from typing import Any
 # started by path, from any working directory
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from paceline.backends.null import NullBackend
-from paceline.core.errors import CheckpointError
+from paceline.backends.reference.null import NullBackend
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.engine.core import EngineCore
 from paceline.engine.process.loop import engine_info
 from paceline.engine.process.process import engine_main
 from paceline.engine.testing import null_core
 from paceline.engine.types import EngineInfo
+from paceline.errors import CheckpointError
 
 ARGV = (sys.executable, __file__)
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.backends.null import NullBackend
-from paceline.backends.simulated import SimulatedBackend
+from paceline.backends.reference.null import NullBackend
+from paceline.backends.reference.simulated import SimulatedBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import SchedulerOutput
 from paceline.engine.core import EngineCore
+from paceline.errors import ConfigError
 from tests.driving import make_request
 
 CACHE = CacheConfig(block_size=4, num_blocks=64)

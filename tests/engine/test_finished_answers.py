@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.load import load_backend
-from paceline.backends.null import NullBackend, expected_tokens
-from paceline.backends.settings import BackendSettings
-from paceline.core.errors import ConfigError
+from paceline.backends.loading.load import load_backend
+from paceline.backends.loading.settings import BackendSettings
+from paceline.backends.reference.null import NullBackend, expected_tokens
 from paceline.core.request import FinishReason
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine import finished_answers
@@ -23,6 +22,7 @@ from paceline.engine.llm import LLM
 from paceline.engine.process.loop import engine_stats
 from paceline.engine.testing import ByteTokenizer, null_core
 from paceline.engine.types import GenerationOutput, GenerationRequest
+from paceline.errors import ConfigError
 from paceline.speculation import draft_choice
 from tests.backends.torch.models import VOCAB, save_model
 from tests.driving import ask, make_request

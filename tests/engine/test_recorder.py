@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import ScheduledRow, SchedulerOutput
 from paceline.core.slo import Slo
 from paceline.core.tier import Move
 from paceline.engine.core import EngineCore
 from paceline.engine.recorder import FileRecorder
+from paceline.errors import ConfigError
 from tests.driving import make_request
 
 SCHEDULER = SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=4, max_model_len=64)

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from paceline.backends.load import load_backend
+from paceline.backends.loading.load import load_backend
+from paceline.backends.loading.settings import BackendSettings
 from paceline.backends.native import unavailable_reason
-from paceline.backends.null import NullBackend
-from paceline.backends.settings import BackendSettings
+from paceline.backends.reference.null import NullBackend
 from paceline.core.grammar import Grammar
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.llm import LLM

@@ -1,4 +1,4 @@
-"""A request's tokens through the real engine and native kernels (docs/accuracy.md).
+"""A request's tokens through the real engine and native kernels (docs/understand/accuracy.md).
 
 They are the same alone and in a crowd, with preemption and hits of the prefix cache.
 """
@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.backends.load import load_backend
+from paceline.backends.loading.load import load_backend
+from paceline.backends.loading.settings import BackendSettings
 from paceline.backends.native import unavailable_reason
-from paceline.backends.settings import BackendSettings
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.llm import LLM
 from paceline.engine.testing import ByteTokenizer, null_core

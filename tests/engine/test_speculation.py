@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.backends.drafting import DraftModel, DraftRow
-from paceline.backends.load import load_backend
+from paceline.backends.drafting.draft_model import DraftModel
+from paceline.backends.loading.load import load_backend
+from paceline.backends.loading.settings import BackendSettings
 from paceline.backends.native import unavailable_reason
-from paceline.backends.settings import BackendSettings
+from paceline.backends.runner.drafting import DraftRow
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.llm import LLM
 from paceline.engine.testing import ByteTokenizer, null_core

@@ -1,5 +1,5 @@
 """What users of other gateways complained of in what they read, each a test of that number that it
-does not happen here. The numbers of issues are in docs/gateway.md."""
+does not happen here. The numbers of issues are in docs/operate/gateway.md."""
 
 from __future__ import annotations
 

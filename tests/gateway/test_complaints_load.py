@@ -1,5 +1,5 @@
 """What users of other gateways complained of under load and over time, each a test of that number
-that it does not happen here. The numbers of issues are in docs/gateway.md."""
+that it does not happen here. The numbers of issues are in docs/operate/gateway.md."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dataclasses import replace
 import pytest
 
 from paceline.gateway import app as app_module
-from paceline.gateway.exchange import Exchange
-from paceline.gateway.leg import Leg
+from paceline.gateway.proxy.attempt import Leg
+from paceline.gateway.proxy.proxied_request import Exchange
 from paceline.http.keys import ApiKey
 from paceline.http.rate_limits.store import RateStore
 from tests.gateway.fault_server import PACELINE_METRICS, Step, scripted

@@ -1,4 +1,4 @@
-"""docs/gateway.md says what there is."""
+"""docs/operate/gateway.md says what there is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import get_args
 
 import msgspec
 
-from paceline.gateway.config import (
+from paceline.gateway.observability.metrics import Counts
+from paceline.gateway.settings.config import (
     EngineConfig,
     GatewayConfig,
     KeyConfig,
@@ -17,10 +18,9 @@ from paceline.gateway.config import (
     PriceConfig,
     parse_config,
 )
-from paceline.gateway.counts import Counts
-from paceline.gateway.states import EngineState
+from paceline.gateway.upstreams.state import EngineState
 
-PAGE = (Path(__file__).parents[2] / "docs/gateway.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/operate/gateway.md").read_text()
 
 
 def test_every_setting_is_there_with_its_default() -> None:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from paceline.gateway.answers import Answer
-from paceline.gateway.attempts import Attempts
-from paceline.gateway.exchange import Exchange
-from paceline.gateway.leg import Leg
-from paceline.gateway.outgoing import Outgoing
-from paceline.gateway.waiting import Waiting
+from paceline.gateway.proxy.attempt import Leg
+from paceline.gateway.proxy.downstream import Outgoing
+from paceline.gateway.proxy.placement import Waiting
+from paceline.gateway.proxy.proxied_request import Exchange
+from paceline.gateway.proxy.response import Answer
+from paceline.gateway.proxy.retry_state import Attempts
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
 from tests.gateway.helpers import (
     CHAT,

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from paceline.gateway.config import EngineKind
-from paceline.gateway.splice import make_splice
-from tests.gateway.dialects.samples import anthropic_events
+from paceline.gateway.settings.config import EngineKind
+from paceline.gateway.streams.openai_stream import make_splice
 from tests.gateway.fault_server import Step, chat_chunks, scripted
 from tests.gateway.helpers import (
     CHAT,
@@ -24,7 +23,8 @@ from tests.gateway.helpers import (
     text_of,
     until,
 )
-from tests.gateway.test_leg import T, chunk, started
+from tests.gateway.proxy.test_attempt import T, chunk, started
+from tests.gateway.upstreams.dialects.samples import anthropic_events
 
 pytestmark = pytest.mark.anyio
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from paceline.gateway import engines
+from paceline.gateway.upstreams import registry
 from tests.gateway.fault_server import scripted
 from tests.gateway.helpers import (
     CHAT,
@@ -26,8 +26,8 @@ pytestmark = pytest.mark.anyio
 async def test_who_is_not_polled_is_asked_for_its_models_as_seldom_as_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engines, "_MAX_POLL_WAIT", 0.005)
-    monkeypatch.setattr(engines, "_MODEL_POLLS", 30)
+    monkeypatch.setattr(registry, "_MAX_POLL_WAIT", 0.005)
+    monkeypatch.setattr(registry, "_MODEL_POLLS", 30)
     listed = {"data": [{"id": "m"}]}
     async with scripted(GOOD, pages={"/v1/models": listed}) as engine:
         config = configured(engine, kinds={"e1": "openai"}, poll_interval=0.01)
@@ -44,8 +44,8 @@ async def test_who_is_not_polled_is_asked_for_its_models_as_seldom_as_others(
 async def test_a_list_that_answers_an_error_is_not_asked_for_all_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engines, "_MAX_POLL_WAIT", 0.005)
-    monkeypatch.setattr(engines, "_MODEL_POLLS", 20)
+    monkeypatch.setattr(registry, "_MAX_POLL_WAIT", 0.005)
+    monkeypatch.setattr(registry, "_MODEL_POLLS", 20)
     async with scripted(GOOD, pages={"/v1/models": (404, {})}) as engine:
         config = configured(engine, kinds={"e1": "openai"}, poll_interval=0.01)
         before = time.monotonic()
@@ -61,8 +61,8 @@ async def test_who_fails_a_request_is_asked_for_its_models_soon(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It may have been started anew, as something else."""
-    monkeypatch.setattr(engines, "_MAX_POLL_WAIT", 0.005)
-    monkeypatch.setattr(engines, "_MODEL_POLLS", 10_000)
+    monkeypatch.setattr(registry, "_MAX_POLL_WAIT", 0.005)
+    monkeypatch.setattr(registry, "_MODEL_POLLS", 10_000)
     listed = {"data": [{"id": "m"}]}
     async with scripted(refused(500), WHOLE, pages={"/v1/models": listed}) as engine:
         config = configured(engine, kinds={"e1": "openai"}, poll_interval=0.01)

@@ -22,7 +22,7 @@ from tests.gateway.helpers import (
     streamed,
     text_of,
 )
-from tests.gateway.test_hedging import HEDGED, LATE, _known
+from tests.gateway.proxy.test_hedging import HEDGED, LATE, _known
 
 pytestmark = pytest.mark.anyio
 

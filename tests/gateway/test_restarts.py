@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from paceline.gateway import engines
+from paceline.gateway.upstreams import registry
 from tests.gateway.fault_server import PACELINE_METRICS, scripted
 from tests.gateway.helpers import CHAT, GOOD, VLLM, configured, gateway_over, until
-from tests.gateway.test_abilities import (
+from tests.gateway.upstreams.test_capabilities import (
     knows_neither,
     old_template,
     probed,
@@ -35,7 +35,7 @@ UNPOLLED = {"kinds": {"e1": "openai"}, "engine_fields": {"e1": {"probe": "try"}}
 @pytest.fixture(autouse=True)
 def no_other_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists are read for no other reason than a restart."""
-    monkeypatch.setattr(engines, "_MODEL_POLLS", 100_000)
+    monkeypatch.setattr(registry, "_MODEL_POLLS", 100_000)
 
 
 def began(seconds: float, metrics: str = VLLM) -> str:
@@ -124,8 +124,8 @@ async def test_a_proxy_that_says_there_is_none_shows_it_too() -> None:
 async def test_who_is_not_polled_and_lists_other_models_is_asked_what_it_can_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engines, "_MAX_POLL_WAIT", 0.005)
-    monkeypatch.setattr(engines, "_MODEL_POLLS", 10)
+    monkeypatch.setattr(registry, "_MAX_POLL_WAIT", 0.005)
+    monkeypatch.setattr(registry, "_MODEL_POLLS", 10)
     listed = {"data": [{"id": "m", "created": 1}]}
     pages: dict[str, Any] = {CHAT: refuses_both, "/v1/models": listed}
     async with scripted(GOOD, pages=pages) as engine:

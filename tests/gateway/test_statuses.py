@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from paceline.gateway import ModelConfig
-from paceline.gateway.dialects.base import checked
-from paceline.gateway.standing import Standings
+from paceline.gateway.upstreams.dialects.base import checked
+from paceline.gateway.upstreams.standing import Standings
 from paceline.statuses import LISTED, meaning_of, retry_of, told_as
 from tests.gateway.fault_server import Step, scripted
 from tests.gateway.helpers import (
@@ -377,7 +377,7 @@ async def test_an_answer_with_the_word_alone_is_asked_for_elsewhere(body: bytes)
 
 
 def test_the_page_shows_the_table() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "operate" / "gateway.md").read_text()
     table = page.partition("### What a status means")[2].partition("\n## ")[0]
     rows = [line.split(" | ")[:2] for line in table.splitlines() if line.startswith("| the ")]
     names = {"gateway's account": "account", "moment": "passing"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.batching import load_transformers
-from paceline.checkpoints.resolve import find_local
+from paceline.checkpoints.hub.resolve import find_local
 from paceline.engine.text.tokenizer import load_tokenizer
 from tests.parity.prompts import PROMPTS
 from tests.parity.test_smollm2 import NUM_TOKENS, chosen_after, generate, load

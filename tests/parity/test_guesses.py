@@ -11,7 +11,7 @@ from benchmarks.speculation.asked import GROUPS
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.llm import LLM
 from paceline.engine.types import GenerationRequest
-from paceline.server.bodies.structured import json_grammar
+from paceline.server.protocol.structured import json_grammar
 from tests.parity.prompts import PROMPTS
 
 pytestmark = pytest.mark.slow
@@ -36,7 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def _answers(
     path: Path, threads: int | None, config: dict[str, Any], dtype: str = "int8", every: int = 1
 ) -> tuple[list[Any], Any]:
-    from paceline.cli.settings import EngineSettings
+    from paceline.cli.flags.settings import EngineSettings
     from paceline.cli.wiring import build_core, build_tokenizer
 
     settings = EngineSettings.of(

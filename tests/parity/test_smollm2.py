@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from paceline.checkpoints.gguf import GGUFCheckpoint
+from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from paceline.core.backend import ModelBackend
 from paceline.engine.text.tokenizer import load_tokenizer
 from tests.driving import Driver, make_request
@@ -47,7 +47,7 @@ def prompts(smollm2_path: Path, request: pytest.FixtureRequest) -> dict[str, lis
 
 
 def load(path: Path, threads: int | None) -> ModelBackend:
-    from tests.backends.loading import load_backend
+    from tests.backends.helpers import load_backend
 
     return load_backend(
         path,

@@ -16,7 +16,7 @@ from paceline.core.grammar import Grammar
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.llm import LLM
 from paceline.engine.types import GenerationRequest
-from paceline.server.bodies.structured import json_grammar
+from paceline.server.protocol.structured import json_grammar
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ COUNT = 14
 @pytest.fixture(scope="module")
 def llm(smollm2_path: Path, threads: int | None) -> Iterator[LLM]:
     from paceline.backends.native import unavailable_reason
-    from paceline.cli.settings import EngineSettings
+    from paceline.cli.flags.settings import EngineSettings
     from paceline.cli.wiring import build_core, build_tokenizer
 
     settings = EngineSettings.of(

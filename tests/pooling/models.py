@@ -14,7 +14,7 @@ import transformers
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from paceline.cli.settings import EngineSettings
+from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.wiring import build_core, build_tokenizer
 from paceline.core.pooling import PoolingParams
 from paceline.core.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from paceline.cli.settings import EngineSettings
+from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.wiring import build_core, build_tokenizer
 from paceline.engine.local import LocalEngineClient
 from paceline.server import ServerConfig, create_app

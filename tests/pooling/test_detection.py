@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.checkpoints.gguf import GGUFCheckpoint
-from paceline.checkpoints.pooling import find_pooling
-from paceline.cli.serve import ready_line
-from paceline.cli.settings import EngineSettings
+from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from paceline.checkpoints.heads.pooling import find_pooling
+from paceline.cli.flags.settings import EngineSettings
+from paceline.cli.serve.command import ready_line
 from paceline.cli.wiring import build_core
-from paceline.core.errors import CheckpointError, ConfigError
 from paceline.engine.fanout import add_to_core
+from paceline.errors import CheckpointError, ConfigError
 from tests.checkpoints.builders import write_gguf
 from tests.pooling.models import (
     add_modules,

@@ -12,12 +12,12 @@ from gguf import GGMLQuantizationType as Q
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from paceline.checkpoints.gguf_encoder import GGUFEncoder
-from paceline.checkpoints.gguf_parts import read_gguf_parts
-from paceline.cli.settings import EngineSettings
+from paceline.checkpoints.gguf.encoder import GGUFEncoder
+from paceline.checkpoints.gguf.shards import read_gguf_parts
+from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.wiring import build_core
-from paceline.core.errors import CheckpointError, ConfigError
 from paceline.engine.text.tokenizer import load_tokenizer
+from paceline.errors import CheckpointError, ConfigError
 from tests.pooling.models import add_modules, assert_close, make_bert, open_llm, pool
 
 PIECES: Final = [

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import InvalidRequestError
 from paceline.engine.text.tokenizer import HFTokenizer, load_tokenizer
+from paceline.errors import InvalidRequestError
 from tests.pooling.models import make_bert, make_roberta, word_tokenizer
 
 TEXTS = ["the quick brown fox jumps over the lazy dog", "what is the capital of france", "paris"]

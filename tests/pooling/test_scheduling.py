@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError, NeverFitsError
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepResult
 from paceline.core.pooling import PoolingParams
 from paceline.core.request import FinishReason, Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import Slo
+from paceline.errors import ConfigError, NeverFitsError
 
 POOLED = SamplingParams(max_tokens=1, pooling=PoolingParams())
 BATCH = Slo(slo_class="batch", best_effort=True)

@@ -13,19 +13,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from paceline.core.errors import NeverFitsError
 from paceline.engine.testing import ByteTokenizer
-from paceline.server.bodies.protocol import TemplateOptions
-from paceline.server.pooling.answers import (
+from paceline.errors import NeverFitsError
+from paceline.server.apis.pooling.conversion import cosines, encode_list
+from paceline.server.apis.pooling.responses import (
     Embedding,
     EmbeddingAnswer,
     VectorUsage,
     as_base64,
     as_floats,
 )
-from paceline.server.pooling.conversion import cosines, encode_list
-from paceline.server.pooling.running import length_check
-from paceline.server.prompts import PromptMaker, slices
+from paceline.server.apis.pooling.running import length_check
+from paceline.server.generation.prompts import PromptMaker, slices
+from paceline.server.protocol.requests import TemplateOptions
 
 pytestmark = pytest.mark.anyio
 
@@ -176,13 +176,13 @@ async def test_many_conversations_leave_the_loop_its_turns() -> None:
 def test_a_server_that_generates_starts_without_them() -> None:
     code = (
         "import sys\n"
-        "import paceline.cli.serve\n"
-        "from paceline.backends.null import NullBackend\n"
+        "import paceline.cli.serve.command\n"
+        "from paceline.backends.reference.null import NullBackend\n"
         "from paceline.engine.testing import null_client\n"
         "from paceline.server import ServerConfig, create_app\n"
         "create_app(null_client(NullBackend()), ServerConfig())\n"
-        "print([m for m in sys.modules if m.startswith(('paceline.server.pooling',"
-        "'paceline.server.openapi'))])\n"
+        "print([m for m in sys.modules if m.startswith(('paceline.server.apis.pooling.',"
+        "'paceline.server.openapi')) and not m.endswith('.routes')])\n"
         "import os; sys.stdout.flush(); os._exit(0)"
     )
     result = subprocess.run(

@@ -12,7 +12,7 @@ import transformers
 from numpy.typing import NDArray
 
 from paceline.backends.native import unavailable_reason
-from paceline.cli.settings import EngineSettings
+from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.wiring import build_core
 from paceline.engine.fanout import add_to_core
 from tests.backends.gguf_files import write_gguf

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.errors import QueueFullError
 from paceline.core.request import Request
 from paceline.core.slo import NO_SLO, Slo
+from paceline.errors import QueueFullError
 from tests.core.machine import Machine
 from tests.driving import make_request
 

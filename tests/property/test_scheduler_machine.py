@@ -14,12 +14,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from paceline.backends.null import expected_tokens
+from paceline.backends.reference.null import expected_tokens
 from paceline.core.config import PREEMPTION_MODES
-from paceline.core.errors import InvalidRequestError, NeverFitsError, QueueFullError
 from paceline.core.policies import POLICIES
 from paceline.core.request import FinishReason
 from paceline.core.slo import Slo
+from paceline.errors import InvalidRequestError, NeverFitsError, QueueFullError
 from tests.driving import Driver, ask, make_request
 
 VOCAB = 7  # small, so that prefixes repeat and stop ids are hit

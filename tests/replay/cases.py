@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.backends.null import expected_tokens
+from paceline.backends.reference.null import expected_tokens
 from tests.replay import observe
 from tests.replay.observe import Asked, Core
 from tests.replay.rig import Rig
@@ -103,7 +103,7 @@ CASES: dict[str, dict[str, Any]] = {
         "num_blocks": 60,
         "policy": "fair",
         "max_num_waiting": 24,
-        "max_predicted_wait_s": 9.0,
+        "max_predicted_wait_s": 5.0,
         "queue_timeout_s": 12.0,
         "seconds": _seconds,
         "tenants": ("flood", "flood", "flood", "flood", "light", "other"),

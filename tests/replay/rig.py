@@ -11,7 +11,7 @@ from itertools import takewhile
 from operator import eq
 from typing import Any
 
-from paceline.backends.null import expected_tokens
+from paceline.backends.reference.null import expected_tokens
 from tests.replay import observe
 from tests.replay.observe import Asked, Core
 

@@ -12,7 +12,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.backends.null import expected_tokens
+from paceline.backends.reference.null import expected_tokens
 from tests.replay import observe
 from tests.replay.observe import Asked, Core
 from tests.replay.rig import Rig, Seconds

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.routing import Breaker, BreakerSettings
 
 

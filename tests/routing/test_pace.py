@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.routing import (
     Breaker,
     BreakerSettings,

@@ -1,6 +1,6 @@
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.routing import LeastOutstanding, PrefixAffinity, RoundRobin, make_router
 
 

@@ -8,10 +8,11 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.testing import null_client
 from paceline.server import ServerConfig, create_app
+from paceline.web.routes import ui_router
 from tests.server.helpers import VOCAB, connect
 
 from .keys import KEYS
@@ -32,11 +33,11 @@ async def engine(anyio_backend: str) -> AsyncIterator[LocalEngineClient]:
 @pytest.fixture(scope="module")
 def guarded(engine: LocalEngineClient) -> FastAPI:
     """An app that asks for keys."""
-    return create_app(engine, ServerConfig(api_keys=KEYS))
+    return create_app(engine, ServerConfig(api_keys=KEYS), page=ui_router)
 
 
 @pytest.fixture(scope="module")
 async def open_http(engine: LocalEngineClient) -> AsyncIterator[httpx.AsyncClient]:
     """A client of an app without keys."""
-    async with connect(create_app(engine, ServerConfig())) as http:
+    async with connect(create_app(engine, ServerConfig(), page=ui_router)) as http:
         yield http

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.arguments import Parser
-from paceline.cli.limit_options import add_limit_options
-from paceline.cli.serve import add_parser
+from paceline.cli.flags.arguments import Parser
+from paceline.cli.flags.limit_options import add_limit_options
+from paceline.cli.serve.command import add_parser
 
 ROOT = Path(__file__).parents[2]
-SECURITY = (ROOT / "docs/security.md").read_text(encoding="utf-8")
-LIMITS = (ROOT / "docs/limits.md").read_text(encoding="utf-8")
+SECURITY = (ROOT / "docs/operate/security.md").read_text(encoding="utf-8")
+LIMITS = (ROOT / "docs/operate/limits.md").read_text(encoding="utf-8")
 _TOOLS = ("bash", "curl", "openssl", "sha256sum", "timeout")
 ROWS = [
     line.split(" | ")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.gateway import ModelConfig
-from paceline.gateway.config import parse_config
+from paceline.gateway.settings.config import parse_config
 from paceline.http.keys import ApiKey
 from paceline.http.upstream import ConnectError, Connection, Origin, Pool
 from paceline.routing import prefix_chain

@@ -22,10 +22,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from paceline.checkpoints.aliases import Alias
-from paceline.checkpoints.pull import pull
-from paceline.gateway.ledger import Ledger
-from paceline.gateway.money import Used
+from paceline.checkpoints.hub.aliases import Alias
+from paceline.checkpoints.hub.pip_models import pull
+from paceline.gateway.billing.ledger import Ledger
+from paceline.gateway.settings.prices import Used
 from paceline.server.batches.store import BatchStore
 from tests.cli.servers import start_server
 
@@ -41,24 +41,24 @@ SIMULATION = (
 # what may open, make or copy files for writing, by the module: every place is looked at below, but
 # those that are explained
 PLACES = {
-    "checkpoints/private.py": "the functions that the others use",
-    "checkpoints/pull.py": "",
-    "checkpoints/hub_cache.py": "models of the hub, in a cache that other programs read too",
-    "cli/batch_files.py": "",
+    "files.py": "the functions that the others use",
+    "checkpoints/hub/pip_models.py": "",
+    "checkpoints/hub/cache.py": "models of the hub, in a cache that other programs read too",
+    "cli/offline/batch_files.py": "",
     "engine/recorder.py": "",
-    "gateway/ledger.py": "",
+    "gateway/billing/ledger.py": "",
     "server/batches/contents.py": "",
     "server/batches/schema.py": "",
     "server/batches/store.py": "",
-    "engine/timeline/chrome.py": "",
+    "timeline/chrome.py": "",
     "sim/report/plots.py": "",
     "engine/process/client.py": "a folder for sockets by mkdtemp, which makes it 0700",
     "engine/process/in_flight.py": "0600, in that folder",
     "engine/text/template_worker.py": "/proc only",
-    "server/ui/what_if.py": "in the places",
-    "server/ui/what_if_trace.py": "in the places",
-    "server/ui/what_if_places.py": "a folder by mkdtemp, which makes it 0700",
-    "cli/what_if.py": "in that folder",
+    "web/what_if/service.py": "in the places",
+    "web/what_if/trace.py": "in the places",
+    "web/what_if/storage.py": "a folder by mkdtemp, which makes it 0700",
+    "cli/simulation/what_if.py": "in that folder",
     "backends/native/packed.py": "copies of weights, which whoever may read the model may read",
     "backends/native/build.py": "the compiled kernels, which whoever may run the package may read",
 }

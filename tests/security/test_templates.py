@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.engine.text.chat_template import ChatTemplate
 from paceline.engine.text.template_process import TemplateLimits, TemplateProcess

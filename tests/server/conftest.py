@@ -8,7 +8,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.testing import null_client
 from paceline.server import ServerConfig, create_app

@@ -20,9 +20,9 @@ from typing import Any
 
 import uvloop
 
-from paceline.backends.null import NullBackend
-from paceline.cli.settings import TRACE_PROCESS, WHAT_IF_PROCESS, EngineSettings
-from paceline.cli.what_if import choices
+from paceline.backends.reference.null import NullBackend
+from paceline.cli.flags.settings import TRACE_PROCESS, WHAT_IF_PROCESS, EngineSettings
+from paceline.cli.simulation.what_if import choices
 from paceline.core.outputs import SchedulerOutput, StepResult
 from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.protocol import EngineClient
@@ -32,9 +32,10 @@ from paceline.http.bounds import Bounds
 from paceline.http.keys import ApiKey
 from paceline.http.rate_limits import KeyLimits, parse_override
 from paceline.server import ServerConfig, serve
-from paceline.server.batch_config import BatchConfig
-from paceline.server.config import GivenSetting, WhatIfConfig
 from paceline.server.lifecycle import bind
+from paceline.server.settings.batch_config import BatchConfig
+from paceline.server.settings.config import GivenSetting, WhatIfConfig
+from paceline.web.routes import ui_router
 from tests.engine.null_engine import ARGV
 from tests.server.helpers import VOCAB
 
@@ -107,6 +108,7 @@ async def main() -> int:
         port=0,
         metrics_listener=metrics_listener,
         on_ready=lambda host, port: print(f"ready {host} {port}", flush=True),
+        page=ui_router,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.core.slo import Slo
 from paceline.engine.testing import null_client
 from paceline.server import ServerConfig, create_app

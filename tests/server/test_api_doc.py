@@ -1,4 +1,4 @@
-"""docs/api.md says what the code does: endpoints, and every field of every body."""
+"""docs/use/api.md says what the code does: endpoints, and every field of every body."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from paceline.server.bodies.protocol import RequestRules
-from paceline.server.bodies.structured import STRUCTURED_KINDS
-from paceline.server.unserved_routes import UNSERVED_ROUTES
+from paceline.server.protocol.requests import RequestRules
+from paceline.server.protocol.structured import STRUCTURED_KINDS
+from paceline.server.transport.unserved_routes import UNSERVED_ROUTES
 
 pytestmark = pytest.mark.anyio
 
@@ -23,7 +23,7 @@ _SPEC = importlib.util.spec_from_file_location("api_tables", ROOT / "scripts" / 
 assert _SPEC is not None and _SPEC.loader is not None
 api_tables = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(api_tables)
-DOC = (ROOT / "docs" / "api.md").read_text()
+DOC = (ROOT / "docs" / "use" / "api.md").read_text()
 RULES = RequestRules(
     served_model_names=("m",),
     vocab_size=259,

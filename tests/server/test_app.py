@@ -12,13 +12,13 @@ import httpx
 import pytest
 
 import paceline
-from paceline.backends.null import NullBackend
-from paceline.core.errors import ConfigError, EngineDeadError, QueueFullError
+from paceline.backends.reference.null import NullBackend
 from paceline.core.request import MOST_DRAFT_TOKENS
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.protocol import Sink
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.engine.types import GenerationOutput, GenerationRequest
+from paceline.errors import ConfigError, EngineDeadError, QueueFullError
 from paceline.server import ServerConfig, create_app, sampling_defaults, serve
 from tests.server.helpers import VOCAB, chat_body, connect, say
 

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.engine.local import LocalEngineClient
+from paceline.errors import ConfigError, InvalidRequestError
 from paceline.http.bounds import Bounds, check_json_depth, check_json_items
 from paceline.http.keys import ApiKey
 from paceline.http.rate_limits import Rate
 from paceline.server import ServerConfig, create_app
 from paceline.server.batches.lines import read_lines
-from paceline.server.errors import OLLAMA_PREFIX
+from paceline.server.transport.errors import OLLAMA_PREFIX
 from tests.server.helpers import chat_body, connect
 
 JSON = {"Content-Type": "application/json"}

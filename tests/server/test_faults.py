@@ -15,11 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.backends.null import NullBackend
-from paceline.core.errors import ConfigError, EngineLostError, PoisonedRequestError
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.protocol import Sink
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.engine.types import GenerationOutput, GenerationRequest
+from paceline.errors import ConfigError, EngineLostError, PoisonedRequestError
 from paceline.http.errors import error_response, reply_to
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import service_of

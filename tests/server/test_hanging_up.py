@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.protocol import Sink
 from paceline.engine.testing import null_client

@@ -10,9 +10,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from paceline.backends.null import NullBackend
-from paceline.core.errors import ConfigError
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.testing import null_client
+from paceline.errors import ConfigError
 from paceline.http.keys import ApiKey, KeyRing, parse_key_file
 from paceline.server import ServerConfig, create_app
 from tests.server.helpers import VOCAB, chat_body, connect

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.server.lifecycle import bind
 from tests.server.helpers import chat_body, events, metric, say
 from tests.server.live_process import LiveServer, eventually, live_server, raw_request

@@ -12,13 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.backends.null import NullBackend, expected_tokens
+from paceline.backends.reference.null import NullBackend, expected_tokens
 from paceline.engine.testing import null_client
 from paceline.http.keys import ApiKey
 from paceline.http.rate_limits import KeyLimits, Rate, caller_of
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import batches_of
-from paceline.server.batch_config import BatchConfig
+from paceline.server.settings.batch_config import BatchConfig
 from tests.server.helpers import (
     VOCAB,
     chat_body,

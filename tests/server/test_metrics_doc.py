@@ -1,4 +1,4 @@
-"""docs/metrics.md lists what is served, and what of vLLM's is not."""
+"""docs/operate/metrics.md lists what is served, and what of vLLM's is not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.testing import null_client
 from paceline.http.rate_limits.rates import KeyLimits
 from paceline.http.rate_limits.store import RateStore
@@ -20,7 +20,7 @@ from tests.server.helpers import VOCAB, scrape
 
 pytestmark = pytest.mark.anyio
 
-DOC = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+DOC = (Path(__file__).parents[2] / "docs" / "operate" / "metrics.md").read_text()
 # made once by hand from vLLM's own exposition: what its dashboards may ask for
 VLLM = re.findall(
     r"\w+",

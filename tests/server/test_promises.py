@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.null import NullBackend
-from paceline.cli.logs import JsonFormatter
+from paceline.backends.reference.null import NullBackend
+from paceline.cli.terminal.logs import JsonFormatter
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import QueueFullError
 from paceline.core.outputs import Timeline
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import Slo
@@ -27,13 +26,14 @@ from paceline.engine.types import (
     RequestTimes,
     SchedulerStats,
 )
+from paceline.errors import QueueFullError
 from paceline.http.errors import error_response, reply_to
 from paceline.http.exposition import Registry
 from paceline.server import ServerConfig, create_app
+from paceline.server.apis.openai.answers import UsageCount
 from paceline.server.app import service_of
-from paceline.server.bodies.wire import Explanation, GuessCount, encode
-from paceline.server.metrics.requests import RequestMetrics, RequestObserver
-from paceline.server.openai.answers import UsageCount
+from paceline.server.observability.metrics.requests import RequestMetrics, RequestObserver
+from paceline.server.protocol.responses import Explanation, GuessCount, encode
 from tests.server.helpers import VOCAB, chat_body, connect, expected_text, metric, rested, scrape
 
 pytestmark = pytest.mark.anyio

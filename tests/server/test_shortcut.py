@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.protocol import Sink
 from paceline.engine.testing import null_client
@@ -23,10 +23,10 @@ from paceline.engine.types import GenerationOutput, GenerationRequest
 from paceline.http.connections import _BodyWriter
 from paceline.http.shortcut import BODY_WRITER
 from paceline.server import ServerConfig, create_app, serve
-from paceline.server.openai.chat import ChatStream
-from paceline.server.openai.completions import CompletionStream
-from tests.server.bodies.test_tools import TOOLS
+from paceline.server.apis.openai.chat import ChatStream
+from paceline.server.apis.openai.completions import CompletionStream
 from tests.server.helpers import VOCAB, chat_body, events, metric, post_scope
+from tests.server.protocol.test_tools import TOOLS
 
 pytestmark = pytest.mark.anyio
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.testing import ByteTokenizer, null_client
 from paceline.server import ServerConfig, create_app
 from tests.server.helpers import VOCAB, connect

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.http.tls import check_tls_files
 from paceline.server import ServerConfig
 from tests.cli.servers import start_server

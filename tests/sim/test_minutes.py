@@ -12,9 +12,6 @@ import pytest
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.engine.recorder import FileRecorder, Recorders
-from paceline.engine.timeline.codec import encode, headers
-from paceline.engine.timeline.collect import Collector
-from paceline.engine.timeline.events import Done, FrameType, Plan, Told
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.config import ReplicaConfig
 from paceline.sim.minutes import recording_of, workload_of
@@ -23,6 +20,9 @@ from paceline.sim.simulator import Pool, Simulator
 from paceline.sim.step_times.base import FixedStepTimes
 from paceline.sim.step_times.recorded import RecordedStepTimes, step_intervals
 from paceline.sim.workload import open_workload
+from paceline.timeline.codec import encode, headers
+from paceline.timeline.collect import Collector
+from paceline.timeline.events import Done, FrameType, Plan, Told
 
 WORKLOAD = (
     "synthetic:rate=30,cv=2,prompt=lognormal(80,1),output=lognormal(30,0.8),n=80,"

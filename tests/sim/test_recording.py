@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.recording import Recording
 from tests.cli.servers import start_server
 from tests.engine.test_recorder import CACHE, SCHEDULER, run

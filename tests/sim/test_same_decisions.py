@@ -13,14 +13,14 @@ import pytest
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.policies import POLICIES
-from paceline.engine.timeline.codec import Decoder
-from paceline.engine.timeline.collect import Collector
-from paceline.engine.timeline.events import Kind, Plan
 from paceline.sim.decisions import DecisionLog
 from paceline.sim.live import run_live
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.simulator import Pool, Simulator
 from paceline.sim.step_times.base import FixedStepTimes
+from paceline.timeline.codec import Decoder
+from paceline.timeline.collect import Collector
+from paceline.timeline.events import Kind, Plan
 from tests.sim.workloads import bursty
 
 TIMES = FixedStepTimes(0.004, 0.0001)

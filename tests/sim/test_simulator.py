@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import SchedulerOutput
+from paceline.errors import ConfigError
 from paceline.routing import LeastOutstanding, PredictedRouter, make_router
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.replica import Delays, ReplicaConfig

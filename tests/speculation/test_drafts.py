@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.backends.null import NullBackend, expected_tokens
+from paceline.backends.reference.null import NullBackend, expected_tokens
 from paceline.core.grammar import Grammar
 from paceline.core.predict.step_time import StepShape
 from paceline.core.request import FinishReason, Request

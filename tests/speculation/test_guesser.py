@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.backends.null import expected_tokens
+from paceline.backends.reference.null import expected_tokens
 from paceline.core.outputs import DRAFT_MODEL
 from paceline.engine.testing import ScriptedDrafter
 from paceline.speculation.guess import (

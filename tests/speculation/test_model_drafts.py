@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.null import NullBackend, expected_tokens
+from paceline.backends.reference.null import NullBackend, expected_tokens
 from paceline.core.outputs import DRAFT_MODEL, ScheduledRow, SchedulerOutput, StepResult
 from paceline.core.predict.step_time import StepShape
 from paceline.core.slo import NO_SLO, Slo
@@ -220,7 +220,7 @@ def test_what_the_model_has_not_seen_is_part_of_the_price() -> None:
 
 class _Head(_Timed):
     """Keeps hidden states of the latest tokens alone, and enters so many of them in a step before
-    it guesses, as ``backends.head_drafting`` does."""
+    it guesses, as ``backends.drafting.draft_head`` does."""
 
     keeps, at_once = 128, 64
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.speculation.settings import SpeculationSettings
 
 

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Final
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.engine.timeline.codec import Decoder, encode
-from paceline.engine.timeline.events import FrameType, Kind, Plan, Told, vocabulary
-from paceline.engine.timeline.frames import Frames
-from paceline.engine.timeline.model import Model
 from paceline.sim.arrival import Arrival
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.simulator import Pool, Simulator
 from paceline.sim.step_times.base import FixedStepTimes
+from paceline.timeline.codec import Decoder, encode
+from paceline.timeline.events import FrameType, Kind, Plan, Told, vocabulary
+from paceline.timeline.frames import Frames
+from paceline.timeline.model import Model
 
 __all__ = ["FILE", "MAX_BYTES", "made", "main"]
 

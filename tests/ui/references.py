@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from paceline.engine.timeline.codec import encode
-from paceline.engine.timeline.events import FrameType, Told, vocabulary
+from paceline.timeline.codec import encode
+from paceline.timeline.events import FrameType, Told, vocabulary
 from tests.server.live_process import eventually, live_server
 from tests.ui.conftest import ARGS, CHROMIUM
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from paceline.engine.timeline.codec import Decoder
-from paceline.engine.timeline.events import VERSION, Announce, FrameType, Kind, Plan, Told
-from paceline.engine.timeline.model import Model
+from paceline.timeline.codec import Decoder
+from paceline.timeline.events import VERSION, Announce, FrameType, Kind, Plan, Told
+from paceline.timeline.model import Model
 from tests.ui.conftest import OpenPage
 from tests.ui.demo import FILE, MAX_BYTES, SECONDS, made
 

@@ -27,7 +27,7 @@ from benchmarks.common.processes import Process, Unavailable, free_port
 from benchmarks.common.setup import Peer
 from benchmarks.peers.llama_cpp import LlamaCpp
 from benchmarks.peers.vllm_cpu import VllmCpu
-from paceline.gateway.config import EngineKind
+from paceline.gateway.settings.config import EngineKind
 from tests.upstreams.checks import CHECKS, CheckFailedError, Pair
 
 # seconds that one check may take

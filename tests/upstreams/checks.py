@@ -22,8 +22,8 @@ import httpx
 
 from benchmarks.common.processes import Process
 from paceline.gateway import EngineConfig, Gateway, GatewayConfig
-from paceline.gateway.config import EngineKind
-from paceline.gateway.kinds import KINDS, scan
+from paceline.gateway.settings.config import EngineKind
+from paceline.gateway.settings.engine_types import KINDS, scan
 from tests.gateway.helpers import gateway_over
 
 __all__ = ["CHECKS", "CheckFailedError", "Pair"]

@@ -2,8 +2,8 @@ import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
 import { test } from "node:test";
 
-import { blocksOf, codeOf, headingOf, itemsOf, quoted, rowsOf, spansOf } from "../../paceline/server/ui/static/lib/markdown.js";
-import { asCurl, asLiteral, asPython } from "../../paceline/server/ui/static/lib/snippets.js";
+import { blocksOf, codeOf, headingOf, itemsOf, quoted, rowsOf, spansOf } from "../../paceline/web/static/lib/markdown.js";
+import { asCurl, asLiteral, asPython } from "../../paceline/web/static/lib/snippets.js";
 
 const kinds = (/** @type {string} */ text) => blocksOf(text).map(({ kind }) => kind);
 const spans = (/** @type {string} */ text) => spansOf(text).map(({ kind, text: said, href }) => (href ? `${kind}:${said}:${href}` : `${kind}:${said}`));

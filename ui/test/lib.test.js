@@ -1,8 +1,8 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { bodyOf, FieldError, FIELDS, fieldOf } from "../../paceline/server/ui/static/lib/fields.js";
-import { duration, lines, story, visible, waterfall } from "../../paceline/server/ui/static/lib/format.js";
+import { bodyOf, FieldError, FIELDS, fieldOf } from "../../paceline/web/static/lib/fields.js";
+import { duration, lines, story, visible, waterfall } from "../../paceline/web/static/lib/format.js";
 
 test("times have three digits and the unit that fits", () => {
   const cases = { 0: "0 ms", 0.1234: "0.123 ms", 12.345: "12.3 ms", 999.4: "999 ms", 999.6: "1 s", 12345: "12.3 s" };

@@ -1,10 +1,10 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { arranged, Names, tinted } from "../../paceline/server/ui/static/timeline/groups.js";
-import { History } from "../../paceline/server/ui/static/timeline/history.js";
-import { Model } from "../../paceline/server/ui/static/timeline/model.js";
-import { BINS, binOf, margin, note } from "../../paceline/server/ui/static/timeline/slack.js";
+import { arranged, Names, tinted } from "../../paceline/web/static/timeline/groups.js";
+import { History } from "../../paceline/web/static/timeline/history.js";
+import { Model } from "../../paceline/web/static/timeline/model.js";
+import { BINS, binOf, margin, note } from "../../paceline/web/static/timeline/slack.js";
 
 const ASKED = { arrival: 10, prompt: 100, ttft: null, tpot: null, deadline: null, slo: "standard", tenant: "" };
 /** @param {any} told @param {number} computed @returns {any} */

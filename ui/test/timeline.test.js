@@ -2,11 +2,11 @@ import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { test } from "node:test";
 
-import { stepsOf, traceOf } from "../../paceline/server/ui/static/timeline/chrome.js";
-import { CAPACITY, History } from "../../paceline/server/ui/static/timeline/history.js";
-import { Decoder, ENDS, NO_LANE, STATES } from "../../paceline/server/ui/static/timeline/decode.js";
-import { Model } from "../../paceline/server/ui/static/timeline/model.js";
-import { firstDifference, Recorded } from "../../paceline/server/ui/static/timeline/recorded.js";
+import { stepsOf, traceOf } from "../../paceline/web/static/timeline/chrome.js";
+import { CAPACITY, History } from "../../paceline/web/static/timeline/history.js";
+import { Decoder, ENDS, NO_LANE, STATES } from "../../paceline/web/static/timeline/decode.js";
+import { Model } from "../../paceline/web/static/timeline/model.js";
+import { firstDifference, Recorded } from "../../paceline/web/static/timeline/recorded.js";
 
 const vector = JSON.parse(readFileSync(new URL("../../tests/ui/vectors/timeline.json", import.meta.url), "utf8"));
 /** @param {string} name */

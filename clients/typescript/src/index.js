@@ -1,4 +1,4 @@
-/** A streaming client for any OpenAI-compatible server (docs/client.md). */
+/** A streaming client for any OpenAI-compatible server (docs/use/client.md). */
 
 export { Client } from "./client.js";
 export {

@@ -1,7 +1,7 @@
 /**
  * What goes in and out of the client. Written by hand; its neighbours are made from ../src.
  *
- * Names and meanings are those of docs/client.md, which the client in Python shares.
+ * Names and meanings are those of docs/use/client.md, which the client in Python shares.
  */
 
 /** A server and a model there. */

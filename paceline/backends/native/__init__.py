@@ -1,11 +1,11 @@
 """The native CPU compute path: a whole model step in one call of a small C++ library.
 
 Needs the compiled ``_lib`` next to this file (built by ``make``, or by
-``python -m paceline.backends.native.build``); ``unavailable_reason()`` says why it cannot be
-used, and then the pure PyTorch path serves. Nothing here imports torch.
+``python -m paceline.backends.native.build``); where it cannot be used, ``unavailable_reason()``
+says why, and the pure PyTorch path serves instead. Nothing here imports torch.
 """
 
-from paceline.backends.native.kinds import choose_kinds, packed_bytes
+from paceline.backends.native.block_formats import choose_kinds, packed_bytes
 from paceline.backends.native.library import unavailable_reason, variants
 from paceline.backends.native.model import (
     DTYPES,

@@ -2,7 +2,7 @@
 
 ``make`` runs it after installing and whenever the sources change, ``setup.py`` while it makes a
 wheel; it needs CMake and a C++20 compiler. Without it everything works but ``--compute native``.
-Nothing of the package is imported here, since both run before there is one.
+Imports nothing of the package, since both callers run before the package is installed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ __all__ = ["LIBRARY", "build", "main", "platform_tag"]
 
 LIBRARY: Final = "_lib.so"
 _HERE = Path(__file__).resolve().parent
-# versions of the C++ runtime's symbols, and the oldest glibc beside which distributions have them,
-# as the manylinux policies of auditwheel 6.8 pair them
+# versions of the C++ runtime's symbols, and the oldest glibc that distributions ship them with, as
+# the manylinux policies of auditwheel 6.8 pair them
 _RUNTIMES: Final = {
     b"GLIBCXX": {(3, 4, 19): 17, (3, 4, 22): 24, (3, 4, 24): 27, (3, 4, 28): 31, (3, 4, 29): 34,
                  (3, 4, 30): 35},
@@ -33,18 +33,18 @@ _RUNTIMES: Final = {
 
 
 def _find_sources() -> Path:
-    """Those of a checkout, else those that an installed package has among its data."""
+    """Return the sources of a checkout, else those among an installed package's data."""
     checkout = _HERE.parents[2] / "csrc"
     installed = Path(sysconfig.get_path("data"), "share", "paceline", "csrc")
     return checkout if (checkout / "CMakeLists.txt").is_file() else installed
 
 
 def build(sources: Path | None = None, target: Path = _HERE, options: Sequence[str] = ()) -> Path:
-    """Compile ``sources`` and move the library into ``target``, whole or not at all. Builds do not
-    get in each other's way: the last one's library stays.
+    """Compile ``sources`` and move the library into ``target``, whole or not at all. Concurrent
+    builds do not disturb each other: the last one's library stays.
 
     Args:
-        sources: None: those that came with this package.
+        sources: None: the sources that came with this package.
         options: for CMake's configuration, such as "-DPACELINE_STAND_INS=ON".
 
     Raises:
@@ -59,7 +59,7 @@ def build(sources: Path | None = None, target: Path = _HERE, options: Sequence[s
             "cmake was not found; install CMake 3.20 or later and a C++20 compiler (g++ 11 or "
             "later, clang 14 or later)"
         )
-    # asked before minutes of compiling
+    # checked before minutes of compiling
     if not os.access(target, os.W_OK):
         raise RuntimeError(f"{target} cannot be written by this user; install as one who may")
     with tempfile.TemporaryDirectory() as folder:
@@ -76,12 +76,12 @@ def build(sources: Path | None = None, target: Path = _HERE, options: Sequence[s
 
 
 def platform_tag(library: Path) -> str:
-    """The platform of a wheel that holds ``library``: "manylinux_2_29_x86_64" runs where glibc is
-    2.29 or later (PEP 600). "linux_x86_64", which package indexes refuse, where its C++ runtime is
-    younger than any that ``_RUNTIMES`` knows.
+    """Return the platform of a wheel with ``library``: "manylinux_2_29_x86_64" runs where glibc is
+    2.29 or later (PEP 600). "linux_x86_64", which package indexes refuse, means that its C++
+    runtime is younger than any in ``_RUNTIMES``.
 
-    Read from the versions of symbols that the file names, so what a compiler or a source adds
-    raises the floor by itself. Raises RuntimeError for a file that is no such library.
+    Read from the versions of symbols that the file names, so that anything newer that a compiler or
+    a source uses raises the minimum. Raises RuntimeError for a file that is no such library.
     """
     data = library.read_bytes()
     # e_machine of the ELF header
@@ -103,7 +103,7 @@ def platform_tag(library: Path) -> str:
 
 def _put(made: Path, target: Path) -> Path:
     """Copy a file into a folder, where it appears complete or not at all."""
-    # a name of this process's own: another build's copy must not be written into
+    # the name has this process's id, since another build's copy must not be overwritten
     fresh = target / f".{made.name}.{os.getpid()}"
     try:
         shutil.copyfile(made, fresh)
@@ -114,7 +114,7 @@ def _put(made: Path, target: Path) -> Path:
 
 
 def main() -> int:
-    """Build and say what became of it."""
+    """Build the library and print the result."""
     began = time.monotonic()
     try:
         path = build()

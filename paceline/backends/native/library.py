@@ -20,7 +20,7 @@ from ctypes import (
 from pathlib import Path
 from typing import ClassVar, Final, NamedTuple
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = [
     "ABI",
@@ -45,7 +45,7 @@ _AGAIN: Final = "build it again: python -m paceline.backends.native.build"
 
 
 class Config(ctypes.Structure):
-    """PacelineConfig."""
+    """Mirror of PacelineConfig."""
 
     _fields_ = (
         ("layers", c_int64),
@@ -95,7 +95,7 @@ class Config(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """PacelineStep."""
+    """Mirror of PacelineStep."""
 
     _fields_ = (
         ("tokens", c_int64),
@@ -115,7 +115,7 @@ class Step(ctypes.Structure):
 
 
 class Draw(ctypes.Structure):
-    """PacelineDraw."""
+    """Mirror of PacelineDraw."""
 
     _fields_ = (
         ("rows", c_int64),
@@ -133,7 +133,7 @@ class Draw(ctypes.Structure):
 
 
 class Logprobs(ctypes.Structure):
-    """PacelineLogprobs."""
+    """Mirror of PacelineLogprobs."""
 
     _fields_ = (
         ("rows", c_int64),
@@ -190,7 +190,7 @@ _SIGNATURES: Final = {
 
 @functools.cache
 def _load() -> ctypes.CDLL | str:
-    """The library, or why there is none."""
+    """Return the loaded library, or the reason why there is none."""
     if not _PATH.is_file():
         return (
             "the native library was not built; install a C++ compiler and CMake, then run "
@@ -210,13 +210,13 @@ def _load() -> ctypes.CDLL | str:
 
 
 def unavailable_reason() -> str | None:
-    """Why the native path cannot run on this machine, or None where it can."""
+    """Return why the native path cannot run on this machine, or None where it can."""
     loaded = _load()
     return loaded if isinstance(loaded, str) else None
 
 
 def library() -> ctypes.CDLL:
-    """The loaded library. Raises ConfigError with ``unavailable_reason()``."""
+    """Return the loaded library. Raises ConfigError with ``unavailable_reason()``."""
     loaded = _load()
     if isinstance(loaded, str):
         raise ConfigError(loaded)
@@ -224,17 +224,17 @@ def library() -> ctypes.CDLL:
 
 
 class Limits(NamedTuple):
-    """What counting a step's memory takes of the library, the same for all models."""
+    """Limits of the library that determine a step's memory, the same for all models."""
 
-    # keys before a window's first that attention reads, masked, at most
+    # most keys before a window's first one that attention reads and masks
     keys_before_window: int
-    # pairs of a row and an expert that are computed at once
+    # pairs of a row and an expert computed at once
     pass_pairs: int
 
 
 @functools.cache
 def limits() -> Limits:
-    """Raises ConfigError with ``unavailable_reason()`` where there is no library."""
+    """Return the limits. Raises ConfigError with ``unavailable_reason()`` without a library."""
     out = (c_int64 * len(Limits._fields))()
     library().paceline_limits(out)
     return Limits(*out)
@@ -242,17 +242,17 @@ def limits() -> Limits:
 
 @functools.cache
 def digest() -> str:
-    """SHA-256 of the library's file: another build may pack the same weights otherwise, and neither
-    its interface nor this package's version need say so. Raises ConfigError where there is none."""
+    """Return the SHA-256 of the library's file. Another build may pack the same weights differently
+    under the same interface and package version. Raises ConfigError without a library."""
     library()
     return hashlib.sha256(_PATH.read_bytes()).hexdigest()
 
 
 def variants() -> tuple[str, ...]:
-    """Names of the kernel variants that this machine runs, best first; () without a library.
+    """Return the kernel variants that this machine runs, best first; () without a library.
 
-    The environment's PACELINE_ISA leaves out those better than the one it names. Raises ConfigError
-    where that one does not run here, naming those that do.
+    The environment's PACELINE_ISA excludes variants better than the one it names. Raises
+    ConfigError where that one does not run here, naming those that do.
     """
     loaded = _load()
     if isinstance(loaded, str):
@@ -265,11 +265,11 @@ def variants() -> tuple[str, ...]:
 
 
 class Owner:
-    """Owns one thing that the library made, and frees it when closed or no longer used."""
+    """Owner of one object of the library, which it frees when closed or no longer used."""
 
     # the library's function that frees it
     _FREE: ClassVar[str]
-    # None until it is made, and once it was freed
+    # None before it is made and after it is freed
     _handle: int | None = None
     _library: ctypes.CDLL
 
@@ -284,7 +284,7 @@ class Owner:
 
     @property
     def handle(self) -> int:
-        """For calls of the library. Raises ConfigError once closed."""
+        """Handle for calls of the library. Raises ConfigError once closed."""
         if self._handle is None:
             raise ConfigError(f"this {type(self).__name__} is closed")
         return self._handle

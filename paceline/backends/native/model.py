@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline import __version__
-from paceline.backends.machine import choose_threads
+from paceline.backends.machine.cpu import choose_threads
 from paceline.backends.native.library import ABI, Config, Owner, Step, check, digest, library
 from paceline.backends.native.packed import PackedCopies
 from paceline.backends.native.tensors import TYPES, RawTensor, Tensor, locate
-from paceline.checkpoints.config import ModelConfig
-from paceline.core.errors import ConfigError
+from paceline.checkpoints.model.config import ModelConfig
+from paceline.errors import ConfigError
 
 __all__ = ["CHOICES", "DTYPES", "KV_DTYPES", "SECTIONS", "NativeModel", "unsupported_reason"]
 
@@ -24,32 +24,32 @@ __all__ = ["CHOICES", "DTYPES", "KV_DTYPES", "SECTIONS", "NativeModel", "unsuppo
 DTYPES: Final = {"float32": 0, "bfloat16": 1, "int8": 2, "q4": 3}
 # int8: a scale per token and head
 KV_DTYPES: Final = {"float32": 0, "bfloat16": 1, "int8": 2}
-# parts of a step that ``NativeModel.seconds`` tells apart
+# parts of a step that ``NativeModel.seconds`` times separately
 SECTIONS: Final = (
     "embed", "norm", "qkv", "rope", "attend", "encode", "out", "route", "gate_up", "down", "head",
 )  # fmt: skip
 # ways to find the likeliest token without logits that ``NativeModel.choices`` counts
 CHOICES: Final = ("settled", "too_many", "whole")
-# any integer type; what is not int32 already is converted
+# any integer type; others than int32 are converted
 Integers = NDArray[np.integer[Any]]
 _TILE: Final = 16
 _MAX_HEAD_DIM: Final = 256
 # PacelineConfig.activation
 _ACTIVATIONS: Final = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
-# between these float32 divides by a soft cap and loses nothing; those of models are about 50
+# range in which float32 divides by a soft cap without loss; models have about 50
 _SOFTCAPS: Final = (1e-6, 1e6)
-# of a layer
+# matrices of a layer that have a kind
 _KINDS: Final = 6
 
 
-# knobs of ModelConfig that the kernels know at these values alone, and what others are
+# fields of ModelConfig that the kernels support at these values alone, and names of the others
 _ONLY: Final[tuple[tuple[str, object, str], ...]] = (
     ("bidirectional", False, "attention to both sides"),
 )
 
 
 def unsupported_reason(config: ModelConfig, block_size: int) -> str | None:
-    """Why a model of this shape cannot run natively, or None if it can."""
+    """Return why a model of this shape cannot run natively, or None if it can."""
     lacking = [what for name, value, what in _ONLY if getattr(config, name) != value]
     if lacking:
         return f"{config.model_type} has {', '.join(lacking)}, which the native kernels do not have"
@@ -81,8 +81,8 @@ def _checked_tables(
 
 
 def _step(*given: Integers) -> tuple[Step, list[NDArray[np.int32]]]:
-    """A step of token ids, positions, query_start, block tables and rows, and the arrays that it
-    points to. Raises ConfigError where they do not go together."""
+    """Return a step of token ids, positions, query_start, block tables and rows, and the arrays
+    that it points to. Raises ConfigError where their sizes disagree."""
     arrays = [np.ascontiguousarray(array, dtype=np.int32) for array in given]
     tokens, places, starts, tables, rows = arrays
     sequences = len(starts) - 1
@@ -109,27 +109,27 @@ class NativeModel(Owner):
     """Weights packed for this machine, a paged KV cache and a team of threads.
 
     Used from one thread at a time; calls release the interpreter lock. The calling thread computes
-    along with ``threads - 1`` others.
+    with ``threads - 1`` others.
 
     Args:
         tensors: every tensor of the model under its Hugging Face name, each packed and released
             before the next is taken.
         rope: cosines and sines, each float32 [positions, head_dim / 2], scaling factors included;
-            their length bounds the positions a step may have.
-        sliding_rope: the same for layers with a window, where the config has one for these.
+            their length bounds the positions of a step.
+        sliding_rope: the same for layers with a window, if the config has another one for these.
         dtype: a key of ``DTYPES``.
         kv_dtype: a key of ``KV_DTYPES``; None: float32 for float32 weights, else bfloat16.
-        threads: None: as ``machine.choose_threads`` says.
+        threads: None: as ``machine.choose_threads`` chooses.
         isa: a name of ``variants()``; None: the best.
         screen_head: find the likeliest tokens of one or two rows without reading the whole head
-            (csrc/screen.cpp), right but for errors of more than 6 standard deviations.
-        kinds: a number for each matrix (``kinds.Kinds``); empty: all have ``dtype``, but for
-            tables and odd widths, which are int8 beside "q4".
-        has_head: False: only ``hidden`` will be asked for, and ``tensors`` have no head.
-        copies: where a copy of the packed weights may lie, which is read instead of ``tensors``,
-            or else is to be kept.
-        num_window_blocks: blocks behind the others for layers with a sliding window alone; 0: these
-            use the others' too.
+            (csrc/screen.cpp), wrong only for errors of more than 6 standard deviations.
+        kinds: a number for each matrix (``kinds.Kinds``); empty: all have ``dtype``, except
+            tables and odd widths, which are int8 where it is "q4".
+        has_head: False: only ``hidden`` is called, and ``tensors`` have no head.
+        copies: where a copy of the packed weights is read, if there is one, instead of
+            ``tensors``, and is else written.
+        num_window_blocks: blocks behind the others, only for layers with a sliding window; 0:
+            these layers use the others.
 
     Raises:
         ConfigError: no library, an unsupported shape, or tensors missing or of a wrong shape.
@@ -182,7 +182,7 @@ class NativeModel(Owner):
         self._vocab, self._hidden = config.vocab_size, config.hidden_size
         self._logits = np.empty((0, self._vocab), dtype=np.float32)
         self._most_likely = np.empty(0, dtype=np.int32)
-        # of the last step's logits: the first of the largest of each row, -1 where one is not
+        # index of the first of each row's largest logits in the last step, -1 where one is not
         # finite, [R]; a view that the next step overwrites
         self.likeliest = self._most_likely
         window = config.sliding_window if config.sliding_layers else None
@@ -203,7 +203,7 @@ class NativeModel(Owner):
             inner=config.intermediate_size,
             vocab=config.vocab_size,
             max_positions=positions,
-            # what 64 bits do not hold is refused for its size, not taken for another number
+            # a number beyond 64 bits is refused for its size, and must not wrap around
             num_blocks=min(num_blocks, 2**63 - 1),
             block_size=block_size,
             num_window_blocks=min(num_window_blocks, 2**63 - 1),
@@ -228,8 +228,8 @@ class NativeModel(Owner):
             router_bias=config.router_bias,
             sinks=config.attention_sinks,
             eps=config.rms_norm_eps,
-            # The sum of all layers is kept divided by the factor on what is added to it. A norm of
-            # it is the same with this epsilon, and nothing else reads it.
+            # The sum of all layers is kept divided by the factor on each layer's addend. Its norm
+            # is unchanged with this epsilon, and nothing else reads the sum.
             sum_eps=config.rms_norm_eps / config.residual_scale**2,
             embedding_scale=config.embedding_scale / config.residual_scale,
             attention_scale=config.attention_scale or 0.0,
@@ -283,7 +283,7 @@ class NativeModel(Owner):
         check(status)
 
     def _pieces(self) -> list[memoryview]:
-        """The memory of all that ``tensors`` are packed into."""
+        """Memory of everything that ``tensors`` are packed into."""
         pieces: list[memoryview] = []
         size = ctypes.c_int64()
         while address := self._library.paceline_piece(self.handle, len(pieces), ctypes.byref(size)):
@@ -293,7 +293,7 @@ class NativeModel(Owner):
 
     @property
     def kv_bytes_per_block(self) -> int:
-        """Bytes of one block over all layers without window blocks, keys and values."""
+        """Bytes of one block's keys and values over all layers without window blocks."""
         return int(self._library.paceline_block_bytes(self.handle))
 
     @property
@@ -327,10 +327,10 @@ class NativeModel(Owner):
             query_start: [S + 1], first row of each sequence, then T; a sequence may have no rows.
             block_tables: [S, width], block ids by position // block_size.
             sample_rows: [R], ascending rows whose logits are wanted.
-            needs_logits: False: ``likeliest`` is enough, which for a few rows takes less to find
-                (csrc/screen.cpp); it is then that of the logits unless screening is more than 6
-                standard deviations off with one of them.
-            window_tables: window blocks in place of ``block_tables``'s blocks, where there are any.
+            needs_logits: False: ``likeliest`` suffices, which costs less for a few rows
+                (csrc/screen.cpp); it is then right unless screening is off by more than 6 standard
+                deviations for one of the logits.
+            window_tables: window blocks in place of those in ``block_tables``, if there are any.
 
         Returns:
             [R, vocab] float32, a view that the next call overwrites; [0, vocab] unless
@@ -364,8 +364,8 @@ class NativeModel(Owner):
         block_tables: Integers,
         rows: Integers,
     ) -> NDArray[np.float32]:
-        """As ``forward``, but of these rows what goes into the last norm, less the factor
-        ``residual_scale``: [R, hidden] in float32. Raises ConfigError likewise."""
+        """Run a step as ``forward`` does, but return for ``rows`` the input of the last norm,
+        without the factor ``residual_scale``: [R, hidden] float32. Raises ConfigError likewise."""
         step, arrays = _step(token_ids, positions, query_start, block_tables, rows)
         found = np.empty((len(arrays[-1]), self._hidden), dtype=np.float32)
         step.hidden = found.ctypes.data
@@ -384,8 +384,8 @@ class NativeModel(Owner):
         )
 
     def choices(self) -> dict[str, int]:
-        """How the likeliest token was found of all rows so far of steps without logits, in rows by
-        ``CHOICES``: settled by screening, screened in vain, or by the whole product at once."""
+        """Number of rows so far in steps without logits, by how their likeliest token was found
+        (``CHOICES``): settled by screening, screened in vain, or by the whole product at once."""
         counts = (ctypes.c_int64 * len(CHOICES))()
         self._library.paceline_choices(self.handle, counts)
         return dict(zip(CHOICES, counts, strict=True))

@@ -1,13 +1,13 @@
 """Copies of packed weights on disk, from which a model starts without packing them again.
 
 A copy is a file ``<key>.packed``: a header with the sizes of its pieces, the pieces, and the
-header's digest behind them. It is written beside its name, flushed to disk and then renamed, so
-what a crash or a full disk leaves is never taken for a copy. A copy whose size, header or end is
-not what this model needs is not read either. The bytes themselves are trusted: hashing them would
-take as long as packing does.
+header's digest at the end. It is written under another name, flushed to disk and then renamed, so
+the remains of a crash or a full disk are never taken for a copy. A copy with another size, header
+or end than this model needs is not read either. The bytes themselves are trusted: hashing them
+would take as long as packing does.
 
-What is being written is a ``.part`` of its final size, locked by who writes it. So everybody counts
-it from the start, and one whose lock is free was left behind by a process that is gone.
+A copy in progress is a ``.part`` of its final size, locked by its writer. So every process counts
+it from the start, and a part whose lock is free was left behind by a process that has ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Final
 
-from paceline.checkpoints.gguf_parts import gguf_files
+from paceline.checkpoints.gguf.shards import gguf_files
 
 __all__ = ["PackedCopies", "fingerprint"]
 
@@ -37,20 +37,20 @@ _log = logging.getLogger(__name__)
 _MAGIC: Final = b"paceline packed 1"
 _SUFFIX: Final = ".packed"
 _PARTIAL: Final = ".part"
-# what is written in one call
+# bytes per write call
 _CHUNK: Final = 64 << 20
-# of a file, what its fingerprint reads: both ends, and places between
+# bytes per sample of a file for its fingerprint: both ends, and samples between
 _ENDS: Final = 1 << 20
 _PLACES: Final = 64
 _PLACE: Final = 1 << 14
-# a part is locked right after it is made
+# seconds after which a part must be locked, since it is locked right after it is made
 _NEW_S: Final = 10.0
-# without locks, a part that nobody has written to for so long belongs to a process that is gone
+# seconds without a write after which a part counts as abandoned, without locks
 _ABANDONED_S: Final = 3600.0
 
 
 def fingerprint(path: Path) -> str:
-    """A digest of a model's files: of their names, sizes and times of change, and of some two
+    """Return a digest of a model's files: their names, sizes and times of change, and about two
     megabytes of each. Hashing them whole would take longer than packing."""
     if path.is_dir():
         files: Iterable[Path] = sorted([*path.glob("*.safetensors"), *path.glob("*.json")])
@@ -72,23 +72,23 @@ def fingerprint(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PackedCopies:
-    """Copies in a folder, at most ``max_bytes`` of them together: those used longest ago go first.
+    """Copies in a folder, at most ``max_bytes`` in total: the least recently used go first.
 
-    Several processes may share the folder. No method raises for what the disk does: a copy that
-    cannot be read or written is logged and done without.
+    Several processes may share the folder. No method raises for errors of the disk: a copy that
+    cannot be read or written is logged, and the model is packed without it.
     """
 
     folder: Path
     max_bytes: int
-    # of the model's files, see ``fingerprint``
+    # digest of the model's files, see ``fingerprint``
     source: str
 
     def read(self, about: Mapping[str, object], pieces: Sequence[memoryview]) -> bool:
         """Fill ``pieces`` from the copy of this model, if there is one.
 
         Args:
-            about: what the bytes depend on beside the model's files; JSON.
-            pieces: writable; untouched unless True is returned, or reading breaks off.
+            about: everything except the model's files that the bytes depend on; JSON.
+            pieces: writable; changed only if True is returned or reading fails halfway.
         """
         path, header = self._path(about), self._header(about, pieces)
         trailer = hashlib.sha256(header).digest()
@@ -103,7 +103,7 @@ class PackedCopies:
                     return False
                 for piece in pieces:
                     _fill(file.fileno(), piece)
-            # who is used least is told by the time, where this process may say so
+            # the time of change records the last use, where this process may set it
             with contextlib.suppress(OSError):
                 os.utime(path)
         except FileNotFoundError:
@@ -117,7 +117,7 @@ class PackedCopies:
         return True
 
     def write(self, about: Mapping[str, object], pieces: Sequence[memoryview]) -> None:
-        """Keep a copy of this model, and let go of others until all fit."""
+        """Write a copy of this model, and remove others until all fit."""
         path, header = self._path(about), self._header(about, pieces)
         size = len(header) + sum(map(len, pieces)) + hashlib.sha256().digest_size
         if size > self.max_bytes:
@@ -126,7 +126,7 @@ class PackedCopies:
                 size >> 20, self.max_bytes >> 20,
             )  # fmt: skip
             return
-        # a name of its own: processes in containers that share the folder may have one number
+        # random, since processes in containers that share the folder may have equal ids
         partial = path.with_name(f".{path.name}.{token_hex(8)}{_PARTIAL}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -146,12 +146,12 @@ class PackedCopies:
         _log.info("packed_copy=%s written: %d MiB", path, size >> 20)
 
     def _reserve(self, partial: Path, path: Path, size: int) -> FileIO:
-        """Make room, and the part that takes it. Raises OSError where there is none."""
+        """Make room, and create a part of ``size``. Raises OSError where there is no room."""
         with _locked(self.folder):
             self._make_room(size, path)
             file = partial.open("xb", buffering=0)
             try:
-                # some file systems have no locks: then a part's age has to do
+                # on file systems without locks the part's age decides instead
                 with contextlib.suppress(OSError):
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.truncate(file.fileno(), size)
@@ -161,8 +161,8 @@ class PackedCopies:
         return file
 
     def _make_room(self, size: int, path: Path) -> None:
-        """Remove parts that were abandoned, and copies until one of ``size`` fits beside what
-        others are writing. Raises OSError where it does not fit without any copy."""
+        """Remove abandoned parts, and copies until ``size`` fits next to what others are writing.
+        Raises OSError where it does not fit without any copy."""
         taken = 0
         for part in self.folder.glob(f".*{_PARTIAL}"):
             with contextlib.suppress(FileNotFoundError):
@@ -179,7 +179,7 @@ class PackedCopies:
         others: list[tuple[float, int, Path]] = []
         for file in self.folder.glob(f"*{_SUFFIX}"):
             with contextlib.suppress(FileNotFoundError):
-                # the one that is about to be replaced takes no room
+                # the copy that is about to be replaced takes no room
                 if file != path:
                     about = file.stat()
                     others.append((about.st_mtime, about.st_size, file))
@@ -205,7 +205,7 @@ class PackedCopies:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Nobody else makes room in the folder meanwhile, where its file system has locks."""
+    """Keep other processes from making room in the folder, where its file system has locks."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
@@ -216,7 +216,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _is_abandoned(part: Path) -> bool:
-    """Whether nobody is writing it any more. Raises FileNotFoundError where it is gone."""
+    """Whether its writer has ended. Raises FileNotFoundError where the part no longer exists."""
     age = time.time() - part.stat().st_mtime
     if age < _NEW_S:
         return False

@@ -1,10 +1,10 @@
-"""Logits to tokens beside a native model, without PyTorch: ``torch.sampler``'s rules and results.
+"""Logits to tokens for a native model, without PyTorch: ``torch.sampler``'s rules and results.
 
 Order: log-probabilities are taken from the raw logits; then logit_bias, repetition, presence and
-frequency penalties; what min_tokens, grammar, allowed_token_ids and bad_words forbid; greedy rows
+frequency penalties; the bans of min_tokens, grammar, allowed_token_ids and bad_words; greedy rows
 stop here; temperature, min_p, top_k, top_p, and one draw.
 
-A row's token follows from its own logits and settings alone, whatever rows are beside it.
+A row's token follows from its own logits and settings alone, in any batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from paceline.backends.native.library import Draw, Logprobs, check, library
 from paceline.backends.native.model import NativeModel
-from paceline.backends.sampling import (
+from paceline.backends.runner.sampling import (
     Reshaping,
     SampleRow,
     Samples,
@@ -31,10 +31,10 @@ __all__ = ["NativeSampler", "token_logprobs"]
 
 
 class NativeSampler:
-    """Chooses tokens for a model's rows. Used from the model's thread, between its steps.
+    """Sampler for a model's rows. Used from the model's thread, between its steps.
 
     Args:
-        model: whose threads share the rows, and whose kernel variant is used; None: the calling
+        model: its threads share the rows, and its kernel variant is used; None: the calling
             thread and the best variant.
     """
 
@@ -49,14 +49,14 @@ class NativeSampler:
         rows: Sequence[SampleRow],
         likeliest: NDArray[np.int32],
     ) -> Samples:
-        """Choose a token for each row of logits [rows, vocab], which are left as they are.
+        """Choose a token for each row of logits [rows, vocab], which are not changed.
 
         Args:
             logits: may be [0, vocab] when no row's settings read them.
             likeliest: [rows], the first of each row's largest logits, -1 where one is not finite.
 
         Raises:
-            ValueError: the arguments are not about the same rows.
+            ValueError: the arguments differ in the number of rows.
         """
         complete = len(logits) == len(rows) or (
             len(logits) == 0
@@ -106,7 +106,7 @@ class NativeSampler:
         places: Sequence[int],
         likeliest: NDArray[np.int32],
     ) -> list[int]:
-        """Tokens for rows that are at these places of the logits."""
+        """Draw tokens for the rows at ``places`` of the logits."""
         vocab = logits.shape[1]
         params = [row.sampling.params for row in rows]
         addresses = _addresses(logits, places)
@@ -121,7 +121,7 @@ class NativeSampler:
                 _change(copy, changes[index])
             addresses[changed] = _addresses(self._changed, range(len(changed)))
             known[changed] = -1
-        # kept alive until the call is over
+        # referenced until the call returns, since the library gets their addresses
         masks = {index: _mask(change, vocab) for index, change in changes.items() if change.masks}
         forbidden = np.zeros(len(rows), dtype=np.uint64)
         for index, mask in masks.items():
@@ -157,22 +157,22 @@ def token_logprobs(
     counts: Sequence[int],
     model: NativeModel | None = None,
 ) -> list[TokenLogprobs]:
-    """Log-probabilities of one given token a row, and of the row's likeliest ones.
+    """Return the log-probability of one given token per row, and of the row's likeliest ones.
 
     Args:
-        logits: [rows, vocab]; the answers for a row that is not finite mean nothing.
+        logits: [rows, vocab]; the results for a row that is not finite are meaningless.
         token_ids: [rows].
         counts: [rows], how many of the likeliest are wanted, 64 at most; all where the vocabulary
             has fewer.
-        model: whose threads share the rows; None: the calling thread alone.
+        model: its threads share the rows; None: the calling thread alone.
 
     Returns:
-        One entry a row. Ranks are by the logits themselves; the likeliest are in their order, equal
-        ones in the vocabulary's.
+        One entry per row. Ranks are by the logits themselves; the likeliest are in their order,
+        equal ones in the vocabulary's.
 
     Raises:
         ConfigError: a token outside the vocabulary, or a count above 64.
-        ValueError: the arguments are not about the same rows.
+        ValueError: the arguments differ in the number of rows.
     """
     if logits.ndim != 2 or not len(logits) == len(token_ids) == len(counts):
         raise ValueError(
@@ -220,7 +220,7 @@ def _logprobs(
 
 
 def _addresses(logits: NDArray[np.float32], rows: Sequence[int]) -> NDArray[np.uint64]:
-    """Where rows of contiguous logits begin."""
+    """Return the addresses of rows of contiguous logits."""
     return np.array(rows, dtype=np.uint64) * np.uint64(logits.strides[0]) + np.uint64(
         logits.ctypes.data
     )
@@ -231,7 +231,7 @@ def _handle(model: NativeModel | None) -> int | None:
 
 
 def _mask(change: Reshaping, vocab: int) -> NDArray[np.bool_]:
-    """What is not to be chosen, [vocab]. Raises ValueError where a mask is of another size."""
+    """Return the banned tokens, [vocab]. Raises ValueError where a mask has another size."""
     for mask in change.masks:
         if mask.shape != (vocab,) or mask.dtype != np.bool_:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The native compute path as the runner drives it: a whole step in one call of the library."""
+"""The native compute path for the runner: a whole step in one call of the library."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.backends.machine import CPU_SHARE, available_memory, swap_seconds
-from paceline.backends.native.kinds import choose_kinds
+from paceline.backends.machine.cpu import CPU_SHARE, available_memory, swap_seconds
+from paceline.backends.native.block_formats import choose_kinds
 from paceline.backends.native.library import limits
 from paceline.backends.native.model import NativeModel
 from paceline.backends.native.packed import PackedCopies
-from paceline.backends.native.pieces import cache_bytes
 from paceline.backends.native.sampling import NativeSampler, token_logprobs
+from paceline.backends.native.single_kernels import cache_bytes
 from paceline.backends.native.tensors import OWN_BITS, Tensor, checkpoint_tensors
-from paceline.backends.rope import rotary_tables
-from paceline.backends.steps import AttentionBatch, LoadedModel
-from paceline.checkpoints.base import Checkpoint
-from paceline.checkpoints.config import ModelConfig
-from paceline.core.errors import ConfigError
+from paceline.backends.runner.interface import AttentionBatch, LoadedModel
+from paceline.backends.runner.rope import rotary_tables
+from paceline.checkpoints.model.checkpoint import Checkpoint
+from paceline.checkpoints.model.config import ModelConfig
 from paceline.core.outputs import BlockSwap, WindowBlock
+from paceline.errors import ConfigError
 
 __all__ = [
     "NativeLoader",
@@ -41,24 +41,24 @@ _SCALE_BYTES: Final = {"float32": 0, "bfloat16": 0, "int8": 4}
 
 
 def native_block_bytes(config: ModelConfig, block_size: int, kv_dtype: str) -> int:
-    """Bytes of one KV block over all layers, as ``NativeModel.kv_bytes_per_block`` will say."""
+    """Return the bytes of one KV block over all layers, as ``NativeModel.kv_bytes_per_block``."""
     per_head = 2 * (config.head_dim * _VALUE_BYTES[kv_dtype] + _SCALE_BYTES[kv_dtype])
     return config.num_hidden_layers * block_size * config.num_key_value_heads * per_head
 
 
 def native_window(config: ModelConfig) -> int:
-    """See ``steps.ModelLoader.window``."""
+    """Return the window for ``steps.ModelLoader.window``."""
     if not config.sliding_layers or config.sliding_window is None:
         return 0
     return config.sliding_window + limits().keys_before_window
 
 
 def native_step_bytes(config: ModelConfig, tokens: int, rows: int) -> int:
-    """Bytes that a step of so many tokens is computed in, ``rows`` of them with logits: kept once
-    there was such a step, in whole huge pages (``Model::reserve`` in csrc/forward.cpp)."""
+    """Return the bytes of a step's buffers for ``tokens`` tokens, ``rows`` of them with logits:
+    kept after the first such step, in whole huge pages (``Model::reserve``, csrc/forward.cpp)."""
     heads, head_dim = config.num_attention_heads, config.head_dim
     attended, hidden = heads * head_dim, config.hidden_size
-    # of the MLPs that all rows go through
+    # buffers of MLPs that all rows go through
     is_mixture = config.num_experts > 0 and not config.dense_layers
     inner = 0 if is_mixture else config.intermediate_size
     widest = max(hidden, inner, attended)
@@ -82,9 +82,9 @@ def native_step_bytes(config: ModelConfig, tokens: int, rows: int) -> int:
 class NativeStep:
     """A ``steps.StepModel``. Its logits are numpy arrays in float32.
 
-    Of the model's blocks the first ``num_blocks`` are the pool; swapped blocks lie behind them,
-    since host memory is all there is. Window blocks lie there too, so a model has one or the other
-    (``NativeLoader.load``).
+    The first ``num_blocks`` of the model's blocks are the pool; swapped blocks lie behind them,
+    since the CPU has only host memory. Window blocks lie there too, so a model has either swapped
+    or window blocks (``NativeLoader.load``).
     """
 
     def __init__(
@@ -95,16 +95,16 @@ class NativeStep:
         window_block_bytes: int = 0,
     ) -> None:
         self._window_block_bytes = window_block_bytes
-        # block -> its window block, where there are any
+        # window block by block, if there are any
         self._places = np.zeros(num_blocks if window_block_bytes else 0, dtype=np.int32)
         self._model = model
         self._num_blocks = num_blocks
-        # weight and epsilon of the last norm, where hidden states are wanted
+        # weight and epsilon of the last norm; None unless hidden states are wanted
         self._norm = norm
 
     @property
     def isa(self) -> str:
-        """The level of instructions that it is computed on."""
+        """Level of instructions of the kernels in use."""
         return self._model.isa
 
     @property
@@ -136,7 +136,7 @@ class NativeStep:
         wanted: NDArray[np.int64],
         kinds: NDArray[np.int64],
     ) -> NDArray[np.float32]:
-        """See ``pooling.runner.HiddenModel``; decoders do not tell kinds of tokens apart."""
+        """Implement ``pooling.runner.HiddenModel.hidden``; decoders ignore ``kinds``."""
         assert self._norm is not None, "loaded for its logits"
         starts = np.zeros(len(batch.counts) + 1, dtype=np.int32)
         np.cumsum(batch.counts, out=starts[1:])
@@ -149,7 +149,7 @@ class NativeStep:
         self._model.copy_blocks(pairs)
 
     def place(self, given: Sequence[WindowBlock]) -> None:
-        """See ``steps.WindowedModel``; they lie behind the other blocks."""
+        """Implement ``steps.WindowedModel.place``; window blocks lie behind the other blocks."""
         size = self._window_block_bytes
         assert size or not given, "it was loaded without window blocks"
         for block, place, source in given:
@@ -170,7 +170,7 @@ class NativeStep:
 
     def mirror(self, other: NativeStep, block_ids: NDArray[np.int64]) -> None:
         """Copy blocks of the KV cache of ``other``, which has the same layout, under the same
-        numbers."""
+        ids."""
         assert not len(self._places) + len(other._places), (
             "a draft has no window blocks, and the model that it mirrors must have none"
         )
@@ -181,12 +181,12 @@ class NativeStep:
             own[place] = theirs[place]
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
-        """Nothing to do: the kernels read no slot that was not written."""
+        """Do nothing: the kernels read no slot that was not written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeLoader:
-    """A ``steps.ModelLoader``, for formats that ``choose_formats`` settled."""
+    """A ``steps.ModelLoader`` for formats settled by ``choose_formats``."""
 
     checkpoint: Checkpoint
     dtype: str
@@ -199,7 +199,7 @@ class NativeLoader:
     screen_head: bool = False
     # False: hidden states are wanted, and no logits
     has_head: bool = True
-    # of packed weights, on disk
+    # packed weights on disk; None: no copies
     copies: PackedCopies | None = None
 
     # memory is taken when it is written
@@ -222,7 +222,7 @@ class NativeLoader:
         return available_memory(), CPU_SHARE
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Of the checkpoint, as they are packed."""
+        """Yield the checkpoint's tensors, as they are packed."""
         in_bits = self.dtype in ("q4", OWN_BITS)
         return checkpoint_tensors(self.checkpoint, has_head=self.has_head, in_bits=in_bits)
 
@@ -235,7 +235,7 @@ class NativeLoader:
             raise ConfigError(f"{num_window_blocks} window blocks do not go with {beside}")
         if not self.has_head:
             weight = self.checkpoint.tensor("model.norm.weight") + np.float32(config.norm_offset)
-            # of the sum as the library keeps it, see NativeModel
+            # epsilon for the sum as the library keeps it, see NativeModel
             norm = weight, config.rms_norm_eps / config.residual_scale**2
         sliding = config.sliding_rope
         model = NativeModel(
@@ -245,7 +245,7 @@ class NativeLoader:
             sliding_rope=None
             if sliding is None
             else rotary_tables(config, self.max_model_len, sliding),
-            # whose kinds say what each matrix is
+            # for "native", the kinds below give each matrix its bits
             dtype="q4" if self.dtype == OWN_BITS else self.dtype,
             kv_dtype=self.kv_dtype,
             num_blocks=num_blocks + num_host_blocks,
@@ -260,8 +260,8 @@ class NativeLoader:
         )
 
         def move(count: int) -> None:
-            # between blocks at the beginning: as long a copy as any, and no page is touched that
-            # the first requests do not need anyway
+            # between the first blocks: as slow a copy as any, and it touches only pages that the
+            # first requests need anyway
             model.copy_blocks([(block, count + block) for block in range(count)])
 
         swapped = min(num_blocks, num_host_blocks)

@@ -1,4 +1,4 @@
-"""From a checkpoint to what the library loads: stored blocks it can read, float32 elsewhere."""
+"""Tensors of a checkpoint for the library: stored blocks that it can read, float32 elsewhere."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.checkpoints.base import Checkpoint
-from paceline.checkpoints.hf import HFCheckpoint
-from paceline.core.errors import CheckpointError
+from paceline.checkpoints.hf.checkpoint import HFCheckpoint
+from paceline.checkpoints.model.checkpoint import Checkpoint
+from paceline.errors import CheckpointError
 
 __all__ = [
     "BLOCKS",
@@ -48,10 +48,10 @@ BLOCKS: Final = {
 }  # fmt: skip
 # the dtype that keeps every matrix in its own bits
 OWN_BITS: Final = "native"
-# types of files that "q4" keeps as they are
+# file types that "q4" keeps as they are
 KEPT: Final = frozenset({"Q4_0", "Q4_1", "Q4_K"})
 
-# PacelineTensor by the name's part behind the layer
+# PacelineTensor by the part of the name behind the layer
 KINDS: Final = {
     "model.embed_tokens.weight": 0,
     "model.norm.weight": 1,
@@ -81,7 +81,7 @@ KINDS: Final = {
     "self_attn.sinks.weight": 25,
 }
 
-# in float32 whatever the others are: rounded, it would choose other experts
+# always in float32: rounded, the router would choose other experts
 ROUTER: Final = KINDS["mlp.router.weight"]
 
 _TABLES: Final = ("model.embed_tokens.weight", "lm_head.weight")
@@ -102,7 +102,7 @@ Tensor = NDArray[np.float32] | RawTensor
 
 
 class Place(NamedTuple):
-    """Where a tensor belongs: a PacelineTensor, its layer and its expert, 0 where there is none."""
+    """Destination of a tensor: a PacelineTensor, its layer and its expert, 0 where it has none."""
 
     kind: int
     layer: int
@@ -110,7 +110,7 @@ class Place(NamedTuple):
 
 
 def locate(name: str) -> Place:
-    """The place of a tensor by our name of it. Raises CheckpointError for others."""
+    """Return the place of a tensor by our name of it. Raises CheckpointError for unknown names."""
     match = _LAYER.fullmatch(name)
     part = match[2] if match else name
     expert = _EXPERT.match(part)
@@ -123,15 +123,15 @@ def locate(name: str) -> Place:
 def checkpoint_tensors(
     checkpoint: Checkpoint, *, has_head: bool = True, in_bits: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint, read when it is asked for and dropped when the next one is. The
-    largest, tables and heads, come first: beside all that was packed their pages would count most.
+    """Yield every tensor of a checkpoint, read when it is asked for and dropped with the next. The
+    largest, tables and heads, come first: later, their pages would add to all that was packed.
 
     Args:
         has_head: False: the output head is not read.
-        in_bits: weights may be kept in 4 bits; else nothing is rounded to fit into blocks of them.
+        in_bits: weights may be kept in 4 bits; else nothing is rounded to fit into such blocks.
 
-    Norms come as what the kernels multiply by: with what the model adds to the weight, and the last
-    one with the factor on logits.
+    Norms are given as the kernels multiply by them: with what the model adds to the weight, and the
+    last one with the factor on logits.
     """
     config = checkpoint.config
     names = checkpoint.tensor_names()
@@ -144,14 +144,14 @@ def checkpoint_tensors(
             if name == "model.norm.weight":
                 tensor = tensor / np.float32(config.logits_divisor)
         yield name, tensor
-        # or the pages of the whole file would pile up beside what was made of them
+        # else the pages of the whole file would stay in memory next to the packed weights
         checkpoint.release()
 
 
 def _read(checkpoint: Checkpoint, name: str, in_bits: bool) -> Tensor:
     shape, stored = checkpoint.tensor_shape(name), checkpoint.tensor_type(name)
     quantised = isinstance(checkpoint, HFCheckpoint) and checkpoint.is_quantised(name)
-    # matrices that are made of others lie in rows only where they are of blocks
+    # matrices put together from others have stored rows only if those are blocks
     as_stored = stored in TYPES and (not quantised or (in_bits and stored in BLOCKS))
     if len(shape) == 2 and as_stored:
         data, type_name = checkpoint.raw_tensor(name)

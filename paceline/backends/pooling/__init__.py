@@ -1,1 +1,1 @@
-"""Hidden states to vectors: what pools, whatever computes the hidden states."""
+"""Hidden states to vectors: pooling for any model that computes hidden states."""

@@ -1,7 +1,6 @@
-"""From the pooled hidden state to the vector that a request gets: what lies behind the last layer.
+"""The layers behind the pooled hidden state, which make the vector that a request gets.
 
-These are a few products of one row, so numpy computes them in float32, whatever computed the
-layers.
+These are a few products of one row, so numpy computes them in float32, on every compute path.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.errors import ConfigError
 from paceline.core.pooling import PoolingInfo, PoolingParams
+from paceline.errors import ConfigError
 
 __all__ = ["LAST_FUNCTIONS", "Dense", "PoolingHead"]
 
@@ -26,12 +25,12 @@ _erf: Final = np.vectorize(math.erf, otypes=[np.float32])
 
 def _normalize(x: Vector) -> Vector:
     length = float(np.linalg.norm(x))
-    # a vector of zeros has no direction, and stays
+    # a vector of zeros has no direction and is returned as it is
     return np.asarray(x / max(length, 1e-12), dtype=np.float32)
 
 
 def _sigmoid(x: Vector) -> Vector:
-    # from the side that cannot overflow
+    # exp of a negative number cannot overflow
     small = np.exp(-np.abs(x))
     return np.asarray(np.where(x >= 0, 1, small) / (1 + small), dtype=np.float32)
 
@@ -54,7 +53,7 @@ _FUNCTIONS: Final[dict[str, Callable[[Vector], Vector]]] = {
     "softmax": _softmax,
     "normalize": _normalize,
 }
-# what may come last
+# functions allowed at the end
 LAST_FUNCTIONS: Final = ("identity", "sigmoid", "softmax", "normalize")
 
 
@@ -80,7 +79,7 @@ class PoolingHead:
     """Layers one after the other, then what the request asks for.
 
     Args:
-        hidden_size: numbers of a hidden state.
+        hidden_size: size of a hidden state.
         function: the last one, of LAST_FUNCTIONS.
 
     Raises:
@@ -100,7 +99,7 @@ class PoolingHead:
             self.size = rows
 
     def __call__(self, hidden: Vector, params: PoolingParams, info: PoolingInfo) -> Vector:
-        """The vector of one request, of a hidden state [hidden_size]."""
+        """Return the vector of one request, from a hidden state [hidden_size]."""
         x = hidden
         for layer in self._layers:
             x = layer(x)

@@ -1,4 +1,4 @@
-"""What lies behind a model that is pooled: heads from its files, and how they are described."""
+"""Loading of pooling heads from a model's files, and their description for requests."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from pathlib import Path
 from typing import Final
 
 from paceline.backends.pooling.head import Dense, PoolingHead
-from paceline.checkpoints.base import Checkpoint
-from paceline.checkpoints.encoder import EncoderCheckpoint, EncoderFiles
-from paceline.checkpoints.hf import HFCheckpoint, read_entries
-from paceline.checkpoints.json_file import read_json_object
-from paceline.checkpoints.pooling import PoolingFiles, score_token_ids
-from paceline.checkpoints.safetensors_format import values_of
-from paceline.core.errors import CheckpointError, ConfigError
+from paceline.checkpoints.heads.pooling import PoolingFiles, score_token_ids
+from paceline.checkpoints.hf.checkpoint import HFCheckpoint, read_entries
+from paceline.checkpoints.hf.encoder import EncoderCheckpoint, EncoderFiles
+from paceline.checkpoints.model.checkpoint import Checkpoint
+from paceline.checkpoints.model.json_file import read_json_object
+from paceline.checkpoints.weights.safetensors import values_of
 from paceline.core.pooling import EMBED, PoolingInfo
+from paceline.errors import CheckpointError, ConfigError
 
 __all__ = ["load_head", "pooling_info"]
 
-# what sentence-transformers calls the function of a Dense module
+# sentence-transformers' names of a Dense module's function
 _FUNCTIONS: Final = {"Identity": "identity", "Tanh": "tanh", "GELU": "gelu", "ReLU": "relu"}
 
 
 def pooling_info(
     files: PoolingFiles, head: PoolingHead, dimensions: tuple[int, ...]
 ) -> PoolingInfo:
-    """What a loaded model gives.
+    """Describe the vectors that a loaded model gives.
 
     Args:
-        dimensions: sizes that embeddings may be cut to, whatever the files say; (): by the files.
+        dimensions: sizes that embeddings may be cut to, overriding the files; (): by the files.
 
     Raises:
-        ConfigError: sizes that it has not.
+        ConfigError: sizes that the model does not have.
     """
     chosen = dimensions or files.dimensions
     if dimensions and files.task != EMBED:
@@ -57,11 +57,11 @@ def pooling_info(
 def load_head(
     files: PoolingFiles, checkpoint: Checkpoint | EncoderFiles, hidden_size: int
 ) -> PoolingHead:
-    """What is computed of a pooled hidden state.
+    """Load the layers for a pooled hidden state.
 
     Raises:
         CheckpointError: tensors that are missing, or of another shape than the labels.
-        ConfigError: a classifier that this file kind has no head for.
+        ConfigError: a classifier for which this kind of file has no head.
     """
     if files.task == EMBED:
         layers = [_dense(folder) for folder in files.dense]
@@ -71,7 +71,7 @@ def load_head(
         layers = [_token_head(files, checkpoint)]
     else:
         layers = [_decoder_head(checkpoint)]
-    # without a function of its own an embedding can still be asked for at length 1
+    # even without a function of its own, a model can be asked for embeddings of length 1
     function = "normalize" if files.task == EMBED else files.activation
     head = PoolingHead(hidden_size, layers, function)
     if files.labels and head.size != len(files.labels):
@@ -115,8 +115,8 @@ def _decoder_head(checkpoint: Checkpoint | EncoderFiles) -> Dense:
 
 
 def _token_head(files: PoolingFiles, checkpoint: Checkpoint | EncoderFiles) -> Dense:
-    """The logit of one token, less that of another, as one row: a softmax over the two is the
-    sigmoid of the difference."""
+    """Return a layer of one row: the logit of one token minus that of another. A softmax over the
+    two is the sigmoid of the difference."""
     if not isinstance(checkpoint, HFCheckpoint):
         raise ConfigError(f"{checkpoint.path}: scores by tokens are read from Hugging Face folders")
     if checkpoint.config.logits_softcap is not None:

@@ -1,9 +1,9 @@
 """Plans in, hidden states through the model, vectors out.
 
-A row that would sample ends its request's prompt: then the vector is made, and no token. Of a
-prompt that is computed in chunks, what the mean or the first token needs is kept until then.
+A row that would sample ends its request's prompt: then the vector is computed, and no token. For a
+prompt computed in chunks, the state that the mean or the first token needs is kept until then.
 
-This module does not know what computes hidden states, or what a vector means.
+This module does not know how hidden states are computed, or what a vector means.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.backends.pooling.head import PoolingHead
-from paceline.backends.steps import AttentionBatch
-from paceline.core.errors import NAN_LOGITS
+from paceline.backends.runner.interface import AttentionBatch
 from paceline.core.grammar import MatcherSource
 from paceline.core.outputs import BlockSwap, NewRequest, ScheduledRow, SchedulerOutput, StepResult
 from paceline.core.pooling import PoolingInfo, PoolingParams
+from paceline.errors import NAN_LOGITS
 
 __all__ = ["HiddenModel", "PoolingRunner"]
 
@@ -51,8 +51,8 @@ class HiddenModel(Protocol):
             token_ids: [T].
             positions: [T], below the model's longest sequence.
             wanted: [S], ascending: the tokens whose last hidden states are wanted; may be empty.
-            kinds: [T], 1 for tokens of a pair's second text, else 0; for encoders that tell them
-                apart.
+            kinds: [T], 1 for tokens of a pair's second text, else 0; for encoders that distinguish
+                them.
 
         Returns:
             [S, hidden], behind the model's last norm.
@@ -67,7 +67,7 @@ class HiddenModel(Protocol):
 
 
 class _Prompt:
-    """One request's tokens and blocks, and what was seen of its hidden states."""
+    """One request's tokens and blocks, and the hidden states seen so far."""
 
     def __init__(self, new: NewRequest, vocab_size: int) -> None:
         self.token_ids = np.array(new.token_ids, dtype=np.int64)
@@ -75,7 +75,7 @@ class _Prompt:
         self.is_new = True
         self.error: str | None = None
         self.params = new.sampling.pooling or PoolingParams()
-        # hidden states added up, in order, and how many
+        # sum of hidden states, in order, and their number
         self.total: NDArray[np.float64] | None = None
         self.seen = 0
         if new.sampling.pooling is None:
@@ -86,7 +86,7 @@ class _Prompt:
             self.token_ids[:] = 0
 
     def wanted(self, row: ScheduledRow, pooling: str) -> range:
-        """Positions of the row whose hidden states are needed."""
+        """Return the positions of the row whose hidden states are needed."""
         end = row.start + row.num_tokens
         if self.error is not None:
             return range(0)
@@ -97,14 +97,14 @@ class _Prompt:
         return range(end - 1, end) if row.samples else range(0)
 
     def take(self, start: int, hidden: NDArray[np.float32]) -> None:
-        """Take in hidden states from position ``start`` on."""
+        """Add hidden states from position ``start`` on."""
         if start == 0 or self.total is None:
             self.total, self.seen = np.zeros(hidden.shape[1]), 0
         self.total += hidden.sum(axis=0, dtype=np.float64)
         self.seen += len(hidden)
 
     def pooled(self, pooling: str) -> NDArray[np.float32] | None:
-        """The hidden state that the vector is made of; None: not all that it takes was seen."""
+        """Return the hidden state for the vector, or None where a part of it was not seen."""
         needed = len(self.token_ids) if pooling == "mean" else 1
         if self.total is None or self.seen != needed:
             return None
@@ -112,10 +112,10 @@ class _Prompt:
 
 
 class PoolingRunner:
-    """Executes plans one after the other. Used from one thread.
+    """Executor of plans, one after the other. Used from one thread.
 
     Args:
-        info: its ``pooling`` says which hidden states count.
+        info: its ``pooling`` selects the hidden states that count.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class PoolingRunner:
         self._prompts: dict[str, _Prompt] = {}
 
     def constrain(self, matchers: MatcherSource, thread: Executor) -> None:
-        """Nothing is sampled, so there is nothing to constrain."""
+        """Ignore grammars: nothing is sampled."""
 
     def run(self, plan: SchedulerOutput) -> StepResult:
         """Run one step; see ``SchedulerOutput`` for the order in which a plan is applied."""
@@ -209,7 +209,7 @@ class PoolingRunner:
         return pooled, errors
 
     def _extend_tables(self, rows: Sequence[ScheduledRow], prompts: Sequence[_Prompt]) -> None:
-        """Append the rows' new blocks, and clear every block that a prompt writes from its first
+        """Append the rows' new blocks, and clear each block that a prompt writes from its first
         position on."""
         size = self._block_size
         fresh: list[int] = []

@@ -15,8 +15,8 @@ Requests are padded to a common shape in groups of similar shape. A padded posit
 block, which stays zero, or the unwritten tail of a request's last block, which was cleared when the
 block was handed out: a masked weight of 0 times a stale NaN would be NaN.
 
-Where layers with a sliding window have window blocks, theirs lie in a tensor of the same kind, and
-what a row's window does not reach is read as the null block.
+Window blocks of layers with a sliding window lie in a second tensor of the same layout, and
+positions outside a row's window are read from the null block.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.steps import AttentionBatch
-from paceline.checkpoints.config import ModelConfig
+from paceline.backends.runner.interface import AttentionBatch
+from paceline.checkpoints.model.config import ModelConfig
 from paceline.core.outputs import BlockSwap, WindowBlock
 
 __all__ = ["AttentionBackend", "TorchAttention", "block_bytes"]
 
-# longest run of one request's queries in one product: bounds the scores' memory, and a later run's
-# keys are not touched by an earlier one
+# longest run of one request's queries in one product: it bounds the scores' memory, and keeps an
+# earlier run from reading a later run's keys
 _MAX_QUERIES: Final = 256
-# scores [requests, heads, queries, keys] of one product at most, unless one request alone has more
+# most scores [requests, heads, queries, keys] of one product, unless a single request has more
 _MAX_SCORES: Final = 1 << 25
 # cost of a product is (queries + _GATHER_COST) * keys: reading a key costs as much as some scores
 _GATHER_COST: Final = 8
-# padding tolerated in a group, in that unit: about what the launches of one more group cost
+# padding tolerated in a group, in that unit: about the cost of launching one more group
 _GROUP_OVERHEAD: Final = 6000
 
 
 class AttentionBackend(Protocol):
-    """Owns the paged cache. Called from one thread: ``prepare`` once per step, then ``attend`` once
-    per layer in order; block operations only between steps."""
+    """Owner of the paged cache. Called from one thread: ``prepare`` once per step, then ``attend``
+    once per layer in order; block operations only between steps."""
 
     def prepare(self, batch: AttentionBatch) -> None:
-        """Derive what all layers of the step need. Reads ``batch`` before returning, keeps none
-        of it."""
+        """Derive what all layers of the step need. Reads ``batch`` before returning, and keeps no
+        reference to it."""
         ...
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
@@ -75,12 +75,12 @@ class AttentionBackend(Protocol):
         ...
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
-        """Forget what blocks hold, before they are handed to a request."""
+        """Clear what blocks hold, before they are handed to a request."""
         ...
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: keys and values of ``block_size`` positions in all layers."""
+    """Return the bytes of one block: keys and values of ``block_size`` positions in all layers."""
     per_position = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
     return config.num_hidden_layers * block_size * per_position
 
@@ -105,13 +105,13 @@ class _Group:
     keys: int
     # cache rows (of block_size * head_dim numbers) in the order keys | values, request, head, block
     gather: torch.Tensor
-    # the same of layers with window blocks
+    # the same for layers with window blocks
     window_gather: torch.Tensor
     # token of each query, [size * queries]; None: all tokens of the step in order
     tokens: torch.Tensor | None
-    # which of these are not padding; None: all
+    # indices of those that are not padding; None: all
     real: torch.Tensor | None
-    # added to the scores, [size, 1, queries, keys]; None: everything is seen
+    # added to the scores, [size, 1, queries, keys]; None: every key is visible
     mask: torch.Tensor | None
     # the same within the sliding window
     window_mask: torch.Tensor | None
@@ -160,9 +160,9 @@ class TorchAttention:
 
     Args:
         num_blocks: blocks in the pool; ids are [0, num_blocks).
-        num_host_blocks: blocks of host memory to swap to; it is taken when first needed.
-        num_window_blocks: for layers with a sliding window; 0: they use the blocks of the others.
-        sinks: of each layer, [heads]: scores that are in the softmax's sum and have no value; None
+        num_host_blocks: blocks of host memory for swapping, allocated when first needed.
+        num_window_blocks: for layers with a sliding window; 0: they use the ordinary blocks.
+        sinks: per layer, [heads]: scores that count in the softmax's sum and have no value; None
             for a layer, or for all: there are none.
     """
 
@@ -200,7 +200,7 @@ class TorchAttention:
         self._null_window_block, num_windowed = num_window_blocks, sum(self._windowed)
         self._cache = make_cache(len(self._windowed) - num_windowed, num_blocks)
         self._window_cache = make_cache(num_windowed, num_window_blocks)
-        # block -> its window block
+        # window block by block
         self._places = np.full(num_blocks if num_window_blocks else 0, -1, dtype=np.int64)
         self._num_host_blocks = num_host_blocks
         # made when the first block is swapped out
@@ -216,8 +216,8 @@ class TorchAttention:
 
     @property
     def cache(self) -> torch.Tensor:
-        """[layers, blocks + 1, 2, kv_heads, block_size, head_dim], for tests and transfer; without
-        those of window blocks."""
+        """[layers, blocks + 1, 2, kv_heads, block_size, head_dim], for tests and transfer, without
+        window blocks."""
         return self._cache
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -235,8 +235,8 @@ class TorchAttention:
                 pin_memory=self._device.type == "cuda",
             )
         for src, dst, to_host in swaps:
-            # a copy from pinned memory is queued like any other operation on the device; one to it
-            # is waited for, or the block could be read back before it is there
+            # a copy from pinned memory is queued like any other operation on the device; a copy to
+            # it is awaited, or the block could be read back before it has arrived
             if to_host:
                 self._host[:, dst] = self._cache[:, src]
             else:
@@ -272,7 +272,7 @@ class TorchAttention:
     def _written_blocks(
         self, batch: AttentionBatch, firsts: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of each token the block that it is written to, and where in it: [T] both."""
+        """Return the block to which each token is written, and its offset there: [T] both."""
         row = np.repeat(np.arange(len(batch.counts)), batch.counts)
         position = np.arange(len(row)) + (batch.starts - firsts)[row]
         index, offset = np.divmod(position, self._block_size)
@@ -281,7 +281,7 @@ class TorchAttention:
     def _slot_mapping(
         self, block: NDArray[np.int64], offset: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Row of ``_by_slot`` for each token's keys, then values, by head: [T, 2 * kv_heads]."""
+        """Return rows of ``_by_slot`` for each token's keys, then values: [T, 2 * kv_heads]."""
         part = np.arange(2 * self._kv_heads)
         slots: NDArray[np.int64] = (block[:, None] * len(part) + part) * self._block_size + offset[
             :, None
@@ -339,7 +339,7 @@ class TorchAttention:
         )
 
     def _gather(self, tables: NDArray[np.int64]) -> torch.Tensor:
-        """See ``_Group.gather``, of block tables [size, num_blocks]."""
+        """Return ``_Group.gather`` for block tables [size, num_blocks]."""
         # [2, size, kv_heads, num_blocks]
         part = np.arange(2 * self._kv_heads).reshape(2, 1, self._kv_heads, 1)
         rows = tables[None, :, None, :] * (2 * self._kv_heads) + part
@@ -348,8 +348,8 @@ class TorchAttention:
     def _masks(
         self, last_seen: NDArray[np.int64], keys: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Masks [size, 1, queries, keys] for queries at positions ``last_seen``: all before, and
-        the sliding window."""
+        """Return masks [size, 1, queries, keys] for queries at positions ``last_seen``: one for all
+        earlier positions, and one for the sliding window."""
         position = self._to_device(last_seen)[:, None, :, None]
         key = torch.arange(keys, device=self._device)
         hidden = key > position
@@ -383,7 +383,7 @@ class TorchAttention:
         return out
 
     def _attend_group(self, layer: int, group: _Group, query: torch.Tensor) -> torch.Tensor:
-        """query [size * queries, heads, head_dim] to [size * queries, heads * head_dim]."""
+        """Map query [size * queries, heads, head_dim] to [size * queries, heads * head_dim]."""
         size, queries, keys = group.size, group.queries, group.keys
         kv_heads, head_dim = self._kv_heads, self._head_dim
         shared = self._heads // kv_heads

@@ -1,6 +1,6 @@
 """Attention in which every token sees the whole prompt: for encoders, without a cache.
 
-Each prompt is in one step, so keys and values are used where they are made. Prompts of one length
+Each prompt is computed in one step, so keys and values need not be stored. Prompts of one length
 are one product; nothing is padded, so a prompt's vector does not depend on its neighbours' lengths.
 """
 
@@ -11,18 +11,18 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from paceline.backends.steps import AttentionBatch
+from paceline.backends.runner.interface import AttentionBatch
 from paceline.core.outputs import BlockSwap
 
 __all__ = ["BidirectionalAttention"]
 
 
 class BidirectionalAttention:
-    """An ``attention.AttentionBackend`` that keeps nothing from step to step.
+    """An ``attention.AttentionBackend`` that keeps no state between steps.
 
     Args:
-        scale: on scores.
-        window: layers of ``sliding`` see so many tokens to either side, less one; None: all.
+        scale: factor on scores.
+        window: layers in ``sliding`` see ``window - 1`` tokens to either side; None: all tokens.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class BidirectionalAttention:
         self._scale = scale
         self._sliding, self._window = sliding, window
         self._device = device
-        # for each length of prompts: the tokens of these, [prompts, length]
+        # for each length of prompts, their tokens, [prompts, length]
         self._groups: list[torch.Tensor] = []
 
     def prepare(self, batch: AttentionBatch) -> None:
-        """See ``AttentionBackend``. Every row holds a whole prompt."""
+        """Implement ``AttentionBackend.prepare``. Every row holds a whole prompt."""
         assert not batch.starts.any(), "an encoder's prompt was cut"
         firsts = np.cumsum(batch.counts) - batch.counts
         self._groups = [
@@ -55,7 +55,7 @@ class BidirectionalAttention:
         ]
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """See ``AttentionBackend``; every token sees its whole prompt, or the window around it."""
+        """Implement ``AttentionBackend.attend``; tokens see their whole prompt, or a window."""
         out = qkv.new_empty(qkv.shape[0], self._heads * self._head_dim)
         for tokens in self._groups:
             count, length = tokens.shape
@@ -75,17 +75,17 @@ class BidirectionalAttention:
         return out
 
     def _mask(self, layer: int, length: int) -> torch.Tensor | None:
-        """True where a token sees another one; None: everywhere."""
+        """Return a mask that is true where a token sees another one; None: everywhere."""
         if self._window is None or layer not in self._sliding or length <= self._window:
             return None
         place = torch.arange(length, device=self._device)
         return (place[:, None] - place).abs() < self._window
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Nothing is in blocks."""
+        """Do nothing: there are no blocks."""
 
     def swap_blocks(self, swaps: Sequence[BlockSwap]) -> None:
-        """Nothing is in blocks."""
+        """Do nothing: there are no blocks."""
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
-        """Nothing is in blocks."""
+        """Do nothing: there are no blocks."""

@@ -1,8 +1,8 @@
-"""An EAGLE-3 head in PyTorch: one layer over the embedding of a token and what is known before it.
+"""An EAGLE-3 head in PyTorch: one layer over a token's embedding and the features before it.
 
-What is known of position ``p`` is the served model's hidden states there, put together by ``fc``;
-beyond what the served model has computed, the head's own last output. With the token at ``p + 1``
-that gives the one at ``p + 2``.
+The features of position ``p`` are the served model's hidden states there, combined by ``fc``;
+beyond the positions that the served model has computed, they are the head's own last output. With
+the token at ``p + 1`` they predict the token at ``p + 2``.
 
 This module does not know requests, or where hidden states come from.
 """
@@ -13,27 +13,27 @@ from typing import Final
 
 import torch
 
-from paceline.backends.rope import longest_sequence
-from paceline.backends.steps import AttentionBatch
+from paceline.backends.runner.interface import AttentionBatch
+from paceline.backends.runner.rope import longest_sequence
 from paceline.backends.torch.head import HeadSettings, TorchHead
 from paceline.backends.torch.linear import Linear, make_linear
 from paceline.backends.torch.mlp import DenseMLP
 from paceline.backends.torch.model import RMSNorm
 from paceline.backends.torch.rope import RotaryTable
-from paceline.checkpoints.eagle3 import LAYER, Eagle3Head
+from paceline.checkpoints.heads.eagle3 import LAYER, Eagle3Head
 
 __all__ = ["Eagle3Step"]
 
-# the logit of a token that the head does not have: finite, and a sum over a vocabulary is too
+# logit of a token that the head lacks: finite, as is its sum over a vocabulary
 _NEVER: Final = -1e30
 
 
 class Eagle3Step(TorchHead):
-    """A ``head_drafting.HeadModel``.
+    """An EAGLE-3 head as a ``head_drafting.HeadModel``.
 
     Args:
         embedding: the served model's, [vocab, hidden].
-        num_blocks: of its KV cache.
+        num_blocks: blocks of the head's KV cache.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Eagle3Step(TorchHead):
             return torch.from_numpy(head.tensor(name)).to(device=device, dtype=dtype)
 
         def linear(*names: str) -> Linear:
-            """One product for several of the same input."""
+            """Make one product of several projections of the same input."""
             weights = [get(f"{name}.weight") for name in names]
             biases = [get(f"{name}.bias") for name in names if head.has(f"{name}.bias")]
             return make_linear(torch.cat(weights), torch.cat(biases) if biases else None)
@@ -72,7 +72,7 @@ class Eagle3Step(TorchHead):
         self._head_dim = config.head_dim
         length = max(settings.max_model_len, longest_sequence(config))
         self._rotary = RotaryTable(config, length, dtype=dtype, device=device)
-        # of the rows whose logits were wanted last
+        # output for the rows whose logits were wanted last
         self._last = torch.empty(0, config.hidden_size, device=device)
 
     def _start(
@@ -92,7 +92,7 @@ class Eagle3Step(TorchHead):
     def _forward(
         self, tokens: torch.Tensor, at: torch.Tensor, known: torch.Tensor, sampled: torch.Tensor
     ) -> torch.Tensor:
-        """``known``: [T, hidden] in float32."""
+        """Return logits [S, vocab] from features ``known``, [T, hidden] in float32."""
         embedded = torch.nn.functional.embedding(tokens, self._embedding)
         normed = self._hidden_norm(known)
         both = torch.cat((self._input_norm(embedded), normed), dim=-1)

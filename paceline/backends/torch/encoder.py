@@ -1,5 +1,5 @@
-"""An encoder of BERT's shape on a flat ragged batch: norms behind the sums, and attention that sees
-the whole prompt.
+"""An encoder of BERT's shape on a flat ragged batch: norms after the sums, and attention over the
+whole prompt.
 
 This module does not know files, requests or pooling.
 """
@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.steps import AttentionBatch
+from paceline.backends.runner.interface import AttentionBatch
 from paceline.backends.torch.bidirectional import BidirectionalAttention
 from paceline.backends.torch.linear import Linear, make_linear
 from paceline.backends.torch.machine import choose_dtype
-from paceline.checkpoints.encoder import EncoderConfig, EncoderFiles
+from paceline.checkpoints.hf.encoder import EncoderConfig, EncoderFiles
 from paceline.core.outputs import BlockSwap
 
 __all__ = ["Encoder", "load_encoder"]
@@ -32,7 +32,7 @@ _FUNCTIONS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 
 
 class _LayerNorm:
-    """In float32, in the weights' dtype."""
+    """A layer norm computed in float32, with its result in the weights' dtype."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor, epsilon: float, dtype: torch.dtype
@@ -90,7 +90,7 @@ class Encoder:
         wanted: NDArray[np.int64],
         kinds: NDArray[np.int64],
     ) -> NDArray[np.float32]:
-        """See ``HiddenModel``. An encoder with one kind of token takes all for that."""
+        """Implement ``HiddenModel.hidden``. An encoder with one kind of token ignores ``kinds``."""
         self._attention.prepare(batch)
         kinds = np.minimum(kinds, self._config.type_vocab_size - 1)
         x = self._norm(
@@ -109,13 +109,13 @@ class Encoder:
         return torch.from_numpy(array).to(self._device)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """There are no blocks."""
+        """Do nothing: there are no blocks."""
 
     def swap_blocks(self, swaps: Sequence[BlockSwap]) -> None:
-        """There are no blocks."""
+        """Do nothing: there are no blocks."""
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
-        """There are no blocks."""
+        """Do nothing: there are no blocks."""
 
 
 def load_encoder(checkpoint: EncoderFiles, *, dtype: str, device: str, threads: int) -> Encoder:
@@ -124,7 +124,7 @@ def load_encoder(checkpoint: EncoderFiles, *, dtype: str, device: str, threads: 
     Args:
         threads: processor threads.
     """
-    # of this thread only, with OpenMP
+    # applies to this thread only, with OpenMP
     torch.set_num_threads(threads)
     config, place, main = checkpoint.config, torch.device(device), choose_dtype(dtype, device)
 

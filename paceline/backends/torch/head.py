@@ -1,4 +1,4 @@
-"""What heads that read hidden states share in PyTorch: a KV cache of their own, and arrays in.
+"""Common parts of heads in PyTorch that read hidden states: a KV cache, and arrays to tensors.
 
 This module does not know layers, requests, or where hidden states come from.
 """
@@ -13,31 +13,31 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.steps import AttentionBatch
+from paceline.backends.runner.interface import AttentionBatch
 from paceline.backends.torch.attention import TorchAttention
-from paceline.checkpoints.config import ModelConfig
+from paceline.checkpoints.model.config import ModelConfig
 
 __all__ = ["HeadSettings", "TorchHead"]
 
 
 class HeadSettings(NamedTuple):
-    """How a head is computed, beside the configuration of its layers."""
+    """Settings for computing a head, in addition to the configuration of its layers."""
 
     # tokens per block of its KV cache
     block_size: int
     # positions of the longest request
     max_model_len: int
-    # of its weights and cache
+    # format of its weights and cache
     dtype: torch.dtype
     device: torch.device
 
 
 class TorchHead(ABC):
-    """A ``head_drafting.HeadModel``.
+    """Base of heads that are a ``head_drafting.HeadModel``.
 
     Args:
-        config: that of its layers.
-        num_blocks: of its KV cache.
+        config: configuration of its layers.
+        num_blocks: blocks of its KV cache.
     """
 
     def __init__(self, config: ModelConfig, settings: HeadSettings, num_blocks: int) -> None:
@@ -92,11 +92,11 @@ class TorchHead(ABC):
         features: torch.Tensor,
         sampled: torch.Tensor,
     ) -> torch.Tensor:
-        """``start``, with attention prepared: [S, vocab] in float32."""
+        """Compute ``start`` with attention prepared: [S, vocab] in float32."""
 
     @abstractmethod
     def _go_on(self, tokens: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """``go_on``, with attention prepared: [rows, vocab] in float32."""
+        """Compute ``go_on`` with attention prepared: [rows, vocab] in float32."""
 
     def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -22,12 +22,12 @@ class Linear(Protocol):
     """``y = x @ weight.T + bias``."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, in_features] to [rows, out_features], in x's dtype, a fresh tensor."""
+        """Map [rows, in_features] to [rows, out_features], in x's dtype, as a fresh tensor."""
         ...
 
 
 class DenseLinear:
-    """The weight as it is, [out_features, in_features]; works everywhere."""
+    """A product with the weight as it is, [out_features, in_features]; works everywhere."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._weight = weight
@@ -38,7 +38,7 @@ class DenseLinear:
 
 
 class PackedLinear:
-    """The weight in oneDNN's blocked layout; float32 and bfloat16 on the CPU only."""
+    """A product with the weight in oneDNN's blocked layout; float32 and bfloat16 on CPUs only."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -60,5 +60,5 @@ def _packs(weight: torch.Tensor) -> bool:
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """The fastest Linear there is for this weight's device and dtype."""
+    """Return the fastest Linear for this weight's device and dtype."""
     return PackedLinear(weight, bias) if _packs(weight) else DenseLinear(weight, bias)

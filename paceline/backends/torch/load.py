@@ -1,4 +1,4 @@
-"""A checkpoint to PyTorch: weights, decoder and paged cache on a device."""
+"""Loading of a checkpoint into PyTorch: weights, decoder and paged cache on a device."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Final
 
 import torch
 
-from paceline.backends.machine import CPU_SHARE, available_memory, swap_seconds
-from paceline.backends.steps import LoadedModel
+from paceline.backends.machine.cpu import CPU_SHARE, available_memory, swap_seconds
+from paceline.backends.runner.interface import LoadedModel
 from paceline.backends.torch.attention import AttentionBackend, TorchAttention, block_bytes
 from paceline.backends.torch.bidirectional import BidirectionalAttention
 from paceline.backends.torch.machine import choose_dtype
@@ -19,19 +19,19 @@ from paceline.backends.torch.rope import RotaryTable
 from paceline.backends.torch.sampler import token_logprobs
 from paceline.backends.torch.step import TorchSampler, TorchStep
 from paceline.backends.torch.weights import load_weights
-from paceline.checkpoints.base import Checkpoint
+from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.core.outputs import BlockSwap
 
 __all__ = ["TorchLoader"]
 
 _CUDA_SHARE: Final = 0.9
-# host memory to swap to on CUDA, unless said otherwise
+# default bytes of host memory for swapping on CUDA
 _PINNED_BYTES: Final = 4 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchLoader:
-    """A ``steps.ModelLoader``, for formats that ``choose_formats`` settled."""
+    """A ``steps.ModelLoader`` for formats settled by ``choose_formats``."""
 
     checkpoint: Checkpoint
     dtype: str
@@ -46,7 +46,7 @@ class TorchLoader:
     @property
     def block_bytes(self) -> int:
         if self.checkpoint.config.bidirectional:
-            # keys and values are used where they are made
+            # without a cache, keys and values are used where they are made
             return 0
         dtype = choose_dtype(self.dtype, self.device)
         return block_bytes(self.checkpoint.config, self.block_size, dtype)
@@ -63,7 +63,7 @@ class TorchLoader:
 
     @property
     def max_host_bytes(self) -> float:
-        # on CUDA it is pinned, so taken at once
+        # on CUDA host memory is pinned, so it is allocated at once
         return _PINNED_BYTES if self._on_cuda else math.inf
 
     @property
@@ -78,7 +78,7 @@ class TorchLoader:
     def load(
         self, num_blocks: int, num_host_blocks: int, num_window_blocks: int = 0
     ) -> LoadedModel:
-        # of this thread only, with OpenMP
+        # applies to this thread only, with OpenMP
         torch.set_num_threads(self.threads)
         config, device = self.checkpoint.config, torch.device(self.device)
         dtype = choose_dtype(self.dtype, self.device)
@@ -114,14 +114,14 @@ class TorchLoader:
         step = TorchStep(decoder, attention, device)
 
         def move(count: int) -> None:
-            # half of them there, half back
+            # half of the blocks move out, half move back
             there = [BlockSwap(block, block, True) for block in range((count + 1) // 2)]
             back = [BlockSwap(block, block, False) for block in range(count // 2)]
             step.swap_blocks([*there, *back])
             if self._on_cuda:
                 torch.cuda.synchronize(device)
 
-        # those of a model without a cache are numbers
+        # blocks of a model without a cache take no memory
         swapped = min(num_blocks, num_host_blocks) if self.block_bytes else 0
         seconds = swap_seconds(move, swapped, self.block_bytes or 1)
         return LoadedModel(step, TorchSampler(), token_logprobs, seconds)

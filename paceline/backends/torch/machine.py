@@ -1,4 +1,4 @@
-"""What PyTorch finds here: devices, and the dtypes that they compute with."""
+"""Devices that PyTorch finds on this machine, and the dtypes that they compute with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["choose_device", "choose_dtype", "dtype_name"]
 
@@ -14,7 +14,7 @@ _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def choose_device(name: str) -> torch.device:
-    """ "auto" is CUDA where there is one. Raises ConfigError for what is not there."""
+    """Return the device; "auto" is CUDA if available. Raises ConfigError for one that is not."""
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
@@ -36,12 +36,12 @@ def choose_device(name: str) -> torch.device:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As settings have it."""
+    """Return a dtype's name in settings."""
     return str(dtype).removeprefix("torch.")
 
 
 def choose_dtype(name: str, device: str) -> torch.dtype:
-    """ "auto" is bfloat16 where the hardware computes with it, else float32."""
+    """Return the dtype; "auto" is bfloat16 where the hardware computes with it, else float32."""
     if name != "auto":
         if name not in _DTYPES:
             raise ConfigError(f"dtype {name!r} is not supported: use auto, {', '.join(_DTYPES)}")
@@ -54,6 +54,6 @@ def choose_dtype(name: str, device: str) -> torch.dtype:
 
 
 def _has_tiles() -> bool:
-    """Whether AMX truly works: the processor lists it, and the kernel lets this process use it. A
-    processor may list what its hypervisor or kernel has not enabled."""
+    """Whether AMX works: the processor lists it, and the kernel lets this process use it. A
+    processor may list instructions that its hypervisor or kernel has not enabled."""
     return torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()

@@ -16,19 +16,19 @@ _SWIGLU_ALPHA: Final = 1.702
 
 
 class MLP(Protocol):
-    """[rows, hidden] to [rows, hidden], in x's dtype, a fresh tensor."""
+    """Map [rows, hidden] to [rows, hidden], in x's dtype, as a fresh tensor."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
 class DenseMLP:
-    """``down(activation(gate(x)) * up(x))``, or what ``ModelConfig.activation`` says of another.
+    """``down(activation(gate(x)) * up(x))``, or as ``ModelConfig.activation`` describes others.
 
     Args:
         gate_up: [hidden] -> [2 * intermediate]: gate, up.
         down: [intermediate] -> [hidden].
-        activation: of ``config.ACTIVATIONS``.
-        limit: of "clamped_swiglu".
+        activation: one of ``config.ACTIVATIONS``.
+        limit: bound of "clamped_swiglu".
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class DenseMLP:
 
 
 class SparseMLP:
-    """The ``chosen`` experts that the router likes best for a row, weighed by its softmax.
+    """The ``chosen`` experts that the router scores highest for a row, weighted by its softmax.
 
     The router is computed in float32: in bfloat16 its rounding would choose other experts.
 
     Args:
         router: [experts, hidden].
-        bias: [experts], on what the router gives; None: there is none.
-        normalise: weights of the chosen experts are divided by their sum.
+        bias: [experts], added to the router's scores; None: there is none.
+        normalise: the weights of the chosen experts are divided by their sum.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class SparseMLP:
         if self._normalise:
             weights = weights / weights.sum(-1, keepdim=True)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        # each expert once, for all rows that chose it
+        # each expert runs once, for all rows that chose it
         for expert in sorted(set(experts.flatten().tolist())):
             rows, places = (experts == expert).nonzero(as_tuple=True)
             given = self._experts[expert](x[rows]).float() * weights[rows, places, None]

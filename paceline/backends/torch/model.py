@@ -1,8 +1,8 @@
 """A decoder on a flat ragged batch.
 
-All tokens of a step, whichever request they belong to, are rows of the same matrices; only the
-attention backend knows requests. Architectures differ in what ModelConfig says of them; what one
-does not have is None, or a factor of 1 that is not multiplied by.
+All tokens of a step are rows of the same matrices, across requests; only the attention backend
+knows requests. Architectures differ as their ModelConfig says; a part that an architecture lacks is
+None, or a factor of 1 that is not multiplied by.
 
 This module does not know files, blocks, requests or sampling.
 """
@@ -18,17 +18,17 @@ from paceline.backends.torch.attention import AttentionBackend
 from paceline.backends.torch.linear import Linear
 from paceline.backends.torch.mlp import MLP
 from paceline.backends.torch.rope import RotaryTable
-from paceline.checkpoints.config import ModelConfig
+from paceline.checkpoints.model.config import ModelConfig
 
-# candidates whose logits are exact; others are too far behind to win by rounding
+# number of candidates with exact logits; others are too far behind to win by rounding
 _NUM_EXACT = 8
 
 __all__ = ["Decoder", "DecoderWeights", "LayerWeights", "RMSNorm"]
 
 
 class RMSNorm:
-    """``x / rms(x) * (weight + offset)`` over the last dimension, computed in float32, in weight's
-    dtype."""
+    """``x / rms(x) * (weight + offset)`` over the last dimension, computed in float32, returned in
+    weight's dtype."""
 
     def __init__(self, weight: torch.Tensor, epsilon: float, offset: float = 0.0) -> None:
         self._dtype = weight.dtype
@@ -57,11 +57,11 @@ class LayerWeights:
     sinks: torch.Tensor | None
     # [heads * head_dim] -> [hidden]
     output: Linear
-    # on what attention gives, before it is added to the sum
+    # applied to attention's output before it is added to the sum
     attention_output_norm: RMSNorm | None
     mlp_norm: RMSNorm | None
     mlp: MLP
-    # on what the MLP gives, before it is added to the sum
+    # applied to the MLP's output before it is added to the sum
     mlp_output_norm: RMSNorm | None
 
 
@@ -80,7 +80,7 @@ class DecoderWeights:
 
 
 class Decoder:
-    """Token ids to logits. Holds no state of requests; ``attention`` does."""
+    """Token ids to logits. ``attention`` holds the state of requests; this class holds none."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Decoder:
         sliding_rotary: RotaryTable | None = None,
     ) -> None:
         self._weights = weights
-        # of the layers' tables each once, and which of them a layer has; None: it is not rotated
+        # distinct rotary tables of the layers, and each layer's index; None: it is not rotated
         self._tables = [rotary] if sliding_rotary is None else [rotary, sliding_rotary]
         self._table_of: list[int | None] = [0] * config.num_hidden_layers
         if sliding_rotary is not None:
@@ -98,7 +98,7 @@ class Decoder:
                 self._table_of[layer] = 1
         for layer in config.unrotated_layers:
             self._table_of[layer] = None
-        # layers whose input is kept, and what that was in the last step, in order
+        # layers whose input is kept, and their inputs in the last step, in order
         self._keeps: tuple[int, ...] = ()
         self.kept: list[torch.Tensor] = []
         self._config = config
@@ -113,8 +113,8 @@ class Decoder:
         return self._weights
 
     def keep_inputs(self, layers: tuple[int, ...]) -> None:
-        """From now on what these layers are given is in ``kept`` after a step, each [T, hidden] in
-        the weights' dtype; of the number of layers, what the last one gives."""
+        """Keep the inputs of these layers in ``kept`` from now on, each [T, hidden] in the weights'
+        dtype, after every step; the number of layers stands for the last one's output."""
         self._keeps, self.kept = layers, []
 
     def forward(
@@ -137,11 +137,11 @@ class Decoder:
         if len(sampled) == 0:
             self._layers(token_ids, positions, attention)
             return self._weights.embedding.new_empty((0, self._vocab_size), dtype=torch.float32)
-        # the head is the largest product: only for the rows that sample
+        # the head is the largest product, so it is computed only for rows that sample
         return self.logits(self.hidden(token_ids, positions, sampled, attention))
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Of what ``hidden`` gives, [S, hidden]: [S, vocab] in float32."""
+        """Map the result of ``hidden``, [S, hidden], to logits [S, vocab] in float32."""
         logits = self._logits(x)
         if self._config.logits_divisor != 1.0:
             logits /= self._config.logits_divisor
@@ -156,13 +156,13 @@ class Decoder:
         wanted: torch.Tensor,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        """As ``forward``, but what the head would be given: [S, hidden], in the weights' dtype."""
+        """Run a step as ``forward`` does, and return the head's input, [S, hidden] in its dtype."""
         return self._weights.norm(self._layers(token_ids, positions, attention)[wanted])
 
     def _layers(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
-        """The sum of all layers, [T, hidden] in float32."""
+        """Return the sum of all layers, [T, hidden] in float32."""
         # the sum of all layers stays in float32: in bfloat16 its rounding decides near ties
         x = torch.nn.functional.embedding(token_ids, self._weights.embedding).float()
         if self._config.embedding_scale != 1.0:
@@ -179,7 +179,7 @@ class Decoder:
         return x
 
     def rotations(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What ``add_layer`` needs of a step's positions, once for all layers."""
+        """Return cosines and sines of a step's positions for ``add_layer``, for all layers."""
         return [table.rows(positions) for table in self._tables]
 
     def add_layer(
@@ -190,8 +190,8 @@ class Decoder:
         attention: AttentionBackend,
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Add what a layer gives to ``x``, [T, hidden] in float32, in place. Returns it; or of the
-        rows ``wanted`` alone a copy that has it, and then ``x`` has nothing added."""
+        """Add a layer's output to ``x``, [T, hidden] in float32, in place, and return ``x``. With
+        ``wanted``, leave ``x`` and return a copy of these rows with the output added."""
         layer, share = self._weights.layers[index], self._config.residual_scale
         table = self._table_of[index]
         qkv = self._qkv(layer, self._normed(layer.input_norm, x))
@@ -216,10 +216,10 @@ class Decoder:
         return x.to(self._dtype) if norm is None else norm(x)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        """The head's product, with the likeliest tokens' logits exact.
+        """Return the head's product, with exact logits for the likeliest tokens.
 
-        A product in bfloat16 comes back rounded to 8 bits, which makes ties of the best candidates
-        and breaks them by token id; these few are computed again in float32.
+        A product in bfloat16 is rounded to 8 bits, which makes ties of the best candidates and
+        breaks them by token id; these few are computed again in float32.
         """
         assert self._weights.head is not None, "loaded for its hidden states alone"
         logits = self._weights.head(x)
@@ -232,7 +232,7 @@ class Decoder:
         return logits.scatter_(1, best, exact)
 
     def _qkv(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
-        """Queries and keys, not yet rotated, and values: [T, heads + 2 * kv_heads, head_dim]."""
+        """Return queries and keys, unrotated, and values: [T, heads + 2 * kv_heads, head_dim]."""
         heads = self._heads + self._kv_heads
         qkv = layer.qkv(x).view(-1, heads + self._kv_heads, self._head_dim)
         if layer.query_norm is not None and layer.key_norm is not None:

@@ -1,18 +1,18 @@
 """A checkpoint's MTP layers in PyTorch, over its model's embeddings and head.
 
-What is known of position ``p`` is the served model's hidden state there; with the token at
-``p + 1`` the first layer gives the one at ``p + 2``. Each further guess is made at the next
-position, by the next layer, from what the layer before gave one position earlier; where there are
-no more layers, by the last one from its own. So with layers 0 and 1, and ``j`` the position of the
-last token that is known::
+The input for position ``p`` is the served model's hidden state there; with the token at ``p + 1``
+the first layer predicts the one at ``p + 2``. Each further guess is made at the next position by
+the next layer, from the output of the layer before it one position earlier; the last layer makes
+all further guesses from its own output. So with layers 0 and 1, and ``j`` the position of the last
+known token::
 
     position       j-2           j-1           j             j+1
     layer 0        known j-2     known j-1     .             .
     layer 1        0's of j-3    0's of j-2    0's of j-1    1's of j
     guess                        first         second        third
 
-A layer's entries of known positions need what the one before gave there, so that is kept, in blocks
-as keys and values are. Where it is missing, as at the beginning, it counts as zero.
+A layer's entries of known positions need the outputs of the layer before it, so these are kept in
+blocks, as keys and values are. A missing output, as at the beginning, counts as zero.
 
 This module does not know requests, or where hidden states come from.
 """
@@ -26,26 +26,26 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from paceline.backends.steps import AttentionBatch
+from paceline.backends.runner.interface import AttentionBatch
 from paceline.backends.torch.attention import block_bytes
 from paceline.backends.torch.head import HeadSettings, TorchHead
 from paceline.backends.torch.linear import Linear
 from paceline.backends.torch.model import Decoder, DecoderWeights, RMSNorm
 from paceline.backends.torch.rope import RotaryTable
 from paceline.backends.torch.weights import TensorReader
-from paceline.checkpoints.mtp import MTPLayers
+from paceline.checkpoints.heads.mtp import MTPLayers
 
 __all__ = ["MTPStep", "mtp_block_bytes"]
 
 
 def mtp_block_bytes(layers: MTPLayers, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: keys and values, and what all layers but the last gave."""
+    """Return the bytes of a block: keys and values, and outputs of all layers but the last."""
     given = (layers.num_layers - 1) * layers.config.hidden_size * block_size * dtype.itemsize
     return block_bytes(layers.config, block_size, dtype) + given
 
 
 class _Input(NamedTuple):
-    """What stands before and behind a layer."""
+    """The parts around one layer."""
 
     token_norm: RMSNorm
     hidden_norm: RMSNorm
@@ -55,11 +55,11 @@ class _Input(NamedTuple):
 
 
 class MTPStep(TorchHead):
-    """A ``head_drafting.HeadModel``.
+    """A checkpoint's MTP layers as a ``head_drafting.HeadModel``.
 
     Args:
         served: the served model's weights.
-        num_blocks: of its KV cache.
+        num_blocks: blocks of the layers' KV cache.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class MTPStep(TorchHead):
             )
         rotary = RotaryTable(config, settings.max_model_len, dtype=dtype, device=device)
         self._decoder = Decoder(config, own, rotary)
-        # what each layer but the last gave by slot; one slot more stays zero
+        # outputs of each layer but the last, by slot; one slot more stays zero
         self._given = torch.empty(
             layers.num_layers - 1, num_blocks + 1, settings.block_size, config.hidden_size,
             dtype=dtype, device=device,
         )  # fmt: skip
         self._given[:, num_blocks] = 0
         self._none = num_blocks * settings.block_size
-        # guesses of the rows whose logits were wanted last, and what each layer gave of these
+        # guesses of the rows whose logits were wanted last, and each layer's outputs for these
         self._num_made = 0
         self._last: list[torch.Tensor] = []
 
@@ -125,7 +125,7 @@ class MTPStep(TorchHead):
             self._last.append(given[sampled])
             kept[own] = given
             known = kept[before]
-        # nobody asks what the last one gives elsewhere
+        # the last layer's output is needed only where logits are wanted
         last = len(self._inputs) - 1
         self._last.append(self._layer(last, embedded, known, rotations, sampled))
         return self._logits(0)
@@ -134,13 +134,13 @@ class MTPStep(TorchHead):
         embedded, rotations = self._embedded(tokens, at), self._decoder.rotations(at)
         guesses = min(self._num_made, len(self._inputs) - 1)
         last = [given[rows] for given in self._last]
-        # layers behind the one that guesses need an entry of this position for later guesses
+        # layers behind the guessing one also need an entry of this position, for later guesses
         for layer in range(guesses, len(self._inputs)):
-            # beyond the last layer it is its own output
+            # beyond the last layer, its input is its own output
             repeats = self._num_made > layer
             known = last[layer if repeats else layer - 1]
             self._last[layer] = self._layer(layer, embedded, known, rotations)
-        # those before it are not asked again
+        # layers before it make no further guesses
         for layer in range(guesses):
             self._last[layer] = last[layer]
         self._num_made += 1
@@ -160,8 +160,8 @@ class MTPStep(TorchHead):
         rotations: list[tuple[torch.Tensor, torch.Tensor]],
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What a layer gives of positions, or of those wanted, normed: [T, hidden] in the weights'
-        dtype."""
+        """Return a layer's normed output for the positions, or for those ``wanted``: [T, hidden] in
+        the weights' dtype."""
         around = self._inputs[layer]
         both = [around.token_norm(embedded), around.hidden_norm(known)]
         if self._layout.hidden_first:
@@ -177,8 +177,8 @@ class MTPStep(TorchHead):
         return self._decoder.logits(last)
 
     def _slots(self, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each position its slot, and that of the one before; of the first position of a row,
-        which has none before, one that is zero."""
+        """Return each position's slot and the slot of the position before; the first position of a
+        request has none before it and gets the slot that is zero."""
         size = self._block_size
         own, before = [], []
         for start, count, table in zip(

@@ -1,15 +1,15 @@
 """Rotary position embedding in the decoder.
 
 Dimension ``i`` of a head's first half is rotated against dimension ``i`` of its second half, by the
-angles of ``backends.rope``.
+angles of ``backends.runner.rope``.
 """
 
 from __future__ import annotations
 
 import torch
 
-from paceline.backends.rope import rotary_tables
-from paceline.checkpoints.config import ModelConfig, RopeConfig
+from paceline.backends.runner.rope import rotary_tables
+from paceline.checkpoints.model.config import ModelConfig, RopeConfig
 
 __all__ = ["RotaryTable"]
 
@@ -18,8 +18,8 @@ class RotaryTable:
     """Cosines and sines of positions ``[0, length)``, in the model's dtype.
 
     A row of ``cos`` is [c, c] and of ``sin`` [-s, s], so that with the halves of x swapped the
-    rotation is ``x * cos + swap(x) * sin``. Computed in float32, then cast. ``rope`` is that of
-    some layers; None: ``config.rope``.
+    rotation is ``x * cos + swap(x) * sin``. Computed in float32, then cast. ``rope`` is the
+    embedding of some layers; None: ``config.rope``.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RotaryTable:
         self._half = config.head_dim // 2
 
     def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines for positions [T]: two tensors [T, 1, head_dim], once per step."""
+        """Return cosines and sines for positions [T]: two tensors [T, 1, head_dim], once a step."""
         return self._cos[positions], self._sin[positions]
 
     def rotate_(self, heads: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor]) -> None:

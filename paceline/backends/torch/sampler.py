@@ -1,15 +1,15 @@
 """Logits to tokens for a whole batch, each row by its own settings.
 
 Order, as in vLLM: log-probabilities are taken from the raw logits; then logit_bias, repetition,
-presence and frequency penalties; what min_tokens, grammar, allowed_token_ids and bad_words forbid;
+presence and frequency penalties; the bans of min_tokens, grammar, allowed_token_ids and bad_words;
 greedy rows stop here; temperature, min_p, top_k, top_p, and one draw.
 
 A draw walks the cumulative distribution to one uniform number that depends on (seed, output
 position) alone, see ``uniforms``. So neither the batch, nor preemption, nor resuming changes it.
 
-Work is proportional to what rows ask for: a greedy batch is one argmax, nothing of the size of the
-vocabulary is done for a feature that no row uses, and nothing is sorted when the likeliest
-``_CANDIDATES`` tokens decide.
+Work is proportional to the features that rows use: a greedy batch is one argmax, no array of the
+size of the vocabulary is made for a feature that no row uses, and nothing is sorted when the
+likeliest ``_CANDIDATES`` tokens decide.
 """
 
 from __future__ import annotations
@@ -21,14 +21,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.sampling import SampleRow, Samples, asks_widely, uniforms, wide_logprobs
+from paceline.backends.runner.sampling import (
+    SampleRow,
+    Samples,
+    asks_widely,
+    uniforms,
+    wide_logprobs,
+)
 from paceline.core.outputs import TokenLogprobs
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
 
 __all__ = ["sample", "token_logprobs"]
 
-# top_k up to the first: that many candidates are looked at; otherwise the second, and if they do
-# not decide, all. A row's number must follow from the row alone: ties are ordered by it
+# candidates examined: the first for top_k up to it, otherwise the second, and all if those do not
+# decide. The number must depend on the row alone, since it affects the order of ties
 _CANDIDATES: Final = (64, 1024)
 # cumulative sums are taken over chunks first, then inside one
 _CHUNK: Final = 256
@@ -41,11 +47,11 @@ def sample(
     rows: Sequence[SampleRow],
     likeliest: NDArray[np.int32] | None = None,
 ) -> Samples:
-    """Choose a token for each row of logits [rows, vocab], which are left as they are.
+    """Choose a token for each row of logits [rows, vocab], which are not changed.
 
     Args:
         likeliest: [rows], the first of each row's largest logits, -1 where one is not finite; None:
-            look for them.
+            it is computed here.
     """
     finite: list[bool]
     if likeliest is None:
@@ -70,10 +76,10 @@ def sample(
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The first of the largest columns, [rows].
+    """Return the first of the largest columns, [rows].
 
     Chunk maxima first: on the CPU, PyTorch finds largest values with vector instructions, but
-    their places one by one, which takes eight times as long for a whole vocabulary.
+    their indices one by one, which takes eight times as long for a whole vocabulary.
     """
     rows, columns = logits.shape
     whole = columns - columns % _CHUNK
@@ -96,7 +102,7 @@ def _sample_special(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int
     left = torch.isfinite(logits[reshaped].amax(-1)).tolist() if reshaped else []
     empty = [i for i, has in zip(reshaped, left, strict=True) if not has]
     if empty:
-        # any number will do: it is not used
+        # any number will do, since it is not used
         logits[empty] = 0.0
     token_ids = _choose(logits, rows)
     for i in empty:
@@ -133,7 +139,7 @@ class _Entries:
     def to(
         self, device: torch.device
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-        """Indices and values, or None when nothing was collected."""
+        """Return indices and values, or None when none were collected."""
         if not self.rows:
             return None
         rows = torch.from_numpy(np.concatenate(self.rows)).to(device)
@@ -142,7 +148,7 @@ class _Entries:
 
 
 def _reshape(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
-    """Apply what changes the order of tokens: bans, bias, penalties. In place."""
+    """Apply bans, bias and penalties, which change the order of tokens, in place."""
     bias, repetition, presence, frequency, banned = (_Entries() for _ in range(5))
     masks: list[tuple[int, NDArray[np.bool_]]] = []
     for i, row in enumerate(rows):
@@ -183,7 +189,7 @@ def _reshape(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
-    """One token per row of float32 logits [rows, vocab]; all rows have a temperature."""
+    """Draw a token per row of float32 logits [rows, vocab]; all rows have a temperature."""
     params = [row.sampling.params for row in rows]
     vocab = logits.shape[1]
     seeds = np.array([p.seed for p in params], dtype=np.int64).astype(np.uint64)
@@ -223,7 +229,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
 
 
 def _invert(weights: torch.Tensor, uniform: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:
-    """The first column whose cumulative weight exceeds ``uniform`` of the total, [rows].
+    """Return the first column whose cumulative weight exceeds ``uniform`` of the total, [rows].
 
     Sums are float64: over a whole vocabulary, float32 loses the tail. ``fallback`` is taken if
     rounding leads past the last column with weight.
@@ -267,10 +273,10 @@ def _draw_filtered(
     min_p = column([p.min_p for p in params])
     rank = torch.arange(candidates, device=device)
     kept = (rank < top_k) & (weights >= min_p)
-    # min_p and top_k leave a prefix of the candidates; does it go on beyond them?
+    # min_p and top_k leave a prefix of the candidates; does it extend beyond them?
     goes_on = kept[:, -1:] & (top_k > candidates)
     weights = weights * kept
-    # top_p is a share of what they left
+    # top_p is a share of what min_p and top_k left
     total = weights.sum(-1, keepdim=True)
     decided = ~goes_on
     if candidates < vocab and any(p.top_p < 1.0 for p in params):
@@ -285,7 +291,7 @@ def _draw_filtered(
     ends = weights.cumsum(-1)
     target = uniform.unsqueeze(1) * ends[:, -1:]
     index = torch.searchsorted(ends, target, right=True)
-    # kept tokens are a prefix, so stepping back to the last of them is never a masked one
+    # kept tokens are a prefix, so stepping back to its end never selects a masked one
     index = torch.minimum(index, kept.sum(-1, keepdim=True) - 1).clamp_(min=0)
     return token_ids.gather(1, index).squeeze(1), decided.squeeze(1)
 
@@ -324,7 +330,7 @@ def token_logprobs(
 ) -> list[TokenLogprobs]:
     """A ``steps.Scorer`` of tensors; ``counts`` are ``MAX_LOGPROBS`` at most."""
     result: list[TokenLogprobs] = []
-    # not the largest of the counts: how ties are ordered must not depend on other rows
+    # fixed, not the largest of the counts: the order of ties must not depend on other rows
     most = min(MAX_LOGPROBS, logits.shape[1])
     for start in range(0, len(logits), _ROWS):
         part = slice(start, start + _ROWS)

@@ -1,4 +1,4 @@
-"""``model.Decoder`` and its paged attention as the runner drives them: arrays in, a tensor out."""
+"""``model.Decoder`` and its paged attention for the runner: arrays in, a tensor out."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.sampling import SampleRow, Samples
-from paceline.backends.steps import AttentionBatch
+from paceline.backends.runner.interface import AttentionBatch
+from paceline.backends.runner.sampling import SampleRow, Samples
 from paceline.backends.torch.attention import AttentionBackend, TorchAttention
 from paceline.backends.torch.model import Decoder, DecoderWeights
 from paceline.backends.torch.sampler import sample
@@ -21,7 +21,7 @@ __all__ = ["TorchSampler", "TorchStep"]
 class TorchStep:
     """A ``steps.StepModel``. Its logits are tensors on ``device``."""
 
-    # the sampler looks for itself
+    # the sampler finds the likeliest tokens itself
     likeliest = None
 
     def __init__(self, decoder: Decoder, attention: AttentionBackend, device: torch.device) -> None:
@@ -33,12 +33,12 @@ class TorchStep:
 
     @property
     def features(self) -> torch.Tensor:
-        """See ``head_drafting.FeatureModel``."""
+        """Implement ``head_drafting.FeatureModel.features``."""
         return torch.cat(self._decoder.kept, dim=-1)
 
     @property
     def weights(self) -> DecoderWeights:
-        """For heads that share some of them."""
+        """The model's weights, for heads that share some of them."""
         return self._decoder.weights
 
     @torch.inference_mode()
@@ -69,7 +69,7 @@ class TorchStep:
         wanted: NDArray[np.int64],
         kinds: NDArray[np.int64],
     ) -> NDArray[np.float32]:
-        """See ``pooling.runner.HiddenModel``; decoders do not tell kinds of tokens apart."""
+        """Implement ``pooling.runner.HiddenModel.hidden``; decoders ignore ``kinds``."""
         self._attention.prepare(batch)
         states = self._decoder.hidden(
             torch.from_numpy(token_ids).to(self._device),
@@ -89,7 +89,7 @@ class TorchStep:
 
     @torch.inference_mode()
     def place(self, given: Sequence[WindowBlock]) -> None:
-        """See ``steps.WindowedModel``."""
+        """Implement ``steps.WindowedModel.place``."""
         assert isinstance(self._attention, TorchAttention), "others have no KV cache"
         self._attention.place(given)
 

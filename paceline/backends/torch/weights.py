@@ -1,6 +1,6 @@
-"""From a checkpoint to a decoder's weights: read, check, fuse, cast, pack.
+"""Loading of a decoder's weights from a checkpoint: read, check, fuse, cast, pack.
 
-Each tensor goes its whole way before the next one is read, so the peak is the model in its final
+Each tensor passes all stages before the next one is read, so the peak is the model in its final
 form plus one layer in the checkpoint's.
 """
 
@@ -19,16 +19,16 @@ from safetensors import SafetensorError, safe_open
 from paceline.backends.torch.linear import Linear, make_linear
 from paceline.backends.torch.mlp import MLP, DenseMLP, SparseMLP
 from paceline.backends.torch.model import DecoderWeights, LayerWeights, RMSNorm
-from paceline.checkpoints.config import ModelConfig
-from paceline.checkpoints.hf import HFCheckpoint
-from paceline.checkpoints.shapes import expected_shapes, row_order
-from paceline.core.errors import CheckpointError
+from paceline.checkpoints.hf.checkpoint import HFCheckpoint
+from paceline.checkpoints.model.config import ModelConfig
+from paceline.checkpoints.model.shapes import expected_shapes, row_order
+from paceline.errors import CheckpointError
 
 __all__ = ["TensorReader", "TensorSource", "load_weights"]
 
 
 class TensorSource(Protocol):
-    """What is needed of a checkpoint; see ``checkpoints.base.Checkpoint``."""
+    """The parts of ``checkpoints.model.checkpoint.Checkpoint`` that are needed here."""
 
     @property
     def path(self) -> Path: ...
@@ -42,11 +42,11 @@ class TensorSource(Protocol):
 
 
 class TensorReader:
-    """Tensors by name, of the shape that the config implies, in the wanted dtype and place.
+    """Reader of tensors by name, in the config's shapes, with the wanted device and dtype.
 
     Args:
-        stack: closes what is opened.
-        shapes: of all tensors that there are; None: those of a whole model of the config.
+        stack: closes opened files.
+        shapes: shapes of all tensors; None: those of a whole model of the config.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class TensorReader:
 
     def get(self, name: str) -> torch.Tensor:
         tensor = self._read(name)
-        # or the pages of the whole file would pile up beside what was made of them
+        # else the pages of the whole file would stay in memory next to the finished weights
         self._source.release()
         expected = self._shapes[name]
         if tuple(tensor.shape) != expected:
@@ -74,7 +74,7 @@ class TensorReader:
                 f"{self._source.path}: tensor {name} has shape {list(tensor.shape)}, "
                 f"its config implies {list(expected)}"
             )
-        # always a copy: nothing may point into the mapped file once the model runs
+        # always a copy: no tensor may point into the mapped file once the model runs
         return tensor.to(device=self._device, dtype=self._dtype, copy=True)
 
     def _read(self, name: str) -> torch.Tensor:
@@ -100,7 +100,7 @@ class TensorReader:
         return self.get(name) if name in self._shapes else None
 
     def linear(self, *names: str) -> Linear:
-        """One product for several projections of the same input, in the order given."""
+        """Make one product of several projections of the same input, in the order given."""
         weights = [self.get(f"{name}.weight") for name in names]
         biases = [bias for name in names if (bias := self.maybe(f"{name}.bias")) is not None]
         return make_linear(
@@ -146,10 +146,10 @@ class TensorReader:
 def load_weights(
     source: TensorSource, *, dtype: torch.dtype, device: torch.device, has_head: bool = True
 ) -> DecoderWeights:
-    """Read a whole model; without ``has_head`` all but what predicts tokens.
+    """Read a whole model; without ``has_head`` all but the parts that predict tokens.
 
     Raises:
-        CheckpointError: a tensor is missing, unreadable, or of another shape than the config says.
+        CheckpointError: a tensor is missing, unreadable, or contradicts the config's shape.
     """
     with ExitStack() as stack:
         reader = TensorReader(source, dtype, device, stack)

@@ -1,6 +1,6 @@
-"""The architectures that Hugging Face folders may have, a module each.
+"""The architectures that Hugging Face folders may have, one module each.
 
-A new one is a new module with an ``ARCHITECTURE``; nothing else names it. docs/models.md says how.
+A new one is a new module with an ``ARCHITECTURE``; no other file names it. See docs/use/models.md.
 """
 
 from __future__ import annotations
@@ -25,5 +25,5 @@ def _find() -> dict[str, Architecture]:
     return found
 
 
-# by model_type
+# architectures by model_type
 ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(_find())

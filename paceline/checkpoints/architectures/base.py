@@ -1,5 +1,5 @@
-"""What an architecture says of itself: how its files name things, and which knobs of ModelConfig
-its config sets. One module of this package describes one architecture.
+"""Description of an architecture: how its files name tensors, and which fields of ModelConfig its
+config sets. One module of this package describes one architecture.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from paceline.checkpoints.hf_fields import Fields
-from paceline.checkpoints.stacked import Stored
+from paceline.checkpoints.model.fields import Fields
+from paceline.checkpoints.weights.stacked_experts import Stored
 
 __all__ = ["Architecture", "GGUFFields"]
 
@@ -23,18 +23,18 @@ def _no_knobs(fields: Fields) -> Mapping[str, Any]:
 
 
 class GGUFFields(Protocol):
-    """Typed access to a GGUF file's metadata; keys go without the architecture. Readers raise
+    """Typed access to a GGUF file's metadata; keys omit the architecture. Readers raise
     CheckpointError naming the key."""
 
     @property
     def layers(self) -> int: ...
 
     def value(self, key: str, default: float | None = None) -> float:
-        """A number."""
+        """Return a number."""
         ...
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A whole number, not below 0."""
+        """Return a whole number, not below 0."""
         ...
 
 
@@ -44,53 +44,53 @@ def _no_gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A kind of decoder. What it leaves out is as in Llama."""
+    """A kind of decoder. A field that is left out has Llama's value."""
 
     # model_type in config.json, and the class in its "architectures"
     model_type: str
     class_name: str
-    # what people call it
+    # name for users
     title: str
-    # general.architecture of its GGUF files; None: these are not read
+    # general.architecture of its GGUF files; None: they are not read
     gguf: str | None = None
-    # these have experts; a name may stand for files with and without
+    # its GGUF files have experts; models with and without may share a name
     gguf_experts: bool = False
-    # llama.cpp rotates neighbouring rows, so its converter interleaved those of queries and keys
+    # llama.cpp rotates neighbouring rows, so its converter interleaves those of queries and keys
     gguf_interleaved: bool = False
-    # a tensor's name in a layer of a GGUF file -> in a Hugging Face folder, or ours
+    # tensor name in a layer of a GGUF file -> name in a Hugging Face folder, or ours
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     # keys that change the arithmetic and that ``gguf_knobs`` reads; see ``gguf_config.NEUTRAL``
     gguf_reads: frozenset[str] = frozenset()
-    # arguments of ModelConfig, over those that all GGUF files share
+    # arguments of ModelConfig that override those common to all GGUF files
     gguf_knobs: Callable[[GGUFFields], Mapping[str, Any]] = _no_gguf_knobs
-    # the defaults of transformers' configuration class, for fields that a config leaves out
+    # defaults of transformers' configuration class, for fields that a config leaves out
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # fields that change the arithmetic and that ``knobs`` reads; see ``hf_config.NEUTRAL``
     reads: frozenset[str] = frozenset()
-    # arguments of ModelConfig, over those that all architectures share
+    # arguments of ModelConfig that override those common to all architectures
     knobs: Callable[[Fields], Mapping[str, Any]] = _no_knobs
-    # the field that names the gate's function, and what the function may be called
+    # field that names the gate's function, and values that it may have
     activation_field: str = "hidden_act"
     activations: tuple[str, ...] = ("silu", "swish")
-    # only the first dimensions of a head may be rotated (partial_rotary_factor)
+    # whether only the first dimensions of a head may be rotated (partial_rotary_factor)
     partial_rotary: bool = False
-    # names of rope types that mean another one of ``config.ROPE_KINDS``
+    # names of rope types that stand for another one of ``config.ROPE_KINDS``
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
-    # a tensor's name in a layer of a Hugging Face folder -> ours (``shapes``), with * for the
-    # number of an expert
+    # tensor name in a layer of a Hugging Face folder -> ours (``shapes``), with * for an expert's
+    # number
     renames: Mapping[str, str] = field(default_factory=dict)
-    # a matrix that holds several of ours, one below the other
+    # matrices that hold several of ours, stacked by rows
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    # of a folder's tensors by name, those that hold all experts taken apart; None: there are none
+    # splits tensors that hold all experts, given a folder's tensors by name; None: there are none
     unstacked: Callable[[Mapping[str, Stored]], dict[str, Stored]] | None = None
 
     def parts_of(self, name: str) -> tuple[str, ...]:
-        """Our names of what a folder's tensor holds; its own where it is called as we call it."""
+        """Return our names of the parts of a folder's tensor; its own name where it equals ours."""
         match = _LAYER.fullmatch(name)
         if match is None:
             return (name,)
         prefix, part, kind = match.groups()
-        # an expert's number goes through as it is
+        # an expert's number is kept
         expert = _EXPERT.search(part)
         number = expert[1] if expert else ""
         part = _EXPERT.sub(".experts.*.", part)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from paceline.checkpoints.architectures.base import Architecture, GGUFFields
-from paceline.checkpoints.hf_fields import Fields
-from paceline.core.errors import CheckpointError
+from paceline.checkpoints.model.fields import Fields
+from paceline.errors import CheckpointError
 
 __all__ = ["ARCHITECTURE", "GGUF_NAMES", "RENAMES", "gemma_gguf_knobs", "gemma_knobs"]
 
@@ -24,7 +24,7 @@ RENAMES: Final = {
 
 
 def gemma_knobs(fields: Fields) -> dict[str, Any]:
-    """What Gemma 2 and 3 have in common."""
+    """Return the fields that Gemma 2 and 3 have in common."""
     bias = fields.flag("attention_bias")
     hidden, scalar = fields.whole("hidden_size"), fields.number(fields.raw, "query_pre_attn_scalar")
     if hidden < 1 or scalar <= 0:
@@ -50,11 +50,11 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
 
 
 def gemma_gguf_knobs(fields: GGUFFields, large: int) -> dict[str, Any]:
-    """What Gemma 2 and 3 have in common; ``large`` is the number of layers of the 27B.
+    """Return the fields that Gemma 2 and 3 have in common; ``large`` is the 27B's number of layers.
 
-    Files hold norms' weights with the 1 added. They do not say what scores are multiplied by: it is
-    a head's dimensions ** -0.5 in all published models but the 27B, which have the width over the
-    heads instead.
+    Files hold norms' weights with the 1 added. They lack the factor on scores: it is head_dim **
+    -0.5 in all published models but the 27B, which use the width divided by the number of heads
+    instead of head_dim.
     """
     hidden, heads = fields.count("embedding_length"), fields.count("attention.head_count")
     return {

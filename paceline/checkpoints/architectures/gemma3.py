@@ -13,9 +13,9 @@ from paceline.checkpoints.architectures.gemma2 import (
     gemma_gguf_knobs,
     gemma_knobs,
 )
-from paceline.checkpoints.config import RopeConfig
-from paceline.checkpoints.hf_fields import Fields
-from paceline.core.errors import CheckpointError
+from paceline.checkpoints.model.config import RopeConfig
+from paceline.checkpoints.model.fields import Fields
+from paceline.errors import CheckpointError
 
 __all__ = ["ARCHITECTURE"]
 
@@ -32,7 +32,7 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
     sliding = fields.sliding(kinds)
     bidirectional = fields.flag("use_bidirectional_attention")
     if bidirectional and sliding:
-        # the tokens on both sides together; ours counts one side, with the token itself
+        # the file counts the tokens on both sides; ours counts one side, the token itself included
         sliding["sliding_window"] = sliding["sliding_window"] // 2 + 1
     return {
         **gemma_knobs(fields),
@@ -45,7 +45,7 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
 
 
 def _rope_parameters(fields: Fields) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of full and of sliding layers, in transformers 5's spelling or the older one."""
+    """Return those of full and of sliding layers, in transformers 5's spelling or the older one."""
     found = fields.rope_parameters()
     kinds = ("full_attention", "sliding_attention")
     if any(kind in found for kind in kinds):

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.checkpoints.architectures.base import Architecture, GGUFFields
-from paceline.checkpoints.config import RopeConfig
-from paceline.checkpoints.hf_fields import Fields
-from paceline.checkpoints.stacked import unstacked
-from paceline.core.errors import CheckpointError
+from paceline.checkpoints.model.config import RopeConfig
+from paceline.checkpoints.model.fields import Fields
+from paceline.checkpoints.weights.stacked_experts import unstacked
+from paceline.errors import CheckpointError
 
 __all__ = ["ARCHITECTURE"]
 
@@ -43,7 +43,7 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
 
 
 def _gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:
-    # files say neither that the ramp of its yarn is not rounded, nor which layers have the window
+    # files omit that the ramp of yarn is not rounded, and which layers have the window
     context = fields.count("context_length")
     return {
         **_EXPERTS,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.checkpoints.architectures.base import Architecture, GGUFFields
-from paceline.checkpoints.hf_fields import Fields
+from paceline.checkpoints.model.fields import Fields
 
 __all__ = ["ARCHITECTURE"]
 
@@ -25,7 +25,7 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
 
 
 def _gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:
-    # 0 is llama.cpp's word for none
+    # llama.cpp writes 0 for no factor
     return {
         "embedding_scale": fields.value("embedding_scale", 0.0) or 1.0,
         "residual_scale": fields.value("residual_scale", 0.0) or 1.0,

@@ -1,4 +1,4 @@
-"""MiMo: Qwen2 with MTP layers, which ``checkpoints.mtp`` reads."""
+"""MiMo: Qwen2 with MTP layers, which ``checkpoints.heads.mtp`` reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.checkpoints.architectures.qwen2 import ARCHITECTURE as QWEN2
 
 __all__ = ["ARCHITECTURE"]
 
-# its class has Qwen2's biases whatever the config says; GGUF files of it are not read
+# its class has Qwen2's biases, and ignores the config's; its GGUF files are not read
 ARCHITECTURE = replace(
     QWEN2, model_type="mimo", class_name="MiMoForCausalLM", title="MiMo", gguf=None
 )

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from paceline.checkpoints.architectures.base import Architecture, GGUFFields
-from paceline.checkpoints.hf_fields import Fields
-from paceline.core.errors import CheckpointError
+from paceline.checkpoints.model.fields import Fields
+from paceline.errors import CheckpointError
 
 __all__ = ["ARCHITECTURE"]
 

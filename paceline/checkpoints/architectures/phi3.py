@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.checkpoints.architectures.base import Architecture
-from paceline.checkpoints.hf_fields import Fields
+from paceline.checkpoints.model.fields import Fields
 
 __all__ = ["ARCHITECTURE"]
 
@@ -31,7 +31,7 @@ ARCHITECTURE = Architecture(
     },
     knobs=_knobs,
     partial_rotary=True,
-    # as transformers reads what the first files of the family say
+    # transformers reads the first files' names this way
     rope_aliases={"su": "longrope", "yarn": "longrope"},
     fused={
         "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

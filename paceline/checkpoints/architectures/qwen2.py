@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.checkpoints.architectures.base import Architecture
-from paceline.checkpoints.hf_fields import Fields
+from paceline.checkpoints.model.fields import Fields
 
 __all__ = ["ARCHITECTURE"]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.checkpoints.architectures.base import Architecture, GGUFFields
-from paceline.checkpoints.hf_fields import Fields
-from paceline.core.errors import CheckpointError
+from paceline.checkpoints.model.fields import Fields
+from paceline.errors import CheckpointError
 
 __all__ = ["ARCHITECTURE"]
 
@@ -19,7 +19,7 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
         raise CheckpointError(f"decoder_sparse_step is {step}, must be at least 1")
     if not isinstance(dense, list):
         raise CheckpointError(f"mlp_only_layers is {dense!r:.80}, must be a list of layers")
-    # transformers writes the one name and reads both
+    # transformers writes the first name and reads both
     experts = "num_local_experts" if "num_local_experts" in fields.raw else "num_experts"
     window = ["sliding_attention"] * len(fields.layers)
     return {
@@ -36,7 +36,7 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
 
 
 def _gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:
-    # as llama.cpp: files hold models with experts in every layer, and weights that sum to 1
+    # as in llama.cpp: files hold models with experts in every layer, and weights that sum to 1
     return {
         "qk_norm": True,
         "num_experts": fields.count("expert_count"),

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.checkpoints.architectures.base import Architecture, GGUFFields
-from paceline.checkpoints.hf_fields import Fields
-from paceline.core.errors import CheckpointError
+from paceline.checkpoints.model.fields import Fields
+from paceline.errors import CheckpointError
 
 __all__ = ["ARCHITECTURE"]
 
@@ -20,7 +20,7 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
         if interval < 1:
             raise CheckpointError(f"no_rope_layer_interval is {interval}, must be at least 1")
         rotated = [int((layer + 1) % interval != 0) for layer in fields.layers]
-    # in spite of its name, 1 says that a layer is rotated
+    # despite the field's name, 1 means that a layer is rotated
     if not isinstance(rotated, list) or any(value not in (0, 1) for value in rotated):
         raise CheckpointError(f"no_rope_layers is {rotated!r:.80}, must be a list of 0 and 1")
     if len(rotated) < len(fields.layers):
@@ -37,7 +37,7 @@ def _knobs(fields: Fields) -> Mapping[str, Any]:
 
 
 def _gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:
-    # the file does not say which; every fourth is what there is, and what llama.cpp takes
+    # the file does not name them; every published model has every fourth, as llama.cpp assumes
     return {"unrotated_layers": tuple(range(3, fields.layers, 4))}
 
 

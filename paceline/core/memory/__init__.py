@@ -1,1 +1,1 @@
-"""Where keys and values are kept: blocks, the prefix cache, and the host."""
+"""Blocks that hold keys and values: the pool, the prefix cache, and host memory."""

@@ -6,9 +6,9 @@ with the same prefix can take them back; ``allocate`` takes from the front of th
     free queue   [ without hash | never used | least recently freed ... most recently freed ]
                    taken first                                            taken last
 
-Memory of a block that was never used may not have been taken from the system yet. So those least
-recently freed that are more than ``max_idle_blocks`` come before the never used: the blocks ever
-used are then at most so many more than those ever in use at once.
+Memory of a block that was never used may not have been taken from the system yet. So free blocks
+beyond the ``max_idle_blocks`` most recently freed are evicted before a never used block is taken:
+the blocks ever used exceed those in use at once by at most that number.
 
 This module does not know requests, tokens or what the blocks hold.
 """
@@ -34,7 +34,7 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
-        # ids from here on were never taken
+        # ids from here on were never allocated
         self._num_used = 0
         # blocks that were used, are free and have no hash: no lookup finds them, and the last one
         # freed is the first one taken
@@ -53,7 +53,7 @@ class BlockPool:
         return len(self._findable)
 
     def num_idle(self, block_ids: Iterable[int]) -> int:
-        """How many of these no request holds."""
+        """Return how many of these blocks no request holds."""
         return sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
 
     def ref_count(self, block_id: int) -> int:
@@ -134,7 +134,7 @@ class BlockPool:
                     self._findable[block_id] = None
 
     def lookup(self, block_hash: bytes) -> int | None:
-        """The block with this content, free or in use."""
+        """Return the block with this content, free or in use."""
         return self._cached.get(block_hash)
 
     def register(self, block_ids: Iterable[int], block_hashes: Iterable[bytes]) -> None:
@@ -147,7 +147,7 @@ class BlockPool:
                 self._hashes[block_id] = block_hash
 
     def check_integrity(self, expected_refs: Mapping[int, int]) -> None:
-        """AssertionError unless every invariant holds.
+        """Raise AssertionError unless every invariant holds.
 
         ``expected_refs`` counts how many block tables hold each block.
         """

@@ -1,7 +1,7 @@
-"""Copies in host memory of the blocks of preempted requests, which get them back from there.
+"""Host memory for the blocks of preempted requests, which are restored from there.
 
 This module does not decide which requests are copied (``queues.running``), and moves nothing
-itself: what it orders is part of the next plan.
+itself: it adds the moves to the next plan.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["HostBlocks"]
 
 
 class HostBlocks:
-    """Which host blocks hold which request's tokens. Part of ``KVCacheManager``."""
+    """Host blocks that hold requests' tokens. Part of ``KVCacheManager``."""
 
     def __init__(self, config: CacheConfig, pool: BlockPool) -> None:
         self._pool, self._block_size = pool, config.block_size
         self._count = config.num_host_blocks
         self._free = list(range(self._count - 1, -1, -1))
-        # moves that the next plan has to carry out, in order; others may look at them: there are
-        # none in most steps, and a plain step makes no call
+        # moves that the next plan carries out, in order; public, because most steps have none and a
+        # plain step should not pay for a call
         self.swaps: list[BlockSwap] = []
         self.num_swapped_out = 0
         self.num_swapped_in = 0
@@ -34,8 +34,8 @@ class HostBlocks:
         return len(self._free)
 
     def keep(self, request: Request) -> None:
-        """Copy what a running request has computed, before its blocks are freed. The caller has
-        checked ``num_free``; IndexError otherwise."""
+        """Copy the computed tokens of a running request, before its blocks are freed. The caller
+        has checked ``num_free``; IndexError otherwise."""
         request.num_swapped_tokens = computed = request.num_computed_tokens
         for block_id in request.block_ids[: -(-computed // self._block_size)]:
             host_id = self._free.pop()
@@ -44,8 +44,8 @@ class HostBlocks:
             self.num_swapped_out += 1
 
     def restore(self, request: Request) -> None:
-        """Give a request that starts with the cached part of its tokens blocks for the rest of
-        those that were copied too, and forget the copies."""
+        """Give a request that starts with a cached prefix blocks for the rest of its copied tokens,
+        and forget the copies."""
         host_ids = request.host_block_ids[len(request.block_ids) :]
         block_ids = self._pool.allocate(len(host_ids))
         self.swaps += [
@@ -58,19 +58,19 @@ class HostBlocks:
         self.forget(request)
 
     def forget(self, request: Request) -> None:
-        """Give back what holds a request's copies, if there are any."""
-        # latest first, so that they are handed out again in the same order
+        """Free the host blocks of a request, if it has any."""
+        # latest first, so that they are allocated again in the same order
         self._free.extend(reversed(request.host_block_ids))
         request.host_block_ids = []
         request.num_swapped_tokens = 0
 
     def take_swaps(self) -> tuple[BlockSwap, ...]:
-        """Moves to be carried out before the next plan, once each."""
+        """Return the moves to carry out before the next plan, once each."""
         swaps, self.swaps = tuple(self.swaps), []
         return swaps
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """AssertionError unless each host block is free or holds tokens of one request."""
+        """Raise AssertionError unless each host block is free or holds tokens of one request."""
         known = list(self._free)
         for request in requests:
             tokens, held = request.num_swapped_tokens, request.host_block_ids

@@ -1,4 +1,4 @@
-"""Which blocks a request holds: block tables, prefix caching, copy-on-write, and "does it fit".
+"""Block tables of requests: prefix caching, copy-on-write, and "does it fit".
 
 Memory of one request, ``block_size`` = 4::
 
@@ -9,7 +9,7 @@ Memory of one request, ``block_size`` = 4::
 
 A block that another request references is never written. Full prefix blocks are never written
 again; the one exception is the tail that forks of a prompt (``n > 1``) share, which the first to
-write copies (copy-on-write).
+write it copies (copy-on-write).
 
 This module does not know queues, budgets or time.
 """
@@ -35,15 +35,15 @@ __all__ = ["Extension", "KVCacheManager", "blocks_for", "hash_block"]
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold ``num_tokens`` tokens. The one formula: start-up sizing asks it for
-    ``max_model_len``, the door for prompt + max_tokens, admission for what is known."""
+    """Return the number of blocks for ``num_tokens`` tokens. The only such formula: start-up sizing
+    calls it for ``max_model_len``, the door for prompt + max_tokens, admission for known tokens."""
     return -(-num_tokens // block_size)
 
 
 def hash_block(parent: bytes, token_ids: Iterable[int]) -> bytes:
-    """SHA-256 over the parent's hash and this block's tokens: equal only for equal prefixes.
+    """Return SHA-256 of the parent's hash and the block's tokens: equal only for equal prefixes.
 
-    A cryptographic hash because a collision would serve one caller another's cache.
+    A cryptographic hash, because a collision would serve one caller with another's cache.
     """
     tokens = tuple(token_ids)
     return sha256(parent + _packer(len(tokens))(*tokens)).digest()
@@ -51,12 +51,12 @@ def hash_block(parent: bytes, token_ids: Iterable[int]) -> bytes:
 
 @lru_cache
 def _packer(num_tokens: int) -> Callable[..., bytes]:
-    # half the time of array("q", tokens).tobytes() and of struct.pack, which give the same
+    # takes half the time of array("q", tokens).tobytes() and of struct.pack, same result
     return Struct(f"{num_tokens}q").pack
 
 
 def _tokens(request: Request, start: int, stop: int) -> list[int]:
-    """Known tokens ``[start, stop)`` of prompt + output."""
+    """Return the known tokens ``[start, stop)`` of prompt + output."""
     prompt, prompt_token_ids = request.num_prompt_tokens, request.asked.prompt_token_ids
     if stop <= prompt:
         return prompt_token_ids[start:stop]
@@ -66,13 +66,13 @@ def _tokens(request: Request, start: int, stop: int) -> list[int]:
 
 
 def root_hash(cache_salt: str | None) -> bytes:
-    """Parent of a sequence's first block; sequences share blocks only under the same salt."""
+    """Return the parent hash of a first block; sequences share blocks only under the same salt."""
     salt = b"" if cache_salt is None else b"\x01" + cache_salt.encode("utf-8", "surrogatepass")
     return sha256(b"paceline-prefix" + salt).digest()
 
 
 class Extension(NamedTuple):
-    """What a row needs done to the block table before its step runs."""
+    """Changes to a block table that a row needs before its step runs."""
 
     new_block_ids: tuple[int, ...]
     copy: BlockCopy | None
@@ -88,7 +88,7 @@ class KVCacheManager:
         self.config = config
         self.pool = BlockPool(config.num_blocks, config.max_idle_blocks)
         self.block_size = config.block_size
-        # None: layers with a sliding window, if there are any, keep what the others keep
+        # None: layers with a sliding window, if there are any, use the ordinary blocks
         self.windows = WindowBlocks(config, self.pool) if config.num_window_blocks else None
         self.host = HostBlocks(config, self.pool)
         self._watermark_blocks = int(config.watermark * config.num_blocks)
@@ -99,11 +99,11 @@ class KVCacheManager:
     def shortfall(
         self, request: Request, shared: list[int] | None = None, *, beside_others: bool
     ) -> int:
-        """Blocks missing before ``admit`` would succeed; 0 when it would.
+        """Return the number of blocks missing for ``admit`` to succeed, or 0.
 
         Args:
-            shared: its ``starting_blocks``, where they are known.
-            beside_others: the watermark is kept free for those already running.
+            shared: its ``starting_blocks``, if the caller has them.
+            beside_others: keep the watermark free for requests that already run.
         """
         if shared is None:
             shared = self.starting_blocks(request)
@@ -145,26 +145,26 @@ class KVCacheManager:
         return True
 
     def num_in_use(self, request: Request, without: Iterable[Request] = ()) -> int:
-        """How many of the blocks that a waiting request would start with are in use, by others than
-        the requests ``without``, which are about to go."""
+        """Return how many of a waiting request's starting blocks are in use by requests other than
+        ``without``, which are about to leave."""
         gone = Counter(chain.from_iterable(other.block_ids for other in without))
         return sum(self.pool.ref_count(b) > gone[b] for b in self.starting_blocks(request))
 
     def num_found(self, request: Request) -> int:
-        """Tokens of a request without blocks that the prefix cache holds now. Its prompt is hashed
-        then, and no step has to wait for that."""
+        """Return the tokens of a request without blocks that the prefix cache holds now. The prompt
+        is hashed here, so that no step has to wait for that."""
         return len(self.starting_blocks(request)) * self.block_size
 
     def num_lacking(self, request: Request) -> int:
-        """Known tokens of a waiting request that ``admit`` would leave to be computed."""
+        """Return the known tokens of a waiting request that ``admit`` would leave to compute."""
         if request.block_ids:
             return request.num_tokens - request.num_computed_tokens
         return request.num_tokens - max(self.num_found(request), request.num_swapped_tokens)
 
     def num_missing(self, request: Request) -> int:
-        """Blocks that a running request lacks for its tokens, known or pending."""
+        """Return the blocks that a running request lacks for its tokens, known or pending."""
         num_tokens = request.num_tokens + request.num_pending_tokens
-        # the last token is never fed back
+        # the last token is never input to a step
         stored = min(num_tokens, request.max_total_tokens - 1)
         return max(0, blocks_for(stored, self.block_size) - len(request.block_ids))
 
@@ -200,8 +200,8 @@ class KVCacheManager:
         return Extension(tuple(new_block_ids), copy)
 
     def land_prefix(self, request: Request) -> None:
-        """Put the whole blocks of a prompt that was computed elsewhere into the prefix cache, where
-        the first plan finds them, unless others needed the room before that."""
+        """Put the full blocks of a prompt that was computed elsewhere into the prefix cache, where
+        the first plan finds them, unless other requests took these blocks before."""
         assert self.windows is None, "what layers with a window keep does not come along"
         held = self.starting_blocks(request)
         usable = (request.num_tokens - 1) // self.block_size
@@ -214,8 +214,8 @@ class KVCacheManager:
     def fork(self, parent: Request, child: Request) -> None:
         """Let ``child`` share the blocks of the prompt both have, all computed by ``parent``.
 
-        The last prompt token is computed again, for its logits; the block it lies in is copied by
-        the first to write to it.
+        The last prompt token is computed again, for its logits; the first request to write to the
+        block that holds it copies that block.
         """
         prompt_blocks = blocks_for(parent.num_prompt_tokens, self.block_size)
         child.block_ids = parent.block_ids[:prompt_blocks]
@@ -231,8 +231,8 @@ class KVCacheManager:
     def cache_computed(self, request: Request) -> None:
         """Offer the request's newly full blocks to the prefix cache.
 
-        Called when a step is planned: steps run in order, so a later row may read what an
-        earlier one of the same step writes.
+        Called when a step is planned: steps run in order, so a later row may read what an earlier
+        row of the same step writes.
         """
         if not self.config.enable_prefix_caching:
             return
@@ -250,7 +250,7 @@ class KVCacheManager:
         request.num_hashed_blocks = full
 
     def free(self, request: Request, *, forget: bool = False) -> None:
-        """Give all blocks back; hashed ones stay findable until evicted, unless ``forget``."""
+        """Free all blocks; hashed ones stay findable until evicted, unless ``forget``."""
         self.pool.release(request.block_ids, forget=forget)
         if self.windows is not None:
             self.windows.free(request)
@@ -260,8 +260,8 @@ class KVCacheManager:
         request.shares_tail = False
 
     def starting_blocks(self, request: Request) -> list[int]:
-        """Blocks a waiting request would start with: those it holds already (a fork), else its
-        longest cached prefix, leaving at least one token to compute (its logits are needed)."""
+        """Return the blocks a waiting request would start with: those it holds already (a fork),
+        else its longest cached prefix, with at least one token left to compute (for its logits)."""
         if request.block_ids:
             return request.block_ids
         if not self.config.enable_prefix_caching:
@@ -289,7 +289,7 @@ class KVCacheManager:
         return index < len(request.block_ids) and self.pool.ref_count(request.block_ids[index]) > 1
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """AssertionError unless tables, counters and the pool agree."""
+        """Raise AssertionError unless tables, counters and the pool agree."""
         requests, references = list(requests), Counter[int]()
         for request in requests:
             held = len(request.block_ids)

@@ -1,4 +1,4 @@
-"""Looking ahead: will memory last until the running requests have ended?
+"""Forecast of memory: does it last until the running requests have ended?
 
 This module does not decide; ``step.admission`` does.
 """
@@ -17,7 +17,7 @@ from paceline.core.request import Request
 
 __all__ = ["MemoryOutlook", "capacity", "future_peak"]
 
-# quantile of predicted lengths: on the safe side of the middle
+# quantile of predicted lengths, above the median to be on the safe side
 _LENGTH_QUANTILE = 0.7
 # share of the cache that is never promised to requests
 _RESERVE = 0.03
@@ -27,12 +27,12 @@ _NOW = itemgetter(1)
 
 
 def capacity(cache: CacheConfig) -> int:
-    """Tokens of the cache that may be promised to requests."""
+    """Return the tokens of the cache that may be promised to requests."""
     return int((1.0 - _RESERVE) * cache.num_blocks) * cache.block_size
 
 
 def future_peak(longest_first: Sequence[tuple[int, int]]) -> int:
-    """Most tokens held at once if every sequence grows by one token a step until it ends.
+    """Return the most tokens held at once if every sequence grows by one token a step to its end.
 
     Memory peaks just before one of them ends; with the longest-lived first, the first i + 1 are
     alive when number i ends (LightLLM's Past-Future scheduler, ASPLOS'25, arXiv 2507.10150).
@@ -42,7 +42,7 @@ def future_peak(longest_first: Sequence[tuple[int, int]]) -> int:
     """
     if not longest_first:
         return 0
-    # as a loop over i, held += now[i], max(to_come[i] * (i + 1) + held), at the speed of C
+    # a loop over i, held += now[i], max(to_come[i] * (i + 1) + held), at the speed of C
     minus_to_come, now = zip(*longest_first, strict=True)
     growth = map(mul, minus_to_come, count(1))
     peak: int = max(map(sub, accumulate(now), growth))
@@ -50,12 +50,12 @@ def future_peak(longest_first: Sequence[tuple[int, int]]) -> int:
 
 
 class MemoryOutlook:
-    """Whether memory lasts until running requests, and one more, have ended. Good for one step.
+    """Forecast whether memory lasts until the running requests and one more end. Valid for a step.
 
-    Blocks that several requests hold are counted once; a request's last block as if it were full.
+    Blocks that several requests hold count once; a request's last block counts as full.
 
     Args:
-        running: requests that run; the list may change, but not before the outlook is dropped.
+        running: running requests; the list may change, but not before the outlook is dropped.
         num_held_blocks: blocks in use.
     """
 
@@ -71,22 +71,22 @@ class MemoryOutlook:
         self._block_size = cache.block_size
         self._held = num_held_blocks * cache.block_size
         self._capacity = capacity(cache)
-        # their tokens if every output became as long as it may
+        # tokens of the running requests if every output reached its maximum
         self._worst = sum(map(_MAX_TOTAL_TOKENS, running)) + len(running) * cache.block_size
-        # (minus tokens still to grow, tokens now) of each, sorted; None until it is needed
+        # (minus tokens still to grow, tokens now) of each, sorted; None until needed
         self._sequences: list[tuple[int, int]] | None = None
-        # tokens now of all running requests, as if no block were shared
+        # present tokens of all running requests, as if no block were shared
         self._wanted = 0
-        # at least the peak of these sequences
+        # upper bound of the peak of these sequences
         self._peak = math.inf
 
     def hold(self, num_held_blocks: int) -> None:
-        """So many blocks are in use by now; no request was added meanwhile."""
+        """Set the number of blocks in use; no request was added meanwhile."""
         self._held = num_held_blocks * self._block_size
 
     def admits(self, request: Request, num_shared_blocks: int) -> bool:
-        """Whether the cache will not overflow with ``request``, of whose blocks so many are in use
-        already."""
+        """Whether the cache will not overflow with ``request``, which shares ``num_shared_blocks``
+        blocks that are in use already."""
         if self._worst + request.max_total_tokens + self._block_size <= self._capacity:
             return True
         if self._sequences is None:
@@ -94,7 +94,7 @@ class MemoryOutlook:
             self._wanted = sum(map(_NOW, self._sequences))
         sequence = minus_to_come, now = self._newcomer(request, num_shared_blocks)
         most = self._capacity + max(0, self._wanted - self._held)
-        # the request adds no more than all that it will have itself
+        # the request adds at most all the tokens that it will have itself
         if self._peak + now - minus_to_come <= most:
             return True
         index = bisect_left(self._sequences, sequence)
@@ -105,11 +105,11 @@ class MemoryOutlook:
         return peak <= most
 
     def add(self, request: Request, num_shared_blocks: int) -> None:
-        """The request was admitted."""
+        """Count the request, which was admitted."""
         self._worst += request.max_total_tokens + self._block_size
         if self._sequences is None:
             self._running.append(request)
-            # blocks that it shares with running requests are not held twice
+            # blocks shared with running requests are not held twice
             self._held += (len(request.block_ids) - num_shared_blocks) * self._block_size
         else:
             minus_to_come, now = self._newcomer(request, num_shared_blocks)
@@ -121,9 +121,10 @@ class MemoryOutlook:
         return minus_to_come, now - num_shared_blocks * self._block_size
 
     def _outlooks(self, requests: Iterable[Request]) -> list[tuple[int, int]]:
-        """(minus tokens still to grow, tokens whose place it takes now, at least) of each."""
+        """Return (minus tokens still to grow, tokens of the blocks needed now, at least) of
+        each."""
         size, found = self._block_size, []
-        # a call for each of hundreds of them would be a tenth of what a step's plan may cost
+        # one call for each of hundreds of requests would take a tenth of the planning time
         for request in requests:
             num_tokens = request.num_tokens
             num_output = num_tokens - request.num_prompt_tokens

@@ -1,4 +1,4 @@
-"""The memory-pressure valve: what to give up, in which order, as the KV cache fills.
+"""The memory-pressure valve: measures, in order, as the KV cache fills.
 
 ::
 
@@ -7,8 +7,8 @@
             smaller     best effort is   best effort is    no request is
             chunks      not admitted     preempted         queued (while others wait)
 
-A level is left once use is ``HYSTERESIS`` below where it began (half the threshold where that is
-less, or it would never be left), so the valve does not flutter.
+A level ends once use is ``HYSTERESIS`` below where the level began (half the threshold if that is
+less, or it would never end), so the valve does not flutter.
 This module does not know requests.
 """
 
@@ -21,12 +21,12 @@ __all__ = ["HYSTERESIS", "STEP", "Pressure", "PressureValve"]
 
 STEP: Final = 0.03
 HYSTERESIS: Final = 0.05
-# prompt tokens of a step under memory pressure, at least
+# fewest prompt tokens of a step under memory pressure
 _MIN_CHUNK: Final = 32
 
 
 class Pressure(enum.IntEnum):
-    """How far the valve is open; each level includes those below."""
+    """How far the valve is open; each level includes the lower ones."""
 
     CLOSED = 0
     SMALL_CHUNKS = 1
@@ -44,7 +44,7 @@ class PressureValve:
         self.level = Pressure.CLOSED
 
     def update(self, usage: float) -> Pressure:
-        """Take in the present use, 0 to 1, and return the level."""
+        """Set the present use, 0 to 1, and return the level."""
         if self.threshold >= 1.0:
             return self.level
         # a threshold near 1 leaves less room: the levels then share what there is
@@ -56,7 +56,7 @@ class PressureValve:
         return self.level
 
     def cap(self, tokens: int, num_running: int) -> int:
-        """Tokens of a step that might have ``tokens``: under pressure a quarter of the prompts'."""
+        """Return a step's token budget out of ``tokens``: under pressure, prompts get a quarter."""
         if self.level < Pressure.SMALL_CHUNKS:
             return tokens
         return min(tokens, num_running + max(_MIN_CHUNK, (tokens - num_running) // 4))

@@ -1,17 +1,17 @@
 """Memory of layers with a sliding window: window blocks, held while a window reaches them.
 
-Where a model has such layers, a block has two parts. Its id names the place of one, for all other
-layers. What layers with a window keep of it is in a *window block*, of which there are fewer. Here
+With such layers, a block has two parts. Its id is the index of one part, for all other layers. The
+other part, of layers with a window, is in a *window block*, of which there are fewer. Here
 ``window`` is 6, ``block_size`` 4, and the next row begins at position 17::
 
     block_ids         [  7         3         9         2         5  ]   held until the request ends
     window blocks        -         1         6         0         4
                                    |         `------- held --------'
-                                   idle: found by others with this prefix, until it is taken
+                                   idle: others with this prefix find it, until it is taken
 
-There are enough for all that run, whatever they do, so no request waits for one. A cached prefix is
-of use if the blocks that its last window reaches still have theirs. A fork that waits holds none,
-and starts as a request of its own if one is gone when its turn comes.
+There are enough for all running requests in any state, so no request waits for one. A cached prefix
+is usable if the blocks in its last window still have their window blocks. A fork that waits holds
+none, and starts as a request of its own if one is gone when its turn comes.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ __all__ = ["WindowBlocks", "window_blocks_needed"]
 
 
 def _most_held(window: int, block_size: int) -> int:
-    """By a request between two plans, guesses included, and one that its next row begins."""
+    """Return the most that a request holds between plans: drafts included, and the next block."""
     return -(-(window + MOST_DRAFT_TOKENS) // block_size) + 2
 
 
 def window_blocks_needed(config: SchedulerConfig, window: int, block_size: int) -> int:
-    """How many there must be for running requests never to lack one: enough for all their windows
-    and a step's tokens. As many as there are blocks are enough, too."""
+    """Return the number with which running requests never lack one: enough for all their windows
+    and a step's tokens. The number of blocks is always enough, too."""
     most = min(_most_held(window, block_size), -(-config.max_model_len // block_size))
     return config.max_num_seqs * most + -(-config.max_num_batched_tokens // block_size)
 
 
 class WindowBlocks:
-    """Which blocks have window blocks, and how many requests hold these. Driven by
-    ``KVCacheManager`` alone."""
+    """Window blocks of blocks, and how many requests hold each. Driven by ``KVCacheManager``
+    alone."""
 
     def __init__(self, config: CacheConfig, pool: BlockPool) -> None:
         self._pool, self._window, self._block_size = pool, config.window, config.block_size
         self._count = config.num_window_blocks
         self._max_idle = self._count if config.max_idle_blocks is None else config.max_idle_blocks
-        # the window block of a block, kept until another block takes it, and how many requests hold
-        # that
+        # the window block of each block, kept until another block takes it, and the number of
+        # requests that hold it
         self._places: dict[int, int] = {}
         self._holders: dict[int, int] = {}
         # blocks whose window block no request holds, least recently dropped first
         self._idle: OrderedDict[int, None] = OrderedDict()
-        # what is given out for the next plan, in order, and requests that have rows in it
+        # window blocks given out for the next plan, in order, and requests with rows in it
         self._given: list[WindowBlock] = []
         self._moved: list[Request] = []
 
@@ -63,7 +63,7 @@ class WindowBlocks:
         return self._count - len(self._holders)
 
     def usable(self, found: Sequence[int]) -> int:
-        """How many of these blocks, a cached prefix, a request can start with."""
+        """Return how many of these blocks, a cached prefix, a request can start with."""
         index = end = len(found)
         while index > self._first(end * self._block_size):
             index -= 1
@@ -72,11 +72,11 @@ class WindowBlocks:
         return end
 
     def can_start(self, fork: Request) -> bool:
-        """Whether the window blocks that it reads first are still there."""
+        """Whether the window blocks that the fork reads first are still there."""
         return self._places.keys() >= set(fork.block_ids[self._first(fork.num_computed_tokens) :])
 
     def start(self, request: Request) -> None:
-        """Hold the window blocks that a request reads first, which is admitted with its blocks."""
+        """Hold the window blocks that a request, admitted with its blocks, reads first."""
         first = self._first(request.num_computed_tokens)
         request.window_indices = range(first, len(request.block_ids))
         for block_id in request.block_ids[first:]:
@@ -84,13 +84,13 @@ class WindowBlocks:
             self._holders[block_id] = self._holders.get(block_id, 0) + 1
 
     def has_room(self, request: Request, num_tokens: int, copies: bool) -> bool:
-        """Whether ``extend`` to so many tokens, with a copy or without, is possible."""
+        """Whether ``extend`` to ``num_tokens`` is possible, with a copy of a block or without."""
         wanted = -(-num_tokens // self._block_size) - request.window_indices.stop
         return max(0, wanted) + copies <= self.num_free
 
     def extend(self, request: Request, num_tokens: int, copy: BlockCopy | None) -> None:
-        """Window blocks for all that a row writes which ends with this token and begins with a
-        copy of a block."""
+        """Assign window blocks for all positions that a row writes up to ``num_tokens``, after the
+        copy of a block, if there is one."""
         if copy is not None:
             self._give(copy.dst, self._places[copy.src])
             self._drop([copy.src])
@@ -102,11 +102,11 @@ class WindowBlocks:
         self._moved.append(request)
 
     def end_plan(self) -> tuple[WindowBlock, ...]:
-        """Return what was given out for a plan, and drop what no later row reads: the next request
-        that takes it writes to it in a later step."""
+        """Return the window blocks given out for a plan, and drop those that no later row reads:
+        the request that takes one next writes to it in a later step."""
         for request in self._moved:
             held = request.window_indices
-            # guesses may be wrong, and their positions are computed again
+            # draft tokens may be wrong, and their positions are computed again
             first = self._first(request.num_computed_tokens - request.num_draft_tokens)
             request.window_indices = range(max(held.start, first), held.stop)
             self._drop(request.block_ids[held.start : request.window_indices.start])
@@ -114,27 +114,27 @@ class WindowBlocks:
         return given
 
     def free(self, request: Request) -> None:
-        """Drop all that a request holds."""
+        """Drop all window blocks of a request."""
         held, request.window_indices = request.window_indices, range(0)
         # the last first, as the pool frees them
         self._drop(request.block_ids[held.start : held.stop][::-1])
 
     def prefer(self, block_ids: Sequence[int], block_hashes: Sequence[bytes]) -> None:
-        """Make the pool find these blocks where others with the same contents have lost their
-        window blocks: those are forgotten before these are registered."""
+        """Make the pool find these blocks instead of equal ones that have lost their window blocks:
+        those are forgotten before these are registered."""
         for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
             known = self._pool.lookup(block_hash)
             if known is not None and known not in self._places and block_id in self._places:
                 self._pool.forget(known)
 
     def _first(self, position: int) -> int:
-        """The first block that a row from this position on reads."""
+        """Return the index of the first block that a row from this position on reads."""
         return max(0, position - self._window + 1) // self._block_size
 
     def _give(self, block_id: int, source: int) -> None:
         place = len(self._places)
         if block_id in self._places:
-            # the window block that it had when it held something else
+            # its window block of an earlier use
             del self._idle[block_id]
             place = self._places[block_id]
         elif place == self._count or len(self._idle) > self._max_idle:
@@ -150,8 +150,8 @@ class WindowBlocks:
                 self._idle[block_id] = None
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """AssertionError unless no window block is lost, and what rows will read is held, and
-        little more."""
+        """Raise AssertionError unless no window block is lost, and requests hold those that their
+        rows will read, and few more."""
         holders: Counter[int] = Counter()
         for request in requests:
             held, where = request.window_indices, f"request {request.request_id}"

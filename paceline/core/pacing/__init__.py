@@ -1,2 +1,2 @@
-"""Everything that exists for latency targets, tenants and forecasts, behind ``step.limits``; and
-the door, which asks the forecast."""
+"""All code for latency targets, tenants and forecasts, behind the interface ``step.limits``; and
+``Door``, which refuses requests by these forecasts."""

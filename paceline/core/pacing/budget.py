@@ -1,14 +1,14 @@
-"""How many tokens a step may compute while requests have targets, and how long it may take.
+"""Limits of a step while requests have targets: tokens to compute, and predicted seconds.
 
-With ``adaptive_token_budget`` it is the least of these, and else ``max_num_batched_tokens``:
+With ``adaptive_token_budget`` the least of these applies, else ``max_num_batched_tokens``:
 
 * the chunk that is best for throughput (``predict.chunk``);
-* *slack*: the next token of a request with a TPOT target is due at a known time, so a step may take
-  until the earliest of these, and no longer (the dynamic chunk of Niyama, arXiv 2503.22562).
-  Requests that are ahead of their schedule thereby lend their time to prompts that wait;
-* short steps where all that runs is best effort, so that a new request is served soon (as long as
-  keeps the pace of those that are late, if there are any), and while tenants that are kept apart
-  share the engine.
+* *slack*: the next token of a request with a TPOT target is due at a known time, so a step may last
+  until the earliest of these times, and no longer (the dynamic chunk of Niyama, arXiv 2503.22562).
+  So requests that are ahead of their schedule lend their time to waiting prompts;
+* short steps while only best effort runs, so that a new request is served soon (longer if late
+  requests stream, as far as their pace allows), and while tenants that are kept apart share the
+  engine.
 
 This module does not know the queue, memory or the clock.
 """
@@ -28,35 +28,35 @@ from paceline.core.request import Request
 
 __all__ = ["PACE_SHARE", "Allowance", "StepBudget", "least_target"]
 
-# requests are paced to this share of their TPOT target: what is aimed at is missed half of the time
+# requests are paced to this share of their TPOT target, as half of them will miss their pace
 PACE_SHARE: Final = 0.9
-# a request that would have to go so much faster than its target to catch up is past saving
+# a request that needs steps shorter than this share of its pace to catch up has missed its target
 _HOPELESS: Final = 0.5
-# quantile of predicted lengths, for the time there is to catch up: rather too short than too long
+# quantile of predicted lengths, for the time left to catch up: low, as too long would be too late
 _LEFT_QUANTILE: Final = 0.25
-# times what the rows alone take: the longest step while tenants share the engine
+# longest step while tenants share the engine, as a multiple of the time of its rows alone
 _SHARED_ROWS: Final = 3.0
 
 
 def least_target(model: StepTimeModel) -> float:
-    """Seconds: a TPOT target below this cannot be met."""
+    """Return the lowest TPOT target, s, that can be met."""
     return model.predict(StepShape(0, 0.0, 1, 0)) / PACE_SHARE
 
 
 class Allowance(NamedTuple):
-    """What one step may spend."""
+    """Limits of one step."""
 
-    # at least one for each running request and one more
+    # at least one for each running request, plus one
     tokens: int
-    # predicted seconds the step may take; best-effort rows stay out of a step beyond it
+    # predicted seconds of the step above which best-effort rows stay out of it
     seconds: float
 
 
 class StepBudget:
-    """Asked once a step, before anything is planned.
+    """Limits steps; called once a step, before anything is planned.
 
     Args:
-        work: how many tokens requests are predicted to have.
+        work: predicts the output tokens of requests.
     """
 
     def __init__(
@@ -67,20 +67,20 @@ class StepBudget:
         self._work = work
         self._adaptive = config.adaptive_token_budget
         self._most = config.max_num_batched_tokens
-        # seconds of a step in which all that runs is best effort
+        # longest time, s, of a step while only best effort runs
         self._best_effort_step_s = config.best_effort_step_s if self._adaptive else math.inf
 
     @property
     def best_effort_seconds(self) -> float:
-        """The longest that best effort may make a step by itself: as configured. Where a single
-        row, or the fixed part of a step with prompts, takes so long already, a new request waits
-        for that in any case, and twice as long lets others share it."""
+        """Longest time, s, of a step of best effort alone: as configured. If a single row, or the
+        fixed part of a step with prompts, takes that long already, a new request waits for that in
+        any case, and twice that time lets other rows share it."""
         row = self._model.predict(StepShape(0, 0.0, 1, 0))
         return max(self._best_effort_step_s, 2.0 * max(row, self._chunk.tile_seconds()[0]))
 
     def added_seconds(self, view: RunningView) -> float:
-        """The longest that best effort may make the next step: longer where it is alone and late
-        chats are in it, but not than their pace allows."""
+        """Return the longest time, s, that best effort may add to the next step: more if it is
+        alone and late requests stream in it, as far as their pace allows."""
         seconds = self.best_effort_seconds
         if view.ordinary:
             return seconds
@@ -89,13 +89,13 @@ class StepBudget:
 
     @property
     def full_step_seconds(self) -> float:
-        """Of the longest step in which all is best effort."""
+        """Predicted time, s, of the longest step of best effort alone."""
         tokens = self._chunk.knee() if self._adaptive else self._most
         longest = self._model.predict(StepShape().plus(0, max(2, tokens)))
         return min(longest, self.best_effort_seconds)
 
     def allow(self, view: RunningView, now: float) -> Allowance:
-        """What the next step may spend."""
+        """Return the limits of the next step."""
         chunk, num_running = self._chunk, view.num_running
         if not self._adaptive:
             return Allowance(self._most, math.inf)
@@ -104,7 +104,7 @@ class StepBudget:
             return Allowance(chunk.untrained(num_running, careful=gap < math.inf), math.inf)
         start = max((request.num_computed_tokens for request in view.wide), default=0)
         if tokens := view.favoured:
-            # requests of other tenants have had more than their share
+            # the pace of others does not count, as their tenants had more than their share
             if gap < math.inf:
                 tokens = min(tokens, chunk.within(view.base, start, self._most, gap=gap))
             return Allowance(chunk.total(tokens, num_running), 0.0)
@@ -119,22 +119,22 @@ class StepBudget:
             tokens = chunk.unpaced(num_running, view.narrow_rows)
         else:
             tokens = chunk.within(view.base, start, chunk.knee(), seconds=allowed, gap=gap)
-        # a prompt with a target is not kept waiting for best-effort rows
+        # a prompt with a target must not wait for best-effort rows
         return Allowance(chunk.total(tokens, num_running), 0.0 if view.urgent else allowed)
 
     def _shared_seconds(self, view: RunningView) -> float:
-        """Of a step while tenants that are kept apart share the engine: no longer than one in which
-        all is best effort, for a new request of another tenant waits for its end; but where many
-        rows run, most of it is for prompts still, or their tokens would cost too much."""
+        """Return the longest time, s, of a step while tenants that are kept apart share the engine:
+        that of best effort alone, as new requests of other tenants wait for its end; but with many
+        rows enough that most of it is still for prompts, or their tokens would cost too much."""
         return max(self.best_effort_seconds, _SHARED_ROWS * self._model.predict(view.base))
 
     def _least_spare(self, paced: Sequence[Request], now: float) -> float:
-        """Seconds the next step may take for all paced requests: until the next token of each is
-        due, or, for one that is behind, a share of the time until its last one is, so that it
-        catches up while it lasts and not at once. One that cannot catch up has missed: it is kept
-        at its pace, and others need not miss for it."""
+        """Return the seconds the next step may take for all paced requests: until the next token of
+        each is due. A request that is behind gets an equal part of the time until its last token is
+        due, to catch up over its whole output and not at once. One that cannot catch up has missed
+        its target: it is served at its pace, and others need not miss theirs for it."""
         least = math.inf
-        # requests that came last are hardly ahead of their schedule: few others have less time
+        # the newest requests are hardly ahead of their schedule, so few older ones have less time
         for request in reversed(paced):
             tpot, first_token = request.targets.tpot, request.first_token_time
             assert tpot is not None and first_token is not None, "it is paced"
@@ -151,7 +151,7 @@ class StepBudget:
         return least
 
     def seconds_per_token(self, view: RunningView) -> float:
-        """What a prompt token takes while these run, all of them being on time."""
+        """Return the seconds per prompt token while these requests run, all of them on time."""
         chunk, base, num_running = self._chunk, view.base, view.num_running
         if not self._adaptive:
             tokens = max(2, self._most - num_running)

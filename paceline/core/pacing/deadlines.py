@@ -1,12 +1,12 @@
-"""Best-effort requests with a deadline: which can still be done in time, and do they press?
+"""Best-effort requests with a deadline: which of them can still meet it, and which must hurry.
 
-They come after ordinary requests. They come before requests that have missed their targets only
-when they would be late otherwise: a chat that is a little late does not wait behind all the work of
-a night. When not all of them can be done in time, the fewest are left out (``triage``).
+They come after ordinary requests, and before requests that have missed their targets only if they
+would be late otherwise: a chat that is a little late does not wait behind a whole night's batch
+work. If not all of them can meet their deadlines, the fewest are left out (``triage``).
 
-Ordinary requests are taken to need as much time as they did lately, for a while, and none after
-that: work of a night is not given up for the load of an evening. Requests that were left out and
-wait are asked about again, and come back when there is time to spare.
+Ordinary requests are assumed to need as much time as they did lately for ``_AHEAD`` seconds, and
+none after that: a night's batch work is not given up for an evening's load. Requests that were left
+out and still wait are judged again, and restored when there is time to spare.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from paceline.core.tier import Move, Tier
 
 __all__ = ["Deadlines"]
 
-# the earliest requests that wait or run are looked at: what is due later is looked at later
+# most requests in one look, those due first; requests due later are looked at later
 _MAX_LOOKED_AT: Final = 128
 _STEPS_BETWEEN_LOOKS: Final = 8
-# so many are left out at once, for the step waits for it; for the rest the next look comes sooner
+# most requests left out by one look, as the step waits for it; the next look then comes sooner
 _MAX_LEFT_OUT: Final = 32
 _STEPS_TO_THE_REST: Final = 2
-# quantile of predicted lengths: a request that is left out would be late rather than not
+# quantile of predicted lengths: a request that is left out would more likely be late than not
 _QUANTILE: Final = 0.5
-# deadlines press if a request would be late if all took so many times as long as predicted, and a
-# request that streams must run if it would be late if its steps did
+# safety factor on predicted times: deadlines press if a request would be late with it on all work,
+# and a streaming request must run if it would be late with it on its steps
 _HASTE: Final = 2.0
-# seconds for which ordinary requests are taken to need the share of time that they needed lately
+# seconds for which ordinary requests are assumed to need the share of time that they needed lately
 _AHEAD: Final = 60.0
-# share of the time that the pace of others leaves: the rest is for their prompts
+# share of the time that the pace of others leaves, for rows that must run; the rest is for prompts
 _MUST_RUN_SHARE: Final = 0.25
 
-# puts a request that was left out back
+# restores a request that was left out
 _RESTORE: Final = methodcaller("move", Move.RESTORE)
 
 
 class Deadlines:
-    """Asked by ``Paced``, at every step.
+    """Judges requests with deadlines; called by ``Paced`` at every step.
 
     Args:
         demote: see ``Feasibility``.
@@ -67,22 +67,22 @@ class Deadlines:
         self._budget = budget
         self._targets = targets
         self._demote = demote
-        # requests left out that may come back
+        # requests left out that may be restored
         self._left_out: dict[Request, Promise] = {}
         self.rest()
 
     def rest(self) -> None:
-        """The last request has ended: nothing of what the last look found is good any more."""
+        """Forget what the last look found: the last request has ended."""
         self._steps_until_look = 0
         self._left_out.clear()
-        # requests would miss their deadlines if order alone decided between them and demoted ones
+        # True: deadlines would be missed if order alone decided between these and demoted requests
         self.pressing = False
-        # requests that run and must not sit a step out once they stream, the earliest due first
+        # running requests that must not skip a step once they stream, the earliest due first
         self._hurried: Sequence[Request] = ()
 
     def look(self, view: RunningView, now: float) -> bool:
-        """Find out which requests can be in time if a step that begins at ``now`` is next, and move
-        the others out of their way. Predictions move slowly: not at every step.
+        """Find the requests that can be in time if the next step begins at ``now``, and demote the
+        others. Only every few steps, as predictions move slowly.
 
         Returns whether a running request changed its tier.
         """
@@ -97,15 +97,15 @@ class Deadlines:
         if not self._state.step_time.ready:
             return False
         self._steps_until_look = _STEPS_BETWEEN_LOOKS
-        # most are in order: sorting is quick
+        # most of them are in order already, so sorting is quick
         first = sorted(self._targets.promised[:_MAX_LOOKED_AT] + running)[:_MAX_LOOKED_AT]
         jobs = sorted(first + left_before)
         late = self._judge(jobs, view, now)
         return self._change(late, [request for _, _, request in left_before if request not in late])
 
     def _judge(self, jobs: list[Promise], view: RunningView, now: float) -> Mapping[Request, None]:
-        """Requests to be left out so that the others are in time. Also finds out whether these
-        press, and which of them must run."""
+        """Return the requests to leave out so that the others are in time. Also find out whether
+        the others press, and which of them must run."""
         requests = [request for _, _, request in jobs]
         beside = self._state.step_time.predict(view.base) if view.ordinary else 0.0
         full = beside + self._budget.full_step_seconds
@@ -126,7 +126,7 @@ class Deadlines:
     def _work_of(
         self, jobs: list[Promise], lefts: list[int], num_running: int, now: float, full: float
     ) -> tuple[list[float], list[float]]:
-        """Seconds of the machine's time that each job needs, and when it must have been given them.
+        """Return the engine's seconds that each job needs, and when it must have got them.
 
         Args:
             lefts: steps until each job ends, one token a step.
@@ -134,25 +134,25 @@ class Deadlines:
         """
         per_token = self._budget.seconds_per_token(NO_VIEW)
         per_row = self._state.step_time.row_seconds(0)
-        # a step of rows alone, and how long steps filled up with prompts last
+        # seconds of a step of rows alone, and of all waiting prompts
         short = self._state.step_time.predict(StepShape(0, 0.0, max(1, num_running), 0))
         filling = sum(self._state.waiting.num_tokens) * per_token
-        # share of the time to come that ordinary requests are taken to need
+        # share of the time to come that ordinary requests are assumed to need
         taken = min(1.0, self._state.steps.ordinary_share)
         left_out = self._left_out
         seconds: list[float] = []
         latest: list[float] = []
-        # a loop of hundreds in a step that does all the rest too: no more calls than it needs
+        # this loop runs hundreds of times while a step waits, so it avoids calls
         for (due, _, request), left in zip(jobs, lefts, strict=True):
             own = left * per_row
-            # tokens come one a step, and what is between them is not the request's own time
+            # tokens come one per step, and the time between them goes to other requests
             between, beside = left * full - own, left * short + filling - own
             if beside < between:
                 between = beside
             start = due - between if between > 0.0 else due
             own += request.num_lacking_tokens * per_token
             if request in left_out:
-                # to and fro would cost others their time
+                # restoring and demoting it by turns would cost others time
                 own *= _HASTE
             seconds.append(own)
             ahead = start - now
@@ -162,8 +162,8 @@ class Deadlines:
         return seconds, latest
 
     def _change(self, late: Iterable[Request], back: list[Request]) -> bool:
-        """Demote those of ``late`` that are not yet, and restore ``back``. Returns whether any that
-        run were demoted."""
+        """Demote the requests of ``late`` that are not left out yet, and restore ``back``. Returns
+        whether any running request was demoted."""
         leave = [request for request in late if request not in self._left_out]
         if len(leave) > _MAX_LEFT_OUT:
             del leave[_MAX_LEFT_OUT:]
@@ -184,8 +184,8 @@ class Deadlines:
         return found
 
     def must_run(self, view: RunningView) -> tuple[Request, ...]:
-        """Requests that run, stream, and would be late if they sat steps out, the earliest first
-        and as far as the pace of others, their prompts and the length of steps allow."""
+        """Return running requests that stream and would be late if they skipped steps, the earliest
+        first, as far as the pace of others, their prompts and the length of steps allow."""
         those = tuple(
             request
             for request in self._hurried
@@ -197,7 +197,7 @@ class Deadlines:
             return those
         rows, before = view.narrow_rows, view.narrow_keys
         own = self._state.step_time.predict(StepShape(0, 0.0, rows, before)) if rows else 0.0
-        # like any best effort, they may lengthen a step of the others' rows by so much
+        # like other best effort, they may add at most this to a step of the others' rows
         most = own + self._budget.best_effort_seconds
         least = least_target(self._state.step_time)
         tightest = min((pace for pace in view.paces if pace >= least), default=math.inf)
@@ -214,7 +214,7 @@ class Deadlines:
         return those[: bisect_right(range(1, len(those) + 1), most, key=seconds)]
 
     def _that_may_come_back(self, now: float) -> list[Promise]:
-        """Requests left out that still wait in that tier; the others are forgotten."""
+        """Return the requests left out that still wait in that tier, and forget the others."""
         self._left_out = {
             request: promise
             for request, promise in self._left_out.items()

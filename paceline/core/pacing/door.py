@@ -1,9 +1,9 @@
-"""The door: requests refused before they are queued, and dropped before they are started.
+"""Refusal of requests before they are queued, and dropping of requests before they are started.
 
-``check_door`` refuses what can never be served. ``Door`` refuses, with an honest time to come back,
-what cannot be served soon: the queue is full, the memory-pressure valve is wide open, or the first
-token is predicted to take longer than the server allows. It hands out requests that waited past
-their own limit.
+``check_door`` refuses requests that can never be served. ``Door`` refuses, with an honest time to
+come back, requests that cannot be served soon: the queue is full, the memory-pressure valve is wide
+open, or the first token is predicted to take longer than the server allows. It drops requests that
+waited past their limit, and late ones that would now be refused.
 
 This module does not know the order of the queue.
 """
@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import InvalidRequestError, NeverFitsError, QueueFullError
 from paceline.core.memory.kv_cache import blocks_for
 from paceline.core.memory.pressure import Pressure
 from paceline.core.pacing.first_token import FirstTokenForecast
@@ -28,21 +27,22 @@ from paceline.core.request import FinishReason, Request, RequestStatus
 from paceline.core.slo import MAX_SECONDS
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Move
+from paceline.errors import InvalidRequestError, NeverFitsError, QueueFullError
 
 __all__ = ["Door", "Expired", "check_door"]
 
-# advised wait where nothing was measured yet
+# advised wait, s, before anything was measured
 _RETRY_SECONDS: Final = 1.0
-# the least advised wait: a caller that comes back at once is refused again
+# least advised wait, s, as a caller that comes back at once is refused again
 _LEAST_RETRY: Final = 0.1
-# seconds until a caller is asked to come back, at most, where the wait is what is too long: it is
-# predicted from what is left over now, and no overload is known to last
+# longest advised wait, s, after a refusal for the predicted wait: that is predicted from the time
+# left over now, and the overload may end sooner
 _MOST_RETRY: Final = 300.0
-# times its target for the first token, at least, that a request may be predicted to wait
+# no request is refused for a predicted wait below this multiple of its TTFT target
 _TARGETS_WAITED: Final = 4.0
-# waiting requests of one tenant for every place that is left in the queue, at most
+# most waiting requests of one tenant, or before best effort, for every place left in the queue
 _PER_PLACE: Final = 7
-# limits on waiting, at least, until those of requests that wait no more are dropped
+# number of limits on waiting up to which those of requests that no longer wait are kept
 _FEW: Final = 64
 
 
@@ -56,10 +56,10 @@ class Expired(NamedTuple):
 
 
 class Door:
-    """Lets requests in, or not, and limits how long they wait. One per scheduler.
+    """Accepts or refuses requests, and limits how long they wait. One per scheduler.
 
     Args:
-        tenants: None where they are not kept apart.
+        tenants: None: tenants are not kept apart.
     """
 
     def __init__(
@@ -72,22 +72,22 @@ class Door:
         self._state = state
         self._tenants = tenants
         self.forecast = FirstTokenForecast(state, share, targets)
-        # when the last request that was refused for its wait was asked to come back
+        # latest time at which a request refused for its predicted wait was asked to come back
         self._comes_back_at = 0.0
-        # limits on waiting: (when, order of arrival, request)
+        # a heap of limits on waiting: (time, order of arrival, request)
         self._limits: list[tuple[float, int, Request]] = []
-        # with more of them than that, those of requests that wait no more are dropped
+        # number of limits above which those of requests that no longer wait are dropped
         self._most = _FEW
-        # when ``drop_expired`` has something to do at the earliest
+        # earliest time at which a limit on waiting ends
         self.next_expiry = math.inf
 
     # ------------------------------------------------------------------ refused
 
     def check(self, request: Request, live: Mapping[str, Request]) -> None:
-        """Return if the request may be queued; what is known of it then is written down in it.
+        """Return if the request may be queued; its targets, key and forecast are set by then.
 
-        A request with more forks than the whole queue has places would never be served, so none is
-        refused for want of places while no request waits.
+        A request with more forks than the whole queue has places would never be served, so no
+        request is refused for lack of places while none waits.
 
         Raises:
             NeverFitsError, InvalidRequestError: it can never be served, see ``check_door``.
@@ -95,19 +95,19 @@ class Door:
         """
         state, asked = self._state, request.asked
         check_door(request, live, state.config, state.cache)
-        # with a target of its own it yields no sooner than it would without one
+        # a request with its own target yields no sooner than it would without one
         least_ttft = (state.config.default_ttft_s or 0.0) * max(1.0, patience(request))
         request.aim(state.policy.assumed(request), least_ttft)
         if self._tenants is not None and self._tenants.is_light(asked.tenant):
             request.move(Move.FAVOUR)
         if asked.fork_of is not None or asked.resumed is not None:
-            # the queue had places for all forks when their parent came, and a caller has been
-            # promised the rest of an answer that has begun
+            # the queue had places for all forks when their parent arrived, and callers were
+            # promised the rest of answers that have begun
             request.key = state.policy.key(request)
             return
         num_waiting, limit = len(state.waiting) + len(state.forks), state.config.max_num_waiting
         if state.last.held_by is None:
-            # arrivals since the last plan, which free places take in the next one
+            # arrivals since the last plan get free slots in the next one
             free = state.config.max_num_seqs - len(state.running.requests)
             num_waiting = max(0, num_waiting - free)
         left = math.inf
@@ -131,15 +131,15 @@ class Door:
         self.forecast.came(request)
 
     def _room_in(self, request: Request, predicted: float, now: float) -> float:
-        """Seconds until a request that would wait for too long finds room: after those that were
-        told so before it, or all of them would come back at once and be refused again."""
+        """Return the seconds until a request that would wait too long can be accepted: after those
+        refused before it, or all of them would come back at once and be refused again."""
         following = self._comes_back_at + self.forecast.seconds_each(request) - now
         wait = min(_MOST_RETRY, max(predicted - self._longest_wait(request), following))
         self._comes_back_at = max(self._comes_back_at, now + wait)
         return wait
 
     def _longest_wait(self, request: Request) -> float:
-        """Seconds to the first token beyond which a request is refused."""
+        """Return the predicted seconds to the first token above which a request is refused."""
         longest = self._state.config.max_predicted_wait_s
         if longest is None or request.asked.slo.best_effort:
             return math.inf
@@ -148,13 +148,14 @@ class Door:
     def _check_places(self, request: Request, num_waiting: int, left: float) -> None:
         """Return if the queue has places for a request and its forks.
 
-        Where tenants are kept apart and there are several, one of them may have no more requests in
-        the queue than ``_PER_PLACE`` times the places that are left, so that other tenants find
-        one. It is the dynamic threshold of shared packet buffers (Choudhury and Hahne, IEEE/ACM ToN
-        6(2), 1998); no waiting request is dropped for it, and it needs no number of tenants.
+        Best effort, whose wait has no limit, is accepted while fewer requests wait than
+        ``_PER_PLACE`` times the places left, so that other requests find one. Where tenants are
+        kept apart and there are several, the same holds for the requests of each. This is the
+        dynamic threshold of shared packet buffers (Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998);
+        no waiting request is dropped for it, and it needs no number of tenants.
 
         Args:
-            left: places, once the newcomer's forks have theirs.
+            left: places in the queue that are left after the request's forks have theirs.
         """
         asked, tenants, limit = request.asked, self._tenants, self._state.config.max_num_waiting
         num_forks, predicted = asked.num_forks, request.history.predicted_ttft
@@ -162,11 +163,13 @@ class Door:
         if left <= 0:
             why = f"{num_waiting} requests wait already, the limit is {limit}{wanted}"
             raise self._refusal("queue-full", why, predicted)
-        if (
-            tenants is None
-            or num_waiting + num_forks < _PER_PLACE * left
-            or not tenants.has_others(asked.tenant)
-        ):
+        if num_waiting + num_forks < _PER_PLACE * left:
+            return
+        if asked.slo.best_effort:
+            why = f"{num_waiting} requests wait already, and the {left + num_forks} places left of "
+            why += f"{limit} are for requests that are not best effort{wanted}"
+            raise self._refusal("queue-share", why, predicted)
+        if tenants is None or not tenants.has_others(asked.tenant):
             return
         running = sum(r.asked.tenant == asked.tenant for r in self._state.running.requests)
         own = tenants.unfinished(asked.tenant) - running
@@ -177,7 +180,7 @@ class Door:
 
     def _refusal(self, reason: str, why: str, seconds: float | None) -> QueueFullError:
         self._state.totals.refused[reason] += 1
-        # no caller plans for longer than the longest target may be
+        # no advised wait is longer than the longest target that a caller may set
         most = _MOST_RETRY if reason == "predicted-wait" else MAX_SECONDS
         wait = min(max(_RETRY_SECONDS if seconds is None else seconds, _LEAST_RETRY), most)
         return QueueFullError(f"not accepted: {why}; retry in {wait:.1f} s", wait, reason)
@@ -185,7 +188,7 @@ class Door:
     # ------------------------------------------------------------------ dropped
 
     def watch(self, request: Request) -> None:
-        """Limit how long a queued request, whose order is known, waits to be started."""
+        """Limit how long a queued request, whose order is set, waits until it is started."""
         timeout = None if request.asked.slo.best_effort else self._state.config.queue_timeout_s
         limits = (request.asked.slo.queue_ttl, timeout)
         shortest = min((limit for limit in limits if limit is not None), default=None)
@@ -194,23 +197,23 @@ class Door:
         at = request.asked.arrival_time + shortest
         heapq.heappush(self._limits, (at, request.order[1], request))
         if len(self._limits) > self._most:
-            # requests that ended keep their prompts alive no longer
+            # otherwise requests that ended would keep their prompts in memory
             self._limits = [e for e in self._limits if e[2].status is RequestStatus.WAITING]
             heapq.heapify(self._limits)
             self._most = max(_FEW, 2 * len(self._limits))
         self.next_expiry = self._limits[0][0]
 
     def rest(self) -> None:
-        """The last request has ended."""
+        """Reset limits and forecast: the last request has ended."""
         self._limits.clear()
         self._state.last.demoted.clear()
         self.next_expiry = math.inf
         self.forecast.rest()
 
     def drop(self, now: float, finish: Callable[[Request, FinishReason], None]) -> list[Expired]:
-        """End requests that wait and were never started, and their forks: those whose time to be
-        started is over, and those that were demoted and would now be refused. Returns what to tell
-        their callers."""
+        """End waiting requests that were never started, and their forks: those past their limit on
+        waiting, and those that were demoted and would now be refused. Returns the errors for their
+        callers."""
         dropped: list[Expired] = []
         while self._limits and self._limits[0][0] <= now:
             request = heapq.heappop(self._limits)[2]
@@ -242,7 +245,7 @@ class Door:
         forks = tuple(self._state.forks.by_parent.get(request.request_id, ()))
         for each in (*forks, request):
             finish(each, FinishReason.ABORT)
-        # predicted once it does not wait any more, or it would wait for itself
+        # predict after it has left the queue, or it would count as waiting ahead of itself
         seconds = self.forecast.predict(request)
         if reason != "expired" and seconds is not None:
             seconds = self._room_in(request, seconds, now)
@@ -257,10 +260,10 @@ def _never_started(request: Request) -> bool:
 def check_door(
     request: Request, live: Mapping[str, Request], config: SchedulerConfig, cache: CacheConfig
 ) -> None:
-    """Return if ``request`` can be served some day on an empty engine.
+    """Return if an empty engine could serve ``request``.
 
     Args:
-        live: requests already known, by id.
+        live: requests that have not ended, by id.
 
     Raises:
         NeverFitsError: prompt + max_tokens exceed the context or the whole KV cache.
@@ -269,7 +272,7 @@ def check_door(
     asked = request.asked
     prompt, output = request.num_prompt_tokens, asked.sampling.max_tokens
     if asked.sampling.pooling is not None:
-        # a pooled request brings no token
+        # a pooled request generates no token
         output = 0
     if prompt == 0:
         raise InvalidRequestError("the prompt is empty: at least 1 token is needed", "prompt")
@@ -283,7 +286,7 @@ def check_door(
         )
     if asked.resumed is not None:
         _check_resumed(request, asked.resumed.token_ids)
-    # the last sampled token is never fed back, so it needs no place
+    # the last sampled token is never fed back, so it needs no space in the cache
     needed = blocks_for(request.max_total_tokens - 1, cache.block_size)
     if needed > cache.num_blocks:
         raise NeverFitsError(
@@ -300,7 +303,7 @@ def check_door(
 
 
 def _check_resumed(request: Request, token_ids: tuple[int, ...]) -> None:
-    """Return if an output that begins with these has not ended with them."""
+    """Raise InvalidRequestError if an output has already ended with these tokens."""
     sampling = request.asked.sampling
     if len(token_ids) >= sampling.max_tokens:
         raise InvalidRequestError(

@@ -1,13 +1,13 @@
-"""Which requests cannot have their first token in time, and yield for that.
+"""Requests that cannot have their first token in time, and yield to others for that.
 
-Two ways to find them: a request whose prompt alone takes longer than is left is late in any case;
-and of those that wait, ``triage`` leaves out the fewest so that the others are on time. Best effort
-that cannot meet its deadline is found by ``deadlines``.
+Two ways to find them: a request whose prompt alone takes longer than the time left is late in any
+case; and of the waiting ones, ``triage`` leaves out the fewest so that the others are on time. Best
+effort that cannot meet its deadline is found by ``deadlines``.
 
-A late request yields to those whose targets it endangers and to no others: it is demoted while
-there are any, and if it still waits once there are none, it rejoins the ordinary ones at the place
-that it had. So asking for more never gets a caller less than those get that asked for nothing.
-Favoured requests are not demoted, or a light tenant's late one would wait for all of a flood.
+A late request yields only to requests whose targets it endangers: it is demoted while there are
+any, and if it still waits once there are none, it rejoins the ordinary requests at its old
+position. So a caller with targets never gets less than callers without. Favoured requests are not
+demoted, or a light tenant's late request would wait for all of another tenant's flood.
 
 This module does not know what else fills a step.
 """
@@ -29,22 +29,22 @@ from paceline.core.tier import Move, Tier
 
 __all__ = ["Feasibility", "Others"]
 
-# waiting requests that one triage looks at: the work of so many takes longer than targets last
+# most waiting requests in one triage, as the work of that many takes longer than targets last
 _MAX_TRIAGED: Final = 256
 _STEPS_BETWEEN_TRIAGES: Final = 8
-# seconds by which best effort that misses its deadline counts as come later
+# seconds by which best effort that misses its deadline is treated as having arrived later
 _MISSED: Final = 60.0
-# waiting requests asked whether they can still be on time, at most: the step waits for the answer
+# most waiting requests that are checked for whether they can be on time, as the step waits for it
 _MAX_ASKED: Final = 32
 
 
 class Others(NamedTuple):
-    """Ordinary requests that run and have prompts to compute."""
+    """Running ordinary requests that have prompts to compute."""
 
     num: int
-    # the target of one can be met; or best effort with a deadline runs
+    # one of them can still meet its target, or best effort with a deadline runs
     urgent: bool
-    # one has no target for its first token
+    # one of them has no target for its first token
     aimless: bool
 
 
@@ -57,14 +57,14 @@ class Feasibility:
         self._enabled = state.config.relegate_late
         self._budget = budget
         self.deadlines = Deadlines(state, budget, targets, self.demote)
-        # changes among those waiting that the last triage knew of, and steps since then
+        # number of changes of the queue at the last triage, and steps since then
         self._triaged_at = -1
         self._since_triage = 0
 
     # ------------------------------------------------------------------ one request
 
     def is_late(self, request: Request, now: float) -> bool:
-        """Whether not even computing nothing else would meet its TTFT target any more."""
+        """Whether it would miss its TTFT target even if nothing else were computed from now on."""
         if (
             request.tier is not Tier.ORDINARY
             or request.targets.ttft is None
@@ -79,20 +79,20 @@ class Feasibility:
         latest = request.asked.arrival_time + request.late_after
         if now + seconds(request.num_uncomputed_tokens) <= latest:
             return False
-        # what is cached of its prompt takes no time: looked for only if that matters
+        # cached tokens of its prompt take no time; they are looked up only if that matters
         runs = request.status is RequestStatus.RUNNING
         return runs or now + seconds(kv.num_lacking(request)) > latest
 
     def endangers(
         self, late: Request, now: float, others: Others, passed: Sequence[Request] = ()
     ) -> bool:
-        """Whether a late request makes way: for one whose target can be met, which waits or has a
-        prompt to compute, or for best effort with a deadline. Requests without targets gain nothing
-        that they asked for, and those that stream are kept at their pace whatever else runs. Where
-        all others have targets it makes way for those that are late as well, and for those to come.
+        """Whether a late request must yield: to one that can meet its target and waits or has a
+        prompt to compute, or to best effort with a deadline. Requests without targets would gain
+        nothing that they asked for, and streams keep their pace whatever else runs. If all others
+        have targets, it yields to late ones among them and to requests to come as well.
 
         Args:
-            passed: requests that wait, but were taken from the queue.
+            passed: waiting requests that were taken from the queue in this step.
         """
         if self.deadlines.pressing:
             return True
@@ -106,7 +106,7 @@ class Feasibility:
             return True
         if others.urgent or self._targets.promised:
             return True
-        # the last in order are the likeliest
+        # the last in order are the likeliest to be on time
         those = chain(passed, *map(reversed, self._targets.targeted.values()))
         return any(
             other is not late and other.targets.ttft is not None and not self.is_late(other, now)
@@ -114,7 +114,7 @@ class Feasibility:
         )
 
     def others(self, view: RunningView, now: float) -> Others:
-        """What a late request finds beside it in a step that begins at ``now``."""
+        """Sum up the ordinary prompts of a step that begins at ``now``."""
         promised = Tier.PROMISED
         ordinary = [request for request in view.wide if request.tier is Tier.ORDINARY]
         urgent = any(request.tier is promised for request in view.best_effort) or (
@@ -124,9 +124,9 @@ class Feasibility:
         return Others(len(ordinary), urgent, any(map(_is_aimless, ordinary)))
 
     def demote(self, request: Request) -> None:
-        """Move the request, which is in no ordered place, to the tier of those that are late."""
+        """Move the request, which must be in no sorted queue, to the tier of late requests."""
         if request.asked.slo.best_effort:
-            # it comes behind work that can still be in time, but not for ever
+            # sort it behind work that can still be in time, but not for ever
             later = _MISSED * self._state.policy.key_per_second
             request.order = (request.order[0] + later, request.order[1])
         request.move(Move.DEMOTE)
@@ -136,8 +136,8 @@ class Feasibility:
     # ------------------------------------------------------------------ all of them
 
     def settle(self, view: RunningView, now: float) -> bool:
-        """Demote running requests whose first token is late in any case, as long as there are
-        others that gain by it. Returns whether any was demoted."""
+        """Demote running requests whose first token is late in any case, as long as other requests
+        gain by it. Returns whether any was demoted."""
         late = [request for request in view.wide if self.is_late(request, now)]
         if late:
             others = self.others(view, now)
@@ -147,8 +147,8 @@ class Feasibility:
         return bool(late)
 
     def triage(self, view: RunningView, starts: float) -> None:
-        """Demote waiting requests that cannot all be on time, if a step that begins at ``starts``
-        is next. Predictions move slowly: when a request came or went, or every so often."""
+        """Demote the fewest waiting requests so that the others are on time if the next step begins
+        at ``starts``. After changes of the queue and every few steps: predictions move slowly."""
         room, targets = self._state.waiting, self._targets
         if not targets.targeted or not self._enabled or not self._state.step_time.ready:
             return
@@ -160,15 +160,15 @@ class Feasibility:
         unfinished = sum(
             request.num_uncomputed_tokens for request in view.wide if request.tier is Tier.ORDINARY
         )
-        # otherwise no request will be late, in whatever order
+        # otherwise no request will be late in any order
         if starts + (unfinished + room.num_tokens[Tier.ORDINARY]) * per_token > targets.dues[0]:
             first = list(islice(self._state.policy.service_order(targets.targeted), _MAX_TRIAGED))
-            # a target tighter than the default has a request served sooner, not left out sooner
+            # a target tighter than the default makes a request run sooner, not be left out sooner
             judged = sorted(first, key=_standing) if any(map(_ahead, first)) else first
             losers = triage(
                 judged,
                 starts + unfinished * per_token,
-                # a fork has its prompt already
+                # the prompt of a fork is computed already
                 [request.num_lacking_tokens * per_token for request in judged],
                 [request.asked.arrival_time + request.late_after for request in judged],
                 targets.group,
@@ -180,27 +180,27 @@ class Feasibility:
     def _that_yield(
         self, late: list[Request], first: list[Request], view: RunningView, now: float
     ) -> list[Request]:
-        """Requests that a triage of ``first`` found late, as far as others gain if they yield."""
+        """Return the late requests that a triage of ``first`` found and others gain by."""
         if late and len(late) == len(first) and not self.deadlines.pressing:
             others = self.others(view, now)
             if not self.endangers(first[0], now, others):
                 return []
             if len(late) == len(self._state.waiting.ordinary) and not others.num:
-                # none can be on time, so the first yields to none
+                # no request can be on time, so the first need not yield
                 late = [request for request in late if request is not first[0]]
         return [request for request in late if not request.favoured]
 
 
 def _is_aimless(request: Request) -> bool:
-    """Whether it never had a target for its first token."""
+    """Whether the request never had a target for its first token."""
     return request.slo.ttft is None
 
 
 def _ahead(request: Request) -> float:
-    """Seconds by which its own target for the first token comes before it counts as late."""
+    """Return the seconds from its own TTFT target to the time at which it counts as late."""
     return request.late_after - (request.targets.ttft or 0.0)
 
 
 def _standing(request: Request) -> float:
-    """Its place in the order if it asked for its first token no sooner than that."""
+    """Return its key in the order if its TTFT target were the time at which it counts as late."""
     return request.order[0] + _ahead(request)

@@ -1,6 +1,6 @@
-"""When a request that arrives now would see its first token, and what became of what was said.
+"""Forecasts of the time to first token of arriving requests, corrected by the outcomes.
 
-Asked at the door, between steps, and often: running requests are looked at once a step.
+Called by ``Door`` between steps, and often, so running requests are looked at once per step.
 
 This module does not decide what becomes of the request.
 """
@@ -28,52 +28,52 @@ from paceline.core.tier import Tier
 
 __all__ = ["FirstTokenForecast", "Forecast", "ForecastKind"]
 
-# levels of priority that are told apart, on either side
+# priority levels with a bias of their own, on either side of 0
 _LEVELS: Final = 4
-# times or part of what was said, at most
+# largest correction factor, and 1/x the smallest
 _MOST_BIAS: Final = 8.0
-# seconds: a longer forecast counts no more than one of so many, when the bias is learned
+# seconds of a forecast above which its weight in the bias does not grow
 _MOST_WEIGHT: Final = 1.0
-# what holds requests up until a running one ends
+# reasons that hold requests up until a running one ends
 _FULL: Final = frozenset((Reason.SLOTS, Reason.MEMORY, Reason.PACE))
-# equally likely lengths that a request's output is taken to have: the first of many running
-# requests ends long before half of their outputs are over
+# number of equally likely lengths that are assumed for each output: the first of many running
+# requests ends long before half of their outputs end
 _PARTS: Final = 3
-# arrivals that tell of those to come, not older than so many seconds, and how many tell something
+# last arrivals that predict those to come, their greatest age in seconds, and their least number
 _ARRIVALS: Final = 256
 _LATELY: Final = 60.0
 _FEW: Final = 8
-# part of the engine that is left over, at least, once an overload has ended
+# least part of the engine that is assumed to be left over once an overload has ended
 _ROOM: Final = 0.25
-# waiting requests asked whether they will be late, at most
+# most waiting requests that are checked for whether they will be late
 _MAX_JUDGED: Final = 256
-# times the seconds after which a request is late: one that is predicted later than that is taken to
-# yield, and one within it may be on time
+# factor on the time after which a request is late: one that is predicted to take longer is assumed
+# to yield, and one below may still be on time
 _DOUBT: Final = 1.1
-# times that those who come during the wait are added to it, at most, and by how much it has to grow
+# most rounds of adding requests that arrive during the wait, and a round's least factor of growth
 _ROUNDS: Final = 32
 _GROWS: Final = 1.01
-# what is left with each first token of what was measured before
+# factor by which older measurements decay with each first token
 _KEEP: Final = 0.98
 
 
 class ForecastKind(NamedTuple):
-    """Requests whose forecasts are learned from together."""
+    """Kind of requests, whose forecasts share one bias."""
 
     tier: Tier
     priority: int
     favoured: bool
-    # the first token comes too late, and the request yields
+    # the first token is predicted to be late, so that the request yields
     late: bool
 
 
 class Forecast(NamedTuple):
-    """Seconds from arrival to first token, before what other requests of this kind teach."""
+    """Forecast of the seconds from arrival to first token, without the bias of its kind."""
 
     kind: ForecastKind
     seconds: float
-    # the same if no later request went first; seconds that such requests add for each second of
-    # the wait; and for how many seconds there are any
+    # the same if no later request overtook this one; seconds that overtakers add for each second
+    # of the wait; and the seconds of the wait during which there are any
     alone: float
     overtaken: float
     overtaken_for: float
@@ -82,15 +82,15 @@ class Forecast(NamedTuple):
 class FirstTokenForecast:
     """Predicts the time to first token of a request that would be queued now.
 
-    What it waits for is prompt tokens computed before its own, and a place that a running request
-    gives back when it ends; both for those ahead of it in the policy's queue, and for those that
-    are likely to come and go first. The ratio of what came to what was said is learned for each
-    kind of request, so that what the model leaves out corrects itself. What was said counts those
-    who came and went first for as long as the wait really was: or a wait that was told too short
-    would teach, with all that it lacked, to tell others too long.
+    It waits until prompt tokens are computed before its own, and for a slot, which a running
+    request frees when it ends: both for the requests ahead of it in the policy's queue, and for
+    those that are likely to arrive later and overtake it. The ratio of actual to predicted time is
+    learned for each kind of request, which corrects what the model leaves out. Its prediction
+    counts overtakers for as long as the wait really was: otherwise one wait that was predicted too
+    short, and so with too few of them, would make the next predictions too long.
 
-    Where newcomers displace what runs, prompts are computed again, which shows at once, and what
-    comes of a long wait is known too late to learn from: the pace of the queue is measured instead.
+    Where newcomers displace running requests, the outcome of a long wait is known too late to learn
+    from. Instead the pace of the queue is measured, and prompts computed again, both seen at once.
     """
 
     def __init__(
@@ -98,42 +98,42 @@ class FirstTokenForecast:
     ) -> None:
         self._state, self._share, self._targets = state, share, targets
         self._displaces = overrides(state.policy, "displaces")
-        # by what a foreseen wait is multiplied, and tokens that are computed again for each that
-        # goes before others; and sums that tell both, see ``_measure``
+        # factor on predicted waits, and tokens that are computed again per overtaker; then the
+        # decayed sums from which both follow, see ``_measure``
         self._pace, self._again = 1.0, 0.0
         self._lately = [0.0] * 5
-        # what had been counted at the last newcomer, and when that was, if all places were taken
+        # counters at the last newcomer, and its time of arrival if all slots were taken
         self._counted = 0, 0, 0
         self._taken_since: float | None = None
-        # of the request that was asked about last: some that wait or run come after it
+        # the last request that was predicted overtakes some that wait or run
         self._overtakes = False
-        # lately, by kind of request: seconds that came and that were said
+        # recent actual and predicted seconds, by kind of request
         self.outcomes: dict[ForecastKind, tuple[float, float]] = {}
-        # (time, tier, what ``_alike`` has of it) of the last to come
+        # (time, tier, entry in ``_alike``) of the last arrivals
         self._arrivals: deque[tuple[float, Tier, tuple[float, int]]] = deque()
-        # the same by tier: (key of one like it that comes at time 0, prompt tokens), sorted
+        # by tier: (key of an equal request that arrives at time 0, prompt tokens), sorted
         self._alike: tuple[list[tuple[float, int]], ...] = tuple([] for _ in Tier)
-        # the plan that was looked at last, and what was seen of it: requests that could run beside
-        # the others, prompt tokens that a step takes, its narrow rows and seconds of these, seconds
-        # that a prompt token adds, and prompt tokens that ordinary requests lack
+        # version of the plan at the last look, and findings: free slots, prompt tokens per step,
+        # the narrow rows and their seconds, seconds that a prompt token adds, and prompt tokens
+        # that running ordinary requests lack
         self._seen = -1
         self._free_places = 0
         self._tokens_per_step = 2
         self._base = StepShape()
         self._step_seconds = self._token_seconds = 0.0
         self._num_lacking = 0
-        # steps until running requests end, and those that will run then, each in ``_PARTS`` parts
-        # as ``steps * base + whole length``: a heap, empty until asked for; the ends taken from it
-        # so far, in order; the steps from one to the next later on; and the base
+        # a heap, empty until needed, of the steps until running requests, and those that take their
+        # slots, end, each in ``_PARTS`` parts as ``steps * base + whole length``; the ends taken
+        # from it so far, in order; the steps from one later end to the next; and the base
         self._left: list[int] = []
         self._ends: list[int] = []
         self._each = 0.0
         self._whole_below = 1
 
     def note(self, request: Request, longest: float) -> float | None:
-        """Write down with a newcomer what is predicted for it, and return that. One that may wait
-        for no more than ``longest`` seconds and is let in may be on time after all, since others
-        before it will yield."""
+        """Store a newcomer's forecast in it, and return the predicted seconds. A late one that is
+        accepted, as it takes at most ``longest`` seconds, may be on time after all: late requests
+        before it are then assumed to yield."""
         history, arrival = request.history, request.asked.arrival_time
         rest = self._state.steps.starts(arrival) - arrival
         history.forecast = self._forecast(request, rest)
@@ -145,11 +145,11 @@ class FirstTokenForecast:
         return seconds
 
     def rest(self) -> None:
-        """The last request has ended: no place is taken until the next newcomer comes."""
+        """Forget when slots were taken: the last request has ended."""
         self._taken_since = None
 
     def came(self, request: Request) -> None:
-        """The newcomer is queued."""
+        """Count a newcomer that was queued."""
         now, key, arrivals = request.asked.arrival_time, request.key, self._arrivals
         if self._displaces and self._state.step_time.ready:
             self._measure(request)
@@ -161,19 +161,19 @@ class FirstTokenForecast:
         insort(self._alike[request.tier], newest)
 
     def predict(self, request: Request) -> float | None:
-        """Seconds to the first token if it were queued between two steps; None while nothing was
-        measured."""
+        """Return the seconds to the first token if the request were queued between two steps; None
+        before anything was measured."""
         return self._seconds(self._forecast(request))
 
     def _seconds(self, forecast: Forecast | None) -> float | None:
         if forecast is None:
             return None
-        # no caller plans for more than what the longest target may be
+        # no forecast is longer than the longest target that a caller may set
         return min(MAX_SECONDS, self.bias(forecast.kind) * forecast.seconds)
 
     def bias(self, kind: ForecastKind) -> float:
-        """What came by what was said, lately, for a kind of request; for a favoured one, until one
-        has had its first token, that of others like it."""
+        """Return the recent ratio of actual to predicted time for a kind of request; for a favoured
+        kind the ratio of the same kind without favour, until one has had its first token."""
         known = self.outcomes.get(kind) or self.outcomes.get(kind._replace(favoured=False))
         came, said = known or (1.0, 1.0)
         return came / said
@@ -181,11 +181,11 @@ class FirstTokenForecast:
     def _forecast(
         self, request: Request, rest: float = 0.0, *, others_yield: bool = False
     ) -> Forecast | None:
-        """``rest``: seconds that the step under way still takes. ``others_yield``: late requests
-        before it are taken to yield."""
+        """Return the forecast, with ``rest`` seconds left of the running step; None before anything
+        was measured. ``others_yield``: late requests before it are assumed to yield."""
         state, last = self._state, self._state.last
         for known, actual, demoted in last.first_tokens:
-            # a request that was demoted against its forecast teaches nothing about others
+            # the outcome of a request that was demoted against its forecast says nothing of others
             on_time = known.kind.late and not demoted
             if not self._displaces and not on_time and (known.kind.late or not demoted):
                 self._learn(known, actual)
@@ -197,7 +197,7 @@ class FirstTokenForecast:
             self._look()
         predict, step = state.step_time.predict, self._tokens_per_step
         if request.favoured:
-            # it is computed whole where a step has room for it, whatever others lack
+            # its prompt is computed whole if a step has room for it, whatever the others lack
             room = state.config.max_num_batched_tokens - self._base.narrow_rows
             step = max(2, min(request.num_new_tokens, room))
         num_steps = -(-request.num_new_tokens // step)
@@ -211,7 +211,7 @@ class FirstTokenForecast:
         seconds = wait + prompt
         late = seconds > request.late_after
         if request.tier is not Tier.ORDINARY:
-            # first what waits before it, and what comes meanwhile leaves it but a part
+            # requests before it come first, and then ordinary work to come leaves only a part
             seconds = alone = alone + prompt + self._outside(request, prompt)
             return Forecast(kind._replace(late=late), seconds, alone, 0.0, 0.0)
         if late and self._yields(request):
@@ -226,12 +226,12 @@ class FirstTokenForecast:
         return Forecast(kind._replace(late=late), seconds, alone + prompt, overtaken, most)
 
     def _yields(self, late: Request) -> bool:
-        """Whether a request that will be late yields to others that wait."""
+        """Whether a request that will be late yields to other waiting requests."""
         return bool(self._state.config.relegate_late and self._targets.dues and not late.favoured)
 
     def seconds_each(self, request: Request) -> float:
-        """Seconds in which requests like this one find room that others leave, one after another,
-        once these leave some; 0.0 while nothing was measured."""
+        """Return the seconds between requests like this one if they are served one after another
+        from what is left over once an overload has ended; 0.0 before anything was measured."""
         if not self._state.step_time.ready:
             return 0.0
         self._steps_until(1.0)
@@ -239,7 +239,7 @@ class FirstTokenForecast:
         return alone / max(_ROOM, self._share.left_over(request, request.asked.arrival_time))
 
     def _without_late(self, request: Request) -> float:
-        """Seconds until the request has a place if all before it yield that will be late."""
+        """Return the seconds until it has a slot if all before it that will be late yield."""
         num, tokens = self._num_ahead(request)
         now, dues = request.asked.arrival_time, self._targets.dues[:_MAX_JUDGED]
         served, each = 0, tokens / max(1, num)
@@ -249,8 +249,8 @@ class FirstTokenForecast:
         return self._until(num, each * num, favoured=False)
 
     def _outside(self, request: Request, wait: float) -> float:
-        """Seconds that promised work adds to those of a best-effort or late request: its like that
-        wait before it, and ``wait``, are served from what promised work leaves."""
+        """Return the seconds that ordinary work adds for a best-effort or late request: its like
+        ahead of it in the queue, and then ``wait``, are served from what ordinary work leaves."""
         waiting, tier = self._state.waiting, max(request.tier, Tier.PROMISED)
         num, tokens = waiting.ahead_of(request, tier)
         num, tokens = num - len(waiting.ordinary), tokens - waiting.num_tokens[Tier.ORDINARY]
@@ -258,8 +258,8 @@ class FirstTokenForecast:
         return own * (1.0 / self._share.left_over(request, request.asked.arrival_time) - 1.0)
 
     def _wait(self, request: Request, bias: float) -> tuple[float, float, float]:
-        """Seconds until the request has a place, and prompts before its own are computed; the same
-        if none came later and went first; and for how long some will."""
+        """Return the seconds until the request has a slot and the prompts before its own are
+        computed; the same if no later request overtakes it; and for how many seconds some will."""
         num, tokens = self._num_ahead(request)
         self._overtakes = num < len(self._state.waiting)
         seconds = alone = self._until(num, tokens, favoured=request.favoured)
@@ -267,12 +267,12 @@ class FirstTokenForecast:
         if not overtakers:
             return seconds, alone, 0.0
         longest, sizes = zip(*overtakers, strict=True)
-        # of the first so many: seconds, tokens times seconds, and tokens
+        # sums over the first 0, 1, 2, ...: seconds, tokens times seconds, and tokens
         seconds_of = list(accumulate(longest, initial=0.0))
         work_of = list(accumulate(map(mul, longest, sizes), initial=0.0))
         tokens_of = list(accumulate(sizes, initial=0))
         for _ in range(_ROUNDS):
-            # as many as came lately in so long a time: some for as long as they go first
+            # as many arrive as did lately in such a time, each only while it would overtake
             wait = bias * seconds
             ended = bisect_left(longest, wait)
             more = (work_of[ended] + (tokens_of[-1] - tokens_of[ended]) * wait) / span
@@ -285,22 +285,22 @@ class FirstTokenForecast:
         return seconds, alone, longest[-1]
 
     def _until(self, num: float, tokens: float, *, favoured: bool) -> float:
-        """Seconds until places have come free for so many requests and one more, and so many prompt
-        tokens are computed beside those that running requests lack: of these, before a favoured
-        one, what fits into the steps until it has a place."""
+        """Return the seconds until ``num`` requests and one more have slots, and ``tokens`` prompt
+        tokens are computed, as well as those that running requests lack: of these, before a
+        favoured request, only what fits into the steps until it has a slot."""
         step = self._tokens_per_step
         steps = self._steps_until(num + 1 - self._free_places)
         tokens += min(self._num_lacking, steps * step) if favoured else self._num_lacking
         return self._pace * self._lasting(steps, tokens)
 
     def _lasting(self, steps: float, tokens: float) -> float:
-        """Seconds of so many steps, or more for so many prompt tokens."""
+        """Return the seconds of ``steps`` steps, or more if ``tokens`` prompt tokens need more."""
         steps = max(steps, tokens / self._tokens_per_step)
         return steps * max(self._step_seconds, 1e-9) + tokens * self._token_seconds
 
     def _num_ahead(self, request: Request) -> tuple[int, int]:
-        """Requests and tokens before it in the queue; places of running requests that make way for
-        it are as good as free."""
+        """Return the requests, less the running ones that it displaces, as their slots are as good
+        as free, and the prompt tokens before it in the queue."""
         num, tokens = self._state.waiting.ahead_of(request, request.tier)
         if self._displaces:
             running, displaces = self._state.running.requests, self._state.policy.displaces
@@ -309,23 +309,23 @@ class FirstTokenForecast:
         return num, tokens
 
     def _measure(self, newcomer: Request) -> None:
-        """Take in what came since the last newcomer: tokens computed again, and whether this one
-        goes before others; if all places were taken then and are now, first tokens as well, the
-        seconds, and those that what was done was to take."""
+        """Take in what was measured since the last newcomer: tokens computed again, and whether
+        this one overtakes others; if all slots were taken at both times, also the first tokens, the
+        seconds, and the seconds predicted for that work."""
         totals, now = self._state.totals, newcomer.asked.arrival_time
         computed = self._state.steps.num_prefill_tokens
         counted = totals.num_first_tokens, totals.num_recomputed_tokens, computed
         num_first, again, tokens = map(sub, counted, self._counted)
         more = 0, 0.0, 0.0, again, self._overtakes
         if self._free_places <= 0 and self._taken_since is not None:
-            # for what places take
+            # sets ``_each``
             self._steps_until(1.0)
             foreseen = self._lasting(num_first * self._each * _PARTS, tokens)
             more = num_first, max(0.0, now - self._taken_since), foreseen, again, self._overtakes
         keep = _KEEP**num_first
         self._lately = [keep * old + new for old, new in zip(self._lately, more, strict=True)]
         num, came, said, recomputed, num_overtakers = self._lately
-        # a few count as if they had come as foreseen
+        # ``_FEW`` more first tokens count as if they had come as predicted
         pace = (_FEW + num * came / max(1e-9, said)) / (_FEW + num)
         self._pace = min(_MOST_BIAS, pace)
         self._again = recomputed / max(1.0, num_overtakers)
@@ -333,10 +333,10 @@ class FirstTokenForecast:
         self._taken_since = now if self._free_places <= 0 else None
 
     def _overtakers(self, request: Request) -> tuple[float, list[tuple[float, int]]]:
-        """Seconds, and the requests of its tier that came in these whose like will go before
-        ``request``: for how long they will (least first), and their prompt tokens. Keys grow in
-        proportion to the time of arrival; where tenants are kept apart they do not tell which goes
-        first."""
+        """Return the seconds of recent arrivals, and of those the requests of its tier whose like
+        will overtake ``request``: for how long they will (least first), and their prompt tokens.
+        Keys grow in proportion to the time of arrival; no overtakers where tenants are kept apart,
+        as keys do not tell then which request goes first."""
         arrivals, grows = self._arrivals, self._state.policy.key_per_second
         if self._state.policy.keeps_tenants_apart or len(arrivals) < _FEW:
             return 1.0, []
@@ -344,12 +344,12 @@ class FirstTokenForecast:
         ends, own = request.key - grows * now, self._alike[request.tier]
         found = [((ends - key) / grows, size) for key, size in own[: bisect_left(own, (ends, -1))]]
         found.sort()
-        # the rate is told from a second at least: many of one moment are a burst
+        # a rate is taken over a second at least: many arrivals at one moment are a burst
         return max(1.0, now - arrivals[0][0]), found
 
     def _steps_until(self, places: float) -> float:
-        """Steps until so many places have come free. Requests that are like those that run take
-        them at once, and end in their turn."""
+        """Return the steps until ``places`` slots have come free. Requests like the running ones
+        are assumed to take them at once, and to end in their turn."""
         running = self._state.running.requests
         if places <= 0.0 or not running:
             return 0.0
@@ -367,7 +367,7 @@ class FirstTokenForecast:
         return ends[known] + (number - known) * self._each
 
     def _look(self) -> None:
-        """Take in what runs. Good until the next plan, result or end of a request."""
+        """Measure what runs; valid until the next plan, result or end of a request."""
         state, running = self._state, self._state.running.requests
         full = len(state.waiting) > 0 and state.last.held_by in _FULL
         self._free_places = 0 if full else state.config.max_num_seqs - len(running)
@@ -387,13 +387,13 @@ class FirstTokenForecast:
         self._left, self._ends = [], []
 
     def _learn(self, forecast: Forecast, actual: float) -> None:
-        """Take in what became of a forecast."""
+        """Update the bias of a kind by the outcome of a forecast."""
         if forecast.alone > 0.0:
-            # a ratio of sums: what is off by much in a short time counts little, and no forecast is
-            # more than one of a second, or those of a whole queue would be learned late, at once
+            # a ratio of sums, so that large errors of short forecasts count little; weights are
+            # limited, or the long waits of a whole queue would be learned late and all at once
             weight = min(_MOST_WEIGHT, forecast.seconds)
             came, said = self.outcomes.get(forecast.kind, (weight, weight))
-            # bounded against outliers
+            # bounded because of outliers
             waited = min(actual, forecast.overtaken_for)
             ratio = actual / (forecast.alone + forecast.overtaken * waited)
             ratio = min(_MOST_BIAS, max(1.0 / _MOST_BIAS, ratio))

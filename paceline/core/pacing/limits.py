@@ -1,10 +1,10 @@
-"""A step while requests have targets, or tenants are kept apart, and what it may do.
+"""Limits of a step while requests have targets, or tenants are kept apart.
 
 Ordinary requests are served first. Best effort gets what they leave of the step's time: a row or
 chunk is added only while the step is predicted to stay within the seconds that the targets of
-others leave. Beyond that, and for a place or tokens before them, it pays from the share that is
-guaranteed to it (``share``), and so it never stops altogether. Best effort without targets pays for
-every row beside others.
+others leave. For rows beyond that, and for a slot or tokens before others, it pays from its
+guaranteed share (``share``), so it never stops altogether. Best effort without targets pays for
+every row in a step with other requests.
 
 This module does not know how the seconds are found (``budget``), nor which requests are late
 (``feasibility``).
@@ -31,41 +31,41 @@ from paceline.core.tier import Move, Tier
 
 __all__ = ["PacedStep"]
 
-# times the seconds that a row may take: the last digits of a prediction do not keep out a row that
-# is paid for to the full
+# factor on the limit of a step's seconds, so that rounding errors of predictions do not keep out a
+# row that is fully paid for
 _ROUNDING: Final = 1.001
-# tokens; chunks of best-effort requests are multiples of it
+# tokens of which the chunks of best-effort requests are multiples
 _TILE: Final = 16
-# requests that one step finds to be late and demotes, at most: the step waits for that
+# most requests that one step demotes as late, as the step waits for that
 _MAX_DEMOTED: Final = 64
 _REJOIN: Final = methodcaller("move", Move.REJOIN)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PacedStep(Step):
-    """Made by ``Paced``."""
+    """A step with limits for targets, made by ``Paced``."""
 
     model: StepTimeModel
     feasibility: Feasibility
     share: GuaranteedShare
-    # None: the pace of running requests keeps no other out
+    # None: the pace of running requests keeps no request out
     guard: TpotGuard | None
     # predicted seconds by which best effort may lengthen the rows of others
     added_seconds: float
-    # what late requests find beside them
+    # the ordinary requests in the step that a late one may have to yield to
     others: Others
     # the request for which others were preempted
     made_way_for: Request | None
-    # requests found to be late
+    # requests that this step demoted as late
     _num_demoted: int = 0
-    # the waiting request that is tried at the expense of others, at most one in a step, and one
-    # whose chunk is
+    # the waiting request that is tried at the expense of others, at most one per step; and the
+    # running one whose chunk is computed at their expense
     _turn: Request | None = None
     _paying: Request | None = None
-    # predicted seconds, as of so many rows
+    # predicted seconds of the step, and its number of rows then
     _predicted: float = 0.0
     _predicted_at: int = -1
-    # seconds by which best effort of the first pass, or admitted, has lengthened the step
+    # seconds that best effort has added to the step, in its first pass or by admission
     _best_effort_cost: float = 0.0
 
     # ------------------------------------------------------------------ admission
@@ -78,7 +78,7 @@ class PacedStep(Step):
         if self.budget <= 0:
             return Reason.BUDGET
         if self._num_demoted >= _MAX_DEMOTED and last is Tier.ORDINARY:
-            # a step without ordinary rows serves the requests just found to be late
+            # a step without ordinary rows serves the requests that it just demoted
             return Reason.BUDGET if self.rows else None
         running = state.running.requests
         if len(running) >= state.config.max_num_seqs:
@@ -91,8 +91,8 @@ class PacedStep(Step):
         return request if has_room else Reason.BUDGET
 
     def _first(self, last: Tier, passed: Sequence[Request]) -> Request | None:
-        """The first request of the pass. Among ordinary ones it may be a best-effort one that has
-        earned the next place, but not before the one for which others were preempted."""
+        """Return the first request of the pass. In the ordinary one it may be a best-effort request
+        that has earned the next slot, but not before a request for which others were preempted."""
         waiting = self.state.waiting
         if last is Tier.ORDINARY and not passed:
             self._let_rejoin()
@@ -105,7 +105,7 @@ class PacedStep(Step):
             and (head is None or head is not self.made_way_for)
             and self.state.valve.level < Pressure.HOLD_BEST_EFFORT
             and (turn := self.share.turn()) is not None
-            # what is left over costs nothing
+            # it need not pay if the step has room for it and no ordinary request waits
             and (head is not None or not self._has_room(turn, math.inf))
         ):
             self._turn = turn
@@ -117,8 +117,8 @@ class PacedStep(Step):
         return request.tier > last and not holds_up
 
     def _let_rejoin(self) -> None:
-        """If there is room, let a late request be ordinary again beside those that asked for
-        nothing, in the order in which they came, once it endangers no target."""
+        """Make a late request ordinary again, in its order among requests without targets, once it
+        endangers no target and a slot is free."""
         state = self.state
         late = state.waiting.relegated.peek()
         if (
@@ -160,13 +160,13 @@ class PacedStep(Step):
         if not self.feasibility.is_late(request, self.now):
             self.others = self.others._replace(urgent=True)
         if self.model.ready and self.state.config.adaptive_token_budget:
-            # its prompt is not kept waiting for best-effort rows, like that of running ones
+            # its prompt must not wait for best-effort rows, like those of running requests
             self.seconds = 0.0
 
     # ------------------------------------------------------------------ best effort
 
     def _limit(self, request: Request) -> float:
-        """Predicted seconds of the step beyond which a best-effort request stays out."""
+        """Return the predicted seconds of the step above which a best-effort request stays out."""
         if self.background_seconds < self.seconds and request.tier is Tier.BACKGROUND:
             return self.background_seconds
         return self.seconds
@@ -176,8 +176,8 @@ class PacedStep(Step):
         return request.tier is Tier.BACKGROUND and self.background_seconds < math.inf
 
     def _most_seconds(self) -> float:
-        """Predicted seconds that a step with the rows so far may take with best effort: the next
-        request to arrive waits for its end."""
+        """Return the predicted seconds that the step may take with best effort added to its rows;
+        limited because the next request to arrive waits for its end."""
         if not self.model.ready:
             return math.inf
         own = self.model.predict(self.shape) - self._best_effort_cost if self.rows else 0.0
@@ -185,7 +185,7 @@ class PacedStep(Step):
 
     def _has_room(self, request: Request, most: float) -> bool:
         """Whether the step stays within its limit, and ``most`` seconds, with the first tile of a
-        best-effort request too."""
+        best-effort request added."""
         limit = min(most, self._limit(request))
         return (
             limit == math.inf
@@ -207,7 +207,7 @@ class PacedStep(Step):
         return max(1, fitting) * _TILE
 
     def takes(self, request: Request) -> bool:
-        """If there is room, or if the share of best effort pays for the row."""
+        """Whether the step has time for the row, or the share of best effort pays for it."""
         limit = self._limit(request)
         if limit == math.inf or not self.rows:
             return True
@@ -216,7 +216,7 @@ class PacedStep(Step):
             self._predicted = self.model.predict(self.shape)
         row = self.model.row_seconds(request.num_computed_tokens)
         if self._predicted + row > _ROUNDING * limit:
-            # one that is granted its place pays for that anyway, and may use it
+            # a granted request pays for its slot anyway, and may use it
             pays = self.share.credit >= row or request.granted
             is_look = self._is_metered(request) and not self.background_seconds
             if is_look or not pays or not self.share.has_share(request):
@@ -225,7 +225,7 @@ class PacedStep(Step):
                 self._paying = request
             elif not self._is_metered(request):
                 self.share.charge(row)
-        # the next one asks once this one has its row
+        # this one has its row when the next one asks
         self._predicted += row
         self._predicted_at += 1
         return True
@@ -239,7 +239,7 @@ class PacedStep(Step):
             self.share.charge(self._seconds_since(before))
 
     def _seconds_since(self, before: StepShape) -> float:
-        """How much longer the step is predicted to take than when it had this shape."""
+        """Return the predicted seconds that were added to the step since it had this shape."""
         return self.model.predict(self.shape) - self.model.predict(before)
 
     def lengthened(self, before: StepShape) -> None:

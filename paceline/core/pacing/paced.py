@@ -1,4 +1,4 @@
-"""Pacing for latency targets: what a step may do so that each caller's target is met.
+"""Pacing for latency targets: limits of each step so that the targets of requests are met.
 
 At the start of each step, in this order:
 
@@ -10,7 +10,7 @@ At the start of each step, in this order:
 4. *Make way* for the first waiting request, if it beats running ones.
 5. *Passes*: ordinary requests, then best effort tier by tier.
 
-All of it becomes one ``PacedStep``, made anew for each step.
+The result is a ``PacedStep``, a new one for each step.
 
 This module does not know how rows are written or requests admitted.
 """
@@ -44,10 +44,10 @@ _PRESSED: Final = tuple((tier, tier) for tier in Tier if tier is not Tier.ORDINA
 
 
 class Paced:
-    """A ``Pacing`` for requests with targets, or of best effort, or tenants that are kept apart.
+    """The ``Pacing`` for targets, best effort, and tenants that are kept apart.
 
     Args:
-        tenants: None where they are not kept apart.
+        tenants: None: tenants are not kept apart.
     """
 
     def __init__(self, state: SchedulerState, tenants: TenantShares | None) -> None:
@@ -66,7 +66,7 @@ class Paced:
         self.share.begin(view, starts)
         num_running, allowance = view.num_running, self.budget.allow(view, starts)
         tokens = state.valve.cap(allowance.tokens, num_running)
-        # where the step is too short for all of them, running requests come first
+        # if the step is too short for all favoured prompts, running requests come first
         left = tokens - num_running - (view.favoured - waiting_favoured)
         reserved = max(0, min(waiting_favoured, left))
         background_seconds = self.share.background_seconds(view)
@@ -82,7 +82,7 @@ class Paced:
                 guard = self._guard(view)
         evicted: Request | None = None
         if state.valve.level >= Pressure.PREEMPT_BEST_EFFORT and view.ordinary and view.best_effort:
-            # memory is nearly full and others run: the last of the latest tier goes
+            # memory is nearly full and others run: the last request of the latest tier is preempted
             evicted = max(
                 view.best_effort,
                 key=lambda r: (not r.granted, r not in view.must_run, r.tier, r.order),
@@ -102,13 +102,13 @@ class Paced:
         return step
 
     def rest(self) -> None:
-        """The last request has ended."""
+        """Reset deadlines and share: the last request has ended."""
         self._deadlines.rest()
         self.share.rest()
 
     def _settle(self, starts: float) -> tuple[RunningView, int]:
-        """Move running requests to their tiers if a step that begins at ``starts`` is next. Returns
-        them as they then are, and the prompt tokens that a light tenant's waiting one lacks."""
+        """Move running requests to their tiers for a step that begins at ``starts``. Returns the
+        view of them, and the prompt tokens that a light tenant's waiting request lacks."""
         state, tenants = self._state, self._tenants
         running = state.running.requests
         shared = tenants is not None and tenants.are_several
@@ -130,9 +130,9 @@ class Paced:
         return TpotGuard(view, state.step_time) if state.config.pace_admission else None
 
     def _favourable_tokens(self, view: RunningView, head: Request | None) -> int:
-        """Prompt tokens that a light tenant's request, the first that waits, lacks once it is
-        admitted; 0 if it is no such request, or would not be admitted for want of a place or
-        memory: others do not make way for it in vain."""
+        """Return the prompt tokens that the first waiting request lacks once it is admitted; 0 if
+        it is not favoured, or if a lack of slots or memory would keep it out: others must not make
+        way for it in vain."""
         state, num_running = self._state, view.num_running
         if (
             head is None
@@ -151,12 +151,12 @@ class Paced:
     def _make_way(
         self, guard: TpotGuard | None, others: Others, now: float
     ) -> tuple[Request | None, int]:
-        """Preempt running requests that stand in the way of a better waiting one, if any do.
-        Returns that one, and the tokens which it lacks, to be kept for it in this step."""
+        """Preempt running requests that keep a better waiting one out, if any do. Returns that one,
+        and the tokens which it lacks, to be kept for it in this step."""
         state, feasibility = self._state, self.feasibility
         head = state.waiting.first(pressing=self._deadlines.pressing)
         if head is None or (head.best_effort and state.valve.level >= Pressure.HOLD_BEST_EFFORT):
-            # the head would not be admitted, however many made way
+            # the head would not be admitted, however many requests made way
             return None, 0
         late = feasibility.is_late(head, now)
         if (late and feasibility.endangers(head, now, others)) or (
@@ -168,14 +168,14 @@ class Paced:
         return (head, lacking) if lacking else (None, 0)
 
     def _displaces_though_late(self, waiting: Request, running: Request) -> bool:
-        """A late request displaces none that has a target to meet."""
+        """Whether a late request displaces a running one: none that has a target to meet."""
         if not running.best_effort and running.targets.aims:
             return False
         return self._state.policy.displaces(waiting, running)
 
 
 def _passes(view: RunningView, evicted: Request | None, *, pressing: bool) -> tuple[Pass, ...]:
-    """Ordinary requests, favoured ones first, then best effort tier by tier."""
+    """Return the passes: ordinary requests, favoured ones first, then best effort by tiers."""
     ordinary = view.ordinary
     if view.favoured:
         ordinary = sorted(ordinary, key=lambda request: not request.favoured)

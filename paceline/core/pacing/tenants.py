@@ -1,4 +1,4 @@
-"""Which tenants have requests or had some lately, and which have far fewer than others.
+"""Tenants that have requests or had some lately, and tenants that have far fewer than others.
 
 This module does not know the policy, or what runs.
 """
@@ -12,9 +12,9 @@ from paceline.core.tenant_weights import TenantWeights
 
 __all__ = ["TenantShares"]
 
-# of an equal share: a tenant with no more than this is light
+# part of an equal share up to which a tenant is light
 _LIGHT: Final = 0.5
-# arrivals that were lately
+# number of the last arrivals that count as recent
 _LATELY: Final = 256
 
 
@@ -26,11 +26,11 @@ class TenantShares:
         self._unfinished: Counter[str] = Counter()
         self._num_unfinished = 0
         self._num_arrivals = 0
-        # the last arrival of each tenant that came lately, the earliest first
+        # number of the last arrival of each recent tenant, the earliest first
         self._lately: dict[str, int] = {}
 
     def came(self, tenant: str) -> None:
-        """The tenant has one request more."""
+        """Count a request of the tenant that was queued."""
         self._unfinished[tenant] += 1
         self._num_unfinished += 1
         self._num_arrivals += 1
@@ -41,7 +41,7 @@ class TenantShares:
             del self._lately[earliest]
 
     def went(self, tenant: str) -> None:
-        """The tenant has one request less."""
+        """Count a request of the tenant that ended."""
         self._num_unfinished -= 1
         self._unfinished[tenant] -= 1
         if not self._unfinished[tenant]:
@@ -49,20 +49,20 @@ class TenantShares:
 
     @property
     def are_several(self) -> bool:
-        """Whether more than one tenant asked for something lately."""
+        """Whether requests of more than one tenant arrived lately."""
         return len(self._lately) > 1
 
     def has_others(self, tenant: str) -> bool:
-        """Whether a tenant other than ``tenant`` asks, or did lately."""
+        """Whether a tenant other than ``tenant`` has requests, or had some lately."""
         return any(len(known) > (tenant in known) for known in (self._unfinished, self._lately))
 
     def unfinished(self, tenant: str) -> int:
-        """How many requests of a tenant there are."""
+        """Return the number of a tenant's unfinished requests."""
         return self._unfinished[tenant]
 
     def is_light(self, tenant: str) -> bool:
-        """Whether a tenant with one more request would have at most half its share of all, which
-        is an equal one unless tenants have weights."""
+        """Whether a tenant with one more request would have at most half of its share of all
+        requests; shares are equal unless tenants have weights."""
         own = self._unfinished[tenant] + 1
         is_known = tenant in self._unfinished
         if len(self._unfinished) == is_known:

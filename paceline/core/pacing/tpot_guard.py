@@ -1,9 +1,9 @@
-"""Would one request more make the tokens of all late?
+"""Check of whether one more running request would make the tokens of all late.
 
 The TPOT guard of SCORPIO (arXiv 2505.23022), without its credits: requests are admitted while a
 step that computes one token for each running request, and for the newcomer, is predicted to take no
-longer than the tightest TPOT target among them. A target that not even a row alone can meet counts
-for nothing: no other request waits for it.
+longer than the tightest TPOT target among them. A target that even a single row cannot meet does
+not count: no other request waits for it.
 
 This module does not know the queue.
 """
@@ -22,8 +22,8 @@ __all__ = ["TpotGuard"]
 
 
 class TpotGuard:
-    """Made for one step, of what runs. Best-effort requests count on neither side: they get rows
-    as far as a step is not late for others."""
+    """Guard of one step, made from the running requests. Best-effort requests are neither counted
+    nor kept out: they get rows only as far as the step is not late for others."""
 
     def __init__(self, view: RunningView, model: StepTimeModel) -> None:
         self._model = model
@@ -32,7 +32,7 @@ class TpotGuard:
         self._tightest = min(map(self._within_reach, view.targets), default=math.inf)
 
     def add(self, request: Request) -> None:
-        """The request was admitted."""
+        """Count a request that was admitted."""
         self._rows += 1
         self._keys += request.num_computed_tokens
         self._tightest = min(self._tightest, self._within_reach(request.targets.tpot))
@@ -48,5 +48,5 @@ class TpotGuard:
         return self._model.predict(shape) <= PACE_SHARE * tightest
 
     def _within_reach(self, tpot: float | None) -> float:
-        """A target, unless there is none or no request could meet it."""
+        """Return a target; infinity if there is none or no request could meet it."""
         return tpot if tpot is not None and tpot >= self._least else math.inf

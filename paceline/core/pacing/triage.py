@@ -1,10 +1,10 @@
-"""Which requests will be late, found out while there is time to do something about it.
+"""Choice of the requests that will be late, made while the others can still be on time.
 
 When more requests wait than can all be on time, serving them in order makes nearly all late: each
-is started just when it is past saving. Moore and Hodgson's rule (1968) instead keeps the most
-requests on time: go through them in order, add up their work, and whenever one would be late, leave
-out the largest so far. Where groups must not pay for one another, it is the largest of the late
-one's own group.
+is started just when it cannot be on time any more. Moore and Hodgson's rule (1968) instead keeps
+the most requests on time: go through them in order, add up their work, and whenever one would be
+late, leave out the largest so far. If groups must not pay for one another, leave out the largest of
+the late request's own group.
 
 This module does not know the queue, memory or time.
 """
@@ -34,20 +34,20 @@ def triage(
     due: Sequence[float],
     group: Callable[[Request], str] = lambda _: "",
 ) -> list[Request]:
-    """Requests to leave out so that the others are done in time.
+    """Return the requests to leave out so that the others are done in time.
 
     Args:
         waiting: requests in the order in which they are to be judged.
         now: when the first of them can be started.
-        seconds: of each, the work until it is done.
-        due: of each, when it must be done.
-        group: those of one are left out for one another.
+        seconds: work of each until it is done.
+        due: time at which each must be done.
+        group: requests are left out only for others of their group.
     """
-    # this is nearly always so, and much sooner known than which would be left out
+    # this is nearly always so, and takes far less time to find out
     if all_in_time(now, seconds, due):
         return []
     left_out: list[Request] = []
-    # by group, (-work, order of service, request) of those kept: a heap, the largest first
+    # by group, a heap of the requests kept: (-work, order of service, request), the largest first
     groups: dict[str, list[tuple[float, int, Request]]] = {}
     end = now
     for number, (request, work, latest) in enumerate(zip(waiting, seconds, due, strict=True)):
@@ -62,6 +62,6 @@ def triage(
             end += work - largest
             left_out.append(loser)
         else:
-            # it is the largest, or late in any case
+            # this one is the largest, or late in any case
             left_out.append(request)
     return left_out

@@ -1,4 +1,4 @@
-"""The running requests by kind, added up once at the start of a step for everything that asks.
+"""Running requests by kind, summed up once at the start of a step for all that limits it.
 
 This module does not decide anything.
 """
@@ -19,14 +19,14 @@ __all__ = ["NO_VIEW", "RunningView"]
 
 @dataclass(frozen=True, slots=True)
 class RunningView:
-    """Running requests by kind. *Narrow* is one token behind or none, *wide* is more."""
+    """Running requests by kind. *Narrow* ones are at most one token behind, *wide* ones more."""
 
     # in order
     ordinary: list[Request]
     best_effort: list[Request]
-    # of all
+    # ordinary and best-effort ones
     wide: list[Request]
-    # ordinary narrow ones, and the tokens before their next ones
+    # number of ordinary narrow ones, and of their computed tokens
     narrow_rows: int
     narrow_keys: int
     # ordinary narrow ones with a TPOT target and a first token
@@ -34,15 +34,15 @@ class RunningView:
     # TPOT targets of these, and of all ordinary ones
     paces: set[float]
     targets: set[float]
-    # the least target of ordinary narrow ones for the time between two tokens
+    # the least ITL target, s, of ordinary narrow ones
     gap: float
     # an ordinary wide one has a TTFT target
     urgent: bool
-    # tenants that are kept apart share the engine lately
+    # several tenants, which are kept apart, had requests lately
     shared: bool
-    # narrow ones of best effort that must not sit this step out
+    # narrow best-effort ones that must not skip this step
     must_run: tuple[Request, ...] = ()
-    # prompt tokens that must not wait for the pace of others: of light tenants
+    # prompt tokens of light tenants, which must not wait for the pace of others
     favoured: int = 0
 
     @classmethod
@@ -94,7 +94,7 @@ class RunningView:
 
     @property
     def base(self) -> StepShape:
-        """A step of one token for each narrow request that sits no step out."""
+        """Shape of a step with one token for each narrow request that skips no step."""
         keys = sum(request.num_computed_tokens for request in self.must_run)
         return StepShape(0, 0.0, self.narrow_rows + len(self.must_run), self.narrow_keys + keys)
 

@@ -1,4 +1,4 @@
-"""Which of the requests that wait have targets to meet, and when they are due.
+"""Waiting requests that have targets to meet, and when they are due.
 
 This module does not know what becomes of them.
 """
@@ -16,14 +16,14 @@ from paceline.core.tier import Tier
 
 __all__ = ["Promise", "WaitingTargets", "is_promised", "promise_of"]
 
-# (deadline, number of arrival, request): the earliest first
+# (deadline, number of arrival, request); sorts by deadline
 Promise = tuple[float, int, Request]
 
 _ORDER: Final = attrgetter("order")
 
 
 def _is_targeted(request: Request) -> bool:
-    # of an ordinary one; all of it stays as it is while a request waits
+    # for an ordinary request; none of this changes while a request waits
     return request.targets.ttft is not None and request.first_scheduled_time is None
 
 
@@ -32,18 +32,18 @@ def _first_token_due(request: Request) -> float:
 
 
 def is_promised(request: Request) -> bool:
-    """Whether it is best effort with a deadline that can still be met."""
+    """Whether the request is best effort with a deadline that can still be met."""
     return request.targets.deadline is not None and request.tier is Tier.PROMISED
 
 
 def promise_of(request: Request) -> Promise:
-    """A best-effort request by its deadline; no two are alike, so requests are not compared."""
+    """Return the entry of a best-effort request; no two are equal, so no requests are compared."""
     due = request.asked.arrival_time + (request.targets.deadline or 0.0)
     return due, request.order[1], request
 
 
 def _change(members: list[Any], member: Any, more: int, key: Any = None) -> None:
-    """Put a member into a sorted list, or take it out."""
+    """Put a member into a sorted list (``more`` > 0), or take it out."""
     if more > 0:
         insort(members, member, key=key)
     else:
@@ -51,11 +51,11 @@ def _change(members: list[Any], member: Any, more: int, key: Any = None) -> None
 
 
 class WaitingTargets:
-    """Indices of the waiting room, which tells of those that come and go; to be looked at."""
+    """Indices of the waiting room, which reports members that come and go; public, read-only."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._room = state.waiting
-        # where tenants are not kept apart, all requests make one row
+        # all requests are one group unless tenants are kept apart
         apart = state.policy.keeps_tenants_apart
         self.group = attrgetter("asked.tenant") if apart else lambda _: ""
         # ordinary requests with a TTFT target that were never started, by group, in order; no group
@@ -63,14 +63,14 @@ class WaitingTargets:
         self.targeted: dict[str, list[Request]] = {}
         # when their first tokens are due, sorted
         self.dues: list[float] = []
-        # how often one of these came or went
+        # number of times that one of these came or went
         self.num_changes = 0
         # best-effort requests with a deadline that can still be met, sorted
         self.promised: list[Promise] = []
         self._room.on_change = self._count
 
     def _count(self, request: Request, more: int) -> None:
-        """A request comes (1) or goes (-1)."""
+        """Update the indices for a request that comes (1) or goes (-1)."""
         if request.tier is Tier.ORDINARY:
             if _is_targeted(request):
                 self.num_changes += 1
@@ -84,7 +84,7 @@ class WaitingTargets:
             _change(self.promised, promise_of(request), more)
 
     def check_integrity(self) -> None:
-        """AssertionError unless these are the room's."""
+        """Raise AssertionError unless the indices agree with the waiting room."""
         assert self.promised == sorted(map(promise_of, filter(is_promised, self._room)))
         targeted: dict[str, list[Request]] = {}
         for request in sorted(filter(_is_targeted, self._room.ordinary), key=_ORDER):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.core.errors import ConfigError
 from paceline.core.policies.base import PolicyContext, SchedulingPolicy
 from paceline.core.policies.deadline import DeadlinePolicy
 from paceline.core.policies.fair import FairPolicy
@@ -13,13 +12,14 @@ from paceline.core.policies.fcfs import FcfsPolicy, overrides
 from paceline.core.policies.phase_aligned import PhaseAlignedPolicy
 from paceline.core.policies.priority import PriorityPolicy
 from paceline.core.policies.sjf import SjfPolicy
+from paceline.errors import ConfigError
 
 __all__ = [
     "POLICIES", "DeadlinePolicy", "FairPolicy", "FcfsPolicy", "PhaseAlignedPolicy", "PolicyContext",
     "PriorityPolicy", "SchedulingPolicy", "SjfPolicy", "make_policy", "overrides",
 ]  # fmt: skip
 
-# one that was written for an older version lacks what came since
+# members that a policy written for an older version may lack
 _MEMBERS = sorted(
     {*SchedulingPolicy.__annotations__}
     | {name for name in vars(SchedulingPolicy) if not name.startswith("_")}
@@ -36,11 +36,11 @@ POLICIES: dict[str, Callable[[PolicyContext], SchedulingPolicy]] = {
 
 
 def make_policy(context: PolicyContext) -> SchedulingPolicy:
-    """The policy that ``context.config.policy`` names.
+    """Return the policy that ``context.config.policy`` names.
 
     Raises:
-        ConfigError: no such policy, and the message lists them; or one from another package that
-            lacks something policies have.
+        ConfigError: no such policy (the message lists them), or a policy from another package
+            that lacks a member.
     """
     name = context.config.policy
     try:

@@ -1,4 +1,4 @@
-"""What a policy is asked, and what it may know."""
+"""The interface of a policy, and the information it gets."""
 
 from __future__ import annotations
 
@@ -17,72 +17,72 @@ __all__ = ["PolicyContext", "SchedulingPolicy"]
 
 @dataclass(frozen=True, slots=True)
 class PolicyContext:
-    """Given to a policy at birth."""
+    """Information for a policy, at birth."""
 
     config: SchedulerConfig
-    # seconds a request will take of the engine, learned online
+    # forecast of the engine's seconds for a request, learned online
     work: WorkEstimator
 
 
 class SchedulingPolicy(Protocol):
-    """Order, victim and gate. Deterministic: the same calls give the same answers.
+    """Order, victim and gate. Deterministic: equal calls give equal results.
 
-    A key is fixed when a request is added, so queues are heaps; whatever grows with waiting time
+    A key is fixed when a request is added, so queues are heaps; a term that grows with waiting time
     must be linear in it (both sides of a comparison age alike, and ``now`` cancels).
     """
 
     # False: a step computes either rows of one token or longer ones
     mixes: bool
-    # True: a tenant's requests are never left out so that another's are on time
+    # True: a tenant's requests are never left out to keep another tenant's on time
     keeps_tenants_apart: bool
-    # True: beside streams, steps take no longer than ``SchedulerConfig.max_token_gap_s``
+    # True: while answers stream, steps last at most ``SchedulerConfig.max_token_gap_s``
     bounds_gaps: bool
-    # by how much the key of a request is larger if it comes a second later
+    # increase of a request's key for each second that it arrives later
     key_per_second: float
 
     def make_queue(self) -> WaitingQueue:
-        """A queue of waiting requests. Called once for each ``Tier``: they wait apart."""
+        """Return a queue of waiting requests. Called once for each ``Tier``, which wait apart."""
         ...
 
     def assumed(self, request: Request) -> Slo:
-        """The targets of a request that has just come: its own, or what is assumed where it has
+        """Return the targets of a request that has just arrived: its own, or defaults if it has
         none."""
         ...
 
     def key(self, request: Request) -> float:
-        """Smaller runs sooner; equal keys run in order of arrival. Called once, when it
-        arrives, before it may be refused."""
+        """Return the request's key: a smaller one runs sooner, equal ones in order of arrival.
+        Called once, on arrival, before the request may be refused."""
         ...
 
     def service_order(self, waiting: Mapping[str, Sequence[Request]]) -> Iterable[Request]:
-        """Waiting requests, in the order in which they will be admitted as far as can be told. They
-        are given in order: by tenant where tenants are kept apart, else all in one row."""
+        """Yield waiting requests in the predicted order of admission. They are given in order: by
+        tenant if the policy keeps tenants apart, else all in one row."""
         ...
 
     def expendable(self, candidates: Sequence[Request]) -> Sequence[Request]:
-        """Requests that should give blocks up before the others when the pool is empty, in order;
-        which of them does is decided by the work it would lose. ``candidates`` is in order and not
-        empty, and neither is the answer."""
+        """Return the requests, in order, that should give up blocks before others when the pool is
+        empty; the work that each would lose decides among them. ``candidates`` is in order and not
+        empty, and neither is the result."""
         ...
 
     def displaces(self, waiting: Request, running: Request) -> bool:
-        """Whether ``running`` is preempted to let ``waiting`` in. Asked only if ``waiting`` comes
+        """Whether ``running`` is preempted to admit ``waiting``. Called only if ``waiting`` comes
         first by ``queues.running.place``, or two requests would displace each other for ever; and
-        ``running``, once it waits too, must not be let in before ``waiting``, or both would change
-        places in every step: a request of a later ``Tier`` displaces none of an earlier one, and
-        none displaces one that is ``granted`` its place."""
+        ``running``, once it waits too, must not be admitted before ``waiting``, or both would swap
+        in every step: a request of a later ``Tier`` displaces none of an earlier one, and none
+        displaces a ``granted`` one."""
         ...
 
     def holds_until(self, waiting: WaitingQueue, num_running: int, now: float) -> float | None:
-        """None to let waiting requests in, or when to ask again at the latest."""
+        """Return None to admit waiting requests, or the latest time to ask again."""
         ...
 
     def served(self, request: Request, num_prompt: int, num_output: int) -> None:
-        """Tokens just spent on a request: uncached prompt tokens when it is first let in, then
-        output, if ``sampled`` says so."""
+        """Count tokens just spent on a request: uncached prompt tokens when it is first admitted,
+        then output tokens, if ``sampled`` passes them on."""
         ...
 
     def sampled(self, requests: Sequence[Request]) -> None:
-        """Output tokens that a step just brought: its requests, each once for every token. Called
-        once a step; that of ``FcfsPolicy`` calls ``served`` for each token."""
+        """Count output tokens that a step just sampled: its requests, each once for every token.
+        Called once a step; that of ``FcfsPolicy`` calls ``served`` for each token."""
         ...

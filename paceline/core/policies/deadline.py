@@ -1,4 +1,4 @@
-"""Earliest deadline, adjusted by the work that is left."""
+"""Earliest deadline, adjusted by the remaining work."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ from paceline.core.slo import Slo
 
 __all__ = ["DeadlinePolicy", "patience"]
 
-# seconds a request without any target is content to wait
+# default time to first token, s, of a request without any target
 _PATIENCE = 10.0
-# levels of priority that count
+# number of priority levels, up or down, that have an effect
 _LEVELS = 4
 
 
 def patience(request: Request) -> float:
-    """By how much its priority stretches the time in which a request that asks for none is begun:
-    each level doubles or halves it, so no level is starved by another."""
+    """Return the factor by which priority stretches the default time to first token: each level
+    doubles or halves it, so no level starves another."""
     return float(2.0 ** max(-_LEVELS, min(_LEVELS, request.asked.priority)))
 
 
 class DeadlinePolicy(FcfsPolicy):
-    """By the latest moment at which a request must start to meet its targets.
+    """Order by the latest moment at which a request must start to meet its targets.
 
     That is its TTFT deadline less the predicted time of its prompt, or its whole deadline less all
     its predicted work, whichever is earlier (least slack first; the hybrid of Niyama, arXiv
-    2503.22562, with the work as the second term). Where a request names no target
-    for its first token it has ``default_ttft_s``, or is content to wait for ten seconds; either is
-    doubled or halved by each level of its priority.
+    2503.22562, with the work as the second term). A request without a target for its first token
+    has ``default_ttft_s``, or ten seconds; each level of its priority doubles or halves either.
 
-    Wins: attainment when targets differ. Loses: at overload plain EDF serves the late first and all
-    miss; requests that are hopeless must be demoted, and here they are.
+    Wins: attainment when targets differ. Loses: at overload plain EDF serves late requests first
+    and all miss; hopeless requests must be demoted, and the scheduler does that.
     """
 
     bounds_gaps = True

@@ -1,4 +1,4 @@
-"""Fair between tenants by tokens served: the virtual token counter."""
+"""Fairness between tenants by tokens served: the virtual token counter."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["OUTPUT_WEIGHT", "PROMPT_WEIGHT", "FairPolicy"]
 
 PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
-# light tenants can save up the tokens of so many of the largest steps: now and then the requests of
-# one come close together
+# light tenants may save up the tokens of this many of the largest steps, as requests of one tenant
+# sometimes arrive close together
 _SAVED_STEPS: Final = 4.0
-# tenants that can be told to come next, at most: each costs microseconds, in nearly every step. A
-# tenant's own requests alone are left out for one another, so others' are judged as well later
+# most tenants that a forecast considers: each costs microseconds, in nearly every step. A request
+# is left out only for others of its tenant, so other tenants can be judged later as well
 _MAX_LOOKS: Final = 64
-# seconds by which a favoured request counts as come earlier: ahead of whatever else runs by then
+# seconds by which a favoured request counts as arrived earlier: ahead of all that run by then
 _EARLY: Final = 60.0
 _TENANT: Final = attrgetter("asked.tenant")
 
@@ -37,15 +37,15 @@ class FairPolicy(FcfsPolicy):
     2401.00588); ``tenant_weights`` are shares, as in its weighted form. Only uncached prompt tokens
     count, so sharing a prefix is rewarded, not charged.
 
-    A tenant that comes back from idle is lifted to a level that rises with what is served, see
-    ``FairQueue``, or to the least counter of those that wait if that is more. A light one is lifted
-    less high: what a few of the largest steps may compute can be saved up, shared among those that
-    ask. Two tenants that both always have requests waiting then differ by at most
-    ``2 * max(PROMPT_WEIGHT * longest prompt, OUTPUT_WEIGHT * tokens the cache holds)``, and what
-    one of them had saved up: each divided by its tenant's weight, as all that is served is. Each
-    tier counts for itself. docs/adr/0015-virtual-time.md has the reasons.
+    A tenant that returns from idle is lifted to a level that rises with the tokens served, see
+    ``FairQueue``, or to the least counter of the waiting tenants if that is more. A light tenant is
+    lifted less high: it can save up the tokens of a few of the largest steps, shared among the
+    tenants that have requests. The counters of two tenants that always wait then differ by at most
+    ``2 * max(PROMPT_WEIGHT * longest prompt, OUTPUT_WEIGHT * tokens the cache holds)``, plus what
+    one of them had saved up: each divided by its tenant's weight, like all tokens served. Each tier
+    counts for itself. docs/adr/0015-virtual-time.md has the reasons.
 
-    Wins: a light tenant is served at once whatever a heavy one floods. Loses: order of arrival
+    Wins: a light tenant is served at once, however much a heavy one sends. Loses: order of arrival
     across tenants, and some prefix hits.
     """
 
@@ -68,9 +68,9 @@ class FairPolicy(FcfsPolicy):
         return queue
 
     def service_order(self, waiting: Mapping[str, Sequence[Request]]) -> Iterator[Request]:
-        # each is taken to be served whole before the next is chosen
+        # assumes that each request is served completely before the next is chosen
         heads: list[tuple[float, tuple[float, int], str, int]] = []
-        # looked at as long as the first of all may be another tenant's; requests asked about are
+        # tenants are read while the first of all may be another tenant's; requests in question are
         # ordinary, and so is the first
         tenants = islice(self._queues[Tier.ORDINARY].in_order(), _MAX_LOOKS)
         following = next(tenants, None)
@@ -100,7 +100,7 @@ class FairPolicy(FcfsPolicy):
         self._queues[request.tier].charge({request.asked.tenant: tokens})
 
     def sampled(self, requests: Sequence[Request]) -> None:
-        # a tenant once and not a token at a time, which took a fifth of a step's decision
+        # once for each tenant, as counting single tokens took a fifth of a step's planning time
         num_left = len(requests)
         for tier, queue in zip(Tier, self._queues, strict=True):
             own = [request for request in requests if request.tier is tier] if num_left else []

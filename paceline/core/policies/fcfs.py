@@ -18,7 +18,7 @@ _ORDER = attrgetter("order")
 
 
 class FcfsPolicy:
-    """First come, first served. The base of the others.
+    """First come, first served. The base class of the other policies.
 
     Wins: predictable, nothing starves. Loses: short requests wait behind long ones.
     """
@@ -50,21 +50,21 @@ class FcfsPolicy:
         ordinary = Tier.ORDINARY
         if running.tier is ordinary or waiting.tier is not ordinary or running.granted:
             return False
-        # a late request yields to those whose targets it endangers
+        # a late request yields to requests whose targets it endangers
         return waiting.targets.ttft is not None or running.asked.slo.best_effort
 
     def holds_until(self, waiting: WaitingQueue, num_running: int, now: float) -> float | None:
         return None
 
     def served(self, request: Request, num_prompt: int, num_output: int) -> None:
-        """Order of arrival does not depend on what was served."""
+        """Do nothing: order of arrival does not depend on the tokens served."""
 
     def sampled(self, requests: Sequence[Request]) -> None:
-        # policies derived from this one may count tokens one by one
+        # derived policies may count tokens one by one
         for request in requests:
             self.served(request, 0, 1)
 
 
 def overrides(policy: SchedulingPolicy, *names: str) -> bool:
-    """Whether a policy has one of these methods of its own, rather than that of ``FcfsPolicy``."""
+    """Whether a policy overrides one of these methods of ``FcfsPolicy``."""
     return any(getattr(type(policy), n, None) is not getattr(FcfsPolicy, n) for n in names)

@@ -1,4 +1,4 @@
-"""The micro-batch window coalescer: arrivals wait for each other, and never for a mixed step."""
+"""The micro-batch window coalescer: arrivals wait for each other, and steps are never mixed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["PhaseAlignedPolicy"]
 class PhaseAlignedPolicy(FcfsPolicy):
     """Holds arrivals up to ``coalesce_window_s`` and computes them together.
 
-    Arrivals are let in when the oldest has waited the window, when ``coalesce_size`` are there, or
-    when nothing runs that they would interrupt. A step computes either prompts or single tokens,
+    Arrivals are admitted when the oldest has waited the window, when ``coalesce_size`` are there,
+    or when nothing runs that they would interrupt. A step computes either prompts or single tokens,
     never both.
 
     Wins: steps of one kind, where kernels do badly on mixed batches, and fewer interruptions of

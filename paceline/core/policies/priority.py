@@ -1,4 +1,4 @@
-"""Priority that really preempts."""
+"""Priority with real preemption."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ class PriorityPolicy(FcfsPolicy):
 
     Effective priority after waiting w is ``priority - w / ageing``. Comparing two requests at any
     time gives the same answer as comparing ``priority + arrival / ageing``, which is the key. A
-    request displaces another only if it is better both as asked and after ageing, so an old
-    low-priority request, once it got in, is left to finish; and only if it has as much to lose
-    (``Tier``).
+    request displaces another only if it is better both by ``priority`` and after ageing, so an old
+    low-priority request, once admitted, is left to finish; and only if its ``Tier`` is no later.
 
     Wins: urgent work overtakes at once. Loses: preempted work is recomputed.
     """
@@ -38,7 +37,7 @@ class PriorityPolicy(FcfsPolicy):
 
     def displaces(self, waiting: Request, running: Request) -> bool:
         return super().displaces(waiting, running) or (
-            # otherwise it would be admitted again before the one that displaced it
+            # otherwise it would be admitted again before the request that displaced it
             waiting.tier <= running.tier
             and not running.granted
             and waiting.asked.priority < running.asked.priority

@@ -7,12 +7,12 @@ from paceline.core.request import Request
 
 __all__ = ["SjfPolicy"]
 
-# a request with one second more work lets those pass that arrive this many seconds later
+# arrival seconds that one second of work is worth in the order
 _STRETCH = 50.0
 
 
 class SjfPolicy(FcfsPolicy):
-    """By predicted seconds of work (prompt and learned output length), ageing with arrival.
+    """Order by predicted seconds of work (prompt and learned output length), ageing with arrival.
 
     Wins: mean latency, when lengths differ and can be told from prompt length, max_tokens and
     class. Loses: the tail of long requests (SRPT with perfect lengths loses 35-50 % of P99, arXiv

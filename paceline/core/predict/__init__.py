@@ -1,1 +1,1 @@
-"""What is learned: seconds of steps, lengths of outputs, sizes of chunks."""
+"""Models learned online: seconds of steps, lengths of outputs, sizes of chunks."""

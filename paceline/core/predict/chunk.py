@@ -1,10 +1,10 @@
-"""How many prompt tokens a step should compute for throughput, whatever the targets.
+"""Number of prompt tokens in a step that is best for throughput, whatever the targets.
 
 * *The knee*: chunks are no larger than it takes for the fixed part of a step's time to be a small
   share. Beyond that a larger step computes no more tokens a second, and every token in it, and
   every request that arrives meanwhile, waits for its end.
 * *What is free*: where a step takes as long as reading the weights (``memory_bound``), the chunk
-  beside running rows is as large as hides behind that.
+  next to running rows is as large as hides behind that.
 
 This module does not know targets, the queue, memory or the clock.
 """
@@ -23,18 +23,18 @@ __all__ = ["LATE_QUANTILE", "ChunkSize"]
 
 # tokens of a step before anything was measured
 _UNTRAINED: Final = 512
-# one in so many chunks that hide behind rows is twice as large, and one half as large
+# one in this many chunks that hide behind rows is twice as large, and one half as large
 _AROUND: Final = 24
 # chunks are multiples of it, where the matrix kernels are efficient
 _TILE: Final = 32
 # quantile of actual / predicted time: steps are late once in ten
 LATE_QUANTILE: Final = 0.9
-# observations between two looks at where the knee is
+# observations between two searches for the knee
 _REFIT: Final = 16
 
 
 class ChunkSize:
-    """Sizes in tokens; shared by everything that limits steps, as it counts its tries.
+    """Sizes in tokens; shared by all parts that limit steps, as it counts its tries.
 
     Args:
         most: ``max_num_batched_tokens``.
@@ -42,7 +42,7 @@ class ChunkSize:
         floor: a chunk of this size is allowed however late running requests are, or new requests
             would starve.
         overhead: share of the fixed part in the time of the largest step.
-        gap: seconds that a step beside streams takes at most.
+        gap: longest time, s, of a step while answers are streamed.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class ChunkSize:
         self.gap = gap
         self._tiles = 1
         self._known_at = -1
-        # chunks that were to hide behind the rows beside them
+        # chunks that were sized to hide behind the rows next to them
         self._num_hidden = 0
 
     def plain_tokens(self, running: Sequence[Request]) -> int:
-        """Tokens of a step in which no request has targets."""
+        """Return the tokens of a step in which no request has targets."""
         if not self._adaptive:
             return self._most
         num_running, bounded = len(running), self.gap < math.inf
@@ -85,18 +85,18 @@ class ChunkSize:
         return self.total(chunk, num_running)
 
     def untrained(self, num_running: int, *, careful: bool) -> int:
-        """Tokens of a step before the step-time model is ready: few where streams are not to wait
-        longer than they may, for it is not known how long they would."""
+        """Return the tokens of a step before the step-time model is ready: few if the gap between
+        streamed tokens is limited, as the time of a larger step is not known yet."""
         most = 0 if careful else _UNTRAINED
         return min(self._most, max(most, num_running + self.floor))
 
     def total(self, chunk: int, num_running: int) -> int:
-        """Tokens of a step with a chunk of prompt and one token for each running request."""
+        """Return the tokens of a step with a chunk of prompt and one token per running request."""
         return min(self._most, num_running + max(chunk, self.floor))
 
     def unpaced(self, num_running: int, num_narrow: int) -> int:
-        """Tokens of the next chunk beside rows without targets. Other sizes are tried now and then,
-        or it would not be known any more which are free."""
+        """Return the tokens of the next chunk next to rows without targets. Other sizes are tried
+        now and then, to keep learning which are free."""
         chunk = self.beside(num_running, num_narrow)
         if not self._model.free_tokens or not num_narrow:
             return chunk
@@ -109,15 +109,15 @@ class ChunkSize:
         return min(self.knee(), chunk)
 
     def beside(self, num_running: int, num_narrow: int) -> int:
-        """Tokens of a chunk as large as is best for throughput: as many as hide behind what the
-        rows beside it take anyway, where that is known, and the knee otherwise."""
+        """Return the chunk size that is best for throughput: the tokens that hide behind the time
+        of the rows next to it, if that is known, and the knee otherwise."""
         knee, free = self.knee(), self._model.free_tokens
         if not free or not num_narrow:
             return knee
         return min(knee, max(self.floor, free - num_running))
 
     def knee(self) -> int:
-        """Tokens of the smallest chunk of prompt whose fixed part is a small share of its time."""
+        """Return the smallest chunk of prompt whose fixed part is a small share of its time."""
         if self._known_at != self._model.num_observations // _REFIT:
             self._known_at = self._model.num_observations // _REFIT
             fixed, each = self.tile_seconds()
@@ -128,7 +128,7 @@ class ChunkSize:
         return min(self._most, self._tiles * self.tile)
 
     def tile_seconds(self) -> tuple[float, float]:
-        """Of a step with prompts: what it takes whatever their size, and for each tile."""
+        """Return a prompt step's fixed seconds, and its seconds per tile."""
         one, two = (self._model.predict(StepShape().plus(0, n * self.tile)) for n in (1, 2))
         return max(0.0, one - (two - one)), two - one
 
@@ -141,10 +141,10 @@ class ChunkSize:
         seconds: float = math.inf,
         gap: float = math.inf,
     ) -> int:
-        """Tokens of the largest chunk from position ``start`` on, up to ``most``, with which a step
-        of shape ``base`` is predicted to take ``seconds`` at most. If there is a ``gap``, its rows
-        wait no longer than that nine times in ten, and the chunk has no more than twice what was
-        measured: what lies beyond that is a guess."""
+        """Return the tokens of the largest chunk from position ``start`` on, up to ``most``, with
+        which a step of shape ``base`` is predicted to take at most ``seconds``. With a ``gap``, its
+        rows wait no longer than that nine times in ten, and the chunk has at most twice the tokens
+        measured so far, as predictions beyond that are guesses."""
         if gap < math.inf:
             most = min(most, max(self.floor, 2 * self._model.most_wide_tokens))
             seconds = min(seconds, gap / max(1.0, self._model.quantile(LATE_QUANTILE)))

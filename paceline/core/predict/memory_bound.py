@@ -1,14 +1,14 @@
-"""Where a step's time stops being hidden: found from measured steps.
+"""The size at which a step's time stops being hidden, found from measured steps.
 
 On some machines a step takes ``max(memory, arithmetic)``: reading the weights takes so long that
 the arithmetic of the first couple of hundred tokens costs nothing (the roofline of Williams et
-al., CACM 2009). On others, its time is a sum of parts. ``Hinge`` tells the two apart: beside the
-step-time model's features it tries one more, ``max(0, tokens - k)``, for sizes k a quarter of an
-octave apart, and believes in the k that explains the measured steps best if
+al., CACM 2009). On others, its time is a sum of parts. ``Hinge`` tells the two apart: in addition
+to the step-time model's features it tries ``max(0, tokens - k)``, for sizes k a quarter of an
+octave apart, and accepts the k that explains the measured steps best if
 
 * it explains them clearly better than the model without it: by an F test far beyond what noise
   makes of the best of a few;
-* and what it says is that tokens below k cost little of what those above do.
+* and by its fit, tokens below k cost little compared with tokens above k.
 
 Work is bounded: a few sums a step, and a small system of equations in some.
 
@@ -31,14 +31,14 @@ _SIZES: Final = (
 _RIDGE: Final = 1e-6
 # brings the tokens of a busy step to about 1
 _SCALE: Final = 1e-3
-# observations between two looks, at first and later; a look takes one for each size, and one more
+# observations between two fits, at first and later; a fit takes one per size, and one more
 _EVERY: Final = 64
 _LATER: Final = 256
 _MANY: Final = 1024
-# F statistic with one degree of freedom from which a size is believed in, and goes on to be
+# F statistic with one degree of freedom from which a size is accepted, and then kept
 _BELIEVE: Final = 30.0
 _KEEP: Final = 10.0
-# relative error of the model that counts as none
+# relative error of the model that counts as zero
 _EXACT: Final = 0.01
 # a token below the hinge costs less than this share of one above it
 _HIDDEN: Final = 0.25
@@ -47,13 +47,13 @@ _PER_TOKEN: Final = 1
 
 
 class Hinge:
-    """Fed by the step-time model with what it adds up itself.
+    """Search for the hinge, fed by the step-time model with its own sums.
 
     Args:
         size: number of the model's features.
 
-    ``free_tokens`` is what came out: up to so many tokens in a step cost next to nothing beside
-    those that are in it anyway; 0 where nothing of the kind was found.
+    ``free_tokens`` is the result: up to this number of tokens in a step cost almost nothing in
+    addition to the rows that it has anyway; 0 if no hinge was found.
     """
 
     def __init__(self, size: int) -> None:
@@ -64,13 +64,13 @@ class Hinge:
         self._bins = [[0.0] * (2 * size + 3) for _ in _SIZES]
         # weighted sum of squared seconds: the number of observations, as weights are 1 / seconds^2
         self._count = 0.0
-        # the look under way
+        # the fit in progress
         self._thinking: Iterator[None] = iter(())
 
     def observe(
         self, present: list[tuple[int, float]], weight: float, tokens: int, seconds: float
     ) -> None:
-        """A step of ``tokens`` took ``seconds``; ``present`` are its features that are not 0."""
+        """Learn from a step of ``tokens`` and ``seconds``; ``present`` are its nonzero features."""
         age = weight * seconds * seconds
         self._count += age
         index = bisect_left(_SIZES, tokens) - 1
@@ -88,20 +88,20 @@ class Hinge:
         sums[-1] += share * seconds
 
     def rescale(self, shrink: float) -> None:
-        """All weights become so much lighter."""
+        """Multiply all weights by ``shrink``."""
         self._count *= shrink
         self._bins = [[value * shrink for value in sums] for sums in self._bins]
 
     def look(self, number: int, gram: list[list[float]], moment: list[float]) -> None:
-        """Think a little after observation ``number``, with the model's own sums of the same
-        observations. The newest one weighs 1 / seconds^2 whenever a look begins."""
+        """Continue the fit after observation ``number``, with the model's own sums of the same
+        observations. The newest one weighs 1 / seconds^2 whenever a fit begins."""
         if number % (_EVERY if number < _MANY else _LATER) == 0:
             self._thinking = self._think([row.copy() for row in gram], moment.copy())
         next(self._thinking, None)
 
     def _think(self, gram: list[list[float]], moment: list[float]) -> Iterator[None]:
         """Fit these sums without and with one more feature, the tokens beyond each size: one fit
-        for each time that it is asked on, and what comes out with the last."""
+        per resumption, and the result after the last."""
         size, window = self._size, self._count
         total, beyond = [0.0] * len(self._bins[0]), []
         for sums in reversed(self._bins):
@@ -128,8 +128,8 @@ class Hinge:
 
 
 def _fit(gram: list[list[float]], moment: list[float], count: float) -> tuple[float, list[float]]:
-    """Least squares with weights of 0 or more: the sum of squared relative errors, and the weights.
-    A feature with a negative weight is left out, the worst first."""
+    """Return the sum of squared relative errors and the weights of a least-squares fit with weights
+    of 0 or more. A feature with a negative weight is left out, the worst first."""
     ridge = _RIDGE * gram[0][0]
     used = [i for i in range(len(gram)) if gram[i][i] > ridge]
     weights = [0.0] * len(gram)
@@ -150,7 +150,7 @@ def _fit(gram: list[list[float]], moment: list[float], count: float) -> tuple[fl
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Gauss; the matrix is positive definite, so no pivots are sought. Both are used up."""
+    """Solve by Gauss; the matrix is positive definite, so pivots are not needed. Destroys both."""
     size = len(right)
     for k in range(size):
         row, inverse = matrix[k], 1.0 / matrix[k][k]

@@ -1,4 +1,4 @@
-"""How long outputs will be, learned from those that ended, and the work that this makes.
+"""Forecasts of output lengths, learned from ended requests, and of the work that they make.
 
 One window of final output lengths per label (class of the request, buckets of its prompt's length
 and of its max_tokens), as in LightLLM's Past-Future scheduler (ASPLOS'25, arXiv 2507.10150): the
@@ -21,9 +21,9 @@ from paceline.core.request import Request
 
 __all__ = ["LengthHistory", "WorkEstimator"]
 
-# tokens of an output of which nothing is known
+# tokens of an output without any history
 _PRIOR: Final = 256
-# before anything is measured: only the ratio matters, an output token costs a step of its own
+# before any measurement only the ratio counts: an output token costs a step of its own
 _PROMPT_SECONDS: Final = 1e-4
 _OUTPUT_SECONDS: Final = 2e-3
 
@@ -59,12 +59,12 @@ class LengthHistory:
         self._all = _Window(2 * window)
 
     def observe(self, label: Hashable, num_output: int) -> None:
-        """A request of this label ended by itself after ``num_output`` tokens."""
+        """Learn that a request of this label ended by itself after ``num_output`` tokens."""
         self._labels.setdefault(label, _Window(self._window)).add(num_output)
         self._all.add(num_output)
 
     def known(self, label: Hashable) -> Sequence[int]:
-        """The lengths that tell of a label, sorted; none while there are few."""
+        """Return the sorted lengths that apply to a label; none while there are few."""
         window = self._labels.get(label)
         if window is None or len(window.values) < self._min_samples:
             window = self._all
@@ -72,7 +72,7 @@ class LengthHistory:
 
 
 def longer_than(num_output: int, values: Sequence[int], q: float) -> int | None:
-    """The q-quantile of those of the sorted ``values`` that are larger; None if none is."""
+    """Return the q-quantile of the larger ones of the sorted ``values``; None if none is larger."""
     first = bisect_right(values, num_output)
     longer = len(values) - first
     return values[first + min(int(q * longer), longer - 1)] if longer else None
@@ -86,19 +86,19 @@ class WorkEstimator:
         self._lengths = lengths
 
     def output_tokens(self, request: Request, q: float = 0.5) -> int:
-        """The q-quantile of the final number of output tokens; max_tokens if nothing is known."""
+        """Return the q-quantile of the final number of output tokens; max_tokens if unknown."""
         return self._quantile(request, q) or request.asked.sampling.max_tokens
 
     def expected_tokens(self, request: Request, q: float) -> int:
-        """Like ``output_tokens``, but where nothing is known twice what there is: few callers that
-        allow thousands of tokens get them, and memory kept for all of these would lie idle."""
+        """Like ``output_tokens``, but twice the present output if unknown: few callers that allow
+        thousands of tokens get them, and memory kept for all of these would lie idle."""
         most = request.asked.sampling.max_tokens
         return self._quantile(request, q) or min(most, max(_PRIOR, 2 * request.num_output_tokens))
 
     def least_left(self, requests: Iterable[Request], q: float) -> list[int]:
-        """Output tokens still to come of each by a q-quantile; one where nothing is known."""
+        """Return the q-quantile of each request's output tokens still to come; one if unknown."""
         known = self._lengths.known
-        # many are alike: of each label, by tokens so far, how many more are to come
+        # many are alike: tokens still to come, by label and by tokens so far
         by_label: defaultdict[Hashable, dict[int, int]] = defaultdict(dict)
         left: list[int] = []
         for request in requests:
@@ -113,11 +113,11 @@ class WorkEstimator:
         return left
 
     def spread(self, requests: Iterable[Request], parts: int, base: int) -> list[int]:
-        """Of each request so many equally likely numbers of output tokens that are still to come,
-        times ``base``, plus one of those that an equal request has in all, which are smaller than
-        that: tuples would take twice the memory. max_tokens where no length is known."""
+        """Return, for each request, ``parts`` equally likely numbers of output tokens still to
+        come, each times ``base``, plus the total of an equal request, which is less than ``base``:
+        tuples would take twice the memory. max_tokens if no length is known."""
         found: list[int] = []
-        # of each label: what is known, and its quantiles
+        # by label: the known lengths, and their quantiles
         by_label: dict[Hashable, tuple[Sequence[int], Sequence[int]]] = {}
         odds = range(1, 2 * parts, 2)
         for request in requests:
@@ -132,25 +132,25 @@ class WorkEstimator:
             longer = len(known) - first
             for odd, whole in zip(odds, wholes or repeat(most), strict=False):
                 last = known[first + odd * longer // (2 * parts)] if longer else most
-                # without calls, which many running requests would pay
+                # written without calls, which would cost time with many running requests
                 left = (last if last < most else most) - num_output
                 found.append(left * base + (whole if whole < most else most))
         return found
 
     def _quantile(self, request: Request, q: float) -> int | None:
-        """Of its final length, which is 1 or more; None while nothing is known, or nothing so long
-        was seen."""
+        """Return a quantile of its final length, which is 1 or more; None while no length is known,
+        or none that long."""
         length = longer_than(request.num_output_tokens, self._lengths.known(request.label), q)
         return None if length is None else min(length, request.asked.sampling.max_tokens)
 
     def prompt_seconds(self, num_tokens: int) -> float:
-        """Seconds to compute that many prompt tokens in one step of their own."""
+        """Return the seconds to compute ``num_tokens`` prompt tokens in one step of their own."""
         if not self._step_time.ready:
             return _PROMPT_SECONDS * num_tokens
         return self._step_time.predict(StepShape().plus(0, max(2, num_tokens)))
 
     def seconds(self, request: Request) -> float:
-        """The share of the engine's time that a new request needs."""
+        """Return the share of the engine's time that a new request needs."""
         output = self.output_tokens(request) - request.num_output_tokens
         prompt, new = request.num_prompt_tokens, request.num_new_tokens
         if not self._step_time.ready:

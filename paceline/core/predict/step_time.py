@@ -1,4 +1,4 @@
-"""Seconds a step will take, from what is in it: fitted online, used by everything that predicts.
+"""Seconds that a step will take, by its contents: fitted online, used by all predictions.
 
 The model is linear in six features of the batch (DistServe's estimator, OSDI'24, with the terms of
 mixed batches)::
@@ -9,7 +9,7 @@ A row is *narrow* when it computes one token and *wide* otherwise; T counts the 
 rows, R the narrow rows, s the tokens before a row, n the tokens in it. All coefficients are kept
 at 0 or more, so that more work never predicts less time.
 
-This module does not know requests, the clock, or what asks.
+This module does not know requests, the clock, or its callers.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _LATER_SWEEPS: Final = 4
 # observations between two fits once there are many
 _REFIT: Final = 32
 _WINDOW: Final = 256
-# A machine that slows down does so with all work: the mean of the last 20 or so steps' actual over
-# fitted time, each _STALL at most, corrects the fit from _DRIFT on. What is more than _LASTING even
-# when the fit has seen it changes the scale of all that was seen before.
+# A machine slows down for all kinds of work at once: the mean of the last 20 or so steps' actual
+# over fitted time, each at most _STALL, corrects the fit from _DRIFT on. A ratio that stays above
+# _LASTING after a new fit rescales all earlier observations.
 _FOLLOW: Final = 0.05
 _STALL: Final = 4.0
 _DRIFT: Final = 0.05
@@ -45,7 +45,7 @@ _VALUE: Final = itemgetter(1)
 
 
 class StepShape(NamedTuple):
-    """What a step's time depends on; add rows one by one to plan, or take it of a whole plan."""
+    """Features that a step's time depends on; add rows one by one, or take a whole plan's."""
 
     # tokens of wide rows
     wide_tokens: int = 0
@@ -56,7 +56,7 @@ class StepShape(NamedTuple):
     narrow_keys: int = 0
 
     def plus(self, start: int, num_tokens: int) -> StepShape:
-        """This step with one more row."""
+        """Return this step with one more row."""
         if num_tokens == 1:
             return StepShape(
                 self.wide_tokens, self.wide_keys, self.narrow_rows + 1, self.narrow_keys + start
@@ -87,7 +87,7 @@ class StepTimeModel:
 
     Args:
         forgetting: weight kept by an observation at each later one; 0.995 remembers ~200 steps.
-        min_observations: below this ``ready`` is False and predictions are not to be used.
+        min_observations: below this ``ready`` is False and predictions must not be used.
     """
 
     def __init__(self, *, forgetting: float = 0.995, min_observations: int = 16) -> None:
@@ -95,14 +95,14 @@ class StepTimeModel:
         self._min_observations = min_observations
         self._gram = [[0.0] * _SIZE for _ in range(_SIZE)]
         self._moment = [0.0] * _SIZE
-        # weight of the newest observation, but for its seconds
+        # weight of the newest observation, before the division by its seconds
         self._growth = 1.0
         self._weights = [0.0] * _SIZE
-        # seconds of the machine as it is, in those of the fit
+        # present seconds of the machine, in seconds of the fit
         self._scale = 1.0
-        # actual over fitted time of late, and what of it corrects predictions
+        # recent ratio of actual to fitted time, and the part of it that corrects predictions
         self._pace = self._drift = 1.0
-        # the weights for features that are not scaled, corrected
+        # corrected weights for unscaled features
         self._rates = [0.0] * _SIZE
         self._ratios: deque[float] = deque(maxlen=_WINDOW)
         self._sorted_ratios: list[float] = []
@@ -110,14 +110,14 @@ class StepTimeModel:
         # tokens of wide rows in the largest step that was measured
         self.most_wide_tokens = 0
         self.num_observations = 0
-        # enough was observed to predict
+        # whether there are enough observations to predict
         self.ready = min_observations <= 0
-        # up to so many tokens in a step cost next to nothing beside those that are in it anyway; 0
-        # where no such size was found (``memory_bound``). Predictions know nothing of it
+        # up to this number of tokens in a step cost almost nothing in addition to the rows that it
+        # has anyway; 0 if no such size was found (``memory_bound``). Predictions do not use it
         self.free_tokens = 0
 
     def predict(self, shape: StepShape) -> float:
-        """Expected seconds; 0.0 before the first observation."""
+        """Return the expected seconds; 0.0 before the first observation."""
         constant, per_token, per_key, per_row, per_narrow_key, any_wide = self._rates
         wide_tokens, wide_keys, narrow_rows, narrow_keys = shape
         seconds = constant + per_row * narrow_rows + per_narrow_key * narrow_keys
@@ -126,16 +126,16 @@ class StepTimeModel:
         return seconds
 
     def row_seconds(self, start: int) -> float:
-        """What one more row of one token adds to a step."""
+        """Return the seconds that one more row of one token adds to a step."""
         return self._rates[3] + self._rates[4] * start
 
     def quantile(self, q: float) -> float:
-        """The q-quantile of actual / predicted over the last steps; 1.0 when none are known."""
+        """Return the q-quantile of recent actual / predicted times; 1.0 when none are known."""
         ratios = self._sorted_ratios or [1.0]
         return ratios[min(int(q * len(ratios)), len(ratios) - 1)]
 
     def observe(self, shape: StepShape, seconds: float) -> float:
-        """Learn from one measured step. Returns what had been predicted for it."""
+        """Learn from one measured step. Returns the seconds that had been predicted for it."""
         features = shape.features()
         predicted = self.predict(shape)
         if self.ready and predicted > 0.0:
@@ -145,7 +145,7 @@ class StepTimeModel:
                 self._pace += _FOLLOW * (ratio - self._pace)
                 self._drift = self._pace if abs(self._pace - 1.0) > _DRIFT else 1.0
         seconds /= self._scale
-        # instead of making the old ones lighter, make each heavier than the one before: most
+        # instead of making old observations lighter, make each heavier than the one before: most
         # features of most steps are zero, and zeros need no work then
         self._growth /= self._forgetting
         weight = self._growth / max(seconds, 1e-6) ** 2
@@ -171,7 +171,7 @@ class StepTimeModel:
         return predicted
 
     def _fit(self, features: Sequence[float]) -> None:
-        """Weigh the newest observation 1 again, before numbers grow out of hand, and fit."""
+        """Reset the newest observation's weight to 1, before numbers overflow, and fit."""
         shrink = 1.0 / self._growth
         self._gram = [[g * shrink for g in row] for row in self._gram]
         self._moment = [m * shrink for m in self._moment]
@@ -184,11 +184,11 @@ class StepTimeModel:
         if (self._pace > 1.0) == (left > 1.0) and (
             min(abs(self._pace - 1.0), abs(left - 1.0)) > _LASTING and 0.01 < scale < 100.0
         ):
-            # no other mixture of work explains it
+            # no other mix of work explains it
             self._weights, self._scale, self._pace, self._drift = before, scale, 1.0, 1.0
 
     def _solve(self) -> None:
-        """Coordinate descent from the last solution: it moves slowly, few sweeps suffice."""
+        """Run coordinate descent from the last solution: it moves slowly, few sweeps suffice."""
         weights, gram, moment = self._weights, self._gram, self._moment
         ridge = _RIDGE * gram[0][0]
         for _ in range(_SWEEPS if self.num_observations <= 64 else _LATER_SWEEPS):

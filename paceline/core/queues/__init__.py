@@ -1,1 +1,1 @@
-"""Where requests are: waiting, running, or waiting for another one's prompt."""
+"""Queues: requests that wait, that run, or that wait for another request's prompt."""

@@ -13,31 +13,31 @@ from paceline.core.tenant_weights import TenantWeights
 
 __all__ = ["FairQueue"]
 
-# tenants whose tokens are counted, at most, beside those that wait
+# most tenants whose tokens are counted, in addition to those that wait
 _MAX_TENANTS: Final = 10_000
-# tenants whose queues are looked at for a forecast
+# number of tenants whose queues a forecast reads
 _SAMPLED: Final = 256
 
-# a tenant's counter, the order of its first request, and its name: the least is served first
+# a tenant's counter, the order of its first request, and its name: the smallest is served first
 _Entry = tuple[float, tuple[float, int], str]
 
 
 class FairQueue:
     """One queue per tenant; the tenant served least goes first.
 
-    A tenant that comes back from idle enters at a level, the virtual time of fair queueing (Demers,
-    Keshav and Shenker, SIGCOMM'89): the counter of a tenant that had always waited if what is
-    served were handed out in drops, to all by their weights. So a token raises it by one part in
-    the weights of those that share: those that wait, and those that do not but were served more
-    than their share, until the level has come up with them. A waiting tenant is above it for a
-    time, then, and later ones enter above it.
+    A tenant that returns from idle enters at a level, the virtual time of fair queueing (Demers,
+    Keshav and Shenker, SIGCOMM'89): the counter that an always waiting tenant would have if tokens
+    were handed out one by one, to all tenants by their weights. So a token raises the level by one
+    divided by the weights of the sharing tenants: those that wait, and those that do not but were
+    served more than their share, until the level has reached their counter. So a waiting tenant can
+    be above the level for a time, and later ones enter above it.
 
-    What is served while no request waits is taken from no tenant: then the level is the largest
-    counter that there ever was. No tenant enters above that, or further below the level than by
-    what can be saved up.
+    Tokens served while no request waits are taken from no tenant: the level then becomes the
+    largest counter so far. No tenant enters above that, or below the level by more than it can save
+    up.
 
     Args:
-        saved: weighted tokens that light tenants may save up, divided among those that share.
+        saved: weighted tokens that light tenants may save up, divided among the sharing tenants.
         weights: the tenants' shares.
     """
 
@@ -45,21 +45,21 @@ class FairQueue:
         self._saved = saved
         self._weights = weights
         self._tenants: dict[str, RequestQueue] = {}
-        # one of each tenant is up to date; beside it there may be stale ones
+        # one entry of each tenant is up to date; in addition there may be stale ones
         self._heap: list[_Entry] = []
         self._size = 0
         self._counters: dict[str, float] = {}
-        # counters until some are forgotten
+        # number of counters at which some are forgotten
         self._most = _MAX_TENANTS
         self._largest = 0.0
         self._level = 0.0
-        # by tenant that had saved something up when it came back last: how much further below the
-        # level than others it entered. Without that it has been served no more than its share
+        # by tenant that had saved up tokens when it returned last: how much further below the level
+        # than others it entered. Without that it has been served no more than its share
         self._lent: dict[str, float] = {}
-        # by tenant that does not wait, but was served more than its share until now: where the
-        # level comes up with it, as it was when it was entered in the heap
+        # by tenant that does not wait, but was served more than its share until now: the level that
+        # reaches its counter, as it was when entered in the heap
         self._ahead: dict[str, float] = {}
-        # a heap of (that, tenant); stale if it is another now, or none
+        # a heap of (that level, tenant); stale if ``_ahead`` has another level or none
         self._reached: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
@@ -89,8 +89,8 @@ class FairQueue:
         return self._first(self._heap)
 
     def _first(self, heap: list[_Entry]) -> Request | None:
-        """The request that a heap of entries has first, its entry at 0 then. Stale entries before
-        it are dropped, or brought up to date."""
+        """Return the first request of a heap of entries, whose entry is then at index 0. Stale
+        entries before it are dropped, or brought up to date."""
         while heap:
             counter, order, tenant = heap[0]
             queue = self._tenants.get(tenant)
@@ -104,8 +104,8 @@ class FairQueue:
         return None
 
     def in_order(self) -> Iterator[_Entry]:
-        """The entries of tenants that wait, served least first. Each costs O(log n), and the first
-        a copy of all entries."""
+        """Yield the entries of waiting tenants, least served first. Each costs O(log n), and the
+        first a copy of all entries."""
         heap, last = self._heap.copy(), None
         while self._first(heap) is not None:
             # a tenant may have several equal entries
@@ -113,7 +113,7 @@ class FairQueue:
                 yield (last := entry)
 
     def num_ahead(self, request: Request) -> int:
-        """As if tenants took turns: one request each, or as many as their weights are."""
+        """Estimate as if tenants took turns: one request each, or as many as their weights."""
         own = self._tenants.get(request.asked.tenant)
         turns = 1 + (len(own) if own is not None else 0)
         sample = list(islice(self._tenants.items(), _SAMPLED))
@@ -141,7 +141,7 @@ class FairQueue:
         self._left(request.asked.tenant)
 
     def _left(self, tenant: str) -> None:
-        """A request of the tenant has left."""
+        """Update the heap after a request of the tenant has left."""
         self._size -= 1
         if self._tenants[tenant]:
             self._enter(tenant)
@@ -151,7 +151,7 @@ class FairQueue:
     def _enter(self, tenant: str) -> None:
         heapq.heappush(self._heap, self._entry(tenant))
         if len(self._heap) > 64 and len(self._heap) > 4 * len(self._tenants):
-            # a head that is tried and put back every step leaves an entry each time
+            # a head that is tried and put back in every step leaves an entry each time
             self._heap = list(map(self._entry, self._tenants))
             heapq.heapify(self._heap)
 
@@ -163,11 +163,11 @@ class FairQueue:
     # ------------------------------------------------------------------ virtual time
 
     def counter(self, tenant: str) -> float:
-        """Weighted tokens served to a tenant, by its weight; lifts included."""
+        """Return the weighted tokens served to a tenant, by its weight; lifts included."""
         return self._counters.get(tenant, 0.0)
 
     def charge(self, tokens: Mapping[str, float]) -> None:
-        """``tokens``, weighted, are spent at once on requests of each of these tenants."""
+        """Count weighted ``tokens`` spent at once on requests of each of these tenants."""
         counters, weights = self._counters, self._weights
         for tenant, spent in tokens.items():
             counters[tenant] = counters.get(tenant, 0.0) + spent / weights.of(tenant)
@@ -183,20 +183,20 @@ class FairQueue:
                 entered, name = heapq.heappop(reached)
                 if self._ahead.get(name) == entered:
                     del self._ahead[name]
-                    # it has been served more since
+                    # the tenant was served more since then
                     self._note_ahead(name)
         if len(self._counters) > self._most:
             self._forget()
 
     def _note_ahead(self, tenant: str) -> None:
-        """Count the tenant among those ahead, if it is."""
+        """Add the tenant to those ahead if it was served more than its share."""
         reached = self.counter(tenant) + self._lent.get(tenant, 0.0)
         if reached > self._level:
             self._ahead[tenant] = reached
             heapq.heappush(self._reached, (reached, tenant))
 
     def _lift(self, request: Request, least: float | None) -> None:
-        """Its tenant comes back, while the least counter of those that wait is ``least``."""
+        """Set a returning tenant's counter; ``least`` is the least counter of waiting tenants."""
         tenant = request.asked.tenant
         self._ahead.pop(tenant, None)
         if least is None:
@@ -216,8 +216,8 @@ class FairQueue:
         self._lent[tenant] = max(own, self._level) - counter
 
     def _forget(self) -> None:
-        """Callers may name as many tenants as they like: of those that do not wait, the half that
-        was served least begins anew. None enters a queue further below its level for it."""
+        """Drop half of the idle counters, those of the tenants served least, as callers may name
+        any number of tenants. No tenant enters a queue further below its level because of it."""
         idle = sorted(
             (served, name) for name, served in self._counters.items() if name not in self._tenants
         )
@@ -225,7 +225,7 @@ class FairQueue:
             del self._counters[name]
             self._ahead.pop(name, None)
             self._lent.pop(name, None)
-        # nearly all of them may wait
+        # nearly all of them may be waiting
         self._most = max(_MAX_TENANTS, 2 * len(self._counters))
 
     def check_integrity(self) -> None:

@@ -1,7 +1,7 @@
-"""Requests that wait for another one's prompt: the other choices of ``n > 1``.
+"""Requests that wait for another request's prompt: the other choices of ``n > 1``.
 
 A fork is unready until its parent's prompt is computed; then it shares the parent's blocks. If the
-parent ends before that, the fork stands on its own.
+parent ends before that, the fork becomes a request of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Forks:
     """Unready forks by their parent's id."""
 
     def __init__(self) -> None:
-        # others may look at it: it is empty in most steps, and a plain step makes no call
+        # public, because it is empty in most steps and a plain step should not pay for a call
         self.by_parent: dict[str, list[Request]] = {}
 
     def __len__(self) -> int:

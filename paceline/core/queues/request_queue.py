@@ -10,7 +10,7 @@ from paceline.core.request import Request
 
 __all__ = ["RequestQueue", "WaitingQueue"]
 
-# entries of the heap that are compared with a newcomer, at most: of more, one in so many is
+# most heap entries to compare with a newcomer: of a larger heap, every n-th entry
 _SAMPLED: Final = 256
 
 
@@ -21,7 +21,7 @@ class WaitingQueue(Protocol):
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Request]:
-        """All members, in no particular order."""
+        """Yield all members, in no particular order."""
         ...
 
     def __contains__(self, request: Request) -> bool: ...
@@ -29,12 +29,12 @@ class WaitingQueue(Protocol):
     def push(self, request: Request) -> None: ...
 
     def peek(self) -> Request | None:
-        """The first request, or None when the queue is empty."""
+        """Return the first request, or None when the queue is empty."""
         ...
 
     def num_ahead(self, request: Request) -> int:
-        """Members that would be admitted before a newcomer, about; ``order[0]`` of the newcomer is
-        set. Takes no longer the more there are."""
+        """Return about how many members would be admitted before a newcomer, whose ``order[0]`` is
+        set. Takes the same time for any number of members."""
         ...
 
     def pop(self) -> Request | None:
@@ -46,7 +46,7 @@ class WaitingQueue(Protocol):
         ...
 
     def check_integrity(self) -> None:
-        """AssertionError unless every member can be popped exactly once."""
+        """Raise AssertionError unless every member can be popped exactly once."""
         ...
 
 
@@ -56,7 +56,7 @@ class RequestQueue:
     def __init__(self) -> None:
         # (*order, number of the push, request), flat: comparing nested tuples costs twice as much
         self._heap: list[tuple[float, int, int, Request]] = []
-        # with the number of the push that counts: a request that came back has an entry for each
+        # by id, the number of the valid push: a request pushed again has an entry for each push
         self._members: dict[str, tuple[int, Request]] = {}
         self._num_pushed = 0
 
@@ -77,7 +77,7 @@ class RequestQueue:
     def peek(self) -> Request | None:
         heap = self._heap
         while heap:
-            # as ``_is_live``, without the call
+            # inlined ``_is_live``, to save the call
             _, _, number, request = heap[0]
             member = self._members.get(request.request_id)
             if member is not None and member[0] == number:
@@ -91,7 +91,7 @@ class RequestQueue:
         if not sample:
             return 0
         ahead = sum(entry[0] <= key for entry in sample)
-        # entries of requests that left are taken to be spread evenly
+        # assumes that entries of requests that left are spread evenly
         return round(ahead / len(sample) * len(self._members))
 
     def pop(self) -> Request | None:

@@ -1,10 +1,10 @@
-"""Running requests, in order; which of them gives way when memory is short, and what becomes of
-what it had computed.
+"""Running requests, in order; which of them are preempted when memory is short, and what is kept of
+their computed tokens.
 
 The blocks of a preempted request go back to the pool with their hashes, tail first to be evicted.
-So what is lost is the tail that others really needed, and the rest is found again (partial
-release). Where there is room in host memory, a copy is kept there if moving it twice is predicted
-to take less time than computing it again.
+So only the tail that other requests really needed is lost, and the rest is found again (partial
+release). If host memory has room, a copy is kept there when moving it twice is predicted to take
+less time than computing it again.
 
 This module does not know which requests should run, or whose row lacks blocks.
 """
@@ -25,12 +25,12 @@ from paceline.core.tier import Tier
 
 __all__ = ["RunningList", "place"]
 
-# moving must be this much cheaper than computing again: predictions are only so good
+# moving must be cheaper than computing again by this factor, as predictions are not exact
 _MARGIN: Final = 1.25
 
 
 def place(request: Request) -> tuple[bool, tuple[float, int]]:
-    """What running requests are sorted by: best effort comes after all others."""
+    """Return the sort key of running requests: best effort comes after all others."""
     return request.tier is not Tier.ORDINARY, request.order
 
 
@@ -38,8 +38,8 @@ class RunningList:
     """The only place where requests begin to run, are preempted, and stop.
 
     Args:
-        waiting: where preempted requests wait again.
-        work: seconds that computing tokens takes.
+        waiting: the queues in which preempted requests wait again.
+        work: predicts the seconds to compute tokens.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class RunningList:
     ) -> None:
         self._mode, self._cache = config.preemption, cache
         self._kv, self._waiting, self._work = kv, waiting, work
-        # sorted by ``place``; the list stays the same one
+        # sorted by ``place``; always the same list object
         self.requests: list[Request] = []
-        # tokens whose place running requests of a tier may take at most, the last block of each as
-        # if it were full
+        # most tokens that running requests of each tier may occupy, with each last block counted as
+        # full
         self.most_tokens = [0] * len(Tier)
         # requests whose backend state is to be dropped by the next plan
         self._released: list[str] = []
@@ -64,16 +64,16 @@ class RunningList:
         self._num_ended = 0
 
     def start(self, request: Request) -> None:
-        """The request was admitted and has its blocks."""
+        """Add an admitted request, which has its blocks."""
         request.status = RequestStatus.RUNNING
         request.told = False
         self.most_tokens[request.tier] += request.max_total_tokens + self._cache.block_size
         insort(self.requests, request, key=place)
 
     def preempt(self, request: Request, now: float) -> None:
-        """Take a running request's blocks, and keep a copy in host memory if that is worth it; the
-        request waits again at its place in the order."""
-        # what is not known to be right is not kept
+        """Take a running request's blocks, and keep a copy in host memory if that pays; the request
+        waits again in the policy's order."""
+        # unverified tokens are not kept
         request.num_computed_tokens -= request.num_draft_tokens
         request.num_draft_tokens = 0
         request.history.num_lost_tokens = request.num_computed_tokens
@@ -90,19 +90,19 @@ class RunningList:
         self._waiting.enter(request, now)
 
     def stop(self, request: Request) -> None:
-        """The request ends; it stays in the list until ``prune`` is called."""
+        """Mark the request's end; it stays in the list until ``prune`` is called."""
         self._released.append(request.request_id)
         self.most_tokens[request.tier] -= request.max_total_tokens + self._cache.block_size
         self._num_ended += 1
 
     def prune(self) -> None:
-        """Forget requests that have ended: all at once, for many of hundreds may end together."""
+        """Drop ended requests: all at once, as many of hundreds may end together."""
         if self._num_ended:
             self._num_ended, running = 0, RequestStatus.RUNNING
             self.requests[:] = [r for r in self.requests if r.status is running]
 
     def move(self, request: Request, change: Callable[[Request], None]) -> None:
-        """Change a running request's tier or order, and put it at its new place."""
+        """Change a running request's tier or order, and sort it in again."""
         most = request.max_total_tokens + self._cache.block_size
         self.requests.remove(request)
         self.most_tokens[request.tier] -= most
@@ -111,7 +111,7 @@ class RunningList:
         insort(self.requests, request, key=place)
 
     def take_released(self) -> tuple[str, ...]:
-        """Requests whose backend state is to be dropped, once each."""
+        """Return requests whose backend state is to be dropped, once each."""
         released, self._released = tuple(self._released), []
         return released
 
@@ -122,7 +122,7 @@ class RunningList:
         candidates: Sequence[Request],
         expendable: Callable[[Sequence[Request]], Sequence[Request]],
     ) -> Request:
-        """The request that gives blocks up: of those that the policy would rather lose, the one
+        """Return the request that gives up its blocks: of the policy's ``expendable`` ones, the one
         that loses least.
 
         Args:
@@ -132,17 +132,17 @@ class RunningList:
         """
         if len(candidates) == 1:
             return candidates[0]
-        # the youngest of equals
+        # among equals, the youngest
         return min(reversed(expendable(candidates[1:])), key=self.seconds_lost)
 
     def seconds_lost(self, request: Request) -> float:
-        """What preempting a request now would cost later: moving it twice or computing it again,
-        and more the more often it happened to it."""
+        """Return the later cost of preempting a request now: moving its tokens twice or computing
+        them again, times 1 + its preemptions so far."""
         return min(self._seconds(request)) * (1 + request.num_preemptions)
 
     def _seconds(self, request: Request) -> tuple[float, float]:
-        """Of moving what a request has computed twice (infinite: it cannot be moved), and of
-        computing it again."""
+        """Return the seconds to move a request's computed tokens twice (infinite: they cannot be
+        moved), and to compute them again."""
         computed = request.num_computed_tokens
         num_blocks, moved = blocks_for(computed, self._cache.block_size), math.inf
         if self._mode != "recompute" and 0 < num_blocks <= self._kv.host.num_free:
@@ -150,7 +150,7 @@ class RunningList:
         return moved, self._work.prompt_seconds(computed)
 
     def check_integrity(self) -> None:
-        """AssertionError unless the list is in order and sums agree."""
+        """Raise AssertionError unless the list is in order and sums agree."""
         running, size = self.requests, self._cache.block_size
         assert running == sorted(running, key=place), "running is out of order"
         for tier, most in enumerate(self.most_tokens):

@@ -1,7 +1,7 @@
-"""Why requests wait: seconds by reason, for all of them at the price of one.
+"""Why requests wait: seconds by reason, for all of them at the cost of one.
 
-At every step the scheduler notes what holds the head of the queue up. That is what holds all
-behind it up too, so a request's own wait is the difference of two readings of one set of clocks.
+At every step the scheduler notes why the head of the queue is held up. That holds up all requests
+behind it too, so a request's own wait is the difference of two readings of one set of clocks.
 
 This module does not know what the reasons mean to the scheduler.
 """
@@ -17,11 +17,11 @@ __all__ = ["REASONS", "Reason", "WaitClocks"]
 
 
 class Reason(enum.IntEnum):
-    """What held a request up; the lower-case names are the labels of metrics."""
+    """Reasons for a request's wait; the lower-case names are the labels of metrics."""
 
-    # the step under way when it came: plans are made between steps
+    # the running step when it arrived: plans are made between steps
     STEP = 0
-    # the tokens of the step were spent on others
+    # other requests got the tokens of the step
     BUDGET = 1
     # max_num_seqs requests run
     SLOTS = 2
@@ -29,7 +29,7 @@ class Reason(enum.IntEnum):
     MEMORY = 3
     # one more would make the running requests' tokens late
     PACE = 4
-    # the policy holds arrivals back, or keeps room for one of its choice
+    # the policy holds arrivals back, or keeps capacity for another request
     POLICY = 5
     # the memory-pressure valve is open
     PRESSURE = 6
@@ -50,34 +50,34 @@ class WaitClocks:
         self._since = 0.0
 
     def run(self, now: float) -> None:
-        """Up to ``now`` the queue was held up by what was noted last."""
+        """Advance the clock of the reason noted last up to ``now``."""
         if self._reason is not None:
             self._seconds[self._reason] += max(0.0, now - self._since)
         self._since = now
 
     def note(self, reason: Reason | None, now: float) -> None:
-        """From ``now`` on the queue is held up by this; None: no request waits."""
+        """Set the reason that holds the queue up from ``now`` on; None: no request waits."""
         self.run(now)
         self._reason = reason
 
     def stop(self) -> None:
-        """No request waits any more, and it is not known since when: what no ``note`` has seen is
-        not counted."""
+        """Stop: no request waits any more, since an unknown time, so the time after the last
+        ``note`` is not counted."""
         self._reason = None
 
     def reading(self) -> tuple[float, ...]:
-        """Seconds by reason up to the last ``run`` or ``note``."""
+        """Return the seconds by reason up to the last ``run`` or ``note``."""
         return tuple(self._seconds)
 
     def since(self, reading: Sequence[float], waited: float) -> list[float]:
-        """How a wait of ``waited`` seconds that began after ``reading`` was spent, by reason.
+        """Return a wait of ``waited`` seconds that began after ``reading``, by reason.
 
-        What no clock covers is ``Reason.STEP``; the sum is ``waited``.
+        Time that no clock covers is ``Reason.STEP``; the sum is ``waited``.
         """
         spent = list(map(sub, self._seconds, reading))
         covered = sum(spent)
         if covered > waited:
-            # the clock that ran when the wait began had run before
+            # the clock that was running had started before the wait began
             scale = waited / covered
             return [seconds * scale for seconds in spent]
         spent[Reason.STEP] += waited - covered

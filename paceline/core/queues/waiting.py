@@ -1,4 +1,4 @@
-"""Requests that wait: a queue of the policy's for each tier, sums over them, and their wait clocks.
+"""Waiting requests: one queue of the policy's per tier, sums over them, and their wait clocks.
 
 This module does not know which policy orders the queues or what runs.
 """
@@ -18,16 +18,16 @@ __all__ = ["WaitingRoom"]
 
 
 class WaitingRoom:
-    """All requests that could be admitted next. Those that wait for an event are in ``forks``.
+    """All requests that could be admitted next. Requests that wait for an event are in ``forks``.
 
     Args:
-        make_queue: the policy's; called once for each tier. Only this room changes the queues.
+        make_queue: the policy's; called once for each tier. Only this class changes the queues.
     """
 
     def __init__(self, make_queue: Callable[[], WaitingQueue], kv: KVCacheManager) -> None:
         # a queue for each tier
         self._queues = tuple(make_queue() for _ in Tier)
-        # others may look at these two
+        # public, for reading alone
         self.ordinary = self._queues[Tier.ORDINARY]
         self.relegated = self._queues[Tier.RELEGATED]
         self._kv = kv
@@ -36,11 +36,11 @@ class WaitingRoom:
         self.clocks = WaitClocks()
         # members that arrived since the last plan was made
         self._newcomers: list[Request] = []
-        # is told of each member with a TTFT target or a deadline that comes (1) or goes (-1)
+        # called for each member with a TTFT target or a deadline that comes (1) or goes (-1)
         self.on_change: Callable[[Request, int], None] | None = None
         # prompt tokens by tier that were not in the prefix cache when their request arrived
         self.num_tokens = [0] * len(Tier)
-        # favoured members by tier, and such tokens of these
+        # favoured members by tier, and their tokens of the same kind
         self._num_favoured = [0] * len(Tier)
         self._favoured_tokens = [0] * len(Tier)
         self._size = 0
@@ -57,18 +57,18 @@ class WaitingRoom:
     # ------------------------------------------------------------------ coming and going
 
     def arrive(self, request: Request) -> None:
-        """A request begins to wait between two plans, and until the next one for that alone."""
+        """Add a request between two plans; until the next plan it waits for that alone."""
         self.enter(request, request.asked.arrival_time)
         self._newcomers.append(request)
 
     def enter(self, request: Request, now: float) -> None:
-        """A request begins to wait while a plan is made."""
+        """Add a request while a plan is made."""
         request.history.waiting_since = now
         request.history.waits_before = self.clocks.reading()
         self.push(request)
 
     def begin_plan(self, now: float) -> None:
-        """Add up what members have waited for until now."""
+        """Add up the waiting time of members until now."""
         self.clocks.run(now)
         if self._newcomers:
             reading = self.clocks.reading()
@@ -77,12 +77,12 @@ class WaitingRoom:
             self._newcomers.clear()
 
     def rest(self) -> None:
-        """No request is left, and it may be long until a plan is made."""
+        """Stop the clocks: no request is left, and it may be long until the next plan."""
         self.clocks.stop()
         self._newcomers.clear()
 
     def leave(self, request: Request, now: float) -> None:
-        """A member that was taken is admitted: add up what it waited for."""
+        """Add up the waiting time of a member that was taken and is now admitted."""
         history = request.history
         waited = max(0.0, now - history.waiting_since)
         spent = self.clocks.since(history.waits_before, waited)
@@ -91,7 +91,7 @@ class WaitingRoom:
         history.waits = spent
 
     def push(self, request: Request) -> None:
-        """Put a request at its place. A member that was taken goes on waiting."""
+        """Sort a request in. The wait of a member that was taken goes on."""
         if request.block_ids:
             self._holders[request.request_id] = request
         self._count(request, 1)
@@ -104,12 +104,12 @@ class WaitingRoom:
         self._count(head, -1)
 
     def remove(self, request: Request) -> None:
-        """Take a member out, wherever it stands."""
+        """Take a member out from any position."""
         self._queues[request.tier].remove(request)
         self._count(request, -1)
 
     def drop_blocks(self) -> bool:
-        """Take the blocks of all members that hold some; True if there were any."""
+        """Take the blocks of all members that hold some; return True if there were any."""
         holders = list(self._holders.values())
         self._holders.clear()
         for request in holders:
@@ -117,7 +117,7 @@ class WaitingRoom:
         return bool(holders)
 
     def move(self, request: Request, change: Callable[[Request], None]) -> None:
-        """Change a member's tier or order, and put it at its new place."""
+        """Change a member's tier or order, and sort it in again."""
         self.remove(request)
         try:
             change(request)
@@ -125,7 +125,7 @@ class WaitingRoom:
             self.push(request)
 
     def _count(self, request: Request, more: int) -> None:
-        """A member comes (1) or goes (-1): bring all sums up to date."""
+        """Update all sums for a member that comes (1) or goes (-1)."""
         tier, tokens = request.tier, more * request.num_new_tokens
         self._size += more
         self.num_tokens[tier] += tokens
@@ -141,8 +141,8 @@ class WaitingRoom:
     # ------------------------------------------------------------------ views
 
     def peek_best_effort(self, *, pressing: bool) -> Request | None:
-        """The first best-effort request. Those without targets come last; among the others order
-        decides, but while deadlines press, requests that have missed theirs come later."""
+        """Return the first best-effort request. Those without targets come last; among the others
+        order decides, but while deadlines press, requests that have missed theirs come later."""
         _, promised, relegated, background = self._queues
         first, second = promised.peek(), relegated.peek()
         if first is None or second is None:
@@ -150,17 +150,17 @@ class WaitingRoom:
         return second if second.order < first.order and not pressing else first
 
     def first(self, *, pressing: bool) -> Request | None:
-        """The first of all: best effort only if no other request waits."""
+        """Return the first of all: best effort only if no other request waits."""
         return self._queues[0].peek() or self.peek_best_effort(pressing=pressing)
 
     def best_effort_heads(self) -> Iterator[Request]:
-        """The first request of each best-effort tier."""
+        """Yield the first request of each best-effort tier."""
         return filter(None, (queue.peek() for queue in self._queues[1:]))
 
     def ahead_of(self, request: Request, tier: Tier) -> tuple[int, int]:
-        """(requests, new prompt tokens) taken to be served before a newcomer to a tier: of that
-        those that the policy's queue has before it, all of earlier tiers; before a favoured one
-        only favoured ones. Best effort with targets counts as one tier."""
+        """Return (requests, new prompt tokens) expected to be served before a newcomer to a tier:
+        those of its own tier that the policy's queue puts first, and all of earlier tiers; for a
+        favoured one only favoured ones. Best effort with targets counts as one tier."""
         between = Tier.ORDINARY < tier < Tier.BACKGROUND
         if request.favoured:
             tiers = Tier.BACKGROUND if between else tier + 1
@@ -174,7 +174,7 @@ class WaitingRoom:
         return requests + ahead, tokens + self.num_tokens[tier] * ahead // len(own)
 
     def check_integrity(self) -> None:
-        """AssertionError unless sums and members agree."""
+        """Raise AssertionError unless sums and members agree."""
         members = list(self)
         assert len(members) == self._size
         assert self._holders == {r.request_id: r for r in members if r.block_ids}, (

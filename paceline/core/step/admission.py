@@ -1,10 +1,10 @@
-"""Which waiting requests are admitted to the batch.
+"""Admission of waiting requests to the batch.
 
-In the policy's order until something is short: places, memory now or as predicted, the pace of
-running requests, room in the step. A head that does not fit may be passed by a bounded number of
-others, a bounded number of times.
+Requests are admitted in the policy's order until something runs out: slots, memory now or as
+predicted, the pace of running requests, tokens of the step. A head that does not fit may be passed
+by a bounded number of others, a bounded number of times.
 
-This module does not know what running requests get, or which of them make way.
+This module does not know the tokens of running requests, or which of them are preempted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Admission:
         self._capacity = capacity(state.cache)
 
     def let_in(self, step: Step, last: Tier) -> Reason | None:
-        """Admit requests up to tier ``last`` until something is short, and return what."""
+        """Admit requests up to tier ``last`` until something runs out, and return what."""
         window, most, tried = self._config.bypass_window, self._config.max_bypasses, 0
         passed: list[Request] = []
         head: Request | None = None
@@ -45,7 +45,7 @@ class Admission:
         while isinstance(request := step.next(last, passed), Request):
             self._waiting.take(request)
             if request.num_pending_tokens:
-                # preempted while its token was computed, it is ready once that is known
+                # preempted while its token was computed: it is ready once that token is known
                 passed.append(request)
                 continue
             if step.demotes(request, passed):
@@ -62,7 +62,7 @@ class Admission:
             else:
                 passed.append(request)
                 if step.stands_aside(request, last):
-                    # it may go before earlier tiers, but it does not hold these up
+                    # it may go before earlier tiers, but does not hold them up
                     continue
                 held_by, head, tried = held_by or obstacle, head or request, tried + 1
             if tried > window or head.times_bypassed >= most:
@@ -74,8 +74,8 @@ class Admission:
         return held_by
 
     def _surely_lasts(self, request: Request, last: Tier) -> bool:
-        """Whether memory lasts with this request even if every output becomes as long as it may, or
-        need not; ``MemoryOutlook`` would say the same."""
+        """Whether memory lasts with this request even if every output reaches its maximum, or need
+        not last; ``MemoryOutlook`` would give the same answer."""
         if not self._config.future_memory_check or not self._running.requests:
             return True
         most = request.max_total_tokens + self._kv.block_size
@@ -85,7 +85,7 @@ class Admission:
     def _obstacle(
         self, step: Step, request: Request, outlook: MemoryOutlook | None
     ) -> Reason | None:
-        """What keeps a waiting request out; None: nothing does, and it has its blocks now."""
+        """Return the reason that keeps a waiting request out; None: it has its blocks now."""
         kv = self._kv
         if not self._running.requests:
             while not kv.admit(request, beside_others=False):
@@ -117,7 +117,7 @@ class Admission:
         extension = self._kv.extend(request, num_tokens)
         assert extension is not None and not extension.new_block_ids, "admit() gave the blocks"
         if self._charges and not request.num_preemptions and request.asked.resumed is None:
-            # a preemption or an engine that ends loses tokens, but they are charged once
+            # preemptions and lost engines repeat work, but tokens are charged once
             self._state.policy.served(request, uncached, 0)
         history = request.history
         recomputed = max(0, history.num_lost_tokens - request.num_computed_tokens)

@@ -1,4 +1,4 @@
-"""Which running requests are preempted so that a better one that waits can run.
+"""Preemption of running requests so that a better waiting request can run.
 
 This module does not decide which of two requests is better.
 """
@@ -22,8 +22,8 @@ Displaces = Callable[[Request, Request], bool]
 
 
 def make_way(state: SchedulerState, head: Request, now: float, displaces: Displaces) -> int:
-    """Preempt the running requests that stand in the way of ``head``, the first waiting request,
-    which nothing but room is known to keep out.
+    """Preempt the running requests that keep ``head`` out, the first waiting request, if nothing
+    but slots and memory is known to keep it out.
 
     Returns the tokens that ``head`` lacks, to be kept for it in this step; 0: none was preempted.
     """
@@ -31,12 +31,12 @@ def make_way(state: SchedulerState, head: Request, now: float, displaces: Displa
         # it is ready once its token is known
         return 0
     running = state.running.requests
-    # worst first, and no request that comes before ``head``
+    # worst first, and only requests that come after ``head``
     later = reversed(running[bisect_right(running, place(head), key=place) :])
     losers = _fewest(state, head, [request for request in later if displaces(head, request)])
     if not losers:
         return 0
-    # no other request takes the room that was made for it
+    # no other request may take the capacity that was freed for it
     head.times_bypassed = state.config.max_bypasses
     for loser in losers:
         state.running.preempt(loser, now)
@@ -44,19 +44,19 @@ def make_way(state: SchedulerState, head: Request, now: float, displaces: Displa
 
 
 def _fewest(state: SchedulerState, head: Request, losers: Sequence[Request]) -> Sequence[Request]:
-    """The first of ``losers`` that have to go for ``head`` to have a place and blocks now, and for
-    memory to last as predicted.
+    """Return the first of ``losers`` that must go for ``head`` to have a slot and blocks now, and
+    for memory to last as predicted.
 
-    Empty when none stands in its way, or when not even all of them would make room: no request is
+    Empty when none keeps it out, or when even all of them would not free enough: no request is
     preempted in vain.
     """
     shortfall = state.kv.shortfall(head, beside_others=True) if losers else 0
     slots = state.config.max_num_seqs - len(state.running.requests)
     if slots > 0 and shortfall == 0 and head.tier is Tier.ORDINARY:
-        # nothing but predicted memory can be short, where best effort makes way later
+        # only predicted memory can be short, for which best effort is preempted later
         losers = [request for request in losers if request.tier is Tier.ORDINARY]
-    # this is asked in every step in which a request waits: whether all of them together would do is
-    # found out first, before blocks are counted one by one
+    # this runs in every step in which a request waits: whether all of them together suffice is
+    # checked first, before blocks are counted one by one
     most = sum(len(request.block_ids) for request in losers)
     if not losers or not _lasts_without(state, losers, most, head):
         return ()
@@ -64,7 +64,7 @@ def _fewest(state: SchedulerState, head: Request, losers: Sequence[Request]) -> 
     for blocks in (counting := _freed_blocks(head, losers, state.kv)):
         freed.append(blocks)
         if slots + len(freed) > 1 and blocks >= shortfall:
-            # so many make room for now
+            # these free enough for now
             break
     else:
         return ()
@@ -84,14 +84,14 @@ def _lasts_without(
     state: SchedulerState, gone: Sequence[Request], freed: int, head: Request
 ) -> bool:
     """Whether memory is predicted to last with ``head`` and without some running requests, which
-    give so many blocks back."""
+    give ``freed`` blocks back."""
     running = state.running.requests
     if not state.config.future_memory_check or len(gone) == len(running):
         return True
     names = {request.request_id for request in gone}
     rest = [request for request in running if request.request_id not in names]
     outlook = state.outlook(head.tier, rest, freed)
-    # blocks of its prompt that they alone hold come free with them
+    # blocks of its prompt that only the losers hold are freed with them
     num_shared = state.kv.num_in_use(head, gone)
     if not outlook.admits(head, num_shared):
         return False
@@ -102,7 +102,7 @@ def _lasts_without(
 
 
 def _freed_blocks(head: Request, losers: Sequence[Request], kv: KVCacheManager) -> Iterator[int]:
-    """Blocks that come free if the first 0, 1, 2, ... of ``losers`` go. A block comes free with the
+    """Yield the blocks freed if the first 0, 1, 2, ... of ``losers`` go. A block is freed with the
     last of its holders, unless ``head`` is about to hold it."""
     wanted = set(kv.starting_blocks(head))
     holders: Counter[int] = Counter()

@@ -1,8 +1,8 @@
-"""Steps that were planned and whose results are not in: whose rows they have and when they end.
+"""Steps that were planned and whose results are not in: their requests and predicted ends.
 
 Steps run one after another, in the order in which they were planned.
 
-This module does not know what else is planned, or what results mean for requests.
+This module does not know about further plans, or what results mean for requests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.core.request import Request
 
 __all__ = ["StepsInFlight"]
 
-# quantile of a step's time by its prediction: few steps take less
+# quantile of actual / predicted step time: few steps take less
 _EARLY: Final = 0.1
 # seconds over which the share of ordinary requests is taken
 _LATELY: Final = 10.0
@@ -26,24 +26,23 @@ _SECONDS: Final = itemgetter(3)
 
 
 class StepsInFlight:
-    """What steps took teaches the step-time model.
+    """Steps in order; their measured times train the step-time model.
 
     Args:
-        lead_s: so long before a step's likely end the next one is to be planned.
+        lead_s: seconds before a step's likely end at which the next one is to be planned.
     """
 
     def __init__(self, step_time: StepTimeModel, lead_s: float) -> None:
         self._step_time = step_time
         self._lead_s = lead_s
-        # with predicted seconds, and those of them in which guesses are made
+        # with predicted seconds, and how many of them go into making draft tokens
         self._steps: deque[tuple[int, list[Request], StepShape, float, float]] = deque()
         # when the last of these steps is predicted to end
         self._busy_until = 0.0
-        # predicted seconds of steps without best effort, forgotten exponentially, and as of when
+        # predicted seconds of steps without best effort, exponentially decayed, and their time
         self._ordinary_seconds = 0.0
         self._as_of = 0.0
-        # tokens computed in rows of several tokens, and in rows of one, by all steps whose results
-        # came
+        # tokens computed in rows of several tokens, and in rows of one, by all steps with results
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
         # seconds of the steps that could be predicted
@@ -51,22 +50,22 @@ class StepsInFlight:
         self.actual_seconds = 0.0
 
     def starts(self, now: float) -> float:
-        """When a step planned now is predicted to start: once those before it have ended."""
+        """Return when a step planned now is predicted to start: when those before it have ended."""
         return max(now, self._busy_until) if self._steps else now
 
     @property
     def plan_at(self) -> float:
-        """See ``Scheduler.plan_at``."""
+        """Time of ``Scheduler.plan_at``."""
         if not self._steps or not self._step_time.ready:
             return -math.inf
         seconds = self._steps[-1][3]
-        # most steps take at least so much of what was predicted
+        # most steps take at least this share of their predicted time
         surely = min(1.0, self._step_time.quantile(_EARLY))
         return self._busy_until - (1.0 - surely) * seconds - self._lead_s
 
     @property
     def ordinary_share(self) -> float:
-        """The share of the time lately that ordinary requests needed; it may be above 1."""
+        """Share of recent time that ordinary requests needed; it may be above 1."""
         return self._ordinary_seconds / _LATELY
 
     def push(
@@ -79,30 +78,30 @@ class StepsInFlight:
         ordinary_seconds: float | None,
         making: float = 0.0,
     ) -> None:
-        """A step was planned; ``requests`` has one entry for each of its rows. It is predicted to
-        take ``seconds``, of which the backend makes guesses for ``making``, and without best effort
-        ``ordinary_seconds``; None: there is none."""
+        """Add a planned step; ``requests`` has one entry per row. It is predicted to take
+        ``seconds``, ``making`` of them for draft tokens that the backend makes, and
+        ``ordinary_seconds`` without its best-effort rows; None: it has none."""
         self._steps.append((step_id, requests, shape, seconds, making))
         self._busy_until = starts + seconds
         self.note_ordinary(starts, seconds if ordinary_seconds is None else ordinary_seconds)
 
     def note_ordinary(self, starts: float, seconds: float) -> None:
-        """Rows that are not best effort are predicted to take so long from ``starts`` on."""
+        """Count predicted seconds, from ``starts`` on, of rows that are not best effort."""
         self._ordinary_seconds *= math.exp(min(0.0, self._as_of - starts) / _LATELY)
         self._ordinary_seconds += seconds
         self._as_of = starts
 
     def pop(self, plan: SchedulerOutput, result: StepResult, now: float) -> list[Request]:
-        """The oldest step's result is in: learn from it, and return whose rows they were."""
+        """Take in the oldest step's result: learn from it, and return the requests of its rows."""
         step_id, requests, shape, _, making = self._steps.popleft()
         assert step_id == plan.step_id == result.step_id, "results must come in plan order"
         planned = [len(token_ids) for _, token_ids, source in plan.drafts if source == DRAFT_MODEL]
         if planned and (unmade := sum(planned) - sum(len(ids) for _, ids in result.made)):
-            # what was not made did not run
+            # drafts that were not made were not verified
             shape = shape._replace(narrow_rows=shape.narrow_rows - unmade)
         self.num_prefill_tokens += shape.wide_tokens
         self.num_decode_tokens += shape.narrow_rows
-        # the next one has just begun
+        # the next step has just begun
         self._busy_until = now + sum(map(_SECONDS, self._steps))
         if result.elapsed > 0.0:
             ready = self._step_time.ready
@@ -113,5 +112,5 @@ class StepsInFlight:
         return requests
 
     def num_rows(self, request: Request) -> int:
-        """How many rows of these steps are ``request``'s."""
+        """Return how many rows of these steps are ``request``'s."""
         return sum(r is request for step in self._steps for r in step[1])

@@ -1,7 +1,7 @@
-"""A step and what it may do: the seam between plain steps and all that exists for targets.
+"""A step and its limits: the interface between plain steps and all code for targets.
 
-A ``Pacing`` begins each step anew. ``Plain`` is the null object: its steps serve requests without
-targets, and nothing that exists for targets is on their call path; it does not know tenants or
+A ``Pacing`` makes a new object for each step. ``Plain`` is the null object: its steps serve
+requests without targets, and no code for targets is on their call path; it does not know tenants or
 forecasts either. ``pacing.paced.Paced`` is the other one.
 
 ::
@@ -30,53 +30,53 @@ from paceline.core.tier import Tier
 
 __all__ = ["Pacing", "Pass", "Plain", "Step"]
 
-# a NamedTuple made by tuple's constructor costs half of one made by its own, and there is one for
-# every token of every request
+# calling tuple's constructor for a NamedTuple takes half the time of calling its own, and one is
+# made for every token of every request
 _new = tuple.__new__
 
 
 class Pass(NamedTuple):
     """Part of a step: rows for running requests of some tiers, then admissions of these tiers."""
 
-    # get rows in this order
+    # running requests in the order in which they get rows
     running: list[Request]
-    # requests of later tiers, one token behind, that must not sit this step out
+    # requests of later tiers, one token behind, that must not skip this step
     must_run: list[Request]
-    # waiting requests up to this tier are admitted
+    # last tier of the waiting requests to admit
     last: Tier
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Step:
-    """A plain step with its rows so far, and the base of others. Made anew for each step."""
+    """A plain step with its rows so far, and the base class of others. One object per step."""
 
     state: SchedulerState
-    # when the step is planned
+    # time at which the step is planned
     now: float
     # tokens left to hand out
     budget: int
-    # prompt tokens of the step before memory pressure, for forecasts
+    # prompt tokens of the step without memory pressure, for forecasts
     chunk_tokens: int
-    # in order; a token is kept for every running request of later passes
+    # in order; one token is kept for every running request of later passes
     passes: Sequence[Pass]
-    # prompt tokens kept for a request that others made way for
+    # prompt tokens kept for a request for which others were preempted
     reserved: int
     # prompt tokens kept for a running request of a later pass
     kept: int = 0
     # promised best-effort requests come before those that missed their targets
     pressing: bool = False
-    # a best-effort request that gives its memory up before anything is planned
+    # a best-effort request to preempt before anything is planned
     evicted: Request | None = None
-    # predicted seconds of the step beyond which best-effort rows stay out of it, and ask ``takes``
-    # for that; infinite: they need not ask
+    # predicted seconds of the step above which best-effort rows stay out of it, after asking
+    # ``takes``; infinite: they need not ask
     seconds: float = math.inf
-    # the same for best effort without targets, whose rows are metered then; infinite: they are not
+    # the same for best effort without targets, whose rows are then metered; infinite: no limit
     background_seconds: float = math.inf
-    # predicted seconds of ordinary rows alone; None: there are no others
+    # predicted seconds of ordinary rows alone; None: there are no other rows
     ordinary_seconds: float | None = None
-    # where the policy does not mix, the step takes wide rows alone, or narrow ones
+    # if the policy does not mix, whether the step takes wide rows alone, or narrow ones alone
     wide: bool = True
-    # what ``shape`` is made of
+    # the parts of ``shape``
     wide_tokens: int = 0
     wide_keys: float = 0.0
     narrow_rows: int = 0
@@ -86,17 +86,17 @@ class Step:
     requests: list[Request] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
-    # forks that got their blocks in this step: copies come before writes, so they may run from the
-    # next step on
+    # forks that got their blocks in this step: copies come before writes, so the forks may run from
+    # the next step on
     forked: list[Request] = field(default_factory=list)
 
     @property
     def shape(self) -> StepShape:
-        """What the rows so far come to."""
+        """The shape of the rows so far."""
         return StepShape(self.wide_tokens, self.wide_keys, self.narrow_rows, self.narrow_keys)
 
     def add(self, request: Request, num_tokens: int, new_block_ids: tuple[int, ...]) -> None:
-        """Give a request the next tokens it lacks, and count them as computed."""
+        """Give a request its next missing tokens, and count them as computed."""
         start = request.num_computed_tokens
         end = start + num_tokens
         samples = end == request.num_tokens + request.num_pending_tokens
@@ -117,7 +117,7 @@ class Step:
             self.narrow_keys += start
 
     def count_plain(self, num_rows: int, num_keys: int) -> None:
-        """Count rows of one token that ``Rows`` added by itself, with the tokens before them."""
+        """Count rows of one token that ``Rows`` added itself; ``num_keys`` tokens precede them."""
         self.budget -= num_rows
         self.narrow_rows += num_rows
         self.narrow_keys += num_keys
@@ -125,7 +125,7 @@ class Step:
     # ------------------------------------------------------------------ admission
 
     def next(self, last: Tier, passed: Sequence[Request]) -> Request | Reason | None:
-        """The waiting request that is tried next, or why no other is tried in this pass.
+        """Return the waiting request to try next, or why none is tried in this pass.
 
         Args:
             last: the pass admits requests up to this tier.
@@ -145,15 +145,15 @@ class Step:
         return False
 
     def stands_aside(self, request: Request, last: Tier) -> bool:
-        """Whether a request that does not fit, of a pass up to tier ``last``, holds no other up."""
+        """Whether a request that does not fit, in a pass up to tier ``last``, holds no other up."""
         return request.tier > last
 
     def obstacle(self, request: Request) -> Reason | None:
-        """What keeps the request out beside memory; None: nothing does."""
+        """Return the reason other than memory that keeps the request out; None: there is none."""
         return None
 
     def admitted(self, request: Request) -> None:
-        """The request was admitted, and gets its first row next."""
+        """Note that the request was admitted; it gets its first row next."""
 
     # ------------------------------------------------------------------ rows of later passes
 
@@ -162,39 +162,39 @@ class Step:
         return True
 
     def chunk(self, request: Request, *, admission: bool) -> int:
-        """Tokens of the largest chunk of a best-effort request that there is room for."""
+        """Return the tokens of the largest chunk of a best-effort request that fits the step."""
         return max(1, self.budget)
 
     def lengthened(self, before: StepShape) -> None:
-        """Best-effort rows were added in the first pass, or a best-effort request was admitted;
-        ``before`` is the step without that."""
+        """Note that best-effort rows were added in the first pass, or that a best-effort request
+        was admitted; ``before`` is the step without that."""
 
     def first_pass_done(self, num_must_run: int) -> None:
-        """The first of several passes is over; ``num_must_run`` of its rows are best effort."""
+        """Note that the first of several passes is over; ``num_must_run`` rows are best effort."""
 
 
 class Pacing(Protocol):
-    """Begins steps. The scheduler asks one of two, see ``Scheduler``."""
+    """Begins steps. The scheduler calls one of two, see ``Scheduler``."""
 
     def begin(self, now: float, starts: float, *, held: bool) -> Step:
-        """The step that is planned now, without rows. Moves requests between tiers first, and
-        preempts running requests for a better one that waits. The step's budget is one token for
-        each running request and one more at least.
+        """Return the step that is planned now, without rows. Moves requests between tiers first,
+        and preempts running requests for a better waiting one. The step's budget is at least one
+        token for each running request, plus one.
 
         Args:
-            starts: when the step is predicted to start.
+            starts: predicted start of the step.
             held: the policy admits no request for now.
         """
         ...
 
 
 class Plain:
-    """The null object of ``Pacing``: steps are no larger than brings throughput, running requests
+    """The null object of ``Pacing``: steps are no larger than throughput needs, running requests
     get their tokens first, and waiting ones are admitted in the policy's order."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        # without best effort, the other policies displace no request
+        # other policies displace no request without best effort
         self._displaces = overrides(state.policy, "displaces")
 
     def begin(self, now: float, starts: float, *, held: bool) -> Step:

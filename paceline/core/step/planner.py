@@ -1,10 +1,10 @@
-"""One step as passes over data: rows for running requests, then admissions, tier by tier.
+"""Filling of a step in passes: rows for running requests, then admissions, tier by tier.
 
-A plain step has one pass. State lives in what the passes are given; the planner keeps none from one
-step to the next.
+A plain step has one pass. All state is in the arguments of the passes; the planner keeps none from
+one step to the next.
 
 This module does not know how the passes are chosen, how requests arrive and end, nor what a step
-brings.
+samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Planner"]
 
 
 class Planner:
-    """Fills steps."""
+    """Fills steps with rows."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
@@ -32,7 +32,7 @@ class Planner:
         self._admission = Admission(state, self._rows)
 
     def fill(self, step: Step, *, held: bool) -> Reason | None:
-        """Plan rows, and return what holds the head of the queue up; None if nothing does.
+        """Plan rows, and return why the head of the queue is held up; None if it is not.
 
         Args:
             held: the policy admits no request for now.
@@ -56,8 +56,8 @@ class Planner:
         return held_by
 
     def _choose_kind(self, step: Step, held: bool) -> None:
-        """For policies that do not mix: wide rows while there are any to compute, or a waiting
-        request that would bring some."""
+        """Choose the kind of rows, for policies that do not mix: wide ones while there are any to
+        compute, or while a waiting request would add some."""
         running = self._running.requests
         step.wide = any(request.num_uncomputed_tokens > 1 for request in running)
         if not step.wide and not held:
@@ -69,7 +69,7 @@ class Planner:
             )
 
     def _fill_narrow(self, step: Step) -> None:
-        """No wide row could be had after all (memory): do not waste the step."""
+        """Fill the step with narrow rows after all: memory allowed no wide row."""
         step.wide = False
         ordinary = [r for r in self._running.requests if r.tier is Tier.ORDINARY]
         rest = [r for r in self._running.requests if r.best_effort]
@@ -77,8 +77,8 @@ class Planner:
         self._rows.extend(step, _still_running(rest), 0, limited=True)
 
     def _run(self, step: Step, passes: Sequence[Pass], held_by: Reason | None) -> Reason | None:
-        """Run the first of the passes that are left. No request is admitted where ``held_by`` says
-        what holds the queue up. Returns what does so now."""
+        """Run the first of the remaining passes. No request is admitted if ``held_by`` is a reason.
+        Returns the reason afterwards."""
         part, is_first = passes[0], len(passes) == len(step.passes)
         later = sum(len(following.running) for following in passes[1:])
         reserved = later
@@ -91,7 +91,7 @@ class Planner:
         num_rows, preempted = len(step.rows), False
         if part.must_run and (must_run := _still_running(part.must_run)):
             before = step.shape
-            # each takes one token: none has to be left for other rows
+            # each takes one token, so none has to be kept for other rows
             preempted = self._rows.extend(step, must_run, 0, limited=False)
             step.lengthened(before)
         num_must_run = len(step.rows) - num_rows
@@ -107,6 +107,6 @@ class Planner:
 
 
 def _still_running(requests: Sequence[Request]) -> list[Request]:
-    """Requests that have not made way for others in this step."""
+    """Return the requests that were not preempted in this step."""
     running = RequestStatus.RUNNING
     return [request for request in requests if request.status is running]

@@ -1,4 +1,4 @@
-"""Rows for running requests: a token each, and what is left for those that are further behind.
+"""Rows for running requests: a token each, and the rest for requests that are further behind.
 
 This module does not know which requests are admitted, or in which order tiers are served.
 """
@@ -34,12 +34,12 @@ class Rows:
         self._caches = state.cache.enable_prefix_caching
 
     def extend(self, step: Step, running: list[Request], later: int, *, limited: bool) -> bool:
-        """Rows for ``running``, in order, leaving a token for each of ``later`` others. Requests
-        that have to give way are taken out of the list. Returns whether any had to.
+        """Add rows for ``running``, in order, leaving a token for each of ``later`` others.
+        Requests that are preempted are taken out of the list. Returns whether any was.
 
         Args:
             running: best-effort requests alone, or ordinary ones alone.
-            limited: they get rows only as far as the step has room for best effort.
+            limited: they get rows only within the step's limits for best effort.
         """
         preempted = False
         asks = limited and step.seconds < math.inf
@@ -62,7 +62,7 @@ class Rows:
                 preempted = True
                 extension = self._make_room(step, running, index, num_tokens, limited)
                 if extension is None:
-                    # the request itself gave way
+                    # the request itself was preempted
                     continue
             self.add(step, request, num_tokens, extension)
             index += 1
@@ -71,11 +71,11 @@ class Rows:
     def _num_tokens(
         self, step: Step, running: list[Request], index: int, later: int, limited: bool
     ) -> int:
-        """Tokens of the row of ``running[index]``; 0: it gets none. See ``extend``."""
+        """Return the tokens of the row of ``running[index]``; 0: it gets none. See ``extend``."""
         request = running[index]
         behind = request.num_uncomputed_tokens
         if behind <= 0 or request.num_computed_tokens + behind >= request.max_total_tokens:
-            # all is computed, or the request waits for its last token, or for what guesses bring
+            # all is computed, or the request waits for its last token or for the result of drafts
             return 0
         takes = (not limited or step.takes(request)) if self._mixes else step.wide == (behind > 1)
         if not takes or behind == 1:
@@ -87,12 +87,12 @@ class Rows:
         return num_tokens
 
     def _plain_rows(self, step: Step, running: list[Request], index: int, *, asks: bool) -> int:
-        """Rows of one token for the requests from ``index`` on, by the shortest way, up to the
-        first that needs more than that; ``extend`` would do the same for each. Most rows of most
-        steps are such. Returns where it stopped.
+        """Add rows of one token for the requests from ``index`` on, by the shortest way, up to the
+        first that needs more; ``extend`` would do the same for each. Most rows of most steps are
+        such. Returns the index where it stopped.
 
         Args:
-            asks: the step is asked before each row; else every request gets one.
+            asks: ask the step before each row; else every request gets one.
         """
         rows, requests = step.rows, step.requests
         pool, block_size, caches = self._kv.pool, self._block_size, self._caches
@@ -133,8 +133,8 @@ class Rows:
     def _make_room(
         self, step: Step, running: list[Request], index: int, num_tokens: int, limited: bool
     ) -> Extension | None:
-        """Blocks for ``num_tokens`` tokens of ``running[index]`` from waiting requests, else from
-        running ones; None: the request itself had to give its own up."""
+        """Free blocks for ``num_tokens`` tokens of ``running[index]`` from waiting requests, else
+        from running ones; None: the request itself had to give up its own."""
         request = running[index]
         while True:
             if not self._waiting.drop_blocks():
@@ -149,8 +149,8 @@ class Rows:
                 return extension
 
     def _victim(self, step: Step, running: list[Request], index: int, limited: bool) -> Request:
-        """The request that gives blocks up for ``running[index]``: none that has a row already,
-        and of ``running`` none before it."""
+        """Choose the request that gives up blocks for ``running[index]``: none that has a row
+        already, and none of ``running`` before it."""
         candidates = running[index:]
         tier = running[index].tier
         if tier is not Tier.BACKGROUND:
@@ -164,8 +164,8 @@ class Rows:
         return self._running.victim(candidates, self._expendable)
 
     def add(self, step: Step, request: Request, num_tokens: int, extension: Extension) -> None:
-        """A row of the next ``num_tokens`` tokens, whose blocks the request has; ``extension`` is
-        what that took."""
+        """Add a row of the next ``num_tokens`` tokens, for which the request has the blocks;
+        ``extension`` is the change of its block table for that."""
         if extension.copy is not None:
             step.copies.append(extension.copy)
         step.add(request, num_tokens, extension.new_block_ids)

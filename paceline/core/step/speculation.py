@@ -1,16 +1,16 @@
-"""The seam to what guesses next tokens: the scheduler adds guesses to a plan that is complete.
+"""The interface to speculation: drafts are added to a plan that is otherwise complete.
 
-A row of one token becomes one of 1 + k, whose last k are guesses; ``outputs.Draft`` says what a
-backend does with them. ``paceline.speculation`` makes them. Core works without it: no guess
-changes which tokens a request gets, and a scheduler that is given no ``Speculation`` plans none.
+A row of one token becomes one of 1 + k, whose last k are draft tokens; ``outputs.Draft`` says what
+a backend does with them. ``paceline.speculation`` makes them. Core works without it: no draft
+changes a request's tokens, and a scheduler without ``Speculation`` plans none.
 
 ::
 
     schedule    rows, admission; then add(step), forces(step); making_seconds is part of the step
     update      take_in(...), then the tokens are appended
 
-Core keeps for it, and hands on unread: ``drafter``, ``prediction_token_ids`` and
-``max_draft_tokens`` of what was asked, ``Request.guesser``, and ``speculative_config`` of the
+Core keeps for it, and passes on unread: ``drafter``, ``prediction_token_ids`` and
+``max_draft_tokens`` of the caller's request, ``Request.guesser``, and ``speculative_config`` of the
 scheduler's settings.
 """
 
@@ -19,26 +19,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import Draft, SchedulerOutput, StepResult
 from paceline.core.request import Request
 from paceline.core.step.limits import Step
 from paceline.core.step.state import SchedulerState
+from paceline.errors import ConfigError
 
 __all__ = ["Speculation", "SpeculationMaker", "make_speculation"]
 
 
 class Speculation(Protocol):
-    """Guesses for one scheduler, which asks nothing of it before ``begins``."""
+    """Drafts for one scheduler, which calls nothing else before ``begins`` returns True."""
 
-    # the next step is best planned once this one's tokens are known: then they can be guessed on
+    # the next step is best planned once this one's tokens are known: then drafts can follow them
     awaits_tokens: bool
-    # predicted seconds of the last step in which the backend makes guesses
+    # predicted seconds of the last step for the backend to make draft tokens
     making_seconds: float
 
     def begins(self, request: Request | None) -> bool:
-        """Whether guesses are made from now on, as this request arrives, which says what it
-        expects (``prediction_token_ids``); None: from the start. Not asked again once it is so."""
+        """Whether drafts begin now that this request arrives, which has an expected output
+        (``prediction_token_ids``); None: from the start. Not called again once it is True."""
         ...
 
     def add(self, step: Step) -> tuple[Draft, ...]:
@@ -47,14 +47,14 @@ class Speculation(Protocol):
         ...
 
     def forces(self, step: Step) -> tuple[int, ...]:
-        """See ``SchedulerOutput.forces``; of a step with all its rows."""
+        """Return ``SchedulerOutput.forces`` for a step with all its rows."""
         ...
 
     def take_in(
         self, plan: SchedulerOutput, requests: list[Request], result: StepResult, now: float
     ) -> None:
-        """A step is back, whose tokens the ``requests`` of its rows do not have yet. Counts what
-        was computed of wrong guesses as not computed, so that the next row overwrites it."""
+        """Take in a step's result, before its tokens are appended to the ``requests`` of its rows.
+        Counts computed tokens of wrong drafts as not computed: the next row overwrites them."""
         ...
 
 
@@ -63,11 +63,11 @@ SpeculationMaker = Callable[[SchedulerState], Speculation]
 
 
 def make_speculation(state: SchedulerState, make: SpeculationMaker | None) -> Speculation | None:
-    """What may guess for a scheduler with these parts; None: nothing does.
+    """Return the source of drafts for a scheduler with these parts; None: there is none.
 
     Raises:
-        ConfigError: ``speculative_config`` says how to guess, and what is to do so does not know
-            that, or is not there.
+        ConfigError: ``speculative_config`` is set, and the source does not know its values, or
+            there is none.
     """
     if make is not None:
         return make(state)

@@ -1,4 +1,4 @@
-"""What the parts of one scheduler share.
+"""State that the parts of one scheduler share.
 
 This module does not decide anything.
 """
@@ -33,24 +33,24 @@ __all__ = ["LastPlan", "SchedulerState", "Totals", "check_integrity", "take_stat
 
 @dataclass(slots=True)
 class LastPlan:
-    """What the last plan found, for forecasts between plans."""
+    """Findings of the last plan, for forecasts between plans."""
 
-    # prompt tokens that the step could take
+    # prompt tokens that the step had room for
     chunk_tokens: int
-    # what held the head of the queue up; None: nothing did
+    # why the head of the queue was held up; None: it was not
     held_by: Reason | None = None
-    # counts plans, results and ends of requests: what was seen under another number is out of date
+    # counts plans, results and ends of requests: findings under another number are out of date
     version: int = 0
-    # ``History.forecast``, the seconds that it took, and whether the request had been demoted, of
-    # all that had their first token since forecasts were last asked for
+    # ``History.forecast``, the seconds that it really took, and whether the request had been
+    # demoted, of all that had their first token since forecasts were last made
     first_tokens: list[tuple[Any, float, bool]] = field(default_factory=list)
-    # requests that were demoted since the door last looked at them
+    # requests that were demoted since the door last read this
     demoted: list[Request] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Totals:
-    """What is counted from the start on, over all requests."""
+    """Counters from the start on, over all requests."""
 
     num_recomputed_tokens: int = 0
     num_relegated: int = 0
@@ -61,14 +61,14 @@ class Totals:
     num_discarded_tokens: int = 0
     # refused requests by QueueFullError.reason
     refused: Counter[str] = field(default_factory=Counter)
-    # rows with guesses; guesses and right ones by source, and these by their place in the row
+    # rows with drafts; draft tokens and right ones by source, and right ones by index in the row
     num_drafts: int = 0
     drafted: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
     accepted_by_place: Counter[int] = field(default_factory=Counter)
 
     def note_draft(self, source: str, num_guesses: int, num_right: int) -> None:
-        """A row with so many guesses has come back, of which the first ``num_right`` were right."""
+        """Count a row of ``num_guesses`` draft tokens, the first ``num_right`` of them right."""
         self.num_drafts += 1
         self.drafted[source] += num_guesses
         self.accepted[source] += num_right
@@ -87,7 +87,7 @@ class SchedulerState:
         self, config: SchedulerConfig, cache: CacheConfig, policy: SchedulingPolicy | None = None
     ) -> None:
         self.config, self.cache = config, cache
-        # seconds of a step and lengths of outputs, learned online, and what follows from both
+        # seconds of a step and lengths of outputs, learned online, and the work that follows
         self.step_time, self.lengths = StepTimeModel(), LengthHistory()
         self.work = WorkEstimator(self.step_time, self.lengths)
         self.policy = policy = policy or make_policy(PolicyContext(config, self.work))
@@ -104,8 +104,8 @@ class SchedulerState:
         self.totals = Totals()
 
     def outlook(self, tier: Tier, running: Sequence[Request], num_freed: int = 0) -> MemoryOutlook:
-        """How the memory of running requests looks to a request of ``tier`` once so many blocks
-        have come free. Best effort makes way, so ordinary requests need not count it."""
+        """Return the memory forecast for a request of ``tier``, with ``num_freed`` more blocks
+        free. Best effort is preempted for ordinary requests, so these need not count it."""
         if tier is Tier.ORDINARY:
             running = [request for request in running if request.tier is tier]
         num_held = self.cache.num_blocks - self.kv.pool.num_free - num_freed
@@ -113,7 +113,7 @@ class SchedulerState:
 
 
 def take_stats(state: SchedulerState) -> SchedulerStats:
-    """A snapshot of the parts."""
+    """Return a snapshot of the parts."""
     totals, host = state.totals, state.kv.host
     kv, waiting, steps, held_by = state.kv, state.waiting, state.steps, state.last.held_by
     return SchedulerStats(
@@ -141,7 +141,7 @@ def take_stats(state: SchedulerState) -> SchedulerStats:
 
 
 def check_integrity(state: SchedulerState, live: Mapping[str, Request]) -> None:
-    """AssertionError unless every invariant of requests, queues, tables and pool holds.
+    """Raise AssertionError unless all invariants of requests, queues, tables and pool hold.
 
     Args:
         live: requests that have not ended, by id.

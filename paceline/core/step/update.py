@@ -1,4 +1,4 @@
-"""What a step sampled: appended to its requests, and sent to their callers.
+"""Sampled tokens: appended to their requests, and sent to the callers.
 
 This module does not know how the step was chosen.
 """
@@ -22,19 +22,19 @@ from paceline.core.step.state import SchedulerState
 
 __all__ = ["Updates", "update_of"]
 
-# a NamedTuple made by tuple's constructor costs half of one made by its own
+# calling tuple's constructor for a NamedTuple takes half the time of calling its own
 _new = tuple.__new__
 _SAMPLES = ScheduledRow._fields.index("samples")
 
-# one row's, None where it asked for none
+# one row's; None if the request wants none
 _Logprobs = tuple[TokenLogprobs, ...] | None
 
 
 class Updates:
-    """Takes results in.
+    """Applies results to requests.
 
     Args:
-        finish: ends a request, which stays among the running ones for now.
+        finish: ends a request, which stays in the running list for now.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Updates:
         self._state = state
         self._finish = finish
         self._sampled = state.policy.sampled
-        # most policies do not count what was served
+        # most policies do not count tokens served
         self._counts = overrides(state.policy, "served", "sampled")
 
     def take_in(
@@ -55,7 +55,7 @@ class Updates:
         *,
         tell_all: bool,
     ) -> tuple[RequestUpdate, ...]:
-        """See ``Scheduler.update``; ``requests`` are those of the plan's rows."""
+        """Apply a result, see ``Scheduler.update``; ``requests`` are those of the plan's rows."""
         failed = dict(result.errors)
         logprobs = result.logprobs or (None,) * len(plan.rows)
         updates: list[RequestUpdate] = []
@@ -63,7 +63,7 @@ class Updates:
         counted: list[Request] = []
         finished, samples_at = RequestStatus.FINISHED, _SAMPLES
         counts, append = self._counts, updates.append
-        # this loop turns once for every token
+        # this loop runs once for every token
         for request, row, token_ids, row_logprobs in zip(
             requests, plan.rows, result.sampled, logprobs, strict=True
         ):
@@ -79,13 +79,13 @@ class Updates:
                 and request.told
                 and not failed
             ):
-                # nearly all rows are such: this is the short way, and what is below does the same
+                # the short way for nearly all rows; the code below would do the same
                 request.output_token_ids.append(token_ids[0])
                 request.num_tokens = total
                 if counts:
                     counted.append(request)
                 if tell_all:
-                    # what ``update_of`` would make, without the call
+                    # the same as ``update_of``, without the call
                     news = (
                         row[0], token_ids, row_logprobs, None, None, request.num_cached_tokens,
                         request.first_scheduled_time, request.num_preemptions, None, None,
@@ -104,8 +104,8 @@ class Updates:
         return tuple(updates)
 
     def _append(self, request: Request, token_ids: tuple[int, ...], now: float) -> tuple[int, ...]:
-        """Append tokens until one ends the output; none are the end of a request that is pooled.
-        Returns those that count."""
+        """Append tokens until one ends the output; no tokens are the end of a pooling request.
+        Returns the tokens appended."""
         if request.first_token_time is None:
             request.first_token_time = now
             self._state.totals.num_first_tokens += 1
@@ -135,7 +135,7 @@ class Updates:
     def _tell(
         self, request: Request, token_ids: tuple[int, ...], logprobs: _Logprobs, tell_all: bool
     ) -> Iterator[RequestUpdate]:
-        """The news of a request with these new tokens, where it is to be told."""
+        """Yield the update of a request with these new tokens, if it is to be sent."""
         if tell_all or request.finish_reason is not None:
             yield update_of(request, token_ids, logprobs)
         request.told = True
@@ -144,10 +144,10 @@ class Updates:
 def update_of(
     request: Request, token_ids: tuple[int, ...], logprobs: _Logprobs, error: str | None = None
 ) -> RequestUpdate:
-    """The news of a request with these new tokens; its timeline with the last, and where its caller
-    has not been sent that since it changed."""
+    """Return the update of a request with these new tokens, with its timeline if this is the last
+    update or the caller was not sent the timeline since it changed."""
     tells = request.finish_reason is not None or not request.told
-    # tokens behind the one that ended the request are not told
+    # tokens after the one that ended the request are dropped
     kept = None if logprobs is None else logprobs[: len(token_ids)]
     news = (
         request.request_id, token_ids, kept, request.finish_reason, request.stop_reason,

@@ -1,2 +1,2 @@
-"""The engine's process boundary: the loop and its process on one side, the client on the other,
-and the messages between them."""
+"""The engine's process boundary: the loop and its process on one side, the client on the other, and
+the messages between them."""

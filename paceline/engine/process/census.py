@@ -11,8 +11,8 @@ __all__ = ["take_census"]
 
 
 def take_census(requests: Iterable[Request]) -> tuple[ClassUse, ...]:
-    """Classes that have a request, sorted by name. Takes time in proportion to the requests, not to
-    their blocks: too long for every step."""
+    """Return the classes that have a request, sorted by name. Takes time in proportion to the
+    requests, not to their blocks: too long for every step."""
     counts: dict[str, list[int]] = {}
     for request in requests:
         use = counts.setdefault(request.asked.slo.slo_class, [0, 0, 0])

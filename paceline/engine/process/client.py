@@ -1,7 +1,7 @@
 """An engine in a process of its own, as a server sees it.
 
-This module starts and watches the child and carries messages; requests are ``frontend``'s. What the
-child runs is given as a command line, so nothing here knows models.
+This module starts and watches the child and carries messages; ``frontend`` handles requests. The
+child's program is given as a command line, so nothing here knows models.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Final
 import msgspec
 import zmq
 
-from paceline.core.errors import ConfigError, EngineDeadError
 from paceline.engine.process.frontend import EngineFrontend
 from paceline.engine.process.in_flight import read_in_flight
 from paceline.engine.process.messages import (
@@ -38,17 +37,18 @@ from paceline.engine.process.messages import (
 from paceline.engine.process.waiting import happens_within
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.types import EngineInfo, EngineStats
+from paceline.errors import ConfigError, EngineDeadError
 
 __all__ = ["ProcessEngineClient"]
 
 _log = logging.getLogger(__name__)
 
-# messages taken in one turn of the event loop, so that HTTP work gets its turn under load
+# most messages received in one turn of the event loop, so that HTTP work gets its turn under load
 _BURST: Final = 4
 # seconds for an engine to end by itself, and then after SIGTERM
 _CLOSE_GRACE: Final = 5.0
 _TERM_GRACE: Final = 2.0
-# seconds a dead engine's last words may take to arrive after its exit
+# seconds for a dead engine's last messages to arrive after its exit
 _LAST_WORDS: Final = 0.1
 
 
@@ -79,7 +79,7 @@ class ProcessEngineClient(EngineFrontend):
 
         Args:
             argv: a command line whose program calls ``engine_main``.
-            config: what that program's builder is given.
+            config: argument of that program's builder.
             load_tokenizer: called on a thread while the engine loads its model.
             ready_timeout: seconds for both.
             stall_timeout: see ``EngineFrontend``.
@@ -110,24 +110,24 @@ class ProcessEngineClient(EngineFrontend):
 
     @property
     def pid(self) -> int:
-        """Of the engine process, for logs."""
+        """The engine process, for logs."""
         return self._child.pid
 
     @property
     def is_stopped(self) -> bool:
-        """The operating system has halted the process (SIGSTOP); False where it does not tell."""
+        """Whether the OS has stopped the process (SIGSTOP); False if that cannot be read."""
         return self._child.is_stopped
 
     def requests_in_flight(self) -> frozenset[str] | None:
-        """Ids of requests in the engine's latest steps, also right after its end; None: unknown."""
+        """Return the ids in the engine's latest steps, also right after its end; None: unknown."""
         return read_in_flight(self._child.in_flight_path)
 
     async def wait_exit(self, timeout: float) -> None:
-        """Until the process has ended, for ``timeout`` seconds at most."""
+        """Wait until the process has ended, at most ``timeout`` seconds."""
         await happens_within(self._child.exited, timeout)
 
     def kill(self, reason: str) -> None:
-        """End the process now, whatever state it is in; its requests fail with ``reason``."""
+        """End the process at once, in any state; its requests fail with ``reason``."""
         self._die(reason)
         self._child.kill()
 
@@ -152,7 +152,7 @@ class _Child:
     def __init__(self, argv: Sequence[str], config: bytes) -> None:
         self.info: EngineInfo | None = None
         self.on_message: Callable[..., None] = self._before_ready
-        # told why, once, when the process ended and its last messages were delivered
+        # called with the reason, once, when the process ended and its last messages were delivered
         self.on_exit: Callable[[str], None] = self._failed_to_start
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
@@ -199,7 +199,7 @@ class _Child:
             stat = Path(f"/proc/{self._process.pid}/stat").read_bytes()
         except OSError:
             return False
-        # the name before it, in parentheses, may hold anything
+        # the name before it, in parentheses, may hold any characters
         return stat.rpartition(b")")[2].split()[:1] == [b"T"]
 
     def kill(self) -> None:
@@ -210,13 +210,13 @@ class _Child:
         await self._ready
 
     def send(self, message: ClientMessage) -> None:
-        # Again: not connected any more, so the engine is gone, and the watch will say so
+        # Again: the engine is not connected any more, and the watch thread will report its end
         with contextlib.suppress(zmq.Again):
             if not self._inbox.closed:
                 self._inbox.send(encode(message), zmq.NOBLOCK)
 
     async def close(self) -> None:
-        """End the process, gently at first, and remove every trace. Idempotent."""
+        """End the process, gently at first, and remove its files. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -226,7 +226,7 @@ class _Child:
         steps: tuple[tuple[int | None, float], ...] = (
             (None, _CLOSE_GRACE if self.info is not None else 0.0),
             (signal.SIGTERM, _TERM_GRACE),
-            # what is stopped (SIGSTOP) or stuck still ends with this
+            # this ends a stopped (SIGSTOP) or stuck process, too
             (signal.SIGKILL, _CLOSE_GRACE),
         )
         for number, grace in steps:
@@ -239,29 +239,29 @@ class _Child:
         self._release()
 
     def _spawn(self, argv: Sequence[str], launch: bytes) -> subprocess.Popen[bytes]:
-        # stdout is the caller's own; whatever the engine prints is for people. A process group of
-        # its own keeps the terminal's Ctrl-C away from it
+        # stdout is the caller's own, and the engine's output is for people. A process group of its
+        # own keeps the terminal's Ctrl-C away from it
         process = subprocess.Popen(
             list(argv), stdin=subprocess.PIPE, stdout=2, bufsize=0, process_group=0
         )
         assert process.stdin is not None
-        # a child that is dead already is noticed by the watch
+        # the watch thread notices a child that has ended already
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(launch)
         return process
 
     def _release(self) -> None:
-        # with all its sockets
+        # closes all sockets, too
         self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _read(self) -> None:
-        """Take messages until none is left: the descriptor only tells of the first new one."""
+        """Handle messages until none is left, as the descriptor signals only the first new one."""
         if self._take(_BURST):
             self._loop.call_soon(self._read)
 
     def _take(self, limit: int) -> bool:
-        """Deliver up to ``limit`` messages; whether there may be more."""
+        """Deliver up to ``limit`` messages; return whether there may be more."""
         for _ in range(limit):
             if self._outbox.closed:
                 return False
@@ -272,7 +272,7 @@ class _Child:
             try:
                 self.on_message(decode_engine_message(data))
             except Exception as error:
-                # requests would wait for ever for what this message said
+                # without this message, requests would wait for ever
                 _log.exception("a message of the engine could not be handled")
                 self.on_exit(f"a message of the engine could not be handled: {error!r}")
         return True
@@ -292,10 +292,10 @@ class _Child:
             self._ready.set_exception(EngineDeadError(reason))
 
     def _wait(self) -> None:
-        """On a thread of its own: until the process ends."""
+        """Wait for the process's end, on a thread of its own."""
         code = self._process.wait()
         with contextlib.suppress(RuntimeError):
-            # the event loop may be gone already; then nobody is left to tell
+            # the event loop may be closed already, and nothing waits for this any more
             self._loop.call_soon_threadsafe(self._gone, code)
 
     def _gone(self, code: int) -> None:
@@ -316,14 +316,14 @@ def _cause(code: int) -> str:
 
 
 def _ignore(_: object) -> None:
-    """For news of an engine that is being closed."""
+    """Ignore messages of an engine that is being closed."""
 
 
 def _socket_directory() -> Path:
-    """A new directory that only this user can enter, with a path short enough for sockets.
+    """Make a directory that only this user can enter, with a path short enough for sockets.
 
     Raises:
-        ConfigError: neither the usual temporary directory nor /tmp will do.
+        ConfigError: paths in the temporary directory and in /tmp are too long.
     """
     tried = []
     for parent in dict.fromkeys((tempfile.gettempdir(), "/tmp")):

@@ -1,13 +1,13 @@
-"""Does the engine have its processors for itself?
+"""Detection of other processes on the engine's processors.
 
-The threads of a step wait for one another hundreds of times in it. Where another process takes one
-of their processors, all of them wait for the one that is off it, so the engine loses much more than
-the share that it gives (docs/lab-log/, "Contended cores"). Nothing else tells of it: the machine
-looks busy either way. The kernel counts what is asked for here: how long each thread was ready to
-run and did not (``schedstat``).
+The threads of a step wait for one another hundreds of times in it. If another process takes one of
+their processors, all of them wait for the thread that lost it, so the engine loses much more than
+that share (docs/lab-log/, "Contended cores"). No other figure shows it: the machine looks busy
+either way. This module reads the kernel's count of the time that each thread was ready but not
+running (``schedstat``).
 
-``ContentionMeter`` is pure; ``watch_contention`` reads and logs. Linux only: elsewhere, and where
-the kernel does not count, nothing is said.
+``ContentionMeter`` is pure; ``watch_contention`` reads and logs. Linux only: elsewhere, and without
+the kernel's counts, it does nothing.
 """
 
 from __future__ import annotations
@@ -24,59 +24,59 @@ __all__ = ["Contention", "ContentionMeter", "Sample", "read_sample", "watch_cont
 
 _log = logging.getLogger(__name__)
 
-# seconds between two looks, and between two lines in the log while it lasts
+# seconds between two samples, and between two lines in the log while contention lasts
 _LOOK: Final = 10.0
 _AGAIN: Final = 60.0
-# of the time in which the engine wanted a processor, it had none
+# share of the time in which the engine wanted a processor and had none
 _WAITED: Final = 0.25
-# processors that others kept busy meanwhile
+# processors that other processes kept busy meanwhile
 _OTHERS: Final = 0.5
-# an engine that wanted one for less of the time has not much to lose
+# share of the time below which an engine that wants a processor has not much to lose
 _BUSY: Final = 0.2
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Counters in seconds, since whenever."""
+    """Counters in seconds, from any start."""
 
-    # the clock's
+    # time of the clock
     now: float
-    # of this process's threads: on a processor, and ready for one
+    # this process's threads: on a processor, and ready for one
     ran: float
     waited: float
-    # of the machine's processors: all that was done (or stolen by a hypervisor), and what this
-    # process and its parent did of it
+    # the machine's processors: all busy time (or stolen by a hypervisor), and the part of it spent
+    # by this process and its parent
     busy: float
     own: float
 
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """Between two samples."""
+    """Contention between two samples."""
 
-    # of the time in which the engine wanted a processor, 0 to 1
+    # share of the time in which the engine wanted a processor and had none, 0 to 1
     waited: float
-    # processors, on average
+    # processors used by other processes, on average
     others: float
 
 
 class ContentionMeter:
-    """Takes a sample now and then."""
+    """Compares samples."""
 
     def __init__(self) -> None:
         self._before: Sample | None = None
         self._said_at: float | None = None
 
     def look(self, sample: Sample) -> Contention | None:
-        """What is to be told now: the engine is short of processors, and nobody was told lately."""
+        """Return the contention if it is too high and none was returned lately."""
         before, self._before = self._before, sample
         if before is None:
             return None
         seconds = sample.now - before.now
         ran, waited = sample.ran - before.ran, sample.waited - before.waited
         others = (sample.busy - before.busy) - (sample.own - before.own)
-        # threads that ended take their counts with them
+        # the counts of ended threads are gone
         if seconds <= 0 or min(ran, waited) < 0 or ran + waited < _BUSY * seconds:
             return None
         found = Contention(waited / (ran + waited), others / seconds)
@@ -89,10 +89,10 @@ class ContentionMeter:
 
 
 def read_sample(now: float, proc: Path = Path("/proc"), parent: int | None = None) -> Sample | None:
-    """The counters as they are; None where the kernel has none.
+    """Read the present counters; None if the kernel has none.
 
     Args:
-        parent: of this process, by default its own: the server, whose work is no stranger's.
+        parent: of this process; its own by default: the server, which is not a stranger.
     """
     try:
         ran = waited = 0
@@ -110,13 +110,13 @@ def read_sample(now: float, proc: Path = Path("/proc"), parent: int | None = Non
 
 
 def _ticks(process: Path) -> int:
-    # the name before them, in parentheses, may hold anything
+    # the name before them, in parentheses, may hold any characters
     fields = (process / "stat").read_text().rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])
 
 
 def watch_contention() -> None:
-    """Look for as long as the process lives, on a thread of its own."""
+    """Sample for as long as the process lives, on a thread of its own."""
 
     def work() -> None:
         meter = ContentionMeter()

@@ -1,12 +1,12 @@
-"""The half of an engine client that is the same wherever the engine lives.
+"""The part of an engine client that does not depend on where the engine lives.
 
 ::
 
     generate() --Add--> engine --Outputs--> OutputProcessor --> _Stream --> generate()
 
-A stream holds what its reader has not taken yet. A slow reader gets several deltas joined into one,
-so it costs memory for its text and nothing else, and it never slows the engine or other readers.
-A reader who waits may be spared the wake-up: its sink (``protocol.Sink``) is asked first.
+A stream holds what its reader has not taken yet. A slow reader gets several deltas merged into one,
+so it costs only the memory of its text, and it never slows the engine or other readers. A waiting
+reader may be spared the wake-up: its sink (``protocol.Sink``) is called first.
 
 Everything here runs on one event loop. Subclasses carry messages: ``_send`` out, ``_receive`` in.
 """
@@ -19,11 +19,6 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
-from paceline.core.errors import (
-    EngineDeadError,
-    EngineDrainingError,
-    InvalidRequestError,
-)
 from paceline.engine.process.messages import (
     Abort,
     Add,
@@ -45,14 +40,15 @@ from paceline.engine.types import (
     GenerationRequest,
     Resume,
 )
+from paceline.errors import EngineDeadError, EngineDrainingError, InvalidRequestError
 
 __all__ = ["EngineFrontend"]
 
-# outputs a stream holds before it joins them
+# outputs that a stream holds before it merges them
 _UNREAD: Final = 32
-# seconds of silence that say nothing about an idle engine
+# seconds of silence that are normal for an idle engine
 _QUIET: Final = 2.5
-# seconds aborted requests get to hand in their last delta
+# seconds for aborted requests to deliver their last delta
 _ABORT_GRACE: Final = 5.0
 
 
@@ -63,23 +59,23 @@ class _Stream:
         self._sink = sink
         self._unread: list[GenerationOutput] = []
         self._error: Exception | None = None
-        # what the one reader waits on, while it does
+        # the one reader's future, while it waits
         self._waiting: asyncio.Future[None] | None = None
-        # something was read: the sink is not asked before
+        # whether something was read: the sink is not called before
         self._begun = False
-        # of all choices, read or not
+        # output tokens of all choices, read or not
         self.num_output_tokens = num_output_tokens
 
     def put(self, output: GenerationOutput) -> None:
         if self._error is not None:
-            # a hole in the answer would go unseen if what comes after it, or its end, were read
+            # otherwise the reader would get later output, or the end, without noticing the gap
             return
         self.num_output_tokens = output.num_output_tokens
         waiting = self._waiting
         if (
             self._sink is not None
             and self._begun
-            # it has not been woken, so there is nothing unread and no error
+            # the reader has not been woken, so there is nothing unread and no error
             and waiting is not None
             and not waiting.done()
             and not output.finished
@@ -96,13 +92,13 @@ class _Stream:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """End the stream; what is unread is still read first. The first error counts."""
+        """End the stream; unread output is still read first. The first error counts."""
         if self._error is None:
             self._error = error
         self._wake()
 
     async def get(self) -> GenerationOutput:
-        """Everything unread as one output; waits if there is nothing."""
+        """Return everything unread as one output; wait if there is nothing."""
         while not self._unread:
             if self._error is not None:
                 raise self._error
@@ -122,18 +118,18 @@ class _Stream:
 
 
 class EngineFrontend(abc.ABC):
-    """An ``EngineClient`` less its transport.
+    """An ``EngineClient`` without its transport.
 
     Args:
         stall_timeout: seconds without a completed step while requests are unfinished, or without
-            any sign of life at all, after which ``check_health`` raises.
+            any message at all, after which ``check_health`` raises.
     """
 
-    # called once, on the event loop, when the engine is gone without having been closed
+    # called once, on the event loop, when the engine has ended without having been closed
     on_dead: Callable[[EngineDeadError], None] | None = None
     # called on the event loop for every snapshot; ``stats`` alone would miss step counts
     on_stats: Callable[[EngineStats], None] | None = None
-    # called on the event loop with frames of ``engine.timeline``; None: the engine is gone
+    # called on the event loop with frames of ``engine.timeline``; None: the engine has ended
     on_timeline: Callable[[bytes | None], None] | None = None
 
     def __init__(self, tokenizer: Tokenizer, stats: EngineStats, stall_timeout: float) -> None:
@@ -143,12 +139,12 @@ class EngineFrontend(abc.ABC):
         self._processor = OutputProcessor(tokenizer)
         self._streams: dict[str, _Stream] = {}
         self._draining = False
-        # why nothing more comes from the engine
+        # reason why nothing more comes from the engine
         self._dead: str | None = None
-        # what another engine may go on from, of requests that were under way then
+        # output so far of unfinished requests at the engine's end, for another engine
         self._resumes: dict[str, Resume] = {}
         now = time.monotonic()
-        # the last sign of life, and the last that work moved (or began)
+        # time of the last message, and of the last progress (or beginning) of work
         self._heard_at = now
         self._progress_at = now
         # set while no request is unfinished
@@ -179,20 +175,20 @@ class EngineFrontend(abc.ABC):
         return self._processor.num_unfinished
 
     def num_output_tokens(self, request_id: str) -> int:
-        """Tokens that have come of a request under way; 0 for an unknown one."""
+        """Return the output tokens so far of a running request; 0 for an unknown one."""
         stream = self._streams.get(request_id)
         return 0 if stream is None else stream.num_output_tokens
 
     def take_resume(self, request_id: str) -> Resume | None:
-        """Of a request that the engine's end cut short: what its reader gets before the error, for
-        another engine to go on from. None if it had ended; told once."""
+        """Return, once, the output of a request that the engine's end cut short, for another engine
+        to continue; its reader gets all of it before the error. None if it had ended."""
         return self._resumes.pop(request_id, None)
 
     async def generate(
         self, request: GenerationRequest, sink: Sink | None = None
     ) -> AsyncGenerator[GenerationOutput, None]:
-        """See ``EngineClient.generate``. Leave it by ``aclose`` or a cancelled task, and the
-        engine stops working on the request at once."""
+        """Yield deltas as ``EngineClient.generate`` does. Leave it by ``aclose`` or a cancelled
+        task, and the engine stops working on the request at once."""
         self._raise_if_dead()
         if self._draining:
             raise EngineDrainingError("the server is shutting down and takes no new requests")
@@ -223,7 +219,7 @@ class EngineFrontend(abc.ABC):
         self._raise_if_dead()
         now = time.monotonic()
         silent = now - self._heard_at
-        # an idle engine speaks once a second
+        # an idle engine sends a message once a second
         limit = self._stall_timeout if self.num_unfinished else max(self._stall_timeout, _QUIET)
         if silent > limit:
             raise EngineDeadError(
@@ -248,7 +244,7 @@ class EngineFrontend(abc.ABC):
     async def close(self) -> None: ...
 
     def forgive(self, seconds: float) -> None:
-        """This process itself stood still for so long, so the engine's silence says nothing."""
+        """Ignore the engine's silence of ``seconds`` in which this process itself stood still."""
         self._heard_at += seconds
         self._progress_at += seconds
 
@@ -256,10 +252,10 @@ class EngineFrontend(abc.ABC):
 
     @abc.abstractmethod
     def _send(self, message: ClientMessage) -> None:
-        """Hand a message to the engine; never waits."""
+        """Send a message to the engine; never waits."""
 
     def _receive(self, message: EngineMessage) -> None:
-        """Take in one message of the engine's."""
+        """Handle one message of the engine's."""
         now = time.monotonic()
         self._heard_at = now
         if isinstance(message, Outputs):
@@ -286,7 +282,7 @@ class EngineFrontend(abc.ABC):
             self._die(message.message)
 
     def _die(self, reason: str) -> None:
-        """Fail everything under way with EngineDeadError. Only the first reason counts."""
+        """Fail all unfinished requests with EngineDeadError. Only the first reason counts."""
         if self._dead is not None:
             return
         self._dead = reason

@@ -1,8 +1,8 @@
-"""The garbage collector in a process that starts, and in one that steps an engine.
+"""Settings of the garbage collector while a process starts, and while it steps an engine.
 
-What a step makes dies by reference counts; the collector is there for the rare cycle. With its
-usual thresholds it looks at everything a step has made in nearly every step, and from time to time
-at every request that waits: 0.3 to 0.6 ms, and some 60 ms with ten thousand of them.
+Objects of a step are freed by reference counts; the collector is only for rare cycles. With its
+usual thresholds it scans everything new in nearly every step, and from time to time every waiting
+request: 0.3 to 0.6 ms, and some 60 ms with ten thousand of them.
 
 This module changes the whole process, so only a process's own main function may call it.
 """
@@ -16,15 +16,15 @@ from typing import Final
 
 __all__ = ["collected_seldom", "uncollected"]
 
-# allocations beyond releases until the youngest are looked at; such looks until the middle
-# generation is; and such again until everything is
+# net allocations per scan of the youngest generation; such scans per scan of the middle one; and
+# such scans per scan of everything
 _THRESHOLDS: Final = (10_000, 50, 1_000)
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """For a start, which makes little but what stays: looking at all of it again and again takes a
-    tenth of the time. On the way out all is as it was."""
+    """Disable the collector inside the block, for a start, which makes mostly lasting objects:
+    scanning them again and again takes a tenth of the time."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -36,8 +36,8 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def collected_seldom() -> Iterator[None]:
-    """From here on, what exists now is left out of every collection, and these are rare; an idle
-    moment is the time to call ``gc.collect``. On the way out all is as it was."""
+    """Exclude all present objects from collection inside the block, and make collections rare; call
+    ``gc.collect`` in an idle moment. Restores the settings on exit."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)

@@ -1,8 +1,8 @@
-"""Which requests an engine works on, told so that it outlives the process.
+"""Record of the requests that an engine works on, which outlives the process.
 
-A crash leaves no time for a message: what was sent last may still sit in a queue of the process.
-What was written to a file stays there. So the engine writes down whose rows it is about to compute,
-and whoever finds it dead reads who may have to do with that.
+A crash leaves no time for a message: the last one may still be in a queue of the process. A file
+stays. So the engine writes down the requests whose rows it is about to compute, and the supervisor
+of a dead engine reads which may have caused its end.
 
 This module does not know why a process ended.
 """
@@ -28,20 +28,20 @@ _HEAD: Final = 4
 
 
 class InFlightFile:
-    """The engine's end. Used from its thread.
+    """The engine's end of the file. Used from its thread.
 
     The file holds a length and the ids, a line each, and is written only when they change: while
-    the same requests decode, a step costs a comparison. Where it cannot be written it is removed,
-    and then everybody may have to do with it.
+    the same requests decode, a step costs a comparison. If it cannot be written it is removed, and
+    then every request counts as a possible cause.
 
     Args:
-        num_plans: of which one may still run: as many as the engine hands over at once.
+        num_plans: plans of which one may still run: the engine's pipeline depth.
     """
 
     def __init__(self, path: Path, num_plans: int = 2) -> None:
         self._path = path
         self._plans: deque[tuple[str, ...]] = deque(maxlen=num_plans)
-        # beside the steps: requests whose grammars are being compiled
+        # outside the steps: requests whose grammars are being compiled
         self._aside: frozenset[str] = frozenset()
         self._written: object = None
         self._fd: int | None = None
@@ -51,12 +51,12 @@ class InFlightFile:
             self._give_up(error)
 
     def step(self, plan: SchedulerOutput) -> None:
-        """A plan is about to be executed."""
+        """Note a plan that is about to be executed."""
         self._plans.append(tuple([row.request_id for row in plan.rows]))
         self._write()
 
     def aside(self, request_ids: Iterable[str]) -> None:
-        """All that is worked on beside the steps, from now on."""
+        """Set the requests that are worked on outside the steps, from now on."""
         self._aside = frozenset(request_ids)
         self._write()
 
@@ -72,7 +72,7 @@ class InFlightFile:
         ids = {request_of(choice) for plan in self._plans for choice in plan} | self._aside
         text = "\n".join(ids).encode()
         try:
-            # in one call: the process may end at any moment
+            # in one call, as the process may end at any moment
             os.pwrite(self._fd, len(text).to_bytes(_HEAD) + text, 0)
         except OSError as error:
             self._give_up(error)
@@ -85,13 +85,13 @@ class InFlightFile:
 
 
 def read_in_flight(path: Path) -> frozenset[str] | None:
-    """Ids of the requests that an engine works on, or did at its end; None: nobody knows."""
+    """Return the ids of an engine's requests, or those at its end; None: unknown."""
     try:
         data = path.read_bytes()
     except OSError:
         return None
     if not data:
-        # it never came to a step
+        # the engine has not planned a step
         return frozenset()
     text = data[_HEAD : _HEAD + int.from_bytes(data[:_HEAD])]
     return frozenset(text.decode(errors="replace").split("\n")) - {""}

@@ -2,7 +2,7 @@
 
 ::
 
-    while not told to stop:
+    while not shut down:
         take every message that is there      (waits only when there is nothing to do)
         core.step()                           (takes messages again before it plans ahead)
         send the news of the step, in one message
@@ -19,7 +19,6 @@ from typing import Final, Protocol
 
 from msgspec.structs import replace
 
-from paceline.core.errors import RequestError
 from paceline.core.outputs import RequestUpdate
 from paceline.core.request import FinishReason
 from paceline.engine.core import EngineCore
@@ -38,27 +37,28 @@ from paceline.engine.process.messages import (
 )
 from paceline.engine.process.readiness import Readiness
 from paceline.engine.types import ClassUse, EngineInfo, EngineStats, GenerationRequest
+from paceline.errors import RequestError
 
 __all__ = ["EngineLoop", "Inbox", "engine_info", "engine_stats"]
 
-# seconds between beats of an idle engine
+# seconds between heartbeats of an idle engine
 _BEAT: Final = 1.0
-# seconds between looks at requests that wait for their grammar, while nothing else is to be done
+# seconds between checks of requests that wait for their grammar, when there is no other work
 _READINESS: Final = 0.002
-# seconds between counts of who runs and waits, while there is work; more for many requests, so that
-# counting takes a percent of the time at most
+# seconds between counts of running and waiting requests, while there is work; more for many
+# requests, so that counting takes at most a percent of the time
 _CENSUS: Final = 0.1
 _CENSUS_PER_REQUEST: Final = 2e-5
-# quiet seconds before an idle engine looks itself over, so that no request waits for that
+# seconds of quiet before an idle engine checks its integrity, so that no request waits for that
 _QUIET: Final = 0.05
 
 
 class Inbox(Protocol):
-    """Where messages for the engine arrive."""
+    """Source of messages for the engine."""
 
     def receive(self, timeout: float) -> Sequence[ClientMessage]:
-        """Every message that is there. Waits up to ``timeout`` seconds for the first; 0 does not
-        wait. Empty when nothing came."""
+        """Return every message received. Waits up to ``timeout`` seconds for the first; 0 does not
+        wait. Empty when none came."""
         ...
 
 
@@ -68,7 +68,7 @@ class EngineLoop:
     Args:
         send: takes every message for the client, in order; must not block.
         at_rest: called once whenever there has been nothing to do for a moment.
-        in_flight: told who is worked on.
+        in_flight: gets the requests that are worked on.
     """
 
     def __init__(
@@ -91,18 +91,18 @@ class EngineLoop:
         self._at_rest = at_rest
         self._readiness = Readiness(core.matchers)
         self._shutdown: Shutdown | None = None
-        # news of aborts, sent with the next step's
+        # updates of aborts, sent with the next step's
         self._updates: list[RequestUpdate] = []
-        # of the prompts behind which a first token was sent
+        # tokens of the prompts after which a first token was sent
         self._prompt_tokens = 0
         self._classes: tuple[ClassUse, ...] = ()
         self._next_census = 0.0
 
     def run(self) -> Shutdown:
-        """Until a Shutdown arrives, which is returned.
+        """Run until a Shutdown arrives, and return it.
 
         Raises:
-            Exception: whatever ``core.step`` or ``core.check_integrity`` raised; the core cannot
+            Exception: any error of ``core.step`` or ``core.check_integrity``; the core cannot
                 go on.
         """
         self._flush()
@@ -115,7 +115,7 @@ class EngineLoop:
                 checked = False
                 self._step()
             elif self._readiness and not self._updates:
-                # soon something to do: neither a beat nor a look over
+                # there will soon be work: neither a heartbeat nor a check
                 self._tell_timeline()
             elif came or checked:
                 self._flush()
@@ -126,7 +126,7 @@ class EngineLoop:
                 checked = True
 
     def _patience(self, busy: bool, checked: bool) -> float:
-        """Seconds to wait for a message: none while there is something to compute."""
+        """Return the seconds to wait for a message: 0 while there is something to compute."""
         if not busy:
             if self._readiness:
                 return _READINESS
@@ -141,8 +141,8 @@ class EngineLoop:
         self._flush()
 
     def _take(self, patience: float = 0.0) -> bool:
-        """Handle every message that is there; wait up to ``patience`` seconds for one. Returns
-        whether any came."""
+        """Handle all messages received; wait up to ``patience`` seconds for one. Returns whether
+        any came."""
         messages = self._inbox.receive(patience)
         for message in messages:
             if isinstance(message, Shutdown):
@@ -169,7 +169,7 @@ class EngineLoop:
 
     @contextmanager
     def _taking_in(self, request: GenerationRequest) -> Iterator[GenerationRequest]:
-        """Who asked is told of a refusal; of anything else the engine ends, by this request."""
+        """Send a refusal to the caller; any other error ends the engine, blamed on this request."""
         try:
             yield request
         except RequestError as error:
@@ -185,10 +185,10 @@ class EngineLoop:
             raise
 
     def _hold(self, request: GenerationRequest) -> bool:
-        """Whether it has to wait for its grammar."""
+        """Whether the request must wait for its grammar."""
         if self._in_flight is None or request.sampling.grammar is None:
             return self._readiness.hold(request, self._clock())
-        # a compiler that breaks may take the process with it
+        # a crashing compiler may end the process
         self._in_flight.aside((*self._readiness.request_ids, request.request_id))
         try:
             return self._readiness.hold(request, self._clock())
@@ -220,8 +220,8 @@ class EngineLoop:
         stats = engine_stats(self._core, now, self._classes)
         tokens = sum([len(update.new_token_ids) for update in self._updates])
         if tokens or self._core.pooled:
-            # as vLLM counts: of a prompt all tokens, in the step that brought the first behind it,
-            # or its vector
+            # vLLM's way to count: all tokens of a prompt, in the step that sampled the first one
+            # after it, or made its vector
             prompts, self._prompt_tokens = self._prompt_tokens, stats.scheduler.num_prompt_tokens
             stats = replace(stats, iteration_tokens=(tokens + self._prompt_tokens - prompts,))
         told, pooled = tuple(self._core.prompt_logprobs), tuple(self._core.pooled)
@@ -242,7 +242,7 @@ def engine_stats(
     now: float,
     classes: tuple[ClassUse, ...] = (),
 ) -> EngineStats:
-    """A snapshot of ``core`` for the other side."""
+    """Take a snapshot of ``core`` for the client."""
     return EngineStats(
         time=now,
         num_steps=core.num_steps,
@@ -253,7 +253,7 @@ def engine_stats(
 
 
 def engine_info(core: EngineCore, model: str) -> EngineInfo:
-    """What a core is, under the name it is served by."""
+    """Describe a core, under the name by which it is served."""
     backend, config, cache = core.info, core.scheduler.config, core.scheduler.cache
     return EngineInfo(
         model=model,

@@ -1,11 +1,11 @@
-"""What client and engine say to each other: msgspec structs in MessagePack, and nothing else.
+"""Messages between client and engine: msgspec structs in MessagePack, and nothing else.
 
 ::
 
     client -> engine   Add  Abort  Shutdown
     engine -> client   Ready  Outputs  TimelineNews  Refused  Dead
 
-``Outputs`` is the hot one: one message per step carries the news of every request, as arrays
+``Outputs`` is the frequent one: one message per step carries the updates of all requests, as arrays
 without field names. Nothing is ever unpickled.
 """
 
@@ -15,7 +15,9 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from paceline.core.errors import (
+from paceline.core.outputs import RequestUpdate, TokenLogprobs
+from paceline.engine.types import EngineInfo, EngineStats, GenerationRequest
+from paceline.errors import (
     CheckpointError,
     ConfigError,
     EngineDeadError,
@@ -26,8 +28,6 @@ from paceline.core.errors import (
     RequestError,
     UnknownModelError,
 )
-from paceline.core.outputs import RequestUpdate, TokenLogprobs
-from paceline.engine.types import EngineInfo, EngineStats, GenerationRequest
 
 __all__ = [
     "IPC",
@@ -47,19 +47,19 @@ __all__ = [
     "encode",
 ]
 
-# what the addresses in ``Launch`` begin with
+# prefix of the addresses in ``Launch``
 IPC: Final = "ipc://"
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """The one line of JSON an engine process reads from stdin."""
+    """The one line of JSON that an engine process reads from stdin."""
 
     # ipc:// addresses: the engine binds its inbox and connects to its outbox
     inbox: str
     outbox: str
     # file of ``in_flight``
     in_flight: str
-    # settings for whoever builds the engine; opaque here
+    # settings for the builder of the engine; opaque here
     config: bytes
 
 
@@ -73,12 +73,12 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
     """End choices now. Ids are those of ``fanout``; unknown ones are ignored."""
 
     request_ids: tuple[str, ...]
-    # a stop string ended them: their answers are whole
+    # a stop string ended them: their answers are complete
     stopped: bool = False
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
-    """Stop the loop. ``reason`` is empty when the client asked for it."""
+    """Stop the loop. ``reason`` is empty when the client sent it."""
 
     reason: str = ""
 
@@ -90,7 +90,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
-    """The news of one step, or an idle beat without any."""
+    """The updates of one step, or a heartbeat without any."""
 
     updates: tuple[RequestUpdate, ...]
     stats: EngineStats
@@ -100,14 +100,14 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
 
 
 class TimelineNews(msgspec.Struct, frozen=True, tag="timeline", array_like=True):
-    """Frames of ``engine.timeline``, whole ones, for those who watch."""
+    """Complete frames of ``engine.timeline``, for viewers."""
 
     frames: bytes
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
-    """A request was refused, at the door or before it was started, or a choice of it was that the
-    first, which failed, had left behind: all of it is over."""
+    """A request was refused, on arrival or before it was started, or one of its choices was, which
+    the failed first choice had left behind: the whole request has ended."""
 
     request_id: str
     # key of _REQUEST_ERRORS
@@ -115,7 +115,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
     message: str
     param: str | None
     retry_after: float
-    # of a QueueFullError
+    # the reason of a QueueFullError
     reason: str
 
     @classmethod
@@ -127,7 +127,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
         return cls(request_id, kind, str(error), error.param, retry_after, reason)
 
     def error(self) -> RequestError:
-        """The exception the engine raised, again."""
+        """Return the exception that the engine raised."""
         if self.kind == QueueFullError.__name__:
             return QueueFullError(self.message, self.retry_after, self.reason)
         return _REQUEST_ERRORS.get(self.kind, RequestError)(self.message, self.param)
@@ -147,7 +147,7 @@ class Dead(msgspec.Struct, frozen=True, tag="dead", array_like=True):
         return cls(type(error).__name__, text)
 
     def error(self) -> PacelineError:
-        """ConfigError and CheckpointError as they were, everything else as EngineDeadError."""
+        """Return ConfigError and CheckpointError as they were, others as EngineDeadError."""
         return _START_ERRORS.get(self.kind, EngineDeadError)(self.message)
 
 
@@ -174,10 +174,10 @@ def encode(message: ClientMessage | EngineMessage) -> bytes:
 
 
 def decode_client_message(data: bytes) -> ClientMessage:
-    """Raises msgspec.DecodeError on anything but a ClientMessage."""
+    """Decode a message; raises msgspec.DecodeError on anything but a ClientMessage."""
     return _CLIENT_DECODER.decode(data)
 
 
 def decode_engine_message(data: bytes) -> EngineMessage:
-    """Raises msgspec.DecodeError on anything but an EngineMessage."""
+    """Decode a message; raises msgspec.DecodeError on anything but an EngineMessage."""
     return _ENGINE_DECODER.decode(data)

@@ -1,4 +1,4 @@
-"""The engine in a process of its own: what the child runs.
+"""The program of an engine's own process.
 
 ::
 
@@ -8,7 +8,7 @@
       outbox.sock  <------ Ready, Outputs, Refused, Dead
 
 Both sockets are Unix sockets in a directory that only this user can enter; nothing listens on a
-network. Stdin stays open as a sign of life: when it ends, the parent is gone and so is the engine.
+network. Stdin stays open as a sign of life: when it ends, so do parent and engine.
 
 The entry module belongs to the composition root; it calls ``engine_main`` with a function that
 builds the core, and this module never learns what a model is.
@@ -32,7 +32,6 @@ from typing import Final
 import msgspec
 import zmq
 
-from paceline.core.errors import EngineDeadError, PacelineError
 from paceline.engine.core import EngineCore
 from paceline.engine.process.contention import watch_contention
 from paceline.engine.process.garbage import collected_seldom, uncollected
@@ -50,13 +49,14 @@ from paceline.engine.process.messages import (
     encode,
 )
 from paceline.engine.types import EngineInfo
+from paceline.errors import EngineDeadError, PacelineError
 
 __all__ = ["EngineBuilder", "engine_main"]
 
 # makes the core from ``Launch.config``
 EngineBuilder = Callable[[bytes], tuple[EngineCore, EngineInfo]]
 
-# seconds a last message may take to leave, and a step to end once the parent is gone
+# seconds for a last message to leave, and for a step to end once the parent has ended
 _LINGER: Final = 2.0
 _ORPHAN_GRACE: Final = 5.0
 _PARENT_GONE: Final = "the parent process is gone"
@@ -65,12 +65,12 @@ _log = logging.getLogger(__name__)
 
 
 def engine_main(build: EngineBuilder) -> int:
-    """The whole life of an engine process; returns its exit code.
+    """Run an engine process from start to end; return its exit code.
 
-    0 after an orderly end, 1 when building or running failed, 143 after SIGTERM. A failure has
-    been told to the client (``Dead``) and, with its traceback, to stderr.
+    0 after an orderly end, 1 when building or running failed, 143 after SIGTERM. A failure has been
+    sent to the client (``Dead``) and, with its traceback, to stderr.
     """
-    # a terminal sends Ctrl-C to everybody; the parent decides what it means
+    # a terminal sends Ctrl-C to all its processes; the parent decides what it means
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     line = _read_line(sys.stdin.fileno())
     if not line.endswith(b"\n"):
@@ -79,7 +79,7 @@ def engine_main(build: EngineBuilder) -> int:
     launch = msgspec.json.decode(line, type=Launch)
     context = zmq.Context(io_threads=1)
     outbox = context.socket(zmq.PUSH)
-    # a slow client must not stall a step; what can queue up is bounded by max_tokens
+    # a slow client must not stall a step; max_tokens bounds the queue
     outbox.set_hwm(0)
     outbox.setsockopt(zmq.LINGER, int(_LINGER * 1000))
     outbox.connect(launch.outbox)
@@ -140,13 +140,13 @@ def _build_and_run(
 
 
 def _report(what: str, error: Exception) -> None:
-    """To stderr; a traceback only for what nobody foresaw."""
+    """Write an error to stderr; with a traceback only if it is unforeseen."""
     foreseen = isinstance(error, PacelineError) and not isinstance(error, EngineDeadError)
     _log.error("%s: %s", what, error, exc_info=None if foreseen else error)
 
 
 def _read_line(fd: int) -> bytes:
-    """One line, unbuffered: what follows on the descriptor is left to the watch."""
+    """Read one line, unbuffered: the watch reads the rest of the descriptor."""
     chunks = bytearray()
     while not chunks.endswith(b"\n"):
         chunk = os.read(fd, 65536)
@@ -157,7 +157,7 @@ def _read_line(fd: int) -> bytes:
 
 
 class _Watch:
-    """Notices SIGTERM and the end of the parent, and wakes whoever waits for messages."""
+    """Notices SIGTERM and the end of the parent, and wakes the wait for messages."""
 
     def __init__(self, stdin_fd: int, directory: Path) -> None:
         self.reason = ""
@@ -171,17 +171,17 @@ class _Watch:
 
     @property
     def wake_fd(self) -> int:
-        """Readable once ``reason`` is set."""
+        """File descriptor that is readable once ``reason`` is set."""
         return self._reader.fileno()
 
     def catch_sigterm(self) -> None:
-        """Until now SIGTERM simply kills; from here on it ends the loop."""
+        """End the loop on SIGTERM from here on, which simply kills until then."""
         signal.signal(signal.SIGTERM, lambda *_: self._stop("it was told to (SIGTERM)"))
         # the handler runs between bytecodes; this wakes a wait in C at once
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
 
     def clean_up(self) -> None:
-        """The client removes the socket directory, unless it is gone."""
+        """Remove the socket directory if the client, which normally does that, has ended."""
         if self.reason == _PARENT_GONE:
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -190,7 +190,7 @@ class _Watch:
         try:
             self._writer.send(b"\0")
         except BlockingIOError:
-            # full of earlier wake-ups, which do as well
+            # full of earlier wake-ups, which suffice
             return
 
     def _wait_for_parent(self, stdin_fd: int) -> None:
@@ -198,13 +198,13 @@ class _Watch:
             pass
         self._stop(_PARENT_GONE)
         time.sleep(_ORPHAN_GRACE)
-        # still here: loading, or stuck in a step that nobody waits for any more
+        # still here: loading, or stuck in a step whose caller has ended
         self.clean_up()
         os._exit(1)
 
 
 class _SocketInbox:
-    """An ``Inbox`` on a PULL socket; a watch's news arrives as a Shutdown."""
+    """An ``Inbox`` on a PULL socket; a watch's signal arrives as a Shutdown."""
 
     def __init__(self, inbox: zmq.Socket[bytes], watch: _Watch) -> None:
         self._socket = inbox

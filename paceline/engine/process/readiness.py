@@ -1,6 +1,6 @@
-"""Requests that wait for their grammar, beside the scheduler and not in it.
+"""Requests that wait for their grammar, outside the scheduler.
 
-Nobody behind such a request waits: it joins the queue, at its own arrival time, once the grammar is
+They hold up no other request: each joins the queue, with its own arrival time, once its grammar is
 compiled. This module does not know how grammars are compiled.
 """
 
@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from paceline.core.errors import InvalidRequestError, RequestError
 from paceline.core.grammar import Grammar, MatcherSource
 from paceline.core.outputs import RequestUpdate
 from paceline.core.request import FinishReason
 from paceline.engine.fanout import choice_ids
 from paceline.engine.types import GenerationRequest
+from paceline.errors import InvalidRequestError, RequestError
 
 __all__ = ["Readiness"]
 
@@ -26,30 +26,30 @@ class _Held:
     grammar: Grammar
     future: Future[None]
     deadline: float
-    # seconds it was given
+    # time limit, s
     limit: float
 
 
 class Readiness:
-    """Used from the engine's thread."""
+    """Requests that wait. Used from the engine's thread."""
 
     def __init__(self, matchers: MatcherSource | None) -> None:
         self._matchers = matchers
         self._held: dict[str, _Held] = {}
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Return the number of requests that wait."""
         return len(self._held)
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """Of those who wait."""
+        """Ids of requests that wait for their grammar."""
         return tuple(self._held)
 
     def hold(self, request: GenerationRequest, now: float) -> bool:
-        """Take charge of a request that has to wait; False: it need not.
+        """Keep a request that has to wait; return False if it need not.
 
-        Raises InvalidRequestError where grammars are not served, or this one was refused before.
+        Raises InvalidRequestError if grammars are not served, or this one was refused before.
         """
         grammar = request.sampling.grammar
         if grammar is None:
@@ -65,7 +65,7 @@ class Readiness:
         return True
 
     def take(self, now: float) -> list[tuple[GenerationRequest, RequestError | None]]:
-        """Requests whose wait is over, in the order they came, each with why it is refused."""
+        """Return requests whose wait is over, in order of arrival, with refusal or None."""
         over: list[tuple[GenerationRequest, RequestError | None]] = []
         for request_id, held in list(self._held.items()):
             error: RequestError | None = None
@@ -87,7 +87,7 @@ class Readiness:
         return over
 
     def abort(self, sequence_ids: Iterable[str]) -> tuple[RequestUpdate, ...]:
-        """End waiting requests of which a choice is named; the news of all their choices."""
+        """End waiting requests with a choice among the ids; return updates of all their choices."""
         ids = set(sequence_ids)
         updates: list[RequestUpdate] = []
         for request_id, held in list(self._held.items()):
@@ -104,12 +104,12 @@ class Readiness:
 
 
 def _raise_failure(future: Future[None], grammar: Grammar) -> None:
-    """Raise what a finished compilation ended with, as a fault of the request alone."""
+    """Raise the error of a finished compilation, as a fault of the request alone."""
     error = future.exception()
     if isinstance(error, RequestError):
         raise error
     if error is not None:
-        # a library that breaks on somebody's grammar must not take the engine with it
+        # a library that crashes on a caller's grammar must not end the engine
         raise InvalidRequestError(
             f"{grammar.field}: the grammar could not be compiled ({type(error).__name__})",
             grammar.field,

@@ -1,4 +1,4 @@
-"""Waiting for an event, but not for ever."""
+"""Waiting for an event, with a time limit."""
 
 from __future__ import annotations
 

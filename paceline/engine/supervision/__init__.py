@@ -1,1 +1,1 @@
-"""Engines that end, hang or are stopped: replaced, and the request that ended them found."""
+"""Supervision: replacing engines that end, hang or are stopped, and finding the culprit."""

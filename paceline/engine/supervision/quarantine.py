@@ -1,4 +1,4 @@
-"""Whose fault it is that an engine ended, and how to find out.
+"""Rules that find the request which ended an engine.
 
 ::
 
@@ -14,9 +14,9 @@
       with tokens, level 1          all at once, after those
       with tokens, level 2 or more  one at a time, each until it is past where it was
 
-What ends an engine does so at the same place every time; the others are elsewhere by then. So the
-one on trial is guilty if the engine ends at that place and nobody else is as suspect; whoever ran
-beside it is not suspected for that. An innocent request loses time, of which there is a bound.
+A request that ends an engine does so at the same position every time; others are elsewhere by then.
+So the one on trial is guilty if the engine ends at that position and no other is as suspect;
+requests that ran at the same time are not. An innocent request loses a bounded time.
 
 This module does not know engines.
 """
@@ -31,28 +31,28 @@ from typing import Final
 
 __all__ = ["Place", "Quarantine", "Suspect", "find_guilty"]
 
-# tokens by which the same place may differ: an engine that ends takes its latest news along
+# tokens by which the same position may differ, as the latest tokens of a lost engine are lost too
 _SLACK: Final = 4
 _TRIED_FIRST, _TOGETHER, _TRIED_LAST = range(3)
 
 
 @dataclass(slots=True, eq=False)
 class Suspect:
-    """What is known against one request."""
+    """Evidence against one request."""
 
-    # engines that ended in a row with the request at one place; 0: none ended in its steps
+    # engines that ended in a row with the request at one position; 0: none ended in its steps
     level: int = 0
-    # output tokens that were out then
+    # output tokens delivered by then
     point: int = 0
-    # it has got a turn and is not past its point yet
+    # the request has its turn and is not past its point yet
     on_trial: bool = False
 
     def is_past(self, tokens: int) -> bool:
-        """Whether an engine has survived the place."""
+        """Whether an engine has survived the position."""
         return tokens > (self.point + _SLACK if self.point else 0)
 
     def level_at(self, tokens: int) -> int:
-        """The level after an engine ended here too."""
+        """Return the level after one more engine ended, here."""
         if self.level and (self.point > 0) == (tokens > 0) and abs(tokens - self.point) <= _SLACK:
             return self.level + 1
         return 1
@@ -65,10 +65,10 @@ class Suspect:
 
 
 def find_guilty(started: Sequence[tuple[Suspect, int]]) -> Suspect | None:
-    """Who ended an engine; None where that cannot be told, and then all are more suspect.
+    """Return the request that ended an engine; None if unknown, and then all are more suspect.
 
     Args:
-        started: who was in its last steps, with the output tokens that are out.
+        started: requests in its last steps, with the output tokens delivered.
     """
     levels = [suspect.level_at(tokens) for suspect, tokens in started]
     tried = [
@@ -79,7 +79,7 @@ def find_guilty(started: Sequence[tuple[Suspect, int]]) -> Suspect | None:
     if tried:
         most, top = max(tried, key=lambda entry: entry[0])
         for level, (suspect, tokens) in zip(levels, started, strict=True):
-            # a first token that was never tried could be it just as well, but not twice
+            # a first token that was never tried is as likely a cause, but not twice
             fresh = most == 2 and not top.point and not suspect.level and not tokens
             if suspect is not top and (level >= most or fresh):
                 break
@@ -92,19 +92,19 @@ def find_guilty(started: Sequence[tuple[Suspect, int]]) -> Suspect | None:
 
 @dataclass(slots=True, order=True)
 class Place:
-    """In the queue of the quarantine, or at its head."""
+    """A slot in the queue of the quarantine, or at its head."""
 
     order: tuple[int, bool, int, int]
-    # done once it may go
+    # done once the request may go
     turn: asyncio.Future[None] = field(compare=False)
 
     @property
     def alone(self) -> bool:
-        """Nobody else gets a turn meanwhile."""
+        """Whether no other suspect gets a turn meanwhile."""
         return self.order[0] != _TOGETHER
 
     async def has_turn(self, timeout: float) -> bool:
-        """Waits for its turn; False: that takes more than ``timeout`` seconds."""
+        """Wait for the turn; return False if that takes more than ``timeout`` seconds."""
         try:
             async with asyncio.timeout(timeout):
                 await self.turn
@@ -114,9 +114,9 @@ class Place:
 
 
 class Quarantine:
-    """Hands out turns, to one at a time where that matters. Used on one event loop.
+    """Hands out turns, one at a time if that matters. Used on one event loop.
 
-    Whoever ``join``ed waits for its ``turn``, and ``leave``s in any case.
+    A request that called ``join`` waits for its ``turn``, and calls ``leave`` in any case.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class Quarantine:
         self._open = False
 
     def join(self, suspect: Suspect, *, last: bool = False, priority: int = 0) -> Place:
-        """A place among the others of its rank; ``last``: behind those who are not.
+        """Add a slot among those of its rank; ``last``: after those that are not ``last``.
 
         ``priority``: lower is sooner.
         """
@@ -138,7 +138,7 @@ class Quarantine:
         return place
 
     def leave(self, place: Place) -> None:
-        """Its turn is over, or it does not wait for it any more. Idempotent."""
+        """Give up the turn, or stop waiting for it. Idempotent."""
         if place is self._holder:
             self._holder = None
         elif not place.turn.done():
@@ -146,19 +146,19 @@ class Quarantine:
         self._advance()
 
     def open(self) -> None:
-        """There is an engine: turns begin, by rank."""
+        """Begin turns, by rank, as there is an engine."""
         self._open = True
         self._advance()
 
     def close(self) -> None:
-        """There is none."""
+        """Stop turns, as there is no engine."""
         self._open = False
 
     def _advance(self) -> None:
         while self._open and self._holder is None and self._queue:
             place = heapq.heappop(self._queue)
             if place.turn.done():
-                # it left
+                # its request left the queue
                 continue
             if place.alone:
                 self._holder = place

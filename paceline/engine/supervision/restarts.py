@@ -1,4 +1,4 @@
-"""How often an engine may be started anew, and how long to wait before each time.
+"""Limit on restarts of the engine, and the wait before each.
 
 This module does not know engines, nor the clock.
 """
@@ -10,16 +10,16 @@ from typing import Final
 
 __all__ = ["Restarts"]
 
-# seconds to wait before the second restart of a window; doubled for each one after
+# seconds to wait before the second restart of a window; doubled for each later one
 _BACKOFF: Final = 0.25
 _MAX_BACKOFF: Final = 5.0
 
 
 class Restarts:
-    """Starts after the first within the last ``window`` seconds.
+    """Restarts within the last ``window`` seconds; the first start does not count.
 
     Args:
-        most: so many at most; 0: none.
+        most: largest number of restarts; 0: none.
     """
 
     def __init__(self, most: int, window: float) -> None:
@@ -28,7 +28,7 @@ class Restarts:
         self._times: deque[float] = deque()
 
     def take(self, now: float) -> float | None:
-        """Count one more, if it is allowed: seconds to wait before it; None: there were too many.
+        """Count one more, if allowed, and return the seconds to wait before it; None: too many.
 
         Args:
             now: in seconds of a clock that never goes back.
@@ -42,7 +42,7 @@ class Restarts:
         return min(_MAX_BACKOFF, _BACKOFF * 2.0 ** (recent - 1)) if recent else 0.0
 
     def spent(self, why: str) -> str:
-        """What to say when ``take`` gave None, of an engine that was lost for ``why``."""
+        """Return the message for an engine lost because of ``why`` after ``take`` returned None."""
         if not self.most:
             return why
         return (
@@ -50,5 +50,5 @@ class Restarts:
         )
 
     def __len__(self) -> int:
-        """Those counted that were recent when ``take`` was last asked."""
+        """Return the number of restarts that were recent at the last ``take``."""
         return len(self._times)

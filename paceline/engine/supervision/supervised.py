@@ -1,4 +1,4 @@
-"""What a supervisor keeps about engines and requests, and what it says in an engine's stead."""
+"""A supervisor's records of engines and requests, and its output for requests without engine."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ __all__ = ["Aborted", "Call", "Counts", "Engine", "aborted_output", "fail_wait"]
 
 
 class Aborted(Exception):
-    """Ended while it waited for an engine."""
+    """The request was aborted while it waited for an engine."""
 
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """One process of the line."""
+    """One engine process in the succession."""
 
     client: ProcessEngineClient
-    # whose fault its end was
+    # the request that ended it
     guilty: Suspect | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One ``generate`` under way."""
+    """One running ``generate``."""
 
-    # with what engines that ended have delivered of it
+    # includes the output that ended engines have delivered
     request: GenerationRequest
-    # what it waits on while there is no engine, and for its turn
+    # the future it waits for while there is no engine, and for its turn
     waiter: asyncio.Future[None] | None = None
     place: Place | None = None
-    # where it runs
+    # the engine that runs it
     engine: Engine | None = None
-    # times the engine ended under it, by somebody else as far as is known
+    # times that an engine ended under it, through other requests as far as is known
     losses: int = 0
     suspect: Suspect = field(default_factory=Suspect)
     aborted: bool = False
@@ -54,7 +54,7 @@ class Counts:
 
 
 def fail_wait(call: Call, error: Exception) -> None:
-    """End what a call waits for, if it does."""
+    """Fail the future that a call waits for, if it waits."""
     waits_for = call.waiter
     if waits_for is None and call.place is not None:
         waits_for = call.place.turn
@@ -63,7 +63,7 @@ def fail_wait(call: Call, error: Exception) -> None:
 
 
 def aborted_output(request: GenerationRequest) -> GenerationOutput:
-    """The last word on a request that no engine has."""
+    """Return the last output of a request that no engine has."""
     resume = request.resume
     return GenerationOutput(
         request_id=request.request_id,

@@ -5,16 +5,16 @@
     generate() --> the engine of the moment --> deltas
                         |  it ended, it stands still, it was stopped
                         v
-         killed, another one started     sent there with what is out, and goes on behind that
+         killed, another one started     sent there with its output so far, and goes on after it
                                          it ended by this request: PoisonedRequestError
                                          it ended too often: EngineLostError
 
 Requests that the engine was computing when it ended are suspects, and enter the next one by the
-rules of ``quarantine``: so that an engine that ends again has one of them to blame, and the others
-are tried on. Nobody else waits for that.
+rules of ``quarantine``: if an engine ends again, one of them is found guilty, and the others are
+tried on. Other requests do not wait for that.
 
-Restarts are bounded: one more than ``max_restarts`` within ``window`` seconds, and the engine is
-dead for good. Everything here runs on one event loop.
+Restarts are bounded: after more than ``max_restarts`` within ``window`` seconds, the engine counts
+as dead. Everything here runs on one event loop.
 """
 
 from __future__ import annotations
@@ -28,14 +28,6 @@ from typing import Final
 
 import msgspec
 
-from paceline.core.errors import (
-    EngineDeadError,
-    EngineDrainingError,
-    EngineLostError,
-    InvalidRequestError,
-    PacelineError,
-    PoisonedRequestError,
-)
 from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.process.waiting import happens_within
 from paceline.engine.protocol import Sink, Tokenizer
@@ -58,40 +50,48 @@ from paceline.engine.types import (
     GenerationOutput,
     GenerationRequest,
 )
+from paceline.errors import (
+    EngineDeadError,
+    EngineDrainingError,
+    EngineLostError,
+    InvalidRequestError,
+    PacelineError,
+    PoisonedRequestError,
+)
 
 __all__ = ["Starter", "SupervisedEngineClient"]
 
 _log = logging.getLogger(__name__)
 
-# starts an engine; given the one before it, if any, and how many there were
+# starts an engine; arguments are the one before it, if any, and the number of engines so far
 Starter = Callable[[ProcessEngineClient | None, int], Awaitable[ProcessEngineClient]]
 
-# seconds an engine that failed has to exit by itself
+# seconds for a failed engine to exit by itself
 _EXIT_GRACE: Final = 1.0
-# seconds a request waits for another engine, and how many may
+# seconds that a request waits for another engine, and most requests that wait
 _HOLD_SECONDS: Final = 60.0
 _MAX_HELD: Final = 2048
-# times the engine may end under one request without being its fault, as far as is known
+# times that the engine may end under one request without its fault, as far as is known
 _MAX_LOSSES: Final = 4
-# seconds that a suspect has for itself, and that it waits for that: then it goes as it is
+# seconds of a suspect's turn, and of its wait for one: after that it runs without
 _TURN_SECONDS: Final = 5.0
 _QUARANTINE_SECONDS: Final = 30.0
-# seconds aborted requests get to hand in their last delta
+# seconds for aborted requests to deliver their last delta
 _ABORT_GRACE: Final = 5.0
 
 
 class SupervisedEngineClient:
     """An ``EngineClient`` that outlives its engine. Make one with ``start``.
 
-    Statistics add up over all engines. An engine's successor is asked to be like it; ``info`` is
-    the successor's.
+    Statistics add up over all engines. An engine's successor should have equal settings; ``info``
+    is the successor's.
     """
 
-    # called once, on the event loop, when the engine is gone for good
+    # called once, on the event loop, when the last engine has ended
     on_dead: Callable[[EngineDeadError], None] | None = None
     # called on the event loop for every snapshot
     on_stats: Callable[[EngineStats], None] | None = None
-    # called on the event loop with frames of ``engine.timeline``; None: an engine is gone, and
+    # called on the event loop with frames of ``engine.timeline``; None: an engine has ended, and
     # another one may follow
     on_timeline: Callable[[bytes | None], None] | None = None
 
@@ -102,7 +102,7 @@ class SupervisedEngineClient:
         self._restarts = Restarts(max_restarts, window)
         self._engine: Engine | None = None
         self._latest = first
-        # of all engines that ended
+        # sum over all engines that ended
         self._before: EngineStats | None = None
         self._stats = first.stats
         self._calls: dict[str, Call] = {}
@@ -111,15 +111,15 @@ class SupervisedEngineClient:
         self._replacing: asyncio.Task[None] | None = None
         self._counts = Counts()
         self._lost_why = ""
-        # why the engine is being ended from here
+        # why this client ends the engine
         self._ending = ""
-        # requests that wait for an engine
+        # number of requests that wait for an engine
         self._num_held = 0
-        # about how long a start takes, for Retry-After
+        # approximate duration of a start, s, for Retry-After
         self._start_seconds = 5.0
         self._dead: str | None = None
         self._draining = False
-        # a drain's time is up
+        # whether a drain's time limit has passed
         self._over = False
         self._closing: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
@@ -134,10 +134,10 @@ class SupervisedEngineClient:
         """Start the first engine and wait until it is ready.
 
         Args:
-            starter: called for every engine; the previous one has ended by then. What the first
-                call raises is passed on; a later failure counts as one more restart.
-            max_restarts: engines started after the first within ``window`` seconds; 0: the first
-                is the only one.
+            starter: called for every engine; the previous one has ended by then. An error of the
+                first call is raised; a later failure counts as one more restart.
+            max_restarts: most engines started after the first within ``window`` seconds; 0: the
+                first is the only one.
         """
         began = time.monotonic()
         client = cls(await starter(None, 0), starter, max_restarts, window)
@@ -160,7 +160,7 @@ class SupervisedEngineClient:
 
     @property
     def pid(self) -> int:
-        """Of the latest engine process, for logs."""
+        """The latest engine process, for logs."""
         return self._latest.pid
 
     @property
@@ -178,7 +178,7 @@ class SupervisedEngineClient:
     async def generate(
         self, request: GenerationRequest, sink: Sink | None = None
     ) -> AsyncGenerator[GenerationOutput, None]:
-        """See ``EngineClient.generate`` and the module."""
+        """Yield deltas as ``EngineClient.generate`` does, across engines as the module says."""
         self._raise_if_dead()
         if self._draining:
             raise EngineDrainingError("the server is shutting down and takes no new requests")
@@ -236,11 +236,11 @@ class SupervisedEngineClient:
     async def _attempt(
         self, call: Call, sink: Sink | None
     ) -> AsyncGenerator[GenerationOutput, None]:
-        """Deltas from one engine; ends early when the engine does."""
+        """Yield deltas from one engine; ends early when the engine does."""
         request, suspect = call.request, call.suspect
         place: Place | None = None
         if suspect.level:
-            # at once: its place is among all those who were there
+            # join at once: the order among all suspects of this engine matters
             place = call.place = self._quarantine.join(
                 suspect, last=request.slo.best_effort, priority=request.priority
             )
@@ -254,7 +254,7 @@ class SupervisedEngineClient:
                 loop.call_later(_TURN_SECONDS, self._quarantine.leave, place)
             call.place, call.engine = None, engine
             if suspect.on_trial:
-                # every output is looked at here
+                # this method must see every output
                 sink = None
             async with contextlib.aclosing(engine.client.generate(request, sink)) as outputs:
                 async for output in outputs:
@@ -264,7 +264,7 @@ class SupervisedEngineClient:
                         self._quarantine.leave(place)
                     yield output
         except EngineDeadError:
-            # told of by _engine_gone before; what becomes of the request is _judge's
+            # _engine_gone has counted it, and _judge decides about the request
             if call.engine is None:
                 raise
             resume = call.engine.client.take_resume(request.request_id)
@@ -276,7 +276,7 @@ class SupervisedEngineClient:
                 self._quarantine.leave(place)
 
     def _judge(self, call: Call) -> None:
-        """The engine ended under a request: return if it may be tried once more."""
+        """Return if a request whose engine ended may be tried once more; raise otherwise."""
         engine, call.engine = call.engine, None
         assert engine is not None, "an attempt without an engine raises"
         self._raise_if_dead()
@@ -298,7 +298,7 @@ class SupervisedEngineClient:
         self._counts.resent += 1
 
     async def _ready_engine(self, call: Call) -> Engine:
-        """Waits for one while there is none."""
+        """Return the engine, after waiting while there is none."""
         began = time.monotonic()
         while self._engine is None:
             self._raise_if_dead()
@@ -328,7 +328,7 @@ class SupervisedEngineClient:
         )
 
     def _wake(self, error: Exception | None = None) -> None:
-        """Let everybody who waits for an engine look again, or fail."""
+        """Let all calls that wait for an engine check again, or fail."""
         for call in self._calls.values():
             if error is not None:
                 fail_wait(call, error)
@@ -361,7 +361,7 @@ class SupervisedEngineClient:
             self.on_timeline(frames)
 
     def _engine_gone(self, engine: Engine, why: str) -> None:
-        """Before any of its requests learns of it."""
+        """Handle an engine's end, before any of its requests gets the error."""
         if engine is not self._engine or self._closing is not None:
             return
         engine.guilty = find_guilty(self._started(engine))
@@ -376,7 +376,7 @@ class SupervisedEngineClient:
         self._replacing = asyncio.create_task(self._replace(engine.client))
 
     def _started(self, engine: Engine) -> list[tuple[Suspect, int]]:
-        """Who may have to do with its end, with the tokens that are out; all, if it did not say."""
+        """Return the suspects of its last steps, with tokens delivered; all, if it left no list."""
         ids = engine.client.requests_in_flight()
         return [
             (call.suspect, engine.client.num_output_tokens(request_id))
@@ -385,15 +385,15 @@ class SupervisedEngineClient:
         ]
 
     async def _replace(self, old: ProcessEngineClient) -> None:
-        """Start engines until one is ready, or there were too many."""
+        """Start engines until one is ready, or there were too many restarts."""
         began = time.monotonic()
-        # one that ends by itself may still have to write something
+        # an engine that ends by itself may still have to write something
         await old.wait_exit(_EXIT_GRACE)
         try:
             old.kill(self._lost_why)
             await old.close()
         except Exception:
-            # its successor does not need that
+            # its successor does not need the clean-up
             _log.exception("the engine that ended could not be cleaned up")
         while True:
             pause = self._restarts.take(time.monotonic())
@@ -407,7 +407,7 @@ class SupervisedEngineClient:
             try:
                 client = await self._starter(old, self._num_engines - 1)
             except Exception as error:
-                # whatever it is (no disk, no memory, no process): requests wait for the outcome
+                # any error (no disk, no memory, no process): requests wait for the outcome
                 known = isinstance(error, PacelineError)
                 self._lost_why = str(error) if known else f"no engine: {type(error).__name__}"
                 _log.error(

@@ -1,4 +1,4 @@
-"""Statistics of several engines, one after the other, as if they had been one."""
+"""Statistics of several engines in succession, summed as if they were one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from paceline.engine.types import EngineStats, SchedulerStats
 
 __all__ = ["COUNTERS", "added"]
 
-# the fields of SchedulerStats that add up; the rest is how things are now
+# the fields of SchedulerStats that add up; the others are present values
 COUNTERS: Final = tuple(f.name for f in fields(SchedulerStats) if f.metadata.get("counts"))
 
 
 def added(before: EngineStats, now: EngineStats) -> EngineStats:
-    """``now`` with its counters continuing those of ``before``, so that none ever falls."""
+    """Return ``now`` with its counters continuing those of ``before``, so that none ever falls."""
     old, new = before.scheduler, now.scheduler
     totals = {name: _sum(getattr(old, name), getattr(new, name)) for name in COUNTERS}
     return msgspec.structs.replace(
@@ -25,7 +25,7 @@ def added(before: EngineStats, now: EngineStats) -> EngineStats:
 
 
 def _sum(before: Any, now: Any) -> Any:
-    """Of two numbers, or of numbers by name."""
+    """Add two numbers, or numbers by name."""
     if not isinstance(now, tuple):
         return before + now
     total = dict(before)

@@ -1,6 +1,6 @@
-"""Engines that stand still: found, and ended.
+"""Detection of engines that stand still, and their end.
 
-This module does not know requests, or what comes after an engine.
+This module does not know requests, or the successor of an engine.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol, TypeVar
 
-from paceline.core.errors import EngineDeadError
+from paceline.errors import EngineDeadError
 
 __all__ = ["Watched", "watch"]
 
-# seconds between looks at the engine
+# seconds between checks of the engine
 _LOOK: Final = 0.25
-# seconds after which a process that the operating system has halted is taken for lost
+# seconds after which a process that the operating system has stopped counts as lost
 _HALTED: Final = 1.0
 
 
 class Watched(Protocol):
-    """An engine's client, as far as it is watched."""
+    """An engine's client, as far as the watchdog needs it."""
 
     @property
     def is_stopped(self) -> bool: ...
@@ -35,12 +35,12 @@ _W = TypeVar("_W", bound=Watched)
 
 
 async def watch(current: Callable[[], _W | None], end: Callable[[_W, str, str], None]) -> None:
-    """Look at the engine of the moment until cancelled. Time in which this process itself stood
-    still (suspended, starved) does not count against it.
+    """Check the present engine until cancelled. Time in which this process itself stood still
+    (suspended, starved) does not count.
 
     Args:
-        current: the engine, if there is one.
-        end: ends it; told the kind of failure ("stopped", "stalled") and the reason.
+        current: returns the engine, if there is one.
+        end: ends it; arguments are the kind of failure ("stopped", "stalled") and the reason.
     """
     halted_since: float | None = None
     before = time.monotonic()

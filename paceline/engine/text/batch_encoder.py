@@ -1,12 +1,12 @@
-"""Texts to ids on threads, while an event loop does other things; texts that wait together are
+"""Encoding of texts on threads, so that the event loop goes on; texts that wait together are
 encoded together.
 
 A tokenizer holds the interpreter while it encodes one text, and nothing else runs in the process;
 while it encodes a batch it does not, and several processors take part (``Tokenizer.encode_batch``).
-So texts that come while all threads are busy make the next batch. A batch is bounded, and callers
-take turns: one with many texts holds nobody up for long.
+So texts that arrive while all threads are busy form the next batch. A batch is bounded, and callers
+take turns: one with many texts delays others only briefly.
 
-This module does not know what texts are for, or which are short enough to be encoded on the spot.
+This module does not know the use of texts, or which are short enough to be encoded at once.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from paceline.engine.protocol import Tokenizer
 
 __all__ = ["BatchEncoder"]
 
-# characters of a batch; about 50 ms of one processor
+# most characters of a batch; about 50 ms of one processor
 _MOST_CHARS: Final = 1 << 18
-# batches at a time: the second goes on beside one long text, which cannot be divided
+# batches at a time: the second goes on while one long text runs, which cannot be divided
 _THREADS: Final = 2
 
 
@@ -36,11 +36,11 @@ class _Job:
 
     texts: Sequence[str]
     special: bool
-    # done early: the caller is gone, or the tokenizer has refused a text
+    # done early if the caller has gone, or the tokenizer has refused a text
     future: asyncio.Future[list[list[int]]]
-    # texts that were handed out to be encoded
+    # number of texts handed out to be encoded
     num_taken: int = 0
-    # of texts that were, by the place of the first of them: batches need not end in order
+    # encoded texts, by the index of the first of each batch, as batches need not end in order
     parts: dict[int, list[list[int]]] = field(default_factory=dict)
     num_done: int = 0
 
@@ -55,11 +55,10 @@ class _Piece:
 
 
 class BatchEncoder:
-    """For one tokenizer and one event loop, on which alone it is called. ``close`` ends its
-    threads.
+    """Encodes for one tokenizer, on one event loop. ``close`` ends its threads.
 
     Args:
-        most_chars: of a batch; one text may be longer.
+        most_chars: most characters of a batch; one text may be longer.
         threads: batches that are encoded at a time.
     """
 
@@ -71,15 +70,15 @@ class BatchEncoder:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="encode")
         self._num_idle = threads
         self._closed = False
-        # some of their texts are yet to be handed out; the first comes first
+        # jobs with texts yet to be handed out, in order of their turns
         self._jobs: deque[_Job] = deque()
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Ids of each text.
+        """Return the ids of each text.
 
         Raises:
             InvalidRequestError: one of the texts is not valid Unicode. Other callers' texts in the
-                same batch are not concerned.
+                same batch are not affected.
             RuntimeError: the encoder is closed.
         """
         if self._closed:
@@ -89,12 +88,12 @@ class BatchEncoder:
         loop = asyncio.get_running_loop()
         job = _Job(texts, add_special_tokens, loop.create_future())
         self._jobs.append(job)
-        # what else comes in this turn of the loop goes with it
+        # texts that arrive in this turn of the loop join the batch
         loop.call_soon(self._start, loop)
         return await job.future
 
     def close(self) -> None:
-        """Callers that still wait are cancelled."""
+        """Stop; callers that still wait are cancelled."""
         self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
         for job in self._jobs:
@@ -108,9 +107,8 @@ class BatchEncoder:
             done.add_done_callback(partial(self._take_in, loop, batch))
 
     def _next_batch(self) -> list[_Piece]:
-        """Of each job as many texts as there is room for, in order; jobs that need special tokens
-        and those that do not are in different batches. Those with more to come go behind the
-        others."""
+        """Take as many texts of each job as fit, in order; jobs that need special tokens and those
+        that do not are in different batches. Jobs with more texts left go behind the others."""
         batch: list[_Piece] = []
         started: list[_Job] = []
         room = self._most_chars
@@ -136,14 +134,14 @@ class BatchEncoder:
         return batch
 
     def _encode(self, batch: Sequence[_Piece]) -> list[list[list[int]] | Exception]:
-        """On a thread: ids for each piece, or why there are none."""
+        """Return, on a thread, the ids of each piece, or the error."""
         texts = [text for piece in batch for text in piece.texts]
         try:
             ids = iter(self._tokenizer.encode_batch(texts, add_special_tokens=batch[0].job.special))
         except Exception as error:
             if len(batch) == 1:
                 return [error]
-            # it is not known whose text it was
+            # it is not known whose text is at fault
             return [result for piece in batch for result in self._encode([piece])]
         return [list(islice(ids, len(piece.texts))) for piece in batch]
 
@@ -159,7 +157,7 @@ class BatchEncoder:
                 piece.job.future.cancel()
             return
         if (error := done.exception()) is not None:
-            # not of a text but of the library; who waits must not wait for ever
+            # the fault of the library and not of a text: callers must not wait for ever
             for piece in batch:
                 if not piece.job.future.done():
                     piece.job.future.set_exception(error)

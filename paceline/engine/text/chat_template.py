@@ -1,10 +1,10 @@
-"""Chat messages to prompt text, by a checkpoint's Jinja template.
+"""Rendering of chat messages as prompt text, by a checkpoint's Jinja template.
 
-What a template sees is what Hugging Face's ``apply_chat_template`` shows it: the messages, tools,
-special tokens, ``raise_exception``, ``strftime_now``, a ``tojson`` that does not escape HTML,
-blocks trimmed. Templates are hostile code: ``template_sandbox`` keeps them from Python, and
-``template_process`` from the server's time and memory. Everything handed to one is rebuilt from
-plain JSON values first, so no object with methods of its own gets in.
+A template sees the same as in Hugging Face's ``apply_chat_template``: the messages, tools, special
+tokens, ``raise_exception``, ``strftime_now``, a ``tojson`` that does not escape HTML, blocks
+trimmed. Templates are hostile code: ``template_sandbox`` keeps them from Python, and
+``template_process`` from the server's time and memory. All arguments are rebuilt from plain JSON
+values first, so that no object with methods of its own gets in.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from paceline.core.errors import InvalidRequestError
 from paceline.engine.text.template_sandbox import RendersHere
+from paceline.errors import InvalidRequestError
 
 __all__ = ["KNOWN_TEMPLATES", "RESERVED_NAMES", "ChatTemplate", "Renderer"]
 
-# SHA-256 of templates that take time and memory in proportion to what they print, whatever that is:
-# they were read, and render where they are called. They are those of the models that
-# ``checkpoints.aliases`` names
+# SHA-256 of templates that take time and memory in proportion to their output, for any input: they
+# were read, and are rendered in this process. They belong to the models that
+# ``checkpoints.hub.aliases`` names
 KNOWN_TEMPLATES: Final = frozenset(
     (
         # SmolLM2-135M-Instruct
@@ -30,8 +30,8 @@ KNOWN_TEMPLATES: Final = frozenset(
 )
 MAX_DEPTH: Final = 64
 
-# what chat_template_kwargs cannot set: the conversation itself, what other request fields set, the
-# parameters of Hugging Face's function that are not for templates, and the sandbox's functions
+# names that chat_template_kwargs cannot set: the conversation itself, values of other request
+# fields, parameters of Hugging Face's function that are not for templates, and sandbox functions
 RESERVED_NAMES: Final = frozenset(
     (
         "messages", "conversation", "conversations", "tools", "add_generation_prompt",
@@ -45,16 +45,16 @@ RESERVED_NAMES: Final = frozenset(
 
 
 class Renderer(Protocol):
-    """Runs templates. ``template_process`` has one for any, ``template_sandbox`` one for those
-    that are known to end."""
+    """Runs templates. ``template_process`` has one for any template, ``template_sandbox`` one for
+    templates that are known to end."""
 
     def render(self, source: str, variables: dict[str, Any]) -> str:
-        """The text. Thread-safe. Raises InvalidRequestError when the template does not compile,
-        refuses, fails or takes too much."""
+        """Return the text. Thread-safe. Raises InvalidRequestError when the template does not
+        compile, refuses, fails or takes too much."""
         ...
 
     def close(self) -> None:
-        """Give back what it holds; a later render takes it again."""
+        """Free the renderer's resources; a later render takes them again."""
         ...
 
 
@@ -62,12 +62,12 @@ class ChatTemplate:
     """Renders conversations with the templates of one checkpoint. Thread-safe.
 
     Args:
-        templates: Jinja sources by name; "default" is used unless tools are given and there is
+        templates: Jinja sources by name; "default" is used, except with tools if there is
             "tool_use".
         special_tokens: ``bos_token``, ``eos_token``, ...; they become variables.
         renderer: for the checkpoint's own templates, unless they are known.
-        callers: for what callers have a say in, templates and arguments, so that a hostile one
-            keeps no plain conversation waiting.
+        callers: for templates and arguments from callers, so that a hostile one does not delay
+            plain conversations.
     """
 
     def __init__(
@@ -88,17 +88,17 @@ class ChatTemplate:
 
     @property
     def is_known(self) -> bool:
-        """Whether ``render`` takes time in proportion to the text, as long as the request brings
-        no template of its own."""
+        """Whether ``render`` takes time in proportion to the text, for requests without a template
+        of their own."""
         return self._known == frozenset(self._templates.values())
 
     def close(self) -> None:
-        """End the processes that render; the next render that needs one starts it again."""
+        """End the rendering processes; the next render that needs one starts it again."""
         self._renderer.close()
         self._callers.close()
 
     def source(self, has_tools: bool) -> str | None:
-        """The template that would be used, None if the checkpoint has none."""
+        """Return the template that would be used, None if the checkpoint has none."""
         if has_tools and "tool_use" in self._templates:
             return self._templates["tool_use"]
         return self._templates.get("default")
@@ -113,7 +113,7 @@ class ChatTemplate:
         chat_template: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt text; see ``engine.protocol.Tokenizer.render_chat``.
+        """Return the prompt text; see ``engine.protocol.Tokenizer.render_chat``.
 
         Raises:
             InvalidRequestError: no template, arguments that contradict each other, or a template
@@ -166,7 +166,7 @@ def _digest(source: str) -> str:
 
 
 def _plain(value: Any, param: str, depth: int = 0) -> Any:
-    """A deep copy made of JSON types alone."""
+    """Return a deep copy made of JSON types alone."""
     if depth > MAX_DEPTH:
         raise InvalidRequestError(f"{param} is nested deeper than {MAX_DEPTH} levels", param)
     if value is None or isinstance(value, (bool, int, float)):
@@ -185,7 +185,7 @@ def _plain(value: Any, param: str, depth: int = 0) -> Any:
 
 
 def _mark_final_message(conversation: list[Any], marker: str) -> str:
-    """Append ``marker`` to the last message's text, in place; the text as it was."""
+    """Append ``marker`` to the last message's text, in place; return the text before that."""
     final = conversation[-1] if conversation else None
     content = final.get("content") if isinstance(final, dict) else None
     if isinstance(final, dict) and isinstance(content, str):

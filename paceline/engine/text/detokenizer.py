@@ -1,4 +1,4 @@
-"""Ids to text, a few ids at a time: never half a character, never past a stop string.
+"""Conversion of ids to text, a few at a time: never half a character, never past a stop string.
 
 ::
 
@@ -18,16 +18,16 @@ from paceline.engine.protocol import Tokenizer
 
 __all__ = ["IncrementalDetokenizer", "StopFound", "StopStrings"]
 
-# ids that are decoded together before the window moves on
+# number of ids decoded together before the window moves on
 _WINDOW: Final = 12
 
 
 class IncrementalDetokenizer:
     """Text of a growing id sequence; all deltas joined are ``Tokenizer.decode`` of all ids.
 
-    The text is ``decode`` of a short window, because decoders are not plain concatenation
-    (SentencePiece drops the first space). Where it may be cut is told by ``token_bytes``: before an
-    id whose first byte starts a UTF-8 sequence, and wherever no sequence is open.
+    The text is ``decode`` of a short window, because decoders do not simply concatenate
+    (SentencePiece drops the first space). ``token_bytes`` tells where it may be cut: before an id
+    whose first byte starts a UTF-8 sequence, and wherever no sequence is open.
 
     ::
 
@@ -35,8 +35,8 @@ class IncrementalDetokenizer:
                   ^ starts a character  ^ _cut: text up to here is delivered
 
     The work per id is constant: the window is never longer than ``_WINDOW`` plus one push. Ids
-    whose text depends on no neighbour (``token_text``) pass by the window while no character is
-    open: such a tokenizer's window is no context for anybody.
+    whose text depends on no neighbour (``token_text``) skip the window while no character is open:
+    with such a tokenizer, the window is context for no id.
 
     One deviation: a decoder with byte fallback turns a whole run of byte tokens into U+FFFD when
     any part of the run is malformed. Well-formed characters at the start of such a run have been
@@ -61,7 +61,7 @@ class IncrementalDetokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._window: list[int] = []
         self._cut = 0
-        # a smaller cut, where the next window may begin
+        # a smaller cut, at which the next window may begin
         self._before_cut = 0
         # characters of decode(window[:_cut])
         self._delivered = 0
@@ -70,7 +70,7 @@ class IncrementalDetokenizer:
         """Take the next ids; return the text they complete, possibly none."""
         window = self._window
         if self._cut == len(window):
-            # one after the other is how most of them come
+            # most ids arrive one by one
             if len(token_ids) == 1:
                 (token_id,) = token_ids
                 if self._skip is not None and token_id in self._skip:
@@ -82,7 +82,7 @@ class IncrementalDetokenizer:
                 return text
         old_cut = self._cut
         for token_id in token_ids:
-            # decoders drop special ids before they look at neighbours, so they are no context
+            # decoders drop special ids before they look at neighbours: these are no context
             if self._skip is not None and token_id in self._skip:
                 continue
             data = self._tokenizer.token_bytes(token_id)
@@ -106,14 +106,14 @@ class IncrementalDetokenizer:
         return delta
 
     def finish(self) -> str:
-        """The rest of the text, after which nothing may be pushed: bytes that never became a
-        character end as U+FFFD."""
+        """Return the rest of the text, after which nothing may be pushed: bytes of an incomplete
+        character become U+FFFD."""
         if self._cut == len(self._window):
             return ""
         return self._decode(self._window)[self._delivered :]
 
     def _plain(self, token_ids: Sequence[int]) -> str | None:
-        """Their text by itself; None if one of them has none."""
+        """Return the ids' own text; None if one of them has none."""
         texts = []
         for token_id in token_ids:
             if self._skip is not None and token_id in self._skip:
@@ -141,19 +141,19 @@ class StopFound(NamedTuple):
 
 
 class StopStrings:
-    """Finds the first stop string in a stream of text, wherever the stream is split.
+    """Finds the first stop string in a stream of text, however the stream is split.
 
-    Text that may be the start of a stop string is held back, and nothing else. The stop string
-    that is complete first wins; of several complete at the same character, the longest.
+    Only text that may be the start of a stop string is held back. The stop string that is complete
+    first wins; of several complete at the same character, the longest.
 
-    Special tokens that are left out of the text are still seen: ``mark`` gives a character that
-    stands for one in the stream, and is in no text that comes back.
+    Special tokens left out of the text are still matched: ``mark`` gives a character that
+    represents one in the stream, and is in no text that is returned.
 
-    One Knuth-Morris-Pratt automaton per stop string, so the work per character is constant
-    whatever the caller asks for.
+    One Knuth-Morris-Pratt automaton per stop string, so the work per character is constant for any
+    stop strings.
 
     Args:
-        hidden: texts of special tokens in the stop strings that are left out of the text.
+        hidden: texts of special tokens that are in stop strings, but left out of the text.
     """
 
     __slots__ = ("_drop", "_held", "_include", "_marks", "_matched", "_patterns", "_tables")
@@ -171,7 +171,7 @@ class StopStrings:
         )
         self._marks = dict(zip(sorted(hidden, key=len, reverse=True), free, strict=False))
         self._drop = {ord(mark): None for mark in self._marks.values()}
-        # what is looked for and the stop string that it stands for: it may be spelt out, too
+        # a pattern and the stop string that it represents, which may also occur spelt out
         patterns = {(stop, stop) for stop in stops} | {(self._marked(s), s) for s in stops}
         # longest first: ties go to the longest
         self._patterns = tuple(sorted(patterns, key=lambda pattern: len(pattern[1]), reverse=True))
@@ -182,8 +182,8 @@ class StopStrings:
         self._include = include_in_output
 
     def mark(self, text: str) -> str:
-        """Return what to push for a special token that is left out; "" for one that no stop string
-        has."""
+        """Return the text to push for a special token that is left out; "" if no stop string has
+        it."""
         return self._marks.get(text, "")
 
     def push(self, text: str, *, may_stop: bool = True) -> str | StopFound:
@@ -208,7 +208,7 @@ class StopStrings:
         return self._visible(buffered[:keep])
 
     def flush(self) -> str:
-        """What is held back, at the end of the text."""
+        """Return the text held back, at the end of the stream."""
         held, self._held = self._held, ""
         return self._visible(held)
 
@@ -221,7 +221,7 @@ class StopStrings:
         return text.translate(self._drop) if self._drop else text
 
     def _scan(self, number: int, stop: str, text: str, may_stop: bool) -> int | None:
-        """Advance one automaton; the index in ``text`` just after a complete stop string."""
+        """Advance one automaton; return the index in ``text`` just after a complete stop string."""
         matched = self._matched[number]
         borders = self._tables[number]
         position = 0
@@ -245,7 +245,7 @@ class StopStrings:
 
 
 def _borders(pattern: str) -> list[int]:
-    """For every prefix, the length of its longest proper suffix that is a prefix of ``pattern``."""
+    """Return, for every prefix, the length of its longest proper suffix that is also a prefix."""
     borders = [0] * len(pattern)
     length = 0
     for index in range(1, len(pattern)):

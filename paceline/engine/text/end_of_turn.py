@@ -1,8 +1,8 @@
-"""Texts that end a model's answer, whatever its file says about their tokens.
+"""Texts that end a model's answer, even if its file does not mark their tokens.
 
 A GGUF names one end of sequence, and often types the token that ends a turn as plain text. So the
-texts that are known to end turns do, as in llama.cpp, and what the chat template writes behind an
-assistant's message.
+texts that are known to end turns count as ends, as in llama.cpp, and so does the token that the
+chat template writes after an assistant's message.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any, Final
 
-from paceline.checkpoints.gguf_tokenizer import CONTROL, USER_DEFINED
-from paceline.core.errors import InvalidRequestError, RequestFailedError
+from paceline.checkpoints.gguf.tokenizer import CONTROL, USER_DEFINED
+from paceline.errors import InvalidRequestError, RequestFailedError
 
 __all__ = ["end_texts", "harmony_ends", "has_marks", "kinds_of", "turn_end"]
 
-# the texts that llama.cpp (src/llama-vocab.cpp) takes for ends of generation, with <|end_of_text|>
+# the texts that llama.cpp (src/llama-vocab.cpp) takes for ends of generation, and <|end_of_text|>
 _KNOWN: Final = frozenset(
     {
         "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>",
@@ -25,31 +25,31 @@ _KNOWN: Final = frozenset(
         "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
     }
 )  # fmt: skip
-# where all of a group are tokens, the text ends a message, and the answer goes on
+# if all of a group are tokens, the text ends a message, and the answer goes on
 _ENDS_A_MESSAGE: Final = (
     ({"<|return|>", "<|call|>", "<|end|>"}, "<|end|>"),
     ({"<|calls|>", "<|flush|>", "<|end|>"}, "<|end|>"),
     ({"<|tool_response>", "</s>"}, "</s>"),
 )
 _HARMONY: Final = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>", "<|end|>")
-# how the marks of turns are written
+# form of the marks of turns
 _MARK: Final = re.compile(r"<[^<>\n]{1,64}>|\[[^\[\]\n]{1,64}\]")
 _PROBES: Final = ("Qxaz", "Qxbz", "Qxcz")
 
 
 def end_texts(tokens: Collection[str], named: Collection[str]) -> frozenset[str]:
-    """Return those of a vocabulary's texts that end an answer.
+    """Return the texts of a vocabulary that end an answer.
 
     Args:
-        named: what the file itself names, and what the chat template ends a turn with.
+        named: the ends that the file names, and the one with which the chat template ends a turn.
     """
     ends = _KNOWN.intersection(tokens) | set(named)
     return frozenset(ends - {end for group, end in _ENDS_A_MESSAGE if ends >= group})
 
 
 def harmony_ends(find: Callable[[str], int | None]) -> tuple[frozenset[int], frozenset[int]]:
-    """Return which ids end an answer, and which end a message only, of a vocabulary that marks
-    messages as gpt-oss does; none of another one. ``find`` tells a token's id."""
+    """Return the ids that end an answer, and those that only end a message, of a vocabulary that
+    marks messages as gpt-oss does; none for others. ``find`` returns a token's id."""
     ids = [find(text) for text in ("<|return|>", "<|call|>", "<|end|>", "<|channel|>")]
     if None in ids:
         return frozenset(), frozenset()
@@ -58,8 +58,8 @@ def harmony_ends(find: Callable[[str], int | None]) -> tuple[frozenset[int], fro
 
 
 def kinds_of(ends: Collection[str], tokens: Collection[str]) -> dict[str, int]:
-    """Return the types of GGUF tokens that hold whatever the file says: ends are control tokens;
-    harmony's marks are found in prompts as one token."""
+    """Return types of GGUF tokens that override the file's: ends are control tokens; harmony's
+    marks in prompts are single tokens."""
     kinds = dict.fromkeys(ends, CONTROL)
     if "<|end|>" in tokens and {"<|return|>", "<|call|>"} <= set(ends):
         kinds |= dict.fromkeys((mark for mark in _HARMONY if mark in tokens), USER_DEFINED)
@@ -69,13 +69,13 @@ def kinds_of(ends: Collection[str], tokens: Collection[str]) -> dict[str, int]:
 def has_marks(source: str, tokens: Collection[str]) -> bool:
     """Return whether a chat template writes tokens of which one could end a turn."""
     marks = set(_MARK.findall(source))
-    # one that is put together from parts may be any
+    # a mark that is put together from parts may be any
     made = any(char in mark for mark in marks for char in "{'\"")
     return made or not marks.intersection(tokens) <= _KNOWN
 
 
 def turn_end(render: Callable[[list[dict[str, Any]]], str], tokens: Collection[str]) -> str | None:
-    """Return the token that the chat template writes behind an assistant's message; None: it writes
+    """Return the token that the chat template writes after an assistant's message; None: it writes
     none, or refuses a plain conversation."""
     roles = ("user", "assistant", "user")
     try:

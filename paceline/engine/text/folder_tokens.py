@@ -1,7 +1,7 @@
-"""Tokens of a Hugging Face folder that its tokenizer.json does not know, or not as special.
+"""Tokens of a Hugging Face folder that its tokenizer.json does not list, or not as special.
 
-As in transformers: what ``added_tokens_decoder`` of tokenizer_config.json lists (in older folders
-added_tokens.json) is one token, special where it says so, and the named ones are special.
+As in transformers: each entry of ``added_tokens_decoder`` in tokenizer_config.json (in older
+folders added_tokens.json) is one token, special if it says so, and the named ones are special.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Tokenizer
 
-from paceline.checkpoints.json_file import read_json_object
-from paceline.checkpoints.special_ids import warn_once
-from paceline.core.errors import CheckpointError
+from paceline.checkpoints.model.json_file import read_json_object
+from paceline.checkpoints.model.special_ids import warn_once
+from paceline.errors import CheckpointError
 
 __all__ = ["NAMED_TOKENS", "add_tokens_of_folder", "token_text"]
 
@@ -22,22 +22,22 @@ NAMED_TOKENS: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _LISTS: Final = ("additional_special_tokens", "extra_special_tokens")
 _FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _MOST: Final = 1 << 16
-# ids, where nothing says how many there are
+# upper limit of ids if the vocabulary's size is not given
 _ANY: Final = 1 << 31
 
 
 def add_tokens_of_folder(
     backend: Tokenizer, folder: Path, config: Mapping[str, Any], special_map: Mapping[str, Any]
 ) -> None:
-    """Add to ``backend`` what ``config`` (tokenizer_config.json), ``special_map``
-    (special_tokens_map.json) and added_tokens.json have beside it.
+    """Add to ``backend`` the tokens that only ``config`` (tokenizer_config.json), ``special_map``
+    (special_tokens_map.json) and added_tokens.json have.
 
     Raises:
-        CheckpointError: what they hold is no list of tokens.
+        CheckpointError: the files do not hold lists of tokens.
     """
     size = (read_json_object(folder / "config.json") or {}).get("vocab_size")
     room = size if type(size) is int else _ANY
-    # in the order in which new ones get ids
+    # in the order in which new tokens get ids
     named = dict.fromkeys((*_named(config), *_named(special_map)))
     known = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
     listed = sorted(_listed(folder, config, named).items())
@@ -69,7 +69,7 @@ def token_text(value: Any) -> str | None:
 
 
 def _named(values: Mapping[str, Any]) -> Iterable[str]:
-    """Texts that are special by their role."""
+    """Return texts that are special by their role."""
     found = [values.get(f"{name}_token") for name in NAMED_TOKENS]
     for key in _LISTS:
         more = values.get(key)
@@ -80,7 +80,7 @@ def _named(values: Mapping[str, Any]) -> Iterable[str]:
 def _listed(
     folder: Path, config: Mapping[str, Any], named: Collection[str]
 ) -> dict[int, AddedToken]:
-    """Tokens by the id that the folder gives them."""
+    """Return tokens by the id that the folder gives them."""
     listed = config.get("added_tokens_decoder")
     if listed is None:
         older = read_json_object(folder / "added_tokens.json") or {}

@@ -1,14 +1,13 @@
-"""Grammars compiled to token masks, by llguidance (docs/adr/0005-constrained-generation.md).
+"""Compilation of grammars to token masks, by llguidance (docs/adr/0005-constrained-generation.md).
 
 ::
 
     prepare(grammar) --thread--> prototype, kept in a bounded cache
     matcher(grammar) ----------> a copy of the prototype per sequence
 
-Compiling is bounded by the library's own fuel counters and not by a clock, so a hostile grammar
-is refused after the same work on every machine. What it recurses into is bounded here: by the
-size and nesting of sources, and by threads whose stacks hold the deepest chain of rules that fits
-into one.
+Compiling is bounded by the library's own fuel counters and not by a clock, so a hostile grammar is
+refused after the same work on every machine. Recursion is bounded here: by the size and nesting of
+sources, and by threads whose stacks hold the deepest chain of rules that fits into a source.
 
 This module does not know requests, schedules or logits.
 """
@@ -27,39 +26,39 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final
 
-from paceline.core.errors import InvalidRequestError, RequestFailedError
 from paceline.core.grammar import Grammar
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.types import TOO_AMBIGUOUS
+from paceline.errors import InvalidRequestError, RequestFailedError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-    # declared in the stubs alone
+    # declared only in the stubs
     from llguidance._lib import JsonCompileOptions
 
 __all__ = ["GrammarCompiler"]
 
-# of the library's messages about that
+# the library's messages about too many items
 _TOO_MANY_ITEMS: Final = re.compile(r"row has \d+ items; max is \d+|[Tt]oo many items")
 
 # compilations at once: a slow grammar does not hold up the next one
 _THREADS: Final = 2
-# of such a thread, in bytes of address space: a chain of 3,000 rules overflows the usual 8 MiB, and
-# the sources that core.grammar lets through hold 15,000
+# stack of such a thread, in bytes of address space: a chain of 3,000 rules overflows the usual 8
+# MiB, and sources that core.grammar lets through hold 15,000
 _STACK: Final = 256 << 20
 # compiled grammars kept; the largest take a few MB each
 _MAX_COMPILED: Final = 128
-# brackets inside brackets of a regex or grammar
+# deepest nesting of brackets in a regex or grammar
 _MAX_NESTING: Final = 64
-# what a caller is told of the library's message
+# most characters of the library's message in an error
 _MAX_MESSAGE: Final = 400
 # repetition counts: {a,b}
 _REPEAT: Final = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
 _MAX_REPEAT: Final = 10_000
-# seconds that the end of the process waits for a compilation; less than a client has patience for
+# seconds that the end of the process waits for a compilation; less than a client's patience
 _LAST_SECONDS: Final = 4.0
-# whatever a schema says, nothing in it is left out in silence
+# no part of a schema may be ignored silently
 _OVERRIDES: Final[JsonCompileOptions] = {"lenient": False, "coerce_one_of": False}
 
 
@@ -67,8 +66,8 @@ class GrammarCompiler:
     """A ``core.grammar.MatcherSource``.
 
     Args:
-        load_tokenizer: called once, on a compiling thread, when the first grammar comes.
-        timeout: seconds a caller should wait for a compilation.
+        load_tokenizer: called once, on a compiling thread, for the first grammar.
+        timeout: seconds that a caller should wait for a compilation.
     """
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], *, timeout: float = 10.0) -> None:
@@ -79,7 +78,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._loading = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        # the end of output as the library knows it, and every id that means the same
+        # the library's id for the end of output, and all other ids that mean the same
         self._ends: tuple[int, ...] = ()
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
 
@@ -95,7 +94,7 @@ class GrammarCompiler:
     def matcher(self, grammar: Grammar) -> Matcher:
         prototype = self._cached(grammar)
         while prototype is None:
-            # it fell out of the cache while its request waited
+            # it was evicted from the cache while its request waited
             self.prepare(grammar).result(self.timeout)
             prototype = self._cached(grammar)
         return Matcher(prototype.deep_copy(), self._ends, self._ll_tokenizer().vocab_size)
@@ -109,7 +108,7 @@ class GrammarCompiler:
         with self._lock:
             if self._threads:
                 return
-            # the setting is the whole process's and holds for threads started under it
+            # the setting is process-wide and applies to threads started under it
             before = threading.stack_size(_STACK)
             try:
                 for number in range(_THREADS):
@@ -120,7 +119,7 @@ class GrammarCompiler:
                     self._threads.append(thread)
             finally:
                 threading.stack_size(before)
-            # nobody has to close it for that
+            # clean up also if ``close`` is never called
             weakref.finalize(self, _finish, self._jobs, self._threads)
 
     def _work(self) -> None:
@@ -132,7 +131,7 @@ class GrammarCompiler:
                 if self._cached(grammar) is None:
                     self._compile(grammar)
             except BaseException as error:
-                # also what a panic of the library becomes; the caller is told
+                # includes panics of the library; the caller gets the error
                 future.set_exception(error)
             else:
                 future.set_result(None)
@@ -151,7 +150,7 @@ class GrammarCompiler:
             return prototype
 
     def _compile(self, grammar: Grammar) -> None:
-        # imported where the first grammar is compiled: most engines see none
+        # imported with the first grammar, as most engines see none
         from llguidance import LLMatcher
 
         source = _source(grammar)
@@ -164,7 +163,7 @@ class GrammarCompiler:
             )
         first = prototype.deep_copy()
         if not any(first.compute_bitmask()) or first.is_error():
-            # such as a schema that contains itself, required, for ever
+            # for example a schema that requires itself recursively
             raise InvalidRequestError(
                 f"{grammar.field}: nothing can be generated from the {_NAMES[grammar.kind]}: "
                 f"{_first_lines(first.get_error()) or 'no output matches it'}",
@@ -192,15 +191,15 @@ class GrammarCompiler:
 def _finish(
     jobs: queue.SimpleQueue[tuple[Future[None], Grammar] | None], threads: list[threading.Thread]
 ) -> None:
-    """At the end of the process: a thread that comes back from the library when the interpreter is
-    gone takes the process down with it."""
+    """Join the threads at the end of the process: a thread that returns from the library after the
+    interpreter has ended would crash the process."""
     with contextlib.suppress(queue.Empty):
         while True:
             jobs.get_nowait()
     for _ in threads:
         jobs.put(None)
     for thread in threads:
-        # the last to know the compiler may be one of its own threads
+        # the last reference to the compiler may be on one of its own threads
         if thread is not threading.current_thread():
             thread.join(_LAST_SECONDS)
 
@@ -209,7 +208,7 @@ _NAMES: Final = {"json_schema": "JSON schema", "regex": "regular expression", "l
 
 
 class Matcher:
-    """One output; see ``core.grammar.TokenMatcher``."""
+    """The matcher of one output, a ``core.grammar.TokenMatcher``."""
 
     def __init__(self, matcher: LLMatcher, ends: tuple[int, ...], vocab_size: int) -> None:
         self._matcher = matcher
@@ -221,7 +220,7 @@ class Matcher:
     def consume(self, token_ids: Sequence[int]) -> None:
         tokens = [self._eos if i in self._others else i for i in token_ids]
         if tokens[-1] == self._eos:
-            # where nothing but the end may come, the library takes no token, not even that
+            # if only the end may come, the library takes no token, not even the end
             if not self._matcher.consume_tokens(tokens[:-1]):
                 self._fail()
             tokens = [] if self._matcher.is_stopped() else tokens[-1:]
@@ -242,7 +241,7 @@ class Matcher:
     def look_ahead(self, guesses: Sequence[int]) -> list[bytes]:
         masks = [self.allowed()]
         if guesses:
-            # an error cannot be rolled back, so a copy goes ahead
+            # an error cannot be rolled back, so a copy looks ahead
             ahead = Matcher(self._matcher.deep_copy(), self._ends, self._vocab_size)
             for token_id in guesses:
                 if not ahead.takes(token_id):
@@ -251,13 +250,13 @@ class Matcher:
                     ahead.consume((token_id,))
                     masks.append(ahead.allowed())
                 except RequestFailedError:
-                    # it fails when the token is no guess any more
+                    # the error will come when the token is sampled
                     break
         return masks
 
     def takes(self, token_id: int) -> bool:
-        """Whether this token may come next and does not end the output. One that may not leaves the
-        matcher of no use."""
+        """Whether this token may come next and does not end the output. After False, the matcher
+        must not be used."""
         return (
             0 <= token_id < self._vocab_size
             and token_id not in self._ends
@@ -278,13 +277,13 @@ class Matcher:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance wants it."""
+    """A tokenizer in the form for llguidance."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._encode = tokenizer.encode
         special = tokenizer.special_token_ids
         self.tokens = [
-            # the library tells special tokens from their spelling by this byte, no UTF-8
+            # this byte, which is not UTF-8, marks special tokens for the library
             b"\xff" + tokenizer.token_bytes(i) if i in special else tokenizer.token_bytes(i)
             for i in range(tokenizer.vocab_size)
         ]
@@ -302,16 +301,16 @@ class _Vocabulary:
 def _limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 
-    # messages must not quote what other people's grammars hold
+    # messages must not quote other callers' grammars
     return LLParserLimits(verbose_errors=False)
 
 
 def _source(grammar: Grammar) -> str:
-    """The library's own form. Raises InvalidRequestError for what must not reach its parsers."""
+    """Return the library's form; raises InvalidRequestError for input unfit for its parsers."""
     from llguidance import LLMatcher
 
     if grammar.kind == "json_schema":
-        # the schema text goes in as it is: the order of properties is the order of the output
+        # the schema text is passed unchanged: the order of properties is the order of the output
         try:
             return LLMatcher.grammar_from_json_schema(grammar.source, overrides=_OVERRIDES)
         except ValueError as error:
@@ -325,7 +324,7 @@ def _source(grammar: Grammar) -> str:
 
 
 def _check_nesting(grammar: Grammar) -> None:
-    """Bound what a recursive parser recurses into: brackets, and counted repetition."""
+    """Bound the recursion of a recursive parser: brackets, and counted repetition."""
     depth = deepest = 0
     for char in grammar.source:
         if char in "([{":

@@ -1,12 +1,12 @@
-"""Engine news to answers: text, stop strings, usage and times, request by request.
+"""Conversion of engine updates to answers: text, stop strings, usage and times, by request.
 
 ::
 
     RequestUpdate of r/0, r/1, ... --> OutputProcessor --> one GenerationOutput of r per batch
                                                        --> ids the engine is to abort
 
-Runs where the caller is, never in the engine's loop, so that text work cannot stall a step. It does
-not know sockets, threads or who reads its outputs.
+Runs in the caller's process, never in the engine's loop, so that text work cannot stall a step. It
+does not know sockets, threads or the readers of its outputs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from paceline.core.errors import InvalidRequestError
 from paceline.core.outputs import RequestUpdate, Timeline, TokenLogprobs
 from paceline.core.request import FinishReason
 from paceline.engine.fanout import choice_id, open_choices
@@ -31,6 +30,7 @@ from paceline.engine.types import (
     Resume,
     ResumedChoice,
 )
+from paceline.errors import InvalidRequestError
 
 __all__ = ["OutputProcessor", "Processed", "merge_outputs", "resumed_texts"]
 
@@ -39,38 +39,38 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Processed:
-    """What one batch of updates came to."""
+    """The results of one batch of updates."""
 
     # at most one per request
     outputs: tuple[GenerationOutput, ...]
-    # choices that ended here while the engine still works on them: by a stop string, and because no
-    # text could be made of them
+    # choices that ended here while the engine still works on them: by a stop string, or because
+    # detokenization failed
     stopped: tuple[str, ...]
     failed: tuple[str, ...]
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request and what its choices add up to."""
+    """A request and the sums over its choices."""
 
     request: GenerationRequest
     # ids of choices that have not ended
     live: set[str]
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
-    # preemptions so far, choice by choice, and last those on engines before
+    # preemptions so far, by choice, and last those on earlier engines
     num_preemptions: list[int] = field(default_factory=list)
-    # 0.0 until the engine tells
+    # 0.0 until the engine reports it
     first_scheduled: float = 0.0
     first_token: float | None = None
     last_token: float = 0.0
     longest_gap: float = 0.0
-    # waiting for the next output; None once told
+    # waiting for the next output; None once sent
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     told_prompt_logprobs: bool = False
-    # the vector of a pooled request
+    # the vector of a pooling request
     pooled: bytes | None = None
-    # output of each choice so far, for an engine that would have to go on with it
+    # output of each choice so far, for an engine that may have to continue it
     token_ids: list[list[int]] = field(default_factory=list)
 
     @classmethod
@@ -93,7 +93,7 @@ class _Request:
         return self
 
     def resume(self) -> Resume:
-        """What another engine is to go on from."""
+        """Return the output so far, for another engine to continue."""
         live = self.live
         return Resume(
             choices=tuple(
@@ -109,11 +109,11 @@ class _Request:
         )
 
     def account(self, update: RequestUpdate, num_tokens: int, index: int, now: float) -> None:
-        """Take in the numbers of one update, of which ``num_tokens`` tokens count."""
+        """Count one update, of which ``num_tokens`` tokens are delivered."""
         self.num_output_tokens += num_tokens
         self.num_preemptions[index] = update.num_preemptions
         if index == 0 and self.request.resume is None:
-            # the others are forks: what they share is the first one's prompt
+            # the others are forks: they only share the first one's prompt
             self.num_cached_tokens = update.num_cached_tokens
         if not self.first_scheduled:
             self.first_scheduled = update.first_scheduled_time
@@ -153,7 +153,7 @@ class _Request:
 
 
 class _Choice:
-    """One sequence on its way to text."""
+    """One sequence and its conversion to text."""
 
     __slots__ = (
         "detokenizer", "index", "owner", "passed_over", "stops", "timeline", "token_ids",
@@ -165,9 +165,9 @@ class _Choice:
         self.owner = owner
         self.index = index
         self.tokenizer = tokenizer
-        # told so far
+        # ids delivered so far
         self.token_ids = owner.token_ids[index]
-        # the latest
+        # the latest one
         self.timeline: Timeline | None = None
         self.detokenizer: IncrementalDetokenizer | None = None
         self.stops: StopStrings | None = None
@@ -187,7 +187,7 @@ class _Choice:
         )
 
     def _pass_over(self, token_id: int, number: int) -> str:
-        """Take in a token, the ``number``-th of all, whose text another engine has delivered.
+        """Process the ``number``-th token of all, whose text another engine has delivered.
 
         Raises:
             InvalidRequestError: a stop string ends with it.
@@ -208,14 +208,14 @@ class _Choice:
         return found
 
     def _text(self, detokenizer: IncrementalDetokenizer, token_id: int) -> str:
-        """What a token adds to the text, or the mark of one that is left out of it."""
+        """Return the text that a token adds, or the mark of one that is left out of the text."""
         special = self.owner.request.skip_special_tokens and self.tokenizer.special_token_ids
         if self.stops is None or not special or token_id not in special:
             return detokenizer.push((token_id,))
         return self.stops.mark(self.tokenizer.token_bytes(token_id).decode("utf-8", "replace"))
 
     def take(self, update: RequestUpdate) -> ChoiceDelta:
-        """The next delta. Its ``stop_reason`` is a string when a stop string ended the choice."""
+        """Return the next delta. ``stop_reason`` is a string if a stop string ended the choice."""
         token_ids = update.new_token_ids
         reason = update.finish_reason
         if update.timeline is not None:
@@ -223,7 +223,7 @@ class _Choice:
         if self.detokenizer is None:
             return self._delta(update, "", len(token_ids), reason)
         if self.stops is None and reason is None and update.logprobs is None:
-            # nearly all of them
+            # the common case
             self.token_ids.extend(token_ids)
             return ChoiceDelta(
                 index=self.index,
@@ -235,7 +235,7 @@ class _Choice:
         min_tokens = self.owner.request.sampling.min_tokens
         spoken = len(token_ids)
         if reason is FinishReason.STOP and not self.owner.request.include_stop_str_in_output:
-            # the engine ends with STOP on a stop token alone; it stays in the ids, not in the text
+            # the engine uses STOP only for stop tokens; the token stays in the ids, not in the text
             spoken -= 1
         if self.stops is None:
             text = self.detokenizer.push(token_ids[:spoken])
@@ -272,7 +272,7 @@ class _Choice:
         reason: FinishReason | None,
         stop: str | None = None,
     ) -> ChoiceDelta:
-        """A delta with the first ``count`` of the update's ids, which are told now."""
+        """Return a delta with the first ``count`` of the update's ids, and note their delivery."""
         self.token_ids.extend(update.new_token_ids[:count])
         logprobs = update.logprobs
         return ChoiceDelta(
@@ -288,15 +288,15 @@ class _Choice:
 
 
 def _special_in(stops: Sequence[str], tokenizer: Tokenizer) -> set[str]:
-    """Texts of the special tokens that stop strings hold."""
-    # one with half of a surrogate pair is in no text
+    """Return the texts of the special tokens in stop strings."""
+    # a stop string with half of a surrogate pair is in no text
     texts = [stop for stop in stops if stop == stop.encode("utf-8", "replace").decode()]
     ids = {i for text in texts for i in tokenizer.encode(text, add_special_tokens=False)}
     return {tokenizer.token_bytes(i).decode() for i in ids & tokenizer.special_token_ids}
 
 
 def resumed_texts(request: GenerationRequest, tokenizer: Tokenizer) -> dict[int, str]:
-    """What was delivered of each choice that goes on, as text; see ``GenerationRequest.resume``.
+    """Return the delivered text of each choice that goes on; see ``GenerationRequest.resume``.
 
     Raises InvalidRequestError if a stop string is in it.
     """
@@ -305,7 +305,7 @@ def resumed_texts(request: GenerationRequest, tokenizer: Tokenizer) -> dict[int,
 
 
 class OutputProcessor:
-    """The answers under way. Used from one thread; holds a request from ``add`` until its last
+    """The unfinished answers. Used from one thread; holds a request from ``add`` until its last
     choice has ended or it is discarded."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -320,7 +320,7 @@ class OutputProcessor:
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """Of the unfinished requests."""
+        """Ids of the unfinished requests."""
         return tuple(self._requests)
 
     def add(self, request: GenerationRequest) -> None:
@@ -346,12 +346,12 @@ class OutputProcessor:
         self._choices |= choices
 
     def request(self, request_id: str) -> GenerationRequest:
-        """An unfinished request. KeyError if it is not one."""
+        """Return an unfinished request. KeyError for others."""
         return self._requests[request_id].request
 
     def resume(self, request_id: str) -> Resume:
-        """What was delivered of an unfinished request, for another engine to go on from. KeyError
-        if it is not one."""
+        """Return the delivered output of an unfinished request, for another engine to continue.
+        KeyError for others."""
         return self._requests[request_id].resume()
 
     def unfinished_choices(self, request_id: str) -> tuple[str, ...]:
@@ -360,7 +360,7 @@ class OutputProcessor:
         return () if owner is None else tuple(sorted(owner.live))
 
     def discard(self, request_id: str) -> tuple[str, ...]:
-        """Forget a request; returns the choices the engine may still be working on."""
+        """Forget a request; return the choices that the engine may still be working on."""
         owner = self._requests.pop(request_id, None)
         if owner is None:
             return ()
@@ -371,8 +371,8 @@ class OutputProcessor:
     def note_prompt_logprobs(
         self, entries: Iterable[tuple[str, tuple[TokenLogprobs, ...]]]
     ) -> None:
-        """Take in what the first tokens of choices brought about prompts; told once, though a
-        preempted request computes its prompt again."""
+        """Store the prompt logprobs that came with first tokens of choices; they are sent once,
+        though a preempted request computes its prompt again."""
         for request_id, logprobs in entries:
             choice = self._choices.get(request_id)
             if choice is not None and not choice.owner.told_prompt_logprobs:
@@ -380,18 +380,18 @@ class OutputProcessor:
                 choice.owner.prompt_logprobs = logprobs
 
     def note_pooled(self, entries: Iterable[tuple[str, bytes]]) -> None:
-        """Take in the vectors of choices that end with the updates processed next."""
+        """Store the vectors of choices that end with the updates processed next."""
         for request_id, vector in entries:
             choice = self._choices.get(request_id)
             if choice is not None:
                 choice.owner.pooled = vector
 
     def process(self, updates: Iterable[RequestUpdate], now: float) -> Processed:
-        """Turn one batch of news into outputs.
+        """Turn one batch of updates into outputs.
 
         Args:
-            updates: in the engine's order. News of unknown choices (ended here, discarded) is
-                dropped.
+            updates: in the engine's order. Updates of unknown choices (ended here, discarded)
+                are dropped.
             now: when the tokens arrived, for ``RequestTimes``.
         """
         touched: dict[_Request, list[ChoiceDelta]] = {}
@@ -426,7 +426,7 @@ class OutputProcessor:
 
 
 def merge_outputs(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
-    """Consecutive outputs of one request as one, as if nobody had looked in between."""
+    """Merge consecutive outputs of one request, as if its reader had waited for the last."""
     last = outputs[-1]
     if len(outputs) == 1:
         return last
@@ -440,7 +440,7 @@ def merge_outputs(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
 
 
 def _add(deltas: list[ChoiceDelta], delta: ChoiceDelta) -> None:
-    """Put ``delta`` behind what its choice had in the same batch, or else at the end."""
+    """Append ``delta`` to its choice's delta in the same batch, or else at the end."""
     for place, known in enumerate(deltas):
         if known.index == delta.index:
             deltas[place] = _merge_deltas((known, delta))

@@ -1,4 +1,4 @@
-"""Renders chat templates in a process of its own, which the kernel stops when it takes too much.
+"""Rendering of chat templates in a process of its own, with limits that the kernel enforces.
 
 ::
 
@@ -7,9 +7,9 @@
                                      v  it took too long, too much memory, or crashed
                           killed; another one is started for the next render
 
-No list of a language's costs is ever complete: ``"a" * n``, ``|int(base=16)`` of a megabyte and a
-hash table of colliding integers are each one call. So processor time, memory, files and core dumps
-are limited by the kernel, for the whole process and whatever it is in the middle of.
+A list of all costly operations of a language is never complete: ``"a" * n``, ``|int(base=16)`` of a
+megabyte and a hash table of colliding integers are each one call. So the kernel limits processor
+time, memory, files and core dumps, for the whole process and at any point.
 
 This module does not know Jinja.
 """
@@ -30,41 +30,41 @@ import weakref
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from paceline.core.errors import InvalidRequestError, RequestFailedError
+from paceline.errors import InvalidRequestError, RequestFailedError
 
 __all__ = ["EXIT_MEMORY", "HEAD", "TemplateLimits", "TemplateProcess"]
 
 _log = logging.getLogger(__name__)
 
 _ARGV: Final = (sys.executable, "-m", "paceline.engine.text.template_worker")
-# what the process sees of this one's environment: nothing that may be a secret
+# variables that the process inherits: none that may hold a secret
 _ENVIRONMENT: Final = ("PATH", "PYTHONPATH", "LANG", "LC_ALL", "LC_TIME", "TZ")
-# before every message in both directions: the bytes that follow
+# before every message in both directions: the number of bytes that follow
 HEAD: Final = struct.Struct("!Q")
-# how the worker says that its memory is used up
+# exit code of a worker whose memory is used up
 EXIT_MEMORY: Final = 77
-# a worker that was taken over may say any length
+# a compromised worker may send any length
 _MAX_REPLY: Final = 256 << 20
 _PIECE: Final = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateLimits:
-    """What one render may take."""
+    """Limits of one render."""
 
-    # of processor time, so that a busy machine does not fail an innocent template
+    # processor time, so that a busy machine does not fail an innocent template
     cpu_seconds: float = 2.0
-    # of address space beyond what the idle process has
+    # address space in addition to that of the idle process
     memory_bytes: int = 512 << 20
-    # until the answer is there, whatever the process waits for
+    # until the reply arrives, also if the process only waits
     wall_seconds: float = 30.0
 
 
 class TemplateProcess:
     """A ``chat_template.Renderer`` that is safe to use with any template.
 
-    The process is started by the first render. One render runs at a time; further threads wait.
-    ``close`` ends the process; so does the garbage collector, and the end of this process.
+    The first render starts the process. One render runs at a time; further threads wait. ``close``
+    ends the process; so does the garbage collector, and the end of this process.
     """
 
     def __init__(self, limits: TemplateLimits | None = None) -> None:
@@ -74,14 +74,14 @@ class TemplateProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, None while there is none."""
+        """The process's id, None while there is none."""
         return None if self._worker is None else self._worker.pid
 
     def render(self, source: str, variables: dict[str, Any]) -> str:
-        """See ``template_sandbox.render_template``. Waits, so it is not for an event loop's thread.
+        """Call ``template_sandbox.render_template``; waits, so not for an event loop's thread.
 
         Raises:
-            InvalidRequestError: what ``render_template`` raises, or it was stopped.
+            InvalidRequestError: as from ``render_template``, or the process was stopped.
             RequestFailedError: no process could be started.
         """
         message = json.dumps([source, variables]).encode()
@@ -95,7 +95,7 @@ class TemplateProcess:
             except _StoppedError as stop:
                 _log.warning("template_stopped pid=%d reason=%r", worker.pid, str(stop))
                 self._end()
-                # the next render finds it warm
+                # start another one now, for the next render
                 self._worker = _Worker(self._limits)
                 raise InvalidRequestError(
                     f"the chat template was stopped: {stop}", "messages"
@@ -116,7 +116,7 @@ class TemplateProcess:
 
 
 class _StoppedError(Exception):
-    """The worker came to its end, and why."""
+    """The worker ended; the message says why."""
 
 
 class _Worker:
@@ -142,7 +142,7 @@ class _Worker:
         finally:
             theirs.close()
         self._socket = ours
-        # kills it also when this process ends
+        # kills the process also when this one ends
         self.end = weakref.finalize(self, _end, self._process, ours)
 
     @property
@@ -154,7 +154,7 @@ class _Worker:
         return self._process.poll() is None
 
     def ask(self, message: bytes) -> bytes:
-        """The reply. Raises _StoppedError when the worker ends first, or is late and must end."""
+        """Return the reply. Raises _StoppedError if the worker ends first, or is late."""
         deadline = time.monotonic() + self._limits.wall_seconds
         try:
             self._socket.settimeout(self._limits.wall_seconds)
@@ -179,7 +179,7 @@ class _Worker:
         return bytes(data)
 
     def _cause(self) -> str:
-        # its socket closes before it can be waited for
+        # the socket closes before the process can be waited for
         try:
             code = self._process.wait(1.0)
         except subprocess.TimeoutExpired:

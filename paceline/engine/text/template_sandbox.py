@@ -1,12 +1,12 @@
-"""A Jinja sandbox from which a template cannot reach Python, and ``render_template``, its entry.
+"""A Jinja sandbox from which templates cannot reach Python; ``render_template`` is its entry.
 
 Chat templates come with checkpoints, and callers may send their own, so a template is treated as
-hostile code. Jinja's immutable sandbox keeps it from attributes that lead to the interpreter; on
-top of that, methods of strings, lists and dicts, filters and globals are allow-lists here, and what
-a template gets prints without memory addresses (``template_values``).
+hostile code. Jinja's immutable sandbox keeps it from attributes that lead to the interpreter; in
+addition, methods of strings, lists and dicts, filters and globals are allow-lists here, and all
+values of a template print without memory addresses (``template_values``).
 
 Time and memory are not bounded here: ``template_process`` runs this in a process that the kernel
-stops. Only templates that the package knows are rendered without it.
+limits. Only templates that the package knows are rendered without it.
 
 This module does not know what a chat is.
 """
@@ -28,8 +28,8 @@ from jinja2.runtime import BlockReference, Context, LoopContext, Macro, Undefine
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from paceline.core.errors import InvalidRequestError
 from paceline.engine.text.template_values import NamedCallable, printable
+from paceline.errors import InvalidRequestError
 
 __all__ = ["MAX_PROMPT_CHARS", "MAX_TEMPLATE_CHARS", "RendersHere", "render_template"]
 
@@ -106,13 +106,13 @@ def _printing(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pass_context
 def _finalize(context: Context, value: Any) -> Any:
-    """Taking the context keeps the compiler from computing what looks constant."""
+    """Return the value; taking the context keeps the compiler from computing constants."""
     return value
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}...{% endgeneration %}`` marks an answer for training; here it is only its
-    body."""
+    """``{% generation %}...{% endgeneration %}`` marks an answer for training; here only its body
+    is rendered."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
@@ -140,7 +140,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_GenerationTag, loopcontrols],
-            # nothing is computed while a template is compiled: neither folded constants nor output
+            # compute nothing while a template is compiled: neither folded constants nor output
             optimized=False,
             finalize=_finalize,
         )
@@ -163,7 +163,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return printable(super().getitem(obj, argument))
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        # the sandbox wraps str.format; the method itself is below the wrapper
+        # the sandbox wraps str.format; the wrapper holds the method itself
         method = getattr(function, "__wrapped__", function)
         owner = getattr(method, "__self__", None)
         if isinstance(owner, (str, list, tuple, dict, int, float, LoopContext)):
@@ -196,18 +196,18 @@ def _compile(source: str) -> Template:
     except MemoryError:
         raise
     except Exception as error:
-        # nested too deeply, a number too long: whatever Jinja and Python's compiler object to in
-        # somebody's template is that template's fault
+        # nested too deeply, a number too long: any error of Jinja or Python's compiler about a
+        # template is that template's fault
         message = f"the chat template does not compile: {type(error).__name__}: {error!s:.200}"
     raise InvalidRequestError(message, "chat_template")
 
 
 def render_template(source: str, variables: dict[str, Any]) -> str:
-    """What the template makes of the variables, which must be plain JSON values.
+    """Return the text that the template makes of the variables, which must be plain JSON values.
 
     Raises:
         InvalidRequestError: it does not compile, refuses, fails, or makes too long a text.
-        MemoryError: there is none left; only where the process's memory is bounded.
+        MemoryError: no memory is left; only if the process's memory is bounded.
     """
     template = _compile(source)
     try:
@@ -221,8 +221,8 @@ def render_template(source: str, variables: dict[str, Any]) -> str:
     except TemplateError as error:
         message = f"the chat template failed: {error.message!s:.500}"
     except Exception as error:
-        # templates run other people's expressions on other people's messages: whatever those
-        # raise (TypeError, KeyError, ZeroDivisionError, ...) fails this request alone
+        # templates run other people's expressions on other people's messages: any error of these
+        # (TypeError, KeyError, ZeroDivisionError, ...) fails this request alone
         message = f"the chat template failed: {type(error).__name__}: {error!s:.500}"
     else:
         if len(prompt) <= MAX_PROMPT_CHARS:
@@ -241,4 +241,4 @@ class RendersHere:
         return render_template(source, variables)
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is nothing to free."""

@@ -1,9 +1,9 @@
-"""Values that a template gets hold of, made to print without memory addresses.
+"""Wrappers that make a template's values print without memory addresses.
 
-Python prints functions, methods and generators with the address where they are. Whoever may send a
-template could read them from the prompt or an error, and an address is half of an exploit of a bug
-elsewhere. A pattern over the text would not do: a template can take text apart. So nothing whose
-text holds an address ever reaches one.
+Python prints functions, methods and generators with their addresses. A caller who sends a template
+could read them from the prompt or an error, and an address is half of an exploit of a bug
+elsewhere. Filtering the text would not help: a template can take text apart. So no value whose text
+holds an address ever reaches one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["NamedCallable", "printable"]
 class NamedCallable:
     """A function or bound method that prints as its name.
 
-    ``__wrapped__`` is the innermost function, as ``functools.wraps`` leaves it, so that whoever
-    accounts for calls sees what is called.
+    ``__wrapped__`` is the innermost function, as ``functools.wraps`` leaves it, so that code that
+    checks calls sees the function called.
     """
 
     __slots__ = ("__name__", "__wrapped__", "_function")
@@ -44,7 +44,7 @@ class NamedCallable:
 
 
 class _Lazy(Iterator[Any]):
-    """An iterator that prints as one."""
+    """An iterator that prints as ``<iterator>``."""
 
     __slots__ = ("_iterator",)
 
@@ -64,14 +64,14 @@ class _Block(BlockReference):
 
 
 def printable(value: Any) -> Any:
-    """``value``, or what stands for it. Of plain data only the type is looked at."""
+    """Return ``value``, or its wrapper. Of plain data only the type is checked."""
     if value is None or isinstance(value, (str, int, float, list, dict, tuple, NamedCallable)):
         return value
     if isinstance(value, (BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType)):
         return NamedCallable(value)
     if isinstance(value, BlockReference):
         return _Block(value.name, value._context, value._stack, value._depth)
-    # jinja's loop object is an iterator, and knows how to print itself
+    # jinja's loop object is an iterator with a safe text of its own
     if isinstance(value, Iterator) and not isinstance(value, (_Lazy, LoopContext)):
         return _Lazy(value)
     return value

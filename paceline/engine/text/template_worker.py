@@ -1,7 +1,7 @@
-"""The other end of ``template_process``: ``python -m paceline.engine.text.template_worker LIMITS``.
+"""The worker of ``template_process``: ``python -m paceline.engine.text.template_worker LIMITS``.
 
 Reads requests from the socket that is its standard input, answers each, and ends when the socket
-does. It imports as little as it can: every checkpoint with a template of its own waits for it once.
+does. It imports as little as it can: every checkpoint with its own template waits for it once.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import InvalidRequestError
 from paceline.engine.text.template_process import EXIT_MEMORY, HEAD
 from paceline.engine.text.template_sandbox import render_template
+from paceline.errors import InvalidRequestError
 
 __all__ = ["main"]
 
 
 def _limit(memory_bytes: int) -> None:
-    """Bound this process's memory and files, for good."""
+    """Limit this process's memory and files, permanently."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + memory_bytes
     for kind, limit in (
@@ -53,9 +53,9 @@ def _read(connection: socket.socket, size: int) -> bytes:
 def main() -> int:
     limits: dict[str, Any] = json.loads(sys.argv[1])
     with contextlib.suppress(OSError):
-        # when the machine runs out of memory, this process is the one to go
+        # when the machine runs out of memory, the kernel ends this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
-    # the signal's default is to end the process, whatever it is in the middle of
+    # the signal's default is to end the process, at any point
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     _limit(limits["memory_bytes"])
     connection = socket.socket(fileno=0)
@@ -70,7 +70,7 @@ def main() -> int:
     except MemoryError:
         os._exit(EXIT_MEMORY)
     except (EOFError, OSError):
-        # the server is gone
+        # the server has ended
         return 0
 
 

@@ -1,7 +1,7 @@
 """Text to token ids and back, from a Hugging Face folder or a GGUF file.
 
-Both end as a ``tokenizers.Tokenizer``; what differs is where the vocabulary, the special tokens and
-the chat template are written. torch is never imported: the API process tokenizes too.
+Both are loaded as a ``tokenizers.Tokenizer``; they differ in where the vocabulary, the special
+tokens and the chat template are stored. torch is never imported: the API process tokenizes too.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any, Final
 
 from tokenizers import Encoding, Tokenizer
 
-from paceline.checkpoints.gguf_format import read_gguf
-from paceline.checkpoints.gguf_parts import gguf_files
-from paceline.checkpoints.gguf_tokenizer import build_tokenizer, tokens_of, twins_of
-from paceline.checkpoints.hf_fields import token_ids
-from paceline.checkpoints.json_file import read_json_object
-from paceline.checkpoints.special_ids import gguf_special_id
-from paceline.core.errors import CheckpointError, InvalidRequestError
+from paceline.checkpoints.gguf.container import read_gguf
+from paceline.checkpoints.gguf.shards import gguf_files
+from paceline.checkpoints.gguf.tokenizer import build_tokenizer, tokens_of, twins_of
+from paceline.checkpoints.model.fields import token_ids
+from paceline.checkpoints.model.json_file import read_json_object
+from paceline.checkpoints.model.special_ids import gguf_special_id
 from paceline.engine.text.chat_template import ChatTemplate
 from paceline.engine.text.end_of_turn import end_texts, harmony_ends, has_marks, kinds_of, turn_end
 from paceline.engine.text.folder_tokens import NAMED_TOKENS, add_tokens_of_folder, token_text
 from paceline.engine.text.template_process import TemplateProcess
+from paceline.errors import CheckpointError, InvalidRequestError
 
 __all__ = ["HFTokenizer", "load_tokenizer"]
 
@@ -35,17 +35,17 @@ _GGUF_NAMES: Final = {
     "bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "eot": "", "eom": "",
 }  # fmt: skip
 MAX_TEMPLATE_BYTES: Final = 1 << 20
-# characters of a text whose tokenising other threads can wait for: about half a millisecond
+# most characters to tokenize while other threads wait: about half a millisecond
 _SHORT_CHARS: Final = 4096
 
 
 class HFTokenizer:
     """A ``tokenizers.Tokenizer`` with its chat template; implements ``protocol.Tokenizer``.
 
-    Says the same for ever after construction, so any number of threads may use one.
+    Its results never change after construction, so any number of threads may use one.
 
     Args:
-        twins: ids that decode as another one does, or to nothing (None).
+        twins: ids that decode as another id does, or to nothing (None).
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class HFTokenizer:
         template: ChatTemplate,
         twins: Mapping[int, int | None] = MappingProxyType({}),
     ) -> None:
-        # a tokenizer.json may ask for both; a request must never be cut or filled up in silence
+        # a tokenizer.json may ask for both; a request must never be cut or padded silently
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -68,10 +68,10 @@ class HFTokenizer:
         self._special = frozenset(special | {i for i, first in twins.items() if first in special})
         self._twins = twins
         self._steps = _decoder_steps(backend)
-        # what token_bytes and token_text have said before
+        # results of token_bytes and token_text so far
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str | None] = {}
-        # bytes in a row and nothing else: no id changes what another one says
+        # only a sequence of bytes: the text of an id does not depend on its neighbours
         self._is_plain = self._steps - {"Sequence"} == {"ByteLevel"}
 
     @property
@@ -80,7 +80,7 @@ class HFTokenizer:
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Ids of all tokens by what the files call them, made anew."""
+        """Ids of all tokens by their text in the files; a new dict."""
         return self._backend.get_vocab(with_added_tokens=True)
 
     @property
@@ -100,10 +100,10 @@ class HFTokenizer:
         return self._template.is_known
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of ``text``; special tokens written out in it become their ids.
+        """Return the ids of ``text``; special tokens spelt out in it become their ids.
 
         Raises:
-            InvalidRequestError: ``text`` holds half of a surrogate pair, which is no character.
+            InvalidRequestError: ``text`` holds half of a surrogate pair, which is not a character.
         """
         if len(text) > _SHORT_CHARS:
             return self.encode_batch((text,), add_special_tokens=add_special_tokens)[0]
@@ -115,7 +115,7 @@ class HFTokenizer:
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Ids of each of ``texts``, as of ``encode``.
+        """Return the ids of each of ``texts``, as ``encode`` does.
 
         Raises:
             InvalidRequestError: like ``encode``, for one of them.
@@ -138,9 +138,9 @@ class HFTokenizer:
         max_tokens: int | None = None,
         max_second: int | None = None,
     ) -> list[tuple[list[int], int | None]]:
-        """See ``protocol.Tokenizer``. Raises InvalidRequestError like ``encode``."""
+        """Return ids as ``protocol.Tokenizer`` says. Raises InvalidRequestError like ``encode``."""
         cuts = max_tokens is not None or max_second is not None
-        # what is cut is cut before the special tokens are put around it
+        # texts are truncated before the special tokens are added
         inputs: list[Any] = (
             [text for pair in texts for text in pair if text is not None]
             if cuts
@@ -177,7 +177,7 @@ class HFTokenizer:
         max_tokens: int | None,
         max_second: int | None,
     ) -> Encoding:
-        """Texts without special tokens, cut and put together; it changes them."""
+        """Join texts without special tokens, truncated in place."""
         if max_second is not None and second is not None:
             second.truncate(max_second)
         if max_tokens is not None:
@@ -189,7 +189,7 @@ class HFTokenizer:
         return self._backend.post_process(first, second, special)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ``token_ids``; incomplete characters become U+FFFD, unknown ids nothing."""
+        """Return the text of ``token_ids``; partial characters become U+FFFD, unknown ids empty."""
         ids = list(token_ids)
         if self._twins:
             firsts = [self._twins.get(token_id, token_id) for token_id in ids]
@@ -197,16 +197,16 @@ class HFTokenizer:
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes of one id, by itself; empty for an id without a token.
+        """Return the exact bytes of one id by itself; empty for an id without a token.
 
-        Whatever ``decode`` does to a whole text (dropping the first space of SentencePiece) is not
-        done here.
+        Changes that ``decode`` makes to a whole text (dropping the first space of SentencePiece)
+        are not made here.
         """
         known = self._bytes.get(token_id)
         if known is None:
             known = self._spell(token_id)
             if 0 <= token_id < self._vocab_size:
-                # asked for with every token of every answer; no more entries than the vocabulary
+                # called for every token of every answer; no more entries than the vocabulary
                 self._bytes[token_id] = known
         return known
 
@@ -228,7 +228,7 @@ class HFTokenizer:
         if token_id < 0:
             return None
         text = self.decode((token_id,), skip_special_tokens=False)
-        # part of a character is U+FFFD by itself
+        # part of a character alone is U+FFFD
         return text if text.encode() == self.token_bytes(token_id) else None
 
     def _spell(self, token_id: int) -> bytes:
@@ -278,7 +278,7 @@ def _second_kind(pair: Encoding) -> int | None:
 
 
 def _shares(lengths: Sequence[int], room: int) -> list[int]:
-    """Tokens to keep of texts of these lengths: the longer yields first, then both alike."""
+    """Return the tokens to keep of texts of these lengths: the longer is cut first, then both."""
     if len(lengths) == 1 or sum(lengths) <= room:
         return [min(length, room) for length in lengths]
     shorter = min(*lengths, room // 2)
@@ -287,7 +287,7 @@ def _shares(lengths: Sequence[int], room: int) -> list[int]:
 
 
 def load_tokenizer(path: Path) -> HFTokenizer:
-    """The tokenizer of a checkpoint: a Hugging Face folder or a ``.gguf`` file.
+    """Load the tokenizer of a checkpoint: a Hugging Face folder or a ``.gguf`` file.
 
     Raises:
         CheckpointError: missing, malformed, or of a kind that is not supported.
@@ -319,7 +319,7 @@ def _from_gguf(path: Path) -> HFTokenizer:
 
 
 def _gguf_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name."""
+    """Return templates by name."""
     prefix = "tokenizer.chat_template"
     return {
         key[len(prefix) + 1 :] or "default": value
@@ -331,7 +331,7 @@ def _gguf_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
 def _gguf_ends(
     template: ChatTemplate, tokens: list[str], named: Sequence[int | None]
 ) -> frozenset[str]:
-    """Texts of tokens that end an answer."""
+    """Return the texts of tokens that end an answer."""
     known = frozenset(tokens)
     texts = {tokens[token_id] for token_id in named if token_id is not None}
     if has_marks(template.source(has_tools=False) or "", known):
@@ -351,7 +351,7 @@ def _from_folder(folder: Path) -> HFTokenizer:
     try:
         backend = Tokenizer.from_buffer(path.read_bytes().removeprefix(codecs.BOM_UTF8))
     except Exception as error:
-        # the library raises bare Exception for whatever it does not understand in the file
+        # the library raises bare Exception for everything it does not understand in the file
         raise CheckpointError(f"{path} is not a tokenizer: {error!s:.300}") from None
     config = read_json_object(folder / "tokenizer_config.json") or {}
     special_map = read_json_object(folder / "special_tokens_map.json") or {}
@@ -386,12 +386,12 @@ def _from_folder(folder: Path) -> HFTokenizer:
 
 
 def _chat_template(templates: Mapping[str, str], special: Mapping[str, str]) -> ChatTemplate:
-    """No process is started before a template needs one."""
+    """Make a chat template; no process is started before a template needs one."""
     return ChatTemplate(templates, special, renderer=TemplateProcess(), callers=TemplateProcess())
 
 
 def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name; the file of its own wins over the ones inside JSON."""
+    """Return templates by name; a file of its own wins over one inside JSON."""
     templates: dict[str, str] = {}
     listed = config.get("chat_template")
     if isinstance(listed, str):
@@ -422,7 +422,7 @@ def _read_text(path: Path) -> str:
 
 
 def _decoder_steps(backend: Tokenizer) -> frozenset[str]:
-    """The types of the decoder's steps, e.g. {"Sequence", "Replace", "ByteFallback"}."""
+    """Return the types of the decoder's steps, e.g. {"Sequence", "Replace", "ByteFallback"}."""
     if backend.decoder is None:
         return frozenset()
     found: set[str] = set()
@@ -436,9 +436,9 @@ def _decoder_steps(backend: Tokenizer) -> frozenset[str]:
 
 @cache
 def _byte_of_character() -> dict[str, bytes]:
-    """GPT-2's spelling of bytes as characters, reversed.
+    """Return GPT-2's spelling of bytes as characters, reversed.
 
-    Printable bytes of Latin-1 stand for themselves, the others, in order, for the characters from
+    Printable bytes of Latin-1 are spelt as themselves, the others, in order, as the characters from
     U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

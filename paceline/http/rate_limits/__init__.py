@@ -1,4 +1,4 @@
-"""How much each key may ask for: requests and tokens per time, and requests at once."""
+"""Limits of each key: requests and tokens per time, and requests at once."""
 
 from paceline.http.rate_limits.limiter import (
     Hold,

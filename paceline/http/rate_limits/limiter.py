@@ -1,4 +1,4 @@
-"""Counts what every caller asks for, refuses what is too much, and says so in headers.
+"""Counts each caller's requests and tokens, refuses those over a limit, and reports it in headers.
 
 ::
 
@@ -6,10 +6,10 @@
     around the engine    hold: prompt + n * max_tokens of every prompt
                                                        refused: 429, or 400 if it can never fit
                          ... tokens flow ...
-                         settle, however it ends: what was not used is given back
+                                              settle, in any case: unused tokens are given back
 
-Between the door and the engine lie five APIs which need not know of any of this, so the exchange's
-``Ticket`` goes from one to the other in a context variable.
+Between the door and the engine are five APIs which need not know about limits, so the exchange's
+``Ticket`` is passed in a context variable.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from typing import Any, Final, TypeVar
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.http.errors import HttpError
 from paceline.http.rate_limits.rates import KeyLimits, Want, Window, go_duration
 from paceline.http.rate_limits.store import RateStore
 
 __all__ = ["Hold", "RateLimiter", "Tally", "Ticket", "Usage", "caller_of", "current_ticket"]
 
-# before the window rolls, time for what is given back to arrive in it
+# seconds before the window rolls, so that tokens given back still arrive in it
 _ROLL_MARGIN: Final = 0.1
-# advised wait where a request of the same key has to end first, which may be soon
+# advised wait, s, if another request of the key must end first, which may be soon
 _CONCURRENT_WAIT: Final = 1.0
-# to reserve what is left, of which others take some meanwhile
+# attempts to reserve what is left, of which others take some meanwhile
 _TRIES: Final = 4
 
 _T = TypeVar("_T")
@@ -47,16 +47,16 @@ _TICKET: ContextVar[Ticket | None] = ContextVar("paceline_rate_ticket", default=
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """What one exchange was counted as."""
+    """The counts of one exchange."""
 
-    # the key's name, or the caller's address where there are no keys
+    # the key's name, or the caller's address if there are no keys
     who: str
     limits: KeyLimits
     # by kind, as last seen
     windows: dict[str, Window] = field(default_factory=dict)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """OpenAI's ``x-ratelimit-*``."""
+        """Return OpenAI's ``x-ratelimit-*`` headers."""
         found: list[tuple[bytes, bytes]] = []
         for kind, window in self.windows.items():
             for name, value in (
@@ -70,8 +70,8 @@ class Ticket:
 
 @dataclass(slots=True, eq=False)
 class Tally:
-    """What came of the requests of one run, kept by whoever sees every output first: an answer
-    that goes out whole shows nothing before its end."""
+    """Output tokens of one run's requests, counted where every output is seen first, as an answer
+    that is sent whole shows nothing before its end."""
 
     # tokens of all choices of each request
     generated: list[int]
@@ -86,17 +86,17 @@ class Tally:
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """What one run has reserved, until it is settled."""
+    """Tokens that one run has reserved, until it is settled."""
 
     ticket: Ticket
     tokens: int = 0
-    # that they were taken from; None: the tokens of its key are not limited
+    # the window they were taken from; None: the key's tokens are not limited
     window: Window | None = None
-    # until when they can be given back, in seconds of the limiter's clock
+    # time until which they can be given back, in seconds of the limiter's clock
     deadline: float = 0.0
 
     def headers(self, used: int) -> list[tuple[bytes, bytes]]:
-        """The ticket's, as they will be once that is settled."""
+        """Return the ticket's headers as they will be after settling with ``used`` tokens."""
         ticket = self.ticket
         if self.window is None:
             return ticket.headers()
@@ -107,29 +107,29 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a caller has used of its limits."""
+    """Use of a caller's limits so far."""
 
     limits: KeyLimits
-    # by kind, of those that are limited
+    # by kind, for limited kinds
     windows: Mapping[str, Window]
-    # generation requests under way, where anything is limited
+    # running generation requests, counted if anything is limited
     running: int
 
 
 def _add(counts: Counter[str], who: str, amount: int) -> None:
-    """To what is counted of a caller, whom nothing is kept of at 0."""
+    """Add to a caller's count, and drop the entry at 0."""
     counts[who] += amount
     if not counts[who]:
         del counts[who]
 
 
 def current_ticket() -> Ticket | None:
-    """The ticket of the exchange that this code runs for; None where nothing is limited."""
+    """Return the ticket of the exchange that this code runs for; None without limits."""
     return _TICKET.get()
 
 
 def caller_of(principal: str, client: Any) -> str:
-    """Who is counted: the key's name, else the address, of IPv6 the network of a household."""
+    """Return the caller to count: the key's name, else the address; of IPv6, the /64 network."""
     if principal:
         return principal
     host = str(client[0]) if client else ""
@@ -146,7 +146,7 @@ class RateLimiter(Collector):
     """The limits of one server. Used on its event loop; also a collector of metrics.
 
     Args:
-        defaults: what holds for callers without limits of their own.
+        defaults: limits of callers without their own.
         overrides: by key name, fields of KeyLimits that differ from ``defaults``.
         now: seconds of a clock that never goes back.
     """
@@ -166,18 +166,18 @@ class RateLimiter(Collector):
         # tokens that this process holds, by caller
         self._held: Counter[str] = Counter()
         self._giving_back: set[asyncio.Task[None]] = set()
-        # refused exchanges, by what was too much
+        # refused exchanges, by the kind of limit
         self._refused: Counter[str] = Counter({"requests": 0, "tokens": 0, "concurrent": 0})
 
     def ticket(self, who: str) -> Ticket | None:
-        """A ticket for ``who`` that ``current_ticket`` will find; None without any limit."""
+        """Make a ticket for ``who`` that ``current_ticket`` will return; None without any limit."""
         limits = self._limits.get(who, self._defaults)
         ticket = Ticket(who, limits) if limits else None
         _TICKET.set(ticket)
         return ticket
 
     async def usage(self, who: str) -> Usage:
-        """As it is now; counts nothing."""
+        """Return the present use; counts nothing."""
         limits = self._limits.get(who, self._defaults)
         rates = {"requests": limits.requests, "tokens": limits.tokens}
         windows = {
@@ -189,25 +189,25 @@ class RateLimiter(Collector):
 
     @property
     def is_settled(self) -> bool:
-        """Whether no run holds anything, and nothing is on its way back."""
+        """Whether no run holds tokens, and none are being given back."""
         return not self._held and not self._giving_back
 
     def refused(self) -> dict[str, int]:
-        """Exchanges so far, by the kind of what was too much."""
+        """Return the number of refused exchanges so far, by the kind of limit."""
         return dict(self._refused)
 
     @property
     def store_up(self) -> bool | None:
-        """Whether the storage that several servers share answers; None: there is none."""
+        """Whether the storage that several servers share responds; None: there is none."""
         return self._store.up if self._store.shared else None
 
     def charge_batches(self, owner: str) -> None:
-        """What this task runs from here on is work for ``owner``'s batches: charged against the
-        owner's token limit, but counted apart, so that a batch leaves its owner's own requests
-        what they had. Requests and concurrency are not counted: whoever runs batches bounds them.
+        """Count this task's work from here on as ``owner``'s batches: charged against the owner's
+        token limit, but separately, so that batches leave the owner's own requests their budget.
+        Requests and concurrency are not counted: the batch runner bounds them.
         """
         tokens = self._limits.get(owner, self._defaults).tokens
-        # no key has a name with a space in it
+        # no key has a name with a space
         who = f"batches of {owner}"
         _TICKET.set(None if tokens is None else Ticket(who, KeyLimits(tokens=tokens)))
 
@@ -230,16 +230,16 @@ class RateLimiter(Collector):
         outputs: AsyncGenerator[_T, None],
         tally: Tally,
     ) -> AsyncGenerator[_T, None]:
-        """``outputs`` of a run, after its tokens were reserved. ``tally`` says at the end what was
-        used.
+        """Yield ``outputs`` of a run, after reserving its tokens. ``tally`` holds the tokens used
+        at the end.
 
         Args:
             prompts: tokens of the prompt of each request of the run.
-            most: tokens that their outputs may have together.
+            most: most tokens of their outputs together.
 
         Raises:
-            HttpError: 429, now is too early.
-            InvalidRequestError: more tokens than the limit allows at any time.
+            HttpError: 429, too early.
+            InvalidRequestError: more tokens than the limit ever allows.
         """
         hold = await self.hold(ticket, Want.exactly(sum(prompts) + most))
         failed = False
@@ -247,7 +247,7 @@ class RateLimiter(Collector):
             async for output in outputs:
                 yield output
         except Exception:
-            # where nothing was made of a request, nothing was taken
+            # a request without output costs nothing
             failed = True
             raise
         finally:
@@ -265,8 +265,8 @@ class RateLimiter(Collector):
         """Reserve tokens for a run, to be settled when it has ended.
 
         Raises:
-            HttpError: 429, now is too early.
-            InvalidRequestError: more tokens than the limit allows at any time.
+            HttpError: 429, too early.
+            InvalidRequestError: more tokens than the limit ever allows.
         """
         most = ticket.limits.concurrent
         if most is not None and self._running[ticket.who] >= most:
@@ -310,7 +310,7 @@ class RateLimiter(Collector):
                 break
         wait = window.retry_after(want.least)
         if window.used - self._held[ticket.who] + want.least <= rate.amount:
-            # what requests under way leave of what they reserved will do
+            # the unused part of running requests' reservations will be enough
             wait = min(wait, _CONCURRENT_WAIT)
         raise self._too_much("tokens", window, want.least, wait)
 
@@ -324,15 +324,15 @@ class RateLimiter(Collector):
         )
 
     async def settle(self, hold: Hold, used: int) -> None:
-        """A run has ended, and used so many tokens: the rest is given back, and what it used beyond
-        what was reserved is charged. Best effort: a window that has rolled gets nothing back, it
-        fades by itself."""
+        """End a run that used ``used`` tokens: give back the rest of its reservation, or charge
+        what exceeds it. Best effort: a window that has rolled gets nothing back, as it fades by
+        itself."""
         ticket, unused = hold.ticket, hold.tokens - used
         _add(self._running, ticket.who, -1)
         _add(self._held, ticket.who, -hold.tokens)
         if hold.window is None or not unused or (unused > 0 and self._now() >= hold.deadline):
             return
-        # this exchange may be cancelled, what it owes is given back all the same
+        # shielded: the tokens are given back even if this exchange is cancelled
         task = asyncio.ensure_future(
             self._store.give_back("tokens", ticket.who, hold.window, unused)
         )
@@ -347,7 +347,7 @@ class RateLimiter(Collector):
         await self._store.close()
 
     def collect(self) -> Iterator[Metric]:
-        """No label holds a caller's name: their number is not the server's to bound."""
+        """Yield metrics. No label holds a caller's name, as their number is not bounded."""
         refused = CounterMetricFamily(
             "paceline:rate_limited", "Requests refused by a limit of their key.", labels=("limit",)
         )

@@ -1,12 +1,12 @@
-"""What a limit is, and the arithmetic of a sliding window. Pure: no clock, no storage.
+"""Limits, and the arithmetic of a sliding window. Pure: no clock, no storage.
 
-A limit of A in S seconds is held by two counters, of the running window of S seconds and of the one
-before it. What counts is
+A limit of A in S seconds is held by two counters, of the present window of S seconds and of the one
+before it. The use is
 
     used = floor(previous * previous_left / S) + current
 
 where ``previous_left`` seconds of the previous window still lie within the last S seconds. So no
-caller gets two windows' worth by asking at their border, and memory per key is two numbers.
+caller gets two windows' worth at their border, and memory per key is two numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = [
     "NO_LIMITS", "UNLIMITED", "KeyLimits", "Rate", "Want", "Window", "go_duration",
@@ -28,13 +28,13 @@ _RATE: Final = re.compile(r"([0-9]{1,15})/([0-9]{1,6})?([a-z]+)")
 _UNITS: Final = {"second": 1, "minute": 60, "hour": 3600, "day": 86400}
 _UNITS_SHORT: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _MAX_SECONDS: Final = 366 * 86400
-# of what is left, that a request reserves which takes as much as it may
+# 1/n of what is left, reserved by a request that takes as much as it may
 _SHARE: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """So much in so many seconds. Raises ConfigError unless both are at least 1."""
+    """An amount per number of seconds. Raises ConfigError unless both are at least 1."""
 
     amount: int
     seconds: int
@@ -48,7 +48,7 @@ class Rate:
 
     @classmethod
     def parse(cls, text: str) -> Rate:
-        """``60/minute``, ``5/10s``, ``100000/day``. Raises ConfigError for anything else."""
+        """Parse ``60/minute``, ``5/10s``, ``100000/day``. Raises ConfigError for anything else."""
         match = _RATE.fullmatch(text)
         unit = None if match is None else (_UNITS | _UNITS_SHORT).get(match[3])
         if match is None or unit is None:
@@ -66,11 +66,11 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """What one key may ask for; None is no limit. Raises ConfigError for a bad ``concurrent``."""
+    """Limits of one key; None is no limit. Raises ConfigError for a bad ``concurrent``."""
 
-    # every POST counts, whatever comes of it
+    # every POST counts, with any result
     requests: Rate | None = None
-    # prompt and output tokens; what was reserved for the output and not used is given back
+    # prompt and output tokens; reserved tokens that the output does not use are given back
     tokens: Rate | None = None
     # generation requests between admission and the last token
     concurrent: int | None = None
@@ -87,8 +87,8 @@ NO_LIMITS: Final = KeyLimits()
 
 
 def parse_override(word: str) -> tuple[str, Any]:
-    """A field of KeyLimits and its value, from ``requests=60/minute``, ``tokens=unlimited`` or
-    ``concurrent=4``. Raises ConfigError."""
+    """Parse a field of KeyLimits and its value, from ``requests=60/minute``, ``tokens=unlimited``
+    or ``concurrent=4``. Raises ConfigError."""
     name, _, value = word.partition("=")
     if name not in ("requests", "tokens", "concurrent") or not value:
         raise ConfigError(
@@ -106,18 +106,18 @@ def parse_override(word: str) -> tuple[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """What a request would reserve, of tokens or of money: as much as it may use, where that can be
-    said, and otherwise a share of what is left.
+    """Amount to reserve for a request, of tokens or of money: as much as it may use, if that is
+    known, and otherwise a share of what is left.
 
-    Whoever reserves less than ``most`` for it sees to it that it uses no more.
+    Code that reserves less than ``most`` must make sure that the request uses no more.
     """
 
-    # without which it is not begun
+    # the least with which it may begin
     least: int
-    # more than a share of what is left only up to here
+    # a reservation up to this may exceed the share of what is left
     usual: int
     most: int
-    # what it takes at least, whatever becomes of it
+    # the least that it takes in any case
     bare: int
 
     @classmethod
@@ -125,11 +125,11 @@ class Want:
         return cls(amount, amount, amount, amount)
 
     def within(self, limit: int) -> Want:
-        """For a limit of that size: where ``least`` is more, all of it will do."""
+        """Adjust to a limit: if ``least`` exceeds it, the whole limit is enough."""
         return replace(self, least=min(self.least, max(self.bare, limit)))
 
     def of(self, left: int) -> int:
-        """How much to reserve where so much is left; ``least`` where less is."""
+        """Return how much to reserve with ``left`` remaining; ``least`` if less remains."""
         return max(self.least, min(self.most, max(self.usual, left // _SHARE), left))
 
 
@@ -144,7 +144,7 @@ class Window:
     current: int
     # seconds until the current window becomes the previous one
     rolls_in: float
-    # which of a store's counters, one after the other, these are
+    # index of the present window among a store's successive windows
     epoch: int = 0
 
     @property
@@ -157,13 +157,13 @@ class Window:
 
     @property
     def reset_after(self) -> float:
-        """Seconds until all of it is there again if nobody asks meanwhile."""
+        """Seconds until the limit is full again, without further requests."""
         if self.current > 0:
             return self.rolls_in + self.rate.seconds
         return self.previous_left if self.previous > 0 else 0.0
 
     def retry_after(self, cost: int) -> float:
-        """Seconds until ``cost`` fits, if nobody asks meanwhile; ``cost`` is at most the amount."""
+        """Seconds until ``cost``, at most the amount, fits without further requests."""
         seconds = self.rate.seconds
         room = self.rate.amount - cost
         if self.used <= room:
@@ -173,12 +173,12 @@ class Window:
             return max(
                 0.0, self.previous_left - (room - self.current + 1) * seconds / self.previous
             )
-        # what is counted now becomes the previous window, and then fades
+        # the present count becomes the previous window's, and then fades
         return self.rolls_in + max(0.0, seconds - (room + 1) * seconds / self.current)
 
 
 def go_duration(seconds: float) -> str:
-    """As OpenAI writes times in headers: ``20ms``, ``1.5s``, ``6m0s``, ``1h0m0s``."""
+    """Format seconds as OpenAI does in headers: ``20ms``, ``1.5s``, ``6m0s``, ``1h0m0s``."""
     milliseconds = math.ceil(seconds * 1e3)
     if milliseconds < 1000:
         return f"{milliseconds}ms"

@@ -1,10 +1,10 @@
-"""Where the counters are: in this process, or in a Redis that several servers share.
+"""Storage of the counters: in this process, or in a Redis that several servers share.
 
-The sliding windows are the library ``limits``'; this module decides what happens when Redis does
-not answer: **serving goes on, with counters of this process**, until Redis answers again. A limit
+The library ``limits`` implements the sliding windows; this module handles a Redis that does not
+respond: **serving goes on, with counters of this process**, until Redis responds again. A limit
 protects the server from its callers, so a lost limit store must not become an outage; and without
 any limits a single caller could make it one. Every call is bounded in time, and while Redis is down
-nobody waits for it: one background task asks.
+no request waits for it: one background task probes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.http.rate_limits.rates import Rate, Window
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ _T = TypeVar("_T")
 _log = logging.getLogger("paceline.server")
 
 _SCHEMES: Final = ("redis", "rediss", "redis+unix")
-# seconds for one operation; a Redis near by answers in a millisecond
+# seconds for one operation; a nearby Redis answers in a millisecond
 _TIMEOUT: Final = 0.25
-# seconds between two tries to reach a Redis that is down
+# seconds between two attempts to reach a Redis that is down
 _PROBE_EVERY: Final = 1.0
 _SWEEP_EVERY: Final = 1.0
 # Lua counts with doubles
@@ -39,8 +39,8 @@ _NO_LIMIT: Final = 2**53
 
 
 def check_storage_url(url: str) -> None:
-    """Raises ConfigError unless ``url`` is one that a store can be made of. Never quotes it
-    whole: it may hold a password."""
+    """Raise ConfigError unless a store can be made of ``url``. Never quotes all of it, as it may
+    hold a password."""
     scheme = urlsplit(url).scheme
     if scheme not in _SCHEMES:
         raise ConfigError(
@@ -51,7 +51,7 @@ def check_storage_url(url: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Backend:
-    """The library's storage and its strategy over it."""
+    """The library's storage and its strategy on top."""
 
     storage: Any
     strategy: Any
@@ -65,8 +65,8 @@ class RateStore:
     Args:
         url: of a Redis; None keeps the counters in this process.
         timeout: seconds after which an operation counts as failed.
-        probe_every: seconds between tries to reach a Redis that is down.
-        sweep_every: seconds between two looks for counters in this process that have expired.
+        probe_every: seconds between attempts to reach a Redis that is down.
+        sweep_every: seconds between two removals of expired counters in this process.
 
     Raises:
         ConfigError: the URL is not understood, or its client is not installed.
@@ -80,35 +80,35 @@ class RateStore:
         probe_every: float = _PROBE_EVERY,
         sweep_every: float = _SWEEP_EVERY,
     ) -> None:
-        # 0.2 s to import, and most servers have no limits
+        # imported here, as it takes 0.2 s and most servers have no limits
         from limits.aio.storage import MemoryStorage
 
         self._timeout = timeout
         self._probe_every = probe_every
         self._sweep_every = sweep_every
-        # what the library's storage waits for, and its sweep that began before
+        # the task that the library's storage waits for, and its sweep that began before
         self._pause: asyncio.Task[None] | None = None
         self._sweep: asyncio.Task[None] | None = None
         self._memory = _backend(MemoryStorage())
         self._shared = None if url is None else _redis(url, timeout)
         self._probe: asyncio.Task[None] | None = None
-        # grows whenever counting goes on elsewhere
+        # incremented whenever counting moves to the other storage
         self._epoch = 0
-        # operations that the shared storage did not do
+        # operations that failed on the shared storage
         self.failures = 0
 
     @property
     def shared(self) -> bool:
-        """Whether a storage outside of this process was asked for."""
+        """Whether a storage outside of this process is configured."""
         return self._shared is not None
 
     @property
     def up(self) -> bool:
-        """Whether the counters are where they should be."""
+        """Whether the configured storage is in use."""
         return self._probe is None
 
     async def take(self, kind: str, who: str, rate: Rate, cost: int) -> tuple[bool, Window]:
-        """Count ``cost`` if it fits; whether it did, and the window after that."""
+        """Count ``cost`` if it fits; return whether it did, and the window after that."""
         item = _item(rate)
 
         async def on(backend: _Backend, epoch: int) -> tuple[bool, Window]:
@@ -118,7 +118,7 @@ class RateStore:
         return await self._do(on)
 
     async def look(self, kind: str, who: str, rate: Rate) -> Window:
-        """The window as it is."""
+        """Return the present window."""
         item = _item(rate)
 
         async def on(backend: _Backend, epoch: int) -> Window:
@@ -127,12 +127,12 @@ class RateStore:
         return await self._do(on)
 
     async def give_back(self, kind: str, who: str, window: Window, amount: int) -> None:
-        """Take ``amount`` off the current window, in which it must have been counted; below 0: more
-        was used than was taken, which counts whatever the limit says.
+        """Subtract ``amount`` from the current window, in which it must have been counted; below 0:
+        more was used than was taken, and that counts regardless of the limit.
 
         Args:
-            window: what ``take`` returned. Where counting went on elsewhere since, nothing is given
-                back: other counters would fall below what was taken from them.
+            window: the result of ``take``. If counting has moved to the other storage since,
+                nothing is given back: its counters would fall below what was taken from them.
         """
         if amount > 0 and window.epoch != self._epoch:
             return
@@ -165,8 +165,8 @@ class RateStore:
         return done
 
     def _rest(self) -> None:
-        """Keep the library from sweeping out what has expired with every charge: with 10,000
-        callers that takes a millisecond. It begins none while the task in ``timer`` runs."""
+        """Keep the library from removing expired counters with every charge: with 10,000 callers
+        that takes a millisecond. It starts no sweep while the task in ``timer`` runs."""
         storage = self._memory.storage
         if storage.timer is not self._pause:
             self._sweep = storage.timer
@@ -176,7 +176,7 @@ class RateStore:
         self.failures += 1
         if self._probe is not None:
             return
-        # its text may quote the URL
+        # the error's text may quote the URL
         _log.warning(
             "rate_limit_storage up=false error=%s: limits are held by this process alone until it "
             "answers again",
@@ -192,7 +192,8 @@ class RateStore:
             await asyncio.sleep(self._probe_every)
             try:
                 async with asyncio.timeout(self._timeout):
-                    # by counting: one that answers a ping may still refuse the scripts that count
+                    # by counting: a Redis that answers pings may still refuse the scripts that
+                    # count
                     back = await shared.strategy.hit(_probe_item(), "probe")
             except Exception:
                 back = False
@@ -230,7 +231,7 @@ async def _window(
     previous, previous_left, current, current_left = await backend.storage.get_sliding_window(
         key, rate.seconds
     )
-    # the library keeps a window's counter for two of its lengths
+    # the library keeps a window's counter for twice the window's length
     rolls_in = max(0.0, current_left - rate.seconds) if current else float(rate.seconds)
     return Window(rate, previous, previous_left, current, rolls_in, epoch)
 

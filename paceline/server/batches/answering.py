@@ -1,7 +1,7 @@
-"""Answers one line of a batch in this process, as the server would answer it over HTTP: same
-fields, same defaults, same errors.
+"""Answers to batch lines, computed in this process as the server answers over HTTP: same fields,
+same defaults, same errors.
 
-This module does not know files, nor who keeps what.
+This module does not know files, nor how answers are stored.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Final, TypeAlias
 
-from paceline.core.errors import EngineDeadError, EngineDrainingError
+from paceline.errors import EngineDeadError, EngineDrainingError
 from paceline.http.errors import Reply, error_body, reply_to
+from paceline.server.apis.openai.chat import chat_answer
+from paceline.server.apis.openai.completions import completion_answer
+from paceline.server.apis.pooling.routes import vector_kind
+from paceline.server.apis.responses.protocol import parse_responses, previous_id
+from paceline.server.apis.responses.serving import response_answer
+from paceline.server.apis.token_ids import parse_token_generate, token_answer
 from paceline.server.batches.lines import Answer, BatchLine
-from paceline.server.bodies.protocol import RequestRules, parse_chat, parse_completion
-from paceline.server.openai.chat import chat_answer
-from paceline.server.openai.completions import completion_answer
-from paceline.server.other_apis.responses import response_answer
-from paceline.server.other_apis.responses_request import parse_responses, previous_id
-from paceline.server.other_apis.token_generate import parse_token_generate, token_answer
-from paceline.server.service import Service
-from paceline.server.vector_routes import vector_kind
+from paceline.server.generation.service import Service
+from paceline.server.protocol.requests import RequestRules, parse_chat, parse_completion
 
 __all__ = ["URLS", "answer_line", "backoff"]
 
@@ -56,7 +56,7 @@ def _tokens(
 def _response(
     service: Service, rules: RequestRules, body: dict[str, Any], owner: str, id_: str, at: float
 ) -> Awaitable[bytes]:
-    # the answer is in the batch's output; thousands of them would push everybody's others out
+    # not stored: the batch's output holds the answer, and thousands would push out other callers'
     body = {"store": False, **body}
     previous = previous_id(body)
     before = [] if previous is None else service.responses.conversation(previous, owner)
@@ -84,7 +84,7 @@ _ENDPOINTS: Final[Mapping[str, _Endpoint]] = {
     "/v1/rerank": _vectors("rerank"),
     "/v1/score": _vectors("score"),
 }
-# what a line may ask
+# endpoints that a line may name
 URLS: Final = tuple(_ENDPOINTS)
 
 
@@ -97,14 +97,14 @@ async def answer_line(
     rules: RequestRules | None = None,
     around: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
 ) -> Answer:
-    """The answer to a line; one that cannot be sent gets a 400. What the server refuses for now
-    (429, or 503 while a lost engine is being replaced) is asked again, with growing waits, until it
-    is served.
+    """Return the answer to a line; a line that cannot be sent gets a 400. If the server refuses for
+    now (429, or 503 while a lost engine is being replaced), ask again, with growing waits, until it
+    is answered.
 
     Args:
-        owner: whose line it is, for fairness and stored responses.
-        rules: other than the service's.
-        around: entered for every time the line is asked, and left before waiting.
+        owner: the owner of the line, for fairness and stored responses.
+        rules: replace the service's rules.
+        around: entered for every attempt of the line, and left before waiting.
 
     Raises:
         EngineDeadError, EngineDrainingError: the line has no answer.
@@ -134,7 +134,7 @@ async def answer_line(
 
 
 def backoff(attempt: int, advised: float, number: int) -> float:
-    """Seconds to wait before asking again: as long as advised, twice as long each time, and not
-    all at once: ``number`` spreads those who wait."""
+    """Return the seconds to wait before the next attempt: at least the advised time, doubled each
+    time, and spread by ``number`` so that lines do not all return at once."""
     wait = max(advised, _SHORTEST_WAIT * 2.0 ** min(attempt, 10))
     return min(wait, _LONGEST_WAIT) * (1.0 + number % 16 / 32.0)

@@ -1,9 +1,9 @@
-"""Contents of files in one folder: whole and on disk, or not there.
+"""Contents of files in one folder: complete and on disk, or absent.
 
 A file is written as ``ID.part``, synced, and renamed; readers see nothing before that. Errors of
 the disk become ``StorageError``, which names no path.
 
-This module does not know what a file is for.
+This module does not know what a file is used for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Collection, Generator, Iterable
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from paceline.checkpoints.private import make_private_folder, private_opener, tighten
+from paceline.files import make_private_folder, private_opener, tighten
 from paceline.http.errors import HttpError
 
 __all__ = ["Contents", "Part", "StorageError", "told"]
@@ -26,11 +26,11 @@ _SUFFIX: Final = ".part"
 
 
 class StorageError(HttpError):
-    """The disk is full or does not answer: of the operation nothing was kept."""
+    """The disk is full or does not answer; nothing of the operation was stored."""
 
     @classmethod
     def of(cls, error: OSError | sqlite3.Error) -> StorageError:
-        """507 for a full disk, 503 for anything else."""
+        """Return a 507 for a full disk, a 503 for any other error."""
         if isinstance(error, OSError):
             full = error.errno in _FULL
         else:
@@ -42,7 +42,7 @@ class StorageError(HttpError):
 
 @contextlib.contextmanager
 def told() -> Generator[None, None, None]:
-    """Turns what disk and database raise into StorageError."""
+    """Turn errors of the disk and the database into StorageError."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:
@@ -50,7 +50,7 @@ def told() -> Generator[None, None, None]:
 
 
 class Contents:
-    """One folder, its owner's alone, made if it is not there. Raises OSError if it cannot be."""
+    """One folder with owner-only access, created if absent. Raises OSError if it cannot be."""
 
     def __init__(self, folder: Path) -> None:
         make_private_folder(folder)
@@ -58,11 +58,11 @@ class Contents:
         self._folder = folder
 
     def begin(self, file_id: str) -> Part:
-        """A file to write. Raises StorageError."""
+        """Return a new file to write. Raises StorageError."""
         return Part(self._folder, file_id)
 
     def write(self, file_id: str, lines: Iterable[bytes]) -> int:
-        """A whole file of lines, given without their ends; its size. Raises StorageError."""
+        """Write a file of lines, given without line ends; return its size. Raises StorageError."""
         part = self.begin(file_id)
         try:
             for line in lines:
@@ -74,17 +74,17 @@ class Contents:
         return part.size
 
     def open(self, file_id: str) -> BinaryIO:
-        """To read; it may be removed meanwhile. Raises StorageError."""
+        """Open a file to read; it may be removed while open. Raises StorageError."""
         with told():
             return (self._folder / file_id).open("rb")
 
     def remove(self, file_id: str) -> None:
-        """What cannot be removed is a stray, and goes when the folder is opened again."""
+        """Remove a file. If that fails it is a stray, removed when the folder is opened again."""
         with contextlib.suppress(OSError):
             (self._folder / file_id).unlink()
 
     def remove_strays(self, known: Collection[str]) -> None:
-        """Remove all but these."""
+        """Remove all files except ``known``."""
         for path in self._folder.iterdir():
             if path.name not in known:
                 self.remove(path.name)
@@ -103,13 +103,13 @@ class Part:
             self._file = open(self._path, "xb", opener=private_opener)  # noqa: SIM115
 
     def write(self, data: bytes) -> None:
-        """Raises StorageError."""
+        """Append ``data``. Raises StorageError."""
         with told():
             self._file.write(data)
         self.size += len(data)
 
     def keep(self) -> None:
-        """It is whole: on disk under its name when this returns. Raises StorageError."""
+        """Complete the file: it is on disk under its name on return. Raises StorageError."""
         with told():
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -123,7 +123,7 @@ class Part:
         self._kept = True
 
     def drop(self) -> None:
-        """Forget it; after ``keep``, nothing."""
+        """Delete the file; after ``keep`` do nothing."""
         if self._kept:
             return
         with contextlib.suppress(OSError):

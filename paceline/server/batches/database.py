@@ -1,4 +1,4 @@
-"""The database of a batch folder: queries whose errors are StorageErrors, pages, transactions.
+"""The database of a batch folder: queries, pages, transactions; its errors are StorageErrors.
 
 This module does not know what the tables mean.
 """
@@ -25,7 +25,7 @@ class Database:
         self._db = connect(path)
 
     def interrupt(self) -> None:
-        """What runs now fails soon. From any thread."""
+        """Make the running query fail soon. Callable from any thread."""
         with contextlib.suppress(sqlite3.Error):
             self._db.interrupt()
 
@@ -34,16 +34,16 @@ class Database:
             self._db.close()
 
     def execute(self, query: str, values: tuple[Any, ...] = ()) -> sqlite3.Cursor:
-        """Raises sqlite3.Error: to be called within ``transaction`` or ``told``."""
+        """Run a query within ``transaction`` or ``told``. Raises sqlite3.Error."""
         return self._db.execute(query, values)
 
     def row(self, query: str, *values: Any) -> Any:
-        """The first row, or None. Raises StorageError."""
+        """Return the first row, or None. Raises StorageError."""
         with told():
             return self._db.execute(query, values).fetchone()
 
     def rows(self, query: str, *values: Any) -> list[Any]:
-        """Raises StorageError."""
+        """Return all rows. Raises StorageError."""
         with told():
             return self._db.execute(query, values).fetchall()
 
@@ -57,14 +57,14 @@ class Database:
         newest_first: bool,
         condition: tuple[str, str] | None = None,
     ) -> tuple[list[Any], bool]:
-        """Rows of an owner's in the order in which they were made, and whether there are more.
+        """Return an owner's rows in order of creation, and whether there are more.
 
         Args:
             after: id of the row before the first.
             condition: more SQL, which begins with AND, and its value.
 
         Raises:
-            HttpError: 404, there is no ``after``; or StorageError.
+            HttpError: 404 if there is no row ``after``; or StorageError.
         """
         also = ""
         values: list[Any] = [owner]
@@ -87,14 +87,14 @@ class Database:
 
     @contextlib.contextmanager
     def transaction(self) -> Generator[None, None, None]:
-        """All of it or nothing, on disk when it returns. Raises StorageError."""
+        """Commit the whole block or nothing; durable on return. Raises StorageError."""
         with told():
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
                 self._db.execute("COMMIT")
             except BaseException:
-                # a full disk rolls back by itself
+                # after a full disk SQLite has rolled back already
                 with contextlib.suppress(sqlite3.Error):
                     self._db.execute("ROLLBACK")
                 raise

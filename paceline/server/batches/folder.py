@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.http.errors import HttpError
-from paceline.server.batch_config import BatchConfig
 from paceline.server.batches.runner import BatchRunner
 from paceline.server.batches.store import BatchStore
-from paceline.server.service import Service
+from paceline.server.generation.service import Service
+from paceline.server.settings.batch_config import BatchConfig
 
 __all__ = ["Batches"]
 
@@ -30,10 +30,10 @@ _R = TypeVar("_R")
 
 
 class Batches:
-    """Bound to the event loop of its first use.
+    """Files and batches of one server. Bound to the event loop of its first use.
 
     Args:
-        config: None keeps nothing: everything is answered with 501.
+        config: None: nothing is kept, and every request gets 501.
         clock: unix time in seconds.
     """
 
@@ -45,14 +45,14 @@ class Batches:
         self._service = service
         self._store: BatchStore | None = None
         self._runner: BatchRunner | None = None
-        # the store's own
+        # the only thread that uses the store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch-store")
         self._opening = asyncio.Lock()
         self._stopped = False
         self._stopping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Go on with what an earlier server left unfinished.
+        """Continue what an earlier server left unfinished.
 
         Raises:
             ConfigError: the folder cannot be used, and ``required`` is set.
@@ -68,15 +68,15 @@ class Batches:
             _log.warning("no_batches reason=%r", str(error))
 
     async def stop(self) -> None:
-        """End what runs for batches: it is done again by the next server. Nothing is served from
-        here on. Waits for what the disk is at; whoever does not may cancel it and ask again."""
+        """Stop running lines, which the next server repeats, and serve nothing from here on. Waits
+        for the disk; a caller that cannot wait may cancel this and call it again."""
         self._stopped = True
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())
         await asyncio.shield(self._stopping)
 
     def hurry(self) -> None:
-        """What the database is at is given up: it is done again by the next server."""
+        """Abort the running database operation; the next server repeats it."""
         if self._store is not None:
             self._store.interrupt()
 
@@ -91,13 +91,13 @@ class Batches:
 
     @property
     def settings(self) -> BatchConfig:
-        """Raises HttpError 501 without a folder."""
+        """Return the settings. Raises HttpError 501 without a folder."""
         if self.config is None:
             raise HttpError(501, "this server keeps no files and batches; see --batch-dir")
         return self.config
 
     async def runner(self) -> BatchRunner:
-        """Raises HttpError 503 while the folder cannot be used, and like ``settings``."""
+        """Return the runner. Raises HttpError 503 if the folder is unusable; like ``settings``."""
         config = self.settings
         if self._runner is None:
             try:
@@ -117,7 +117,7 @@ class Batches:
         *args: _P.args,
         **kwargs: _P.kwargs,
     ) -> _R:
-        """A method of the store, on its thread. Raises what it raises, and like ``runner``."""
+        """Run a method of the store on its thread. Raises its errors, and like ``runner``."""
         await self.runner()
         return await self._call(method, *args, **kwargs)
 

@@ -6,7 +6,7 @@ Each non-blank input line is one request, in one of three forms::
     {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 
-The first two, for the command alone, may carry a ``custom_id`` too.
+The first two forms, for the command only, may carry a ``custom_id`` too.
 
 This module does not know how a request is answered, nor where lines are kept.
 """
@@ -20,10 +20,10 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.http.bounds import Bounds, check_json_depth, check_json_items
 from paceline.http.fields import decode_object, show
-from paceline.server.bodies.wire import encode
+from paceline.server.protocol.responses import encode
 
 __all__ = [
     "Answer",
@@ -39,13 +39,13 @@ __all__ = [
 CHAT_URL: Final = "/v1/chat/completions"
 COMPLETIONS_URL: Final = "/v1/completions"
 MAX_CUSTOM_ID_CHARS: Final = 512
-# faults of one file that are told
+# maximum faults reported for one file
 _MAX_FAULTS: Final = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLine:
-    """One request of a batch, or what is wrong with its line."""
+    """One request of a batch, or the error of its line."""
 
     # number of the line in the input, from 0, blank lines counted
     index: int
@@ -61,14 +61,13 @@ class BatchLine:
     # the line was {custom_id, method, url, body}
     is_openai: bool = False
     error: str | None = None
-    # a word for the error, for programs
+    # the error's code, for programs
     code: str | None = None
 
     @property
     def key(self) -> tuple[str, str]:
-        """What identifies the request across runs of the command: an answer is found again by its
-        ``custom_id``, else by line number and digest, so that answers to another input are noticed,
-        not reused."""
+        """Identity of the request across runs of the command: its ``custom_id``, else line number
+        and digest, so that answers to another input are noticed, not reused."""
         if self.custom_id is not None:
             return ("id", self.custom_id)
         return (str(self.index), self.digest)
@@ -76,9 +75,9 @@ class BatchLine:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of one line."""
+    """The answer to one line."""
 
-    # of HTTP
+    # HTTP status
     status: int
     # JSON
     body: bytes
@@ -92,7 +91,7 @@ class _Fault(Exception):
 
 
 def bounded_lines(file: BinaryIO, max_bytes: int) -> Iterator[bytes]:
-    """The lines of a file; of one that is longer, ``max_bytes`` + 1 bytes and no more."""
+    """Yield the lines of a file; of a longer line, only its first ``max_bytes`` + 1 bytes."""
     while line := file.readline(max_bytes + 1):
         rest = line
         while len(rest) > max_bytes and not rest.endswith(b"\n"):
@@ -110,9 +109,9 @@ def read_lines(
     """Parse input lines one at a time; a bad line becomes a BatchLine with ``error``.
 
     Args:
-        urls: what a line of the third form may ask.
-        max_bytes: of one line.
-        bounds: of one body, as over HTTP; None: the caller's own lines, which may hold anything.
+        urls: endpoints that a line of the third form may name.
+        max_bytes: maximum size of one line.
+        bounds: bounds of one body, as over HTTP; None: the caller's own lines, without bounds.
     """
     lines = LineReader(urls, max_bytes=max_bytes, bounds=bounds)
     for raw in source:
@@ -122,7 +121,7 @@ def read_lines(
 
 
 class LineReader:
-    """The lines of one input, given one at a time; see ``read_lines``."""
+    """Reads the lines of one input, given one at a time; see ``read_lines``."""
 
     def __init__(
         self,
@@ -136,7 +135,7 @@ class LineReader:
         self._count = 0
 
     def read(self, raw: bytes) -> BatchLine | None:
-        """The next line of the input; None for a blank one."""
+        """Return the next line of the input; None for a blank one."""
         index, self._count = self._count, self._count + 1
         text = raw.strip()
         if not text:
@@ -182,7 +181,7 @@ def _custom_id(value: dict[str, Any], index: int, seen: dict[str, int]) -> str |
             f"custom_id must be a string of up to {MAX_CUSTOM_ID_CHARS} characters, got "
             f"{show(custom_id)}",
         )
-    # the second is not kept under the id of the first: that one's answer is its own
+    # a second line must not get the record of the first, whose answer differs
     first = seen.setdefault(custom_id, index)
     if first != index:
         raise _Fault(
@@ -216,8 +215,8 @@ def _with_request(line: BatchLine, value: dict[str, Any], urls: Collection[str])
 def find_faults(
     lines: Iterable[BatchLine], endpoint: str, max_lines: int
 ) -> tuple[int, list[dict[str, Any]]]:
-    """The number of requests of a batch's input, and what keeps it from being one: what OpenAI's
-    batch object has in ``errors.data``, the first hundred."""
+    """Return the number of requests of a batch's input, and its first hundred faults, as entries of
+    ``errors.data`` of OpenAI's batch object."""
     count = 0
     faults: list[dict[str, Any]] = []
 
@@ -247,7 +246,7 @@ def find_faults(
 
 
 def openai_record(line: BatchLine, record_id: str, answer: Answer) -> dict[str, Any]:
-    """An answered line of the third form; ``encode`` makes JSON of it."""
+    """Return the record of an answered line of the third form; ``encode`` makes JSON of it."""
     return {
         "id": record_id,
         "custom_id": line.custom_id,
@@ -261,6 +260,6 @@ def openai_record(line: BatchLine, record_id: str, answer: Answer) -> dict[str, 
 
 
 def unanswered_record(line: BatchLine, record_id: str, code: str, message: str) -> bytes:
-    """The record of a line that was never answered, as JSON."""
+    """Return the JSON record of a line that was never answered."""
     error = {"code": code, "message": message}
     return encode({"id": record_id, "custom_id": line.custom_id, "response": None, "error": error})

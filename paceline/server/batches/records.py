@@ -1,4 +1,4 @@
-"""What is known of a file and of a batch, and how OpenAI's API shows it."""
+"""Records of files and batches, and their form in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Final
 
 __all__ = ["ENDED", "UNFINISHED", "Batch", "Result", "StoredFile"]
 
-# statuses of a batch that something is still done for
+# statuses of a batch that is not over
 UNFINISHED: Final = ("validating", "in_progress", "finalizing", "cancelling")
-# and of one that is over
+# statuses of a batch that is over
 ENDED: Final = ("completed", "failed", "expired", "cancelled")
 
 
@@ -20,9 +20,9 @@ class StoredFile:
     """A row of ``files``."""
 
     id: str
-    # API key it belongs to; "" where there are none
+    # name of the API key that owns it; "" without keys
     owner: str
-    # as the caller named it: shown, never a path
+    # as the caller named it: shown, never used as a path
     filename: str
     # "batch" or "batch_output"
     purpose: str
@@ -52,7 +52,7 @@ class Batch:
     owner: str
     endpoint: str
     input_file_id: str
-    # as the caller said it, such as "24h"
+    # as the caller gave it, such as "24h"
     window: str
     status: str
     created_at: int
@@ -66,18 +66,18 @@ class Batch:
     total: int
     completed: int
     failed: int
-    # bytes of answers that are in no file yet
+    # bytes of answers that are not in a file yet
     pending_bytes: int
     output_file_id: str | None
     error_file_id: str | None
-    # lines that ran when the engine died, and how often
+    # lines that ran when the engine died, and how often each did
     suspects: Mapping[int, int]
 
     def json(self, trouble: str | None = None) -> dict[str, Any]:
-        """OpenAI's batch object.
+        """Return OpenAI's batch object.
 
         Args:
-            trouble: why it does not get on for now.
+            trouble: why the batch is paused for now.
         """
         errors = list(self.errors)
         if trouble is not None:
@@ -108,7 +108,7 @@ class Batch:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Batch:
-        """From a row of SQLite, whose texts of JSON are read."""
+        """Return the batch of a row of SQLite, whose JSON columns are parsed."""
         values = dict(row)
         for name in ("times", "metadata", "errors"):
             values[name] = json.loads(values[name])
@@ -120,7 +120,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of one line of a batch."""
+    """The record of one line of a batch."""
 
     batch_id: str
     # number of the line in the input

@@ -12,20 +12,20 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.http.fields import check_object, check_string, show
 from paceline.server.batches.answering import URLS
 from paceline.server.batches.folder import Batches
 from paceline.server.batches.records import Batch
 from paceline.server.batches.store import BatchStore
 from paceline.server.batches.upload import PURPOSES, upload_file
-from paceline.server.bodies import schemas
-from paceline.server.bodies.body import Body, schema_of
-from paceline.server.bodies.kinds import described, needed, refused, string
-from paceline.server.bodies.rules import RequestRules
-from paceline.server.exchange import principal_of, read_object
-from paceline.server.responding import answering, encoded
-from paceline.server.service import Service
+from paceline.server.generation.service import Service
+from paceline.server.protocol import schemas
+from paceline.server.protocol.body import Body, schema_of
+from paceline.server.protocol.field_types import described, needed, refused, string
+from paceline.server.protocol.rules import RequestRules
+from paceline.server.transport.middleware import principal_of, read_object
+from paceline.server.transport.responses import answering, encoded
 
 __all__ = ["BatchBody", "batch_router"]
 
@@ -65,7 +65,7 @@ def _json_body(schema: schemas.Schema) -> dict[str, Any]:
 
 
 def _query(kind: str, **more: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a list, as ``_page`` reads them."""
+    """Return the parameters of a list, as ``_page`` reads them."""
     limit = {"type": "integer", "minimum": 1, "maximum": _MAX_PAGE[kind], "default": _PAGE[kind]}
     told = {"after": {"type": "string"}, "limit": limit, **more}
     return {
@@ -82,7 +82,7 @@ def _endpoint(value: Any, name: str, _: RequestRules) -> str:
 
 
 def _window(value: Any, name: str, _: RequestRules) -> tuple[str, int]:
-    """As it came, and in seconds."""
+    """Return the window as given, and in seconds."""
     match = _WINDOW.fullmatch(check_string(value, name, 1, 16))
     seconds = int(match[1]) * _UNITS[match[2]] if match else 0
     if not 0 < seconds <= _MAX_WINDOW:
@@ -254,11 +254,11 @@ def batch_router(service: Service, batches: Batches) -> APIRouter:
 
 
 def _page(request: Request, kind: str, more: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The query of a list: ``after``, ``limit`` and ``more``."""
+    """Return the query of a list: ``after``, ``limit`` and ``more``."""
     query = request.query_params
     limit = query.get("limit", str(_PAGE[kind]))
     most = _MAX_PAGE[kind]
-    # nine digits are more than any bound; a number of thousands would take its time
+    # nine digits exceed any bound; parsing thousands of digits would be slow
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 9 and 1 <= int(limit) <= most):
         raise InvalidRequestError(f"limit must be between 1 and {most}, got {show(limit)}", "limit")
     return {"limit": int(limit), "after": query.get("after"), **{n: query.get(n) for n in more}}

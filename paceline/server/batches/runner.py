@@ -1,4 +1,4 @@
-"""Answers the lines of all batches, as best-effort work of the scheduler.
+"""Answers the lines of all batches, as best-effort requests of the scheduler.
 
 ::
 
@@ -6,11 +6,11 @@
         |  '-----------|--- cancelling ---------> cancelled
         '-> failed     '------------------------> expired
 
-Every step begins with what the store says and ends with a write to it, so a batch goes on from
-wherever another server left it. A line's answer counts once the store has it: a line without one
-is asked again. When the disk is full, or the engine away, a batch pauses and tries again. Lines
-that ran when the engine died are suspects: from then on each runs alone of its batch, and the one
-that was there three times is given up, so that no line can kill engine after engine.
+Every step starts from the store's state and ends with a write to it, so a batch continues from the
+point where another server left it. An answer counts once it is stored; a line without one is asked
+again. While the disk is full or the engine is away, a batch pauses and tries again. Lines that ran
+when the engine died are suspects: from then on each runs alone of its batch, and a line that was
+there three times is given up, so that no line can kill engine after engine.
 
 This module does not know HTTP.
 """
@@ -26,7 +26,7 @@ from dataclasses import replace
 from functools import partial
 from typing import BinaryIO, Concatenate, Final, ParamSpec, Protocol, TypeVar
 
-from paceline.core.errors import EngineDeadError, EngineLostError
+from paceline.errors import EngineDeadError, EngineLostError
 from paceline.http.errors import HttpError, Reply, error_body, reply_to
 from paceline.server.batches.answering import URLS, answer_line, backoff
 from paceline.server.batches.lines import (
@@ -40,8 +40,8 @@ from paceline.server.batches.lines import (
 )
 from paceline.server.batches.records import Batch, Result
 from paceline.server.batches.store import BatchStore
-from paceline.server.bodies.wire import encode
-from paceline.server.service import Service
+from paceline.server.generation.service import Service
+from paceline.server.protocol.responses import encode
 
 __all__ = ["BatchRunner", "StoreCall"]
 
@@ -50,20 +50,20 @@ _log = logging.getLogger("paceline.server")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-# batches worked on at once; they take turns
+# batches worked on at once; more take turns
 _MAX_ACTIVE: Final = 16
-# lines taken from a file at once, and their bytes: the last may go beyond
+# lines read from a file at once, and their bytes; the last line may exceed that
 _AHEAD: Final = 32
 _AHEAD_BYTES: Final = 64 * 2**10
-# bytes of one batch's lines under way, or a single line: what they are made into is larger
+# bytes of one batch's lines in flight, unless it is a single line; parsed, they take more
 _MAX_BYTES: Final = 4 * 2**20
-# seconds that answers wait for others, to be written together
+# seconds for which answers wait to be written together
 _GATHER: Final = 0.01
-# seconds after which trouble is a new one
+# seconds without trouble after which the backoff starts again
 _GOT_ON: Final = 60.0
-# lines without an answer written at once
+# lines without an answer that are recorded at once
 _CHUNK: Final = 500
-# deaths of the engine after which a line that ran each time is given up
+# engine deaths after which a line that ran at each is given up
 _MAX_DEATHS: Final = 3
 _UNANSWERED: Final = {
     "expired": ("batch_expired", "the batch's completion window ended before this line was done"),
@@ -84,12 +84,12 @@ class StoreCall(Protocol):
 
 
 class BatchRunner:
-    """One per store. Used on one event loop.
+    """Runs the batches of one store, on one event loop.
 
     Args:
-        concurrency: lines of all batches handed to the engine at once.
-        max_requests: of one batch.
-        max_line_bytes: of one line.
+        concurrency: lines of all batches that the engine works on at once.
+        max_requests: maximum requests of one batch.
+        max_line_bytes: maximum size of one line.
         clock: unix time in seconds.
     """
 
@@ -110,8 +110,8 @@ class BatchRunner:
         self._max_requests = max_requests
         self._max_line_bytes = max_line_bytes
         self._clock = clock
-        # what a line may ask for, its targets aside: those are the batch class's, which others go
-        # before whatever the server's flags made of it
+        # lines run in the batch class, whose targets stay, but best effort and without a queue
+        # limit, even if the server's flags have changed that class
         classes = service.rules.slo_classes
         background = replace(classes["batch"], best_effort=True, queue_ttl=None)
         self._rules = replace(service.rules, slo_classes={**classes, "batch": background})
@@ -120,32 +120,32 @@ class BatchRunner:
         self._task: asyncio.Task[None] | None = None
         self._active: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, asyncio.Event] = {}
-        # lines that run, and those of them that ran when the engine died, by batch
+        # by batch: running lines, and those of them that ran when the engine died
         self._running: dict[str, set[int]] = {}
         self._struck: dict[str, set[int]] = {}
-        # why a batch does not get on for now, by its id
+        # why a batch is paused, by its id
         self.troubles: dict[str, str] = {}
 
     def start(self) -> None:
-        """Work on whatever is unfinished."""
-        # nothing of the exchange that happens to be the first: neither its key's limits nor its
-        # trace
+        """Start to work on unfinished batches."""
+        # an empty context: the request that happens to be the first must not lend its key's limits
+        # or its trace
         self._task = asyncio.create_task(self._run(), name="batches", context=Context())
         self._wake.set()
 
     def wake(self) -> None:
-        """There is a new batch."""
+        """Look for a new batch."""
         self._wake.set()
 
     def cancel(self, batch_id: str) -> None:
-        """The store says "cancelling"."""
+        """Cancel a batch whose status in the store is "cancelling"."""
         event = self._cancelled.get(batch_id)
         if event is not None:
             event.set()
         self._wake.set()
 
     async def stop(self) -> None:
-        """End at once; what runs is asked again by whoever comes next."""
+        """Stop at once; the next server repeats the running lines."""
         tasks = [*self._active.values(), *([self._task] if self._task else [])]
         for task in tasks:
             task.cancel()
@@ -176,14 +176,14 @@ class BatchRunner:
                     self._active[batch_id] = asyncio.create_task(self._work(batch_id))
 
     async def _make_way(self, found: list[str]) -> None:
-        """End the work on all others: it goes on when it is their turn."""
+        """Stop work on all other batches; it continues at their turn."""
         others = [task for batch_id, task in self._active.items() if batch_id not in found]
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
 
     async def _work(self, batch_id: str) -> None:
-        """One batch to its end, however often it has to pause."""
+        """Work on one batch until its end, with pauses."""
         attempt = 0
         cancelled = self._cancelled[batch_id]
         loop = asyncio.get_running_loop()
@@ -203,7 +203,7 @@ class BatchRunner:
                 if cancelled.is_set():
                     await asyncio.sleep(wait)
                 else:
-                    # whoever cancels does not wait for it
+                    # a cancellation ends the pause
                     with suppress(TimeoutError):
                         await asyncio.wait_for(cancelled.wait(), wait)
                 attempt += 1
@@ -216,9 +216,9 @@ class BatchRunner:
     async def _suspect(self, batch_id: str) -> None:
         struck = self._struck.pop(batch_id, None)
         if struck:
-            # what cannot be written now is learnt at the next death
+            # if the write fails, the line is found again at the next death
             with suppress(HttpError):
-                # cancelled before its turn on the store's thread came, it would be lost
+                # shielded: cancelled while queued on the store's thread, the write would be lost
                 await asyncio.shield(self._call(BatchStore.suspect, batch_id, struck))
 
     def _told(self, error: Exception) -> str:
@@ -261,7 +261,7 @@ class BatchRunner:
         return read_lines(lines, URLS, max_bytes=self._max_line_bytes, bounds=bounds)
 
     async def _answer(self, batch: Batch) -> str:
-        """Answer what has no answer; how that ended."""
+        """Answer the lines without an answer; return how that ended."""
         cancelled = self._cancelled[batch.id]
         feeding = asyncio.create_task(self._feed(batch))
         cancelling = asyncio.create_task(cancelled.wait())
@@ -278,7 +278,7 @@ class BatchRunner:
             cancelling.cancel()
             feeding.cancel()
             await asyncio.gather(feeding, cancelling, return_exceptions=True)
-            # answers that were on their way count
+            # answers already on their way to the disk count
             await self._recorder.idle()
 
     async def _feed(self, batch: Batch) -> None:
@@ -291,14 +291,14 @@ class BatchRunner:
                         continue
                     await load.take(line.size)
                     task = tasks.create_task(self._one(batch, line))
-                    # a task that is cancelled before it began would not do so itself
+                    # a task that is cancelled before it starts would not release its share
                     task.add_done_callback(partial(load.give, line.size))
         except ExceptionGroup as group:
-            # one task failed and the others were cancelled for it
+            # one task failed, and the others were cancelled because of it
             raise group.exceptions[0] from None
 
     async def _unanswered(self, batch: Batch) -> AsyncGenerator[BatchLine, None]:
-        """The lines that have no record."""
+        """Yield the lines without a record."""
         answered = await self._call(BatchStore.answered, batch.id)
         _, file = await self._call(BatchStore.open_file, batch.input_file_id, batch.owner)
         with closing(file):
@@ -316,7 +316,7 @@ class BatchRunner:
             answer = await self._ask(batch, line, request_id)
         record = encode(openai_record(line, _record_id(batch, line), answer))
         await self._recorder.put(Result(batch.id, line.index, answer.status != 200, record))
-        # the batch gets on
+        # the batch makes progress
         self.troubles.pop(batch.id, None)
 
     async def _ask(self, batch: Batch, line: BatchLine, request_id: str) -> Answer:
@@ -334,26 +334,26 @@ class BatchRunner:
 
     @asynccontextmanager
     async def _on_engine(self, batch: Batch, line: BatchLine) -> AsyncGenerator[None, None]:
-        """In its turn, and known to run there."""
+        """Hold a slot of the engine, and list the line as running there."""
         async with self._room:
             running = self._running.setdefault(batch.id, set())
-            # one that is being replaced keeps the line until the next one is there; what is away
-            # already does not die of this line
+            # an engine that is being replaced keeps the line until the next is ready; this line did
+            # not cause that loss
             with suppress(EngineLostError):
                 self._service.check_health()
                 running.add(line.index)
             try:
                 yield
             except (EngineDeadError, EngineLostError) as error:
-                # the others are told as well, or cancelled before they are
+                # the other lines get the error as well, or are cancelled first
                 self._struck.setdefault(batch.id, set()).update(running)
-                # the batch pauses: a line that asked again by itself would be no suspect
+                # raised, so that the batch pauses: a line that retried itself would be no suspect
                 raise EngineDeadError(str(error)) from error
             finally:
                 running.discard(line.index)
 
     async def _give_up(self, batch: Batch, code: str, message: str) -> None:
-        """A record for every line that has none."""
+        """Record the given error for every line without a record."""
         results: list[Result] = []
         async with aclosing(self._unanswered(batch)) as lines:
             async for line in lines:
@@ -367,7 +367,7 @@ class BatchRunner:
 
 
 class _Load:
-    """What one batch has under way: some lines, of so many bytes together, or a single one."""
+    """The lines of one batch in flight: bounded in number and bytes; a single one always fits."""
 
     def __init__(self, max_lines: int, max_bytes: int) -> None:
         self._max_lines, self._max_bytes = max_lines, max_bytes
@@ -375,7 +375,7 @@ class _Load:
         self._less = asyncio.Event()
 
     async def take(self, size: int) -> None:
-        """One more line; called by one task alone."""
+        """Wait for capacity and add a line; only one task may call this."""
         while self._lines and (
             self._lines >= self._max_lines or self._bytes + size > self._max_bytes
         ):
@@ -385,14 +385,14 @@ class _Load:
         self._bytes += size
 
     def give(self, size: int, _: object = None) -> None:
-        """A line is done."""
+        """Remove a line that is done."""
         self._lines -= 1
         self._bytes -= size
         self._less.set()
 
 
 class _Recorder:
-    """Writes answers down, those that come together in one transaction."""
+    """Writes records; those that arrive together share one transaction."""
 
     def __init__(self, call: StoreCall) -> None:
         self._call = call
@@ -401,14 +401,14 @@ class _Recorder:
         self._last: asyncio.Task[None] | None = None
 
     async def put(self, result: Result) -> None:
-        """Returns when it is on disk. Raises StorageError."""
+        """Write a record; return once it is on disk. Raises StorageError."""
         self._waiting.append(result)
         if self._writing is None:
             self._writing = self._last = asyncio.create_task(self._write())
         await asyncio.shield(self._writing)
 
     async def idle(self) -> None:
-        """Until everything is on disk, or failed to get there."""
+        """Wait until every record is on disk, or failed."""
         if self._last is not None:
             await asyncio.gather(self._last, return_exceptions=True)
 
@@ -419,7 +419,7 @@ class _Recorder:
 
 
 def _take(lines: Iterator[BatchLine]) -> list[BatchLine]:
-    """The next lines, none at the end."""
+    """Return the next lines; none at the end."""
     taken: list[BatchLine] = []
     size = 0
     for line in lines:

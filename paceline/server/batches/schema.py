@@ -1,4 +1,4 @@
-"""The tables of a batch folder, and how they are opened."""
+"""The tables of a batch folder, and the code that opens them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sqlite3
 from pathlib import Path
 from typing import Final
 
-from paceline.checkpoints.private import FILE_MODE, tighten
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
+from paceline.files import FILE_MODE, tighten
 
 __all__ = ["BATCH_COLUMNS", "FILE_COLUMNS", "connect"]
 
@@ -41,28 +41,28 @@ BATCH_COLUMNS: Final = (
     "id, owner, endpoint, input_file_id, window, status, created_at, expires_at, times, metadata, "
     "errors, total, completed, failed, pending_bytes, output_file_id, error_file_id, suspects"
 )
-# of the schema; a folder of another is refused
+# version of the schema; a folder with another one is refused
 _VERSION: Final = 1
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """A database that is its owner's alone, also where an earlier version let others read it.
+    """Open a database with owner-only access, also if an earlier version let others read it.
 
     Raises sqlite3.Error, OSError, or ConfigError for a database of another version.
     """
-    # SQLite gives its other files the mode of this one
+    # SQLite creates its other files with the mode of this one
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
     for each in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
         if each.exists():
             tighten(each)
-    # one thread at a time, whichever it is; transactions are begun by hand
+    # one thread uses it at a time, but not always the same; transactions are begun explicitly
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
         db.row_factory = sqlite3.Row
-        # both must be said before there are tables
+        # both must be set before tables exist
         db.execute("PRAGMA auto_vacuum = INCREMENTAL")
         db.execute("PRAGMA journal_mode = WAL")
-        # what is told to a caller is on disk, whatever happens to the machine
+        # a response is sent only once its row is durable
         db.execute("PRAGMA synchronous = FULL")
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version not in (0, _VERSION):

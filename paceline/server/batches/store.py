@@ -1,18 +1,18 @@
-"""Files and batches on disk: what is known in SQLite, contents in plain files.
+"""Files and batches on disk: records in SQLite, contents in plain files.
 
 ::
 
     FOLDER/lock            held by the one server that uses the folder
-           store.sqlite3   files, batches, and answers that are in no file yet
+           store.sqlite3   files, batches, and answers that are not in a file yet
            files/ID        contents; ID.part while they are written
 
-A line's answer is one row under (batch, line), so it is there once or not at all, whenever the
-process or the machine stops. Contents are written and synced under another name before a row tells
-of them; what no row tells of is removed when the folder is opened. Output files are made of the
-rows when the batch ends, and the rows go in the transaction that names the files.
+A line's answer is one row under (batch, line), so it exists once or not at all, whenever the
+process or the machine stops. Contents are written and synced under another name before a row refers
+to them; contents without a row are removed when the folder is opened. Output files are made of the
+rows when the batch ends; the transaction that names the files deletes the rows.
 
-Everything is synchronous and used from one thread at a time. This module does not know the event
-loop, HTTP, the engine or the clock.
+All calls are synchronous, from one thread at a time. This module does not know the event loop,
+HTTP, the engine or the clock.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, BinaryIO, Final
 
-from paceline.checkpoints.private import tighten
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
+from paceline.files import tighten
 from paceline.http.errors import HttpError
 from paceline.server.batches.contents import Contents, Part, StorageError, told
 from paceline.server.batches.database import Database
@@ -38,7 +38,7 @@ from paceline.server.batches.schema import BATCH_COLUMNS, FILE_COLUMNS
 
 __all__ = ["BatchStore"]
 
-# batches of one owner that are not over, at most, and of those that are, kept
+# maximum batches per owner: unfinished ones, and ended ones that are kept
 _MAX_UNFINISHED: Final = 256
 _MAX_ENDED: Final = 10_000
 
@@ -47,8 +47,8 @@ class BatchStore:
     """The folder of one server.
 
     Args:
-        folder: made if it is not there.
-        max_bytes: of all contents together, answers of unfinished batches included.
+        folder: created if absent.
+        max_bytes: limit of all contents together, including answers of unfinished batches.
 
     Raises:
         ConfigError: the folder cannot be used, or another server uses it.
@@ -56,11 +56,11 @@ class BatchStore:
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        # bytes of uploads that are not over
+        # bytes of unfinished uploads
         self._uploading = 0
         try:
             self._contents = Contents(folder / "files")
-            # one that an earlier version made lets others in
+            # an earlier version may have created it readable by others
             tighten(folder)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -82,33 +82,33 @@ class BatchStore:
             raise ConfigError(f"the batch folder {folder}: {error}") from error
 
     def interrupt(self) -> None:
-        """What runs now fails soon. From any thread."""
+        """Make the running query fail soon. Callable from any thread."""
         self._db.interrupt()
 
     def close(self) -> None:
-        """Give the folder back. Not to be used any more."""
+        """Release the folder. The store cannot be used afterwards."""
         self._db.close()
         os.close(self._lock)
 
     # ------------------------------------------------------------------ files
 
     def begin_upload(self) -> Part:
-        """A new file; ``write`` fills it, ``keep`` or ``drop`` ends it. Raises StorageError."""
+        """Return a new file for ``write``, ended by ``keep`` or ``drop``. Raises StorageError."""
         return self._contents.begin(f"file-{token_hex(16)}")
 
     def write(self, part: Part, data: bytes) -> None:
-        """More of an upload. Raises HttpError 413 when there is no room left, StorageError."""
+        """Append to an upload. Raises HttpError 413 when the space is used up, StorageError."""
         self._check_room(len(data), 413)
         part.write(data)
         self._uploading += len(data)
 
     def drop(self, part: Part) -> None:
-        """An upload is not wanted any more."""
+        """Discard an upload."""
         self._uploading -= part.size
         part.drop()
 
     def keep(self, part: Part, *, owner: str, filename: str, now: float) -> StoredFile:
-        """An upload is whole; it is to be dropped if this raises StorageError."""
+        """Keep a complete upload; the caller must drop it if this raises StorageError."""
         part.keep()
         file = StoredFile(
             id=part.id,
@@ -128,7 +128,7 @@ class BatchStore:
         return file
 
     def file(self, file_id: str, owner: str) -> StoredFile:
-        """Raises HttpError 404 for one that is not there, or not this owner's."""
+        """Return a file. Raises HttpError 404 unless it exists and is this owner's."""
         row = self._db.row(
             f"SELECT {FILE_COLUMNS} FROM files WHERE id = ? AND owner = ?", file_id, owner
         )
@@ -139,7 +139,7 @@ class BatchStore:
     def files(
         self, owner: str, *, purpose: str | None, after: str | None, limit: int, newest_first: bool
     ) -> tuple[list[StoredFile], bool]:
-        """A page of an owner's files, and whether there are more."""
+        """Return a page of an owner's files, and whether there are more."""
         rows, more = self._db.page(
             FILE_COLUMNS,
             "files",
@@ -152,12 +152,12 @@ class BatchStore:
         return [StoredFile(**row) for row in rows], more
 
     def open_file(self, file_id: str, owner: str) -> tuple[StoredFile, BinaryIO]:
-        """A file to read, which may be deleted meanwhile. Raises HttpError like ``file``."""
+        """Open a file, which may be deleted while open. Raises HttpError like ``file``."""
         found = self.file(file_id, owner)
         return found, self._contents.open(found.id)
 
     def delete_file(self, file_id: str, owner: str) -> None:
-        """Raises HttpError 404 like ``file``, 409 while a batch needs it."""
+        """Delete a file. Raises HttpError 404 like ``file``, 409 while a batch needs it."""
         found = self.file(file_id, owner)
         row = self._db.row(
             "SELECT id FROM batches WHERE input_file_id = ? AND status IN "
@@ -184,11 +184,11 @@ class BatchStore:
         metadata: dict[str, str] | None,
         now: float,
     ) -> Batch:
-        """A batch that is to be validated.
+        """Create a batch, which has to be validated.
 
         Raises:
-            HttpError: 404 for no such file, 400 for one of another purpose, 429 for too many
-                batches that are not over.
+            HttpError: 404 if the file does not exist, 400 if its purpose is another, 429 for too
+                many unfinished batches.
         """
         found = self.file(input_file_id, owner)
         if found.purpose != "batch":
@@ -221,20 +221,20 @@ class BatchStore:
         return self.batch(batch_id)
 
     def batch(self, batch_id: str, owner: str | None = None) -> Batch:
-        """One batch, of this owner if one is given. Raises HttpError 404."""
+        """Return a batch, of this owner if one is given. Raises HttpError 404."""
         row = self._db.row(f"SELECT {BATCH_COLUMNS} FROM batches WHERE id = ?", batch_id)
         if row is None or (owner is not None and row["owner"] != owner):
             raise HttpError(404, f"no batch with id {batch_id[:80]!r} is stored here")
         return Batch.of(row)
 
     def batches(self, owner: str, *, after: str | None, limit: int) -> tuple[list[Batch], bool]:
-        """A page of an owner's batches, newest first, and whether there are more."""
+        """Return a page of an owner's batches, newest first, and whether there are more."""
         rows, more = self._db.page(BATCH_COLUMNS, "batches", owner, after, limit, True)
         return [Batch.of(row) for row in rows], more
 
     def unfinished(self, limit: int) -> list[str]:
-        """Ids of batches that something is to be done for: first those that only have to end, then
-        every owner's oldest, every owner's next, and so on."""
+        """Return the ids of unfinished batches: first those that only have to end, then every
+        owner's oldest, every owner's next, and so on."""
         return [
             row["id"]
             for row in self._db.rows(
@@ -247,7 +247,7 @@ class BatchStore:
         ]
 
     def cancel(self, batch_id: str, owner: str, now: float) -> Batch:
-        """Ask for a batch's end. Raises HttpError 404, or 409 for one that is over."""
+        """Request a batch's end. Raises HttpError 404, or 409 if it is over."""
         batch = self.batch(batch_id, owner)
         if batch.status == "cancelling":
             return batch
@@ -256,21 +256,21 @@ class BatchStore:
         return self._move(batch, "cancelling", now)
 
     def begin(self, batch_id: str, total: int, now: float) -> Batch:
-        """The input is good; changes nothing unless the batch is being validated."""
+        """Accept the input of a batch; do nothing unless it is being validated."""
         batch = self.batch(batch_id)
         if batch.status != "validating":
             return batch
         return self._move(batch, "in_progress", now, total=total)
 
     def fail(self, batch_id: str, errors: Sequence[dict[str, Any]], now: float) -> Batch:
-        """The input is not good; changes nothing unless the batch is being validated."""
+        """Reject the input of a batch; do nothing unless it is being validated."""
         batch = self.batch(batch_id)
         if batch.status != "validating":
             return batch
         return self._move(batch, "failed", now, errors=json.dumps(list(errors)))
 
     def suspect(self, batch_id: str, lines: Iterable[int]) -> None:
-        """These ran when the engine died."""
+        """Count an engine death for lines that ran when it happened."""
         batch = self.batch(batch_id)
         counts = dict(batch.suspects)
         for line in lines:
@@ -281,16 +281,16 @@ class BatchStore:
             )
 
     def answered(self, batch_id: str) -> set[int]:
-        """Lines that have a record."""
+        """Return the lines that have a record."""
         found = self._db.rows("SELECT line FROM results WHERE batch_id = ?", batch_id)
         return {row["line"] for row in found}
 
     def record(self, results: Iterable[Result]) -> None:
-        """Keep what became of lines: all of these or none. A line that has a record keeps it, and
-        a batch that is over does not change.
+        """Store the records of lines: all or none. A line that has a record keeps it, and a batch
+        that is over does not change.
 
         Raises:
-            StorageError: there is no room.
+            StorageError: the space is used up.
         """
         results = list(results)
         self._check_room(sum(len(result.record) for result in results), 507)
@@ -316,10 +316,10 @@ class BatchStore:
                     )
 
     def finish(self, batch_id: str, status: str, clock: Callable[[], float]) -> Batch:
-        """Make the output files of what was recorded, and end the batch.
+        """Write the records to the output files, and end the batch.
 
-        A crash, or an error, anywhere in between leaves the records and the batch unfinished; the
-        same call does it again.
+        After a crash or an error in between, the records and the batch are still there; the same
+        call repeats the work.
 
         Args:
             status: one of ENDED.
@@ -355,14 +355,14 @@ class BatchStore:
                 self._remove_unknown(file.id)
             raise
         with contextlib.suppress(sqlite3.Error):
-            # pages come free one step of the statement at a time
+            # each step of the statement frees one page
             self._db.execute("PRAGMA incremental_vacuum").fetchall()
         return self.batch(batch_id)
 
     # ------------------------------------------------------------------ within
 
     def used_bytes(self) -> int:
-        """Of all contents, answers of unfinished batches and uploads under way."""
+        """Return the bytes of all contents, unfinished batches' answers and running uploads."""
         row = self._db.row(
             "SELECT (SELECT coalesce(sum(size), 0) FROM files) + "
             "(SELECT coalesce(sum(pending_bytes), 0) FROM batches) AS n"
@@ -370,7 +370,7 @@ class BatchStore:
         return self._uploading + (0 if row is None else int(row["n"]))
 
     def _remove_unknown(self, file_id: str) -> None:
-        """Remove a file's contents, unless the transaction that failed did its work after all."""
+        """Remove a file's contents, unless the failed transaction took effect after all."""
         with contextlib.suppress(StorageError):
             if self._db.row("SELECT id FROM files WHERE id = ?", file_id) is None:
                 self._contents.remove(file_id)

@@ -1,7 +1,6 @@
-"""A file that is uploaded as ``multipart/form-data``, straight onto the disk.
+"""A file uploaded as ``multipart/form-data``, written straight to disk.
 
-Nothing but a buffer of it is ever in memory. The name that the caller gives the file is shown and
-never used as a path.
+Only one buffer of it is in memory at a time. The caller's file name is shown, never used as a path.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
-from paceline.core.errors import InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.http.errors import ClientDisconnectedError, HttpError
 from paceline.http.fields import show
 from paceline.server.batches.folder import Batches
@@ -23,12 +22,12 @@ from paceline.server.batches.store import BatchStore
 
 __all__ = ["PURPOSES", "upload_file"]
 
-# of files that can be uploaded
+# purposes of files that can be uploaded
 PURPOSES: Final = ("batch",)
 _FIELDS: Final = ("purpose", "file")
-# bytes kept until they are written
+# bytes buffered before a write
 _BUFFER: Final = 2**20
-# bytes of a body beside the file: names, boundaries, the other field
+# bytes of a body in addition to the file: names, boundaries, the other field
 _OVERHEAD: Final = 64 * 2**10
 _MAX_VALUE: Final = 256
 _MAX_BOUNDARY: Final = 256
@@ -36,12 +35,11 @@ _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f]")
 
 
 async def upload_file(batches: Batches, request: Request, owner: str) -> StoredFile:
-    """Read the request's body and keep its file.
+    """Read the request's body and store its file.
 
     Raises:
         InvalidRequestError: not such a form, or a bad purpose.
-        HttpError: 413 for a file that is too large or when there is no room for it; as
-            ``Batches.settings`` says.
+        HttpError: 413 for a file that is too large or does not fit; or as ``Batches.settings``.
         ClientDisconnectedError: the caller hung up halfway.
     """
     max_bytes = batches.settings.max_file_bytes
@@ -85,7 +83,7 @@ def _too_long(limit: int, got: str) -> HttpError:
 
 @dataclass(slots=True)
 class _Part:
-    """What the headers of one part say."""
+    """The headers of one part."""
 
     name: str = ""
     filename: str | None = None
@@ -115,7 +113,7 @@ class _Form:
         )
 
     def feed(self, data: bytes) -> None:
-        """Raises InvalidRequestError for what is no such form."""
+        """Parse more of the body. Raises InvalidRequestError if it is not such a form."""
         try:
             self._parser.write(data)
         except FormParserError as error:
@@ -124,7 +122,7 @@ class _Form:
             ) from None
 
     def finish(self) -> str:
-        """The file's name, once all is fed. Raises InvalidRequestError for what is missing."""
+        """Return the file's name after the whole body. Raises InvalidRequestError if incomplete."""
         if not self._ended:
             raise InvalidRequestError("the multipart/form-data body ends too early")
         if "purpose" not in self._values:

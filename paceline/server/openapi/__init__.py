@@ -1,4 +1,4 @@
-"""The OpenAPI document: every route, what it takes, and every answer it may give."""
+"""The OpenAPI document: every route with its requests and possible answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each endpoint answers, as JSON schemas; those of typed answers are made from their types."""
+"""JSON schemas of all answers; those of typed answers are made from their types."""
 
 from __future__ import annotations
 
@@ -7,7 +7,22 @@ from typing import Any, Final
 
 import msgspec
 
-from paceline.server.bodies.schemas import (
+from paceline.server.apis.pooling.responses import (
+    ClassAnswer,
+    EmbeddingAnswer,
+    PoolingAnswer,
+    RerankAnswer,
+    ScoreAnswer,
+)
+from paceline.server.apis.token_ids import TokenAnswer
+from paceline.server.protocol.responses import (
+    ChatAnswer,
+    ChatChunk,
+    CompletionAnswer,
+    CompletionChunk,
+    Timings,
+)
+from paceline.server.protocol.schemas import (
     BOOLEAN,
     INTEGER,
     NULL,
@@ -19,21 +34,6 @@ from paceline.server.bodies.schemas import (
     record,
     ref,
     string,
-)
-from paceline.server.bodies.wire import (
-    ChatAnswer,
-    ChatChunk,
-    CompletionAnswer,
-    CompletionChunk,
-    Timings,
-)
-from paceline.server.other_apis.token_generate import TokenAnswer
-from paceline.server.pooling.answers import (
-    ClassAnswer,
-    EmbeddingAnswer,
-    PoolingAnswer,
-    RerankAnswer,
-    ScoreAnswer,
 )
 
 __all__ = ["ANSWERS", "Answer", "answer_schemas"]
@@ -51,23 +51,23 @@ _TYPED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What comes back with status 200."""
+    """An answer with status 200."""
 
     description: str
     schema: Schema
-    # of each event's data where the request asks for a stream; None: never streamed
+    # schema of each event's data if the request asks for a stream; None: never streamed
     events: Schema | None = None
-    # "data: [DONE]" after the last one
+    # the stream ends with "data: [DONE]"
     ends_with_done: bool = True
-    # of lines of JSON instead of events
+    # the stream consists of JSON lines instead of events
     streams_lines: bool = False
     media_type: str = "application/json"
-    # the shape of errors
+    # the format of errors
     error: str = "Error"
 
 
 def answer_schemas() -> dict[str, Schema]:
-    """Components by name."""
+    """Return the components by name."""
     _, typed = msgspec.json.schema_components(_TYPED, ref_template="#/components/schemas/{name}")
     maybe_text: Schema = {"type": ["string", "null"]}
     permission = record({"id": STRING, "object": string("model_permission"), "created": INTEGER})
@@ -252,7 +252,7 @@ def _page(description: str, of: str) -> Answer:
 
 
 def _ollama(description: str, **more: Schema) -> Answer:
-    """An answer, and a line of it where it streams."""
+    """An answer, whose stream consists of lines of the same schema."""
     line = record({"model": STRING, "created_at": STRING, "done": BOOLEAN, **more})
     return Answer(description, line, line, streams_lines=True, error="OllamaError")
 
@@ -267,7 +267,7 @@ def _llama(description: str, *schemas: Schema) -> Answer:
     return Answer(description, schema, error="LlamaError")
 
 
-# an object without some of its fields is what response_fields asks for
+# response_fields selects fields, so an object may lack some
 _LLAMA_ANSWER: Final = Answer(
     "continuations: one, or a list of them for a list of prompts or several completions; or what "
     "response_fields names of them",

@@ -1,10 +1,10 @@
-"""The document of an app: FastAPI's list of routes, with what FastAPI cannot know.
+"""The document of an app: FastAPI's list of routes, completed with data that FastAPI lacks.
 
-Bodies are parsed by hand (``protocol.py``), because their faults are to be named in the words of
-the API; so their schemas are written down too, and tests hold them to the parsers and to answers.
+Bodies are parsed by hand (``protocol/requests.py``), so that errors use the API's own terms; so
+their schemas are written down too, and tests compare them with the parsers and with answers.
 
-Every route gets the statuses that its kind can have: a route of another module needs to name only
-its own answer (``responses=`` of ``add_api_route``), and what it names is kept.
+Every route gets the statuses of its kind: a route of another module only has to name its own answer
+(``responses=`` of ``add_api_route``), which is kept.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from paceline.http.keys import ADMIN_PATHS, OPEN_PATHS
-from paceline.server.bodies.rules import RequestRules
-from paceline.server.bodies.schemas import STRING, Schema, record, ref
+from paceline.server.apis.ollama.protocol import LINES
 from paceline.server.openapi.answers import ANSWERS, Answer, answer_schemas
 from paceline.server.openapi.requests import EXAMPLES, request_schemas, shared_schemas
-from paceline.server.other_apis.ollama_request import LINES
+from paceline.server.protocol.rules import RequestRules
+from paceline.server.protocol.schemas import STRING, Schema, record, ref
 
 __all__ = ["openapi_document"]
 
@@ -44,7 +44,7 @@ _DESCRIPTIONS: Final = {
     "507": "no room for more files",
 }
 _RETRY: Final = frozenset({"429", "503"})
-# whose id goes where: (method, path of what answers with an id) -> name in the paths, operations
+# by (method, path) of an answer with an id: the id's name in other paths, and their operations
 _LINKS: Final = {
     ("post", "/v1/responses"): (
         "response_id",
@@ -70,17 +70,17 @@ _LINKS: Final = {
         ),
     ),
 }
-# told before there is a request whose path could be looked at (``connections.py``)
+# sent before a request and its path are known (``connections.py``)
 _OF_THE_CONNECTION: Final = frozenset({"408", "431"})
 
 
 def openapi_document(app: FastAPI, rules: RequestRules) -> dict[str, Any]:
-    """The document, with the models and bounds of ``rules``."""
+    """Return the document, with the models and bounds of ``rules``."""
     document = get_openapi(
         title=app.title,
         version=app.version,
         description="The APIs of OpenAI, Anthropic, Ollama and llama-server, with vLLM's "
-        "extensions; see docs/api.md.",
+        "extensions; see docs/use/api.md.",
         routes=app.routes,
     )
     requests = request_schemas(rules)
@@ -96,7 +96,7 @@ def openapi_document(app: FastAPI, rules: RequestRules) -> dict[str, Any]:
 
 
 def _link(paths: dict[str, Any]) -> None:
-    """Say whose id an answer has, so that a program can go on from there."""
+    """Link ids in answers to the operations that use them."""
 
     def link(method: str, path: str, **fills: Any) -> dict[str, Any]:
         return {"operationId": paths[path][method]["operationId"], **fills}
@@ -108,8 +108,8 @@ def _link(paths: dict[str, Any]) -> None:
             )
             for verb, target in targets
         }
-    # schemathesis's reading of a link, and useful to it: by OpenAPI an expression is a whole body
-    # or none of it, and another program takes this one for a literal
+    # schemathesis's form of a link, and useful to it: in OpenAPI an expression is a whole body or
+    # no part of it, so other programs take this one for a literal
     body = {
         "input_file_id": "$response.body#/id",
         "endpoint": "/v1/completions",
@@ -134,7 +134,7 @@ def _describe(operation: dict[str, Any], method: str, path: str, body: Schema | 
     for status in _statuses(operation, method, path):
         shapes = {"Error"} if status in _OF_THE_CONNECTION else {error}
         if status == "503":
-            # the server's, or the connection's
+            # either the server's error or the connection's
             shapes.add("Error")
         responses.setdefault(status, _failure(status, sorted(shapes)))
     for response in responses.values():
@@ -142,7 +142,7 @@ def _describe(operation: dict[str, Any], method: str, path: str, body: Schema | 
             "X-Request-Id", {"schema": STRING, "required": True}
         )
     if path not in OPEN_PATHS:
-        # none: where the server has no keys
+        # empty alternative: the server has no keys
         operation.setdefault("security", [{}, *({name: []} for name in _SECURITY)])
 
 
@@ -151,7 +151,7 @@ def _content(answer: Answer) -> dict[str, Any]:
     if answer.events is not None and answer.streams_lines:
         content[LINES] = {"schema": answer.events}
     elif answer.events is not None:
-        # what each event is, as OpenAPI 3.2 has it; OpenAI's streams end with [DONE]
+        # the schema of each event, as in OpenAPI 3.2; OpenAI's streams end with [DONE]
         told = STRING | {"contentMediaType": "application/json", "contentSchema": answer.events}
         data = {"anyOf": [{"const": "[DONE]"}, told]} if answer.ends_with_done else told
         content["text/event-stream"] = {"schema": record({"data": data}, {"event": STRING})}
@@ -159,7 +159,7 @@ def _content(answer: Answer) -> dict[str, Any]:
 
 
 def _add_parameters(operation: dict[str, Any], path: str) -> None:
-    """Names in the path, which the handlers read themselves."""
+    """Add names in the path, which the handlers read themselves."""
     known = {parameter["name"] for parameter in operation.get("parameters", ())}
     for part in path.split("/"):
         name = part.strip("{}").partition(":")[0]
@@ -170,20 +170,20 @@ def _add_parameters(operation: dict[str, Any], path: str) -> None:
 
 
 def _statuses(operation: dict[str, Any], method: str, path: str) -> list[str]:
-    """What an answer may be instead of what was asked for."""
+    """Return the statuses of failed requests."""
     found = [*_OF_THE_CONNECTION, "500", "503"]
     if path not in OPEN_PATHS:
         found += ["401", "421"]
     if path in ADMIN_PATHS or (method != "GET" and path not in OPEN_PATHS):
         found.append("403")
     if method == "POST" and path not in OPEN_PATHS:
-        # a limit of the key
+        # a key's rate limit
         found.append("429")
     if "{" in path or path in ("/v1/files", "/v1/batches"):
-        # of lists, what ``after`` names
+        # in lists, ``after`` may name no item
         found.append("404")
     if path == "/tokenizer_info":
-        # unless a flag is set
+        # sent unless a flag is set
         found.append("404")
     if path.startswith(("/v1/files", "/v1/batches")):
         found += ["400", "409", "501"]

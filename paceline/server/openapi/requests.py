@@ -1,52 +1,45 @@
-"""What each endpoint takes, as JSON schemas with the bounds of this server.
+"""JSON schemas of all requests, with the bounds of this server.
 
-Fields that are refused are left out (docs/api.md names them); a null is as good as leaving a field
-out. What one field says about another (``min_tokens`` and ``max_tokens``) a schema does not tell.
+Refused fields are left out (docs/use/api.md names them); null counts as absent. The schemas do not
+express relations between fields (``min_tokens`` and ``max_tokens``).
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from paceline.server.bodies.body import Body, schema_of
-from paceline.server.bodies.generation import ChatBody, CompletionBody, TemplateBody
-from paceline.server.bodies.messages import message_schemas
-from paceline.server.bodies.rules import RequestRules
-from paceline.server.bodies.schemas import (
-    Schema,
-    closed,
-)
-from paceline.server.bodies.structured import StructuredOutputs, format_schema
-from paceline.server.bodies.targets import slo_schema
-from paceline.server.bodies.tokenizing import (
-    DetokenizeBody,
-    TokenizeMessagesBody,
-    TokenizePromptBody,
-)
-from paceline.server.bodies.tool_calls import tool_schema
-from paceline.server.other_apis.anthropic import CountTokensBody, MessagesBody
-from paceline.server.other_apis.llama_info import ContentBody, InfillBody
-from paceline.server.other_apis.llama_request import LlamaBody
-from paceline.server.other_apis.ollama_request import (
-    OllamaChatBody,
-    OllamaGenerateBody,
-    ShowBody,
-)
-from paceline.server.other_apis.responses_request import ResponsesBody
-from paceline.server.other_apis.token_generate import TokenGenerateBody
-from paceline.server.pooling.bodies import (
+from paceline.server.apis.anthropic import CountTokensBody, MessagesBody
+from paceline.server.apis.llama_cpp.info import ContentBody, InfillBody
+from paceline.server.apis.llama_cpp.protocol import LlamaBody
+from paceline.server.apis.ollama.protocol import OllamaChatBody, OllamaGenerateBody, ShowBody
+from paceline.server.apis.pooling.ollama import OllamaEmbedBody, OllamaEmbeddingsBody
+from paceline.server.apis.pooling.protocol import (
     ClassifyBody,
     EmbeddingsBody,
     PoolingBody,
     RerankBody,
     ScoreBody,
 )
-from paceline.server.pooling.ollama import OllamaEmbedBody, OllamaEmbeddingsBody
+from paceline.server.apis.responses.protocol import ResponsesBody
+from paceline.server.apis.token_ids import TokenGenerateBody
+from paceline.server.protocol.body import Body, schema_of
+from paceline.server.protocol.generation import ChatBody, CompletionBody, TemplateBody
+from paceline.server.protocol.messages import message_schemas
+from paceline.server.protocol.rules import RequestRules
+from paceline.server.protocol.schemas import Schema, closed
+from paceline.server.protocol.structured import StructuredOutputs, format_schema
+from paceline.server.protocol.targets import slo_schema
+from paceline.server.protocol.tokenizing import (
+    DetokenizeBody,
+    TokenizeMessagesBody,
+    TokenizePromptBody,
+)
+from paceline.server.protocol.tool_calls import tool_schema
 
 __all__ = ["BODIES", "EXAMPLES", "request_schemas", "shared_schemas"]
 
 _ASKED: Final = [{"role": "user", "content": "Name the capital of France."}]
-# a body that is served, by path
+# a valid body, by path
 EXAMPLES: Final[dict[str, Schema]] = {
     "/v1/chat/completions": {"messages": _ASKED, "max_tokens": 16, "temperature": 0},
     "/v1/completions": {"prompt": "One, two,", "max_tokens": 8},
@@ -63,7 +56,7 @@ EXAMPLES: Final[dict[str, Schema]] = {
     "/detokenize": {"tokens": [1, 2, 3]},
 }
 
-# what is read at a path; several are alternatives
+# bodies by path; several are alternatives
 BODIES: Final[dict[str, tuple[type[Body], ...]]] = {
     "/v1/chat/completions": (ChatBody,),
     "/v1/completions": (CompletionBody,),
@@ -96,7 +89,7 @@ BODIES: Final[dict[str, tuple[type[Body], ...]]] = {
 
 
 def shared_schemas(rules: RequestRules) -> dict[str, Schema]:
-    """What several requests hold."""
+    """Return schemas that several requests refer to."""
     return {
         **message_schemas(),
         "Slo": slo_schema(rules.slo_classes),
@@ -107,7 +100,7 @@ def shared_schemas(rules: RequestRules) -> dict[str, Schema]:
 
 
 def request_schemas(rules: RequestRules) -> dict[str, Schema]:
-    """By path."""
+    """Return the schemas by path."""
     told: dict[str, Schema] = {}
     for path, bodies in BODIES.items():
         found = [schema_of(body, rules) for body in bodies]

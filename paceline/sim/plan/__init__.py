@@ -1,6 +1,6 @@
-"""Advice before hardware is bought: by arithmetic where that holds, by simulation where not.
+"""Advice before hardware is bought: by arithmetic where that holds, else by simulation.
 
-Loaded name by name: the command line's --help asks for the presets alone, without numpy.
+Names are loaded on demand: the command line's --help needs only the presets, without numpy.
 """
 
 from __future__ import annotations

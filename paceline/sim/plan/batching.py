@@ -1,15 +1,15 @@
 """Static against continuous batching, by arithmetic.
 
 A static batch of B requests lasts as long as its longest; a continuous one refills each slot when
-it falls free. With steps of equal length the gain is E[longest of B] / E[output]: the textbook's.
-Steps are not of equal length: one with R rows takes ``fixed + row * R`` seconds, and what is spent
-per row is saved in a static batch too once its short requests have ended (if it drops them). So::
+it becomes free. With steps of equal length the gain is E[longest of B] / E[output]: the textbook's.
+Steps differ: one with R rows takes ``fixed + row * R`` seconds, and a static batch also saves the
+time per row once its short requests have ended (if it drops them). So::
 
     static, padded       B * mean / (E[max] * (fixed + row * B))
     static, dropped      B * mean / (fixed * E[max] + row * B * mean)
     continuous           B        / (fixed + row * B)
 
-tokens a second. Assumes a queue that never runs dry, and leaves prompts out;
+tokens a second. Assumes a queue that is never empty, and leaves prompts out;
 docs/studies/batching.md simulates them.
 """
 
@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["BatchingEstimate", "estimate_batching", "expected_longest"]
 
 
 def expected_longest(lengths: Sequence[int], batch: int) -> float:
-    """Mean of the longest of ``batch`` lengths drawn with replacement: exact, by order statistics.
+    """Return the mean of the longest of ``batch`` lengths drawn with replacement, exactly.
 
     The i-th smallest of n is the maximum with probability (i / n) ** B - ((i - 1) / n) ** B.
     """
@@ -39,7 +39,7 @@ def expected_longest(lengths: Sequence[int], batch: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class BatchingEstimate:
-    """Output tokens per second of each way, and what it follows from."""
+    """Output tokens per second of each way, and the inputs they follow from."""
 
     batch: int
     mean: float
@@ -50,7 +50,7 @@ class BatchingEstimate:
 
     @property
     def textbook_gain(self) -> float:
-        """Continuous over padded static; what equal steps give."""
+        """Continuous over padded static batching, as for equal steps."""
         return self.longest / self.mean
 
     @property
@@ -62,7 +62,7 @@ class BatchingEstimate:
 def estimate_batching(
     lengths: Sequence[int], batch: int, *, fixed: float, row: float
 ) -> BatchingEstimate:
-    """Rates for outputs like ``lengths``, with steps of ``fixed + row * rows`` seconds.
+    """Estimate rates for outputs like ``lengths``, with steps of ``fixed + row * rows`` seconds.
 
     Raises:
         ConfigError: no lengths, or steps that take no time.

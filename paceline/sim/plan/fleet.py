@@ -1,7 +1,7 @@
 """Fleets: how many replicas of which kind serve a workload within its targets, by simulation.
 
-Step times are a roofline of some hardware or any other source (``step_times.spec``), the scheduler
-is the one that serves. This module does not know flags.
+Step times are a hardware's roofline or any other source (``step_times.spec``), the scheduler is the
+one that serves. This module does not know flags.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.routing import make_router
 from paceline.sim.arrival import Arrival
 from paceline.sim.plan.search import Found, Target, smallest_fleet
@@ -29,10 +29,10 @@ from paceline.sim.step_times.spec import Source
 __all__ = ["FleetAnswer", "FleetOption", "best_fleet", "run_fleet"]
 
 _BLOCK_SIZE = 16
-# longer requests than any model takes are refused by memory anyway
+# memory refuses longer requests than any model takes anyway
 _MAX_MODEL_LEN = 1 << 20
-# requests that are tried alone before a fleet is searched for, how far apart, and by how much their
-# attainment may be below that of the whole workload
+# for a check before the search: number of requests run alone, seconds between them, and how far
+# their attainment may be below that of the whole workload
 _NUM_ALONE = 100
 _ALONE_GAP = 1e5
 _ALONE_NOISE = 0.05
@@ -42,36 +42,36 @@ _ALONE_NOISE = 0.05
 class FleetOption:
     """One kind of replica."""
 
-    # what its speed comes from, for tables
+    # source of its speed, for tables
     kind: str
-    # step times and what comes with them, fresh for each replica, by seed
+    # makes step times, and the settings that come with them, for each replica, by seed
     source: Callable[[int], Source]
-    # that share one replica
+    # GPUs of one replica
     gpus: int = 1
-    # None: the recorded engine's, where ``source`` is a recording, else first come, first served
+    # None: the recorded engine's where ``source`` is a recording, else first come, first served
     policy: str | None = None
     max_num_batched_tokens: int | None = None
     router: str = "least-outstanding"
-    # of one GPU; None: unknown
+    # price of one GPU; None: unknown
     price_per_hour: float | None = None
 
     @classmethod
     def of_hardware(
         cls, card: HardwareCard, model: ModelShape, gpus: int = 1, **others: Any
     ) -> FleetOption:
-        """An option whose step times are a roofline; ``others`` are further fields."""
+        """Make an option whose step times are a roofline; ``others`` are further fields."""
         return cls(card.name, partial(_roofline, card, model, gpus), gpus, **others)
 
     @property
     def name(self) -> str:
-        """For tables: what may differ between options."""
+        """Name for tables, with the fields that may differ between options."""
         parts = [f"{self.gpus} x {self.kind}", self.policy]
         if self.max_num_batched_tokens is not None:
             parts.append(f"{self.max_num_batched_tokens} tokens/step")
         return ", ".join(part for part in parts if part)
 
     def spec(self, seed: int = 0) -> ReplicaSpec:
-        """One replica. Raises ConfigError if the model does not fit, or a setting is wrong."""
+        """Make a replica. Raises ConfigError if the model does not fit, or a setting is wrong."""
         source = self.source(seed)
         config = source.config
         if config is None:
@@ -94,7 +94,7 @@ class FleetOption:
 
 
 def _roofline(card: HardwareCard, model: ModelShape, gpus: int, seed: int) -> Source:
-    """A roofline has no noise: the seed is not needed."""
+    """Return a roofline. It has no noise, so the seed is not used."""
     times = RooflineStepTimes(card, model, degree=gpus)
     return Source(
         times, kv_bytes=times.kv_capacity_bytes, kv_bytes_per_token=model.kv_bytes_per_token()
@@ -103,22 +103,22 @@ def _roofline(card: HardwareCard, model: ModelShape, gpus: int, seed: int) -> So
 
 @dataclass(frozen=True, slots=True)
 class FleetAnswer:
-    """What the search found for one option."""
+    """Result of the search for one option."""
 
     option: FleetOption
-    # None in ``size``: not even the largest fleet will do
+    # ``size`` is None where even the largest fleet misses the target
     found: Found
-    # why no fleet will do, and what would; "" where one does
+    # why no fleet meets the target, and what would; "" where one does
     reason: str = ""
 
     @property
     def gpus(self) -> int | None:
-        """Of the whole fleet."""
+        """GPUs of the whole fleet; None without one."""
         return None if self.found.size is None else int(self.found.size) * self.option.gpus
 
     @property
     def price_per_hour(self) -> float | None:
-        """Of the whole fleet."""
+        """Price of the whole fleet; None without one, or where it is unknown."""
         each = self.option.price_per_hour
         return None if self.gpus is None or each is None else self.gpus * each
 
@@ -131,10 +131,10 @@ def run_fleet(
     prefix_block: int = 512,
     metrics: Metrics | None = None,
 ) -> Summary:
-    """Simulate ``replicas`` of an option; its price, if known, goes into the cost.
+    """Simulate ``replicas`` of an option; a known price makes the cost.
 
     Args:
-        metrics: takes the requests in, for callers who want to look at them.
+        metrics: collects the requests, for callers that want to read them.
     """
     metrics = Metrics() if metrics is None else metrics
     specs = tuple(option.spec(seed) for seed in range(replicas))
@@ -154,15 +154,15 @@ def best_fleet(
     most: int = 64,
     on_unfit: Callable[[FleetOption, str], None] | None = None,
 ) -> list[FleetAnswer]:
-    """The smallest fleet of each option, the cheapest first: by price where known, else by GPUs.
+    """Return the smallest fleet of each option, cheapest first: by price if known, else by GPUs.
 
-    Options that the model does not fit on are left out, and ``on_unfit`` is told why. Those on
-    which a request misses its targets even when it is alone are not searched: no number of replicas
-    will do, and ``found.best`` is the run of requests alone.
+    Options that the model does not fit on are left out, and reported to ``on_unfit``. Where
+    requests miss their targets even when each runs alone, no fleet is searched: more replicas
+    would not help, and ``found.best`` is the run of requests alone.
 
     Raises:
-        ConfigError: it fits on none of them; or no request of the workload has a target, which
-            any fleet would meet.
+        ConfigError: the model fits on none of them; or no request of the workload has a target,
+            which any fleet would meet.
     """
     if all(a.ttft is None and a.tpot is None and a.deadline is None for a in workload):
         raise ConfigError(
@@ -180,7 +180,7 @@ def best_fleet(
                 on_unfit(option, str(error))
             continue
 
-        # served one by one, requests are as fast as they will ever be
+        # one at a time, requests are as fast as they can be
         alone_metrics = Metrics()
         alone = run_fleet(option, 1, _spaced(islice(workload, _NUM_ALONE)), metrics=alone_metrics)
         if alone.attainment < target.attainment - _ALONE_NOISE:
@@ -206,7 +206,7 @@ def best_fleet(
 
 
 def _why_not_alone(run: Summary, metrics: Metrics, target: Target) -> str:
-    """Which targets requests miss that have a replica to themselves, and what to change."""
+    """Say which targets requests miss with a replica to themselves, and what to change."""
     said = [f"alone on a replica, {run.attainment:.1%} of requests are within their targets"]
     for metric, label in (("ttft", "TTFT"), ("tpot", "TPOT"), ("e2e", "E2E")):
         values = metrics.values(metric)
@@ -231,7 +231,7 @@ def _spaced(arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
 
 
 def _rank(answer: FleetAnswer) -> tuple[bool, float, int, float]:
-    """Those that meet the target first; then by price, GPUs and attainment."""
+    """Return the sort key: options that meet the target first; price, GPUs, attainment."""
     gpus = answer.gpus or 0
     price = answer.price_per_hour or 0.0
     return answer.found.size is None, price, gpus, -answer.found.best.attainment

@@ -1,8 +1,8 @@
-"""How many sequences fit: memory reserved for the longest, against memory given out in blocks.
+"""Number of sequences that fit: memory reserved for the longest, against memory given in blocks.
 
-Preallocation gives every sequence room for ``max_len`` tokens when it starts, which wastes what it
-does not reach; paging gives blocks as it grows, and wastes on average half a block (PagedAttention,
-SOSP'23, arXiv 2309.06180). Whether a sequence fits at all is asked of the function that admission
+Preallocation reserves ``max_len`` tokens for each sequence at its start, and wastes what it does
+not reach; paging gives blocks as it grows, and wastes half a block on average (PagedAttention,
+SOSP'23, arXiv 2309.06180). Whether a sequence fits at all is decided by the function that admission
 uses (``core.memory.kv_cache.blocks_for``).
 
 A count of paged sequences "at the mean length" is the textbook's: it takes every sequence at its
@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.core.config import SchedulerConfig
-from paceline.core.errors import ConfigError
 from paceline.core.memory.kv_cache import blocks_for
 from paceline.core.memory.windows import window_blocks_needed
+from paceline.errors import ConfigError
 
 __all__ = ["PRESETS", "MemoryPlan", "Preset", "plan_memory"]
 
@@ -31,11 +31,11 @@ def _require(ok: bool, message: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The budget of one replica, which may be several GPUs. Bytes and tokens."""
+    """Memory of one replica, which may be several GPUs. Bytes and tokens."""
 
     memory_bytes: float
     weight_bytes: float
-    # left for keys and values
+    # bytes left for keys and values
     kv_bytes: float
     kv_bytes_per_token: float
     block_size: int
@@ -46,7 +46,7 @@ class MemoryPlan:
     preallocated: int
     # sequences that run at once if each holds the blocks of mean_len tokens
     paged: int
-    # for layers with a sliding window, whose keys and values the blocks then do not hold
+    # blocks for layers with a sliding window, whose keys and values are then in no other blocks
     num_window_blocks: int = 0
     window_bytes: float = 0.0
 
@@ -57,7 +57,7 @@ class MemoryPlan:
 
     @property
     def paged_waste(self) -> float:
-        """Share of the blocks of a mean sequence that it never writes: half a block on average."""
+        """Unwritten share of a mean sequence's blocks: half a block on average."""
         return 1.0 - self.mean_len / (self.mean_len + _mean_slack(self.block_size))
 
     @property
@@ -67,7 +67,7 @@ class MemoryPlan:
 
 
 def _mean_slack(block_size: int) -> float:
-    """Unwritten positions in a last block, over lengths that leave every remainder alike."""
+    """Return the mean of unwritten positions in a last block, all remainders being as likely."""
     return (block_size - 1) / 2.0
 
 
@@ -86,18 +86,18 @@ def plan_memory(
     max_num_seqs: int = 256,
     max_num_batched_tokens: int = 2048,
 ) -> MemoryPlan:
-    """The budget, by arithmetic.
+    """Plan the memory by arithmetic.
 
     Args:
         utilization: share of memory that the server may use.
-        reserve_bytes: of that, for activations and the runtime.
+        reserve_bytes: part of that for activations and the runtime.
         max_len: prompt and output of the longest sequence.
         mean_len: prompt and output of a mean one.
         window: tokens that layers with a sliding window read, where such layers may have window
-            blocks; 0: none may.
-        window_bytes_per_token: of ``kv_bytes_per_token``, those of such layers.
-        max_num_seqs: sequences that run at once at most, whose windows are counted.
-        max_num_batched_tokens: tokens of a step, which windows lag behind.
+            blocks; 0: they may not.
+        window_bytes_per_token: part of ``kv_bytes_per_token`` for such layers.
+        max_num_seqs: most sequences that run at once, whose windows are counted.
+        max_num_batched_tokens: tokens of a step, by which windows lag behind.
 
     Raises:
         ConfigError: nothing is left for keys and values, or not enough for one sequence of
@@ -140,7 +140,7 @@ def plan_memory(
     paged = int(num_blocks * block_size / held)
     preallocated = num_blocks // blocks_for(max_len, block_size)
     if windows:
-        # there are windows for no more
+        # there are windows for no more than that
         paged, preallocated = min(paged, max_num_seqs), min(preallocated, max_num_seqs)
     return MemoryPlan(
         memory_bytes=memory_bytes,
@@ -160,7 +160,7 @@ def plan_memory(
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """An exercise of the textbooks, with every number it needs."""
+    """A textbook exercise, with every number it needs."""
 
     title: str
     memory_bytes: float
@@ -172,8 +172,8 @@ class Preset:
 
 
 PRESETS: dict[str, Preset] = {
-    # 20 billion parameters in two bytes, shaped like GPT-NeoX-20B: 44 layers, hidden 6144, every
-    # head with its own keys and values
+    # 20 billion parameters of two bytes, shaped like GPT-NeoX-20B: 44 layers, hidden 6144, separate
+    # keys and values for every head
     "80gb-40gb": Preset(
         "an 80 GB GPU and a 40 GB model, 2048 tokens at most, 512 on average",
         80e9,
@@ -183,8 +183,8 @@ PRESETS: dict[str, Preset] = {
         512,
         1.0,
     ),
-    # the PagedAttention paper's example: OPT-13B (40 layers, hidden 5120), 800 KB a token, on an
-    # A100 with 40 GB of which 30 % is left for keys and values
+    # the PagedAttention paper's example: OPT-13B (40 layers, hidden 5120), 800 KB per token, on an
+    # A100 of 40 GB with 30 % left for keys and values
     "opt-13b": Preset(
         "OPT-13B on a 40 GB A100, 2048 tokens at most, ShareGPT's 500 on average",
         40e9,
@@ -194,7 +194,7 @@ PRESETS: dict[str, Preset] = {
         500,
         0.95,
     ),
-    # grouped-query attention: an eighth of the bytes a token, so long contexts fit
+    # grouped-query attention: an eighth of the bytes per token, so long contexts fit
     "llama-3.1-8b": Preset(
         "Llama-3.1-8B on an 80 GB GPU, 8192 tokens at most, 1024 on average",
         80e9,

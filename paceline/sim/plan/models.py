@@ -1,27 +1,27 @@
-"""Which model is planned for: one that is here, or a known one by name."""
+"""The model to plan for: one on this machine, or a known one by name."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.checkpoints.base import open_checkpoint
-from paceline.checkpoints.gguf_parts import read_gguf_parts
-from paceline.core.errors import ConfigError
+from paceline.checkpoints.gguf.shards import read_gguf_parts
+from paceline.checkpoints.open import open_checkpoint
+from paceline.errors import ConfigError
 from paceline.sim.step_times.models import ModelShape, known_models
 
 __all__ = ["find_model"]
 
 
 def find_model(name: str, models: Sequence[ModelShape] = ()) -> ModelShape:
-    """A known model (``step_times/models.json``), or the shape of a checkpoint folder or file. A
-    GGUF file's weights take what they take in the file.
+    """Return a known model (``step_times/models.json``), or the shape of a checkpoint folder or
+    file. A GGUF file's weights take as many bytes as in the file.
 
     Args:
-        models: shapes to look the name up in before those that are known.
+        models: shapes in which the name is looked up first.
 
     Raises:
-        ConfigError: neither; the message lists the known ones.
+        ConfigError: neither exists; the message lists the known ones.
         CheckpointError: a checkpoint that cannot be read.
     """
     path = Path(name)

@@ -1,7 +1,7 @@
-"""Searches over runs: the smallest fleet that meets a target, the highest rate that does.
+"""Searches over runs: the smallest fleet that meets a target, and the highest rate that does.
 
 A run is a function from a size to its summary; the caller decides what is simulated. Both searches
-take it that more replicas, or a lower rate, never make attainment worse, which holds but for noise:
+assume that more replicas, or a lower rate, never make attainment worse, which holds up to noise:
 equal seeds for all runs keep that small. This module does not know the simulator.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.report import Summary
 
 __all__ = ["Found", "Target", "highest_rate", "smallest_fleet"]
@@ -18,7 +18,7 @@ __all__ = ["Found", "Target", "highest_rate", "smallest_fleet"]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a run has to reach. The targets of each request come with the workload."""
+    """Target of a run. The targets of each request come with the workload."""
 
     # share of requests within all their targets
     attainment: float = 0.99
@@ -28,26 +28,26 @@ class Target:
             raise ConfigError(f"attainment must be in (0, 1], got {self.attainment:g}")
 
     def met(self, run: Summary) -> bool:
-        """Whether a run with at least one request reached it."""
+        """Whether a run with at least one request meets the target."""
         return run.requests > 0 and run.attainment >= self.attainment
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The answer of a search, and every run that it took."""
+    """Result of a search, and every run that it took."""
 
-    # replicas, or requests per second; None: not even the largest size, or lowest rate, will do
+    # replicas, or requests per second; None: even the largest size, or lowest rate, fails
     size: float | None
-    # the run at ``size``; where there is none, the best that was tried
+    # the run at ``size``; where that is None, the best run
     best: Summary
-    # (size, attainment) in the order they were tried
+    # (size, attainment) in the order of the runs
     tried: tuple[tuple[float, float], ...]
 
 
 def smallest_fleet(run: Callable[[int], Summary], target: Target, *, most: int = 64) -> Found:
-    """The fewest replicas that meet ``target``: doubled until it is met, then bisected.
+    """Return the fewest replicas that meet ``target``: doubled until it is met, then bisected.
 
-    Runs about 2 log2(answer) sizes, none twice.
+    Runs about 2 log2(answer) sizes, each once.
     """
     if most < 1:
         raise ConfigError(f"at least 1 replica must be allowed, got {most}")
@@ -62,7 +62,7 @@ def smallest_fleet(run: Callable[[int], Summary], target: Target, *, most: int =
     while not meets(high) and high < most:
         high = min(2 * high, most)
     if meets(high):
-        # fails at low, 0 replicas being sure to
+        # low fails: 0 replicas always do
         low = max((size for size in seen if size < high), default=0)
         while high - low > 1:
             middle = (low + high) // 2
@@ -79,13 +79,13 @@ def highest_rate(
     high: float,
     precision: float = 0.05,
 ) -> Found:
-    """The highest load that meets ``target``: DistServe's goodput (OSDI'24, arXiv 2401.09670);
-    doubled from ``low`` until it is missed, then bisected.
+    """Return the highest load that meets ``target``: DistServe's goodput (OSDI'24, arXiv
+    2401.09670); doubled from ``low`` until the target is missed, then bisected.
 
     Args:
-        low, high: requests per second between which the answer is looked for; a target that
-            ``high`` meets is answered with ``high``.
-        precision: the answer is at most this share below the true one.
+        low, high: requests per second that bound the answer; a target that ``high`` meets gives
+            ``high``.
+        precision: the answer is below the true one by at most this share.
     """
     if not 0 < low < high or not 0 < precision < 1:
         raise ConfigError(
@@ -99,7 +99,7 @@ def highest_rate(
 
     if not meets(low):
         return Found(None, seen[low], _tried(seen))
-    # doubled until it fails, because a run far beyond the edge takes longest
+    # doubled until it fails, because runs far beyond the limit take longest
     while (above := min(2 * low, high)) > low:
         if not meets(above):
             high = above
@@ -108,7 +108,7 @@ def highest_rate(
     if low == high:
         return Found(high, seen[high], _tried(seen))
     while high / low > 1 + precision:
-        # rates span orders of magnitude: halve their ratio
+        # rates span orders of magnitude, so their ratio is halved
         middle = (low * high) ** 0.5
         low, high = (middle, high) if meets(middle) else (low, middle)
     return Found(low, seen[low], _tried(seen))

@@ -1,12 +1,12 @@
-"""How many prefill replicas per decode replica, by arithmetic on step times.
+"""Number of prefill replicas per decode replica, by arithmetic on step times.
 
 One prefill replica computes prompts one after the other, in chunks of the token budget. One decode
 replica runs as many sequences at once as memory and the TPOT target allow. The pools are balanced
-when both can take the same number of requests a second (DistServe, OSDI'24; Splitwise, ISCA'24).
+when both can serve the same number of requests per second (DistServe, OSDI'24; Splitwise, ISCA'24).
 
-What the arithmetic also says: at the best split of n replicas the pools together take
-``n / (1 / prefill + 1 / decode)`` requests a second, which is what n replicas take that do both
-jobs one after the other. Separating them buys latency, not throughput; and as replicas are whole,
+It follows also that at the best split of n replicas the pools together serve
+``n / (1 / prefill + 1 / decode)`` requests per second, as many as n replicas that do both jobs one
+after the other. Separating them buys latency, not throughput; and since replicas are whole numbers,
 it loses some. Mean lengths only: queues are left out, docs/studies/disaggregation.md has them.
 """
 
@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import ScheduledRow, SchedulerOutput
+from paceline.errors import ConfigError
 
 __all__ = ["SplitEstimate", "decode_step", "estimate_split", "prompt_step"]
 
@@ -30,12 +30,12 @@ def _plan(rows: tuple[ScheduledRow, ...]) -> SchedulerOutput:
 
 
 def prompt_step(start: int, num_tokens: int) -> SchedulerOutput:
-    """A plan with one row: ``num_tokens`` of a prompt of which ``start`` are computed."""
+    """Return a plan of one row: ``num_tokens`` of a prompt of which ``start`` are computed."""
     return _plan((ScheduledRow("prompt", start, num_tokens, (), True),))
 
 
 def decode_step(batch: int, context: int) -> SchedulerOutput:
-    """A plan with one token for each of ``batch`` sequences of ``context`` tokens."""
+    """Return a plan with one token for each of ``batch`` sequences of ``context`` tokens."""
     return _plan(tuple(ScheduledRow(str(i), context, 1, (), True) for i in range(batch)))
 
 
@@ -50,13 +50,13 @@ class SplitEstimate:
     decode_seconds: float
     # (prefill, decode) replicas
     best: tuple[int, int]
-    # requests per second of that split, and of as many replicas that do both
+    # requests per second of that split, and of as many replicas that do both jobs
     split_rate: float
     colocated_rate: float
 
     @property
     def ratio(self) -> float:
-        """Prefill replicas per decode replica that keep both busy."""
+        """Prefill replicas per decode replica that keep both kinds busy."""
         return self.decode_rate / self.prefill_rate
 
 
@@ -70,12 +70,12 @@ def estimate_split(
     max_num_batched_tokens: int,
     replicas: int,
 ) -> SplitEstimate:
-    """The balance for requests of these lengths.
+    """Estimate the balance for requests of these lengths.
 
     Args:
-        tpot: seconds a decode step may take; None: no limit.
+        tpot: longest decode step, s; None: no limit.
         max_batch: sequences that a replica's memory and settings allow at once.
-        replicas: to be divided, at least 2.
+        replicas: number to be divided, at least 2.
 
     Raises:
         ConfigError: not even one sequence decodes within ``tpot``; or too few replicas or tokens.
@@ -94,7 +94,7 @@ def estimate_split(
     for start in range(0, prompt_tokens, max_num_batched_tokens):
         chunk = min(max_num_batched_tokens, prompt_tokens - start)
         prefill += times.seconds(prompt_step(start, chunk))
-    # the first token comes from the prefill; a sequence is half grown on average
+    # the prefill gives the first token; a sequence is half grown on average
     steps = max(1, output_tokens - 1)
     context = prompt_tokens + output_tokens // 2
     batch = _largest_batch(times, context, tpot, max_batch)

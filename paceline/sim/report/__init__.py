@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from paceline.engine.timeline.chrome import StepEvent, TimelineWriter
 from paceline.sim.report.metrics import (
     ClassSummary,
     Distribution,
@@ -16,6 +15,7 @@ from paceline.sim.report.plots import plot_cdfs, plot_curves
 from paceline.sim.report.steps import StepWatcher
 from paceline.sim.report.svg import Chart, Series, draw
 from paceline.sim.report.table import comparison, side_by_side, text_table
+from paceline.timeline.chrome import StepEvent, TimelineWriter
 
 __all__ = [
     "Chart",

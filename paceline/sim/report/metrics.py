@@ -1,20 +1,20 @@
-"""What a run amounts to: latencies, goodput, attainment, waste, money; from one request at a time.
+"""Figures of a run: latencies, goodput, attainment, waste, cost; collected request by request.
 
 Definitions, as the field uses them:
 
 * TTFT is arrival to first token, TPOT the mean seconds per token after the first, E2E arrival to
   last token, ITL the gap between two tokens of one stream;
-* a request is *met* when it finished within all its targets. One that was refused, or never
-  finished, is not;
+* a request is *met* when it finished within all its targets. A refused or unfinished request is
+  not met;
 * goodput is met requests per second of the time in which requests arrive, attainment met requests
   per request (DistServe, OSDI'24). The time after the last arrival, in which a run only drains, is
-  not the load's: counted, it would make the same service look worse the shorter the workload;
+  not counted: it would make the same service look worse the shorter the workload;
 * requests, tokens and cost per second are of the whole run, first arrival to last token;
 * wasted tokens were computed for requests that finished but were not met.
 
 Percentiles are of all values, interpolated between neighbours, never of a sample. That takes 40
-bytes per request (a million: 40 MB). Gaps between tokens are too many for that and go into a
-sketch with a relative error of at most 1 %. This module does not know where requests come from.
+bytes per request (a million: 40 MB). Gaps between tokens are too many for that, so they go into a
+sketch with a relative error of at most 1 %. This module does not know the source of requests.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LOG_GAMMA = math.log(_GAMMA)
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Seconds. ``count`` values; there is no distribution of nothing."""
+    """Distribution of ``count`` values in seconds, at least one."""
 
     count: int
     mean: float
@@ -60,7 +60,7 @@ class Distribution:
     def of(cls, values: NDArray[np.float64]) -> Distribution | None:
         if not len(values):
             return None
-        # sorted, or the mean would depend on the order of addition in its last digit
+        # sorted, since the last digit of the mean depends on the order of addition
         values = np.sort(values)
         p50, p90, p99 = np.percentile(values, (50, 90, 99))
         return cls(
@@ -94,7 +94,7 @@ class TenantSummary:
     requests: int
     met: int
     refused: int
-    # of finished requests
+    # tokens of finished requests
     prompt_tokens: int
     output_tokens: int
     ttft_mean: float | None
@@ -123,29 +123,29 @@ class Summary:
     tpot: Distribution | None
     itl: Distribution | None
     e2e: Distribution | None
-    # arrival to the first step that computed some of it
+    # arrival to the first step that computed a part of the request
     queued: Distribution | None
-    # E2E of the quarter of finished requests with the longest outputs: who pays for the others'
-    # low means
+    # E2E of the quarter of finished requests with the longest outputs, which may pay for the
+    # others' low means
     e2e_p99_longest: float | None
     # finished requests, and tokens, per second
     request_rate: float
     token_rate: float
     goodput: float
     attainment: float
-    # share of output tokens of requests that finished, but not within their targets
+    # share of output tokens that belong to requests that missed a target
     wasted_tokens: float
     by_class: Mapping[str, ClassSummary]
-    # of one million output tokens; None without a price
+    # cost of one million output tokens; None without a price
     cost: float | None = None
-    # first to last arrival: what goodput is divided by
+    # first to last arrival, the time that goodput is divided by
     arriving: float = 0.0
     # refused requests by reason, the most frequent first
     refusals: Mapping[str, int] = field(default_factory=dict)
     by_tenant: Mapping[str, TenantSummary] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for json.dumps; attainment is written out per class and tenant."""
+        """Return plain values for json.dumps, with attainment per class and tenant."""
         values = asdict(self)
         groups: tuple[tuple[str, Mapping[str, ClassSummary | TenantSummary]], ...] = (
             ("by_class", self.by_class),
@@ -160,14 +160,14 @@ class Summary:
 
 
 def cost_per_million(tokens_per_second: float, price_per_hour: float) -> float:
-    """Price of a million tokens at a steady rate; infinite when no token comes."""
+    """Return the price of a million tokens at a steady rate; infinity without tokens."""
     if tokens_per_second <= 0:
         return math.inf
     return price_per_hour / 3600.0 / tokens_per_second * 1e6
 
 
 class _Gaps:
-    """Counts by powers of 1.02: any quantile within 1 % of the true one, whatever the number of
+    """Counts by powers of 1.02: any quantile is within 1 % of the true one, for any number of
     values (DDSketch, VLDB'19, arXiv 1908.10693)."""
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class _Gaps:
         self._count = 0
 
     def add(self, seconds: float, count: int) -> None:
-        # tokens of one step come together: a gap of nothing is a nanosecond here
+        # tokens of one step come together: a gap of zero counts as a nanosecond
         self._buckets[math.ceil(math.log(max(seconds, 1e-9)) / _LOG_GAMMA)] += count
         self._sum += seconds * count
         self._count += count
@@ -202,7 +202,7 @@ class _Gaps:
 
 @dataclass(slots=True)
 class _Tenant:
-    """Counts of one tenant while they grow."""
+    """Running counts of one tenant."""
 
     requests: int = 0
     met: int = 0
@@ -220,13 +220,13 @@ class _Tenant:
 
 
 class Metrics:
-    """Takes requests one by one, in any order, and adds them up."""
+    """Collector of requests, one by one, in any order."""
 
     def __init__(self) -> None:
         self._ttft = array("d")
         self._tpot = array("d")
         self._queued = array("d")
-        # of the same requests, index for index
+        # E2E of the same requests, index for index
         self._e2e = array("d")
         self._lengths = array("q")
         self._gaps = _Gaps()
@@ -242,7 +242,7 @@ class Metrics:
         self._last_arrival = -math.inf
 
     def add(self, served: Served) -> None:
-        """Take in one finished or refused request."""
+        """Add one finished or refused request."""
         arrival = served.arrival
         counts = self._classes.setdefault(arrival.slo_class, [0, 0, 0])
         counts[0] += 1
@@ -285,7 +285,7 @@ class Metrics:
             tenant.met += 1
 
     def add_gap(self, seconds: float, count: int = 1) -> None:
-        """Take in ``count`` gaps of ``seconds`` between tokens of a stream."""
+        """Add ``count`` gaps of ``seconds`` between tokens of a stream."""
         self._gaps.add(seconds, count)
 
     def _slo(self, arrival: Arrival) -> Slo:
@@ -296,13 +296,13 @@ class Metrics:
         return slo
 
     def values(self, metric: str) -> NDArray[np.float64]:
-        """All seconds of "ttft", "tpot" or "e2e", in the order they were added; a copy."""
+        """Return all seconds of "ttft", "tpot" or "e2e" in order of addition; a copy."""
         arrays = {"ttft": self._ttft, "tpot": self._tpot, "e2e": self._e2e}
         return np.array(arrays[metric], dtype=np.float64)
 
     def targets(self, metric: str) -> tuple[float, ...]:
-        """Seconds of every target of "ttft", "tpot" or "e2e" (the deadline) that a request had,
-        ascending."""
+        """Return the seconds of every target of "ttft", "tpot" or "e2e" (the deadline) that a
+        request had, ascending."""
         found = {
             {"ttft": slo.ttft, "tpot": slo.tpot, "e2e": slo.deadline}[metric]
             for slo in self._slos.values()
@@ -310,10 +310,10 @@ class Metrics:
         return tuple(sorted(value for value in found if value is not None))
 
     def summary(self, name: str = "", *, price_per_hour: float | None = None) -> Summary:
-        """Everything so far.
+        """Return a summary of everything so far.
 
         Args:
-            price_per_hour: of all replicas together.
+            price_per_hour: price of all replicas together.
         """
         e2e = self.values("e2e")
         finished = len(e2e)
@@ -323,7 +323,7 @@ class Metrics:
         duration = max(0.0, self._last_token - self._first_arrival) if finished else 0.0
         per_second = 1.0 / duration if duration > 0 else 0.0
         arriving = max(0.0, self._last_arrival - self._first_arrival)
-        # where all came at once there is no rate at which they came
+        # requests that all came at once have no arrival rate
         window = arriving or duration
         token_rate = self._output_tokens * per_second
         return Summary(

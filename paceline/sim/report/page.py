@@ -1,4 +1,4 @@
-"""Reports as one HTML page: no script, nothing from elsewhere, light and dark, readable on paper.
+"""Reports as one HTML page: no script, no external files, light and dark, readable on paper.
 
 Every text is escaped: names come from servers, files and command lines. The page is well-formed
 XML.
@@ -23,10 +23,10 @@ NAMES: Final = {
     "tpot": "Time per output token",
     "e2e": "End to end",
 }
-# of a curve; a chart is 400 pixels wide
+# most points of a curve; a chart is 400 pixels wide
 _MAX_POINTS: Final = 400
-# per cent of the requests of a run that a distribution shows: the last few would leave the others
-# no room on an axis that begins at zero
+# per cent of a run's requests that a distribution shows: the last few would squeeze the others on
+# an axis that begins at zero
 SHOWN: Final = 99.5
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -63,13 +63,13 @@ class Section:
 
     title: str
     charts: Sequence[Chart] = ()
-    # tables, whose first rows are their heads
+    # tables; the first row of each is its head
     tables: Sequence[Sequence[Sequence[str]]] = ()
     text: str = ""
 
 
 def html_page(title: str, sections: Sequence[Section], *, warnings: Sequence[str] = ()) -> str:
-    """A whole page."""
+    """Return a whole page."""
     body = [f"<h1>{escape(title)}</h1>"]
     body += [f'<p class="warning">{escape(text)}</p>' for text in warnings]
     for section in sections:
@@ -109,8 +109,8 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def latency_charts(runs: Mapping[str, Metrics]) -> list[Chart]:
-    """The share of requests below each TTFT, TPOT and E2E, one curve per run, with the targets that
-    at least one request has."""
+    """Return charts of the share of requests below each TTFT, TPOT and E2E, one curve per run, with
+    the targets that at least one request has."""
     charts = []
     for metric, name in NAMES.items():
         most, series = 0.0, []

@@ -1,7 +1,7 @@
 """Plots of runs: latency distributions, goodput against rate. matplotlib is the extra ``plots``.
 
-Drawn without pyplot: no state outside the figure, no display. The suffix of the path decides the
-format: png, svg or pdf.
+Drawn without pyplot: no state outside the figure, no display. The path's suffix decides the format:
+png, svg or pdf.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.checkpoints.private import private_opener
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
+from paceline.files import private_opener
 from paceline.sim.report.metrics import Metrics
 from paceline.sim.report.page import NAMES, SHOWN
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 __all__ = ["plot_cdfs", "plot_curves"]
 
 _FORMATS = (".png", ".svg", ".pdf")
-# steps of a curve drawn at most; a screen shows no more
+# most steps of a curve; a screen shows no more
 _MAX_POINTS = 2000
 
 
 def plot_cdfs(runs: Mapping[str, Metrics], path: Path, *, title: str = "") -> None:
-    """Share of requests below each TTFT, TPOT and E2E; one curve per run, and a dashed line at each
-    target of these that at least one request has. Axes begin at zero; time ends where 99.5 % of the
-    requests of the slowest run have, or at the largest target.
+    """Plot the share of requests below each TTFT, TPOT and E2E; one curve per run, and a dashed
+    line at each of these targets that at least one request has. Axes begin at zero; the time axis
+    ends at 99.5 % of the slowest run's requests, or at the largest target.
 
     Raises:
         ConfigError: no matplotlib, an unknown suffix, or the file cannot be written.
@@ -46,7 +46,7 @@ def plot_cdfs(runs: Mapping[str, Metrics], path: Path, *, title: str = "") -> No
                 continue
             most = max(most, float(np.percentile(values, SHOWN)))
             at = np.unique(np.linspace(0, len(values) - 1, _MAX_POINTS).astype(int))
-            # from the origin, or a curve would begin in the air
+            # from the origin, so that a curve is connected to the axis
             x = np.concatenate(([0.0], values[at]))
             y = np.concatenate(([0.0], (at + 1) / len(values)))
             axis.step(x, y, where="post", label=name)
@@ -76,12 +76,11 @@ def plot_curves(
     at_most_x: str = "",
     decorate: Callable[[Axes], None] | None = None,
 ) -> None:
-    """Lines through (x, y) points, for instance goodput against rate. Axes begin at zero.
+    """Plot lines through (x, y) points, for instance goodput against rate. Axes begin at zero.
 
     Args:
-        x, y: what the axes are, with units.
-        at_most_x: what y would be called if it were x, which is the most it can be: draws that
-            line, dashed.
+        x, y: labels of the axes, with units.
+        at_most_x: label for a dashed line at y = x, the largest value that y can have.
         decorate: adds to the axes before they are saved.
     """
     figure = _figure(path, width=6.0)
@@ -116,7 +115,7 @@ def _figure(path: Path, width: float) -> Figure:
 def _save(figure: Figure, path: Path) -> None:
     import matplotlib
 
-    # without the date and with fixed ids an unchanged plot is an unchanged file
+    # without a date and with fixed ids an unchanged plot gives an unchanged file
     metadata = {"Date": None} if path.suffix == ".svg" else None
     try:
         with (

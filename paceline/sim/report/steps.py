@@ -1,6 +1,6 @@
-"""What a run's plans tell: gaps between tokens, how full the steps were, a timeline.
+"""Figures from a run's plans: gaps between tokens, rows per step, a timeline.
 
-Made to be the simulator's ``on_plan``. This module does not know how plans are made.
+Serves as the simulator's ``on_plan``. This module does not know how plans are made.
 """
 
 from __future__ import annotations
@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 
 from paceline.core.outputs import SchedulerOutput
-from paceline.engine.timeline.chrome import StepEvent, TimelineWriter
 from paceline.sim.report.metrics import Metrics
+from paceline.timeline.chrome import StepEvent, TimelineWriter
 
 __all__ = ["StepWatcher"]
 
-# requests that were dropped and may come back after a preemption, remembered at most
+# most dropped requests to remember, since they may return after a preemption
 _MAX_PARKED = 100_000
 
 
 class StepWatcher:
-    """Takes every step; feeds gaps to ``metrics`` and slices to ``timeline`` where given.
+    """Observer of steps; passes gaps to ``metrics`` and slices to ``timeline`` where given.
 
     A gap is the time between two steps that sampled a token for the same request, also across a
     preemption or a move to another replica.
@@ -29,7 +29,7 @@ class StepWatcher:
     ) -> None:
         self._metrics = metrics
         self._timeline = timeline
-        # when the newest token of a request came; dropped requests separately, oldest first
+        # time of each request's newest token; dropped requests separately, oldest first
         self._last: dict[str, float] = {}
         self._parked: OrderedDict[str, float] = OrderedDict()
         self._row_seconds = 0.0
@@ -38,7 +38,7 @@ class StepWatcher:
     def __call__(
         self, replica: int, plan: SchedulerOutput, made: float, start: float, end: float
     ) -> None:
-        """One step: planned at ``made``, computed from ``start`` to ``end``."""
+        """Take one step: planned at ``made``, computed from ``start`` to ``end``."""
         self._row_seconds += len(plan.rows) * (end - start)
         self._seconds += end - start
         if self._metrics is not None:
@@ -48,7 +48,7 @@ class StepWatcher:
 
     @property
     def mean_rows(self) -> float:
-        """Requests in a step, averaged over the time that steps took."""
+        """Requests per step, averaged over the time that steps took."""
         return self._row_seconds / self._seconds if self._seconds else 0.0
 
     def _gaps(self, metrics: Metrics, plan: SchedulerOutput, end: float) -> None:

@@ -1,6 +1,6 @@
-"""Charts as SVG text, for pages that need no library: titles, units, a legend, axes from zero.
+"""Charts as SVG text, for pages without libraries: titles, units, a legend, axes from zero.
 
-Colours are classes, which the style of the page gives for light and dark. This module does not know
+Colours are classes that the page's style defines for light and dark. This module does not know
 runs.
 """
 
@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 __all__ = ["COLOURS", "Chart", "Series", "draw"]
 
-# light and dark; each told from the others with every common colour blindness (Okabe and Ito)
+# light and dark; distinguishable with every common colour blindness (Okabe and Ito)
 COLOURS: Final = (
     ("#0072b2", "#56b4e9"),
     ("#c75000", "#e69f00"),
@@ -25,7 +25,7 @@ COLOURS: Final = (
 )
 _DASHES: Final = ("", "6 3", "2 3")
 _WIDTH, _HEIGHT = 460, 300
-# left, top, right, bottom of the plot within that
+# left, top, right, bottom of the plot inside the chart
 _LEFT, _TOP, _RIGHT, _BOTTOM = 56, 30, 448, 226
 _LEGEND_TOP, _LEGEND_STEP, _LEGEND_COLUMNS = 276, 16, 2
 
@@ -36,32 +36,32 @@ class Series:
 
     name: str
     points: Sequence[tuple[float, float]]
-    # a step holds a value until the next point
+    # "step" holds a value until the next point
     kind: Literal["line", "step", "points"] = "line"
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What a chart shows. Axes begin at zero."""
+    """Content of a chart. Axes begin at zero."""
 
     title: str
-    # what the axes are, with units
+    # labels of the axes, with units
     x: str
     y: str
     series: Sequence[Series]
     # values of x with a dashed line and its number: targets
     targets: Sequence[float] = ()
-    # where the axes end; None: at the largest value
+    # ends of the axes; None: at the largest value
     x_max: float | None = None
     y_max: float | None = None
-    # what y would be called if it were x, which is the most it can be
+    # label for a dashed line at y = x, the largest value that y can have
     at_most_x: str = ""
-    # a sentence below, such as what is left out
+    # sentence below the chart, for instance about values left out
     note: str = ""
 
 
 def draw(chart: Chart) -> str:
-    """One ``<svg>`` element, which is well-formed XML too."""
+    """Return one ``<svg>`` element, which is well-formed XML too."""
     xs = [x for series in chart.series for x, _ in series.points]
     ys = [y for series in chart.series for _, y in series.points]
     x_max = chart.x_max or 1.02 * max([*xs, *chart.targets], default=0.0) or 1.0
@@ -111,7 +111,7 @@ def draw(chart: Chart) -> str:
     for number, target in enumerate(chart.targets):
         x, _ = at(target, 0.0)
         parts.append(f'<path class="target" d="M{x:.1f} {_TOP}V{_BOTTOM}"/>')
-        # beside the line, where there is room; one below the other
+        # next to the line, on the side with room; each below the previous one
         side, shift = ("end", -4) if x > (_LEFT + _RIGHT) / 2 else ("", 4)
         label = f"target {target:g}"
         parts.append(_text(x + shift, _BOTTOM - 6 - 13 * number, label, f"tick {side}"))
@@ -139,7 +139,7 @@ def _text(x: float, y: float, text: str, style: str) -> str:
 
 
 def _ticks(most: float) -> list[float]:
-    """0 and round numbers up to ``most``, four to eight of them."""
+    """Return 0 and round numbers up to ``most``, four to eight of them."""
     power = 10.0 ** math.floor(math.log10(most))
     step = next(
         power * part for part in (0.1, 0.2, 0.25, 0.5, 1.0, 2.0) if most / (power * part) <= 6.0

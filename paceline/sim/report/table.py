@@ -1,4 +1,4 @@
-"""Runs side by side, for people: one row per figure, one column per run."""
+"""Runs in one table, for users: one row per figure, one column per run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from paceline.sim.report.metrics import Distribution, Summary
 __all__ = ["comparison", "side_by_side", "text_table"]
 
 _Cell = Callable[[Summary], str]
-# tenants with rows of their own, at most; JSON has all
+# most tenants with rows of their own; JSON has all
 _MOST_TENANTS = 8
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns: the first to the left, the others to the right. The first row is the head.
+    """Return aligned columns: the first to the left, the others to the right. The first row is the
+    head.
 
-    A Markdown table too, so that one text serves terminal and page.
+    The text is a Markdown table too, so that it serves terminal and page.
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
@@ -32,12 +33,12 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def side_by_side(runs: Sequence[Summary]) -> str:
-    """The table of ``paceline simulate``."""
+    """Return the table of ``paceline simulate``."""
     return text_table(comparison(runs))
 
 
 def comparison(runs: Sequence[Summary]) -> list[list[str]]:
-    """Its cells, the first row its head. Figures that no run has are left out."""
+    """Return that table's cells, with its head first. Figures that no run has are left out."""
     rows = [["", *(run.name for run in runs)]]
     for label, cell in _rows(runs):
         cells = [cell(run) for run in runs]
@@ -103,7 +104,7 @@ def _refusals(reason: str) -> _Cell:
 
 
 def _tenants(runs: Sequence[Summary]) -> list[str]:
-    """Those who asked most; nobody where there is one alone."""
+    """Return the tenants with most requests; none where there is only one."""
     asked: Counter[str] = Counter()
     for run in runs:
         asked.update({name: entry.requests for name, entry in run.by_tenant.items()})

@@ -1,4 +1,4 @@
-"""Sources of step times, one file each; all answer ``StepTimes.seconds``."""
+"""Sources of step times, one file each; all implement ``StepTimes.seconds``."""
 
 from paceline.sim.step_times.base import FixedStepTimes, StepTimes
 

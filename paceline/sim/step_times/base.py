@@ -1,4 +1,4 @@
-"""Where a simulated step's seconds come from: one method."""
+"""Interface of all sources of a simulated step's seconds: one method."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["FixedStepTimes", "StepTimes"]
 
 
 class StepTimes(Protocol):
-    """A model of one replica's speed. Asked once per plan, in the order the plans are made; an
+    """A model of one replica's speed. Called once per plan, in the order the plans are made; an
     implementation with noise advances its own seeded generator and nothing else."""
 
     def seconds(self, plan: SchedulerOutput) -> float:
-        """Seconds, above 0, from the start of this step to its result, on an otherwise free
-        backend. ``plan`` has at least one row."""
+        """Return the seconds, above 0, from the start of this step to its result, on an otherwise
+        idle backend. ``plan`` has at least one row."""
         ...
 
 
 class FixedStepTimes:
-    """``base + per_token * tokens`` seconds: results that can be checked by hand."""
+    """Steps of ``base + per_token * tokens`` seconds: results can be checked by hand."""
 
     def __init__(self, base: float, per_token: float = 0.0) -> None:
         self._base = base

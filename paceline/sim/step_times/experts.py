@@ -1,17 +1,17 @@
-"""Mixture-of-experts layers in operator profiles: what the experts take, and what engines that
-share them take together.
+"""Mixture-of-experts layers in operator profiles: times of experts, and of engines that share
+them.
 
-A profile of such a model has, beside its other tables,
+A profile of such a model has, in addition to its other tables,
 
     PREFIX-moe.csv    tokens, activated_experts, time_us      (one layer on one GPU)
 
 where ``tokens`` are those computed on the GPU and ``activated_experts`` those of its experts that
-at least one token goes to. How many these are is not known without the model's weights; what is
-assumed is that every expert is as likely as the next (``ModelShape.experts_reached``).
+at least one token goes to. Their number cannot be known without the model's weights; it is assumed
+that every expert is as likely as the next (``ModelShape.experts_reached``).
 
 Engines with expert parallelism (vLLM: ``data_parallel_size`` with ``enable_expert_parallel``) hold
 a part of the experts each. In every layer each sends its tokens to all (all-gather) and gets its
-tokens' sums back (reduce-scatter), so they compute in step, and whoever is done first waits::
+tokens' sums back (reduce-scatter), so they compute in step, and the fastest wait for the slowest::
 
     engine 0   attention | gather | experts 0..63   of all tokens | scatter | ...
     engine 1   attention | gather | experts 64..127 of all tokens | scatter | ...
@@ -19,16 +19,16 @@ tokens' sums back (reduce-scatter), so they compute in step, and whoever is done
 Where captured graphs cover the steps of all engines, all pad to the one with the most tokens
 (``vllm/v1/worker/dp_utils.py``); larger steps are not padded.
 
-Here engines keep step by what is known of the others when a step is planned: the last step that
-each of them planned. An engine without requests is not told from one whose last step is still
-running.
+Here engines stay in step by what is known of the others when a step is planned: the last step that
+each of them planned. An engine without requests is not distinguished from one whose last step still
+runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.step_times.tables import Curve, bracket
 
@@ -53,7 +53,7 @@ class ExpertTable:
 
     def at(self, tokens: float, activated: float) -> float:
         low, weight = bracket(self._counts, activated)
-        # fewer experts than were ever measured cost no less than those
+        # fewer experts than were ever measured cost as much as the fewest measured
         weight = max(0.0, weight)
         first = self._curves[low](tokens)
         if weight == 0.0:
@@ -62,13 +62,13 @@ class ExpertTable:
 
 
 class ExpertGroup:
-    """Engines that share one model's experts. Each joins, and says at every step what it brings.
+    """Engines that share one model's experts. Each joins, and reports its share of every step.
 
     Args:
-        num_engines: how many share them; 1: an engine has all its experts itself.
+        num_engines: number of engines that share them; 1: the engine has all experts itself.
         degree: GPUs of one engine, each with its part of the engine's experts.
         bandwidth: bytes per second of one GPU's link, one direction.
-        latency: seconds of one collective of nothing.
+        latency: duration of an empty collective, s.
     """
 
     def __init__(
@@ -90,31 +90,31 @@ class ExpertGroup:
         self._shares = num_engines * degree
         self._bandwidth = bandwidth
         self._latency = latency
-        # of the last step of each member: its tokens, and seconds of all but its experts
+        # tokens of each member's last step, and its seconds without experts
         self._last: list[tuple[int, float]] = []
 
     def join(self) -> int:
-        """A new member's number. Raises ConfigError once there are as many as engines."""
+        """Return a new member's number. Raises ConfigError once all engines have joined."""
         if len(self._last) >= self.num_engines:
             raise ConfigError(f"an expert group of {self.num_engines} engines is full")
         self._last.append((0, 0.0))
         return len(self._last) - 1
 
     def most_tokens(self, member: int, num_tokens: int) -> int:
-        """Tokens of the largest step, ``num_tokens`` being those of ``member``."""
+        """Return the tokens of the largest step, ``num_tokens`` being those of ``member``."""
         return max(num_tokens, *(t for i, (t, _) in enumerate(self._last) if i != member), 0)
 
     def meet(self, member: int, num_tokens: int, seconds: float) -> tuple[int, float]:
-        """What a step of ``member`` amounts to beside the others' last ones: the tokens of all, and
-        the seconds, all but the experts', until the slowest is done."""
+        """Combine a step of ``member`` with the others' last ones; return the tokens of all, and
+        the seconds until the slowest is done, without its experts."""
         self._last[member] = num_tokens, seconds
         return sum(t for t, _ in self._last), max(s for _, s in self._last)
 
     def layer_seconds(self, table: ExpertTable, model: ModelShape, num_tokens: int) -> float:
-        """One layer's experts and what is sent for them.
+        """Return the seconds of one layer's experts and of the transfers for them.
 
         Args:
-            num_tokens: of all engines together.
+            num_tokens: tokens of all engines together.
         """
         shares, engines = self._shares, self.num_engines
         # a token goes to ``experts_per_token`` experts, of which each GPU has its share

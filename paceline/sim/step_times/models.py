@@ -1,4 +1,4 @@
-"""Shapes of models that profiles and rooflines are made for, where no checkpoint is at hand."""
+"""Shapes of models for profiles and rooflines, where there is no checkpoint."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["ModelShape", "known_models"]
 
-# counts that are 0 in models without experts, or of which no file is at hand
+# counts that are 0 in models without experts, or without a file
 _MAY_BE_NONE: Final = frozenset(
     {"num_experts", "experts_per_token", "expert_intermediate_size", "stored_bytes"}
 )
-# what families call the same numbers in their config.json
+# names of these numbers in the config.json of model families
 _NUM_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What a decoder-only transformer's step time depends on; every layer is like the others."""
+    """The sizes that determine a decoder-only transformer's step time; all layers are alike."""
 
     name: str
     num_layers: int
@@ -31,16 +31,16 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    # of the feed-forward part; without effect where experts take its place
+    # width of the feed-forward part; not used where experts replace it
     intermediate_size: int
     vocab_size: int
-    # mixture of experts: experts of a layer, how many a token goes to, and their width
+    # mixture of experts: experts of a layer, experts per token, and their width
     num_experts: int = 0
     experts_per_token: int = 0
     expert_intermediate_size: int = 0
     # the output head is the embedding
     tied: bool = False
-    # bytes of all weights in the file they come from; 0: nothing is stored, they take 16 bits each
+    # bytes of all weights in their file; 0: there is no file, and they take 16 bits each
     stored_bytes: int = 0
     # where the numbers are published
     source: str = ""
@@ -86,7 +86,7 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """All weights but norms and biases, which are less than a thousandth."""
+        """Number of weights except norms and biases, which are less than a thousandth."""
         return self.num_layers * self.layer_parameters + self._embeddings
 
     @property
@@ -95,31 +95,31 @@ class ModelShape:
 
     @property
     def bytes_per_weight(self) -> float:
-        """As they are stored, scales of quantised blocks included; 16 bits where they are not."""
+        """Bytes as stored, scales of quantised blocks included; 2 where there is no file."""
         return self.stored_bytes / self.num_parameters if self.stored_bytes else 2.0
 
     def parameters_per_engine(self, expert_shares: int = 1) -> float:
-        """Weights that one engine holds where experts are spread over so many engines."""
+        """Return the weights of one engine where experts are spread over ``expert_shares``."""
         experts = self.num_experts * self.expert_parameters / expert_shares
         return self.num_layers * (self.shared_parameters + experts) + self._embeddings
 
     def experts_reached(self, num_tokens: float) -> float:
-        """Experts of a layer that at least one of so many tokens goes to, on average, when every
-        expert is as likely as the next: what training with a load-balancing loss aims at."""
+        """Return the mean number of a layer's experts that ``num_tokens`` tokens reach, when every
+        expert is as likely as the next, the aim of training with a load-balancing loss."""
         missed = 1.0 - self.experts_per_token / self.num_experts
         return float(self.num_experts * (1.0 - missed**num_tokens))
 
     def kv_bytes_per_token(self, bytes_per_value: float = 2.0) -> float:
-        """Keys and values of one token over all layers."""
+        """Return the bytes of one token's keys and values over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
 
     @classmethod
     def named(cls, name: str, models: Sequence[ModelShape] = ()) -> ModelShape:
-        """A model of ``models`` or of ``models.json``, by its full name or the part after the
-        slash, in any case. A shape whose name has no owner stands for that of any owner.
+        """Return a model of ``models`` or of ``models.json``, by its full name or the part after
+        the slash, in any case. A shape whose name has no owner matches any owner.
 
         Raises:
-            ConfigError: not there; the message lists what is.
+            ConfigError: an unknown name; the message lists the known ones.
         """
         known = (*models, *known_models())
         asked = name.lower()
@@ -135,12 +135,12 @@ class ModelShape:
 
     @classmethod
     def read(cls, path: Path) -> tuple[ModelShape, ...]:
-        """The shapes in a file: an entry of ``models.json`` or a list of them, or the
-        ``config.json`` of a checkpoint, which is named by its ``_name_or_path``, or else by its
-        folder (``config.json``) or its file.
+        """Read the shapes in a file: an entry of ``models.json`` or a list of them, or a
+        checkpoint's ``config.json``, named by its ``_name_or_path``, else by its folder
+        (``config.json``) or its file.
 
         Raises:
-            ConfigError: not such a file; the message says which number is missing.
+            ConfigError: not such a file; the message names the missing number.
         """
         try:
             data: Any = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -185,7 +185,7 @@ def _of_checkpoint(entry: Mapping[str, Any], path: Path) -> ModelShape:
         vocab_size=int(entry["vocab_size"]),
         num_experts=experts,
         experts_per_token=int(entry["num_experts_per_tok"]) if experts else 0,
-        # Mixtral's experts are as wide as its config says of the feed-forward part
+        # Mixtral's config gives its experts' width as that of the feed-forward part
         expert_intermediate_size=int(entry.get("moe_intermediate_size") or width) if experts else 0,
         tied=bool(entry.get("tie_word_embeddings")),
         source=str(path),
@@ -193,7 +193,7 @@ def _of_checkpoint(entry: Mapping[str, Any], path: Path) -> ModelShape:
 
 
 def known_models() -> tuple[ModelShape, ...]:
-    """Every entry of ``models.json``."""
+    """Return every entry of ``models.json``."""
     data: list[dict[str, Any]] = json.loads(
         files("paceline.sim.step_times").joinpath("models.json").read_text()
     )

@@ -10,20 +10,20 @@ A folder holds, for a prefix such as ``GPU-Model-bf16-tp1``, the files::
     ``experts``)
     *-meta.yaml              "model:", at the left margin, names the model
 
-the output of LLMServingSim's profiler (casys-kaist/LLMServingSim). A step is the sum of its
-operators, once per layer or once per step, plus the all-reduces of tensor parallelism and, when no
-captured graph covers the step, one constant for what the host adds.
+written by LLMServingSim's profiler (casys-kaist/LLMServingSim). A step is the sum of its operators,
+once per layer or once per step, plus the all-reduces of tensor parallelism and, when no captured
+graph covers the step, a constant for the host's work.
 
-The attention table knows decoding rows of one length only. Rows that differ are first replaced by
-rows of two lengths with the same mean, spread and skewness, which is what the skew table measured;
-their attention lies between that of the mean and that of the longer ones::
+The attention table has decoding rows of one length only. Rows of different lengths are first
+replaced by rows of two lengths with the same mean, spread and skewness, as in the skew table's
+measurements; their attention lies between that of the mean and that of the longer rows::
 
     t = t(mean) + alpha * (t(longer) - t(mean))
 
-Times of a tensor-parallel profile (``...-tp2``) are of one GPU and hold no communication: it comes
-from the link, without which such a profile is refused.
+Times of a tensor-parallel profile (``...-tp2``) are of one GPU without communication, which is
+computed from the link; without a link such a profile is refused.
 
-This module does not know who scheduled the step.
+This module does not know what scheduled the step.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import SchedulerOutput
+from paceline.errors import ConfigError
 from paceline.sim.step_times.experts import ExpertGroup, ExpertTable
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.step_times.tables import AttentionTable, Curve
 
 __all__ = ["GraphPadding", "Interconnect", "ProfileStepTimes", "find_profile", "profiled_degree"]
 
-# how often an operator runs in one layer; those not named run once
+# runs of an operator in one layer; others run once
 _PER_LAYER: Final = {"layernorm": 2}
 # operators that run once in a step, on all its tokens
 _ONCE: Final = frozenset({"embedding", "final_layernorm"})
@@ -56,21 +56,21 @@ _MICRO: Final = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class GraphPadding:
-    """Steps of up to the largest size run as captured graphs, padded to the next size."""
+    """Captured graphs for steps up to the largest size, which are padded to the next size."""
 
     # ascending
     sizes: tuple[int, ...] = ()
 
     @classmethod
     def like_vllm(cls, max_num_seqs: int) -> GraphPadding:
-        """vLLM's default capture sizes: 1, 2, 4, then multiples of 8 to 256 and of 16 beyond, up
-        to the smaller of 512 and twice the running requests."""
+        """Return vLLM's default capture sizes: 1, 2, 4, then multiples of 8 to 256 and of 16
+        beyond, up to the smaller of 512 and twice the running requests."""
         most = min(2 * max_num_seqs, 512)
         sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16)]
         return cls(tuple(size for size in sizes if size <= most))
 
     def padded(self, num_tokens: int) -> int:
-        """Tokens the matrices are computed for."""
+        """Return the tokens that the matrices are computed for."""
         if not self.sizes or num_tokens > self.sizes[-1]:
             return num_tokens
         return self.sizes[bisect_left(self.sizes, num_tokens)]
@@ -78,12 +78,12 @@ class GraphPadding:
 
 @dataclass(frozen=True, slots=True)
 class Interconnect:
-    """Links between the GPUs of one replica: a ring all-reduce after each layer's two halves."""
+    """Links between the GPUs of a replica, for a ring all-reduce after each half of a layer."""
 
     degree: int = 1
     # bytes per second of one GPU's link
     bandwidth: float = 0.0
-    # seconds of one all-reduce of nothing
+    # duration of an empty all-reduce, s
     latency: float = 0.0
 
     def __post_init__(self) -> None:
@@ -95,25 +95,25 @@ class Interconnect:
             raise ConfigError(f"a link's latency must be 0 or more seconds, got {self.latency}")
 
     def all_reduce(self, num_bytes: float) -> float:
-        """Seconds of one."""
+        """Return the seconds of one all-reduce."""
         if self.degree < 2:
             return 0.0
         return self.latency + 2 * (self.degree - 1) / self.degree * num_bytes / self.bandwidth
 
 
 class ProfileStepTimes:
-    """See the module.
+    """Step times from a profile; see the module.
 
     Args:
-        folder: where the tables are.
-        prefix: their common beginning; None takes the only one there is.
-        model: None looks up the one that the meta file names.
-        models: shapes to look it up in before those that are known.
-        link: of the GPUs of one engine; None: there is one GPU.
-        host_seconds: added to every step that is larger than the captured graphs: launches and
-            whatever else the tables do not hold.
-        num_tokens: largest step that is tabulated; larger ones are computed one by one.
-        experts: those who share a mixture of experts; None: this engine has them all.
+        folder: folder of the tables.
+        prefix: their common prefix; None: the only one in the folder.
+        model: None: the one that the meta file names.
+        models: shapes in which its name is looked up first.
+        link: link of one engine's GPUs; None: there is one GPU.
+        host_seconds: added to every step that is larger than the captured graphs, for launches and
+            other work that is not in the tables.
+        num_tokens: largest step to tabulate; larger ones are computed when asked for.
+        experts: engines that share a mixture of experts; None: this engine has all experts.
 
     Raises:
         ConfigError: a missing or malformed table, an unknown model, or a profile for several GPUs
@@ -188,13 +188,13 @@ class ProfileStepTimes:
         return self.of(wide_tokens, history, keys, samples)
 
     def of(self, chunk: int, history: float, keys: list[int], samples: int) -> float:
-        """Seconds of a step.
+        """Return the seconds of a step.
 
         Args:
-            chunk: prompt tokens; 0 for none.
+            chunk: prompt tokens; 0: there are none.
             history: keys before them, see ``AttentionTable.at``.
             keys: keys that each row of one token attends to.
-            samples: rows that sample.
+            samples: number of rows that sample.
         """
         attention = self._attention_at(chunk, history, keys)
         own_tokens = num_tokens = chunk + len(keys)
@@ -218,24 +218,24 @@ class ProfileStepTimes:
         return seconds + head
 
     def is_captured(self, num_tokens: int) -> bool:
-        """Whether a captured graph covers a step of so many tokens."""
+        """Whether a captured graph covers a step of ``num_tokens`` tokens."""
         return num_tokens <= self._captured
 
     def _expert_layer(self, folder: Path, prefix: str) -> Callable[[int], float]:
-        """Seconds of one layer's experts by the tokens of all engines; none without experts."""
+        """Return a layer's seconds for experts by the tokens of all engines; 0 without experts."""
         group, model = self._experts, self.model
         if group is None:
             return lambda num_tokens: 0.0
         path = folder / f"{prefix}-moe.csv"
         if not path.exists():
-            # experts are whole on a GPU however many share them, so they are measured once
+            # a GPU holds whole experts in any sharing, so they are measured once
             path = folder / (re.sub(r"-tp\d+$", "-tp1", prefix) + "-moe.csv")
         rows = _rows(path, 3)
         table = ExpertTable((int(a), int(b), float(c)) for a, b, c in rows)
         return lambda num_tokens: group.layer_seconds(table, model, num_tokens)
 
     def _attention_at(self, chunk: int, history: float, keys: list[int]) -> float:
-        """Microseconds of one layer."""
+        """Return the microseconds of one layer."""
         rows = len(keys)
         if self._skew is None or rows < 2:
             return self._attention.at(chunk, history, rows, (sum(keys) / max(1, rows),))[0]
@@ -247,8 +247,8 @@ class ProfileStepTimes:
 
 
 def two_point(keys: Sequence[int]) -> tuple[float, float, float]:
-    """The distribution on two lengths with the same mean, spread and skewness as ``keys``: its
-    mean, the share of the longer ones, and their length (the mean where all are equal)."""
+    """Return the distribution on two lengths with the same mean, spread and skewness as ``keys``:
+    its mean, the share of the longer ones, and their length (the mean where all are equal)."""
     rows = len(keys)
     mean = sum(keys) / rows
     distances = [k - mean for k in keys]
@@ -263,9 +263,9 @@ def two_point(keys: Sequence[int]) -> tuple[float, float, float]:
 
 
 class _SkewTable:
-    """alpha by bucket: chunk (nearest measured), rows, share of the way from the shortest to the
-    longest where the mean lies, longest, history. Labels carry their upper bounds (``n<=128``);
-    what lies above all of them belongs to ``>``."""
+    """alpha by bucket: chunk (nearest measured), rows, position of the mean between the shortest
+    and the longest, longest, history. Labels carry their upper bounds (``n<=128``); values above
+    all of them belong to ``>``."""
 
     def __init__(self, rows: Iterator[Sequence[str]]) -> None:
         self._alphas: dict[tuple[int, ...], float] = {}
@@ -286,11 +286,11 @@ class _SkewTable:
         for first, uppers, value in parsed:
             index = [bisect_left(b, u) for b, u in zip(self._bounds, uppers, strict=True)]
             self._alphas[(first, *index)] = value
-        # where nothing was measured
+        # average of all buckets, for those that were not measured
         self._default = total / weight if weight else 0.0
 
     def alpha(self, chunk: int, rows: int, share: float, longest: float, history: float) -> float:
-        """0: as if all were of mean length; 1: as if all were as long as the longest."""
+        """Return alpha: 0 as if all rows had the mean length, 1 as if all had the longest."""
         nearest = min(self._chunks, key=lambda known: abs(known - chunk))
         values = (rows, 100.0 * share, longest, max(0.0, history))
         buckets = [bisect_left(b, value) for b, value in zip(self._bounds, values, strict=True)]
@@ -298,10 +298,10 @@ class _SkewTable:
 
 
 def find_profile(folder: Path) -> str:
-    """The prefix of the only profile in a folder.
+    """Return the prefix of the only profile in a folder.
 
     Raises:
-        ConfigError: none there, or several; the message lists them.
+        ConfigError: there is none, or several; the message lists them.
     """
     found = sorted(path.name.removesuffix("-dense.csv") for path in folder.glob("*-dense.csv"))
     if len(found) != 1:
@@ -311,7 +311,7 @@ def find_profile(folder: Path) -> str:
 
 
 def _checked(link: Interconnect | None, prefix: str, folder: Path) -> Interconnect:
-    """The link that fits the profile's number of GPUs, which its name ends in."""
+    """Return the link for the number of GPUs at the end of the profile's name."""
     degree = profiled_degree(prefix)
     link = link or Interconnect()
     if link.degree != degree:
@@ -324,13 +324,13 @@ def _checked(link: Interconnect | None, prefix: str, folder: Path) -> Interconne
 
 
 def profiled_degree(prefix: str) -> int:
-    """GPUs of one replica, which a profile's name ends in (``-tp2``); 1 where it does not say."""
+    """Return the GPUs of one replica, from the end of a profile's name (``-tp2``); else 1."""
     match = re.search(r"-tp(\d+)$", prefix)
     return int(match[1]) if match else 1
 
 
 def _model_of(folder: Path, prefix: str, models: Sequence[ModelShape]) -> ModelShape:
-    """The model that the longest matching ``*-meta.yaml`` names."""
+    """Return the model that the longest matching ``*-meta.yaml`` names."""
     metas = [
         path
         for path in folder.glob("*-meta.yaml")
@@ -344,7 +344,7 @@ def _model_of(folder: Path, prefix: str, models: Sequence[ModelShape]) -> ModelS
 
 
 def _rows(path: Path, width: int) -> Iterator[Sequence[str]]:
-    """Rows below the header. Raises ConfigError with file and line for any other width."""
+    """Yield rows below the header. Raises ConfigError with file and line for another width."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
             reader = csv.reader(lines)
@@ -360,7 +360,7 @@ def _rows(path: Path, width: int) -> Iterator[Sequence[str]]:
 
 
 def _curves(path: Path) -> dict[str, Curve]:
-    """A curve for each layer; doubles are averaged."""
+    """Return a curve for each layer; duplicates are averaged."""
     sums: dict[str, Counter[float]] = defaultdict(Counter)
     counts: dict[str, Counter[float]] = defaultdict(Counter)
     for layer, size, value in _rows(path, 3):
@@ -373,7 +373,7 @@ def _curves(path: Path) -> dict[str, Curve]:
 
 
 def _upper_bound(label: str) -> float:
-    """The bound in ``n<=128``, ``sr<=15%``, ``kvB<=4k`` or ``kp=0``; infinity for ``>``."""
+    """Return the bound in ``n<=128``, ``sr<=15%``, ``kvB<=4k`` or ``kp=0``; infinity for ``>``."""
     match = re.fullmatch(r"[A-Za-z]+(<=|=|>)(\d+)(k?)%?", label)
     if match is None:
         raise ConfigError(f"{label!r} is not a bucket of a skew table")

@@ -1,6 +1,6 @@
 """Step times and overheads fitted to a recording of a live server.
 
-A step's time is the wall time it added: from the later of its plan and the result before it, to its
+A step's time is the wall time it added: from the later of its plan and the previous result, to its
 own result. It is fitted as a sum of terms that are never negative, weighted by 1 / time so that
 relative errors count::
 
@@ -8,11 +8,11 @@ relative errors count::
 
 T tokens in all, R rows of one token, s tokens before a row, n in it; f and g are monotone and
 piecewise linear in powers of two, since matrix kernels are flat until a tile is full and linear
-beyond it. That is what ``core.predict.step_time`` lacks, which must be cheap enough for every step.
-What is left over is noise: ratios of measured to fitted time, drawn from those of the recording.
+beyond it. ``core.predict.step_time`` lacks them, since it must be cheap enough for every step. The
+remainder is noise: ratios of measured to fitted time, drawn from those of the recording.
 
-Outside the steps: how long a request takes to the engine's inbox while the engine is idle, and how
-long the engine's thread takes from a result to the next plan.
+Outside the steps: a request's time to the engine's inbox while the engine is idle, and the engine
+thread's time from a result to the next plan.
 
 This module does not know the scheduler.
 """
@@ -28,8 +28,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import SchedulerOutput
+from paceline.errors import ConfigError
 from paceline.sim.config import Delays
 from paceline.sim.recording import RecordedStep, Recording
 
@@ -37,16 +37,16 @@ __all__ = ["FitQuality", "RecordedStepTimes", "fit_delays", "step_intervals"]
 
 _KNOTS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _MIN_STEPS: Final = 32
-# a step that took so many times what was fitted is left out of the second fit (not of the noise)
+# ratio to the first fit above which a step is left out of the second (but not of the noise)
 _OUTLIER: Final = 3.0
 _SWEEPS: Final = 3000
-# seconds between a result and the next plan; a longer gap is a wait for something to do
+# longest time between a result and the next plan, s; a longer gap means there was nothing to do
 _LOOP_MOST: Final = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class FitQuality:
-    """How well the fit explains the recording it was made from."""
+    """Errors of a fit on a recording."""
 
     num_steps: int
     # mean of |fitted / measured - 1|
@@ -56,7 +56,7 @@ class FitQuality:
 
 
 def step_intervals(steps: Sequence[RecordedStep]) -> list[float]:
-    """Seconds of wall time that each step added; see the module."""
+    """Return the seconds of wall time that each step added; see the module."""
     before = float("-inf")
     seconds = []
     for step in steps:
@@ -66,11 +66,11 @@ def step_intervals(steps: Sequence[RecordedStep]) -> list[float]:
 
 
 class RecordedStepTimes:
-    """See the module.
+    """Step times fitted to a recording; see the module.
 
     Args:
-        recording: with at least 32 steps.
-        seed: of the noise; None: every step takes what is fitted.
+        recording: a recording with at least 32 steps.
+        seed: seed of the noise; None: steps take exactly the fitted time.
 
     Raises:
         ConfigError: too few steps.
@@ -91,7 +91,7 @@ class RecordedStepTimes:
         self._weights: list[float] = weights.tolist()
         ratios = measured / fitted
         is_wide = np.array([bool(s.wide) for s in steps])
-        # by kind of step; of one kind only where the other was never recorded
+        # ratios by kind of step; those of the other kind where one was never recorded
         self._ratios: list[list[float]] = [
             sorted(ratios[is_wide == kind].tolist()) or sorted(ratios.tolist())
             for kind in (False, True)
@@ -101,13 +101,13 @@ class RecordedStepTimes:
         self.quality = _quality(fitted * np.where(is_wide, *self._means[::-1]), measured)
 
     def another(self, seed: int) -> RecordedStepTimes:
-        """The same fit for another replica, its noise, if it has any, from a seed of its own."""
+        """Return the same fit for another replica, with noise, if any, from its own seed."""
         other = copy(self)
         other._rng = None if self._rng is None else random.Random(seed)
         return other
 
     def judge(self, recording: Recording) -> FitQuality:
-        """How well the same fit explains another recording: what changed between the two."""
+        """Return the errors of the same fit on another recording, to show what has changed."""
         measured = np.array(step_intervals(recording.steps))
         fitted = np.array(
             [
@@ -164,11 +164,11 @@ def _features(
     narrow_keys: int,
     samples: int,
 ) -> list[float]:
-    """Scaled to about 1 in a busy step."""
+    """Return features that are about 1 in a busy step."""
     tokens = wide_tokens + narrow_rows
     features = [1.0, 1e-6 * wide_keys, 1e-5 * narrow_keys, 1e-1 * wide_rows, 1e-2 * samples]
     for knot in _KNOTS:
-        # flat beyond the knot, and flat up to it: sums of these are all monotone curves
+        # linear up to the knot, flat beyond it: sums of these are all monotone curves
         features.append(min(tokens, knot) / knot)
         features.append(max(0, tokens - knot) * 1e-3)
     for knot in _KNOTS[:9]:
@@ -177,7 +177,7 @@ def _features(
 
 
 def _fit(features: NDArray[np.float64], measured: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Non-negative least squares of relative errors, by coordinate descent."""
+    """Return the non-negative least squares of relative errors, by coordinate descent."""
     scaled = features / measured[:, None]
     gram = scaled.T @ scaled
     moment = scaled.T @ np.ones(len(measured))
@@ -196,7 +196,7 @@ def _fit(features: NDArray[np.float64], measured: NDArray[np.float64]) -> NDArra
 
 
 def fit_delays(recording: Recording) -> Delays:
-    """The overheads outside the steps; zero where the recording cannot tell."""
+    """Return the overheads outside the steps; zero where the recording does not show them."""
     steps, depth = recording.steps, recording.config.pipeline_depth
     idle: list[float] = []
     index = 0
@@ -207,11 +207,11 @@ def fit_delays(recording: Recording) -> Delays:
             # no step ran while it was on its way
             idle.append(request.taken - request.arrival)
     if not idle:
-        # the quickest: the others waited for a step's end, which the simulation does by itself
+        # the quickest: others waited for a step's end, which the simulation models by itself
         waits = sorted(r.taken - r.arrival for r in recording.requests)
         idle = waits[: max(1, len(waits) // 20)]
-    # the plan that a result was waited for with: at depth 2 it is the next one, and mostly there
-    # before the result
+    # the plan that waited for a result: at depth 2 it is the next one, and usually made before
+    # the result
     after = steps[1:] if depth == 2 else steps[depth:]
     loop = [
         step.planned - before.done

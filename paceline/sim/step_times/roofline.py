@@ -1,7 +1,7 @@
-"""Analytic step times: what the arithmetic and the memory traffic of a step must take at least.
+"""Analytic step times: the least that a step's arithmetic and memory traffic must take.
 
 Each operator takes the longer of its arithmetic and its traffic (the roofline of Williams et al.,
-CACM 2009), at the shares of the peaks that good kernels reach (``HardwareCard``)::
+CACM 2009), at the shares of the peaks that good kernels achieve (``HardwareCard``)::
 
     matrices    2 * weights * T FLOP                     weights + activations, once per step;
                                                          of experts: those that a token goes to, and
@@ -22,15 +22,15 @@ from importlib.resources import files
 from operator import itemgetter
 from typing import Any, Final
 
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import SchedulerOutput
+from paceline.errors import ConfigError
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.step_times.profile import Interconnect
 
 __all__ = ["HardwareCard", "RooflineStepTimes", "known_hardware"]
 
 
-# of a ScheduledRow: positions in the tuple, for loops that run in C
+# fields of a ScheduledRow by index in the tuple, for loops that run in C
 _START: Final = itemgetter(1)
 _SAMPLES: Final = itemgetter(4)
 
@@ -48,10 +48,10 @@ class HardwareCard:
     memory: float
     # bytes per second of one device's link to its peers, one direction; 0: none but the host
     link_bandwidth: float
-    # shares of the peaks that good kernels reach on large problems
+    # shares of the peaks that good kernels achieve on large problems
     flops_efficiency: float = 0.7
     bandwidth_efficiency: float = 0.8
-    # seconds of a step that computes nothing
+    # duration of a step that computes nothing, s
     step_overhead: float = 0.001
     # where the numbers are published
     source: str = ""
@@ -64,8 +64,8 @@ class HardwareCard:
 
     @classmethod
     def named(cls, name: str) -> HardwareCard:
-        """A card of ``hardware.json``, in any case and however its parts are joined ("rtx4090").
-        Raises ConfigError, listing them, for another name."""
+        """Return a card of ``hardware.json``, in any case and with any separators ("rtx4090").
+        Raises ConfigError that lists them for another name."""
         cards = known_hardware()
         for card in cards:
             if _plain(card.name) == _plain(name):
@@ -80,7 +80,7 @@ def _plain(name: str) -> str:
 
 
 def known_hardware() -> tuple[HardwareCard, ...]:
-    """Every card of ``hardware.json``."""
+    """Return every card of ``hardware.json``."""
     data: list[dict[str, Any]] = json.loads(
         files("paceline.sim.step_times").joinpath("hardware.json").read_text()
     )
@@ -88,11 +88,11 @@ def known_hardware() -> tuple[HardwareCard, ...]:
 
 
 class RooflineStepTimes:
-    """See the module.
+    """Step times by a roofline; see the module.
 
     Args:
         degree: devices that share every matrix (tensor parallelism).
-        weight_bytes, kv_bytes: per value. None: weights as they are stored, or 16 bits.
+        weight_bytes, kv_bytes: bytes per value; None: weights as stored, or 16 bits.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class RooflineStepTimes:
         self._overhead = card.step_overhead
         self._matrix_compute = 2.0 * (shared + model.experts_per_token * experts) / flops
         self._matrix_read = shared * weight_bytes / bandwidth
-        # of one expert in every layer
+        # seconds to read one expert in every layer
         self._expert_read = experts * weight_bytes / bandwidth
         self._head_compute = 2.0 * head / flops
         self._head_read = head * weight_bytes / bandwidth
@@ -144,7 +144,7 @@ class RooflineStepTimes:
         self._kv_bytes_per_token = model.kv_bytes_per_token(kv_bytes)
 
     def num_blocks(self, block_size: int) -> int:
-        """KV blocks that fit beside the weights."""
+        """Return the KV blocks that fit in addition to the weights."""
         return max(1, int(self.kv_capacity_bytes / (block_size * self._kv_bytes_per_token)))
 
     def seconds(self, plan: SchedulerOutput) -> float:
@@ -153,7 +153,7 @@ class RooflineStepTimes:
         samples = sum(map(_SAMPLES, rows))
         context = tokens + sum(map(_START, rows))
         if tokens == len(rows):
-            # one each
+            # every row has one token
             compute = context - 0.5 * tokens
         else:
             compute = sum([n * (start + 0.5 * n) for _, start, n, _, _ in rows])

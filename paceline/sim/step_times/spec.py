@@ -3,16 +3,16 @@
 ::
 
     roofline:HARDWARE,MODEL[,DEGREE]       hardware.json and models.json know the names
-    recorded:FILE[,noise=off]              what ``paceline serve --record FILE`` wrote
+    recorded:FILE[,noise=off]              output of ``paceline serve --record FILE``
     profile:FOLDER[,PREFIX][,OPTION...]    operator tables
     fixed:SECONDS[,SECONDS_PER_TOKEN]
 
-What a profile does not hold is given by options::
+Options supply what a profile lacks::
 
     link=GB/S      bandwidth of the GPUs' link; needed where a replica has several of them (tpN)
-    latency=TIME   of one all-reduce of nothing (default 0)
+    latency=TIME   of an empty all-reduce (default 0)
     graphs=N       steps are padded to vLLM's graph sizes for N running requests (default: not)
-    host=TIME      that a step takes beside its operators where no graph covers it (default 0)
+    host=TIME      of a step, besides its operators, where no graph covers it (default 0)
 
 ``make bench NAME=sim`` validates profiles with the first three taken from the recorded run, and the
 last from other runs on the same hardware.
@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.config import ReplicaConfig
 from paceline.sim.step_times.base import FixedStepTimes, StepTimes
 from paceline.sim.step_times.models import ModelShape
@@ -39,18 +39,18 @@ _PROFILE_OPTIONS: Final = ("link", "latency", "graphs", "host")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Step times and what comes with them."""
+    """Step times and the settings that come with them."""
 
     times: StepTimes
-    # the engine that was recorded, with its overheads; None where nothing was
+    # the recorded engine, with its overheads; None without a recording
     config: ReplicaConfig | None = None
-    # bytes that the hardware has for keys and values; None where that is not known
+    # bytes that the hardware has for keys and values; None: unknown
     kv_bytes: float | None = None
-    # of one token; None where the model is not known
+    # bytes of one token's keys and values; None where the model is not known
     kv_bytes_per_token: float | None = None
 
     def another(self, seed: int) -> Source:
-        """For another replica: noise has a state, what is fitted is fitted once."""
+        """Return the same fit for another replica, with noise of its own, which has a state."""
         from paceline.sim.step_times.recorded import RecordedStepTimes
 
         if isinstance(self.times, RecordedStepTimes):
@@ -58,17 +58,17 @@ class Source:
         return self
 
     def num_blocks(self, block_size: int) -> int | None:
-        """KV blocks that fit; None where that is not known."""
+        """Return the KV blocks that fit; None: unknown."""
         if self.kv_bytes is None or self.kv_bytes_per_token is None:
             return None
         return max(1, int(self.kv_bytes / (block_size * self.kv_bytes_per_token)))
 
 
 def open_step_times(spec: str, *, seed: int = 0, models: Sequence[ModelShape] = ()) -> Source:
-    """The source that ``spec`` describes. Every replica needs one of its own: noise has a state.
+    """Return the source that ``spec`` describes. Every replica needs its own: noise has a state.
 
     Args:
-        models: shapes to look models up in before those that are known.
+        models: shapes in which models are looked up first.
 
     Raises:
         ConfigError: an unknown kind or name, a missing file, a number out of range.

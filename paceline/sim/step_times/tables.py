@@ -9,13 +9,13 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 
 __all__ = ["AttentionTable", "Bracket", "Curve", "bracket"]
 
 
 class Bracket(NamedTuple):
-    """Where a value lies between grid points ``low`` and ``low + 1``; ``weight`` belongs to the
+    """Position of a value between grid points ``low`` and ``low + 1``; ``weight`` belongs to the
     upper one and is outside [0, 1] beyond the grid."""
 
     low: int
@@ -23,7 +23,7 @@ class Bracket(NamedTuple):
 
 
 def bracket(grid: Sequence[float], value: float) -> Bracket:
-    """The grid cell for ``value``; the outermost cell for values beyond the grid."""
+    """Return the grid cell of ``value``; the outermost cell for values beyond the grid."""
     if len(grid) == 1:
         return Bracket(0, 0.0)
     low = min(max(bisect_right(grid, value) - 1, 0), len(grid) - 2)
@@ -51,14 +51,14 @@ class Curve:
 
 
 class _Slice:
-    """Everything measured with one chunk and one history: a curve over decode keys for each
-    number of decoding rows, and the time without any."""
+    """All measurements of one chunk and one history: a curve over decode keys for each number of
+    decoding rows, and the time without any."""
 
     __slots__ = ("alone", "counts", "curves")
 
     def __init__(self, rows: Iterable[tuple[int, int, float]]) -> None:
         by_count: dict[int, dict[float, float]] = {}
-        # microseconds of the chunk without decoding rows; None where that was not measured
+        # microseconds of the chunk without decoding rows; None: not measured
         self.alone: float | None = None
         for count, keys, value in rows:
             if count == 0:
@@ -69,12 +69,12 @@ class _Slice:
         self.curves = [Curve(by_count[count]) for count in self.counts]
 
     def at(self, count: int, keys: Sequence[float]) -> tuple[float, ...]:
-        """Time with ``count`` decoding rows of so many keys each, for every entry of ``keys``."""
+        """Return the time with ``count`` decoding rows of N keys each, for every N in ``keys``."""
         if count == 0 or not self.counts:
             return (self.alone or 0.0,) * len(keys)
         low, weight = bracket(self.counts, count)
         if weight < 0.0:
-            # fewer rows than were ever measured: towards the chunk alone
+            # fewer rows than were ever measured: interpolate towards the chunk alone
             weight, low = 0.0, 0
         if weight == 0.0:
             curve = self.curves[low]
@@ -87,7 +87,7 @@ class AttentionTable:
     """One layer's attention over (chunk, history, decoding rows, their keys), in the table's unit.
 
     Grids need not be a full product: some chunks may have been measured with long histories and
-    many keys only. Those are left out where the question lies below what they cover.
+    many keys only. Those are left out for questions below the range that they cover.
 
     Args:
         rows: (prefill_chunk, kv_prefill, n_decode, kv_decode, time).
@@ -123,14 +123,14 @@ class AttentionTable:
     def at(
         self, chunk: int, history: float, count: int, keys: Sequence[float]
     ) -> tuple[float, ...]:
-        """Time of one layer's attention, for every entry of ``keys``.
+        """Return the time of one layer's attention, for every entry of ``keys``.
 
         Args:
-            chunk: prompt tokens computed in the step; 0 for none.
+            chunk: prompt tokens computed in the step; 0: none.
             history: keys before the chunk. Below 0 for several prompts that together have fewer
                 keys than one chunk of their length.
-            count: rows of one token.
-            keys: keys each of these rows attends to.
+            count: number of rows of one token.
+            keys: number of keys that each of these rows attends to.
         """
         if chunk == 0 and 0 in self._slices:
             return self._slices[0][0].at(count, keys)
@@ -150,8 +150,8 @@ class AttentionTable:
         slices = self._slices[chunk]
         if history < 0.0:
             # several prompts that cost less than one long one. The first cells of the grid differ
-            # by less than the noise of their measurement, so the slope is taken over a history as
-            # long as the chunk
+            # by less than their measurement noise, so the slope is taken over a history as long as
+            # the chunk
             base = histories[0]
             far = next((h for h in histories if h >= chunk), histories[-1])
             first = slices[base].at(count, keys)
@@ -159,7 +159,7 @@ class AttentionTable:
                 return first
             second = slices[far].at(count, keys)
             weight = history / (far - base)
-            # but no less than half of it
+            # at least half of it
             return tuple(
                 [
                     max(0.5 * a, a + weight * max(0.0, b - a))

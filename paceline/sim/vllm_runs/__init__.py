@@ -1,5 +1,5 @@
 """Recorded runs of a real vLLM and their prediction: ``runs`` reads them, ``prediction`` simulates
-them, ``host`` measures what a step takes beside its operators."""
+them, ``host`` measures a step's time besides its operators."""
 
 from paceline.sim.vllm_runs.host import HostTime, for_run, measure
 from paceline.sim.vllm_runs.prediction import predict, replica_config, step_times

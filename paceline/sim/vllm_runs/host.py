@@ -1,21 +1,20 @@
-"""What a step of a recorded run takes beside its operators, measured on the run itself.
+"""Time of a recorded run's steps besides their operators, measured on the run itself.
 
-The profiles hold kernels. Steps that no captured graph covers take longer than the sum of theirs,
-by about the same time whatever they compute, and by about twice as much with twice the layers. So
-it is counted per layer.
+The profiles hold kernels. Steps that no captured graph covers take longer than the sum of their
+kernels, by about the same time whatever they compute, and by about twice as much with twice the
+layers. So it is counted per layer.
 
-Measured are single steps. A request's ``scheduled_ts`` is when its first step was planned, and with
-asynchronous scheduling that is when the step before that one started; ``first_token_ts`` is when
-its
-step ended. Where no other prompt is computed in between, two steps passed whose rows are known::
+Single steps are measured. A request's ``scheduled_ts`` is when its first step was planned, and with
+asynchronous scheduling that is when the previous step started; ``first_token_ts`` is when its step
+ended. Where no other prompt is computed in between, two steps passed whose rows are known::
 
     scheduled                                            first token
         | step of one token for each row | the prompt, and a token for each row |
 
-and what is left of the distance after the operators of both is the time looked for. Of all such
-requests the median is taken: steps that recompute a preempted request cannot be told from the
-stamps, and lengthen some of the distances. A negative median counts as 0: such a run shows that its
-kernels are quicker than those of the profile, and nothing of the host.
+and the time between the stamps minus the operators of both steps is the time sought. The result is
+the median over all such requests: steps that recompute a preempted request cannot be recognised by
+the stamps, and lengthen some of the distances. A negative median counts as 0: such a run shows that
+its kernels are quicker than the profile's, and nothing about the host.
 
 A run is never judged with its own time: ``for_run`` takes the mean of the *other* runs on the same
 hardware, and 0 where there are none, since the host is a part of the machine.
@@ -33,33 +32,33 @@ from paceline.sim.vllm_runs.runs import Measured, VllmRun
 
 __all__ = ["HostTime", "for_run", "measure"]
 
-# stamps within so many seconds belong to the same step
+# stamps at most this many seconds apart belong to the same step
 _SAME: Final = 1e-4
-# a median of fewer steps says little
+# fewest steps whose median is used
 _FEWEST_STEPS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class HostTime:
-    """Measured on one run."""
+    """Result for one run."""
 
     run: str
     hardware: str
-    # of a step that no captured graph covers
+    # time per layer of a step that no captured graph covers
     seconds_per_layer: float
-    # steps it is the median of
+    # number of steps in the median
     num_steps: int
 
 
 def measure(run: VllmRun, times: ProfileStepTimes) -> HostTime | None:
-    """What the run's steps took beside their operators.
+    """Return the time of the run's steps besides their operators.
 
     Args:
         times: operators alone, of the run's profile.
 
     Returns:
-        None where it cannot be told: fewer than eight steps whose rows are known, no asynchronous
-        scheduling, or engines whose requests cannot be told apart.
+        None where it cannot be measured: fewer than eight steps whose rows are known, no
+        asynchronous scheduling, or engines whose requests cannot be told apart.
     """
     if run.num_engines > 1 or not run.async_scheduling:
         return None
@@ -71,7 +70,7 @@ def measure(run: VllmRun, times: ProfileStepTimes) -> HostTime | None:
 
 
 def for_run(run: VllmRun, measured: Iterable[HostTime]) -> float:
-    """Seconds of a large step of ``run``, from other runs on the same hardware; 0 without any."""
+    """Return a large step's seconds in ``run`` by other runs on its hardware; 0 without any."""
     others = [
         other.seconds_per_layer
         for other in measured
@@ -81,8 +80,8 @@ def for_run(run: VllmRun, measured: Iterable[HostTime]) -> float:
 
 
 def _left_over(run: VllmRun, times: ProfileStepTimes, request: Measured) -> float | None:
-    """Seconds between a request's stamps that no operator accounts for; None where other prompts
-    were computed meanwhile, or a captured graph covers the step."""
+    """Return the seconds between a request's stamps that no operator accounts for; None where other
+    prompts were computed meanwhile, or a captured graph covers the step."""
     begin, end = request.scheduled, request.first_token
     if begin is None:
         return None
@@ -107,7 +106,7 @@ def _left_over(run: VllmRun, times: ProfileStepTimes, request: Measured) -> floa
 
 
 def _keys_at(request: Measured, at: float) -> int:
-    """Tokens that a running request has at a time, as if they had come evenly."""
+    """Return a running request's tokens at a time, as if they had come evenly."""
     share = (at - request.first_token) / max(_SAME, request.last_token - request.first_token)
     arrival = request.arrival
     return arrival.prompt_tokens + max(1, round(share * arrival.output_tokens))

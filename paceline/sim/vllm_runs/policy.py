@@ -1,10 +1,10 @@
-"""vLLM's choice of who gives its blocks up: the last one of those that run.
+"""vLLM's choice of the request to preempt: the last one of those that run.
 
-Waiting requests are served in order of arrival, and a request that was preempted is the head of the
-queue again. So those that run always came before those that wait, and the last in order of arrival
-is the last that was let in: vLLM pops its list of running requests from the end
-(``vllm/v1/core/sched/scheduler.py``, version 0.19). This project's own policies take the request
-that loses least instead, which saves work and is not what vLLM does.
+Waiting requests are admitted in order of arrival, and a preempted request is the head of the queue
+again. So running requests always arrived before waiting ones, and the last in order of arrival is
+the one admitted last: vLLM pops its list of running requests from the end
+(``vllm/v1/core/sched/scheduler.py``, version 0.19). This project's own policies preempt the request
+that loses least instead, which saves work and differs from vLLM.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ LAST_IN_FIRST_OUT: Final = "vllm-fcfs"
 
 
 class LastInFirstOut(FcfsPolicy):
-    """First come, first served, and the last one goes when memory is short."""
+    """First come, first served; the last request is preempted when memory is short."""
 
     def expendable(self, candidates: Sequence[Request]) -> Sequence[Request]:
         return candidates[-1:]
 
 
 def register() -> None:
-    """Make the name known to schedulers of this process, as the policies of other packages are
-    when they are asked for. It is not a policy to serve with, so no command line offers it."""
+    """Register the name with this process's schedulers, as policies of other packages are when they
+    are loaded. It is not meant for serving, so no command line offers it."""
     POLICIES.setdefault(LAST_IN_FIRST_OUT, LastInFirstOut)

@@ -1,24 +1,24 @@
 """Simulating a recorded vLLM run: this project's scheduler, set to decide as vLLM does.
 
-vLLM 0.19 (``vllm/v1/core/sched/scheduler.py``) differs from this project's defaults in what
-follows, and the settings here follow it:
+vLLM 0.19 (``vllm/v1/core/sched/scheduler.py``) differs from this project's defaults as follows, and
+the settings here follow vLLM:
 
-* Waiting requests are let in strictly in order of arrival. The first one that does not fit keeps
-  all others out (``bypass_window`` 0), and whoever fits now is let in, whatever the others will
-  still need (``future_memory_check`` and ``watermark`` 0).
-* When memory is short the last of those that run is preempted, to be recomputed as far as the
-  prefix cache does not find its blocks again (``LastInFirstOut``). Nobody is let in by a step that
-  preempts, as here.
-* One block of the pool is nobody's (``VllmRun.num_blocks``).
+* Waiting requests are admitted strictly in order of arrival. The first one that does not fit keeps
+  all others out (``bypass_window`` 0), and a request that fits now is admitted, whatever the others
+  will still need (``future_memory_check`` and ``watermark`` 0).
+* When memory is short the last running request is preempted, to be recomputed as far as the prefix
+  cache no longer has its blocks (``LastInFirstOut``). A step that preempts admits no request, as
+  here.
+* One block of the pool is reserved (``VllmRun.num_blocks``).
 * A step takes its whole token budget, and the next one is planned as soon as one starts
   (``async_scheduling``: ``pipeline_depth`` 2).
 
 The first of these matters most to a run that is short of memory: with this project's bypassing,
 RTX4090-Llama-3.1-8B is preempted three times as often, and every mean is a fifth too long.
 
-vLLM looks whether the whole prompt fits before it lets a request in
-(``scheduler_reserve_full_isl``) but takes the blocks of each chunk when it comes; here they are
-taken at once. That made no difference to any recorded run.
+vLLM checks that the whole prompt fits before it admits a request
+(``scheduler_reserve_full_isl``) but takes the blocks of each chunk when it is scheduled; here they
+are taken at once. That made no difference to any recorded run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import math
 from pathlib import Path
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.routing import LeastOutstanding
 from paceline.sim.arrival import Served
 from paceline.sim.replica import Delays, ReplicaConfig
@@ -47,10 +47,10 @@ def step_times(
     host_seconds: float = 0.0,
     experts: ExpertGroup | None = None,
 ) -> ProfileStepTimes:
-    """The operators of the run's GPU, with its link and graph sizes.
+    """Return the operators of the run's GPU, with its link and graph sizes.
 
     Args:
-        host_seconds: of a step that no captured graph covers, see ``host``.
+        host_seconds: added to a step that no captured graph covers, see ``host``.
         experts: the engines that share a mixture of experts.
 
     Raises:
@@ -69,7 +69,7 @@ def step_times(
 
 
 def replica_config(run: VllmRun) -> ReplicaConfig:
-    """One engine of the run, as the module says."""
+    """Return the configuration of one engine of the run, as the module describes it."""
     register()
     longest = max(m.arrival.prompt_tokens + m.arrival.output_tokens for m in run.requests)
     return ReplicaConfig(
@@ -105,15 +105,15 @@ def predict(
     config: ReplicaConfig | None = None,
     on_plan: PlanObserver | None = None,
 ) -> list[Served]:
-    """Simulate a run from the operator times; in order of arrival.
+    """Simulate a run from the operator times; return its requests in order of arrival.
 
     Args:
-        host_seconds: of a step that no captured graph covers; 0: operators alone.
-        config: of each engine; None: what ``replica_config`` gives.
-        on_plan: sees every plan, see ``PlanObserver``.
+        host_seconds: added to a step that no captured graph covers; 0: operators alone.
+        config: of each engine; None: result of ``replica_config``.
+        on_plan: called with every plan, see ``PlanObserver``.
 
     Raises:
-        ConfigError: no profile of the run, or one that cannot stand for how its experts are shared.
+        ConfigError: no profile of the run, or one that does not match how its experts are shared.
     """
     group = _expert_group(run)
     config = config or replica_config(run)
@@ -128,7 +128,7 @@ def predict(
 
 
 def _expert_group(run: VllmRun) -> ExpertGroup | None:
-    """Who shares the experts; None without any."""
+    """Return the group of engines that share the experts; None without experts."""
     if not run.model.num_experts:
         return None
     if run.num_engines * run.degree > 1 and not run.expert_parallel:
@@ -145,7 +145,7 @@ def _expert_group(run: VllmRun) -> ExpertGroup | None:
 
 
 def _profile_for(run: VllmRun, profiles: Path) -> str:
-    """The profile whose name holds the hardware and the model and ends in the run's degree."""
+    """Return the profile with the hardware and model in its name, and the degree at its end."""
     model = run.model.name.split("/")[-1]
     found = sorted(
         path.name.removesuffix("-dense.csv")

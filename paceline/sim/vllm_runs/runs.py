@@ -6,12 +6,12 @@ A folder of runs holds, per run::
     requests.jsonl   lengths and timestamps
     config.json      hardware of the run: GPUs, their memory and their link
 
-and beside the runs a folder ``profiles`` with operator times (``step_times.profile``). The layout
+and next to the runs a folder ``profiles`` with operator times (``step_times.profile``). The layout
 is that of LLMServingSim's benchmark (casys-kaist/LLMServingSim).
 
-What vLLM resolved itself (number of KV blocks, graph sizes, prefix caching, asynchronous
-scheduling) is taken from the run where it is recorded. Where it is not, vLLM 0.19's defaults hold,
-and the number of blocks is what the weights leave of the memory.
+Values that vLLM resolved itself (number of KV blocks, graph sizes, prefix caching, asynchronous
+scheduling) are taken from the run if recorded. Otherwise vLLM 0.19's defaults hold, and the number
+of blocks is what the weights leave of the memory.
 
 This module does not know how a run is simulated.
 """
@@ -25,7 +25,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.arrival import Arrival
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.step_times.profile import GraphPadding, Interconnect
@@ -34,9 +34,9 @@ __all__ = ["Measured", "VllmRun", "find_runs"]
 
 _BLOCK: Final = 16
 _GIB: Final = 2**30
-# vLLM's fraction of a GPU's memory where the run does not say otherwise
+# vLLM's share of a GPU's memory, unless the run names another
 _UTILISATION: Final = 0.9
-# what each request must say; "scheduled_ts" is optional
+# required fields of each request; "scheduled_ts" is optional
 _FIELDS: Final = (
     "input_toks", "output_toks", "arrival_time", "queued_ts", "first_token_ts", "last_token_ts",
 )  # fmt: skip
@@ -58,7 +58,7 @@ class Measured:
 
     @property
     def tpot(self) -> float | None:
-        """None with fewer than two tokens."""
+        """Seconds per output token after the first; None with fewer than two tokens."""
         tokens = self.arrival.output_tokens
         return (self.last_token - self.first_token) / (tokens - 1) if tokens > 1 else None
 
@@ -73,17 +73,17 @@ class VllmRun:
 
     name: str
     model: ModelShape
-    # the GPU, as profiles name it
+    # the GPU's name in profiles
     hardware: str
     max_num_seqs: int
     max_num_batched_tokens: int
-    # prompt + output of one request at most; None: the model's own limit, which is not recorded
+    # longest prompt + output of a request; None: the model's own limit, which is not recorded
     max_model_len: int | None
     # GPUs of one engine
     degree: int
     # engines that share the load
     num_engines: int
-    # experts are spread over the GPUs of all engines
+    # whether experts are spread over the GPUs of all engines
     expert_parallel: bool
     link: Interconnect
     # bytes of one engine's GPUs that vLLM may use; None: not recorded
@@ -92,7 +92,7 @@ class VllmRun:
     # KV blocks that vLLM counted; None: not recorded
     num_gpu_blocks: int | None
     prefix_caching: bool
-    # the next step is planned while one runs
+    # whether the next step is planned while one runs
     async_scheduling: bool
     padding: GraphPadding
     requests: tuple[Measured, ...]
@@ -102,11 +102,11 @@ class VllmRun:
         """Read one run.
 
         Args:
-            models: shapes to look the model up in before those that are known.
+            models: shapes in which the model is looked up first.
 
         Raises:
-            ConfigError: the folder is not laid out as the module says, or no shape is known for
-                its model.
+            ConfigError: the folder's layout differs from the module's description, or no shape is
+                known for its model.
         """
         try:
             meta = _object(folder / "meta.json")
@@ -134,7 +134,7 @@ class VllmRun:
                 degree=degree,
                 num_engines=engines,
                 expert_parallel=bool(arguments.get("enable_expert_parallel")),
-                # given in GB/s and ns
+                # the file has GB/s and ns
                 link=Interconnect(
                     degree,
                     1e9 * float(config.get("link_bw", 0.0)),
@@ -153,7 +153,7 @@ class VllmRun:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks of one engine that requests can have: vLLM keeps one as a placeholder
+        """Return the KV blocks of one engine for requests: vLLM keeps one as a placeholder
         (``BlockPool.null_block``)."""
         if self.num_gpu_blocks is not None:
             return max(1, self.num_gpu_blocks - 1)
@@ -181,8 +181,8 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _rows(path: Path) -> list[dict[str, float]]:
-    """The fields of each request, checked. Requests that failed have no output tokens or no stamp
-    of one, and are left out, as in traces."""
+    """Return the checked fields of each request. Requests that failed lack output tokens or a
+    stamp, and are left out, as in traces."""
     rows: list[dict[str, float]] = []
     for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
         if not line.strip():
@@ -199,7 +199,7 @@ def _rows(path: Path) -> list[dict[str, float]]:
             continue
         names = _FIELDS if row.get("scheduled_ts") is None else (*_FIELDS, "scheduled_ts")
         for name in names:
-            # not isinstance: True is no number
+            # not isinstance: True is not a number here
             if type(row.get(name)) not in (int, float) or not isfinite(row[name]):
                 raise ValueError(f"{where}: {name} is {row.get(name)!r}, expected a number")
         for name in ("input_toks", "output_toks"):
@@ -221,7 +221,7 @@ def _memory(instance: Mapping[str, Any], degree: int) -> float | None:
 
 
 def _padding(resolved: Mapping[str, Any], max_num_seqs: int) -> GraphPadding:
-    """The graph sizes that vLLM captured; its defaults where they are not recorded."""
+    """Return the graph sizes that vLLM captured; its defaults where they are not recorded."""
     model = resolved.get("model_config") or {}
     if model.get("enforce_eager"):
         return GraphPadding()
@@ -232,9 +232,9 @@ def _padding(resolved: Mapping[str, Any], max_num_seqs: int) -> GraphPadding:
 
 
 def _align(raw: list[dict[str, float]]) -> tuple[Measured, ...]:
-    """Arrivals are on the wall clock, the engine's stamps on a monotonic one. No request can be
-    queued before it arrived, so the smallest distance between the two is the clocks' offset plus
-    the quickest way from the one to the other."""
+    """Align arrivals, which are on the wall clock, with the engine's stamps on a monotonic one. No
+    request was queued before it arrived, so the smallest difference is the clocks' offset plus the
+    quickest transfer."""
     if not raw:
         raise ValueError("requests.jsonl has no request that ended")
     offset = max(r["arrival_time"] - r["queued_ts"] for r in raw)
@@ -260,5 +260,5 @@ def _align(raw: list[dict[str, float]]) -> tuple[Measured, ...]:
 
 
 def find_runs(folder: Path) -> tuple[Path, ...]:
-    """The folders of runs below ``folder``, by name."""
+    """Return the folders of runs below ``folder``, by name."""
     return tuple(sorted(path.parent for path in folder.glob("*/requests.jsonl")))

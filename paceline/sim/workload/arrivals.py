@@ -1,10 +1,10 @@
-"""When requests come: streams of seconds, endless unless said otherwise.
+"""Arrival times of requests: streams of seconds, endless unless stated otherwise.
 
 * renewal: gamma-distributed gaps of a given coefficient of variation; 1 is Poisson, above it
   bursty (Azure's 2023 code trace has 13), 0 is a metronome;
 * diurnal: the same, at a rate that swings like a day, by stretching the clock;
-* clients: many sources, each with a rate, burstiness and lengths of its own, whose sum is bursty
-  because a few of them are (ServeGen, arXiv 2505.09999).
+* clients: many sources, each with its own rate, burstiness and lengths, whose sum is bursty because
+  a few of them are (ServeGen, arXiv 2505.09999).
 
 This module does not know files or SLOs.
 """
@@ -31,7 +31,7 @@ def _require(ok: bool, message: str) -> None:
 
 
 def renewal(rate: float, cv: float, rng: Random) -> Iterator[float]:
-    """Seconds at which requests come: gamma gaps with mean 1 / rate and deviation cv / rate.
+    """Yield arrival times in seconds: gamma gaps with mean 1 / rate and deviation cv / rate.
 
     Raises:
         WorkloadError: a rate that is not positive, or a cv outside [0, 100].
@@ -55,7 +55,7 @@ def _renewal(rate: float, cv: float, rng: Random) -> Iterator[float]:
 
 
 def diurnal(rate: float, cv: float, rng: Random, *, swing: float, period: float) -> Iterator[float]:
-    """Like ``renewal``, at the rate ``rate * (1 - swing * cos(2 pi t / period))``.
+    """Yield times as ``renewal`` does, at the rate ``rate * (1 - swing * cos(2 pi t / period))``.
 
     The first arrival falls into the quietest hour. A renewal stream of rate 1 is read on the
     clock ``integral of the rate``, which keeps its burstiness at every hour.
@@ -72,7 +72,7 @@ def diurnal(rate: float, cv: float, rng: Random, *, swing: float, period: float)
 
 
 def _inverse(target: float, swing: float, period: float) -> float:
-    """Solves t - swing * period / (2 pi) * sin(2 pi t / period) = target, by bisection."""
+    """Solve t - swing * period / (2 pi) * sin(2 pi t / period) = target, by bisection."""
     amplitude = swing * period / math.tau
     low, high = target - amplitude, target + amplitude
     for _ in range(60):
@@ -91,7 +91,7 @@ class Client:
     name: str
     # requests per second
     rate: float
-    # of the gaps between its requests
+    # coefficient of variation of the gaps between its requests
     cv: float
     prompt: Lengths
     output: Lengths
@@ -109,7 +109,7 @@ def draw_clients(
     spread: float,
     seed: int,
 ) -> tuple[Client, ...]:
-    """``number`` clients whose rates sum to ``rate``.
+    """Return ``number`` clients whose rates sum to ``rate``.
 
     Args:
         skew: rates fall like rank ** -skew (Zipf); 0 makes them equal.
@@ -135,7 +135,7 @@ def draw_clients(
 
 
 def client_arrivals(clients: Sequence[Client], seed: int) -> Iterator[Arrival]:
-    """The merged stream of all clients, each with random sources of its own; tenant = its name.
+    """Yield the merged stream of all clients, each with its own random sources; tenant = its name.
 
     Memory grows with the number of clients, not of requests.
     """

@@ -1,4 +1,4 @@
-"""What a workload is: a recipe that yields the same arrivals every time it is read.
+"""A workload: a recipe that yields the same arrivals every time it is read.
 
 This module does not know formats or distributions.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.arrival import Arrival
 
 __all__ = ["Workload", "WorkloadError"]
 
 
 class WorkloadError(ConfigError):
-    """A workload's description or a row of its file is wrong; the message says where."""
+    """An error in a workload's description or in a row of its file; the message says where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class Workload:
         WorkloadError: a malformed row, with file and line.
     """
 
-    # the description it was made from, for tables
+    # description that it was made from, for tables
     name: str
     # tokens per entry of ``Arrival.prefix``
     prefix_block: int
-    # starts a fresh stream
+    # starts a new stream
     start: Callable[[], Iterator[Arrival]]
 
     def __iter__(self) -> Iterator[Arrival]:

@@ -1,6 +1,6 @@
 """Distributions of token counts.
 
-Each draws from a random source that it is given, so a seed decides everything. This module does
+Each draws from the random source that it is given, so a seed decides everything. This module does
 not know arrivals or time.
 """
 
@@ -25,12 +25,12 @@ __all__ = [
     "whole_tokens",
 ]
 
-# lognormal tails are cut here: longer than any model's context, short of overflowing anything
+# cut of lognormal tails: longer than any model's context, and without overflow anywhere
 _MAX_TOKENS = 10_000_000
 
 
 def whole_tokens(value: float) -> int:
-    """The nearest token count, at least 1."""
+    """Return the nearest token count, at least 1."""
     return max(1, min(_MAX_TOKENS, round(value)))
 
 
@@ -40,14 +40,14 @@ def _require(ok: bool, message: str) -> None:
 
 
 class Lengths(Protocol):
-    """Draws token counts, each >= 1."""
+    """A source of token counts, each >= 1."""
 
     def sample(self, rng: Random) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Always the same."""
+    """Always the same count."""
 
     tokens: int
 
@@ -110,7 +110,7 @@ class Bimodal:
 
 @dataclass(frozen=True, slots=True)
 class Empirical:
-    """Values seen elsewhere, drawn with replacement."""
+    """Measured values, drawn with replacement."""
 
     values: Sequence[int]
 

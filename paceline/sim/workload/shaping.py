@@ -1,7 +1,7 @@
-"""What is done to any stream of arrivals: scaled, sped up, jittered, cut, given classes.
+"""Changes to any stream of arrivals: scaled, sped up, jittered, cut, given classes.
 
-Every function takes and returns a stream, in order of ``at``. This module does not know where
-arrivals come from.
+Every function takes and returns a stream in order of ``at``. This module does not know the source
+of arrivals.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def _require(ok: bool, message: str) -> None:
 
 
 def scale(arrivals: Iterable[Arrival], prompt: float, output: float) -> Iterator[Arrival]:
-    """Lengths times a factor each, rounded, at least 1. Prefix identities stay: the caller scales
-    ``prefix_block`` along with the prompts."""
+    """Multiply lengths by a factor each, rounded, at least 1. Prefix identities stay: the caller
+    scales ``prefix_block`` with the prompts."""
     for name, factor in (("scale", prompt), ("output_scale", output)):
         _require(0 < factor < math.inf, f"{name} must be positive, got {factor:g}")
     return (
@@ -42,7 +42,7 @@ def scale(arrivals: Iterable[Arrival], prompt: float, output: float) -> Iterator
 
 
 def speed_up(arrivals: Iterable[Arrival], factor: float) -> Iterator[Arrival]:
-    """Time divided by ``factor``: 2 is twice the load. Targets stay as they are."""
+    """Divide times by ``factor``: 2 is twice the load. Targets stay as they are."""
     _require(0 < factor < math.inf, f"speedup must be positive, got {factor:g}")
     return (replace(arrival, at=arrival.at / factor) for arrival in arrivals)
 
@@ -51,8 +51,8 @@ def jitter(arrivals: Iterable[Arrival], width: float, seed: int) -> Iterator[Arr
     """Add a uniform 0 to ``width`` seconds to every stamp, and restore the order.
 
     For traces whose stamps were rounded down to a multiple of ``width`` (Mooncake's: 3 s), where
-    all requests of one stamp would come at the same instant. Holds the arrivals of ``width``
-    seconds.
+    all requests of one stamp would come at the same instant. Keeps the arrivals of ``width``
+    seconds in memory.
     """
     _require(0 < width < math.inf, f"jitter must be positive, got {width:g} s")
     return _jitter(arrivals, width, Random(f"{seed}/jitter"))
@@ -61,7 +61,7 @@ def jitter(arrivals: Iterable[Arrival], width: float, seed: int) -> Iterator[Arr
 def _jitter(arrivals: Iterable[Arrival], width: float, rng: Random) -> Iterator[Arrival]:
     held: list[tuple[float, int, Arrival]] = []
     for number, arrival in enumerate(arrivals):
-        # nothing that comes from here on can be earlier than this stamp
+        # later arrivals cannot be earlier than this stamp
         while held and held[0][0] <= arrival.at:
             yield heapq.heappop(held)[2]
         moved = replace(arrival, at=arrival.at + width * rng.random())
@@ -73,7 +73,7 @@ def _jitter(arrivals: Iterable[Arrival], width: float, rng: Random) -> Iterator[
 def limit(
     arrivals: Iterable[Arrival], *, number: int | None = None, seconds: float | None = None
 ) -> Iterator[Arrival]:
-    """The first ``number`` arrivals, and only those before ``seconds``."""
+    """Yield the first ``number`` arrivals, and only those before ``seconds``."""
     _require(number is None or number >= 1, f"n must be at least 1, got {number}")
     _require(seconds is None or seconds > 0, f"seconds must be positive, got {seconds}")
     return _until(islice(arrivals, number), math.inf if seconds is None else seconds)
@@ -88,10 +88,10 @@ def _until(arrivals: Iterable[Arrival], seconds: float) -> Iterator[Arrival]:
 
 @dataclass(frozen=True, slots=True)
 class SloMix:
-    """One SLO class and how often it is drawn."""
+    """One SLO class and its weight in draws."""
 
     slo_class: str
-    # relative to the other classes' weights
+    # weight relative to the other classes
     weight: float
     # seconds; None: no such target
     ttft: float | None = None

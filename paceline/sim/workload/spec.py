@@ -3,14 +3,14 @@
 ::
 
     FILE                                     a trace; its format is recognised
-    azure:FILE?speedup=2&scale=0.25          the same, and it must be an azure trace
-    mooncake:FILE?unit=s&block=16            stamps in seconds, 16 tokens a hash
+    azure:FILE?speedup=2&scale=0.25          the same; an error for another format
+    mooncake:FILE?unit=s&block=16            stamps in seconds, 16 tokens per hash
     lengths:FILE?rate=5&cv=2&n=1000          lengths drawn from any trace, new arrival times
     synthetic:rate=10,cv=4,prompt=lognormal(1020,1.2),output=fixed(128),n=10000
     clients:rate=10,clients=50,skew=1,spread=0.8,prompt=fixed(500),output=fixed(50),n=10000
 
-Options are separated by ``,`` or ``&``; docs/simulator.md explains each. Seconds may be written
-``0.5``, ``0.5s`` or ``500ms``.
+Options are separated by ``,`` or ``&``; docs/understand/simulator.md explains each. Seconds may be
+written ``0.5``, ``0.5s`` or ``500ms``.
 
 This module does not know how arrivals are simulated.
 """
@@ -41,11 +41,11 @@ _KINDS = (*_TRACES, *_GENERATED)
 
 
 def open_workload(spec: str, *, seed: int = 0) -> Workload:
-    """The workload that ``spec`` describes; equal specs and seeds give equal arrivals.
+    """Return the workload that ``spec`` describes; equal specs and seeds give equal arrivals.
 
     Raises:
-        WorkloadError: an unknown kind or option, a value out of range, or a file that is not there
-            or not in the format named. Rows are checked when they are read.
+        WorkloadError: an unknown kind or option, a value out of range, or a file that does not
+            exist or has another format. Rows are checked when they are read.
     """
     kind, body = _kind(spec)
     path: Path | None = None
@@ -95,7 +95,7 @@ def open_workload(spec: str, *, seed: int = 0) -> Workload:
         raise WorkloadError(f"{spec}: would never end; say n=REQUESTS or seconds=SECONDS")
     shape = _Shape.read(options)
     options.refuse_rest()
-    # wrong values are refused now, not when the first arrival is asked for
+    # wrong values are refused now, not when the first arrival is read
     next(iter(shape.apply(start, seed)), None)
     block = max(1, round(prefix_block * shape.prompt_scale))
     return Workload(spec, block, partial(shape.apply, start, seed))
@@ -149,7 +149,7 @@ def _synthetic(
 def _drawn(
     moments: Callable[[Random], Iterator[float]], pairs: list[tuple[int, int]], seed: int
 ) -> Iterator[Arrival]:
-    """Prompt and output of one row belong together: rows are drawn, not columns."""
+    """Yield arrivals whose prompt and output lengths come from one row: rows are drawn."""
     rng = Random(f"{seed}/rows")
     for at in moments(Random(f"{seed}/times")):
         yield Arrival(at, *pairs[rng.randrange(len(pairs))])
@@ -160,7 +160,7 @@ def _drawn(
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What any workload may have done to it, in this order."""
+    """Changes that any workload may have, applied in this order."""
 
     prompt_scale: float
     output_scale: float
@@ -201,7 +201,7 @@ class _Shape:
 
 
 def parse_classes(text: str) -> tuple[shaping.SloMix, ...]:
-    """``chat(3,ttft=0.5,tpot=50ms)+batch(1,deadline=60)``: name(weight, targets); () for ""."""
+    """Parse ``chat(3,ttft=0.5,tpot=50ms)+batch(1,deadline=60)``: name(weight, targets)."""
     mixes = []
     for name, arguments in _calls(text):
         values = dict(argument.partition("=")[::2] for argument in arguments[1:])
@@ -231,7 +231,7 @@ def parse_classes(text: str) -> tuple[shaping.SloMix, ...]:
 
 
 def _parse_tenants(text: str) -> tuple[tuple[str, float], ...]:
-    """``a(3)+b(1)``"""
+    """Parse ``a(3)+b(1)``."""
     tenants = []
     for name, arguments in _calls(text):
         if len(arguments) != 1:
@@ -241,7 +241,7 @@ def _parse_tenants(text: str) -> tuple[tuple[str, float], ...]:
 
 
 def _calls(text: str) -> Iterator[tuple[str, list[str]]]:
-    """``name(a,b)+name(c)`` taken apart; every name once."""
+    """Split ``name(a,b)+name(c)`` into names and arguments; every name occurs once."""
     names: set[str] = set()
     for part in text.split("+") if text else ():
         match = re.fullmatch(r"\s*([\w.-]+)\(([^()]*)\)\s*", part)
@@ -257,11 +257,11 @@ def _calls(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def parse_lengths(text: str) -> lengths.Lengths:
-    """``fixed(128)`` or ``128``, ``uniform(1,9)``, ``lognormal(MEDIAN,SIGMA)``,
+    """Parse ``fixed(128)`` or ``128``, ``uniform(1,9)``, ``lognormal(MEDIAN,SIGMA)``,
     ``bimodal(SHORT,LONG,SHARE)``, ``empirical(FILE,prompt)`` or ``empirical(FILE,output)``.
 
     Raises:
-        WorkloadError: anything else.
+        WorkloadError: any other text.
     """
     match = re.fullmatch(r"\s*(\w+)\((.*)\)\s*", text)
     if match is None:
@@ -287,7 +287,7 @@ def parse_lengths(text: str) -> lengths.Lengths:
 
 
 def parse_seconds(text: str) -> float:
-    """``0.5``, ``0.5s``, ``500ms`` or ``20us``."""
+    """Parse ``0.5``, ``0.5s``, ``500ms`` or ``20us``."""
     match = re.fullmatch(r"\s*([0-9.eE+-]+?)\s*(us|ms|s)?\s*", text)
     if match is None:
         raise WorkloadError(f"{text!r} is not a time; write 0.5, 0.5s, 500ms or 20us")
@@ -312,7 +312,7 @@ def _whole_number(text: str, what: str) -> int:
 
 
 def _split(text: str) -> list[str]:
-    """At ``,`` and ``&`` outside parentheses."""
+    """Split at ``,`` and ``&`` outside parentheses."""
     parts, depth, last = [], 0, 0
     for index, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -324,7 +324,7 @@ def _split(text: str) -> list[str]:
 
 
 class _Options:
-    """``key=value`` pairs; every one has to be asked for by somebody."""
+    """``key=value`` pairs; one that no code has read is an error."""
 
     def __init__(self, spec: str, text: str) -> None:
         self.spec = spec

@@ -1,6 +1,6 @@
-"""Readers of public trace formats. Lengths, times and identities only; nobody's text is in them.
+"""Readers of public trace formats. They read lengths, times and identities, and no texts.
 
-CSV, told apart by the header:
+CSV, recognised by the header:
 
 ======== ============================================================ ===================
 format   header                                                       published with
@@ -16,15 +16,15 @@ lengths  prompt_tokens, output_tokens, or num_prefill_tokens,         Vidur (MLS
 
 JSON lines: ``mooncake`` has timestamp (milliseconds), input_length, output_length and hash_ids,
 one for each 512 tokens of prompt (Mooncake, FAST'25); equal ids are equal tokens. ``bailian`` is
-the same with chat_id, in seconds and with 16 tokens a hash (Qwen-Bailian usage traces, ATC'25).
-``recording`` is what ``paceline serve --record`` wrote: the requests that it answered (read whole,
+the same with chat_id, in seconds and with 16 tokens per hash (Qwen-Bailian usage traces, ATC'25).
+``recording`` is a file of ``paceline serve --record``: the requests that it answered (read whole,
 not streamed).
 
 Rows with 0 prompt or output tokens are requests that failed; they are left out. Times start at the
 first row's. Stamps that go backwards are an error: a stream cannot be sorted. Stamps in another
 unit than a format's would make a thousand times the load, or a thousandth: those that can only be
-in another unit are an error, and ``Trace.doubt`` tells of an unlikely rate. A unit that is named is
-never doubted.
+in another unit are an error, and ``Trace.doubt`` reports an unlikely rate. A unit that the caller
+names is not doubted.
 """
 
 from __future__ import annotations
@@ -47,42 +47,42 @@ from paceline.sim.workload.base import WorkloadError
 
 __all__ = ["MOONCAKE_BLOCK", "Trace", "open_trace", "read_lengths"]
 
-# what a file of gzip begins with
+# first bytes of a gzip file
 _GZIP = b"\x1f\x8b"
-# tokens that one of Mooncake's hash_ids stands for, and one of Bailian's
+# tokens per hash_id of Mooncake, and of Bailian
 MOONCAKE_BLOCK = 512
 _BAILIAN_BLOCK = 16
-# units of stamps: how many make a second, and their names
+# units of stamps by name, and their number in a second
 _UNITS: Final = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 _NAMED: Final = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
-# seconds since 1970 of moments from 2001 to 2286: in any unit, no other unit has them
+# seconds since 1970 of times from 2001 to 2286: no time has the same number in another unit
 _EPOCH: Final = (1e9, 1e10)
-# requests a second from which on a trace is taken for one of another unit
+# requests per second below and above which a trace's unit is doubted
 _SLOWEST: Final = 0.01
 _FASTEST: Final = 10.0
-# rows by which ``Trace.doubt`` judges
+# number of rows that ``Trace.doubt`` reads
 _JUDGED: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A trace file whose format was recognised; ``arrivals`` reads it from the start."""
+    """A trace file in a known format; ``arrivals`` reads it from the start."""
 
     # "azure", "burstgpt", "arena", "lengths", "mooncake", "bailian" or "recording"
     format: str
     prefix_block: int
-    # no times: ``at`` is 0 in every arrival
+    # whether the file has no times: ``at`` is 0 in every arrival
     timeless: bool
     arrivals: Callable[[], Iterator[Arrival]]
-    # the unit that numbers are taken for because the format has it: nobody named one; else ""
+    # unit assumed because it is the format's; "" where the caller named one
     assumed: str = ""
 
     def doubt(self) -> str:
-        """Why its stamps may be in another unit, with the numbers; "" where nothing says so."""
+        """Say why its stamps may be in another unit, with the numbers; "" without any sign."""
         if not self.assumed:
             return ""
         last, count = 0.0, 0
-        # what is wrong with a row is said when it is read
+        # an error in a row is raised when the row is read
         with suppress(WorkloadError):
             for arrival in islice(self.arrivals(), _JUDGED):
                 last, count = arrival.at, count + 1
@@ -100,21 +100,21 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """What of a file is read, and how."""
+    """Choice of what to read of a file."""
 
-    # of stamps; "": the format's
+    # unit of stamps; "": the format's
     unit: str = ""
-    # tokens of a hash; None: the format's
+    # tokens per hash; None: the format's
     block: int | None = None
-    # without, every arrival's time is 0 and stamps are not looked at
+    # if false, every arrival's time is 0 and stamps are not read
     timed: bool = True
-    # without, arrivals have no prefix and hashes are not looked at
+    # if false, arrivals have no prefix and hashes are not read
     hashed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """A CSV layout: the header's names for what we need."""
+    """A CSV layout: the header's names of the columns that are read."""
 
     format: str
     prompt: str
@@ -128,7 +128,7 @@ class _Columns:
         return [name for name in every if name is not None]
 
 
-# a layout matches when its columns are there; the first that does is taken
+# a layout matches when all its columns exist; the first match is taken
 _LAYOUTS = (
     _Columns("azure", "ContextTokens", "GeneratedTokens", time="TIMESTAMP"),
     _Columns("burstgpt", "Request tokens", "Response tokens", time="Timestamp", model="Model"),
@@ -147,12 +147,12 @@ def open_trace(
 
     Args:
         unit: of its stamps: s, ms, us or ns; "": the format's.
-        block: tokens that each of its hash_ids stands for; None: the format's.
+        block: tokens per hash_id; None: the format's.
         timed: False where no times are wanted: they are all 0.
 
     Raises:
         WorkloadError: it cannot be read, or is in no known format; the message lists them. Or it
-            has no stamps that ``unit``, or no hashes that ``block`` could be of.
+            has no stamps for ``unit``, or no hashes for ``block``.
     """
     if unit and unit not in _UNITS:
         raise WorkloadError(f"unit is {unit!r}; known are {', '.join(_UNITS)}")
@@ -162,7 +162,7 @@ def open_trace(
 
 
 def read_lengths(path: Path) -> list[tuple[int, int]]:
-    """(prompt, output) tokens of every row of any trace, in order; 16 bytes a row and more."""
+    """Return (prompt, output) tokens of a trace's rows, in order; at least 16 bytes per row."""
     trace = _open(path, _Reading(timed=False, hashed=False))
     pairs = [(a.prompt_tokens, a.output_tokens) for a in trace.arrivals()]
     if not pairs:
@@ -193,7 +193,7 @@ def _open(path: Path, reading: _Reading) -> Trace:
 def _csv_trace(
     path: Path, layout: _Columns, names: list[str], row: list[str], reading: _Reading
 ) -> Trace:
-    """Of a header's ``names`` and the first ``row``."""
+    """Make a trace from a header's ``names`` and the first ``row``."""
     timeless = layout.time is None
     dated = False
     if layout.time is not None and len(row) > names.index(layout.time):
@@ -237,7 +237,7 @@ def _read_recording(path: Path) -> Iterator[Arrival]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[str]]:
-    """The file as text; what it cannot be read for becomes a WorkloadError."""
+    """Open the file as text; errors of reading it become a WorkloadError."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             if cast(BufferedReader, file.buffer).peek(2)[:2] == _GZIP:
@@ -261,7 +261,7 @@ def _read_csv(path: Path, columns: _Columns, reading: _Reading) -> Iterator[Arri
             if not row:
                 continue
             where = f"{path}:{rows.line_num}"
-            # a comma too many moves the columns behind it, unless all that is there is commas
+            # one comma too many moves the columns behind it, unless all additional ones are empty
             if len(row) < needed or any(row[len(header) :]):
                 raise WorkloadError(
                     f"{where}: has {len(row)} columns, expected {len(header)}: {', '.join(header)}"
@@ -283,10 +283,10 @@ def _read_csv(path: Path, columns: _Columns, reading: _Reading) -> Iterator[Arri
 
 
 class _Clock:
-    """Seconds since the first stamp; refuses to go backwards, and stamps of another unit.
+    """Seconds since the first stamp; refuses stamps that go backwards or have another unit.
 
     Args:
-        name: of the stamps, for messages.
+        name: name of the stamps, for messages.
         assumed: the format's unit.
         unit: the one that was asked for; "": none.
     """
@@ -321,7 +321,7 @@ class _Clock:
         return at
 
     def _doubt(self, stamp: float, where: str) -> None:
-        """Raises WorkloadError where a stamp is in another unit than the format's."""
+        """Raise WorkloadError where a stamp is in another unit than the format's."""
         unit = self._assumed
         if unit == "ms" and stamp != stamp // 1:
             raise WorkloadError(
@@ -360,7 +360,7 @@ def _is_number(text: str) -> bool:
 
 
 def _stamp(text: str, name: str | None, where: str) -> float | datetime:
-    """A number, or a date with a time."""
+    """Parse a number, or a date with a time."""
     if _is_number(text):
         return float(text)
     try:
@@ -377,7 +377,7 @@ def _stamp(text: str, name: str | None, where: str) -> float | datetime:
 
 
 def _read_lines(path: Path, assumed: str, block: int, reading: _Reading) -> Iterator[Arrival]:
-    """Mooncake's lines, and those like them; ``assumed`` is the format's unit."""
+    """Yield the arrivals of Mooncake's lines, or similar ones; ``assumed`` is the format's unit."""
     clock = _Clock("timestamp", assumed, reading.unit)
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
@@ -388,7 +388,7 @@ def _read_lines(path: Path, assumed: str, block: int, reading: _Reading) -> Iter
             at = 0.0
             if reading.timed:
                 stamp: Any = row.get("timestamp")
-                # not isinstance: True is no time
+                # not isinstance: True is not a time
                 if type(stamp) not in (int, float) or not abs(stamp) < 1e20:
                     known = _NAMED[reading.unit or assumed]
                     raise WorkloadError(f"{where}: timestamp is {stamp!r}, expected {known}")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.checkpoints.base import expected_shapes
-from paceline.checkpoints.config import ModelConfig, RopeConfig
+from paceline.checkpoints.model.checkpoint import expected_shapes
+from paceline.checkpoints.model.config import ModelConfig, RopeConfig
 
 Weights = dict[str, NDArray[np.float32]]
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from paceline.backends.native import NativeModel, unavailable_reason, variants
 from paceline.backends.native.library import limits
-from paceline.backends.native.pieces import attend, cache_bytes
+from paceline.backends.native.single_kernels import attend, cache_bytes
 from tests.backends.native import reference
 from tests.backends.native.reference import random_weights, tiny_config
 

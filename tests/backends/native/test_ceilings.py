@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from paceline.backends.native import unavailable_reason, variants
-from paceline.backends.native.pieces import PackedMatrix, peak_rate, products_seconds
-from paceline.core.errors import ConfigError
+from paceline.backends.native.single_kernels import PackedMatrix, peak_rate, products_seconds
+from paceline.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 

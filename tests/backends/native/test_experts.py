@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from paceline.backends.native import NativeModel, unavailable_reason, variants
 from paceline.backends.native.packed import PackedCopies
-from paceline.backends.native.pieces import cache_bytes
-from paceline.checkpoints.config import ModelConfig
-from paceline.core.errors import ConfigError
+from paceline.backends.native.single_kernels import cache_bytes
+from paceline.checkpoints.model.config import ModelConfig
+from paceline.errors import ConfigError
 from tests.backends.native.reference import (
     Weights,
     logits,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from paceline.backends.native import unavailable_reason, variants
-from paceline.backends.native.pieces import PackedMatrix, variants_for
-from paceline.core.errors import ConfigError
+from paceline.backends.native.single_kernels import PackedMatrix, variants_for
+from paceline.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(
     unavailable_reason() is not None or variants() == ("portable",),

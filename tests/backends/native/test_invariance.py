@@ -1,4 +1,4 @@
-"""The promises of docs/accuracy.md about one request's logits.
+"""The promises of docs/understand/accuracy.md about one request's logits.
 
 They are the same bit for bit alone and among others, from a whole prompt, from chunks of it, from
 decoding, and in other blocks. What differs here is the step: how many rows it has, which tokens of
@@ -16,8 +16,8 @@ import pytest
 from numpy.typing import NDArray
 
 from paceline.backends.native import NativeModel, unavailable_reason, variants
-from paceline.backends.native.pieces import cache_bytes
-from paceline.checkpoints.config import ModelConfig
+from paceline.backends.native.single_kernels import cache_bytes
+from paceline.checkpoints.model.config import ModelConfig
 from tests.backends.native.reference import random_weights, rope_tables, tiny_config
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from paceline.backends.native import NativeModel, RawTensor, unavailable_reason, variants
 from paceline.backends.native.packed import PackedCopies
-from paceline.backends.native.pieces import PackedMatrix, traits
-from paceline.checkpoints.config import ModelConfig
-from paceline.core.errors import ConfigError
+from paceline.backends.native.single_kernels import PackedMatrix, traits
+from paceline.checkpoints.model.config import ModelConfig
+from paceline.errors import ConfigError
 from tests.backends.native.reference import Weights, random_weights, rope_tables, tiny_config
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))

@@ -17,10 +17,10 @@ from paceline.backends.native import (
     unsupported_reason,
     variants,
 )
-from paceline.backends.native.pieces import cache_bytes
 from paceline.backends.native.sampling import token_logprobs
-from paceline.checkpoints.config import ModelConfig
-from paceline.core.errors import CheckpointError, ConfigError
+from paceline.backends.native.single_kernels import cache_bytes
+from paceline.checkpoints.model.config import ModelConfig
+from paceline.errors import CheckpointError, ConfigError
 from tests.backends.native.reference import (
     Weights,
     logits,

@@ -16,7 +16,7 @@ import pytest
 
 from paceline.backends.native import library as library_module
 from paceline.backends.native import unavailable_reason
-from paceline.backends.native.pieces import variants_for
+from paceline.backends.native.single_kernels import variants_for
 
 # whatever this machine runs of it
 COMPILED = [] if unavailable_reason() else variants_for(*[0xFFFFFFFF] * 4, 0xFFFFFFFF).split(",")

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from paceline.backends.native import NativeModel, sampling, unavailable_reason, variants
 from paceline.backends.native.sampling import NativeSampler, token_logprobs
-from paceline.backends.sampling import PreparedSampling, SampleRow
-from paceline.core.errors import ConfigError
+from paceline.backends.runner.sampling import PreparedSampling, SampleRow
 from paceline.core.sampling_params import SamplingParams
+from paceline.errors import ConfigError
 from tests.backends.native.reference import random_weights, rope_tables, tiny_config
 from tests.backends.sampling_reference import (
     allowed_tokens,

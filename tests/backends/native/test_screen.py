@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from paceline.backends.native import NativeModel, unavailable_reason, variants
-from paceline.checkpoints.config import ModelConfig
+from paceline.checkpoints.model.config import ModelConfig
 from tests.backends.native.reference import Weights, random_weights, rope_tables, tiny_config
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))

@@ -1,5 +1,6 @@
-"""What each member of a team computes of a step, in a program of its own: csrc/paces.h, which deals
-out rows by how long members took, and csrc/cut.h, which cuts attention over long contexts."""
+"""What each member of a team computes of a step, in a program of its own: csrc/row_balance.h, which
+deals out rows by how long members took, and csrc/split_kv.h, which cuts attention over long
+contexts."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ pytestmark = [
 ]
 
 PROGRAM = r"""
-#include "cut.h"
-#include "paces.h"
+#include "split_kv.h"
+#include "row_balance.h"
 
 #include <cstdio>
 #include <cstdlib>

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.backends.native import NativeModel, unavailable_reason
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from tests.backends.native.reference import random_weights, rope_tables, tiny_config
 
 pytestmark = [
@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.backends.native import NativeModel
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from tests.backends.native.reference import random_weights, rope_tables, tiny_config
 
 MOST = resource.getrlimit(resource.RLIMIT_AS)[1]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from paceline.backends.native import unavailable_reason, variants
 from paceline.backends.native.build import build
-from paceline.backends.native.pieces import PackedMatrix
+from paceline.backends.native.single_kernels import PackedMatrix
 
 ROOT = Path(__file__).parents[3]
 FOLDER = Path(__file__).parent

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paceline.backends.native.tensors import RawTensor, checkpoint_tensors
-from paceline.checkpoints.base import open_checkpoint
+from paceline.checkpoints.open import open_checkpoint
 from tests.backends.gguf_files import write_gguf as write_model
 from tests.backends.torch.models import make_model, save_model
 from tests.checkpoints.builders import HIDDEN, llama_tensors, write_gguf

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from paceline.backends import devices
+from paceline.backends.loading import devices
 from paceline.backends.native import unavailable_reason
-from paceline.core.errors import ConfigError
-from tests.backends.loading import load_backend
+from paceline.errors import ConfigError
+from tests.backends.helpers import load_backend
 from tests.cli.servers import start_server
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
@@ -22,7 +22,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 
-from tests.backends.loading import load_backend
+from tests.backends.helpers import load_backend
 from paceline.core.grammar import Grammar
 from paceline.engine.text.grammar import GrammarCompiler
 from tests.backends.plans import Plans

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.backends import head_drafting
-from paceline.backends.drafting import DraftRow
-from paceline.backends.head_drafting import HeadDraft
-from paceline.backends.load import load_backend
-from paceline.backends.settings import BackendSettings
+from paceline.backends.drafting import draft_head
+from paceline.backends.drafting.draft_head import HeadDraft
+from paceline.backends.loading.load import load_backend
+from paceline.backends.loading.settings import BackendSettings
+from paceline.backends.runner.drafting import DraftRow
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.llm import LLM
 from paceline.engine.testing import ByteTokenizer, null_core
@@ -50,7 +50,7 @@ def play(
     monkeypatch.setattr(draft_choice, "_UNLIKELY", 0.0)
     seen: list[Guessed] = []
     asked: dict[int, Guessed] = {}
-    plain, plain_draw = HeadDraft.guess, head_drafting.draw
+    plain, plain_draw = HeadDraft.guess, draft_head.draw
 
     def draw(*given: Any) -> list[int]:
         logits, rows, going = given[1], given[3], given[4]
@@ -69,7 +69,7 @@ def play(
         return made
 
     monkeypatch.setattr(HeadDraft, "guess", guess)
-    monkeypatch.setattr(head_drafting, "draw", draw)
+    monkeypatch.setattr(draft_head, "draw", draw)
     chosen = {"device": "cpu", "dtype": "float32", "compute": "torch", "num_blocks": 64}
     backend = load_backend(folder, BackendSettings(**(chosen | {"threads": 1} | settings)))
     engine = null_core(backend, speculative_config=config, **core)

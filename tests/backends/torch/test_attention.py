@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backends.steps import AttentionBatch
+from paceline.backends.runner.interface import AttentionBatch
 from paceline.backends.torch import attention as attention_module
 from paceline.backends.torch.attention import TorchAttention, block_bytes
-from paceline.checkpoints.config import ModelConfig, RopeConfig
+from paceline.checkpoints.model.config import ModelConfig, RopeConfig
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 600

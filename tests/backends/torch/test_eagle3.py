@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline.backends.load import load_backend
-from paceline.backends.settings import BackendSettings
-from paceline.checkpoints.eagle3 import Eagle3Head, is_eagle3
-from paceline.core.errors import CheckpointError, ConfigError
+from paceline.backends.loading.load import load_backend
+from paceline.backends.loading.settings import BackendSettings
+from paceline.checkpoints.heads.eagle3 import Eagle3Head, is_eagle3
+from paceline.errors import CheckpointError, ConfigError
 from tests.backends.torch.heads import play, prompts_of, reference_guesses, rewrite, save_eagle3
 from tests.backends.torch.models import VOCAB, save_model
 

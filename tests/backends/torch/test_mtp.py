@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backends.load import load_backend
-from paceline.backends.settings import BackendSettings
-from paceline.backends.steps import AttentionBatch
+from paceline.backends.loading.load import load_backend
+from paceline.backends.loading.settings import BackendSettings
+from paceline.backends.runner.interface import AttentionBatch
 from paceline.backends.torch.head import HeadSettings
 from paceline.backends.torch.mtp import MTPStep
 from paceline.backends.torch.weights import load_weights
-from paceline.checkpoints.base import open_checkpoint
-from paceline.checkpoints.hf import HFCheckpoint
-from paceline.checkpoints.mtp import MTPLayers
-from paceline.core.errors import ConfigError
+from paceline.checkpoints.heads.mtp import MTPLayers
+from paceline.checkpoints.hf.checkpoint import HFCheckpoint
+from paceline.checkpoints.open import open_checkpoint
+from paceline.errors import ConfigError
 from tests.backends.gguf_files import write_gguf
 from tests.backends.torch.heads import Guessed, play, prompts_of, rewrite
 from tests.backends.torch.models import make_model, save_model

@@ -1,4 +1,4 @@
-"""How heads are turned; by how much is in tests/backends/test_rope.py."""
+"""How heads are turned; by how much is in tests/backends/runner/test_rope.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.backends.torch.rope import RotaryTable
-from tests.backends.test_rope import make_config
+from tests.backends.runner.test_rope import make_config
 
 
 def test_rotation_of_one_pair() -> None:

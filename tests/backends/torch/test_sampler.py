@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backends.sampling import PreparedSampling, SampleRow, uniforms
+from paceline.backends.runner.sampling import PreparedSampling, SampleRow, uniforms
 from paceline.backends.torch import sampler
 from paceline.backends.torch.sampler import sample, token_logprobs
-from paceline.core.errors import InvalidRequestError
 from paceline.core.sampling_params import SamplingParams
+from paceline.errors import InvalidRequestError
 
 VOCAB = 300
 

@@ -79,9 +79,11 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPat
     # the first measurement was disturbed
     ceilings = iter([Ceilings({256: 1e9}, NONE), Ceilings({256: 1e12}, NONE)])
     monkeypatch.setattr("benchmarks.peers.ceilings.measure", lambda threads: next(ceilings))
-    monkeypatch.setattr("paceline.checkpoints.resolve.find_local", lambda name: tmp_path / "m.gguf")
+    monkeypatch.setattr(
+        "paceline.checkpoints.hub.resolve.find_local", lambda name: tmp_path / "m.gguf"
+    )
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB))
-    monkeypatch.setattr("paceline.checkpoints.base.open_checkpoint", lambda path: model)
+    monkeypatch.setattr("paceline.checkpoints.open.open_checkpoint", lambda path: model)
     monkeypatch.setattr(command.signal, "signal", lambda number, handler: None)
     monkeypatch.setenv("PACELINE_PEERS", str(tmp_path / "peers"))
     for name in ("QUICK", "PEERS", "ROWS", "RATES", "ROUNDS", "RATE_SECONDS", "LEVEL"):

@@ -18,7 +18,7 @@ from benchmarks.peers.rows import parse_row
 from benchmarks.peers.transformers_generate import Transformers
 from benchmarks.peers.vllm_cpu import VllmCpu, needed
 from paceline.backends.native import unavailable_reason
-from paceline.backends.native.pieces import variants_for
+from paceline.backends.native.single_kernels import variants_for
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_the_floor_of_a_row_by_hand() -> None:
 def test_the_hugging_face_folder_holds_the_same_model(smollm2_path: Path, tmp_path: Path) -> None:
     import numpy as np
 
-    from paceline.checkpoints.base import open_checkpoint
+    from paceline.checkpoints.open import open_checkpoint
     from paceline.engine.text.tokenizer import load_tokenizer
 
     folder = tmp_path / "models" / "hf"

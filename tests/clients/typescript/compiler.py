@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.common.processes import Unavailable
 from benchmarks.common.setup import run_step
-from paceline.checkpoints.resolve import default_cache_dir
+from paceline.checkpoints.hub.resolve import default_cache_dir
 
 __all__ = ["CLIENT", "Wrong", "check", "find", "install"]
 

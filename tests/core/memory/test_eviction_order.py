@@ -1,5 +1,5 @@
-"""The order of eviction, as docs/scheduling.md tells it: what the pool hands out first, and what
-of the prefix cache is lost first."""
+"""The order of eviction, as docs/understand/scheduling.md tells it: what the pool hands out first,
+and what of the prefix cache is lost first."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.null import expected_tokens
+from paceline.backends.reference.null import expected_tokens
 from paceline.core.config import CacheConfig
 from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.outputs import BlockSwap

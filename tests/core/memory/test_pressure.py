@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from paceline.core.errors import QueueFullError
 from paceline.core.memory.pressure import Pressure, PressureValve
 from paceline.core.slo import Slo
+from paceline.errors import QueueFullError
 from tests.driving import Driver, make_request
 
 BATCH = Slo(best_effort=True)

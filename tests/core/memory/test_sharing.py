@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.backends.null import expected_tokens
+from paceline.backends.reference.null import expected_tokens
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.request import FinishReason
 from tests.driving import Driver, make_request

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.null import NullBackend, expected_tokens
+from paceline.backends.reference.null import NullBackend, expected_tokens
 from paceline.core.config import CacheConfig
-from paceline.core.errors import ConfigError
 from paceline.core.memory.windows import WindowBlocks
 from paceline.core.outputs import SchedulerOutput
+from paceline.errors import ConfigError
 from tests.driving import Driver, make_request
 
 VOCAB = 997

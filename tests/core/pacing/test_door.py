@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError, QueueFullError
 from paceline.core.pacing.first_token import FirstTokenForecast
 from paceline.core.predict.step_time import StepShape
 from paceline.core.slo import Slo
+from paceline.errors import ConfigError, QueueFullError
 from tests.driving import Driver, ask, make_request
 
 
@@ -114,6 +114,22 @@ def test_one_tenants_flood_leaves_places_to_others() -> None:
     assert flood(driver, "b", 74) == {"taken": 72, "queue-share": 2}
     driver.run()
     assert len(driver.finished) == 154
+
+
+def test_best_effort_leaves_places_to_others() -> None:
+    """Its wait has no limit, so in time it would fill every queue and lock chats out."""
+    driver = Driver(max_num_seqs=1, max_num_waiting=16, num_blocks=200)
+    night = Slo(slo_class="batch", best_effort=True)
+    driver.add(make_request("runs", 4, 40))
+    driver.step()
+    driver.add(*(make_request(f"night{index}", 4, slo=night) for index in range(14)))
+    why = "14 requests wait already, and the 2 places left of 16 are for requests that are not best"
+    with pytest.raises(QueueFullError, match=why) as error:
+        driver.add(make_request("night", 4, slo=night))
+    assert error.value.reason == "queue-share"
+    driver.add(make_request("one", 4), make_request("two", 4))
+    with pytest.raises(QueueFullError, match="16 requests wait already"):
+        driver.add(make_request("three", 4))
 
 
 @pytest.mark.parametrize("tenant", ["a", ""])

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from paceline.core.errors import QueueFullError
 from paceline.core.request import Request
 from paceline.core.slo import NO_SLO, Slo
+from paceline.errors import QueueFullError
 from tests.core.machine import Machine
 from tests.driving import make_request
 

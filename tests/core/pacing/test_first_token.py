@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.core.errors import QueueFullError
 from paceline.core.pacing.first_token import FirstTokenForecast, Forecast, ForecastKind
 from paceline.core.pacing.share import GuaranteedShare
 from paceline.core.pacing.waiting_targets import WaitingTargets
@@ -17,6 +16,7 @@ from paceline.core.request import Request
 from paceline.core.slo import MAX_SECONDS
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
+from paceline.errors import QueueFullError
 from tests.driving import Driver, make_request
 
 NEWCOMER = make_request("new", 100)

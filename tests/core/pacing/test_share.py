@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.errors import QueueFullError
 from paceline.core.policies import POLICIES
 from paceline.core.request import Request
 from paceline.core.slo import Slo
 from paceline.core.tier import Tier
+from paceline.errors import QueueFullError
 from tests.core.machine import Machine
 from tests.driving import make_request
 
@@ -136,6 +136,25 @@ def test_what_nothing_promised_leaves_is_free() -> None:
     assert "chat" in {row.request_id for row in machine.plans[-1].rows}
 
 
+@pytest.mark.parametrize("deadline", [None, 500.0])
+def test_what_is_left_over_pays_for_seconds_to_come(deadline: float | None) -> None:
+    """Work with a deadline was served for ten seconds, so the flood that follows pays nothing for
+    as long; background work, which nothing else bounds, is paid for again after a second."""
+    flood = Flood(max_num_seqs=4, best_effort_share=0.2)
+    slo = Slo(slo_class="batch", best_effort=True, deadline=deadline)
+    for index in range(4):
+        flood.machine.add(make_request(f"first{index}", 5, 4000, slo=slo))
+    while flood.machine.now < 10.0:
+        # one chat at a time: there is promised work, which leaves nearly all
+        if not flood.machine.scheduler.state.running.most_tokens[Tier.ORDINARY]:
+            flood.number += 1
+            name = f"one{flood.number}"
+            flood.machine.add(make_request(name, 5, 4, arrival=flood.machine.now, slo=CHAT))
+        flood.machine.step()
+    share = flood.machine.scheduler._paced.share
+    assert share.credit == pytest.approx(-0.2 * (1.0 if deadline is None else 10.0), abs=0.1)
+
+
 def test_a_late_request_has_no_share_where_the_queue_timeout_bounds_its_wait() -> None:
     for timeout, served in ((30.0, False), (None, True)):
         flood = Flood(max_num_seqs=4, best_effort_share=0.1, queue_timeout_s=timeout)
@@ -241,6 +260,7 @@ def test_best_effort_waits_no_longer_than_its_share_allows(policy: str, seed: in
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_best_effort_waits_no_longer_over_a_hundred_thousand_events(policy: str) -> None:
     assert sum(endless(policy, seed, 12_500) for seed in range(8)) > 100

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import StepResult
 from paceline.core.policies import POLICIES, FcfsPolicy, PolicyContext
 from paceline.core.request import Request
 from paceline.core.slo import Slo
+from paceline.errors import ConfigError
 from tests.core.machine import Machine
 from tests.driving import Driver, make_request
 

@@ -7,11 +7,11 @@ from contextlib import suppress
 
 import pytest
 
-from paceline.core.errors import QueueFullError
 from paceline.core.queues.running import RunningList
 from paceline.core.request import Request, RequestStatus
 from paceline.core.slo import Slo
 from paceline.core.tier import Move, Tier
+from paceline.errors import QueueFullError
 from tests.driving import Driver, make_request
 
 BLOCK = 4

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import Draft, SchedulerOutput, StepResult
 from paceline.core.request import Request
 from paceline.core.scheduler import Scheduler
 from paceline.core.step.limits import Step
 from paceline.core.step.speculation import Speculation
 from paceline.core.step.state import SchedulerState
+from paceline.errors import ConfigError
 from tests.driving import ask, make_request
 
 CACHE = CacheConfig(block_size=4, num_blocks=64)

@@ -10,14 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.null import NullBackend, expected_tokens
-from paceline.core.errors import (
-    EngineDeadError,
-    EngineDrainingError,
-    InvalidRequestError,
-    NeverFitsError,
-    QueueFullError,
-)
+from paceline.backends.reference.null import NullBackend, expected_tokens
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.local import LocalEngineClient
 from paceline.engine.process.client import ProcessEngineClient
@@ -31,6 +24,13 @@ from paceline.engine.types import (
     EngineStats,
     GenerationOutput,
     GenerationRequest,
+)
+from paceline.errors import (
+    EngineDeadError,
+    EngineDrainingError,
+    InvalidRequestError,
+    NeverFitsError,
+    QueueFullError,
 )
 from tests.engine.null_engine import ARGV
 

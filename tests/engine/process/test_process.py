@@ -17,14 +17,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from paceline.core.errors import (
-    CheckpointError,
-    ConfigError,
-    EngineDeadError,
-    NeverFitsError,
-    QueueFullError,
-    RequestError,
-)
 from paceline.core.outputs import RequestUpdate, TokenLogprobs
 from paceline.core.request import FinishReason
 from paceline.core.sampling_params import SamplingParams
@@ -41,6 +33,14 @@ from paceline.engine.process.messages import (
 )
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.types import EngineStats, GenerationRequest
+from paceline.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    NeverFitsError,
+    QueueFullError,
+    RequestError,
+)
 from tests.engine.null_engine import ARGV
 from tests.engine.process.test_client import collect, is_healthy, make, start_process, until
 

@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.backends.null import expected_tokens
-from paceline.core.errors import EngineLostError, PoisonedRequestError
+from paceline.backends.reference.null import expected_tokens
 from paceline.core.slo import Slo
 from paceline.engine.supervision import supervisor
 from paceline.engine.supervision.supervisor import SupervisedEngineClient
 from paceline.engine.types import GenerationRequest
+from paceline.errors import EngineLostError, PoisonedRequestError
 from tests.engine.process.test_client import VOCAB, make, until
 from tests.engine.supervision.test_supervisor import (
     DIE,

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.core.grammar import Grammar
 from paceline.core.outputs import ScheduledRow, SchedulerOutput
 from paceline.core.sampling_params import SamplingParams

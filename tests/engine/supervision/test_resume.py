@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.null import expected_tokens
+from paceline.backends.reference.null import expected_tokens
 from paceline.core.outputs import RequestUpdate
 from paceline.core.request import FinishReason
 from paceline.engine.supervision.supervisor import SupervisedEngineClient

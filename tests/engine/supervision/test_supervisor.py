@@ -15,13 +15,6 @@ from typing import Any
 import pytest
 import zmq
 
-from paceline.core.errors import (
-    ConfigError,
-    EngineDeadError,
-    EngineDrainingError,
-    EngineLostError,
-    PoisonedRequestError,
-)
 from paceline.engine.process.client import ProcessEngineClient
 from paceline.engine.supervision.supervisor import SupervisedEngineClient
 from paceline.engine.supervision.totals import added
@@ -32,6 +25,13 @@ from paceline.engine.types import (
     GenerationOutput,
     GenerationRequest,
     SchedulerStats,
+)
+from paceline.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineDrainingError,
+    EngineLostError,
+    PoisonedRequestError,
 )
 from tests.engine.null_engine import ARGV
 from tests.engine.process.test_client import BACKEND, make, until

@@ -8,8 +8,8 @@ from collections.abc import Callable, Container
 
 import pytest
 
-from paceline.core.errors import EngineDeadError
 from paceline.engine.supervision import watchdog
+from paceline.errors import EngineDeadError
 
 
 class Engine:

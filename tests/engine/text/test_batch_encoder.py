@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.core.errors import InvalidRequestError
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.text.batch_encoder import BatchEncoder
+from paceline.errors import InvalidRequestError
 
 
 class Gated(ByteTokenizer):

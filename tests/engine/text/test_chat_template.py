@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from paceline.core.errors import InvalidRequestError
 from paceline.engine.text.chat_template import KNOWN_TEMPLATES, RESERVED_NAMES, ChatTemplate
 from paceline.engine.text.template_process import TemplateProcess
 from paceline.engine.text.template_sandbox import MAX_TEMPLATE_CHARS
+from paceline.errors import InvalidRequestError
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 PROCESS = TemplateProcess()

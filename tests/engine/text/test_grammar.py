@@ -9,12 +9,12 @@ import threading
 
 import pytest
 
-from paceline.backends.constraint import OutputConstraint
-from paceline.core.errors import InvalidRequestError, RequestFailedError
+from paceline.backends.runner.constraint import OutputConstraint
 from paceline.core.grammar import Grammar
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.text import grammar as module
 from paceline.engine.text.grammar import GrammarCompiler
+from paceline.errors import InvalidRequestError, RequestFailedError
 
 END = ByteTokenizer.IM_END
 

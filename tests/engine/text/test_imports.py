@@ -16,7 +16,7 @@ from paceline.engine.text.tokenizer import load_tokenizer
 assert load_tokenizer(Path(sys.argv[1])).encode("One")
 """
 ENGINE = """
-from paceline.cli.settings import EngineSettings
+from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.wiring import build_core
 settings = EngineSettings.of(model_name="m", model_path=sys.argv[1], num_blocks=64)
 build_core(settings)[0].close()

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from paceline.core.errors import InvalidRequestError
 from paceline.core.outputs import RequestUpdate, Timeline, TokenLogprobs
 from paceline.core.request import FinishReason
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.testing import ByteTokenizer
 from paceline.engine.text.output_processor import OutputProcessor, merge_outputs
 from paceline.engine.types import GenerationOutput, GenerationRequest, Resume, ResumedChoice
+from paceline.errors import InvalidRequestError
 
 EOS = ByteTokenizer.IM_END
 

@@ -15,14 +15,14 @@ import tokenizers
 import transformers
 from tokenizers import AddedToken, models, pre_tokenizers
 
-from paceline.checkpoints.base import open_checkpoint
-from paceline.checkpoints.special_ids import warn_once
-from paceline.core.errors import CheckpointError
+from paceline.checkpoints.model.special_ids import warn_once
+from paceline.checkpoints.open import open_checkpoint
 from paceline.engine.text.chat_template import ChatTemplate
 from paceline.engine.text.detokenizer import IncrementalDetokenizer
 from paceline.engine.text.end_of_turn import turn_end
 from paceline.engine.text.template_sandbox import RendersHere
 from paceline.engine.text.tokenizer import HFTokenizer, load_tokenizer
+from paceline.errors import CheckpointError
 from tests.checkpoints.builders import llama_tensors, write_gguf
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from paceline.core.errors import InvalidRequestError
 from paceline.engine.text.template_process import TemplateLimits, TemplateProcess
+from paceline.errors import InvalidRequestError
 
 # of processor time; a tenth of the limit that holds elsewhere
 CPU = 0.2

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import InvalidRequestError
 from paceline.engine.text.template_sandbox import render_template
+from paceline.errors import InvalidRequestError
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 

@@ -16,9 +16,9 @@ import pytest
 import tokenizers
 import transformers
 
-from paceline.core.errors import InvalidRequestError
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.text.tokenizer import HFTokenizer, load_tokenizer
+from paceline.errors import InvalidRequestError
 
 PARTS = [
     "", " ", "  ", "   ", "\n", "\n\n", "\n\n\n", "\t", "\t\t", "\r\n", " \n ", "\n \n", "\u00a0",

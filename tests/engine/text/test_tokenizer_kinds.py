@@ -16,12 +16,12 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, models, pre_tokenizers, processors, trainers
 
-from paceline.checkpoints.gguf_tokenizer import SUPPORTED_PRE_TOKENIZERS, build_tokenizer
-from paceline.core.errors import CheckpointError, InvalidRequestError
+from paceline.checkpoints.gguf.tokenizer import SUPPORTED_PRE_TOKENIZERS, build_tokenizer
 from paceline.engine.text.chat_template import ChatTemplate
 from paceline.engine.text.detokenizer import IncrementalDetokenizer
 from paceline.engine.text.template_sandbox import RendersHere
 from paceline.engine.text.tokenizer import HFTokenizer, load_tokenizer
+from paceline.errors import CheckpointError, InvalidRequestError
 from tests.checkpoints.builders import llama_tensors, write_gguf
 
 CORPUS = [

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.http.rate_limits.rates import (
     KeyLimits,
     Rate,

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.http.rate_limits.rates import Rate
 from paceline.http.rate_limits.store import RateStore, check_storage_url
 from tests.http.rate_limits.redis_server import RedisServer

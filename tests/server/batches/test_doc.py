@@ -1,4 +1,4 @@
-"""docs/batches.md: its program runs as written, and what it says of limits is so."""
+"""docs/use/batches.md: its program runs as written, and what it says of limits is so."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from paceline.cli.batch_options import batch_config
+from paceline.cli.flags.batch_options import batch_config
 from paceline.cli.main import build_parser
 from paceline.server.batches.answering import URLS
 from tests.cli.servers import start_server
 
-DOC = (Path(__file__).parents[3] / "docs" / "batches.md").read_text()
+DOC = (Path(__file__).parents[3] / "docs" / "use" / "batches.md").read_text()
 
 
 def test_the_program_runs(tmp_path: Path) -> None:

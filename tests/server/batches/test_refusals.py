@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from paceline.backends.null import NullBackend
+from paceline.backends.reference.null import NullBackend
 from paceline.engine.testing import null_client
 from paceline.server import ServerConfig, create_app
-from paceline.server.batch_config import BatchConfig
 from paceline.server.batches.store import BatchStore
+from paceline.server.settings.batch_config import BatchConfig
 from tests.server.batches.serving import URL, running
 from tests.server.helpers import VOCAB, connect
 

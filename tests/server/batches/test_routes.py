@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.errors import ConfigError, EngineDeadError, QueueFullError
+from paceline.errors import ConfigError, EngineDeadError, QueueFullError
 from paceline.http.bounds import Bounds
 from paceline.server import ServerConfig
 from paceline.server.batches import runner

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.http.errors import HttpError
 from paceline.server.batches.contents import Part, StorageError
 from paceline.server.batches.records import Batch, Result

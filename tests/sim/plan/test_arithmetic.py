@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.plan import (
     PRESETS,
     estimate_batching,

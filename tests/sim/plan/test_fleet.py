@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.plan import FleetOption, Target, best_fleet, find_model, run_fleet
 from paceline.sim.step_times.roofline import HardwareCard
 from paceline.sim.workload import open_workload

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import SchedulerOutput
+from paceline.errors import ConfigError
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.plan import Target, estimate_split, highest_rate, smallest_fleet
 from paceline.sim.report import Metrics, Summary

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.report import Metrics, StepEvent, TimelineWriter, plot_cdfs, plot_curves
 

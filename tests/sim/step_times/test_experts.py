@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import ScheduledRow, SchedulerOutput
+from paceline.errors import ConfigError
 from paceline.sim.step_times.experts import ExpertGroup, ExpertTable
 from paceline.sim.step_times.profile import ProfileStepTimes
 from tests.sim.step_times.profiles import MODEL, write_profile

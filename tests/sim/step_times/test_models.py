@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.step_times.models import ModelShape, known_models
 from tests.sim.step_times.profiles import MODEL
 

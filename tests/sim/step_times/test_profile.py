@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import ScheduledRow, SchedulerOutput
+from paceline.errors import ConfigError
 from paceline.sim.step_times.profile import (
     GraphPadding,
     Interconnect,

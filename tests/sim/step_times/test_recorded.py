@@ -8,9 +8,9 @@ from statistics import mean
 import pytest
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.predict.step_time import StepShape, StepTimeModel
+from paceline.errors import ConfigError
 from paceline.sim.arrival import Served
 from paceline.sim.recording import RecordedRequest, RecordedStep, Recording
 from paceline.sim.replica import Delays, ReplicaConfig

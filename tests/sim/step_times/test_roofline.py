@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.step_times.models import ModelShape, known_models
 from paceline.sim.step_times.roofline import HardwareCard, RooflineStepTimes, known_hardware
 from tests.sim.step_times.profiles import MODEL

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.arrival import Arrival
 from paceline.sim.step_times.profile import GraphPadding, Interconnect, ProfileStepTimes
 from paceline.sim.step_times.spec import open_step_times

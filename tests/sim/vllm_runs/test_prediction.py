@@ -9,8 +9,8 @@ from statistics import mean
 
 import pytest
 
-from paceline.core.errors import ConfigError
 from paceline.core.outputs import SchedulerOutput
+from paceline.errors import ConfigError
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.step_times.profile import GraphPadding, Interconnect
 from paceline.sim.vllm_runs import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.vllm_runs import VllmRun, find_runs, predict
 from tests.sim.vllm_runs.folders import write_run

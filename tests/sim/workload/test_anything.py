@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paceline.core.errors import ConfigError
+from paceline.errors import ConfigError
 from paceline.sim.workload import open_trace, open_workload
 
 CELL = st.one_of(

@@ -1,0 +1,130 @@
+"""Choice and loading of a second model that guesses tokens for the served one."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from paceline.backends.drafting.draft_model import DraftModel, DraftPlan
+from paceline.backends.loading.formats import Formats, choose_formats
+from paceline.backends.loading.head import choose_eagle3, choose_mtp
+from paceline.backends.loading.memory_estimate import weight_bytes
+from paceline.backends.loading.settings import BackendSettings
+from paceline.backends.loading.target import choose_copies, choose_loader, torch_dtype
+from paceline.backends.runner.interface import LoadedModel, ModelLoader
+from paceline.backends.runner.rope import longest_sequence
+from paceline.checkpoints.heads.eagle3 import is_eagle3
+from paceline.checkpoints.model.checkpoint import Checkpoint
+from paceline.checkpoints.open import open_checkpoint
+from paceline.errors import ConfigError
+
+__all__ = ["choose_draft"]
+
+# tokens by which the heads of two models with the same vocabulary may differ: they are padded to
+# multiples of 64 to 1,024
+_PADDING: Final = 1024
+
+
+def choose_draft(
+    settings: BackendSettings,
+    checkpoint_path: Path,
+    served: Checkpoint,
+    formats: Formats,
+    device: str,
+    length: int,
+    threads: int,
+) -> DraftPlan:
+    """Choose a draft model. Raises ConfigError for one that cannot guess for ``served``."""
+    if settings.draft_mtp:
+        return choose_mtp(settings, served, formats, device, length)
+    assert settings.draft_path is not None
+    path, config = Path(settings.draft_path), served.config
+    if is_eagle3(path):
+        return choose_eagle3(settings, config, formats, device, length)
+    itself = path.resolve() == checkpoint_path.resolve()
+    checkpoint = open_checkpoint(path)
+    own = checkpoint.config
+    if abs(own.vocab_size - config.vocab_size) > _PADDING:
+        raise ConfigError(
+            f"speculative_config: the draft model {path} has {own.vocab_size} tokens and the "
+            f"served one {config.vocab_size}, which is more than padding ({_PADDING} at most): "
+            "both must have the same vocabulary"
+        )
+    mirrors = itself and formats.compute == "native"
+    try:
+        found = choose_formats(
+            own,
+            compute="native" if mirrors else settings.compute,
+            dtype=settings.draft_dtype,
+            # copied blocks have the served model's format
+            kv_dtype=formats.kv_dtype if mirrors else "auto",
+            block_size=settings.block_size,
+            device=device,
+            torch_dtype=partial(torch_dtype, device=device),
+            isa=formats.isa if mirrors else settings.isa,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"speculative_config: the draft model {path}: {error}") from error
+    weights, served_weights = weight_bytes(checkpoint, found), weight_bytes(served, formats)
+    if itself and weights >= served_weights:
+        raise ConfigError(
+            f"speculative_config: the model is served in {formats.dtype} "
+            f"({served_weights / 1e6:.1f} MB of weights), and its guesses would be made in "
+            f"{found.dtype} ({weights / 1e6:.1f} MB), which is not less: each would cost what a "
+            "token does or more. Serve it in more bits (--dtype bfloat16), guess in fewer "
+            '("quantization": "q4") or leave its guesses out'
+        )
+    if longest_sequence(own) < length:
+        raise ConfigError(
+            f"speculative_config: the draft model {path} has {longest_sequence(own)} positions and "
+            f"a request may have {length}: give --max-model-len {longest_sequence(own)} or less"
+        )
+    loader = choose_loader(
+        checkpoint,
+        found,
+        device=device,
+        block_size=settings.block_size,
+        max_model_len=length,
+        threads=threads,
+        # an estimate is enough: a guess may be wrong
+        screen_head=found.compute == "native" and found.dtype in ("int8", "q4"),
+        pooling=None,
+        # blocks are copied only between models of the same compute path
+        copies=None
+        if found.compute != "native"
+        else choose_copies(path, found, settings.packed_cache_bytes),
+    )
+    return DraftPlan(
+        loader.block_bytes,
+        weights,
+        f"guesses by {'itself' if itself else path.name} in {found.dtype}, {found.compute}",
+        partial(_load, loader, settings.block_size, mirrors, own.vocab_size, config.vocab_size),
+    )
+
+
+def _load(
+    loader: ModelLoader,
+    block_size: int,
+    mirrors: bool,
+    vocab_size: int,
+    served_vocab_size: int,
+    served: LoadedModel,
+    num_blocks: int,
+) -> tuple[LoadedModel, DraftModel]:
+    """Load the draft model; with ``mirrors`` its KV cache is a copy of the served model's."""
+    loaded = loader.load(num_blocks, 0)
+    mirror = None
+    if mirrors:
+        from paceline.backends.native.step import NativeStep
+
+        assert isinstance(loaded.model, NativeStep) and isinstance(served.model, NativeStep)
+        mirror = partial(loaded.model.mirror, served.model)
+    return served, DraftModel(
+        loaded,
+        vocab_size=vocab_size,
+        served_vocab_size=served_vocab_size,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        mirror=mirror,
+    )

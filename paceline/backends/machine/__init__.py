@@ -1,0 +1,1 @@
+"""What this machine offers: processors, nodes, memory, and who computes where."""

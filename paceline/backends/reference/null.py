@@ -1,0 +1,345 @@
+"""A backend without a model, whose tokens can be computed by hand.
+
+The KV cache is real, of integers: computing token ``t`` at position ``p`` writes ``t * (p + 1)``
+into the slot the block table gives. Sampling adds up the slots of positions 0 to the last, modulo
+the vocabulary::
+
+    prompt [3, 5], vocab 100:  3*1 + 5*2 = 13          -> 13
+    then   [3, 5, 13]:         13 + 13*3 = 52          -> 52
+    then   [3, 5, 13, 52]:     52 + 52*4 = 260 % 100   -> 60
+
+So a wrong block, a missed copy or a reused slot shows as a wrong number, not as a plausible text.
+With a ``window``, everything is written to window blocks too, and a row that finds other values
+there than it should fails.
+Greedy and sampled requests get the same tokens; logit_bias of 100 or more forces a token. A token
+that may not be sampled (a grammar, allowed_token_ids, bad_words, min_tokens) gives way to the next
+one that may, counting up and around.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from paceline.backends.runner.constraint import OutputConstraint, allows
+from paceline.core.backend import BackendInfo
+from paceline.core.grammar import MatcherSource
+from paceline.core.outputs import (
+    DRAFT_MODEL,
+    BlockSwap,
+    NewRequest,
+    ScheduledRow,
+    SchedulerOutput,
+    StepResult,
+    TokenLogprobs,
+    WindowBlock,
+)
+from paceline.core.request import MOST_DRAFT_TOKENS
+from paceline.errors import NOTHING_LEFT, PacelineError, RequestFailedError
+
+__all__ = ["NullBackend", "expected_tokens"]
+
+
+def expected_tokens(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
+    """The ``count`` tokens the null backend generates after ``prompt``, computed independently."""
+    total = sum(token * (position + 1) for position, token in enumerate(prompt))
+    tokens = []
+    for position in range(len(prompt), len(prompt) + count):
+        token = total % vocab_size
+        tokens.append(token)
+        total += token * (position + 1)
+    return tokens
+
+
+class _State:
+    """One request's tokens and block table."""
+
+    def __init__(self, new: NewRequest) -> None:
+        self.tokens = list(new.token_ids)
+        self.num_prompt_tokens = new.num_prompt_tokens
+        self.sampling = new.sampling
+        self.block_ids = list(new.block_ids)
+        self.constraint: OutputConstraint | None = None
+        # the request failed; rows planned before the scheduler knew that are left out
+        self.failed = False
+        self._tells_prompt = new.sampling.prompt_logprobs is not None
+
+    def take_prompt(self) -> list[int] | None:
+        """Return the prompt, once, if its log-probabilities are wanted: all of them are 0."""
+        wanted, self._tells_prompt = self._tells_prompt, False
+        return self.tokens[: self.num_prompt_tokens] if wanted else None
+
+    def unread(self) -> list[int]:
+        """Return the output that the grammar's matcher has not taken in yet."""
+        assert self.constraint is not None
+        return self.tokens[self.num_prompt_tokens + self.constraint.num_read :]
+
+    def forced(self) -> tuple[int, ...]:
+        """Return the tokens that the grammar forces next."""
+        if self.constraint is None:
+            return ()
+        return tuple(self.constraint.forced(self.unread(), MOST_DRAFT_TOKENS))
+
+
+class NullBackend:
+    """A backend that adds up token ids; see the module. Each step takes ``step_time`` seconds on a
+    thread of its own, so that a driver's waiting and pipelining can be watched.
+
+    ``poison_token``: a request whose input holds this token fails alone, with an error.
+    ``draft_wrong``: indices of draft guesses that are spoilt; the others are right, ``draft_most``
+    of them at most; None: there is no draft model.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 256,
+        num_blocks: int = 1024,
+        block_size: int = 16,
+        max_model_len: int = 4096,
+        step_time: float = 0.0,
+        poison_token: int | None = None,
+        num_host_blocks: int = 0,
+        draft_wrong: Collection[int] | None = None,
+        draft_most: int = MOST_DRAFT_TOKENS,
+        window: int = 0,
+        num_window_blocks: int = 0,
+    ) -> None:
+        self._info = BackendInfo(
+            name="null",
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            block_bytes=8 * block_size,
+            dtype="int64",
+            device="cpu",
+            num_host_blocks=num_host_blocks,
+            drafter="" if draft_wrong is None else "null",
+            window=window,
+            num_window_blocks=num_window_blocks,
+            window_block_bytes=8 * block_size if num_window_blocks else 0,
+        )
+        self._draft_wrong = draft_wrong
+        self._draft_most = draft_most
+        self._step_time = step_time
+        self._poison_token = poison_token
+        self._cache = [[0] * block_size for _ in range(num_blocks)]
+        self._window_cache = [[0] * block_size for _ in range(num_window_blocks)]
+        # block -> its window block
+        self._places: dict[int, int] = {}
+        self._host = [[0] * block_size for _ in range(num_host_blocks)]
+        self._states: dict[str, _State] = {}
+        self._executor = ThreadPoolExecutor(max_workers=1) if step_time > 0 else None
+        self._matchers: MatcherSource | None = None
+
+    @property
+    def info(self) -> BackendInfo:
+        return self._info
+
+    def constrain(self, matchers: MatcherSource) -> None:
+        self._matchers = matchers
+
+    def execute(self, plan: SchedulerOutput) -> Future[StepResult]:
+        if self._executor is not None:
+            return self._executor.submit(self._run, plan)
+        future: Future[StepResult] = Future()
+        future.set_result(self._run(plan))
+        return future
+
+    def close(self) -> None:
+        if self._executor is not None:
+            self._executor.shutdown()
+
+    def _run(self, plan: SchedulerOutput) -> StepResult:
+        started = time.monotonic()
+        if self._step_time > 0:
+            time.sleep(self._step_time)
+        for request_id in plan.released:
+            self._states.pop(request_id, None)
+        self._swap(plan.swaps)
+        self._place(plan.window_blocks)
+        for new in plan.new_requests:
+            state = self._states[new.request_id] = _State(new)
+            if new.sampling.grammar is not None and self._matchers is not None:
+                state.constraint = OutputConstraint(self._matchers, new.sampling.grammar)
+        for copy in plan.block_copies:
+            self._cache[copy.dst] = list(self._cache[copy.src])
+            self._states[copy.request_id].block_ids[copy.index] = copy.dst
+        guessed = {draft.row: draft.token_ids for draft in plan.drafts}
+        made = {
+            draft.row: self._guess(plan.rows[draft.row], len(draft.token_ids))
+            for draft in plan.drafts
+            if draft.source == DRAFT_MODEL
+        }
+        rows = [
+            row._replace(num_tokens=row.num_tokens - len(guessed[index]) + len(made[index]))
+            if index in made
+            else row
+            for index, row in enumerate(plan.rows)
+        ]
+        guessed |= made
+        for index, row in enumerate(rows):
+            state = self._states[row.request_id]
+            if not state.failed:
+                known = len(state.tokens)
+                state.tokens += guessed.get(index, ())
+                self._write(row)
+                del state.tokens[known:]
+        for row in rows if self._window_cache else ():
+            self._check_window(row)
+        sampled: list[tuple[int, ...]] = []
+        logprobs: list[tuple[TokenLogprobs, ...] | None] = []
+        errors: list[tuple[str, str]] = []
+        for index, row in enumerate(rows):
+            state = self._states[row.request_id]
+            if self._poison_token in state.tokens[row.start : row.start + row.num_tokens]:
+                state.failed = True
+                errors.append((row.request_id, f"token {self._poison_token} is poison"))
+            if state.failed:
+                sampled.append(())
+                logprobs.append(None)
+                continue
+            try:
+                tokens = self._draw(row, state, guessed.get(index, ())) if row.samples else ()
+            except PacelineError as error:
+                state.failed = True
+                errors.append((row.request_id, str(error)))
+                tokens = ()
+            sampled.append(tokens)
+            wanted = state.sampling.logprobs
+            logprobs.append(
+                None
+                if not tokens or wanted is None
+                else tuple(
+                    TokenLogprobs(token, 0.0, 1, ((token, 0.0),) if wanted else ())
+                    for token in tokens
+                )
+            )
+        prompts = tuple(
+            (row.request_id, tuple(TokenLogprobs(token, 0.0, 1, ()) for token in prompt[1:]))
+            for row in rows
+            if row.samples and (prompt := self._states[row.request_id].take_prompt()) is not None
+        )
+        forced = [
+            (index, state.forced())
+            for index in plan.forces
+            if sampled[index] and (state := self._states[rows[index].request_id])
+        ]
+        asked = any(entry is not None for entry in logprobs)
+        return StepResult(
+            step_id=plan.step_id,
+            sampled=tuple(sampled),
+            logprobs=tuple(logprobs) if asked else (),
+            errors=tuple(errors),
+            prompt_logprobs=prompts,
+            forced=tuple(entry for entry in forced if entry[1]),
+            made=tuple(made.items()),
+            elapsed=time.monotonic() - started,
+        )
+
+    def _guess(self, row: ScheduledRow, count: int) -> tuple[int, ...]:
+        """Return the draft model's guesses."""
+        state, vocab = self._states[row.request_id], self._info.vocab_size
+        if self._draft_wrong is None or state.failed:
+            return ()
+        tokens = expected_tokens(state.tokens, min(count, self._draft_most), vocab)
+        return tuple((t + (i in self._draft_wrong)) % vocab for i, t in enumerate(tokens))
+
+    def _swap(self, swaps: Sequence[BlockSwap]) -> None:
+        for src, dst, to_host in swaps:
+            if to_host:
+                self._host[dst] = list(self._cache[src])
+            else:
+                self._cache[dst] = list(self._host[src])
+
+    def _place(self, given: Sequence[WindowBlock]) -> None:
+        for block, place, source in given:
+            copied = [0] * self._info.block_size if source < 0 else self._window_cache[source]
+            self._window_cache[place] = list(copied)
+            self._places[block] = place
+
+    def _check_window(self, row: ScheduledRow) -> None:
+        """Check a row's window blocks, after all rows of the step have written."""
+        state, size = self._states[row.request_id], self._info.block_size
+        known = min(len(state.tokens), row.start + row.num_tokens)
+        for position in range(max(0, row.start - self._info.window + 1), known):
+            place = self._places[state.block_ids[position // size]]
+            found, right = self._window_cache[place][position % size], state.tokens[position]
+            if not state.failed and found != right * (position + 1):
+                raise AssertionError(
+                    f"{row.request_id}: window block {place} has {found} for position {position}"
+                )
+
+    def _write(self, row: ScheduledRow) -> None:
+        state = self._states[row.request_id]
+        state.block_ids.extend(row.new_block_ids)
+        size = self._info.block_size
+        for position in range(row.start, row.start + row.num_tokens):
+            block_id = state.block_ids[position // size]
+            value = state.tokens[position] * (position + 1)
+            self._cache[block_id][position % size] = value
+            if self._window_cache:
+                self._window_cache[self._places[block_id]][position % size] = value
+
+    def _draw(self, row: ScheduledRow, state: _State, guesses: Sequence[int]) -> tuple[int, ...]:
+        """Append the row's tokens: one, and one more for each guess that is right."""
+        drawn: list[int] = []
+        end = row.start + row.num_tokens
+        # first position behind guesses that the grammar cannot read past
+        last = end
+        if guesses and state.constraint is not None:
+            masks = state.constraint.masks(state.unread(), guesses)
+            last = end - len(guesses) + len(masks) - 1
+        for length in range(end - len(guesses), end + 1):
+            token = self._sample(length, state)
+            drawn.append(token)
+            state.tokens.append(token)
+            if length == last or token != guesses[length - end] or token == self._poison_token:
+                # a poison token ends the row here, so that the next step fails on it
+                break
+        return tuple(drawn)
+
+    def _sample(self, length: int, state: _State) -> int:
+        size = self._info.block_size
+        full, rest = divmod(length, size)
+        total = sum(sum(self._cache[block_id]) for block_id in state.block_ids[:full])
+        if rest:
+            total += sum(self._cache[state.block_ids[full]][:rest])
+        vocab = self._info.vocab_size
+        may = self._choosable(state)
+        for token, bias in state.sampling.logit_bias:
+            if bias >= 100.0 and may(token):
+                return token
+        token = total % vocab
+        for step in range(vocab):
+            if may((token + step) % vocab):
+                return (token + step) % vocab
+        raise RequestFailedError(f"{NOTHING_LEFT}: this request forbids all of them")
+
+    def _choosable(self, state: _State) -> Callable[[int], bool]:
+        """Return whether a token may come next, as a function of the token."""
+        sampling = state.sampling
+        output = state.tokens[state.num_prompt_tokens :]
+        mask: bytes | None = None
+        if state.constraint is not None:
+            (mask,) = state.constraint.masks(state.unread())
+        banned: set[int] = {
+            word[-1]
+            for word in sampling.bad_words
+            if output[max(0, len(output) - len(word) + 1) :] == list(word[:-1])
+        }
+        ending = sampling.eos_token_ids | sampling.stop_token_ids
+        vocab = range(self._info.vocab_size)
+        if len(output) < sampling.min_tokens and (
+            # a grammar that is complete overrides min_tokens
+            mask is None or any(allows(mask, t) for t in vocab if t not in ending)
+        ):
+            banned |= ending
+        only = sampling.allowed_token_ids
+        return lambda token: (
+            token not in banned
+            and (only is None or token in only)
+            and (mask is None or allows(mask, token))
+        )

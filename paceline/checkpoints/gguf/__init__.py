@@ -1,0 +1,1 @@
+"""GGUF files: container, tensors, config, tokenizer, and the checkpoint made of them."""

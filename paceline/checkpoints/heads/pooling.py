@@ -1,0 +1,436 @@
+"""Whether a checkpoint's files describe a pooled model, and how it is pooled.
+
+::
+
+    config.json                          architectures: XModel, XForSequenceClassification
+    modules.json                         sentence-transformers' pipeline, a folder for each module
+    1_Pooling/config.json                hidden states that count: last, mean, cls
+    2_Dense/                             one more matrix, with a bias and an activation
+    3_Normalize                          vectors are scaled to length 1
+    1_LogitScore/config.json             the score is a token's logit, less another one's
+    config_sentence_transformers.json    prompts by name
+    sentence_bert_config.json            max_seq_length, do_lower_case
+    GGUF                                 <architecture>.pooling_type
+
+This module does not know compute paths, or the tensors of a model.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from paceline.checkpoints.gguf.encoder import GGUF_ENCODERS
+from paceline.checkpoints.model.json_file import read_json_list, read_json_object
+from paceline.core.pooling import CLASSIFY, CONVERTS, EMBED, RUNNERS
+from paceline.errors import CheckpointError, ConfigError
+
+__all__ = [
+    "QWEN3_TEMPLATE",
+    "TOKENIZER_TEMPLATE",
+    "PoolingFiles",
+    "find_pooling",
+    "score_token_ids",
+]
+
+# values of ``PoolingFiles.score_template``
+TOKENIZER_TEMPLATE: Final = "tokenizer"
+QWEN3_TEMPLATE: Final = "qwen3"
+
+_CLASSIFIER: Final = "ForSequenceClassification"
+_GENERATOR: Final = ("ForCausalLM", "LMHeadModel")
+_MODES: Final = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+}
+# names of modes in newer files
+_NAMED_MODES: Final = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+# llama.cpp's enum llama_pooling_type
+_GGUF_MODES: Final = {1: "mean", 2: "cls", 3: "last"}
+_ACTIVATIONS: Final = {
+    "Identity": "identity", "Sigmoid": "sigmoid", "Softmax": "softmax", "Tanh": "tanh",
+    "GELU": "gelu", "ReLU": "relu",
+}  # fmt: skip
+_BIDIRECTIONAL: Final = ("bert", "roberta", "xlm-roberta")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingFiles:
+    """Description of pooling by a model's files."""
+
+    # EMBED or CLASSIFY
+    task: str
+    # "last", "mean" or "cls"
+    pooling: str
+    # "normalize", "sigmoid", "softmax" or "identity": the last function
+    activation: str
+    # file that says so, for users
+    why: str
+    # folders of sentence-transformers' Dense modules, in order
+    dense: tuple[Path, ...] = ()
+    # the score is the first token's logit, minus the second's if there is one
+    score_tokens: tuple[int | str, ...] = ()
+    labels: tuple[str, ...] = ()
+    prompts: tuple[tuple[str, str], ...] = ()
+    default_prompt: str | None = None
+    max_seq_length: int | None = None
+    lower_case: bool = False
+    is_matryoshka: bool = False
+    dimensions: tuple[int, ...] = ()
+    # template that joins query and document: TOKENIZER_TEMPLATE, the folder's chat template with
+    # the roles "query" and "document"; QWEN3_TEMPLATE; None: the tokenizer's own one for pairs
+    score_template: str | None = None
+    # model_type of an encoder, which sees the whole prompt; None: a decoder
+    encoder: str | None = None
+
+
+def find_pooling(
+    path: Path,
+    runner: str = "auto",
+    convert: str = "auto",
+    metadata: Mapping[str, Any] | None = None,
+) -> PoolingFiles | None:
+    """Return how a folder or GGUF file is pooled; None: it generates.
+
+    Args:
+        metadata: of a GGUF file; None: ``path`` is a folder.
+        runner: one of RUNNERS; "generate" and "pooling" decide what "auto" leaves to the files.
+        convert: one of CONVERTS: the task of a model whose files do not name it.
+
+    Raises:
+        ConfigError: these files do not support what was asked for.
+        CheckpointError: malformed files, or modules that are not supported.
+    """
+    for flag, value, known in (("runner", runner, RUNNERS), ("convert", convert, CONVERTS)):
+        if value not in known:
+            raise ConfigError(f"--{flag} must be one of {', '.join(known)}, got {value!r}")
+    if runner == "generate" and convert != "auto":
+        raise ConfigError(
+            f"--convert {convert} makes a pooling model, and --runner generate asks for one that "
+            "generates: leave one out"
+        )
+    if not path.is_dir():
+        return None if metadata is None else _of_gguf(path, runner, convert, metadata)
+    return _of_folder(path, runner, convert)
+
+
+def score_token_ids(folder: Path, files: PoolingFiles) -> tuple[int, ...]:
+    """Return the ids of ``files.score_tokens``. Raises CheckpointError for an unknown token."""
+    if all(isinstance(token, int) for token in files.score_tokens):
+        return tuple(int(token) for token in files.score_tokens)
+    # imported here: an engine makes no text, and rarely needs such ids
+    from tokenizers import Tokenizer
+
+    try:
+        data = (folder / "tokenizer.json").read_bytes()
+        tokenizer = Tokenizer.from_buffer(data.removeprefix(codecs.BOM_UTF8))
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder / 'tokenizer.json'} cannot be read: {error!s:.200}"
+        ) from None
+    found = []
+    for token in files.score_tokens:
+        token_id = token if isinstance(token, int) else tokenizer.token_to_id(token)
+        if token_id is None:
+            raise CheckpointError(f"{folder}: {token!r:.40}, which is scored by, is no one token")
+        found.append(token_id)
+    return tuple(found)
+
+
+# ---------------------------------------------------------------------- GGUF
+
+
+def _of_gguf(
+    path: Path, runner: str, convert: str, metadata: Mapping[str, Any]
+) -> PoolingFiles | None:
+    encoder = name if (name := metadata.get("general.architecture")) in GGUF_ENCODERS else None
+    key = f"{name}.pooling_type"
+    kind = metadata.get(key)
+    if runner == "generate":
+        if encoder is not None:
+            raise ConfigError(
+                f"--runner generate: {path} is a {encoder}, which has no head that predicts "
+                "tokens; leave the flag out"
+            )
+        return None
+    if encoder is not None and kind not in (None, *_GGUF_MODES):
+        raise CheckpointError(
+            f"{path}: {key}={kind!r:.20} is not read, only {', '.join(map(str, _GGUF_MODES))}: "
+            "use the model's Hugging Face folder"
+        )
+    mode = _GGUF_MODES.get(kind) if isinstance(kind, int) else None
+    if encoder is None and mode is None and runner == "auto" and convert == "auto":
+        return None
+    if convert == CLASSIFY:
+        raise ConfigError(
+            f"--convert classify needs a head, which is not read from GGUF: {path} gives "
+            "embeddings; use the model's Hugging Face folder"
+        )
+    # as for a folder whose files leave it open
+    usual = ("last", "the last token") if encoder is None else ("cls", "the first token")
+    why = f"no pooling_type, so {usual[1]}" if mode is None else f"{key}={kind}"
+    return PoolingFiles(
+        task=EMBED, pooling=mode or usual[0], activation="normalize", why=why, encoder=encoder
+    )
+
+
+# ---------------------------------------------------------------------- folders
+
+
+def _of_folder(folder: Path, runner: str, convert: str) -> PoolingFiles | None:
+    config = read_json_object(folder / "config.json") or {}
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    model_type = config.get("model_type")
+    encoder = model_type if model_type in _BIDIRECTIONAL else None
+    if config.get("use_bidirectional_attention") is True:
+        encoder = str(model_type)
+    modules = _modules(folder)
+    generates = encoder is None and (name.endswith(_GENERATOR) or not name)
+    if runner == "generate":
+        if not generates:
+            raise ConfigError(
+                f"--runner generate: {folder} is a {name or encoder}, which has no head that "
+                "predicts tokens; leave the flag out"
+            )
+        return None
+    if runner == convert == "auto" and generates and not modules:
+        return None
+    task = convert
+    if convert == "auto":
+        scores = name.endswith(_CLASSIFIER) or "LogitScore" in modules
+        task = CLASSIFY if scores else EMBED
+    found = (
+        _classifier(folder, config, name, modules, encoder)
+        if task == CLASSIFY
+        else _embedder(folder, config, name, modules, encoder)
+    )
+    return replace(found, **_shared(folder, config), encoder=encoder)
+
+
+def _embedder(
+    folder: Path,
+    config: Mapping[str, Any],
+    name: str,
+    modules: Mapping[str, Path],
+    encoder: str | None,
+) -> PoolingFiles:
+    if name.endswith(_CLASSIFIER):
+        raise ConfigError(
+            f"--convert embed: {folder} is a {name}, trained to classify; leave the flag out"
+        )
+    if "Pooling" not in modules:
+        pooling = "last" if encoder is None else "cls" if encoder in _BIDIRECTIONAL else "mean"
+        return PoolingFiles(
+            task=EMBED, pooling=pooling, activation="normalize",
+            why=f"no modules.json, so what is usual of {name or 'such models'}: {pooling}",
+        )  # fmt: skip
+    pooling = _mode(modules["Pooling"])
+    return PoolingFiles(
+        task=EMBED,
+        pooling=pooling,
+        activation="normalize" if "Normalize" in modules else "identity",
+        why=f"modules.json: {', '.join(modules)}",
+        dense=tuple(path for kind, path in modules.items() if kind.startswith("Dense")),
+    )
+
+
+def _classifier(
+    folder: Path,
+    config: Mapping[str, Any],
+    name: str,
+    modules: Mapping[str, Path],
+    encoder: str | None,
+) -> PoolingFiles:
+    pooling = "last" if encoder is None else "cls"
+    template = _score_template(folder)
+    if "LogitScore" in modules:
+        return PoolingFiles(
+            task=CLASSIFY, pooling=pooling, activation="sigmoid", labels=("LABEL_0",),
+            why="modules.json: LogitScore", score_tokens=_score_tokens(modules["LogitScore"]),
+            score_template=template,
+        )  # fmt: skip
+    if name.endswith(_CLASSIFIER):
+        labels = _labels(config)
+        activation = _class_activation(config, len(labels))
+        return PoolingFiles(
+            task=CLASSIFY, pooling=pooling, activation=activation, labels=labels,
+            why=f"{name} with {len(labels)} label{'s' * (len(labels) != 1)}",
+            score_template=template,
+        )  # fmt: skip
+    tokens = config.get("classifier_from_token")
+    is_qwen3 = config.get("model_type") == "qwen3"
+    if tokens is None and is_qwen3:
+        # Qwen3-Reranker's training: "no" and "yes" after its own template
+        tokens = ["no", "yes"]
+    if (
+        encoder is not None
+        or not isinstance(tokens, list)
+        or len(tokens) not in (1, 2)
+        or not all(isinstance(token, str) for token in tokens)
+    ):
+        raise ConfigError(
+            f"--convert classify: {folder} is a {name or 'model'} without a classifier's head, "
+            "without a LogitScore module, and its config.json names no classifier_from_token "
+            "(a list of one token, or of two: no, yes)"
+        )
+    return PoolingFiles(
+        task=CLASSIFY,
+        pooling="last",
+        activation="sigmoid",
+        labels=("LABEL_0",),
+        why=f"the logits of {' and '.join(map(repr, tokens))}",
+        # as in LogitScore: the token that means yes comes first
+        score_tokens=tuple(reversed(tokens)),
+        score_template=template or (QWEN3_TEMPLATE if is_qwen3 else None),
+    )
+
+
+def _modules(folder: Path) -> dict[str, Path]:
+    """Return the modules behind the transformer, by kind and in order: "Pooling", "Dense", "Dense
+    2", "Normalize" or "LogitScore". Raises CheckpointError for any other."""
+    listed = read_json_list(folder / "modules.json")
+    found: dict[str, Path] = {}
+    for number, module in enumerate(listed or ()):
+        kind, where = (
+            (str(module.get("type", "")).rpartition(".")[2], module.get("path"))
+            if isinstance(module, dict)
+            else ("", None)
+        )
+        if not isinstance(where, str) or where.startswith("/") or ".." in where.split("/"):
+            raise CheckpointError(
+                f"{folder / 'modules.json'}: module {number} has path {where!r:.80}, which is not "
+                "a folder inside this one"
+            )
+        if kind == "Transformer" and not number:
+            if where:
+                raise CheckpointError(
+                    f"{folder / 'modules.json'}: the transformer lies in {where!r:.80}; only "
+                    "folders with their weights beside modules.json are read"
+                )
+            continue
+        if kind not in ("Pooling", "Dense", "Normalize", "LogitScore"):
+            raise CheckpointError(
+                f"{folder / 'modules.json'}: module {number} is a {kind or 'nameless'!r:.80}; "
+                "supported are Transformer first, then Pooling, Dense, Normalize and LogitScore"
+            )
+        name = kind if kind not in found else f"{kind} {number}"
+        found[name] = folder / where
+    return found
+
+
+def _mode(folder: Path) -> str:
+    path = folder / "config.json"
+    config = read_json_object(path) or {}
+    named = config.get("pooling_mode")
+    modes = {mode for key, mode in _MODES.items() if config.get(key) is True}
+    others = [
+        key
+        for key, value in config.items()
+        if key.startswith("pooling_mode_") and key not in _MODES and value is True
+    ]
+    if isinstance(named, str):
+        modes, others = {_NAMED_MODES.get(named, "")}, []
+    if len(modes) != 1 or "" in modes or others:
+        asked = named or [*sorted(modes), *others]
+        raise CheckpointError(
+            f"{path} asks for {asked!r:.120}; supported is one of cls, mean and the last token"
+        )
+    if config.get("include_prompt") is False:
+        raise CheckpointError(
+            f"{path} leaves the prompt's tokens out of the mean (include_prompt), which is not "
+            "supported"
+        )
+    return modes.pop()
+
+
+def _score_tokens(folder: Path) -> tuple[int, ...]:
+    path = folder / "config.json"
+    config = read_json_object(path) or {}
+    tokens = [config.get(f"{kind}_token_id") for kind in ("true", "false")]
+    if tokens[1] is None:
+        tokens.pop()
+    found = tuple(token for token in tokens if type(token) is int and token >= 0)
+    if len(found) != len(tokens):
+        raise CheckpointError(f"{path}: true_token_id and false_token_id are {tokens!r:.80}")
+    return found
+
+
+def _score_template(folder: Path) -> str | None:
+    """Return TOKENIZER_TEMPLATE if the folder's chat template has both roles, else None."""
+    config = read_json_object(folder / "tokenizer_config.json") or {}
+    source = config.get("chat_template")
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            source = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from None
+    knows = isinstance(source, str) and all(
+        f'"{role}"' in source or f"'{role}'" in source for role in ("query", "document")
+    )
+    return TOKENIZER_TEMPLATE if knows else None
+
+
+def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
+    named = config.get("id2label")
+    if isinstance(named, dict) and named:
+        try:
+            ordered = sorted((int(number), str(label)) for number, label in named.items())
+        except ValueError:
+            ordered = []
+        if [number for number, _ in ordered] == list(range(len(named))):
+            return tuple(label for _, label in ordered)
+        raise CheckpointError(f"id2label is {named!r:.80}, must name labels 0, 1, ...")
+    # default of transformers
+    count = config.get("num_labels", 2)
+    if type(count) is not int or not 1 <= count <= 1 << 20:
+        raise CheckpointError(f"num_labels is {count!r:.40}, must be a whole number from 1")
+    return tuple(f"LABEL_{number}" for number in range(count))
+
+
+def _class_activation(config: Mapping[str, Any], num_labels: int) -> str:
+    """Return the last function of a classifier: as sentence-transformers wrote it into the config,
+    or by transformers' problem_type."""
+    written = config.get("sentence_transformers")
+    named = written.get("activation_fn") if isinstance(written, dict) else None
+    named = named or config.get("sbert_ce_default_activation_function")
+    if isinstance(named, str):
+        kind = _ACTIVATIONS.get(named.rpartition(".")[2])
+        if kind not in ("identity", "sigmoid", "softmax"):
+            raise CheckpointError(f"the classifier's activation {named!r:.80} is not supported")
+        return kind
+    problem = config.get("problem_type")
+    if problem == "regression":
+        return "identity"
+    return "sigmoid" if num_labels == 1 or problem == "multi_label_classification" else "softmax"
+
+
+def _shared(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that embedders and classifiers share."""
+    wrapped = read_json_object(folder / "config_sentence_transformers.json") or {}
+    prompts = wrapped.get("prompts") or {}
+    if not isinstance(prompts, dict) or not all(isinstance(t, str) for t in prompts.values()):
+        raise CheckpointError(f"prompts of config_sentence_transformers.json are {prompts!r:.80}")
+    default = wrapped.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        raise CheckpointError(f"default_prompt_name {default!r:.80} is not among the prompts")
+    bert = read_json_object(folder / "sentence_bert_config.json") or {}
+    longest = bert.get("max_seq_length")
+    if longest is not None and (type(longest) is not int or longest < 1):
+        raise CheckpointError(f"max_seq_length is {longest!r:.40}, must be at least 1")
+    sizes = config.get("matryoshka_dimensions") or []
+    if not isinstance(sizes, list) or not all(type(s) is int and s > 0 for s in sizes):
+        raise CheckpointError(f"matryoshka_dimensions is {sizes!r:.80}, must be a list of sizes")
+    return {
+        "prompts": tuple((str(name), text) for name, text in prompts.items()),
+        "default_prompt": default,
+        "max_seq_length": longest,
+        "lower_case": bert.get("do_lower_case") is True,
+        "is_matryoshka": bool(sizes) or config.get("is_matryoshka") is True,
+        "dimensions": tuple(sorted(sizes)),
+    }

@@ -1,0 +1,1 @@
+"""Hugging Face folders: config.json, and the checkpoints made of it and the weights."""

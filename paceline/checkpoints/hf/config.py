@@ -1,0 +1,190 @@
+"""config.json and generation_config.json of a Hugging Face folder to ModelConfig.
+
+Reads the fields that all architectures share; each one's module in ``architectures`` reads the
+rest. Both spellings of rotary embedding are read: ``rope_theta`` with ``rope_scaling``, and
+``rope_parameters`` (transformers 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from paceline.checkpoints.architectures import ARCHITECTURES, Architecture
+from paceline.checkpoints.hf.quantisation_config import quantisation_of
+from paceline.checkpoints.model.config import ModelConfig
+from paceline.checkpoints.model.fields import Fields, token_ids
+from paceline.checkpoints.model.json_file import read_json_object
+from paceline.checkpoints.model.special_ids import ids_within
+from paceline.errors import CheckpointError
+
+__all__ = ["NEUTRAL", "SUPPORTED_ARCHITECTURES", "config_from", "is_headless", "read_hf_config"]
+
+SUPPORTED_ARCHITECTURES: Final = tuple(item.class_name for item in ARCHITECTURES.values())
+_BY_CLASS: Final = {item.class_name: item for item in ARCHITECTURES.values()}
+_GENERATOR: Final = "ForCausalLM"
+# suffixes of classes with the same layers, but without a head that predicts tokens
+_HEADLESS: Final = (
+    "TextForSequenceClassification", "ForSequenceClassification", "TextModel", "Model",
+)  # fmt: skip
+
+# Fields that change the arithmetic of a decoder, and the values at which they do not. A config with
+# another value is refused unless its architecture reads the field: in files of other architectures,
+# or made by hand, it stands for something that would be missing here.
+NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
+    {
+        "attention_multiplier": (1.0,),
+        "attn_logit_softcapping": (None,),
+        "clip_qkv": (None,),
+        "embedding_multiplier": (1.0,),
+        "final_logit_softcapping": (None,),
+        "logit_scale": (1.0,),
+        "logits_scaling": (1.0,),
+        "n_routed_experts": (None, 0),
+        "no_rope_layers": (None, []),
+        "num_experts": (None, 0, 1),
+        "num_local_experts": (None, 0, 1),
+        "query_pre_attn_scalar": (None,),
+        "residual_multiplier": (1.0,),
+        "rope_local_base_freq": (None,),
+        "scale_depth": (None,),
+        "scale_emb": (None, 1.0),
+        "use_bidirectional_attention": (None, False),
+    }
+)
+
+
+def read_hf_config(folder: Path, stored_dtype: str) -> ModelConfig:
+    """Return the architecture described by ``folder``; ``stored_dtype`` is its weights'.
+
+    Raises:
+        CheckpointError: no config.json, an unsupported architecture, code of its own, unsupported
+            quantisation of weights, or a value of the wrong type or size.
+    """
+    path = folder / "config.json"
+    raw = read_json_object(path)
+    if raw is None:
+        raise CheckpointError(
+            f"{folder} has no config.json, so it is not a Hugging Face checkpoint"
+        )
+    generation = read_json_object(folder / "generation_config.json") or {}
+    try:
+        return config_from(raw, generation, stored_dtype)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def config_from(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], stored_dtype: str
+) -> ModelConfig:
+    """Return the architecture by ``raw``, a config.json, and ``generation``, a generation config.
+
+    Raises:
+        CheckpointError: as for ``read_hf_config``.
+    """
+    architecture, is_headless = _architecture(raw)
+    fields = Fields(raw, architecture.defaults)
+    # raises CheckpointError for quantisation that is not supported
+    quantisation_of(fields.raw)
+    for name, neutral in NEUTRAL.items():
+        value = raw.get(name)
+        if value is not None and value not in neutral and name not in architecture.reads:
+            raise CheckpointError(
+                f"{name}={value!r:.40} is not supported for {architecture.model_type}"
+            )
+    activations = architecture.activations
+    activation = fields.raw.get(architecture.activation_field, activations[0])
+    if activation not in activations:
+        raise CheckpointError(
+            f"{architecture.activation_field} {activation!r:.40} is not supported, "
+            f"only {activations[0]}"
+        )
+    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    head_dim = fields.head_dim(hidden, heads)
+    partial = fields.partial_rotary()
+    if partial != 1.0 and not (architecture.partial_rotary and 0 < partial < 1):
+        raise CheckpointError(f"partial_rotary_factor={partial} is not supported, only 1.0")
+    vocab = fields.whole("vocab_size")
+    ends = _ends(fields, generation, vocab, required=not is_headless)
+    for key in ("bos_token_id", "pad_token_id"):
+        if type(token_id := raw.get(key)) is int:
+            ids_within((token_id,), f"config.json: {key}", vocab)
+    bos = token_ids(fields.raw.get("bos_token_id"), "bos_token_id")
+    shared = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": fields.whole("intermediate_size"),
+        "num_hidden_layers": fields.whole("num_hidden_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.whole("num_key_value_heads", heads),
+        "head_dim": head_dim,
+        "rotary_dim": None if partial == 1.0 else int(head_dim * partial),
+        "max_position_embeddings": fields.whole("max_position_embeddings"),
+        "rms_norm_eps": fields.number(fields.raw, "rms_norm_eps", 1e-6),
+        # a class without a head has only the embedding
+        "tie_word_embeddings": is_headless or fields.flag("tie_word_embeddings"),
+        "eos_token_ids": ends,
+        "bos_token_id": next((token_id for token_id in bos if 0 <= token_id < vocab), None),
+    }
+    knobs = dict(architecture.knobs(fields))
+    if "rope" not in knobs:
+        knobs["rope"] = fields.rope(aliases=architecture.rope_aliases)
+    return ModelConfig(
+        model_type=architecture.model_type, stored_dtype=stored_dtype, **(shared | knobs)
+    )
+
+
+def is_headless(raw: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is of a class without a head that predicts tokens. Raises
+    CheckpointError for an unsupported architecture."""
+    return _architecture(raw)[1]
+
+
+def _ends(
+    fields: Fields, generation: Mapping[str, Any], vocab: int, *, required: bool
+) -> frozenset[int]:
+    """Return the ids that end an answer. Raises CheckpointError where one is ``required`` and all
+    named ids are outside the vocabulary."""
+    named = {
+        "config.json": token_ids(fields.raw.get("eos_token_id"), "eos_token_id"),
+        "generation_config.json": token_ids(generation.get("eos_token_id"), "eos_token_id"),
+    }
+    ids = frozenset[int]().union(*named.values())
+    if required and ids and not any(0 <= token_id < vocab for token_id in ids):
+        raise CheckpointError(
+            f"end-of-sequence id {min(ids)} of a vocabulary of {vocab}: answers would never end"
+        )
+    return frozenset[int]().union(
+        *(ids_within(each, f"{file}: eos_token_id", vocab) for file, each in named.items())
+    )
+
+
+def _architecture(raw: Mapping[str, Any]) -> tuple[Architecture, bool]:
+    """Return the architecture, and whether the class lacks a head that predicts tokens."""
+    architectures = raw.get("architectures")
+    names = architectures if isinstance(architectures, list) and architectures else None
+    if names is None:
+        # configs saved from a bare config object lack "architectures"
+        model_type = raw.get("model_type")
+        if isinstance(model_type, str) and model_type in ARCHITECTURES:
+            return ARCHITECTURES[model_type], False
+        found = f"model_type {model_type!r:.80}"
+    else:
+        if isinstance(names[0], str) and names[0] in _BY_CLASS:
+            return _BY_CLASS[names[0]], False
+        for ending in _HEADLESS:
+            if isinstance(names[0], str) and names[0].endswith(ending):
+                named = _BY_CLASS.get(names[0].removesuffix(ending) + _GENERATOR)
+                if named is not None:
+                    return named, True
+        found = f"architecture {names[0]!r:.80}"
+    own_code = (
+        " It would need Python code from the checkpoint (auto_map), which Paceline never runs."
+        if "auto_map" in raw
+        else ""
+    )
+    raise CheckpointError(
+        f"{found} is not supported; these are: {', '.join(SUPPORTED_ARCHITECTURES)}.{own_code}"
+    )

@@ -1,0 +1,1 @@
+"""Flags and what they become: parsers, options shared by commands, settings."""

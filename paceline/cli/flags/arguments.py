@@ -1,0 +1,233 @@
+"""A parser with one-line errors, and the types of numbers and sizes that flags take."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import math
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, Final, NoReturn
+
+__all__ = [
+    "Parser",
+    "bounded_float",
+    "bounded_int",
+    "byte_count",
+    "json_object",
+    "size_list",
+    "weights_by_name",
+]
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Formatter that keeps descriptions and epilogs as written where they fit in the terminal. A
+    wider paragraph is wrapped; where one of several indented lines (examples) is wider, the text
+    after the first wide gap of each moves to the next line."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(indent + line for line in _fitting(text, width - len(indent)))
+
+
+def _fitting(text: str, width: int) -> Iterator[str]:
+    for is_prose, part in groupby(text.splitlines(), key=lambda line: line[:1] not in ("", " ")):
+        lines = list(part)
+        if all(len(line) <= width for line in lines):
+            yield from lines
+        elif is_prose:
+            yield from textwrap.wrap(" ".join(lines), width, break_on_hyphens=False)
+        else:
+            for line in lines:
+                example = re.fullmatch(r"( +\S.*?)  +(\S.*)", line)
+                if example is None:
+                    yield line
+                else:
+                    yield example[1]
+                    yield from textwrap.wrap(
+                        example[2], width, initial_indent=" " * 6, subsequent_indent=" " * 6
+                    )
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser whose errors are one line and name the nearest flag."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        kwargs.setdefault("formatter_class", _HelpFormatter)
+        # a prefix that is unique today may be ambiguous in a later version, and would break scripts
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Parse as argparse does, but report unknown arguments as errors of the named command,
+        which knows its flags."""
+        known, left = self.parse_known_args(args, namespace)
+        if left:
+            command = self._command(getattr(known, "command", ""))
+            command.error(f"unrecognized arguments: {' '.join(left)}")
+        return known
+
+    def _command(self, name: str) -> Parser:
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                chosen = action.choices.get(name)
+                if isinstance(chosen, Parser):
+                    return chosen
+        return self
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        if unknown:
+            message += _nearest(unknown[1], self._option_string_actions)
+        choice = re.match(r"argument .*: invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if choice:
+            message += _nearest(choice[1], re.findall(r"[\w-]+", choice[2]))
+        print(f"{self.prog}: {message} - see {self.prog} --help", file=sys.stderr)
+        sys.exit(2)
+
+
+# flags of other servers -> flags to use here
+_ELSEWHERE: Final = {
+    "--api-key": "PACELINE_API_KEY in the environment, or --api-key-file",
+    "--chat-template": "nothing: the checkpoint's own is used, or --trust-request-chat-template",
+    "--context-length": "--max-model-len",
+    "--ctx-size": "--max-model-len",
+    "--disable-log-requests": "--log-level warning",
+    "--download-dir": "PACELINE_CACHE in the environment",
+    "--enable-auto-tool-choice": "nothing: tools are served as they are",
+    "--enable-prefix-caching": "nothing: it is on; --no-enable-prefix-caching turns it off",
+    "--gpu-memory-utilization": "--kv-cache-memory SIZE",
+    "--max-running-requests": "--max-num-seqs",
+    "--mem-fraction-static": "--kv-cache-memory SIZE",
+    "--model-path": "the model by itself, or --model",
+    "--n-gpu-layers": "--device cuda",
+    "--parallel": "--max-num-seqs",
+    "--quantization": "--dtype int8 or q4",
+    "--trust-remote-code": "nothing: no code of a checkpoint is ever run",
+}
+# flags of earlier versions -> their successors
+_RENAMED: Final = {
+    "--background-share": "--best-effort-share",
+    "--best-effort-delay": "--best-effort-share",
+}
+_SYNONYMS: Final = {
+    "edf": "deadline", "fifo": "fcfs", "lifo": "priority", "shortest": "sjf", "spf": "sjf",
+    "vtc": "fair", "wfq": "fair", "fp32": "float32", "bf16": "bfloat16", "half": "bfloat16",
+    "float16": "bfloat16", "fp16": "bfloat16", "gpu": "cuda",
+}  # fmt: skip
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    known = list(known)
+    if word in _ELSEWHERE:
+        return f" (here that is {_ELSEWHERE[word]})"
+    if _RENAMED.get(word) in known:
+        return f" ({word} is now {_RENAMED[word]})"
+    if _SYNONYMS.get(word) in known:
+        return f" (did you mean {_SYNONYMS[word]}?)"
+    near = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def bounded_int(low: int, high: int | None = None) -> Callable[[str], int]:
+    """Return a parser of whole numbers in ``[low, high]``."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if value < low or (high is not None and value > high):
+            wanted = f"at least {low}" if high is None else f"between {low} and {high}"
+            raise argparse.ArgumentTypeError(f"must be {wanted}, got {value}")
+        return value
+
+    return parse
+
+
+def bounded_float(low: float, high: float = math.inf) -> Callable[[str], float]:
+    """Return a parser of finite numbers in ``[low, high]``."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not (math.isfinite(value) and low <= value <= high):
+            wanted = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+            if high == math.inf and not math.isfinite(value):
+                wanted = f"finite and {wanted}"
+            raise argparse.ArgumentTypeError(f"must be {wanted}, got {text}")
+        return value
+
+    return parse
+
+
+def weights_by_name(text: str) -> dict[str, float]:
+    """Parse ``gold=3,batch=0.5``: finite numbers above 0 by name. An empty text: none."""
+    weights: dict[str, float] = {}
+    for entry in filter(None, text.split(",")):
+        name, equals, number = entry.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not (equals and name and math.isfinite(weight) and weight > 0.0):
+            raise argparse.ArgumentTypeError(
+                f"{entry!r} is not NAME=WEIGHT with a weight above 0; example: gold=3,batch=0.5"
+            )
+        if name in weights:
+            raise argparse.ArgumentTypeError(f"{name!r} has two weights")
+        weights[name] = weight
+    return weights
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse an object in JSON."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
+
+
+def size_list(text: str) -> tuple[int, ...]:
+    """Parse ``256,512``: whole numbers from 1."""
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) >= 1 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of sizes; example: 256,512")
+    return tuple(int(part) for part in parts)
+
+
+def byte_count(text: str) -> int:
+    """Parse ``2GiB``, ``512 MB`` or plain bytes."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; examples: 2GiB, 512MiB, 1500MB, 1073741824"
+        )
+    count = int(float(match[1]) * unit)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1 byte, got {text}")
+    return count

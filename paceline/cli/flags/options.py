@@ -1,0 +1,322 @@
+"""Flags shared by the commands, and how they become ``EngineSettings``."""
+
+from __future__ import annotations
+
+import argparse
+
+from paceline.backends.machine.topology import format_list, parse_list
+from paceline.cli.flags.arguments import bounded_float, bounded_int, byte_count, size_list
+from paceline.cli.flags.scheduling_options import (
+    ADMISSION,
+    SCHEDULING,
+    add_flags,
+    given_settings,
+    naming_flags,
+)
+from paceline.cli.flags.settings import EngineSettings
+from paceline.core.pooling import CONVERTS, RUNNERS
+from paceline.errors import ConfigError
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "add_admission_options",
+    "add_engine_options",
+    "add_model_argument",
+    "engine_settings",
+    "resolve_path",
+]
+
+DEFAULT_MODEL = "smollm2-135m"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def add_model_argument(parser: argparse.ArgumentParser, *, positional: bool = True) -> None:
+    """Add MODEL, or --model where the positional argument is taken."""
+    parser.add_argument(
+        "model" if positional else "--model",
+        nargs="?" if positional else None,
+        default=DEFAULT_MODEL,
+        metavar="MODEL",
+        help="an alias (see 'paceline pull --list'), a Hugging Face folder, a .gguf file or a hub "
+        f"id such as org/name; default {DEFAULT_MODEL}",
+    )
+    if positional:
+        parser.add_argument(
+            "--model",
+            dest="model_flag",
+            metavar="MODEL",
+            help="the same as MODEL by itself, for those who are used to it",
+        )
+
+
+def add_engine_options(parser: argparse.ArgumentParser, *, scheduling: bool = True) -> None:
+    """Add all flags of the engine, grouped for --help.
+
+    ``scheduling=False`` is for a single caller: it omits flags that only matter to several.
+    """
+    default = EngineSettings.of()
+    _add_model_options(parser, default)
+    _add_cache_options(parser, default)
+    if scheduling:
+        add_flags(parser.add_argument_group("scheduling"), SCHEDULING, default)
+    else:
+        parser.set_defaults(max_num_seqs=1)
+
+
+def add_admission_options(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for refusals by a server; offline work refuses nothing."""
+    default = EngineSettings.of()
+    add_flags(parser.add_argument_group("admission"), ADMISSION, default)
+
+
+def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--backend",
+        choices=("torch", "null"),
+        default="torch",
+        help="null needs no model: tokens computable by hand, to try clients against",
+    )
+    group.add_argument(
+        "--device", default=default.load.device, help="auto, cpu, cuda or cuda:N (default auto)"
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "int8", "q4", "native"),
+        default=default.load.dtype,
+        help="of the weights; auto takes what was measured to be fastest on this processor's level "
+        "among what passes the accuracy gate and rounds no more than the file, and the line that "
+        "says the server is ready says why; int8, q4 and native need --compute native, and native "
+        "keeps each matrix of a GGUF file in its own bits: least memory, quicker for one request "
+        "and slower for many than q4 (default auto)",
+    )
+    group.add_argument(
+        "--kv-dtype",
+        choices=("auto", "float32", "bfloat16", "int8"),
+        default=default.load.kv_dtype,
+        help="of the KV cache; int8 holds nearly twice the tokens of bfloat16 in the same memory; "
+        "other than auto needs --compute native; auto: as the weights in 32 or 16 bits, else what "
+        "was measured to be fastest beside them (default auto)",
+    )
+    group.add_argument(
+        "--compute",
+        choices=("auto", "torch", "native"),
+        default=default.load.compute,
+        help="native computes whole steps in the C++ library, on the CPU; auto takes it where it "
+        f"can serve the model, and the log says why (default {default.load.compute})",
+    )
+    group.add_argument(
+        "--runner",
+        choices=RUNNERS,
+        default=default.load.runner,
+        help="what the model is for: generate answers tokens, pooling answers vectors for "
+        "/v1/embeddings, /rerank, /score and /classify; auto goes by the model's files "
+        f"(docs/use/embeddings.md; default {default.load.runner})",
+    )
+    group.add_argument(
+        "--convert",
+        choices=CONVERTS,
+        default=default.load.convert,
+        help="what a model becomes that is pooled and whose files do not say how: embed or "
+        f"classify (default {default.load.convert})",
+    )
+    group.add_argument(
+        "--matryoshka-dimensions",
+        type=size_list,
+        default=default.load.matryoshka_dimensions,
+        metavar="N[,N...]",
+        help="sizes that a request may cut embeddings to (dimensions), of a model that was trained "
+        "for it and whose config.json does not say so",
+    )
+    group.add_argument(
+        "--isa",
+        default=default.load.isa,
+        metavar="LEVEL",
+        help="level of the native kernels, such as avx2: no better one is used; one that does not "
+        "run here is refused with the names of those that do. The environment's PACELINE_ISA does "
+        "the same for every command (default: the fastest that runs, see "
+        "docs/operate/processors.md)",
+    )
+    group.add_argument(
+        "--screen-head",
+        action="store_true",
+        default=default.load.screen_head,
+        help="with int8 or q4 weights, find the next token of one or two greedy requests without "
+        "reading the whole output head: quicker, and right but for errors of more than 6 standard "
+        "deviations, which a head can be made to have (docs/understand/accuracy.md)",
+    )
+    group.add_argument(
+        "--packed-cache",
+        type=byte_count,
+        default=default.load.packed_cache_bytes,
+        metavar="SIZE",
+        help="with native compute, keep weights as they are packed in the cache folder, at most so "
+        "many bytes (such as 20GiB) of all models: the next start reads them instead of packing "
+        "(docs/use/models.md; default: none)",
+    )
+    group.add_argument(
+        "--tensor-parallel-size",
+        "-tp",
+        type=_one_device,
+        metavar="1",
+        help="one engine computes on one device, so 1 is all there is; see --numa for sockets",
+    )
+    group.add_argument(
+        "--max-model-len",
+        type=bounded_int(1),
+        metavar="N",
+        help="prompt + output tokens of one request; default: as long as the model and the KV "
+        "cache allow",
+    )
+    group.add_argument(
+        "--threads",
+        type=bounded_int(1),
+        metavar="N",
+        help="processor threads for the model; default: one for each core that this process may "
+        "use, on one socket (--numa)",
+    )
+    group.add_argument(
+        "--numa",
+        type=_numa,
+        default=default.load.numa,
+        metavar="auto|off|NODES",
+        help="where processors of several sockets may be used: auto keeps the model to the NUMA "
+        "nodes of the one with most of them, unless --threads are more than its cores; off takes "
+        "all nodes; NODES are numbers such as 0 or 0-1,4; memory follows, or spills to other nodes "
+        "(default auto)",
+    )
+    group.add_argument(
+        "--null-step-time",
+        type=bounded_float(0.0, 60.0),
+        default=default.null_step_time,
+        metavar="SECONDS",
+        help="how long a step of the null backend takes (default 0)",
+    )
+
+
+def _one_device(text: str) -> int:
+    if text != "1":
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: a model is not divided among devices here; start a server for each one "
+            "(--device cuda:0, cuda:1, ...; --numa 0, 1, ... for the sockets of a machine)"
+        )
+    return 1
+
+
+def _numa(text: str) -> str:
+    if text in ("auto", "off"):
+        return text
+    try:
+        nodes = format_list(parse_list(text))
+    except ValueError:
+        nodes = ""
+    if not nodes:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither auto nor off nor NUMA nodes such as 0 or 0-1,4"
+        )
+    return nodes
+
+
+def _add_cache_options(parser: argparse.ArgumentParser, default: EngineSettings) -> None:
+    group = parser.add_argument_group("KV cache")
+    group.add_argument(
+        "--block-size",
+        type=bounded_int(1),
+        default=default.load.block_size,
+        metavar="N",
+        help=f"tokens per block (default {default.load.block_size})",
+    )
+    group.add_argument(
+        "--num-blocks",
+        type=bounded_int(1),
+        metavar="N",
+        help="blocks in the pool; or give --kv-cache-memory; default: sized from free memory",
+    )
+    group.add_argument(
+        "--kv-cache-memory", type=byte_count, metavar="SIZE", help="bytes, such as 2GiB or 512MiB"
+    )
+    group.add_argument(
+        "--no-enable-prefix-caching",
+        dest="enable_prefix_caching",
+        action="store_false",
+        help="compute every prompt in full, also what an earlier request already computed",
+    )
+    group.add_argument(
+        "--prefix-cache-memory",
+        type=byte_count,
+        metavar="SIZE",
+        help="what cached prefixes that no request uses may hold before the oldest makes room for "
+        "new ones, rather than memory that the KV cache has not used yet; default: as much as the "
+        "model's files, at least 256MiB; on GPUs, whose memory is taken at once, all of the cache",
+    )
+
+
+def resolve_path(model: str, *, refresh: bool = False) -> tuple[str, str]:
+    """Return ``(name, path)`` of a model argument, downloading an alias or a hub model that is not
+    here yet; ``refresh``: also when the hub has a newer one. Progress is written to standard
+    error.
+
+    Raises CheckpointError or UnknownModelError that says what to do next.
+    """
+    from paceline.checkpoints.hub.resolve import resolve_model
+    from paceline.cli.terminal.progress import download_progress
+
+    with download_progress() as progress:
+        resolved = resolve_model(model, cache_dir=None, refresh=refresh, progress=progress)
+    return resolved.name, str(resolved.path)
+
+
+def chosen_model(args: argparse.Namespace) -> str:
+    """Return MODEL from either argument. Raises ConfigError where both are given."""
+    model: str = args.model
+    flag: str | None = getattr(args, "model_flag", None)
+    if flag is None:
+        return model
+    if model not in (DEFAULT_MODEL, flag):
+        raise ConfigError(f"two models are named, {model!r} and --model {flag!r}: leave one out")
+    return flag
+
+
+def engine_settings(
+    args: argparse.Namespace, *, log_level: str = "info", log_format: str = "text"
+) -> EngineSettings:
+    """Return settings from the flags of ``add_model_argument`` and ``add_engine_options``; fetches
+    the model when needed."""
+    with naming_flags():
+        # checked before a model is fetched
+        settings = EngineSettings.of(**given_settings(args, (*SCHEDULING, *ADMISSION)))
+    model = chosen_model(args)
+    if args.backend == "null":
+        name, path = "null", None
+        if model != DEFAULT_MODEL:
+            raise ConfigError(
+                f"--backend null runs no model, but {model!r} was named: leave one out"
+            )
+    else:
+        name, path = resolve_path(model)
+    return settings.changed(
+        model_name=name,
+        model_path=path,
+        backend=args.backend,
+        device=args.device,
+        dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
+        compute=args.compute,
+        runner=args.runner,
+        convert=args.convert,
+        matryoshka_dimensions=args.matryoshka_dimensions,
+        isa=args.isa,
+        screen_head=args.screen_head,
+        packed_cache_bytes=args.packed_cache,
+        max_model_len=args.max_model_len,
+        block_size=args.block_size,
+        num_blocks=args.num_blocks,
+        kv_cache_bytes=args.kv_cache_memory,
+        enable_prefix_caching=args.enable_prefix_caching,
+        prefix_cache_bytes=args.prefix_cache_memory,
+        threads=args.threads,
+        numa=args.numa,
+        null_step_time=args.null_step_time,
+        log_level=log_level,
+        log_format=log_format,
+    )

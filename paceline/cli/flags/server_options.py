@@ -1,0 +1,237 @@
+"""Flags of ``paceline serve`` for the server: where it listens, how it answers, what it logs."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Final
+
+from paceline.cli.flags.arguments import Parser, bounded_float, bounded_int, byte_count
+from paceline.cli.flags.options import LOG_LEVELS
+from paceline.core.slo import Slo
+from paceline.errors import InvalidRequestError
+
+__all__ = ["RESTART_WINDOW", "add_server_options", "slo_class"]
+
+# period in which --max-engine-restarts counts, s
+RESTART_WINDOW: Final = 300.0
+
+
+def add_server_options(parser: Parser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default 127.0.0.1: this machine only; see --api-key-file "
+        "before giving another)",
+    )
+    group.add_argument(
+        "--port",
+        type=bounded_int(0, 65535),
+        default=8000,
+        metavar="N",
+        help="0 takes a free one (default 8000)",
+    )
+    group.add_argument(
+        "--ssl-certfile",
+        type=Path,
+        metavar="FILE",
+        help="serve HTTPS with this PEM certificate, its chain behind it; read at start "
+        "(default: plain HTTP)",
+    )
+    group.add_argument(
+        "--ssl-keyfile",
+        type=Path,
+        metavar="FILE",
+        help="the certificate's private key, not encrypted; default: it is in --ssl-certfile",
+    )
+    group.add_argument(
+        "--metrics-port",
+        type=bounded_int(0, 65535),
+        metavar="N",
+        help="serve /metrics on a port of its own too, from a process of its own: answered at "
+        "once, however busy the server is, and without a key; default: only on --port",
+    )
+    group.add_argument(
+        "--metrics-host",
+        metavar="HOST",
+        help="address of --metrics-port (default 127.0.0.1: this machine only)",
+    )
+    group.add_argument(
+        "--served-model-name",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names that requests may use; answers carry the first, and in the others * stands for "
+        "any characters ('claude-*'); default: MODEL as given",
+    )
+    group.add_argument(
+        "--drain-timeout",
+        type=bounded_float(0.0),
+        default=30.0,
+        metavar="SECONDS",
+        help="how long running requests may go on after SIGTERM (default 30)",
+    )
+    group.add_argument(
+        "--stall-timeout",
+        type=bounded_float(0.1),
+        default=60.0,
+        metavar="SECONDS",
+        help="an engine with work whose step has not ended for so long is taken for hung: it is "
+        "killed and replaced, and /health fails until the next one is ready (default 60)",
+    )
+    group.add_argument(
+        "--max-engine-restarts",
+        type=bounded_int(0),
+        default=5,
+        metavar="N",
+        help=f"an engine that dies is replaced; after N times within {RESTART_WINDOW:g} s the "
+        "server gives up and exits; 0: the first death ends it (default 5)",
+    )
+    group.add_argument(
+        "--slow-reader-timeout",
+        type=bounded_float(0.0),
+        default=60.0,
+        metavar="SECONDS",
+        help="a caller who leaves its answer unread for so long, beyond what buffers hold, or "
+        "reads less than 4 KiB/s of it, is cut off; 0: never (default 60)",
+    )
+    group.add_argument(
+        "--max-body-size",
+        type=byte_count,
+        default=8 * 2**20,
+        metavar="SIZE",
+        help="a longer request body is refused (default 8MiB)",
+    )
+    group.add_argument(
+        "--trust-request-chat-template",
+        action="store_true",
+        help="render chat templates that requests bring along",
+    )
+    group.add_argument(
+        "--strict-fields",
+        action="store_true",
+        help="refuse chat and completions with a field that is unknown, such as a misspelt one; "
+        "otherwise the header x-paceline-ignored-fields names it",
+    )
+    group.add_argument(
+        "--max-logprobs",
+        type=int,
+        default=20,
+        metavar="N",
+        help="tokens whose log-probabilities a request may ask for at each place; -1: all of the "
+        "vocabulary, up to 64 MiB an answer (default 20)",
+    )
+    group.add_argument(
+        "--enable-tokenizer-info-endpoint",
+        action="store_true",
+        help="serve GET /tokenizer_info, which shows the chat template",
+    )
+    group.add_argument(
+        "--enable-per-request-metrics",
+        action="store_true",
+        help="answers of one choice tell its times as vLLM's do: metrics.queue_time_ms, "
+        "time_to_first_token_ms, generation_time_ms, mean_itl_ms, tokens_per_second",
+    )
+    group.add_argument(
+        "--record",
+        metavar="FILE",
+        help="write every step and every request's timeline to FILE, one JSON object a line, for "
+        "'paceline simulate'",
+    )
+    group.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="who may ask: a line per key, NAME SCOPE SHA256, scope user or admin (which /metrics "
+        "wants), then limits of its own if any. The environment variable PACELINE_API_KEY is one "
+        "more key, of scope admin",
+    )
+    group.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="json: one object a line, with the fields of the message by name (default text)",
+    )
+    group.add_argument(
+        "--sse-keep-alive",
+        type=bounded_float(0.0),
+        default=15.0,
+        metavar="SECONDS",
+        help="a stream without an event for so long gets a comment; 0: never (default 15)",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        choices=("think", "qwen3", "deepseek_r1", "mistral", "granite", "openai_gptoss", "none"),
+        default=None,
+        help="how the model marks its thoughts, which chat tells apart as reasoning; none: "
+        "they are text; default: as its chat template says",
+    )
+    group.add_argument(
+        "--tool-call-parser",
+        choices=("harmony", "hermes", "llama3_json", "mistral"),
+        default=None,
+        help="how the model writes tool calls; default: as its chat template says, else hermes",
+    )
+    group.add_argument(
+        "--log-level", choices=LOG_LEVELS, default="info", help="default info, to standard error"
+    )
+    group.add_argument(
+        "--slo-class",
+        type=slo_class,
+        action="append",
+        default=[],
+        metavar="NAME=TARGETS",
+        help="what a class of requests needs, such as interactive=ttft:500,tpot:50, in "
+        "milliseconds; targets are ttft, tpot, itl, deadline and queue_ttl, best-effort yields to "
+        "all others; may be given several times, and redefines interactive, standard and batch",
+    )
+    group.add_argument(
+        "--price-per-hour",
+        type=bounded_float(0.0),
+        default=0.0,
+        metavar="PRICE",
+        help="what the machine costs, for the metric paceline:cost_per_million_tokens",
+    )
+    group.add_argument(
+        "--metrics-tenants",
+        type=bounded_int(0),
+        default=0,
+        metavar="N",
+        help="tenants that metrics tell apart by the names that callers give, beside those with "
+        "keys: the first that ask; later ones are counted together (default 0)",
+    )
+    group.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="send a trace of every request to this OTLP/HTTP collector, such as "
+        "http://127.0.0.1:4318; needs paceline[otel]; default: no traces",
+    )
+
+
+def slo_class(text: str) -> Slo:
+    """Parse ``NAME=ttft:MS,tpot:MS,itl:MS,deadline:MS,queue_ttl:MS,best-effort``."""
+    name, _, targets = text.partition("=")
+    if not re.fullmatch(r"[\w-]{1,64}", name):
+        raise argparse.ArgumentTypeError(f"{name!r} is no name: letters, digits, - and _")
+    seconds: dict[str, float] = {}
+    best_effort = False
+    for part in filter(None, targets.split(",")):
+        if part == "best-effort":
+            best_effort = True
+            continue
+        target, colon, value = part.partition(":")
+        if target not in ("ttft", "tpot", "itl", "deadline", "queue_ttl") or not colon:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is none of ttft:MS, tpot:MS, itl:MS, deadline:MS, queue_ttl:MS, "
+                "best-effort"
+            )
+        if target in seconds:
+            raise argparse.ArgumentTypeError(f"{target} is given twice in {text!r}")
+        seconds[target] = bounded_float(0.001)(value) / 1e3
+    try:
+        return Slo(slo_class=name, best_effort=best_effort, **seconds)
+    except InvalidRequestError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,0 +1,1 @@
+"""Commands about models on this machine: ``pull``, ``list``, ``rm``."""

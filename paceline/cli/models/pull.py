@@ -1,0 +1,85 @@
+"""``paceline pull``: download a model before it is needed."""
+
+from __future__ import annotations
+
+import argparse
+
+from paceline.cli.flags.arguments import Parser
+from paceline.cli.flags.options import DEFAULT_MODEL, resolve_path
+from paceline.cli.terminal.table import table
+
+__all__ = ["add_parser"]
+
+_EPILOG = """\
+examples:
+  paceline pull                          the default model
+  paceline pull --list                   short names
+  paceline pull qwen3-0.6b               one of them
+  paceline pull org/name                 safetensors, or the GGUF file of the usual kind
+  paceline pull org/name:Q8_0            the GGUF file of that kind, with all its parts
+  paceline pull org/name/file.gguf       that file
+
+The default model goes to $PACELINE_CACHE (default ~/.cache/paceline), what is on the hub to Hugging
+Face's cache (HF_HUB_CACHE). Each file is checked against the digest that the hub states; a download
+that broke goes on where it ended. HF_ENDPOINT names a mirror, HF_TOKEN opens gated models. Whatever
+is here already is left alone, unless the hub has a newer version.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "pull",
+        help="download a model",
+        description="Download a model, check it, and move it into place in one step.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=DEFAULT_MODEL,
+        metavar="MODEL",
+        help=f"a short name, or one on the hub such as org/name:Q4_K_M; default {DEFAULT_MODEL}",
+    )
+    parser.add_argument("--list", action="store_true", help="list the short names and stop")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.list:
+        return _list()
+    name, path = resolve_path(args.model, refresh=True)
+    print(f"{name}: {path}")
+    return 0
+
+
+def _list() -> int:
+    from paceline.checkpoints.hub.aliases import ALIASES
+    from paceline.checkpoints.hub.cache import HubCache
+    from paceline.checkpoints.hub.catalogue import catalogue
+    from paceline.checkpoints.hub.names import parse_hub_name
+    from paceline.checkpoints.hub.resolve import find_local
+
+    rows = [("NAME", "MODEL", "SIZE", "LICENCE", "TRIED", "HERE", "SOURCE")]
+    for alias in ALIASES.values():
+        here = "yes" if find_local(alias.name) else "no"
+        size = f"{alias.gguf_bytes / 1e6:.0f} MB"
+        source = f"package {alias.package} {alias.version}"
+        rows.append((alias.name, alias.title, size, alias.licence, "yes", here, source))
+    for row in catalogue().values():
+        reference = parse_hub_name(row.hub)
+        there = reference and HubCache.of(reference.repo).checked(reference.within)
+        rows.append(
+            (
+                row.name,
+                row.title,
+                row.parameters,
+                f"{row.licence}, gated" if row.gated else row.licence,
+                "yes" if row.tried else "no",
+                "yes" if there else "no",
+                row.source,
+            )
+        )
+    print(table(rows))
+    print("\nTRIED: served here and its answers looked at. Others load if docs/use/models.md has "
+          "their architecture.")  # fmt: skip
+    return 0

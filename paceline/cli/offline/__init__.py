@@ -1,0 +1,1 @@
+"""Commands that answer without a server: ``chat``, ``run``, ``generate``."""

@@ -1,0 +1,368 @@
+"""``paceline chat``: a conversation with a model that runs in this process."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.cli.flags.arguments import Parser, bounded_float, bounded_int
+from paceline.cli.flags.options import add_engine_options, add_model_argument, engine_settings
+from paceline.cli.offline.chat_commands import HELP, HINT, Command, parse
+from paceline.errors import NeverFitsError, RequestError, RequestFailedError
+
+if TYPE_CHECKING:
+    from paceline.engine.protocol import EngineClient
+
+__all__ = ["AnswerStats", "Conversation", "add_options", "add_parser", "run"]
+
+_EPILOG = """\
+examples:
+  paceline chat                                   type, Enter; Ctrl-D ends
+  paceline chat --system 'Answer in one sentence.'
+  echo 'Name three colours.' | paceline chat --temperature 0
+  paceline chat ./my-model.gguf --threads 4
+
+in a conversation:
+{help}
+
+Standard output carries the answers, everything else goes to standard error. Each line of a pipe is
+one turn of the conversation.
+"""
+_COMMANDS = "\n".join(f"  {line}" for line in HELP.splitlines())
+# default where the model recommends none
+_TEMPERATURE = 0.7
+
+
+def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "chat",
+        help="talk to a model in this terminal",
+        description="Talk to a model in this terminal, without a server.",
+        epilog=_EPILOG.format(help=_COMMANDS),
+    )
+    add_options(parser)
+    parser.set_defaults(run=run, prompt=[])
+
+
+def add_options(parser: Parser) -> None:
+    """Add the flags that ``paceline run`` takes too."""
+    add_model_argument(parser)
+    group = parser.add_argument_group("answers")
+    group.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    group.add_argument(
+        "--max-tokens",
+        type=bounded_int(1),
+        default=512,
+        metavar="N",
+        help="tokens of one answer at most (default 512)",
+    )
+    group.add_argument(
+        "--temperature",
+        type=bounded_float(0.0, 100.0),
+        metavar="T",
+        help="0 always takes the likeliest token; default: what the model's authors recommend, "
+        f"else {_TEMPERATURE}",
+    )
+    group.add_argument(
+        "--top-p",
+        type=bounded_float(0.0, 1.0),
+        metavar="P",
+        help="default: what the model's authors recommend, else 1",
+    )
+    group.add_argument(
+        "--stats",
+        action="store_true",
+        help="say after each answer how many tokens a second it had, in a pipe too",
+    )
+    group.add_argument(
+        "--seed",
+        type=bounded_int(-(2**62), 2**62),
+        metavar="N",
+        help="repeat the same answers; default: different ones every time",
+    )
+    add_engine_options(parser, scheduling=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = engine_settings(args, log_level="warning")
+
+    import asyncio
+    import random
+
+    from paceline.cli.terminal.logs import configure_logging
+    from paceline.cli.wiring import build_core, build_tokenizer, default_sampling
+    from paceline.engine.local import LocalEngineClient
+
+    configure_logging(settings.log_level)
+    prompt = " ".join(args.prompt)
+    interactive = sys.stdin.isatty() and not prompt
+    if interactive:
+        print(f"loading {settings.model_name} ...", file=sys.stderr)
+    core, info = build_core(settings)
+    client = LocalEngineClient(core, info, build_tokenizer(settings))
+    seed = random.getrandbits(62) if args.seed is None else args.seed
+    sampling = {"temperature": _TEMPERATURE, "top_p": 1.0} | default_sampling(settings)
+    for name in ("temperature", "top_p"):
+        if getattr(args, name) is not None:
+            sampling[name] = getattr(args, name)
+    conversation = Conversation(
+        client,
+        system=args.system,
+        max_tokens=args.max_tokens,
+        temperature=sampling["temperature"],
+        top_p=sampling["top_p"],
+        seed=seed,
+    )
+    if interactive:
+        print(HINT, file=sys.stderr)
+    # one loop for the whole conversation: Ctrl-C cancels a turn, not the engine
+    with asyncio.Runner() as runner:
+        try:
+            if prompt:
+                return _answer_once(runner, conversation, prompt, args.stats)
+            return _converse(runner, conversation, interactive, interactive or args.stats)
+        finally:
+            runner.run(client.close())
+
+
+def _answer_once(runner: Any, conversation: Conversation, prompt: str, shows_stats: bool) -> int:
+    try:
+        runner.run(_say(conversation, prompt))
+    except (RequestError, RequestFailedError) as error:
+        print(f"paceline run: {error}", file=sys.stderr)
+        return 1
+    if shows_stats and conversation.last is not None:
+        print(conversation.last, file=sys.stderr)
+    return 0
+
+
+def _converse(runner: Any, conversation: Conversation, interactive: bool, shows_stats: bool) -> int:
+    failed = False
+    while True:
+        try:
+            text = _read(interactive)
+        except (EOFError, KeyboardInterrupt):
+            if interactive:
+                print(file=sys.stderr)
+            break
+        if not text:
+            continue
+        meant = parse(text)
+        message: str | None
+        if isinstance(meant, str):
+            message = meant
+        elif meant.name is None and not interactive:
+            # no user could correct a command from a pipe, so the line is a message
+            message = text
+        elif meant.name == "exit":
+            break
+        else:
+            message = _carry_out(meant, conversation)
+        if message is None:
+            continue
+        try:
+            runner.run(_say(conversation, message))
+            if shows_stats and conversation.last is not None:
+                print(conversation.last, file=sys.stderr)
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            print(" (stopped)", file=sys.stderr)
+        except (RequestError, RequestFailedError) as error:
+            print(f"paceline chat: {error}", file=sys.stderr)
+            failed = True
+    return 1 if failed and not interactive else 0
+
+
+def _carry_out(command: Command, conversation: Conversation) -> str | None:
+    """Carry out a command and print the result; return a message that is to be answered now."""
+    said = ""
+    if command.name is None:
+        said = f"there is no command {command.word}; /help lists them, // begins a message with /"
+    elif command.name == "help":
+        print(HELP, file=sys.stderr)
+        return None
+    elif command.name == "reset":
+        conversation.reset()
+        said = "forgotten"
+    elif command.name == "system":
+        conversation.set_system(command.rest or None)
+        said = "the model is told that first" if command.rest else "the model is told nothing first"
+    elif command.name == "temperature":
+        try:
+            conversation.temperature = bounded_float(0.0, 100.0)(command.rest)
+            said = f"temperature {conversation.temperature:g}"
+        except argparse.ArgumentTypeError as error:
+            said = f"/temperature: {error}"
+    elif command.name == "retry":
+        last = conversation.take_back()
+        if last is not None:
+            return last
+        said = "nothing was said yet"
+    print(f"({said})", file=sys.stderr)
+    return None
+
+
+def _read(interactive: bool) -> str:
+    if interactive:
+        # gives input() line editing and history on a terminal
+        import readline  # noqa: F401
+
+        return input("> ").strip()
+    line = sys.stdin.buffer.readline()
+    if not line:
+        raise EOFError
+    # in any locale; invalid bytes become U+FFFD, and a file may begin with a byte order mark
+    return line.decode("utf-8-sig", "replace").strip()
+
+
+async def _say(conversation: Conversation, text: str) -> None:
+    async for piece in conversation.answer(text):
+        print(piece, end="", flush=True)
+    print(flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerStats:
+    """Speed of an answer; ``str`` formats it for users."""
+
+    tokens: int
+    # seconds to the first token, and from there to the last
+    first_seconds: float
+    other_seconds: float
+
+    def __str__(self) -> str:
+        from paceline.engine.types import tokens_per_second
+
+        speed = tokens_per_second(self.tokens, 1, self.other_seconds)
+        rate = "" if speed is None else f"{speed:.1f} tokens/s, "
+        return f"({self.tokens} tokens, {rate}the first after {self.first_seconds:.2f} s)"
+
+
+class Conversation:
+    """The messages so far, and the settings for the next answer.
+
+    Args:
+        seed: seed of the first answer; later ones count up from it.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        *,
+        system: str | None,
+        max_tokens: int,
+        temperature: float,
+        top_p: float,
+        seed: int,
+    ) -> None:
+        self._client = client
+        self.set_system(system)
+        self._max_tokens = max_tokens
+        self.temperature = temperature
+        self._top_p = top_p
+        self._seed = seed
+        self._num_answers = 0
+        # user and assistant messages alternate
+        self.turns: list[dict[str, Any]] = []
+        # speed of the latest answer; None before one is complete
+        self.last: AnswerStats | None = None
+
+    def reset(self) -> None:
+        """Forget everything but the system message."""
+        self.turns = []
+
+    def set_system(self, text: str | None) -> None:
+        """Set the system message, from the next answer on."""
+        self._system = [] if text is None else [{"role": "system", "content": text}]
+
+    def take_back(self) -> str | None:
+        """Remove the latest message and its answer; return the message, or None."""
+        if not self.turns:
+            return None
+        said: str = self.turns[-2]["content"]
+        del self.turns[-2:]
+        return said
+
+    async def answer(self, text: str) -> AsyncIterator[str]:
+        """Yield the pieces of the answer to ``text``. After a cancellation, they stay in the turns.
+
+        Raises:
+            NeverFitsError: ``text`` alone is too long for the model.
+            RequestFailedError: the engine failed on this answer.
+        """
+        from paceline.core.sampling_params import SamplingParams
+        from paceline.engine.types import GenerationRequest
+
+        self.turns.append({"role": "user", "content": text})
+        said: list[str] = []
+        self.last = None
+        try:
+            prompt, max_tokens = self._prompt()
+            request = GenerationRequest(
+                request_id=f"chat-{self._num_answers}",
+                prompt_token_ids=prompt,
+                sampling=SamplingParams(
+                    max_tokens=max_tokens,
+                    temperature=self.temperature,
+                    top_p=self._top_p,
+                    seed=self._seed + self._num_answers,
+                    eos_token_ids=self._client.tokenizer.eos_token_ids,
+                ),
+                arrival_time=_now(),
+            )
+            self._num_answers += 1
+            async for output in self._client.generate(request):
+                if output.finished and output.times is not None:
+                    self.last = AnswerStats(
+                        output.num_output_tokens,
+                        output.times.first_token - output.times.arrival,
+                        output.times.last_token - output.times.first_token,
+                    )
+                for choice in output.choices:
+                    if choice.error is not None:
+                        raise RequestFailedError(choice.error)
+                    if choice.text:
+                        said.append(choice.text)
+                        yield choice.text
+        finally:
+            if said:
+                self.turns.append({"role": "assistant", "content": "".join(said)})
+            else:
+                self.turns.pop()
+
+    def _prompt(self) -> tuple[list[int], int]:
+        """Return the token ids to continue, and how many may follow. Drops the oldest turns when
+        the conversation outgrows the context, and prints that."""
+        tokenizer = self._client.tokenizer
+        longest = self._client.info.max_model_len
+        forgotten = 0
+        while True:
+            text = tokenizer.render_chat([*self._system, *self.turns])
+            prompt = tokenizer.encode(text, add_special_tokens=False)
+            room = longest - len(prompt)
+            # shorten answers for a long conversation, but only to a quarter of the context
+            if room >= min(self._max_tokens, longest // 4):
+                break
+            if len(self.turns) <= 2:
+                if room >= 1:
+                    break
+                raise NeverFitsError(
+                    f"the message takes {len(prompt)} tokens and the context holds {longest}: "
+                    "shorten it, or raise --max-model-len",
+                    "messages",
+                )
+            del self.turns[:2]
+            forgotten += 1
+        if forgotten:
+            print(f"(forgot the {forgotten} oldest exchanges: context full)", file=sys.stderr)
+        return prompt, min(self._max_tokens, room)
+
+
+def _now() -> float:
+    import time
+
+    return time.monotonic()

@@ -1,0 +1,1 @@
+"""Commands that serve: ``paceline serve`` with its engine process, ``paceline gateway``."""

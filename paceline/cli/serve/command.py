@@ -1,0 +1,325 @@
+"""``paceline serve``: an OpenAI-compatible server, its engine in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ipaddress
+import json
+import logging
+import os
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.cli.flags.arguments import Parser
+from paceline.cli.flags.batch_options import add_batch_options, batch_config
+from paceline.cli.flags.explicit_flags import given_flags
+from paceline.cli.flags.limit_options import add_limit_options, limit_settings
+from paceline.cli.flags.options import (
+    add_admission_options,
+    add_engine_options,
+    add_model_argument,
+    engine_settings,
+)
+from paceline.cli.flags.scheduling_options import ignored_flags
+from paceline.cli.flags.server_options import RESTART_WINDOW, add_server_options
+from paceline.core.pooling import EMBED
+from paceline.errors import ConfigError, PacelineError
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from paceline.cli.flags.settings import EngineSettings
+    from paceline.engine.types import EngineInfo
+    from paceline.http.keys import ApiKey
+    from paceline.server.settings.config import ServerConfig
+
+    # signature of ``server.lifecycle.serve``
+    Serve = Callable[..., Awaitable[int]]
+
+__all__ = ["add_parser", "ready_line"]
+
+_log = logging.getLogger("paceline.cli")
+
+_EPILOG = """\
+examples:
+  paceline serve                                     the default model, on this machine only
+  paceline serve Qwen/Qwen2.5-0.5B-Instruct --port 8080
+  paceline serve ./model.gguf --served-model-name my-model --max-model-len 4096
+  paceline serve --kv-cache-memory 2GiB --max-num-seqs 64 --scheduling-policy priority
+  paceline serve --backend null                      no model: to try clients against
+
+One line on standard output says when it is ready; logs go to standard error. SIGTERM or Ctrl-C
+drains: running requests end, new ones get 503; a second one ends at once. Exit codes: 0 after a
+drain, 1 when the engine died too often, 2 when the server could not start as asked.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="an OpenAI-compatible server",
+        description="Serve a model over the OpenAI API.",
+        epilog=_EPILOG,
+    )
+    add_model_argument(parser)
+    add_server_options(parser)
+    add_limit_options(parser)
+    add_engine_options(parser)
+    add_admission_options(parser)
+    add_batch_options(parser)
+    parser.set_defaults(run=run, given=partial(given_flags, parser))
+
+
+def run(args: argparse.Namespace) -> int:
+    from paceline.cli.terminal.logs import configure_logging
+    from paceline.http.listening import bind
+    from paceline.http.tls import check_tls_files
+
+    configure_logging(args.log_level, args.log_format)
+    _refuse_repeated("--slo-class", [each.slo_class for each in args.slo_class])
+    _refuse_repeated("--served-model-name", args.served_model_name)
+    if args.metrics_host is not None and args.metrics_port is None:
+        raise ConfigError(f"--metrics-host {args.metrics_host} needs --metrics-port")
+    if args.ssl_keyfile is not None and args.ssl_certfile is None:
+        raise ConfigError(f"--ssl-keyfile {args.ssl_keyfile} needs --ssl-certfile: its certificate")
+    if args.ssl_certfile is not None:
+        # checked before a model is fetched and loaded
+        check_tls_files(args.ssl_certfile, args.ssl_keyfile)
+    api_keys = _api_keys(args.api_key_file)
+    # a taken port is found before a model is fetched and loaded
+    with contextlib.ExitStack() as sockets:
+        listener = sockets.enter_context(bind(args.host, args.port))
+        metrics_listener = None
+        if args.metrics_port is not None:
+            metrics_host = args.metrics_host or "127.0.0.1"
+            metrics_listener = sockets.enter_context(
+                bind(metrics_host, args.metrics_port, flag="--metrics-port")
+            )
+        if not api_keys:
+            _warn_if_reachable(listener)
+        settings = engine_settings(args, log_level=args.log_level, log_format=args.log_format)
+        # an engine publishes its timeline only if the server shows it
+        kept = args.ui and args.timeline and args.timeline_history > 0
+        settings = replace(settings, timeline=kept)
+        if args.record is not None:
+            settings = replace(settings, record=os.path.abspath(args.record))
+        for message in ignored_flags(settings):
+            logging.getLogger("paceline.cli").warning("%s", message)
+
+        import asyncio
+
+        import uvloop
+
+        def configure() -> ServerConfig:
+            return _server_config(args, settings, api_keys, listener.getsockname()[1])
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            supervision = (args.stall_timeout, args.max_engine_restarts)
+            return runner.run(_serve(settings, configure, listener, metrics_listener, *supervision))
+
+
+def _refuse_repeated(flag: str, names: Sequence[str]) -> None:
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"{flag} {min(twice)} is given {names.count(min(twice))} times")
+
+
+def _server_config(
+    args: argparse.Namespace, settings: EngineSettings, api_keys: tuple[ApiKey, ...], port: int
+) -> ServerConfig:
+    from paceline.cli.flags.settings import TRACE_PROCESS, WHAT_IF_PROCESS
+    from paceline.cli.wiring import default_sampling
+    from paceline.server.settings.config import ServerConfig, WhatIfConfig
+
+    return ServerConfig(
+        served_model_names=tuple(args.served_model_name),
+        drain_timeout=args.drain_timeout,
+        max_body_bytes=args.max_body_size,
+        default_sampling=default_sampling(settings),
+        slo_classes={each.slo_class: each for each in args.slo_class},
+        price_per_hour=args.price_per_hour,
+        metrics_tenants=args.metrics_tenants,
+        trust_request_chat_template=args.trust_request_chat_template,
+        strict_fields=args.strict_fields,
+        max_logprobs=args.max_logprobs,
+        enable_tokenizer_info=args.enable_tokenizer_info_endpoint,
+        enable_per_request_metrics=args.enable_per_request_metrics,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
+        sse_keep_alive=args.sse_keep_alive,
+        slow_reader_timeout=args.slow_reader_timeout,
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
+        api_keys=api_keys,
+        otlp_endpoint=args.otlp_endpoint,
+        **limit_settings(args),
+        what_if=WhatIfConfig(
+            command=WHAT_IF_PROCESS,
+            check=TRACE_PROCESS,
+            settings=settings.to_json().decode(),
+            choices=_what_if_choices,
+        ),
+        batches=batch_config(args, port),
+        given=args.given(args),
+    )
+
+
+def _what_if_choices() -> Mapping[str, Any]:
+    # imported only when the page asks
+    from paceline.cli.simulation.what_if import choices
+
+    return choices()
+
+
+def _warn_if_reachable(listener: socket.socket) -> None:
+    """Warn where other machines can reach a server that asks for no key."""
+    host, port = listener.getsockname()[:2]
+    if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        logging.getLogger("paceline.cli").warning(
+            "open address=%s port=%d: every caller that reaches it may use this server and read "
+            "its metrics; --api-key-file asks for keys",
+            host,
+            port,
+        )
+
+
+def _api_keys(path: Path | None) -> tuple[ApiKey, ...]:
+    """Read the keys. Raises ConfigError for a file that is unreadable or has other content."""
+    # an empty variable is a secret that went missing, and must not turn keys off
+    single = os.environ.get("PACELINE_API_KEY")
+    if path is None and single is None:
+        return ()
+    from paceline.http.keys import ApiKey, parse_key_file
+
+    keys: list[ApiKey] = []
+    if path is not None:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api-key-file {path} cannot be read: {error}") from None
+        keys = parse_key_file(text, f"--api-key-file {path}")
+        if not keys:
+            raise ConfigError(f"--api-key-file {path} holds no key")
+    if single is not None:
+        keys.append(ApiKey.of("environment", "admin", single))
+    return tuple(keys)
+
+
+async def _serve(
+    settings: EngineSettings,
+    configure: Callable[[], ServerConfig],
+    listener: socket.socket,
+    metrics_listener: socket.socket | None,
+    stall_timeout: float,
+    max_restarts: int,
+) -> int:
+    import asyncio
+
+    from paceline.cli.flags.settings import ENGINE_PROCESS
+    from paceline.cli.serve.heap import trim_heap
+    from paceline.cli.serve.startup import Stages, process_age
+    from paceline.cli.wiring import build_tokenizer
+    from paceline.engine.process.client import ProcessEngineClient
+    from paceline.engine.process.garbage import uncollected
+    from paceline.engine.supervision.supervisor import SupervisedEngineClient
+
+    async def engine(before: ProcessEngineClient | None, number: int) -> ProcessEngineClient:
+        wanted = settings if before is None else successor(settings, before.info, number)
+        return await ProcessEngineClient.start(
+            ENGINE_PROCESS,
+            wanted.to_json(),
+            lambda: build_tokenizer(settings) if before is None else before.tokenizer,
+            stall_timeout=stall_timeout,
+        )
+
+    def prepare() -> tuple[ServerConfig, Serve]:
+        from paceline.server.lifecycle import serve
+        from paceline.web.routes import ui_router
+
+        return configure(), partial(serve, page=ui_router)
+
+    stages = Stages(process_age(), time.monotonic())
+    starting = asyncio.ensure_future(
+        SupervisedEngineClient.start(engine, max_restarts=max_restarts, window=RESTART_WINDOW)
+    )
+    with uncollected():
+        # the engine's process starts first: the web framework is imported while it loads its model
+        await asyncio.sleep(0)
+        stages.done("start", time.monotonic())
+        try:
+            config, serve = await asyncio.to_thread(prepare)
+            stages.done("web", time.monotonic())
+        except BaseException:
+            starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError, PacelineError):
+                await (await starting).close()
+            raise
+        client = await starting
+        # the tokenizer is loaded meanwhile, too
+        trim_heap()
+        stages.done("engine", time.monotonic())
+    name = config.served_model_names[0] if config.served_model_names else client.info.model
+
+    def ready(host: str, port: int) -> None:
+        if metrics_listener is not None:
+            # on standard error: programs read a single line on standard output
+            metrics_host, metrics_port = metrics_listener.getsockname()[:2]
+            _log.info("metrics_listening host=%s port=%d", metrics_host, metrics_port)
+        stages.done("listen", time.monotonic())
+        stages.log(_log, "started")
+        tls = config.ssl_certfile is not None
+        print(ready_line(client.info, name, host, port, tls=tls), flush=True)
+
+    return await serve(
+        client, config, listener=listener, metrics_listener=metrics_listener, on_ready=ready
+    )
+
+
+def successor(settings: EngineSettings, before: EngineInfo, number: int) -> EngineSettings:
+    """Return the settings of engine ``number`` that replaces one. It has the same size and NUMA
+    nodes, whatever memory is free now, so that all admitted requests still fit; other nodes if it
+    may not run on these any more. Its recording goes to a file of its own."""
+    return settings.changed(
+        num_blocks=before.num_blocks,
+        kv_cache_bytes=None,
+        max_model_len=before.max_model_len,
+        numa=before.numa_nodes or settings.load.numa,
+        numa_fallback=True,
+        record=None if settings.record is None else f"{settings.record}.{number}",
+    )
+
+
+def ready_line(info: EngineInfo, name: str, host: str, port: int, *, tls: bool = False) -> str:
+    """Return the line on standard output: address, model, and a command to try."""
+    # a server that listens on every address can be tried on this machine's own
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+    path, said = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
+    body: dict[str, object] = {"model": name, **said}
+    if info.pooling is not None:
+        path = "/v1/embeddings" if info.pooling.task == EMBED else "/classify"
+        body = {"model": name, "input": "Hello!"}
+    curl = (
+        f"curl {address}{path} -H 'Content-Type: application/json' "
+        f"-d {shlex.quote(json.dumps(body))}"
+    )
+    kv_bytes, windows = info.num_blocks * info.block_bytes + info.window_bytes, ""
+    if info.num_window_blocks:
+        windows = f" and {info.num_window_blocks} for layers with a window"
+    cache = (
+        f"{info.num_blocks} KV blocks of {info.block_size}{windows} in {info.kv_dtype}, which is "
+        f"{kv_bytes / 2**20:.0f} MiB when full"
+    )
+    if not kv_bytes:
+        cache = "no KV cache"
+    why = f"; auto: {info.choice}" if info.choice else ""
+    return (
+        f"paceline ready: {address}/v1 ({name}, {info.dtype} on {info.device}, "
+        f"{cache}, up to {info.max_model_len} tokens a request{why}) - try: {curl}"
+    )

@@ -1,0 +1,1 @@
+"""Commands that look at what runs: ``top``, ``ps``, ``trace``, ``bench``, ``doctor``."""

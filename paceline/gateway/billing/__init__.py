@@ -1,0 +1,1 @@
+"""What keys may spend and have spent: reservations, budgets, the ledger."""

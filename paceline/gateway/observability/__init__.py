@@ -1,0 +1,1 @@
+"""What the gateway tells of its requests: metrics and traces."""

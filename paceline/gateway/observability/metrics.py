@@ -1,0 +1,181 @@
+"""Metrics of the gateway; all names begin with ``paceline:gateway_``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from paceline.gateway.routing.routes import Site
+from paceline.gateway.upstreams.upstream import Engine
+from paceline.http.exposition import Registry
+
+__all__ = ["Counts"]
+
+_SECONDS: Final = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
+)  # fmt: skip
+
+
+class Counts:
+    """Metrics of one gateway. Labels are names from the configuration, never callers' text."""
+
+    def __init__(self) -> None:
+        self.registry = registry = Registry({})
+        name = "paceline:gateway_"
+        self._requests = registry.numbers(
+            "counter",
+            f"{name}requests",
+            "Requests by the engine that had them last, and how they ended: ok, refused (by the "
+            "engine), failed (nowhere an answer), broken (in the middle), gone (the caller).",
+            "engine",
+            "result",
+        )
+        self._attempts = registry.numbers(
+            "counter", f"{name}attempts", "Requests sent to an engine.", "engine"
+        )
+        self._failures = registry.numbers(
+            "counter",
+            f"{name}attempt_failures",
+            "Attempts that an engine refused or lost.",
+            "engine",
+            "kind",
+        )
+        self._resumed = registry.numbers(
+            "counter", f"{name}resumed", "Streams that went on at this engine.", "engine"
+        )
+        self._fallbacks = registry.numbers(
+            "counter", f"{name}fallbacks", "Requests sent to a later tier.", "engine"
+        )
+        self._first = registry.histograms(
+            f"{name}time_to_first_token_seconds",
+            "From a request's arrival to the first part of its answer.",
+            _SECONDS,
+            "engine",
+        )
+        self._seconds = registry.histograms(
+            f"{name}request_seconds", "From a request's arrival to its end.", _SECONDS, "engine"
+        )
+        self._up = registry.numbers(
+            "gauge", f"{name}engine_up", "1 while the engine answers polls.", "engine"
+        )
+        self._state = registry.numbers(
+            "gauge",
+            f"{name}breaker_open",
+            "1 while a breaker of the engine is open: its own, or that of a model.",
+            "engine",
+        )
+        self._opened = registry.numbers(
+            "gauge",
+            f"{name}breaker_opened",
+            "Times that breakers of the engine have opened.",
+            "engine",
+        )
+        self._unsolicited = registry.numbers(
+            "counter",
+            f"{name}unsolicited_responses",
+            "Connections closed for bytes on them that no request had asked for: another request "
+            "would have taken them for its answer.",
+            "engine",
+        )
+        self._running = registry.numbers(
+            "gauge", f"{name}requests_running", "Requests at the engine.", "engine"
+        )
+        self._waiting = registry.number(
+            "gauge", f"{name}requests_waiting", "Requests that wait for a place at an engine."
+        )
+        self._kv = registry.numbers(
+            "gauge",
+            f"{name}kv_cache_usage",
+            "Share of the engine's KV cache in use, as it last said; NaN: it does not say.",
+            "engine",
+        )
+        self._pressed = registry.numbers(
+            "gauge", f"{name}engine_pressed", "1 while the engine is short of memory.", "engine"
+        )
+        self._share = registry.numbers(
+            "gauge",
+            f"{name}engine_share",
+            "Share that the engine gets of the requests that would come to it: below 1 for a while "
+            "after it has come back.",
+            "engine",
+        )
+        self._slow = registry.numbers(
+            "gauge",
+            f"{name}engine_slow",
+            "1 while the engine's first tokens take several times what is usual for it.",
+            "engine",
+        )
+        self._firsts = registry.numbers(
+            "counter", f"{name}first_tokens", "First tokens of streams.", "engine"
+        )
+        self._first_seconds = registry.numbers(
+            "counter",
+            f"{name}first_token_seconds",
+            "Seconds from sending requests to their first tokens: predicted when they were sent, "
+            "and actual.",
+            "engine",
+            "kind",
+        )
+        self._hedges = registry.numbers(
+            "counter",
+            f"{name}hedges",
+            "Second engines that were asked for a late first token: won, lost (the first one was "
+            "sooner), failed.",
+            "engine",
+            "result",
+        )
+        self._spend = registry.numbers(
+            "gauge",
+            f"{name}spend_today",
+            "What keys have spent today (UTC), in the configuration's currency; key: as the "
+            "configuration names it, empty for all others together.",
+            "key",
+        )
+
+    def attempt(self, site: Site, *, resumed: bool, fallback: bool) -> None:
+        engine = site.engine.name
+        self._attempts.at(engine).value += 1
+        if resumed:
+            self._resumed.at(engine).value += 1
+        if fallback:
+            self._fallbacks.at(engine).value += 1
+
+    def failed(self, site: Site, kind: str) -> None:
+        self._failures.at(site.engine.name, kind).value += 1
+
+    def hedged(self, site: Site, result: str) -> None:
+        self._hedges.at(site.engine.name, result).value += 1
+
+    def first_token(self, site: Site, seconds: float) -> None:
+        self._first.at(site.engine.name).observe(seconds)
+
+    def ended(self, engine: str, result: str, seconds: float) -> None:
+        """Count the end of a request; ``engine``: "" if it was sent to none."""
+        self._requests.at(engine, result).value += 1
+        self._seconds.at(engine).observe(seconds)
+
+    def spent(self, named: Mapping[str, float], others: float) -> None:
+        """Set today's spending: of each key that the configuration names, and of all others."""
+        for name, amount in (*named.items(), ("", others)):
+            self._spend.at(name).value = amount
+
+    def render(self, engines: Iterable[Engine], num_waiting: int, now: float) -> str:
+        self._waiting.value = num_waiting
+        for engine in engines:
+            name, pressure = engine.name, engine.load.pressure
+            self._up.at(name).value = 0.0 if engine.trouble else 1.0
+            breakers = (engine.breaker, *(each.breaker for each in engine.standings.values()))
+            is_open = any(breaker.state(now) != "closed" for breaker in breakers)
+            self._state.at(name).value = float(is_open)
+            self._opened.at(name).value = engine.num_opened
+            self._unsolicited.at(name).value = engine.pool.num_unsolicited
+            self._running.at(name).value = len(engine.running)
+            kv = None if pressure is None else pressure.kv
+            self._kv.at(name).value = float("nan") if kv is None else kv
+            self._pressed.at(name).value = float(engine.load.pressed)
+            self._share.at(name).value = engine.share(now)
+            self._slow.at(name).value = float(engine.load.pace.slow_since is not None)
+            self._firsts.at(name).value = engine.load.num_first
+            self._first_seconds.at(name, "predicted").value = engine.load.predicted_first
+            self._first_seconds.at(name, "actual").value = engine.load.actual_first
+        return self.registry.render()

@@ -1,0 +1,1 @@
+"""One request on its way: placed, sent, tried again, and its answer back."""

@@ -1,0 +1,497 @@
+"""One attempt: a request at one engine, whose bytes are handled in the callback that read them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol
+
+import msgspec
+
+from paceline.gateway.observability.tracing import NO_ATTEMPT, AttemptTrace, Trace
+from paceline.gateway.proxy.upstream_request import RESUMABLE
+from paceline.gateway.routing.routes import Site
+from paceline.gateway.settings.config import GatewayConfig
+from paceline.gateway.streams.openai_stream import Splice
+from paceline.gateway.upstreams.dialects import Translator
+from paceline.gateway.upstreams.refusals import refusal_in, rest_of
+from paceline.gateway.upstreams.standing import Outcome, outcome_of_refusal
+from paceline.http.encodings import is_plain
+from paceline.http.sse import SSE
+from paceline.http.upstream import ConnectError, Connection, Headers, lines_of
+from paceline.routing import Dispatch
+from paceline.statuses import retry_of
+
+__all__ = ["Leg", "Owner", "Verdict"]
+
+# size of an answer that is not streamed
+_MAX_ANSWER_BYTES: Final = 64 << 20
+_SSE: Final = SSE.encode()
+_LAST_STATUS: Final = 599
+# endpoints that answer with events if a stream is requested
+_STREAMED: Final = RESUMABLE | {"/v1/responses", "/v1/messages"}
+
+
+class Owner(Protocol):
+    """Owner of an attempt: ``Exchange``."""
+
+    config: GatewayConfig
+    # clock, monotonic seconds
+    now: Callable[[], float]
+    # set when the request's task has something to do
+    wake: asyncio.Event
+    # relay of the streamed answer; None: not streamed
+    splice: Splice | None
+    trace: Trace
+    # the request names a stored object: if the engine lacks that, it may still have the model
+    names_stored: bool
+
+    # send a part to the caller; ``write_last`` also ends the answer
+    write: Callable[[bytes], None]
+    write_last: Callable[[bytes], None]
+
+    def first_token(self, now: float) -> None: ...
+    def spare_spoke(self, leg: Leg) -> None:
+        """Note that the hedge has output."""
+        ...
+
+    def tick(self, now: float) -> None: ...
+
+    def may_leave(self, leg: Leg) -> bool:
+        """Whether the attempt may leave an engine that gives no sign of life."""
+        ...
+
+    def sent(self, leg: Leg) -> None:
+        """Note that the request was sent to the engine."""
+        ...
+
+    def again(self, leg: Leg, left_out: frozenset[str]) -> tuple[bytes, frozenset[str]] | None:
+        """Return the request without added fields that the engine refused, and their names; None if
+        the refusal names none beyond ``left_out``."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Verdict:
+    """Outcome of an attempt."""
+
+    kind: Literal["done", "refused", "lost"]
+    why: str = ""
+
+
+class Leg:
+    """A request at one engine: the sink of its answer.
+
+    Args:
+        probe: set for a hedge (``hedge``). Its output is kept, and fed to this splice to find the
+            first token, until the hedge is adopted.
+    """
+
+    def __init__(
+        self, request: Owner, site: Site, dispatch: Dispatch, probe: Splice | None = None
+    ) -> None:
+        self.site = site
+        self.status = 0
+        self.headers: Headers = []
+        self.body = bytearray()
+        self.verdict: Verdict | None = None
+        self.connection: Connection | None = None
+        # ended through no fault of the engine
+        self.was_abandoned = False
+        self._owner = request
+        self._engine = site.engine
+        self._standing = site.engine.standings.of(site.model, request.now())
+        # no connection, or no sign of life: the failure is the engine's, not the model's
+        self._is_of_engine = False
+        self._dispatch = dispatch
+        self._streams = False
+        # times of the last part of the answer, and of the last bytes of any kind
+        self._heard_at = self._sign_at = request.now()
+        # the connection's ``num_reads`` at the last tick
+        self._num_reads = 0
+        # a part of the answer came since the last tick. Comments, pings and framing do not count:
+        # they show that the connection lives, not that the engine works on this request
+        self._has_moved = False
+        splice = request.splice
+        self._tokens_before = 0 if splice is None else splice.num_output_tokens
+        self._request = b""
+        # fields that the gateway added and the engine refused
+        self._left_out: frozenset[str] = frozenset()
+        self._connecting: asyncio.Task[None] | None = None
+        self._path = ""
+        self._translator: Translator | None = None
+        self._trace: AttemptTrace = NO_ATTEMPT
+        self._probe = probe
+        self._kept = bytearray()
+        # takes a part of the answer; set by the kind of answer. See ``upstream.Sink``
+        self.on_data: Callable[[bytes], None] = self._keep_whole
+
+    @property
+    def streams(self) -> bool:
+        """Whether the engine answers with events."""
+        return self._streams
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether the engine answered completely."""
+        return self.status == 200 and self.verdict is not None and self.verdict.kind == "done"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the refusal is final: any other engine would refuse the request as well."""
+        should = dict(self.headers).get(b"x-should-retry", b"").decode("latin-1").lower()
+        refused = self.verdict is not None and self.verdict.kind == "refused"
+        return refused and retry_of(self.status, should) == "nowhere"
+
+    @property
+    def was_sent(self) -> bool:
+        """Whether the request was sent to the engine."""
+        return self.connection is not None
+
+    def send(self, path: str, request: bytes) -> None:
+        """Send the request on an open or a new connection; a failure becomes the verdict."""
+        engine, now = self._engine, self._owner.now()
+        engine.running.add(self)
+        engine.breaker.begin(now)
+        self._standing.begin(path, now)
+        hedge = self._probe is not None
+        self._trace = self._owner.trace.attempt(self.site, self._tokens_before, hedge, now)
+        self._path = path
+        self._ask(request)
+
+    def _ask(self, request: bytes) -> None:
+        traced = self._trace is not NO_ATTEMPT
+        self._request = _with_headers(request, self._trace.headers([])) if traced else request
+        connection = self._engine.pool.free()
+        if connection is None:
+            self._connecting = asyncio.ensure_future(self._send_on_new())
+        else:
+            self._send_on(connection)
+
+    async def _send_on_new(self) -> None:
+        try:
+            connection = await self._engine.pool.connect()
+        except ConnectError as error:
+            self._connecting = None
+            self._is_of_engine = True
+            self._end(Verdict("lost", str(error)))
+            return
+        self._connecting = None
+        if self.verdict is not None:
+            connection.drop()
+            return
+        self._send_on(connection)
+
+    def _send_on(self, connection: Connection) -> None:
+        self.connection = connection
+        connection.send(self._request, self)
+        self._owner.sent(self)
+
+    # ---------------------------------------------------------------- Sink
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self._engine.alive()
+        self.status, self.headers = status, headers
+        found = dict(headers)
+        if not is_plain(found.get(b"content-encoding", b"").decode("latin-1")):
+            # no compression was requested, and the data could unpack to any size
+            self.give_up("the answer is compressed")
+            return
+        if not 200 <= status <= _LAST_STATUS:
+            # such a status cannot be passed on
+            self.give_up(f"status {status}, which is none of HTTP's")
+            return
+        if status == 200 and self._left_out:
+            self._engine.leave_out(self.site.model, self._left_out)
+        kind = found.get(b"content-type", _SSE)
+        # an answer is relayed as it is if no stream was asked for, or if the engine sent none
+        asked = self._owner.splice is not None and status == 200
+        self._streams = asked and kind.lower().startswith(_SSE)
+        other = not self._streams and not kind.lower().startswith(b"application/json")
+        if asked and other and self._path in _STREAMED:
+            shown = kind.decode("latin-1")[:100]
+            self.give_up(f"a stream was asked for, and the answer is {shown!r}")
+            return
+        if self._streams:
+            self._translator = self._engine.dialect.translator(self._path)
+            plain = self._translator is None and self._probe is None
+            self.on_data = self._relay if plain else self._take_stream
+        self._heard_at = self._sign_at = self._owner.now()
+
+    def _keep_whole(self, data: bytes) -> None:
+        self._has_moved = True
+        self.body += data
+        if len(self.body) > _MAX_ANSWER_BYTES:
+            self.give_up(f"an answer of more than {_MAX_ANSWER_BYTES} bytes")
+
+    def _take_stream(self, data: bytes) -> None:
+        if self._translator is None:
+            self._take_events(data)
+            return
+        events: list[bytes] = []
+        wrong = ""
+        try:
+            for event in self._translator.feed(data):
+                events.append(event)
+        except (ValueError, msgspec.MsgspecError) as error:
+            wrong = f"the stream is not of its API: {str(error)[:100]}"
+        if self._translator.is_in_long:
+            self._has_moved = True
+        self._take_events(b"".join(events))
+        # after a refusal the rest of the stream does not matter
+        if wrong and self._streams:
+            self.give_up(wrong)
+
+    def _take_events(self, data: bytes) -> None:
+        if self._probe is None:
+            self._relay(data)
+            return
+        self._kept += data
+        parts = self._probe.num_events
+        self._probe.feed(data)
+        if self._probe.num_events != parts or self._probe.is_in_long:
+            self._has_moved = True
+        if self._probe.failed is not None:
+            self._fail_by(self._probe, self._probe.failed)
+        elif self._probe.emitted or self._probe.done:
+            self._owner.spare_spoke(self)
+
+    def adopt(self) -> None:
+        """Answer the request from now on: send the output kept so far to the caller."""
+        assert self._owner.splice is not None, "a stream was asked for"
+        self._probe = None
+        if self._streams and self._translator is None and self.verdict is None:
+            self.on_data = self._relay
+        self._owner.splice.begin_leg()
+        kept, self._kept = bytes(self._kept), bytearray()
+        if kept:
+            self._relay(kept)
+
+    def _relay(self, data: bytes) -> None:
+        owner = self._owner
+        splice = owner.splice
+        assert splice is not None, "a stream was asked for"
+        out = splice.relay(data)
+        if out is not None:
+            # nearly all parts take this path
+            self._has_moved = True
+            owner.write(out)
+            return
+        parts = splice.num_events
+        out = splice.feed(data)
+        if out:
+            is_last = splice.done and splice.failed is None
+            (owner.write_last if is_last else owner.write)(out)
+        if splice.num_events != parts or splice.is_in_long:
+            self._has_moved = True
+        if splice.emitted and self._dispatch.first_at is None:
+            now = owner.now()
+            self._dispatch.first_token(now)
+            self._trace.first_token(now)
+            owner.first_token(now)
+        if splice.failed is not None:
+            self._fail_by(splice, splice.failed)
+        elif splice.done:
+            self._end(Verdict("done"))
+
+    def _fail_by(self, splice: Splice, why: str) -> None:
+        """End the stream with its error. Some engines refuse a request in its stream: before any
+        output, that counts like a status."""
+        refusal = None if splice.emitted else refusal_in(splice.failure_event)
+        if refusal is None or self.connection is None:
+            self.give_up(why)
+            return
+        self.connection.drop()
+        self.status, self.body = refusal[0], bytearray(refusal[1])
+        self._streams = False
+        splice.begin_leg()
+        self._refuse()
+
+    def on_end(self) -> None:
+        self._engine.alive()
+        if self.verdict is not None:
+            return
+        if self._streams:
+            self._finish_stream("the stream ended")
+        elif self.status == 200:
+            self._finish_whole()
+        else:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        """Handle a refusal. If it concerns a field that the gateway added, nothing was computed:
+        the retry without that field is not an attempt of its own."""
+        again = self._owner.again(self, self._left_out)
+        if again is None:
+            self._end(Verdict("refused", f"status {self.status}"))
+            return
+        request, self._left_out = again
+        self.status, self.headers, self.body = 0, [], bytearray()
+        self._kept.clear()
+        self.on_data = self._keep_whole
+        self.connection, self._num_reads = None, 0
+        self._heard_at = self._sign_at = self._owner.now()
+        self._ask(request)
+
+    def on_lost(self, why: str) -> None:
+        if self.verdict is not None:
+            return
+        connection = self.connection
+        if connection is not None and not connection.begun and connection.is_used:
+            # the engine closed the idle connection just as it was reused: not an attempt of its own
+            self._connecting = asyncio.ensure_future(self._send_on_new())
+            return
+        if self._streams:
+            self._finish_stream(why)
+        else:
+            self._end(Verdict("lost", why))
+
+    def _finish_whole(self) -> None:
+        try:
+            self.body = bytearray(self._engine.dialect.answer(self._path, bytes(self.body)))
+        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+            self.give_up(f"the answer is not of its API: {str(error)[:100]}")
+        else:
+            self._end(Verdict("done"))
+
+    def _finish_stream(self, why: str) -> None:
+        if not self._is_said():
+            splice = self._owner.splice if self._probe is None else None
+            self._end(Verdict("lost", (splice and splice.failed) or why))
+
+    def _is_said(self) -> bool:
+        """Whether a stream that ended early had sent its whole answer. If so, the attempt is done,
+        and later errors do not matter."""
+        splice = self._owner.splice
+        if not self._streams or self._probe is not None or splice is None:
+            return False
+        out = splice.end_leg()
+        if out:
+            self._owner.write(out)
+        if splice.done:
+            self._end(Verdict("done"))
+        return splice.done
+
+    # ---------------------------------------------------------------- Running
+
+    def tick(self, now: float) -> bool:
+        connection = self.connection
+        new = 0 if connection is None else connection.num_reads - self._num_reads
+        if self._has_moved or (connection is not None and connection.is_paused):
+            # a caller that reads slowly has paused the connection: the engine is not stalled
+            self._heard_at = self._sign_at = now
+        elif new:
+            self._sign_at = now
+        self._num_reads += new
+        self._has_moved = False
+        if why := self._stalled(now):
+            self.give_up(why)
+        else:
+            self._owner.tick(now)
+        return new > 0
+
+    def _stalled(self, now: float) -> str:
+        """Return why the attempt has stalled; empty while it has time left."""
+        config = self._owner.config
+        limit = config.stall_timeout
+        if not self.status or (self._streams and not self._dispatch.first_at):
+            limit = config.first_byte_timeout
+        elif self._streams:
+            reader = self._translator or self._owner.splice
+            if reader is not None and reader.between_parts:
+                if now - self._sign_at > limit:
+                    return f"neither a part of the answer nor a ping for {limit:g} s"
+                # between content blocks the engine may think or run a tool and send only pings:
+                # allow it ``first_byte_timeout``
+                limit = max(config.first_byte_timeout, limit)
+        return f"no part of the answer for {limit:g} s" if now - self._heard_at > limit else ""
+
+    def engine_gone(self, why: str) -> bool:
+        """Give a silent engine up, unless it was asked only a moment ago; see ``Running``."""
+        waited = self._owner.now() - self._sign_at
+        config = self._owner.config
+        if waited <= config.silence or not (
+            waited > config.stall_timeout or self._owner.may_leave(self)
+        ):
+            return False
+        self._is_of_engine = True
+        self.give_up(why)
+        return True
+
+    # ---------------------------------------------------------------- ends
+
+    def give_up(self, why: str) -> None:
+        """End the attempt through the engine's fault, unless the whole answer was sent."""
+        if self.verdict is not None:
+            return
+        if not self._is_said():
+            self._end(Verdict("lost", why))
+        elif self.connection is not None:
+            self.connection.drop()
+
+    def abandon(self) -> None:
+        """End the attempt without fault: the caller is gone, or another engine answered."""
+        if self.verdict is None:
+            self.was_abandoned = True
+            self._end(None)
+
+    def _end(self, verdict: Verdict | None) -> None:
+        if self.verdict is not None:
+            return
+        now = self._owner.now()
+        engine = self._engine
+        self.verdict = verdict or Verdict("lost", "abandoned")
+        self.on_data = _drop
+        engine.running.discard(self)
+        if self._connecting is not None:
+            self._connecting.cancel()
+        splice = self._owner.splice
+        made = (
+            0
+            if splice is None or self._probe is not None
+            else splice.num_output_tokens - self._tokens_before
+        )
+        self._dispatch.end(now, made)
+        self._trace.end("abandoned" if verdict is None else verdict.kind, self.status, made, now)
+        self._count(verdict, now)
+        if self.connection is not None and (verdict is None or verdict.kind == "lost"):
+            self.connection.drop()
+        self._owner.wake.set()
+
+    def _count(self, verdict: Verdict | None, now: float) -> None:
+        """Inform the breakers of engine and model; note a cooldown that was asked for."""
+        engine, standing = self._engine, self._standing
+        if verdict is not None and self._is_of_engine and self.connection is None:
+            engine.breaker.fail(now)
+        elif self.status and not self._is_of_engine:
+            engine.breaker.succeed(now)
+        else:
+            engine.breaker.abandon()
+        if verdict is not None and verdict.kind == "refused":
+            standing.rest(now + rest_of(self.status, self.headers))
+        outcome = self._outcome(verdict, now)
+        if outcome in ("failed", "missing") or (verdict is not None and self._is_of_engine):
+            engine.failed_at = now
+        standing.end(self._path, outcome, now)
+
+    def _outcome(self, verdict: Verdict | None, now: float) -> Outcome:
+        """Return what the attempt's end says about the model."""
+        if verdict is None or (verdict.kind == "lost" and self._is_of_engine):
+            return "unknown"
+        if verdict.kind != "refused":
+            return "ok" if verdict.kind == "done" else "failed"
+        return outcome_of_refusal(
+            self.status, self.headers, names_stored=self._owner.names_stored,
+            paused=self._standing.rests_for(now) > 0.0,
+        )  # fmt: skip
+
+
+def _drop(data: bytes) -> None:
+    """Ignore data of an attempt that is over."""
+
+
+def _with_headers(request: bytes, headers: Headers) -> bytes:
+    """Insert headers before a request's own."""
+    first = request.index(b"\r\n") + 2
+    return request[:first] + lines_of(headers) + request[first:]

@@ -1,0 +1,170 @@
+"""Hedging: a second engine is asked if the first token is late.
+
+::
+
+    first engine   sent ...................... (late) ............ nothing yet
+    second engine                              sent ..... first token: it wins
+    caller                                                ^ gets the second answer, from its start
+
+The second engine's output is held back until it holds a token; then the first attempt is dropped,
+so output of both is never mixed. A hedge counts as an attempt of the request, and draws on the
+budget that pays for retries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paceline.errors import RequestError
+from paceline.gateway.observability.metrics import Counts
+from paceline.gateway.proxy.attempt import Leg, Owner
+from paceline.gateway.proxy.retry_state import Attempts
+from paceline.gateway.proxy.upstream_request import Sending
+from paceline.gateway.requests.body import Body
+from paceline.gateway.routing.picker import Pick, Picker
+from paceline.gateway.routing.routes import Site
+from paceline.gateway.settings.config import GatewayConfig
+from paceline.gateway.streams.openai_stream import Splice
+from paceline.http.errors import HttpError
+from paceline.routing import Demand, HedgeBudget, hedge_delay, is_worth_it, saturation
+
+__all__ = ["Hedge"]
+
+
+class Hedge:
+    """The hedge of one streamed request. Times are arguments, in seconds of a monotonic clock."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        budget: HedgeBudget,
+        picker: Picker,
+        attempts: Attempts,
+        demand: Demand,
+        body: Body,
+        sending: Sending,
+        counts: Counts,
+    ) -> None:
+        self._config, self._budget, self._picker = config, budget, picker
+        self._attempts, self._demand = attempts, demand
+        self._sending, self._counts = sending, counts
+        # no hedge for work that can wait, nor for answers that would be paid for several times
+        self.is_wanted = bool(config.hedge_share) and not body.slo.best_effort and body.n == 1
+        self._due_at: float | None = None
+        self._sent_at = 0.0
+        # the second attempt, while both run
+        self._spare: Leg | None = None
+
+    @property
+    def spare(self) -> Leg | None:
+        """The second attempt, while both run."""
+        return self._spare
+
+    def arm(self, pick: Pick, now: float) -> None:
+        """Set the time at which the first attempt counts as late."""
+        if self.is_wanted:
+            self._budget.deposit()
+            delay = hedge_delay(pick.site.engine.load, pick.view, self._config.hedge_after)
+            self._sent_at = now
+            self._due_at = None if delay is None else now + delay
+
+    def is_due(self, now: float) -> bool:
+        return self._due_at is not None and now >= self._due_at
+
+    def ask(self, first: Site, owner: Owner, path: str, probe: Callable[[], Splice]) -> bool:
+        """Ask a second engine, if there is one for it; return whether it was asked.
+
+        Args:
+            owner: owner of the second attempt.
+            probe: makes a splice that watches the second engine's output for a token.
+        """
+        now = owner.now()
+        pick = self._pick(first, now)
+        if pick is None:
+            return False
+        site = pick.site
+        try:
+            request = self._sending.request(site, resumed=False)
+        except RequestError:
+            # the second engine's API cannot express the request: that does not concern the first
+            # attempt, and nothing is paid for it
+            return False
+        if not self._attempts.may_hedge(now):
+            return False
+        self._budget.take()
+        self._attempts.num += 1
+        dispatch = site.engine.load.dispatch(self._demand, pick.view, now)
+        self._spare = Leg(owner, site, dispatch, probe=probe())
+        self._counts.attempt(site, resumed=False, fallback=False)
+        self._spare.send(path, request)
+        return True
+
+    def first_spoke(self) -> None:
+        """Abandon the hedge: the first engine has answered."""
+        self._due_at = None
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            self._counts.hedged(spare.site, "lost")
+            spare.abandon()
+
+    def second_failed(self) -> Leg | None:
+        """Return the second attempt, once, if it failed before the first engine answered."""
+        spare = self._spare
+        if spare is None or spare.verdict is None or spare.is_answer:
+            return None
+        self._spare = None
+        self._counts.hedged(spare.site, "failed")
+        return spare
+
+    @property
+    def second_answered(self) -> bool:
+        """Whether the second engine sent its answer in one piece instead of a stream."""
+        return self._spare is not None and self._spare.is_answer
+
+    def take(self, *, won: bool) -> Leg:
+        """Return the second attempt, to answer the request from now on.
+
+        Args:
+            won: it answered first; False: the first engine failed.
+        """
+        spare, self._spare = self._spare, None
+        assert spare is not None, "there are two"
+        if won:
+            self._counts.hedged(spare.site, "won")
+        return spare
+
+    def end(self) -> None:
+        """Abandon the hedge, as the attempt is over."""
+        self._due_at = None
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.abandon()
+
+    def _pick(self, first: Site, now: float) -> Pick | None:
+        """Choose the second engine; None: no hedge is sent."""
+        self._due_at = None
+        if not (self._budget.has_one and self._attempts.may_hedge(now, peek=True)):
+            return None
+        route = self._attempts.route
+        tier = next(sites for sites in route.tiers if first in sites)
+        try:
+            pick = self._picker.pick(
+                route,
+                self._demand,
+                now,
+                tried={*self._attempts.tried, first.engine.name},
+                only=lambda site: site in tier and site.model == first.model,
+            )
+        except HttpError:
+            return None
+        places = [pick.site, *(site for site in tier if site is not pick.site)]
+        full = [
+            saturation(site.engine.load, site.engine.places_in_all, now)
+            for site in places
+            if not site.usable(now, route.path)
+        ]
+        waited = now - self._sent_at
+        below = self._config.hedge_below
+        if not is_worth_it(self._demand, waited, pick.view, full, below):
+            return None
+        return pick

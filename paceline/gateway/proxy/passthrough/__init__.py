@@ -1,0 +1,1 @@
+"""Requests that one engine alone can answer: what it keeps, and token counts."""

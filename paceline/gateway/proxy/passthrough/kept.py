@@ -1,0 +1,441 @@
+"""Responses, files and batches stored by engines: requests go to the engine that has the object.
+
+::
+
+    POST /v1/responses, previous_response_id     only that engine can continue it
+    GET, DELETE, POST .../ID...                  passed on to that engine
+    POST /v1/files                               to an engine with the model of the first line
+    POST /v1/batches                             to the engine that has the input file
+    GET /v1/files, /v1/batches                   the lists of all engines, merged
+
+The engine is known for objects made through this gateway (``homes``); for other ids all engines are
+asked. None of these requests is an attempt, so breakers do not count their failures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final, Protocol
+from urllib.parse import parse_qs, quote
+
+import msgspec
+from starlette.types import Receive, Scope
+
+from paceline.errors import InvalidRequestError
+from paceline.gateway.admin import as_json
+from paceline.gateway.billing.spending import Spending
+from paceline.gateway.proxy.attempt import Leg
+from paceline.gateway.proxy.passthrough.homes import Homes
+from paceline.gateway.proxy.passthrough.passing import Passed, pass_on
+from paceline.gateway.proxy.proxied_request import Exchange
+from paceline.gateway.requests.body import Body
+from paceline.gateway.requests.reading import read_body_bytes, read_json_bytes
+from paceline.gateway.routing.routes import Route, Routes
+from paceline.gateway.settings.config import GatewayConfig, key_limits
+from paceline.gateway.upstreams.registry import Engines
+from paceline.gateway.upstreams.upstream import Engine
+from paceline.http.errors import HttpError
+from paceline.http.fields import show
+from paceline.http.keys import KeyRing
+from paceline.http.sse import unless_disconnected
+from paceline.http.upstream import ConnectError, Headers
+
+__all__ = ["RESPONSES", "Door", "Kept", "headers_for"]
+
+RESPONSES: Final = "/v1/responses"
+_ID: Final = r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}"
+_IS_ID: Final = re.compile(_ID)
+_ONE: Final = re.compile(rf"/v1/(responses|files|batches)/({_ID})(?:/([a-z_]+))?")
+_METHODS: Final[Mapping[tuple[str, str], tuple[str, ...]]] = {
+    ("responses", ""): ("GET", "DELETE"),
+    ("responses", "cancel"): ("POST",),
+    ("responses", "input_items"): ("GET",),
+    ("files", ""): ("GET", "DELETE"),
+    ("files", "content"): ("GET",),
+    ("batches", ""): ("GET",),
+    ("batches", "cancel"): ("POST",),
+}
+_LISTS: Final = frozenset({"/v1/files", "/v1/batches"})
+# kinds that store nothing
+_WITHOUT: Final = frozenset({"anthropic", "azure"})
+# kinds that store files and batches
+_WITH_FILES: Final = frozenset({"paceline", "openai", "auto"})
+# statuses that mean: not stored here
+_NOT_HERE: Final = frozenset({400, 404, 405, 422, 501})
+# timeout of asking an engine for an object, s
+_ASK_SECONDS: Final = 5.0
+# bytes of an upload that are searched for the model of its first line
+_FIRST_BYTES: Final = 64 * 1024
+_MODEL: Final = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.){0,500}")')
+# the id of the response, in a stream's first event
+_TOLD_ID: Final = re.compile(rb'"id"\s*:\s*"(' + _ID.encode() + rb')"')
+_PAGE: Final[Mapping[str, tuple[int, int, int]]] = {
+    # requested from engines at once; a caller's default limit; a caller's maximum
+    "/v1/files": (10_000, 1000, 10_000),
+    "/v1/batches": (100, 20, 100),
+}
+_MOST_PAGES: Final = 100
+
+
+class Door(Protocol):
+    """HTTP request as ``app`` hands it over."""
+
+    @property
+    def scope(self) -> Scope: ...
+    @property
+    def headers(self) -> Mapping[bytes, bytes]: ...
+    @property
+    def receive(self) -> Receive: ...
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def method(self) -> str: ...
+    @property
+    def tenant(self) -> str: ...
+    async def send(self, message: Any) -> None: ...
+
+
+class _Gateway(Protocol):
+    config: GatewayConfig
+    engines: Engines
+    keys: KeyRing
+    routes: Routes
+    spending: Spending
+    draining: bool
+
+
+class Kept:
+    """Stored objects of one gateway."""
+
+    def __init__(self, gateway: _Gateway) -> None:
+        self._gateway = gateway
+        self.homes = Homes()
+
+    def takes(self, path: str) -> bool:
+        """Whether a path names a stored object or a list of them."""
+        found = _ONE.fullmatch(path)
+        return path in _LISTS or (found is not None and (found[1], found[3] or "") in _METHODS)
+
+    async def answer(self, call: Door) -> None:
+        """Answer a request for stored objects. Raises HttpError."""
+        path, method = call.path, call.method
+        found = _ONE.fullmatch(path)
+        methods: tuple[str, ...] = ("GET", "POST")
+        if found is not None:
+            methods = _METHODS[found[1], found[3] or ""]
+        if method not in methods:
+            raise HttpError(405, f"{path} takes {' and '.join(methods)}, not {method}")
+        if found is not None:
+            await self._one(call, found[1], found[2])
+        elif method == "GET":
+            await self._list(call)
+        elif self._gateway.draining:
+            raise HttpError(503, "the gateway is shutting down", self._gateway.config.drain_timeout)
+        else:
+            await self._create(call)
+
+    # ---------------------------------------------------------------- relayed requests
+
+    async def bound(self, route: Route, body: Body, tenant: str) -> Route:
+        """Restrict a route to the engine that stores the previous response, if there is one.
+
+        Raises HttpError 404 if no engine has it.
+        """
+        value = body.fields.get("previous_response_id", b"null")
+        if value[:1] != b'"':
+            return route
+        previous = msgspec.json.decode(value)
+        sites = [site for tier in route.tiers for site in tier]
+        engines = list({site.engine.name: site.engine for site in sites}.values())
+        if not _IS_ID.fullmatch(previous) or len(self._keepers()) < 2:
+            # an engine reports what is wrong with it
+            return route
+        home = await self._home("responses", previous, tenant)
+        if home not in engines:
+            raise HttpError(
+                400,
+                f"response {previous[:80]!r} is kept by engine {home.name}, and {route.shown} "
+                "is not asked for there",
+            )
+        tiers = [[site for site in tier if site.engine is home] for tier in route.tiers]
+        return replace(route, tiers=[tier for tier in tiers if tier], longer=None)
+
+    def watch(self, exchange: Exchange, tenant: str) -> None:
+        """Record where a response is made; of a stream by its first event, as the response may be
+        requested while it runs."""
+
+        def answered(leg: Leg) -> None:
+            if not leg.streams:
+                self._note(bytes(leg.body), leg.site.engine, tenant)
+
+        def told(data: bytes) -> None:
+            if (found := _TOLD_ID.search(data[:4096])) is not None:
+                self.homes.note(found[1].decode(), exchange.engine.name, tenant)
+
+        exchange.on_answer = answered
+        if exchange.splice is None:
+            return
+        write, write_last = exchange.write, exchange.write_last
+
+        def first(data: bytes) -> None:
+            exchange.write, exchange.write_last = write, write_last
+            told(data)
+            write(data)
+
+        def only(data: bytes) -> None:
+            told(data)
+            write_last(data)
+
+        exchange.write, exchange.write_last = first, only
+
+    def _note(self, answer: bytes, engine: Engine, tenant: str) -> None:
+        try:
+            made = msgspec.json.decode(answer, type=_Made)
+        except msgspec.MsgspecError:
+            return
+        self.homes.note(made.id, engine.name, tenant)
+
+    # ---------------------------------------------------------------- one object
+
+    async def _one(self, call: Door, kind: str, kept_id: str) -> None:
+        engine = await self._home(kind, kept_id, call.tenant)
+        await self._pass_on(call, engine, b"" if call.method == "POST" else None)
+        if call.method == "DELETE":
+            self.homes.forget(kept_id)
+
+    async def _home(self, kind: str, kept_id: str, tenant: str) -> Engine:
+        """Return the engine that has an object. Raises HttpError: 404, no engine has it, or it
+        belongs to another key; 503, an engine that may have it does not answer."""
+        engines = self._gateway.engines.by_name
+        home = self.homes.find(kept_id)
+        if home is not None and home.tenant not in (None, tenant):
+            raise _not_there(kind, kept_id)
+        if home is not None and home.engine in engines:
+            return engines[home.engine]
+        keepers = self._keepers() if kind == "responses" else self._with_files()
+        if len(keepers) == 1:
+            # the engine itself says whether it has it
+            return keepers[0]
+        found = await self._ask_all(keepers, kind, kept_id, tenant)
+        self.homes.note(kept_id, found.name, None)
+        return found
+
+    async def _ask_all(self, engines: list[Engine], kind: str, kept_id: str, tenant: str) -> Engine:
+        """Ask all engines which one has an object. Raises HttpError."""
+        target = f"/v1/{kind}/{quote(kept_id)}"
+
+        async def has(engine: Engine) -> tuple[Engine, int]:
+            try:
+                headers = headers_for(engine, tenant)
+                async with await pass_on(
+                    engine, "GET", target, headers, None, _ASK_SECONDS
+                ) as passed:
+                    return engine, passed.status
+            except ConnectError:
+                return engine, 0
+
+        silent: list[str] = []
+        asked = [asyncio.ensure_future(has(engine)) for engine in engines]
+        try:
+            for each in asyncio.as_completed(asked):
+                engine, status = await each
+                if status == 200:
+                    return engine
+                if status not in _NOT_HERE:
+                    silent.append(engine.name)
+        finally:
+            for task in asked:
+                task.cancel()
+        if silent:
+            names = ", ".join(sorted(silent))
+            raise HttpError(
+                503, f"{kept_id} may be kept by {names}, which cannot be asked now", 1.0
+            )
+        raise _not_there(kind, kept_id)
+
+    def _keepers(self) -> list[Engine]:
+        return [e for e in self._gateway.engines.by_name.values() if e.kind not in _WITHOUT]
+
+    def _with_files(self) -> list[Engine]:
+        return [e for e in self._keepers() if e.kind in _WITH_FILES]
+
+    async def _pass_on(self, call: Door, engine: Engine, body: bytes | None) -> None:
+        """Pass a request on unchanged, and its answer back; record an object that it makes."""
+        query = call.scope.get("query_string", b"").decode("latin-1")
+        target = quote(call.path) + (f"?{query}" if query else "")
+        headers = headers_for(engine, call.tenant, call.request_id)
+        if body is not None:
+            kind = call.headers.get(b"content-type", b"application/json")
+            headers.append((b"content-type", kind))
+        seconds = self._gateway.config.first_byte_timeout
+
+        async def relay() -> None:
+            answer: Passed | None = None
+            try:
+                answer = await pass_on(engine, call.method, target, headers, body, seconds)
+                async with answer as passed:
+                    makes = passed.status == 200 and call.path in _LISTS
+                    if makes:
+                        made = await passed.whole()
+                        self._note(made, engine, call.tenant)
+                        await _send_json(call.send, made, engine.name)
+                    else:
+                        await passed.tell(call.send)
+            except ConnectError as error:
+                if answer is not None and answer.is_told:
+                    raise
+                raise HttpError(503, f"engine {engine.name}: {error}", 1.0) from None
+
+        await unless_disconnected(call.receive, relay())
+
+    # ---------------------------------------------------------------- creation and lists
+
+    async def _create(self, call: Door) -> None:
+        most = self._gateway.config.max_body_size
+        if call.path == "/v1/batches":
+            self._check_counted(call.tenant)
+            body = await read_json_bytes(call.receive, call.headers, most)
+            try:
+                asked = msgspec.json.decode(body, type=_Batch)
+            except msgspec.MsgspecError as error:
+                raise InvalidRequestError(f"the request body is not of a batch: {error}") from None
+            if not _IS_ID.fullmatch(asked.input_file_id):
+                raise InvalidRequestError(
+                    f"input_file_id is no file's, got {show(asked.input_file_id)}", "input_file_id"
+                )
+            engine = await self._home("files", asked.input_file_id, call.tenant)
+        else:
+            body = await read_body_bytes(call.receive, call.headers, most)
+            engine = self._place(body)
+        await self._pass_on(call, engine, body)
+
+    def _place(self, upload: bytes) -> Engine:
+        """Choose the least busy engine that has the model of an upload's first line by that name.
+        Raises HttpError, and UnknownModelError."""
+        engines = self._with_files()
+        told = _MODEL.search(upload[:_FIRST_BYTES])
+        if told is not None:
+            name = msgspec.json.decode(told[1], type=str)
+            # the engine reads the lines unchanged, so the name must match
+            route = self._gateway.routes.find(name, 0.0)
+            places = {s.engine.name for tier in route.tiers for s in tier if s.model == name}
+            engines = [e for e in engines if e.name in places]
+        else:
+            # a file whose model is unknown is not sent to a cloud
+            engines = [e for e in engines if not e.config.cloud]
+        if not engines:
+            raise HttpError(404, "no engine here keeps files of that model")
+        alive = [e for e in engines if not e.draining and not e.trouble] or engines
+        return min(alive, key=lambda engine: (len(engine.running), random.random()))
+
+    def _check_counted(self, tenant: str) -> None:
+        """Raise HttpError 403 if a key has limits: only the engine knows what a batch uses."""
+        gateway = self._gateway
+        limits = key_limits(gateway.config) or gateway.keys.limits().get(tenant)
+        if limits or gateway.spending.key(tenant) is not None:
+            raise HttpError(
+                403, "this key has limits, which no batch can be held to: ask an engine itself"
+            )
+
+    async def _list(self, call: Door) -> None:
+        """Send the merged lists, newest first unless ``order`` says otherwise."""
+        query = parse_qs(call.scope.get("query_string", b"").decode("latin-1"))
+        at_once, usual, most = _PAGE[call.path]
+        limit = query.get("limit", [str(usual)])[0]
+        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= most):
+            raise InvalidRequestError(f"limit must be between 1 and {most}, got {show(limit)}")
+        more = "".join(f"&{n}={quote(query[n][0])}" for n in ("purpose", "order") if n in query)
+        lists = await asyncio.gather(
+            *(
+                self._listed(engine, f"{call.path}?limit={at_once}{more}", call.tenant)
+                for engine in self._with_files()
+            )
+        )
+        entries = [entry for entries in lists for entry in entries if self._is_of(entry, call)]
+        backwards = query.get("order", ["desc"])[0] != "asc"
+        entries.sort(key=lambda entry: entry.get("created_at") or 0, reverse=backwards)
+        if (after := query.get("after", [""])[0]) != "":
+            ids = [entry["id"] for entry in entries]
+            if after not in ids:
+                raise HttpError(404, f"after: there is no {after[:80]!r} here")
+            entries = entries[ids.index(after) + 1 :]
+        page = entries[: int(limit)]
+        told = {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(entries) > len(page),
+        }
+        await _send_json(call.send, as_json(200, told)[2])
+
+    def _is_of(self, entry: Mapping[str, Any], call: Door) -> bool:
+        """Whether an object is the caller's key's: engines know only the gateway's key."""
+        if not isinstance(entry.get("id"), str):
+            return False
+        home = self.homes.find(entry["id"])
+        return not len(self._gateway.keys) or (home is not None and home.tenant == call.tenant)
+
+    async def _listed(self, engine: Engine, target: str, tenant: str) -> list[Mapping[str, Any]]:
+        """Return all objects that an engine lists. Raises HttpError if it does not answer."""
+        found: list[Mapping[str, Any]] = []
+        after = ""
+        for _ in range(_MOST_PAGES):
+            try:
+                headers = headers_for(engine, tenant)
+                async with await pass_on(
+                    engine, "GET", target + after, headers, None, _ASK_SECONDS
+                ) as passed:
+                    body = await passed.whole()
+                if passed.status in _NOT_HERE:
+                    return found
+                page = msgspec.json.decode(body, type=_Page)
+            except (ConnectError, msgspec.MsgspecError):
+                raise HttpError(503, f"engine {engine.name} cannot be asked now", 1.0) from None
+            found += page.data
+            if not page.has_more or not page.data:
+                break
+            after = f"&after={quote(str(page.data[-1].get('id')))}"
+        return found
+
+
+class _Made(msgspec.Struct):
+    id: str
+
+
+class _Batch(msgspec.Struct):
+    input_file_id: str
+
+
+class _Page(msgspec.Struct):
+    data: list[dict[str, Any]]
+    has_more: bool = False
+
+
+def headers_for(engine: Engine, tenant: str, request_id: str = "") -> Headers:
+    """Headers to add to those of every request, for a request that is not an attempt."""
+    found: Headers = []
+    if request_id:
+        found.append((b"x-request-id", request_id.encode()))
+    if tenant and engine.kind == "paceline":
+        found.append((b"x-llm-d-inference-fairness-id", tenant.encode()))
+    return found
+
+
+def _not_there(kind: str, kept_id: str) -> HttpError:
+    one = {"responses": "response", "files": "file", "batches": "batch"}[kind]
+    return HttpError(404, f"no {one} with id {kept_id[:80]!r} is stored here")
+
+
+async def _send_json(send: Callable[[Any], Any], body: bytes, engine: str = "") -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if engine:
+        headers.append((b"x-paceline-engine", engine.encode()))
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

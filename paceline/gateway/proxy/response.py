@@ -1,0 +1,268 @@
+"""Response to the caller of one request: head with notes, flushing of what waits, and every way in
+which a request can end.
+
+This module does not know which engines are asked, or when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from paceline.gateway.observability.metrics import Counts
+from paceline.gateway.observability.tracing import Trace
+from paceline.gateway.proxy.attempt import Leg
+from paceline.gateway.proxy.caller import broken_event
+from paceline.gateway.proxy.downstream import Call, Outgoing
+from paceline.gateway.proxy.retry_state import Attempts
+from paceline.gateway.proxy.upstream_request import RESUMABLE, Sending
+from paceline.gateway.requests.body import Body
+from paceline.gateway.streams.openai_stream import DONE, Splice
+from paceline.gateway.upstreams.dialects import map_status, read_words
+from paceline.gateway.upstreams.refusals import redacted, retry_after, told
+from paceline.http.errors import HttpError
+from paceline.http.sse import SSE
+from paceline.http.upstream import Headers
+from paceline.statuses import meaning_of
+
+__all__ = ["Answer"]
+
+# headers of a stream before its engine has sent any
+_EVENTS: Final = [(b"content-type", SSE.encode())]
+
+
+class Answer:
+    """Response to one request. Its owner names the attempt with ``comes_from``, then calls exactly
+    one of ``finish``, ``refuse``, ``give_up`` and ``break_off``.
+
+    Args:
+        asked: the model's name as the caller knows it.
+        splice: relay of the streamed answer; None: it is not streamed.
+        note: what was done to the answer, for its headers and, by the splice, its last chunk.
+        now: clock, monotonic seconds.
+        wake: set when there is something to flush, or the caller is gone.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        body: Body,
+        asked: str,
+        call: Call,
+        splice: Splice | None,
+        sending: Sending,
+        attempts: Attempts,
+        note: dict[str, Any],
+        counts: Counts,
+        trace: Trace,
+        now: Callable[[], float],
+        arrived: float,
+        wake: asyncio.Event,
+    ) -> None:
+        self.out = Outgoing(call, stream=body.stream, wake=wake, source=self, now=arrived)
+        self._path, self._body, self._asked = path, body, asked
+        self._splice, self._sending, self._attempts = splice, sending, attempts
+        self._note, self._counts, self._trace = note, counts, trace
+        self._now, self._arrived = now, arrived
+        self._leg: Leg | None = None
+        self._failures: list[str] = []
+        self._retry_after: float | None = None
+
+    @property
+    def leg(self) -> Leg | None:
+        """The attempt that answers; None: no engine was asked."""
+        return self._leg
+
+    def comes_from(self, leg: Leg) -> None:
+        """Take the answer from ``leg`` from now on."""
+        self._leg = leg
+
+    def close(self) -> None:
+        """Drop references once the request is over. See ``Exchange.close``."""
+        self._leg = None
+        self.out.close()
+
+    def note(self, **what: Any) -> None:
+        """Record something done to the answer that the caller may want to know."""
+        self._note |= what
+
+    def failed(self, leg: Leg) -> None:
+        """Record a failed attempt; the caller hears of it only if no other attempt succeeds."""
+        assert leg.verdict is not None, "the leg is over"
+        self._failures.append(f"{leg.site.engine.name}: {leg.verdict.why}")
+        if leg.verdict.kind == "refused":
+            wait = retry_after(leg.headers)
+            if wait is not None:
+                self._retry_after = min(wait, self._retry_after or wait)
+
+    # ---------------------------------------------------------------- outgoing.Source
+
+    def head(self) -> tuple[Headers, Headers] | None:
+        """Return the headers of a stream that starts now; None: no engine is answering."""
+        leg = self._leg
+        return None if leg is None else (_headers_of(leg), self._notes())
+
+    def hold_back(self) -> None:
+        """Pause the engine's connection: too much waits for the caller."""
+        if self._leg is not None and self._leg.connection is not None:
+            self._leg.connection.pause()
+
+    def _notes(self) -> Headers:
+        return _note_headers(self._leg, self._path, self._body, self._attempts.num, self._note)
+
+    async def flush(self, *, comments: bool = False) -> None:
+        """Send what waits for the caller; returns once a slow caller has read enough.
+
+        Args:
+            comments: only comments wait to be sent; no engine is answering.
+        """
+        leg = None if comments else self._leg
+        if not self.out.started:
+            await self._start(200, _EVENTS if leg is None else _headers_of(leg))
+        await self.out.flush()
+        if leg is not None and leg.connection is not None and leg.verdict is None:
+            leg.connection.resume()
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        await self.out.start(status, headers, self._notes())
+
+    # ---------------------------------------------------------------- ends
+
+    def ended(self, result: str) -> None:
+        """Count and trace the end of the request; see ``Counts.ended``."""
+        leg = self._leg
+        engine, status = ("", 0) if leg is None else (leg.site.engine.name, leg.status)
+        self._counts.ended(engine, result, self._now() - self._arrived)
+        self._trace.ended(result, status, self._note)
+
+    async def finish(self, leg: Leg) -> None:
+        """Complete an answer that has arrived in full."""
+        if leg.streams:
+            # an empty stream that ends in order is an answer, too
+            if not self.out.started:
+                await self._start(200, leg.headers)
+            await self.out.end()
+        else:
+            await self._whole(leg)
+        self.ended("ok")
+
+    async def _whole(self, leg: Leg) -> None:
+        """Send an answer that is not a stream."""
+        status, headers, body = _whole_answer(leg, self._path, self._asked, self._note)
+        if self.out.started:
+            # comments were sent meanwhile, so the body goes out as an event
+            await self.out.end(b"data: " + body.replace(b"\n", b" ") + b"\n\n" + DONE)
+            return
+        await self.out.whole(status, headers, self._notes(), body)
+
+    async def refuse(self, leg: Leg) -> None:
+        """Pass the engine's refusal on. Raises HttpError if the gateway caused it."""
+        name, status = leg.site.engine.name, leg.status
+        if self.out.started:
+            words = read_words(status, redacted(bytes(leg.body), leg.site.engine.key)).message
+            await self.break_off(f"engine {name} refused it ({status})" + (words and f": {words}"))
+            return
+        self.ended("refused")
+        if meaning_of(status) == "account":
+            # the engine refused the gateway's key or its credit, not the caller's
+            what = "credit" if status == 402 else "credentials"
+            raise HttpError(502, f"engine {name} refused the gateway's {what}")
+        if status < 400:
+            raise HttpError(502, f"engine {name} answered with status {status}")
+        await self._whole(leg)
+
+    async def give_up(self) -> None:
+        """Report that no engine answered. Raises HttpError while a status can still be sent."""
+        self.ended("failed")
+        tried = "; ".join(self._failures[-3:])
+        failure = HttpError(
+            503, f"no engine answered: {tried}", retry_after=self._retry_after or 1.0
+        )
+        if not self.out.started:
+            raise failure
+        await self._break(str(failure))
+
+    async def break_off(self, why: str) -> None:
+        """Send an error event and end the stream, which cannot go on."""
+        self.ended("broken")
+        await self._break(why)
+
+    async def _break(self, why: str) -> None:
+        splice = self._splice
+        assert splice is not None, "a stream was asked for"
+        resumable, secret = False, ""
+        if self._leg is not None:
+            site = self._leg.site
+            resumable, secret = self._sending.can_go_on(site, site), site.engine.key
+        event = redacted(splice.failure_event, secret)
+        if not event or self._path in RESUMABLE:
+            event = broken_event(
+                self._path,
+                f"{why}, and the answer cannot go on elsewhere",
+                splice.num_output_tokens,
+                "no other engine of this model" if resumable else "this engine's kind cannot",
+            )
+        await self.out.end(event)
+
+
+def _headers_of(leg: Leg) -> Headers:
+    """Headers of a stream from ``leg``; comments may start it before the engine has answered."""
+    return leg.headers if leg.streams else _EVENTS
+
+
+def _note_headers(
+    leg: Leg | None, path: str, body: Body, attempts: int, note: Mapping[str, Any]
+) -> Headers:
+    """Build the headers that tell the caller about attempts, engine and fallback.
+
+    Args:
+        leg: the attempt that answers; None: no engine was asked.
+        note: what was done to the answer.
+    """
+    found = [(b"x-paceline-attempts", b"%d" % attempts)]
+    if leg is None:
+        return found
+    engine = leg.site.engine
+    found.append((b"x-paceline-engine", engine.name.encode()))
+    if ignored := engine.dialect.ignored(path, body):
+        found.append((b"x-paceline-ignored-fields", ignored.encode("ascii", "replace")))
+    if "hedged" in note:
+        found.append((b"x-paceline-hedged", b"true"))
+    if "fallback" in note:
+        name = leg.site.model.encode("ascii", "backslashreplace")
+        found.append((b"x-paceline-fallback", name))
+    return found
+
+
+def _whole_answer(
+    leg: Leg, path: str, model: str, note: Mapping[str, Any]
+) -> tuple[int, Headers, bytes]:
+    """Return status, headers and body of an answer that is not a stream, in the API of ``path``.
+
+    Args:
+        model: its name as the caller knows it.
+    """
+    body = bytes(leg.body)
+    if leg.status == 200:
+        return 200, leg.headers, _noted(body, leg, model, note)
+    body = told(path, leg.status, body, leg.site.engine.key)
+    headers = [header for header in leg.headers if header[0] != b"content-type"]
+    headers.append((b"content-type", b"application/json"))
+    return map_status(path, leg.status), headers, body
+
+
+def _noted(body: bytes, leg: Leg, model: str, note: Mapping[str, Any]) -> bytes:
+    if leg.site.model == model and not note:
+        return body
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except msgspec.MsgspecError:
+        return body
+    if "model" in fields:
+        fields["model"] = msgspec.Raw(msgspec.json.encode(model))
+    if note:
+        fields["paceline"] = msgspec.Raw(msgspec.json.encode(note))
+    return msgspec.json.encode(fields)

@@ -1,0 +1,158 @@
+"""Attempts of one request: how many were made, where, and whether another is allowed.
+
+One budget pays for every attempt after a request's first, and ``max_attempts`` bounds the attempts
+of a request, over all tiers and for whatever reason they are made.
+"""
+
+from __future__ import annotations
+
+import math
+
+from paceline.gateway.proxy.caller import Allowed
+from paceline.gateway.proxy.upstream_request import Sending
+from paceline.gateway.routing.picker import Pick, Picker, Tried
+from paceline.gateway.routing.routes import Route, Site
+from paceline.gateway.settings.config import GatewayConfig
+from paceline.gateway.streams.openai_stream import Splice
+from paceline.routing import Demand, RetryBudget
+
+__all__ = ["Attempts"]
+
+
+class Attempts:
+    """Attempts of one request. Times are arguments, in seconds of a monotonic clock.
+
+    Args:
+        splice: relay of the streamed answer; None: it is not streamed.
+    """
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        picker: Picker,
+        budget: RetryBudget,
+        route: Route,
+        demand: Demand,
+        allowed: Allowed,
+        sending: Sending,
+        splice: Splice | None,
+    ) -> None:
+        self._config, self._picker, self._budget = config, picker, budget
+        self._demand, self._allowed, self._sending = demand, allowed, sending
+        self._splice = splice
+        self.route = route
+        self.tried: set[str | tuple[str, str]] = set()
+        # requests sent; continuations of a stream among them; and those that were lost
+        self.num = 0
+        self.num_resumes = 0
+        self.num_lost = 0
+        # longest context, in tokens, that was too short for the prompt
+        self._needs_more: float | None = None
+
+    @property
+    def _goes_on(self) -> bool:
+        return self._splice is not None and self._splice.emitted
+
+    def pick(self, now: float, last: Site | None) -> Pick:
+        """Pick an engine that was not tried. Raises as ``Picker.pick``; ``last``: site of the
+        attempt before."""
+        only = None if self._needs_more is None else self._is_long_enough
+        if self._goes_on:
+            assert last is not None, "somebody said what was emitted"
+
+            def exactly(site: Site) -> bool:
+                return self._sending.can_go_on(site, last) and self._sending.exactly(site)
+
+            def at_all(site: Site) -> bool:
+                return self._sending.can_go_on(site, last)
+
+            exact = self._picker.can_pick(self.route, self._demand, now, self.tried, exactly)
+            only = exactly if exact else at_all
+        return self._picker.pick(
+            self.route,
+            self._demand,
+            now,
+            tried=self.tried,
+            fallback=self.route.fallback and self._allowed.fallback,
+            only=only,
+            # once an engine has refused the request, its refusal is the answer
+            late=not self.num,
+        )
+
+    def may_leave(self, now: float, site: Site) -> bool:
+        """Whether another engine could take a request that ``site``'s engine has not begun to
+        answer."""
+        elsewhere: Tried = {*self.tried, site.engine.name}
+        return self.may_retry(now, free=not self.num_lost, peek=True, tried=elsewhere)
+
+    def may_retry(
+        self, now: float, *, free: bool = False, peek: bool = False, tried: Tried | None = None
+    ) -> bool:
+        """Whether one more attempt is allowed. ``free``: it does not draw from the budget;
+        ``peek``: it is not taken yet; ``tried``: sites to count as tried."""
+        if (
+            not self._allowed.retry
+            or self.num >= self._config.max_attempts
+            or not self._picker.can_pick(
+                self.route,
+                self._demand,
+                now,
+                self.tried if tried is None else tried,
+                self._is_long_enough,
+                fallback=self.route.fallback and self._allowed.fallback,
+            )
+        ):
+            return False
+        if free:
+            return True
+        return self._budget.left(now) >= 1.0 if peek else self._budget.take(now)
+
+    def may_hedge(self, now: float, *, peek: bool = False) -> bool:
+        """Whether a second engine may be asked while the first has not answered. Pays for it unless
+        ``peek``."""
+        return (
+            self._allowed.hedge
+            and self.num < self._config.max_attempts
+            and not self._goes_on
+            and (self._budget.left(now) >= 1.0 if peek else self._budget.take(now))
+        )
+
+    def may_resume(self, now: float, last: Site, *, free: bool) -> bool:
+        """Whether a stream that broke at ``last`` may resume elsewhere; if so, count and pay it."""
+        splice = self._splice
+        if (
+            splice is None
+            or not self._allowed.resume
+            or self.num_resumes >= self._config.max_resumes
+            or self.num >= self._config.max_attempts
+            or (splice.resume_ids() is None and splice.partial_text() is None)
+            or not self._picker.can_pick(
+                self.route,
+                self._demand,
+                now,
+                self.tried,
+                lambda site: self._sending.can_go_on(site, last),
+            )
+            or not (free or self._budget.take(now, overdraw=True))
+        ):
+            return False
+        self.num_resumes += 1
+        return True
+
+    def may_go_to_a_longer(self, now: float, site: Site) -> bool:
+        """Whether a site has a longer context than ``site``'s, which was too short. Sites of
+        unknown or shorter context do not count."""
+        most = math.inf if site.max_model_len is None else site.max_model_len
+        self._needs_more = max(self._needs_more or 0.0, most)
+        if self.may_retry(now, peek=True):
+            return True
+        longer = self.route.longer
+        if longer is None or not self._allowed.fallback:
+            return False
+        # the configuration names this route for long prompts, so its context need not be known
+        self.route, self._needs_more = longer, None
+        self.tried.clear()
+        return self.may_retry(now, peek=True)
+
+    def _is_long_enough(self, site: Site) -> bool:
+        return self._needs_more is None or (site.max_model_len or 0) > self._needs_more

@@ -1,0 +1,99 @@
+"""Usage that a request's key is charged for: tokens, by engine that made them.
+
+Each token is charged once, however many attempts were made: the prompt at the first engine that
+produced output, and the output at the engine that produced it. The engines' own counts are used
+where they arrived. Otherwise the prompt is estimated from its bytes; each relayed part of a stream
+counts as a token, as do four bytes of an answer that is not streamed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from paceline.gateway.proxy.attempt import Leg
+from paceline.gateway.routing.routes import Site
+from paceline.gateway.settings.engine_types import TEXT_PATHS, is_vectors
+from paceline.gateway.settings.prices import Used
+from paceline.gateway.streams.openai_stream import Splice
+from paceline.gateway.streams.usage import text_bytes, used_by
+
+__all__ = ["Bill"]
+
+_BYTES_PER_TOKEN: Final = 4
+
+
+class Bill:
+    """Usage of one request, valid once the request is over.
+
+    Args:
+        prompt_tokens: estimated tokens of the prompt.
+        splice: relay of the streamed answer; None: it is not streamed.
+        deferred: tokens that a background answer may use, else 0.
+    """
+
+    def __init__(
+        self, path: str, prompt_tokens: float, splice: Splice | None, deferred: int = 0
+    ) -> None:
+        self._path, self._splice, self._deferred = path, splice, deferred
+        self._estimate = round(prompt_tokens)
+        # engines that are done, each with the answer's tokens up to its end
+        self._parts: list[tuple[Site, int]] = []
+        # usage of an answer that is not streamed
+        self._told: Used | None = None
+        # usage as counted by an engine; None: it counted none
+        self.counted: Used | None = None
+
+    def goes_on_behind(self, site: Site) -> None:
+        """Keep what ``site`` made of the answer; another engine makes the rest."""
+        assert self._splice is not None, "a stream goes on"
+        self._parts.append((site, self._splice.num_output_tokens))
+
+    def used(self, leg: Leg | None) -> Used:
+        """Return the usage in total; ``leg``: the last attempt, None: no engine was asked."""
+        if leg is None:
+            return Used()
+        # an engine worked for a caller that hung up, whether or not it had sent output
+        began = leg.was_abandoned and leg.was_sent
+        splice = self._splice
+        if splice is None or (leg.is_answer and not leg.streams):
+            # some engines answer a request for a stream with a single body
+            if self._told is None and leg.is_answer:
+                body = bytes(leg.body)
+                self.counted = used_by(self._path, body)
+                self._told = self.counted or self._estimated(body)
+            return self._told or Used(self._estimate if began else 0)
+        output, prompt = splice.num_output_tokens, splice.prompt_tokens
+        if prompt is not None:
+            self.counted = Used(prompt, splice.cached_tokens, output)
+        if prompt is None:
+            # the engine died before it counted the prompt, or never counts
+            prompt = self._estimate if output or began else 0
+        return Used(prompt, splice.cached_tokens, output)
+
+    def _estimated(self, body: bytes) -> Used:
+        """Estimate the usage of an answer without counts."""
+        if self._path not in TEXT_PATHS:
+            return Used(self._estimate if is_vectors(self._path) else 0)
+        made = math.ceil(text_bytes(body) / _BYTES_PER_TOKEN)
+        return Used(self._estimate, 0, max(made, self._deferred))
+
+    def shares(self, leg: Leg | None) -> Sequence[tuple[Site, Used]]:
+        """Usage by engine, the prompt with the first one; empty if no engine answered: that costs
+        nothing."""
+        used = self.used(leg)
+        began = leg is not None and leg.was_abandoned and leg.was_sent
+        if leg is None or not (used.output or leg.is_answer or began):
+            return ()
+        found: list[tuple[Site, Used]] = []
+        before = 0
+        for site, until in (*self._parts, (leg.site, used.output)):
+            # the engine's count of the whole answer overrules the number of relayed parts
+            made = max(0, min(until, used.output) - before)
+            before += made
+            if not found:
+                found.append((site, Used(used.prompt, used.cached, made)))
+            elif made:
+                found.append((site, Used(output=made)))
+        return found

@@ -1,0 +1,284 @@
+"""Request body as the gateway reads it: a few decoded fields, the rest as raw bytes.
+
+Only the top level is parsed, into the bytes of each value; a body for an engine joins those bytes
+again, with some of them replaced. A duplicate field is sent once, so that gateway and engine never
+read different values.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from paceline.core.slo import NO_SLO, Slo
+from paceline.errors import InvalidRequestError
+from paceline.gateway.requests.prompt_size import PROMPT_FIELDS
+from paceline.http.fields import BYTE_ORDER_MARK, show
+
+__all__ = ["PREDICT", "Body", "decoded", "read_body"]
+
+
+class _Routed(msgspec.Struct):
+    """Fields that the gateway itself uses and that have these types in every API."""
+
+    model: str | None = None
+    stream: bool | None = None
+    n: int | None = None
+    max_completion_tokens: int | None = None
+    max_tokens: int | None = None
+    max_output_tokens: int | None = None
+    seed: int | None = None
+    priority: int | None = None
+
+
+_decode: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_routed: Final = msgspec.json.Decoder(_Routed).decode
+_KINDS: Final = {"model": (str, "a string"), "stream": (bool, "true or false")}
+
+# limit of an answer, in tokens, if its caller sets none
+_DEFAULT_MAX_TOKENS: Final = 1024
+# names of the limit, by precedence; then, by endpoint, those that all engines know
+_ALL_LIMITS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_CHAT_LIMITS: Final = _ALL_LIMITS[:2]
+_LIMITS: Final = {
+    "/v1/completions": ("max_tokens",),
+    "/v1/messages": ("max_tokens",),
+    "/v1/responses": ("max_output_tokens",),
+}
+# llama.cpp's own limit, which it prefers to the others
+PREDICT: Final = "n_predict"
+_INTEGER: Final = re.compile(rb"-?[0-9]{1,18}")
+# classes that have no targets and yield to all others, on every server
+_BEST_EFFORT: Final = ("batch", "best-effort")
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of one request."""
+
+    fields: Mapping[str, bytes]
+    num_bytes: int
+    model: str
+    stream: bool
+    n: int
+    max_tokens: int
+    # limits of the answer that the caller set, by name
+    limits: Mapping[str, int]
+    include_usage: bool
+    return_token_ids: bool
+    # prompts of a completions request; 1 for messages
+    num_prompts: int
+    # answers that an engine generates for each prompt, of which it returns ``n``
+    best_of: int
+    seed: int | None
+    slo: Slo
+    # lower runs sooner
+    priority: int
+    # the caller itself resumes behind given tokens
+    resumed: bool
+    # cap on an answer's tokens by the limits of its key, if its caller set none, and the prompt's
+    # tokens, which share the engine's context with it
+    cap: int | None = None
+    prompt_tokens: float = 0.0
+
+    @property
+    def prompt(self) -> bytes:
+        """The prompt as bytes of JSON."""
+        return b"".join(self.fields[name] for name in PROMPT_FIELDS if name in self.fields)
+
+    def most_tokens(self, path: str) -> int | None:
+        """Most tokens that any engine would make of an answer, whichever of the given limits it
+        uses; None if no limit is known to all of them, or one of them is unlimited."""
+        told = [
+            self.limits[name] for name in _LIMITS.get(path, _CHAT_LIMITS) if name in self.limits
+        ]
+        if not told:
+            return None
+        told.append(self.limits.get(PREDICT, 0))
+        return None if min(told) < 0 else max(told)
+
+    def most_deferred(self, path: str) -> int:
+        """Tokens that a background request may still generate, if bounded, else 0."""
+        is_deferred = self.fields.get("background") == b"true"
+        return (self.cap or self.most_tokens(path) or 0) if is_deferred else 0
+
+    @property
+    def num_choices(self) -> int:
+        return self.n * self.num_prompts
+
+    @property
+    def num_made(self) -> int:
+        """Answers that are generated for the request, returned or not."""
+        return max(self.n, self.best_of) * self.num_prompts
+
+    def capped(self, cap: int, prompt_tokens: float) -> Body:
+        """Return a copy whose answers have at most ``cap`` tokens."""
+        most = min(self.max_tokens, cap)
+        return msgspec.structs.replace(self, cap=cap, prompt_tokens=prompt_tokens, max_tokens=most)
+
+    def encode(self, changes: Mapping[str, Any]) -> bytes:
+        """Encode the body with some fields set; None removes a field."""
+        fields = dict(self.fields)
+        for name, value in changes.items():
+            if value is None:
+                fields.pop(name, None)
+            else:
+                fields[name] = msgspec.json.encode(value)
+        return b"{" + b",".join([_key(k) + v for k, v in fields.items()]) + b"}"
+
+    def stream_options(self) -> dict[str, Any]:
+        """Decode the caller's ``stream_options``."""
+        options = self.fields.get("stream_options")
+        if options is None or options == b"null":
+            return {}
+        found = msgspec.json.decode(options)
+        return found if isinstance(found, dict) else {}
+
+
+def _key(name: str) -> bytes:
+    # long names are not cached, so that callers cannot fill the cache
+    return _usual_key(name) if len(name) <= 32 else msgspec.json.encode(name) + b":"
+
+
+@functools.lru_cache(maxsize=256)
+def _usual_key(name: str) -> bytes:
+    return msgspec.json.encode(name) + b":"
+
+
+def new_seed() -> int:
+    """Draw a seed for a request without one, so that each engine samples the same. Not a secret."""
+    return random.getrandbits(63)
+
+
+def read_body(data: bytes) -> Body:
+    """Parse a request body. Raises InvalidRequestError for one that no engine would take."""
+    data = data.removeprefix(BYTE_ORDER_MARK)
+    try:
+        raw = _decode(data)
+    except RecursionError:
+        raise InvalidRequestError("the request body is nested too deeply") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        if data.lstrip()[:1] != b"{":
+            raise InvalidRequestError("the request body must be a JSON object") from None
+        raise InvalidRequestError(f"the request body is not valid JSON: {error}") from None
+    fields = {name: bytes(value) for name, value in raw.items()}
+    routed = _routed(data, fields)
+    told = {name: n for name in _ALL_LIMITS if (n := getattr(routed, name)) is not None}
+    predict = _loose_int(fields, PREDICT)
+    if predict is not None:
+        told[PREDICT] = predict
+    prompt = fields.get("prompt", b"")
+    options = _loose(fields, "stream_options")
+    return Body(
+        fields=fields,
+        num_bytes=len(data),
+        model=routed.model or "",
+        stream=routed.stream or False,
+        n=max(1, routed.n or 1),
+        # for some engines a negative number means no limit
+        max_tokens=next(
+            (told[name] for name in _ALL_LIMITS if told.get(name, -1) >= 0), _DEFAULT_MAX_TOKENS
+        ),
+        limits=told,
+        include_usage=options.get("include_usage") is True,
+        return_token_ids=_loose_bool(fields, "return_token_ids"),
+        num_prompts=_num_prompts(prompt),
+        best_of=_loose_int(fields, "best_of") or 1,
+        seed=routed.seed,
+        slo=_slo(fields),
+        priority=routed.priority or 0,
+        resumed="resume_output_ids" in fields,
+    )
+
+
+def _routed(data: bytes, fields: Mapping[str, bytes]) -> _Routed:
+    try:
+        return _decode_routed(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        # name the field whose type is wrong; of a duplicate field the last one counts
+        return _Routed(**{name: _read(fields, name) for name in _Routed.__struct_fields__})
+
+
+def _read(fields: Mapping[str, bytes], name: str) -> Any:
+    """Decode one of the routed fields. Raises InvalidRequestError."""
+    kind, words = _KINDS.get(name, (int, "an integer"))
+    value = fields.get(name, b"null")
+    try:
+        return msgspec.json.decode(value, type=kind | None)
+    except UnicodeDecodeError:
+        raise InvalidRequestError(f"{name} must be UTF-8", name) from None
+    except msgspec.MsgspecError:
+        pass
+    try:
+        shown = show(msgspec.json.decode(value))
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(
+            f"{name} must be {words}, and cannot be read: {error}", name
+        ) from None
+    raise InvalidRequestError(f"{name} must be {words}, got {shown}", name)
+
+
+def _loose(fields: Mapping[str, bytes], name: str) -> Mapping[str, Any]:
+    """Decode an object; empty for any other type, which is left to the engine to refuse."""
+    value = fields.get(name)
+    if value is None or not value.startswith(b"{"):
+        return {}
+    found: Mapping[str, Any] = decoded(name, value)
+    return found
+
+
+def decoded(name: str, value: bytes) -> Any:
+    """Decode a field's value. Raises InvalidRequestError for bytes that are not UTF-8 and for
+    numbers beyond a double."""
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"{name} cannot be read: {error}", name) from None
+
+
+def _loose_bool(fields: Mapping[str, bytes], name: str) -> bool:
+    return fields.get(name) == b"true"
+
+
+def _loose_int(fields: Mapping[str, bytes], name: str) -> int | None:
+    """Decode an integer; None for anything else."""
+    found = _INTEGER.fullmatch(fields.get(name, b""))
+    return None if found is None else int(found[0])
+
+
+def _slo(fields: Mapping[str, bytes]) -> Slo:
+    """Read the targets in ``slo`` that the gateway uses; the engine reports what is wrong there."""
+    value = fields.get("slo", b"")
+    if not value:
+        return NO_SLO
+    told = {"class": decoded("slo", value)} if value[:1] == b'"' else _loose(fields, "slo")
+    name = told.get("class")
+    try:
+        return Slo(
+            slo_class=name if isinstance(name, str) else "standard",
+            ttft=_milliseconds(told.get("ttft_ms")),
+            tpot=_milliseconds(told.get("tpot_ms")),
+            deadline=_milliseconds(told.get("deadline_ms")),
+            best_effort=name in _BEST_EFFORT,
+            queue_ttl=_milliseconds(told.get("queue_ttl_ms")),
+        )
+    except InvalidRequestError:
+        return NO_SLO
+
+
+def _milliseconds(value: object) -> float | None:
+    return float(value) / 1000.0 if isinstance(value, (int, float)) and value > 0 else None
+
+
+def _num_prompts(prompt: bytes) -> int:
+    """Count the prompts in ``prompt`` of completions: a list of texts or of lists of ids."""
+    if not prompt.startswith(b"["):
+        return 1
+    items = msgspec.json.decode(prompt, type=list[msgspec.Raw])
+    if items and bytes(items[0])[:1] in (b'"', b"["):
+        return len(items)
+    return 1

@@ -1,0 +1,232 @@
+"""Routes: from a model's name to the sites that may serve it, tier by tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from paceline.errors import UnknownModelError
+from paceline.gateway.requests.body import Body
+from paceline.gateway.settings.aliases import Aliases, fill
+from paceline.gateway.settings.config import GatewayConfig, ModelConfig, Target
+from paceline.gateway.settings.engine_types import VECTOR_PATHS
+from paceline.gateway.upstreams.upstream import Engine, EngineModel
+from paceline.http.errors import HttpError
+
+__all__ = ["Route", "Routes", "Site"]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A model at an engine."""
+
+    engine: Engine
+    # the model's name at the engine
+    model: str
+    tier: int
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Key of the site among those where a request was tried."""
+        return self.engine.name, self.model
+
+    def usable(self, now: float, path: str) -> str:
+        """Return why it takes no requests; empty if it takes them, even if only after a wait."""
+        return self.engine.usable(now, self.model, path)
+
+    def available(self, now: float, path: str) -> str:
+        """Return why it may not be sent a request now; empty if it may."""
+        return self.engine.available(now, self.model, path)
+
+    def rests_for(self, now: float) -> float:
+        """Seconds until its cooldown ends."""
+        standing = self.engine.standings.get(self.model)
+        return 0.0 if standing is None else standing.rests_for(now)
+
+    def reopens_in(self, now: float, path: str) -> float:
+        """Seconds until an open breaker lets a probe through; 0.0 if none is open."""
+        standing = self.engine.standings.get(self.model)
+        own = 0.0 if standing is None else standing.reopens_in(path, now)
+        return max(own, self.engine.breaker.reopens_in(now))
+
+    @property
+    def max_model_len(self) -> int | None:
+        models = self.engine.models or {}
+        found = models.get(self.model)
+        return None if found is None else found.max_model_len
+
+    @property
+    def lacks_model(self) -> bool:
+        """Whether the engine listed its models without this one."""
+        return self.engine.models is not None and self.model not in self.engine.models
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Sites where one model's requests may go."""
+
+    # the name in the configuration, or at an engine
+    model: str
+    tiers: Sequence[Sequence[Site]]
+    fallback: bool = True
+    pressure_fallback: bool = False
+    # route of prompts that prove too long for this one
+    longer: Route | None = None
+    # the requested name, if ``model`` has a ``*``
+    asked: str = ""
+    # whether no cloud may serve it, also through models that stand in for this one
+    local_only: bool = False
+    # endpoint of the request
+    path: str = ""
+
+    @property
+    def shown(self) -> str:
+        """The model's name as the caller knows it."""
+        return self.asked or self.model
+
+    def serving(self, path: str, body: Body) -> Route:
+        """Return the route without sites whose API cannot serve the request.
+
+        Raises HttpError 400 if none is left.
+        """
+        reasons: dict[str, str] = {}
+        tiers = []
+        for tier in self.tiers:
+            kept = []
+            for site in tier:
+                if why := site.engine.dialect.cannot(path, body) or _lacks(site.engine, path):
+                    reasons[site.engine.name] = why
+                else:
+                    kept.append(site)
+            if kept:
+                tiers.append(kept)
+        if reasons and not tiers:
+            told = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+            raise HttpError(400, f"no engine of {self.model} can serve this request ({told})")
+        longer = self.longer
+        if longer is not None:
+            try:
+                longer = longer.serving(path, body)
+            except HttpError:
+                longer = None
+        # called for each request, and ``replace`` takes twice as long
+        return Route(
+            self.model, tiers, self.fallback, self.pressure_fallback, longer, self.asked,
+            self.local_only, path,
+        )  # fmt: skip
+
+    def sites(self, *, fallback: bool) -> Iterator[Sequence[Site]]:
+        """Return the tiers that may be used, in order."""
+        return iter(self.tiers if fallback else self.tiers[:1])
+
+
+def _lacks(engine: Engine, path: str) -> str:
+    """Return why an engine does not serve a vector endpoint; empty if it may. Engines of unknown
+    kind may serve all."""
+    if path not in VECTOR_PATHS or engine.kind == "auto" or path in engine.facts.vectors:
+        return ""
+    return f"{engine.kind} has no {path}"
+
+
+class Routes:
+    """Routes of a configuration, over engines whose models come and go."""
+
+    def __init__(self, config: GatewayConfig, engines: Mapping[str, Engine]) -> None:
+        self._engines = engines
+        self._are_named = bool(config.models)
+        by_name = {model.name: model for model in config.models}
+        self._aliases = Aliases(by_name)
+        # models whose name has a ``*``, and all others
+        self._aliased = {name: by_name.pop(name) for name in self._aliases.names}
+        self._models = by_name
+
+    def find(self, name: str, prompt_tokens: float, *, local_only: bool = False) -> Route:
+        """Return the route for ``name``; "" means the only model there is.
+
+        Args:
+            local_only: it stands in for a model whose requests must not go to a cloud.
+
+        Raises UnknownModelError, listing the known models.
+        """
+        if not name and len(entries := self.entries()) == 1:
+            name = entries[0].id
+        config = self._models.get(name)
+        if config is not None:
+            # a long prompt is no less private than a short one
+            local_only = local_only or config.local_only
+            route = self._configured(self._by_length(config, prompt_tokens), local_only)
+            if config.length_over:
+                longest = config.length_over[max(config.length_over, key=int)]
+                if longest != route.model:
+                    longer = self._configured(self._models[longest], local_only)
+                    route = replace(route, longer=longer)
+            return route
+        if (found := self._aliases.find(name)) is not None:
+            alias, stem = found
+            return self._configured(self._aliased[alias], local_only, name, stem)
+        sites = [] if self._are_named else self._served(name)
+        if not sites:
+            served = ", ".join(self.names()[:20]) or "none, as no engine has answered yet"
+            raise UnknownModelError(
+                f"The model {name[:200]!r} does not exist here; served: {served}"
+            )
+        return Route(name, (sites,))
+
+    def names(self) -> list[str]:
+        """Return the names that callers may request: configured ones, else the engines'."""
+        return [*(entry.id for entry in self.entries()), *self._aliases.names]
+
+    def entries(self) -> list[EngineModel]:
+        """Return those models as entries, without names that have a ``*``."""
+        found: dict[str, EngineModel] = {}
+        if self._are_named:
+            for name in self._models:
+                sites = self._configured(self._models[name], False).tiers
+                lengths = [s.max_model_len for tier in sites for s in tier if s.max_model_len]
+                found[name] = EngineModel(name, max(lengths) if lengths else None)
+        else:
+            for engine in self._engines.values():
+                for model in (engine.models or {}).values():
+                    found.setdefault(model.id, model)
+        return list(found.values())
+
+    def _by_length(self, config: ModelConfig, prompt_tokens: float) -> ModelConfig:
+        bounds = sorted((int(n) for n in config.length_over), reverse=True)
+        for bound in bounds:
+            if prompt_tokens > bound:
+                return self._models[config.length_over[str(bound)]]
+        return config
+
+    def _configured(
+        self, config: ModelConfig, local_only: bool, asked: str = "", stem: str = ""
+    ) -> Route:
+        """Resolve a configured model. ``local_only``: required by the model that it stands in for;
+        ``asked``, ``stem``: the requested name and what its ``*`` stands for."""
+        name = asked or config.name
+        local_only = local_only or config.local_only
+        tiers = []
+        for number, texts in enumerate(config.tiers):
+            tier = []
+            for target in map(Target.parse, texts):
+                engine = self._engines[target.engine]
+                if local_only and engine.config.cloud:
+                    continue
+                model = fill(target.model, stem) or self._own_name(engine, name)
+                tier.append(Site(engine, model, number))
+            if tier:
+                tiers.append(tier)
+        return Route(
+            config.name, tiers, config.fallback, config.pressure_fallback, None, asked, local_only
+        )
+
+    def _own_name(self, engine: Engine, name: str) -> str:
+        """Return the model's name at a target without one: the same, or its only model."""
+        models = engine.models or {}
+        return name if name in models or len(models) != 1 else next(iter(models))
+
+    def _served(self, name: str) -> list[Site]:
+        return [
+            Site(engine, name, 0)
+            for engine in self._engines.values()
+            if name in (engine.models or {})
+        ]

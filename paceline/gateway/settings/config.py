@@ -1,0 +1,476 @@
+"""Configuration file of ``paceline gateway config.toml``::
+
+    host = "127.0.0.1"
+    port = 8080
+
+    [[engines]]
+    name = "gpu1"
+    url = "http://10.0.0.5:8000"
+    api_key_env = "GPU1_KEY"
+
+    [[models]]                       # without any, each engine's models keep their own names
+    name = "chat"
+    tiers = [["gpu1", "gpu2"], ["laptop:smollm2-q4"]]
+
+A tier holds engines, each with the model's name there if it differs. Requests go to the first tier;
+they go to the next one if no engine of the tier can take them and ``fallback`` is true.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Final, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from paceline.core.policies import POLICIES
+from paceline.errors import ConfigError
+from paceline.gateway.settings.aliases import Aliases, is_alias
+from paceline.gateway.settings.prices import Budget, Price, Prices, parse_amount
+from paceline.http.fields import BYTE_ORDER_MARK, show_url
+from paceline.http.otlp import check_endpoint
+from paceline.http.rate_limits import KeyLimits, Rate
+from paceline.http.rate_limits.store import check_storage_url
+
+__all__ = [
+    "EngineConfig",
+    "EngineKind",
+    "GatewayConfig",
+    "ModelConfig",
+    "Secret",
+    "Target",
+    "check_config",
+    "key_limits",
+    "parse_config",
+    "read_config",
+]
+
+EngineKind = Literal[
+    "auto", "paceline", "vllm", "sglang", "llama.cpp", "ollama", "openai", "azure", "anthropic"
+]
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MAX_CONFIG_BYTES: Final = 1 << 20
+# addresses at which clouds hand out a machine's credentials
+_METADATA_HOSTS: Final = frozenset(
+    {"169.254.169.254", "169.254.170.2", "fd00:ec2::254", "metadata.google.internal"}
+)
+
+
+class Secret(str):
+    """Key that no repr, log line or error shows."""
+
+    def __repr__(self) -> str:
+        return "'***'"
+
+
+class SecretBytes(bytes):
+    """Bytes that contain a key, hidden in the same way."""
+
+    def __repr__(self) -> str:
+        return "b'***'"
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One server that runs models."""
+
+    name: str
+    # http or https, with the path before /v1 if there is one
+    url: str
+    kind: EngineKind = "auto"
+    # environment variable that holds its key
+    api_key_env: str = ""
+    # version of Azure's API, such as 2024-10-21
+    api_version: str = ""
+    # its models, if it cannot list them (Azure's deployments); empty: it is asked
+    models: tuple[str, ...] = ()
+    # whether it runs off premises: a model with ``local_only`` is never sent there
+    cloud: bool = False
+    # concurrent requests at most; 0: unlimited
+    max_concurrent: int = 0
+    # how its capabilities are found out: "ask" reads what it advertises, "try" also sends one-token
+    # requests, "off" does neither
+    probe: Literal["ask", "try", "off"] = "ask"
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Model name that callers may request, and where it is served."""
+
+    # one ``*`` in it stands for any text: see ``aliases``
+    name: str
+    # in order of preference; "engine" or "engine:model"
+    tiers: tuple[tuple[str, ...], ...]
+    # whether later tiers, smaller or quantised models, may serve what earlier ones cannot
+    fallback: bool = True
+    # whether later tiers also serve while all engines of a tier are short of memory
+    pressure_fallback: bool = False
+    local_only: bool = False
+    # model for prompts of more tokens than the key says: "4096" = "long"
+    length_over: dict[str, str] = {}
+
+
+Amount = str | int | float
+
+
+class PriceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Price per million tokens; the most specific row that matches a site counts."""
+
+    # "": any engine
+    engine: str = ""
+    # model name at the engine; "": any model
+    model: str = ""
+    input: Amount
+    output: Amount
+    # prompt tokens that the engine had in its cache; None: as ``input``
+    cached_input: Amount | None = None
+    # per request
+    request: Amount = 0
+
+
+class KeyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Permissions and budget of one key."""
+
+    # as in the file of keys; "*": every key without an entry
+    name: str
+    # models that it may request; empty: all
+    models: tuple[str, ...] = ()
+    # "5.00/day", "100/month", "20/total"; "": none
+    budget: str = ""
+    # a spent budget is only logged; nothing is refused
+    soft: bool = False
+    # model that serves a request which the budget does not cover; "": none
+    over_budget: str = ""
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The whole file. Times in seconds."""
+
+    engines: tuple[EngineConfig, ...]
+    models: tuple[ModelConfig, ...] = ()
+    prices: tuple[PriceConfig, ...] = ()
+    keys: tuple[KeyConfig, ...] = ()
+    currency: str = "USD"
+    # file with each key's spending; "": memory alone, lost when the gateway ends
+    spend_storage: str = "paceline-spend.sqlite"
+    host: str = "127.0.0.1"
+    port: int = 8080
+    # file of keys, as for ``paceline serve``
+    api_key_file: str = ""
+    # limit per key, or per caller's address without keys: "60/minute", "100000/day"; "": none
+    rate_limit_requests: str = ""
+    rate_limit_tokens: str = ""
+    # cap on an answer under a token limit or budget, in tokens, if neither its caller sets a limit
+    # nor its engine tells its context length
+    default_max_tokens: int = 4096
+    # concurrent requests of a key; 0: no limit
+    max_concurrent_per_key: int = 0
+    # redis://..., for limits that several gateways share; "": this gateway counts alone
+    rate_limit_storage: str = ""
+    # environment variable with the secret that each key's cache salt is derived from
+    salt_env: str = ""
+    poll_interval: float = 0.25
+    # timeout of one poll
+    poll_timeout: float = 0.5
+    # an engine that neither answered a poll nor sent a byte (comments count) for this long is taken
+    # for dead
+    silence: float = 1.2
+    connect_timeout: float = 2.0
+    # time to an answer's first byte or a stream's first token, and between two parts of a stream,
+    # not counting comments and pings. An engine that answers polls may be slow, but not for ever;
+    # between two blocks of an answer, an engine that pings has ``first_byte_timeout``
+    first_byte_timeout: float = 600.0
+    stall_timeout: float = 60.0
+    # attempts of one request, over all tiers
+    max_attempts: int = 3
+    # resumptions of one stream
+    max_resumes: int = 2
+    # resume a stream behind its text if no engine can resume behind its tokens: the rest is then a
+    # possible continuation, not the one that the first engine would have made
+    resume_by_text: bool = False
+    retry_share: float = 0.2
+    retries_per_second: float = 5.0
+    # share of the requests whose late first token is asked of a second engine; 0: none
+    hedge_share: float = 0.0
+    # earliest time that counts as late; share of the engines' capacity above which no hedge is sent
+    hedge_after: float = 0.2
+    hedge_below: float = 0.7
+    # factor over its usual first-token times that makes an engine slow: it gets a trickle; 0: never
+    slow_factor: float = 3.0
+    # time until a returning engine has its full share again
+    slow_start: float = 10.0
+    # queue for engines at ``max_concurrent``: order, requests of one model at most, and time limit
+    queue_policy: str = "deadline"
+    max_queued: int = 1000
+    queue_timeout: float = 120.0
+    # longest wait of a request for a cooldown (Retry-After) that all engines asked for
+    max_rest_wait: float = 5.0
+    sse_keep_alive: float = 15.0
+    # OTLP/HTTP collector that gets a trace of every request; "": no traces
+    otlp_endpoint: str = ""
+    drain_timeout: float = 30.0
+    max_body_size: int = 32 * 1024 * 1024
+
+
+class Target(msgspec.Struct, frozen=True):
+    """Engine, and a model's name there; "": the requested name."""
+
+    engine: str
+    model: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        engine, _, model = text.partition(":")
+        return cls(engine, model)
+
+
+def read_config(path: Path) -> GatewayConfig:
+    """Read a file. Raises ConfigError if it cannot be read or is not a configuration."""
+    try:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            raise ConfigError(
+                f"{path} has {path.stat().st_size} bytes; a configuration has at most "
+                f"{_MAX_CONFIG_BYTES}"
+            )
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    return parse_config(data, str(path))
+
+
+def parse_config(data: bytes, where: str = "the configuration") -> GatewayConfig:
+    """Parse a file's content. Raises ConfigError, which says where."""
+    try:
+        config = msgspec.toml.decode(data.removeprefix(BYTE_ORDER_MARK), type=GatewayConfig)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+    try:
+        check_config(config)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return config
+
+
+def check_config(config: GatewayConfig) -> None:
+    """Check values and references. Raises ConfigError."""
+    names = [engine.name for engine in config.engines]
+    if not names:
+        raise ConfigError("no [[engines]]: a gateway needs at least one")
+    for engine in config.engines:
+        _check_engine(engine)
+    for kind, found in (("engines", names), ("models", [m.name for m in config.models])):
+        twice = sorted({name for name in found if found.count(name) > 1})
+        if twice:
+            raise ConfigError(f"two {kind} are named {twice[0]!r}")
+    for model in config.models:
+        _check_model(model, config)
+    for name, low in (
+        ("poll_interval", 0.01),
+        ("poll_timeout", 0.01),
+        ("silence", 0.1),
+        ("connect_timeout", 0.01),
+        ("first_byte_timeout", 0.1),
+        ("stall_timeout", 0.1),
+        ("max_rest_wait", 0.0),
+        ("sse_keep_alive", 0.0),
+        ("drain_timeout", 0.0),
+        ("retry_share", 0.0),
+        ("retries_per_second", 0.0),
+        ("hedge_share", 0.0),
+        ("hedge_after", 0.0),
+        ("hedge_below", 0.0),
+        ("slow_factor", 0.0),
+        ("slow_start", 0.0),
+        ("max_concurrent_per_key", 0),
+        ("max_queued", 1),
+        ("default_max_tokens", 1),
+        ("queue_timeout", 0.1),
+        ("max_attempts", 1),
+        ("max_resumes", 0),
+        ("max_body_size", 1024),
+    ):
+        value = getattr(config, name)
+        if not low <= value < float("inf"):
+            raise ConfigError(f"{name} must be at least {low}, got {value}")
+    check_spending(config)
+    if config.hedge_share > 0.5 or config.hedge_below > 1.0 or 0.0 < config.slow_factor < 1.5:
+        raise ConfigError(
+            "hedge_share may be at most 0.5, hedge_below at most 1, and slow_factor 0 or at least "
+            f"1.5; got {config.hedge_share}, {config.hedge_below} and {config.slow_factor}"
+        )
+    key_limits(config)
+    if config.otlp_endpoint:
+        check_endpoint(config.otlp_endpoint)
+    if config.rate_limit_storage:
+        check_storage_url(config.rate_limit_storage)
+    if config.queue_policy not in POLICIES:
+        raise ConfigError(
+            f"queue_policy must be one of {', '.join(sorted(POLICIES))}, got "
+            f"{config.queue_policy!r}"
+        )
+    if not 0 <= config.port <= 65535:
+        raise ConfigError(f"port must be 0 to 65535, got {config.port}")
+
+
+def key_limits(config: GatewayConfig) -> KeyLimits:
+    """Return the limits of a key that has none of its own. Raises ConfigError."""
+    requests, tokens = config.rate_limit_requests, config.rate_limit_tokens
+    return KeyLimits(
+        requests=Rate.parse(requests) if requests else None,
+        tokens=Rate.parse(tokens) if tokens else None,
+        concurrent=config.max_concurrent_per_key or None,
+    )
+
+
+def prices_of(config: GatewayConfig) -> Prices:
+    """Return the table of prices. Raises ConfigError."""
+    rows: dict[tuple[str, str], Price] = {}
+    for row in config.prices:
+        place = (row.engine, row.model)
+        if place in rows:
+            raise ConfigError(f"two prices of engine {row.engine!r} and model {row.model!r}")
+        if row.engine and row.engine not in {engine.name for engine in config.engines}:
+            raise ConfigError(f"a price names engine {row.engine!r}, which is not there")
+        what = f"the price of engine {row.engine or 'any'}, model {row.model or 'any'}"
+        cached = row.input if row.cached_input is None else row.cached_input
+        rows[place] = Price.per_million(
+            *(parse_amount(amount, what) for amount in (row.input, cached, row.output)),
+            request=parse_amount(row.request, what),
+        )
+    return Prices(rows)
+
+
+def budgets_of(config: GatewayConfig) -> dict[str, Budget]:
+    """Return budgets by key. Raises ConfigError."""
+    return {key.name: Budget.parse(key.budget) for key in config.keys if key.budget}
+
+
+def check_spending(config: GatewayConfig) -> None:
+    """Check keys, prices and budgets. Raises ConfigError, also if there are budgets and a site has
+    no price: an unknown price is not zero."""
+    prices, budgets = prices_of(config), budgets_of(config)
+    names = [key.name for key in config.keys]
+    if len(set(names)) < len(names):
+        raise ConfigError("two [[keys]] have one name")
+    models = {model.name for model in config.models}
+    aliases = Aliases(models)
+    for key in config.keys:
+        unknown = [n for n in key.models if models and n not in models and not aliases.find(n)]
+        if key.over_budget and models and key.over_budget not in models - {*aliases.names}:
+            unknown.append(key.over_budget)
+        if unknown:
+            raise ConfigError(f"key {key.name}: there is no model {unknown[0]!r}")
+        if key.over_budget and not key.budget:
+            raise ConfigError(f"key {key.name} has over_budget, and no budget")
+    if not budgets:
+        return
+    places = [
+        Target.parse(text) for model in config.models for tier in model.tiers for text in tier
+    ] or [Target(engine.name) for engine in config.engines]
+    for place in places:
+        if prices.find(place.engine, place.model) is None:
+            raise ConfigError(
+                f"there are budgets, and no price of {place.engine}"
+                f"{':' if place.model else ''}{place.model}: say 0 where it costs nothing"
+            )
+
+
+def _check_engine(engine: EngineConfig) -> None:
+    if not _NAME.fullmatch(engine.name):
+        raise ConfigError(
+            f"an engine's name has 1 to 64 letters, digits and _.-, got {engine.name[:80]!r}"
+        )
+    try:
+        parts = urlsplit(engine.url)
+        port = parts.port
+    except ValueError:
+        # do not repeat the bad part: it may be a piece of a password
+        raise ConfigError(
+            f"engine {engine.name}: url {show_url(engine.url)} has no valid host or port"
+        ) from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise ConfigError(
+            f"engine {engine.name}: url must be http://HOST[:PORT] or https://..., got "
+            f"{show_url(engine.url)}"
+        )
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        # a password can appear without a user name
+        raise ConfigError(
+            f"engine {engine.name}: url may not hold a user, a password, a query or a fragment; a "
+            "key comes from the environment variable that api_key_env names"
+        )
+    if parts.hostname.lower() in _METADATA_HOSTS:
+        raise ConfigError(
+            f"engine {engine.name}: {parts.hostname} is where clouds keep credentials, no engine"
+        )
+    if engine.api_key_env and not os.environ.get(engine.api_key_env):
+        raise ConfigError(
+            f"engine {engine.name}: the environment variable {engine.api_key_env} is not set"
+        )
+    if (engine.kind == "azure") != bool(engine.api_version):
+        raise ConfigError(
+            f"engine {engine.name}: kind azure needs an api_version such as 2024-10-21, and no "
+            f"other kind has one; got kind {engine.kind} and {engine.api_version[:40]!r}"
+        )
+    if not all(engine.models) or len(set(engine.models)) < len(engine.models):
+        raise ConfigError(f"engine {engine.name}: models must have names, each once")
+    if engine.probe == "try" and (engine.cloud or engine.kind in ("azure", "anthropic")):
+        raise ConfigError(
+            f'engine {engine.name}: probe = "try" sends requests, which a cloud wants money for; '
+            'say "ask" or "off"'
+        )
+    if engine.max_concurrent < 0:
+        raise ConfigError(
+            f"engine {engine.name}: max_concurrent must be 0 or more, got {engine.max_concurrent}"
+        )
+
+
+def _check_model(model: ModelConfig, config: GatewayConfig) -> None:
+    if not model.name or len(model.name) > 256:
+        raise ConfigError(f"a model's name has 1 to 256 characters, got {model.name[:80]!r}")
+    if model.name.count("*") > 1 or (is_alias(model.name) and model.length_over):
+        raise ConfigError(f"model {model.name}: one * at most, and then no length_over")
+    if not model.tiers or not all(model.tiers):
+        raise ConfigError(f"model {model.name}: tiers must hold engines, each tier at least one")
+    engines = {engine.name: engine for engine in config.engines}
+    for tier in model.tiers:
+        for text in tier:
+            target = Target.parse(text)
+            if target.engine not in engines:
+                raise ConfigError(
+                    f"model {model.name}: there is no engine {target.engine!r}; there are "
+                    f"{', '.join(sorted(engines))}"
+                )
+            if target.model.count("*") > is_alias(model.name):
+                raise ConfigError(
+                    f"model {model.name}: {text!r} has a *, which stands for what the name's "
+                    "does: one in each"
+                )
+    if model.local_only and all(
+        engines[Target.parse(text).engine].cloud for tier in model.tiers for text in tier
+    ):
+        raise ConfigError(f"model {model.name} is local_only, and all its engines are cloud = true")
+    known = {other.name for other in config.models if not is_alias(other.name)}
+    for text, longer in model.length_over.items():
+        if not text.isdigit() or not int(text):
+            raise ConfigError(
+                f"model {model.name}: length_over maps numbers of tokens to models, got {text!r}"
+            )
+        if longer not in known or longer == model.name:
+            raise ConfigError(
+                f"model {model.name}: length_over names {longer!r}, which is no other model here"
+            )
+        other = next(other for other in config.models if other.name == longer)
+        if model.local_only and all(
+            engines[Target.parse(text).engine].cloud for tier in other.tiers for text in tier
+        ):
+            raise ConfigError(
+                f"model {model.name} is local_only, and all engines of {longer!r}, which its "
+                "length_over names, are cloud = true"
+            )
+        if other.length_over:
+            raise ConfigError(
+                f"model {model.name}: length_over names {longer!r}, which has length_over itself"
+            )

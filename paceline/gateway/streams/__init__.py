@@ -1,0 +1,1 @@
+"""Streams of answers, read without sockets: events in, what the caller gets out."""

@@ -1,0 +1,430 @@
+"""One streamed answer, joined from the streams of one or more engines.
+
+A leg is one engine's stream: its bytes go in as they arrive, and bytes for the caller come out. The
+splice notes which tokens of each choice the caller has, so that another engine can resume behind
+them, and removes what only the gateway asked for (token ids, usage)::
+
+    leg 1   role  "Once"  " upon"  x
+    leg 2                          role  " a"  " time"  finish  [DONE]
+    caller  role  "Once"  " upon"        " a"  " time"  finish  [DONE]
+
+A stream that ends without a finish reason for every choice counts as cut off, however its
+connection ended; it is never passed on as a "stop". Pure: no clock, no socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from paceline.gateway.streams.chunk_template import Relay, Shape, relay_nothing
+from paceline.gateway.streams.chunks import (
+    Choice,
+    Chunk,
+    ReportedError,
+    read_chunk,
+    with_choices,
+    without_ids,
+)
+from paceline.gateway.streams.passthrough_stream import PlainSplice
+from paceline.gateway.streams.usage import Usage
+from paceline.wire.sse import MAX_EVENT_BYTES, SseEvents, name_of, payload_of
+
+__all__ = ["DONE", "OpenAISplice", "Splice", "make_splice"]
+
+DONE: Final = b"data: [DONE]\n\n"
+# chunks of a leg that are tried as templates
+_LESSONS: Final = 16
+
+
+class Splice(Protocol):
+    """Relay of a streamed answer; see ``OpenAISplice``."""
+
+    # the caller has a part of the answer
+    emitted: bool
+    # the answer is complete
+    done: bool
+    # why the current leg has failed; None: it has not
+    failed: str | None
+    # the event in which the engine reported its failure; b"": none
+    failure_event: bytes
+    prompt_tokens: int | None
+    cached_tokens: int
+    # events that were a part of the answer, even an empty one; not comments and pings
+    num_events: int
+
+    @property
+    def relay(self) -> Relay:
+        """Fast path for a read, valid until the next ``feed``: returns the caller's bytes if the
+        data is one event in the middle of the answer that matches the template; None: call
+        ``feed``."""
+        ...
+
+    @property
+    def is_in_long(self) -> bool:
+        """Whether the last data belongs to an unfinished event other than a ping."""
+        ...
+
+    @property
+    def between_parts(self) -> bool:
+        """Whether the next output begins a new part, such as a block or an item, before which the
+        engine may be silent: it thinks, or runs a tool of its own."""
+        ...
+
+    @property
+    def num_output_tokens(self) -> int: ...
+
+    def begin_leg(self, *, by_text: bool = False) -> None: ...
+    def partial_text(self) -> str | None: ...
+    @property
+    def num_parts(self) -> int: ...
+    def feed(self, data: bytes) -> bytes: ...
+    def end_leg(self) -> bytes: ...
+    def resume_ids(self) -> list[list[int] | None] | None: ...
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class OpenAISplice:
+    """Splice of chat and completions.
+
+    Args:
+        num_choices: choices of the answer; None: unknown, and it cannot be resumed.
+        model: name that callers see; "": the engine's own.
+        hide_ids: the caller did not ask for token ids.
+        hide_usage: the caller did not ask for usage.
+    """
+
+    num_choices: int | None
+    model: str = ""
+    hide_ids: bool = True
+    hide_usage: bool = True
+    # keep the text of a single choice, for engines that only resume behind text
+    keep_text: bool = False
+    # sent in the last chunk of each choice, if not empty
+    note: Mapping[str, Any] = field(default_factory=dict)
+    emitted: bool = False
+    done: bool = False
+    failed: str | None = None
+    failure_event: bytes = b""
+    prompt_tokens: int | None = None
+    # cached tokens of the prompt, as the engine counts them
+    cached_tokens: int = 0
+    num_events: int = 0
+    relay: Relay = relay_nothing
+    _ids: dict[int, list[int]] = field(default_factory=dict)
+    # tokens came without ids, so nothing can be resumed exactly
+    _lost_ids: bool = False
+    _roles: set[int] = field(default_factory=set)
+    _finished: set[int] = field(default_factory=set)
+    # parts of the text; None: the answer holds more than text, such as a call
+    _text: list[str] | None = field(default_factory=list)
+    # parts of the text before the current leg
+    _said_before: int = 0
+    _by_text: bool = False
+    _usage_out: bool = False
+    # the engine has sent its token counts
+    _counted: bool = False
+    _completion_tokens: int = 0
+    # chunks with output but without ids
+    _parts: int = 0
+    _leg: int = 0
+    _first_of_leg: bool = True
+    # id, created and model of the first chunk, as JSON
+    _head: dict[str, bytes] = field(default_factory=dict)
+    _swaps: list[tuple[bytes, bytes]] = field(default_factory=list)
+    # template of the leg's next chunks; None: not learned
+    _shape: Shape | None = None
+    # chunks that may still be tried as templates: in some streams no two are alike
+    _lessons: int = 0
+    _events: SseEvents = field(default_factory=SseEvents)
+
+    @property
+    def is_in_long(self) -> bool:
+        return self._events.is_in_long
+
+    @property
+    def between_parts(self) -> bool:
+        # these APIs have no parts: an engine that is silent after its first token has stalled
+        return False
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens of all choices; without ids, the engine's count, or chunks so far."""
+        known = max(self._completion_tokens, sum(map(len, self._ids.values())))
+        if self._counted:
+            return known
+        return max(known, self._parts + (0 if self._shape is None else self._shape.num_parts))
+
+    def begin_leg(self, *, by_text: bool = False) -> None:
+        """Start a leg: data now comes from another engine. ``by_text``: it resumes behind the text,
+        and counts that as a part of its prompt."""
+        self._by_text = by_text
+        self._said_before = len(self._text or ())
+        self._leg += 1
+        self._first_of_leg = True
+        self._swaps = []
+        # only full parsing can keep text and show ids
+        learns = self.num_choices == 1 and self.hide_ids and not self.keep_text
+        self._lessons = _LESSONS if learns else 0
+        self._forget_shape()
+        self.relay = relay_nothing
+        self._events.clear()
+        self.failed, self.failure_event = None, b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Take in data, and return what the caller gets. Once ``failed`` is set, nothing more."""
+        out = []
+        for event in self._events.feed(data):
+            if self.failed is not None or self.done:
+                break
+            shape = self._shape
+            found = None if shape is None else shape.relay(event + b"\n\n")
+            if found is None:
+                found = self._event(event)
+            else:
+                self.num_events += 1
+            out.append(found)
+        if self._events.too_long and not self.done and self.failed is None:
+            self.failed = f"an event of more than {MAX_EVENT_BYTES} bytes"
+        goes_on = self._events.is_between and not self.done and self.failed is None
+        self.relay = self._shape.relay if self._shape is not None and goes_on else relay_nothing
+        return b"".join(out)
+
+    def end_leg(self) -> bytes:
+        """End the leg, in order or not: return the rest of a complete answer; of any other answer,
+        set ``failed``."""
+        self.relay = relay_nothing
+        if self.done:
+            return b""
+        if self._is_said:
+            # only usage and the end are missing
+            self.done = True
+            self.failed = None
+            return self._counts() + DONE
+        if self.failed is None:
+            self.failed = "the stream ended in the middle of the answer"
+        return b""
+
+    def partial_text(self) -> str | None:
+        """The text so far; None if it is unknown, or the answer holds more than text."""
+        if not self.keep_text or self.num_choices != 1 or not self._text:
+            return None
+        return "".join(self._text)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the text so far: roughly its number of tokens."""
+        return len(self._text or ())
+
+    def resume_ids(self) -> list[list[int] | None] | None:
+        """Return the token ids of each choice, None for one that has ended; None: not all ids are
+        known."""
+        if self.num_choices is None or self._lost_ids or self.prompt_tokens is None:
+            return None
+        return [
+            None if index in self._finished else self._ids.get(index, [])
+            for index in range(self.num_choices)
+        ]
+
+    @property
+    def _is_said(self) -> bool:
+        """Whether every choice has its finish reason: later errors do not matter."""
+        return self.num_choices is not None and len(self._finished) >= self.num_choices
+
+    def _event(self, event: bytes) -> bytes:
+        payload = payload_of(event) or b""
+        if payload == b"[DONE]":
+            if self.num_choices is not None and not self._is_said:
+                self.failed = "the stream ended without a finish reason"
+                return b""
+            self.done = True
+            self.num_events += 1
+            return (b"" if self._usage_out else self._counts()) + DONE
+        if b"\n" in payload:
+            # JSON may have line breaks between its tokens, but an event's data may not
+            payload = payload.replace(b"\n", b" ")
+        try:
+            chunk = read_chunk(name_of(event), payload)
+        except (ReportedError, ValueError) as error:
+            if not self._is_said:
+                self.failed = str(error)
+                reported = payload and isinstance(error, ReportedError)
+                self.failure_event = b"data: " + payload + b"\n\n" if reported else b""
+            return b""
+        if chunk is None:
+            # comments pass, as the engine is alive and the caller's connection must stay so
+            return event.partition(b"\n")[0] + b"\n\n" if event.startswith(b":") else b""
+        if chunk.choices is None:
+            payload = with_choices(payload)
+        return self._chunk(payload, chunk, chunk.choices or ())
+
+    def _chunk(self, payload: bytes, chunk: Chunk, choices: Sequence[Choice]) -> bytes:
+        first, whole = self._first_of_leg, payload
+        if first and (choices or b'"id":""' not in payload):
+            # the first chunk of an Azure stream, about the prompt, has an empty head
+            self._first_of_leg = False
+            self._begin(payload, chunk)
+        prompt = chunk.prompt_token_ids
+        has_usage = chunk.has_usage
+        self.num_events += bool(choices) or has_usage
+        ends = says = False
+        only_roles = bool(choices)
+        for choice in choices:
+            index = choice.index or 0
+            prompt = prompt or choice.prompt_token_ids
+            delta = choice.delta
+            speaks = bool(choice.text) or (delta is not None and delta.says)
+            says = says or speaks or bool(choice.token_ids)
+            if choice.token_ids is not None:
+                self._ids.setdefault(index, []).extend(choice.token_ids)
+            elif speaks:
+                self._lost_ids = True
+                self._parts += 1
+            if speaks and self.keep_text:
+                self._remember(choice)
+            # some engines send "" for no reason
+            if choice.finish_reason:
+                self._finished.add(index)
+                ends = True
+            known_role = delta is not None and delta.role is not None and index in self._roles
+            only_roles = only_roles and known_role and not speaks and not choice.finish_reason
+            if delta is not None and delta.role is not None:
+                self._roles.add(index)
+        if prompt and self.prompt_tokens is None:
+            self.prompt_tokens = len(prompt)
+        if has_usage:
+            self._count(bytes(chunk.usage))
+            if self._leg > 1:
+                payload = self._recounted(payload)
+            if not choices:
+                if self.hide_usage or self._usage_out:
+                    return b""
+                self._usage_out = True
+        if only_roles and self._leg > 1:
+            return b""
+        self.emitted = self.emitted or says or ends
+        if self.hide_ids:
+            payload = without_ids(payload)
+        for old, new in self._swaps:
+            payload = payload.replace(old, new, 1)
+        if ends and self.note:
+            payload = payload[:-1] + b',"paceline":' + msgspec.json.encode(self.note) + b"}"
+        out = b"data: " + payload + b"\n\n"
+        if self._lessons and says and not (first or ends or has_usage or prompt):
+            self._learn(whole, out, choices)
+        return out
+
+    def _learn(self, payload: bytes, out: bytes, choices: Sequence[Choice]) -> None:
+        """Learn the template of the next chunks from one in the middle of the answer."""
+        self._lessons -= 1
+        self._forget_shape()
+        choice = choices[0]
+        delta = choice.delta
+        text = choice.text if delta is None else delta.says_alone
+        if len(choices) == 1 and isinstance(text, str) and text:
+            has_ids = choice.token_ids is not None
+            # a stream that only sometimes has ids has no template
+            if has_ids != self._lost_ids:
+                ids = self._ids[choice.index or 0] if has_ids else None
+                self._shape = Shape.of(payload, out, ids)
+
+    def _forget_shape(self) -> None:
+        if self._shape is not None:
+            self._parts += self._shape.num_parts
+            self._shape = None
+
+    def _remember(self, choice: Choice) -> None:
+        said = choice.delta.content if choice.delta is not None else choice.text
+        if self._text is not None and isinstance(said, str) and said:
+            self._text.append(said)
+        else:
+            self._text = None
+
+    def _begin(self, payload: bytes, chunk: Chunk) -> None:
+        """Read the head of a leg's first chunk: which parts must be replaced."""
+        told = (("id", chunk.id), ("created", chunk.created), ("model", chunk.model))
+        head = {name: found for name, value in told if (found := bytes(value))}
+        if self.model and "model" in head:
+            seen = {**head, "model": msgspec.json.encode(self.model)}
+        else:
+            seen = head
+        if not self._head:
+            self._head = seen
+        for name, value in head.items():
+            wanted = self._head.get(name, value)
+            if wanted != value:
+                key = f'"{name}":'.encode()
+                # some engines write a space after the colon
+                for gap in (b"", b" "):
+                    if key + gap + value in payload:
+                        self._swaps.append((key + gap + value, key + gap + wanted))
+                        break
+
+    def _count(self, usage: bytes) -> None:
+        try:
+            counted = msgspec.json.decode(usage, type=Usage).used("")
+        except msgspec.MsgspecError:
+            return
+        self._counted = True
+        # the text so far is a part of this engine's prompt, at roughly a token per part
+        before = self._said_before if self._by_text else 0
+        self._completion_tokens = max(self._completion_tokens, counted.output + before)
+        self.cached_tokens = max(self.cached_tokens, counted.cached)
+        if counted.prompt and self.prompt_tokens is None and not self._ids:
+            self.prompt_tokens = max(1, counted.prompt - before)
+
+    def _recounted(self, payload: bytes) -> bytes:
+        """Correct the last engine's usage, which lacks choices that had ended before it started."""
+        made = sum(map(len, self._ids.values()))
+        fields = msgspec.json.decode(payload, type=dict[str, msgspec.Raw])
+        usage = msgspec.json.decode(fields["usage"])
+        if not {"prompt_tokens", "completion_tokens"} <= set(usage):
+            return payload
+        if self._by_text:
+            made = usage["completion_tokens"] + self._said_before
+            usage["prompt_tokens"] = max(1, usage["prompt_tokens"] - self._said_before)
+        elif self._lost_ids or made in (0, usage["completion_tokens"]):
+            return payload
+        usage["completion_tokens"] = made
+        usage["total_tokens"] = usage["prompt_tokens"] + made
+        fields["usage"] = msgspec.Raw(msgspec.json.encode(usage))
+        return msgspec.json.encode(fields)
+
+    def _counts(self) -> bytes:
+        """Build the usage chunk that the engine did not send, from the token ids."""
+        if self.hide_usage or self._usage_out or not self._head or self.resume_ids() is None:
+            return b""
+        self._usage_out = True
+        made = sum(map(len, self._ids.values()))
+        assert self.prompt_tokens is not None, "ids are known"
+        usage = {
+            "prompt_tokens": self.prompt_tokens,
+            "total_tokens": self.prompt_tokens + made,
+            "completion_tokens": made,
+        }
+        head = {name: msgspec.Raw(value) for name, value in self._head.items()}
+        chunk = {**head, "choices": [], "usage": usage}
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+def make_splice(path: str, **openai: Any) -> Splice:
+    """Make the splice of an endpoint; ``openai``: see ``OpenAISplice``."""
+    if path == "/v1/messages":
+        return PlainSplice(
+            path=path,
+            says=(b"content_block_delta",),
+            ends=(b"message_stop",),
+            fails=(b"error",),
+            stops=(b"message_delta", b'event: message_stop\ndata: {"type":"message_stop"}\n\n'),
+        )
+    if path == "/v1/responses":
+        return PlainSplice(
+            path=path,
+            says=(b".delta",),
+            ends=(b"response.completed", b"response.incomplete"),
+            fails=(b"response.failed", b"error"),
+        )
+    return OpenAISplice(**openai)

@@ -1,0 +1,190 @@
+"""The endpoints that describe the server, and the tokenizer's two."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+import paceline
+from paceline.errors import InvalidRequestError
+from paceline.http.errors import HttpError
+from paceline.server.apis.llama_cpp.info import ContentBody, tokens_of_content
+from paceline.server.generation.service import Service
+from paceline.server.observability.metrics.exporter_process import CONTENT_TYPE
+from paceline.server.protocol.field_types import check_model
+from paceline.server.protocol.requests import parse_template_options
+from paceline.server.protocol.tokenizing import (
+    DetokenizeBody,
+    TokenizeMessagesBody,
+    TokenizePromptBody,
+)
+from paceline.server.transport.endpoint import JSON_BODY, with_ignored
+from paceline.server.transport.middleware import read_object
+from paceline.server.transport.responses import answering, encoded
+
+__all__ = ["info_router"]
+
+
+def info_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    async def health(_request: Request) -> Response:
+        service.check_health()
+        # clients of llama-server look for this field
+        return encoded({"status": "ok"})
+
+    async def live(_request: Request) -> Response:
+        service.check_alive()
+        return encoded({})
+
+    async def version(_request: Request) -> Response:
+        return encoded({"version": paceline.__version__})
+
+    async def load(_request: Request) -> Response:
+        return encoded({"server_load": service.in_flight})
+
+    async def metrics(_request: Request) -> Response:
+        return Response(service.metrics.render(), headers={"Content-Type": CONTENT_TYPE.decode()})
+
+    async def models(_request: Request) -> Response:
+        names = service.rules.listed_models
+        return encoded({"object": "list", "data": [_card(service, name) for name in names]})
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["name"]
+        check_model(name, service.rules)
+        return encoded(_card(service, name))
+
+    async def tokenizer_info(_request: Request) -> Response:
+        if not service.config.enable_tokenizer_info:
+            raise HttpError(
+                404, "GET /tokenizer_info is served with --enable-tokenizer-info-endpoint alone"
+            )
+        return encoded(_tokenizer_info(service))
+
+    async def tokenize(request: Request) -> Response:
+        return await _tokenize(service, request)
+
+    async def detokenize(request: Request) -> Response:
+        return await _detokenize(service, request)
+
+    for path, handler, methods in (
+        ("/health", health, ["GET"]),
+        ("/health/ready", health, ["GET"]),
+        ("/health/live", live, ["GET"]),
+        ("/ping", health, ["GET"]),
+        ("/ping", health, ["POST"]),
+        ("/version", version, ["GET"]),
+        ("/load", load, ["GET"]),
+        ("/metrics", metrics, ["GET"]),
+        ("/tokenizer_info", tokenizer_info, ["GET"]),
+        ("/v1/models", models, ["GET"]),
+        ("/v1/models/{name:path}", model, ["GET"]),
+    ):
+        router.add_api_route(
+            path, answering(service, handler), methods=methods, response_model=None
+        )
+    for path, handler in (("/tokenize", tokenize), ("/detokenize", detokenize)):
+        router.add_api_route(
+            path,
+            answering(service, handler),
+            methods=["POST"],
+            response_model=None,
+            openapi_extra=JSON_BODY,
+        )
+    return router
+
+
+def _card(service: Service, name: str) -> dict[str, Any]:
+    """Return a model as vLLM's ``/v1/models`` shows it."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "paceline",
+        "root": service.client.info.model,
+        "parent": None,
+        "max_model_len": service.rules.max_model_len,
+        # the field that llama-server has
+        "meta": {
+            "n_vocab": service.client.info.vocab_size,
+            "n_ctx": service.rules.max_model_len,
+        },
+        "permission": [
+            {
+                "id": f"modelperm-{uuid4().hex}",
+                "object": "model_permission",
+                "created": service.created,
+                "allow_create_engine": False,
+                "allow_sampling": True,
+                "allow_logprobs": True,
+                "allow_search_indices": False,
+                "allow_view": True,
+                "allow_fine_tuning": False,
+                "organization": "*",
+                "group": None,
+                "is_blocking": False,
+            }
+        ],
+    }
+
+
+def _tokenizer_info(service: Service) -> dict[str, Any]:
+    """Return the known fields of a ``tokenizer_config.json``."""
+    tokenizer = service.client.tokenizer
+    spelt = tokenizer.vocabulary_token
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": tokenizer.chat_template_source,
+        "model_max_length": service.rules.max_model_len,
+        "vocab_size": tokenizer.vocab_size,
+        "eos_tokens": [spelt(token) for token in sorted(tokenizer.eos_token_ids)],
+        "all_special_tokens": [spelt(token) for token in sorted(tokenizer.special_token_ids)],
+        "all_special_ids": sorted(tokenizer.special_token_ids),
+    }
+
+
+async def _tokenize(service: Service, request: Request) -> Response:
+    values = await read_object(request, service.config)
+    if values.get("content") is not None:
+        asked = ContentBody.read(values, service.rules)
+        return with_ignored(encoded(await tokens_of_content(service, asked)), asked)
+    has_messages = values.get("messages") is not None
+    if has_messages == (values.get("prompt") is not None):
+        raise InvalidRequestError(
+            f"give either prompt or messages, or content as llama-server takes it, got "
+            f"{'both' if has_messages else 'neither'}",
+            "prompt",
+        )
+    body: TokenizeMessagesBody | TokenizePromptBody
+    if has_messages:
+        body = TokenizeMessagesBody.read(values, service.rules)
+        template = parse_template_options(body, service.rules)
+        tokens = await service.prompts.chat(template, add_special_tokens=body.add_special_tokens)
+    else:
+        body = TokenizePromptBody.read(values, service.rules)
+        special = body.add_special_tokens
+        tokens = await service.prompts.encode(body.prompt, add_special_tokens=special)
+    strings = None
+    if body.return_token_strs:
+        spelt = service.client.tokenizer.vocabulary_token
+        strings = [spelt(token) for token in tokens]
+    answer = {
+        "count": len(tokens),
+        "max_model_len": service.rules.max_model_len,
+        "tokens": tokens,
+        "token_strs": strings,
+    }
+    return with_ignored(encoded(answer), body)
+
+
+async def _detokenize(service: Service, request: Request) -> Response:
+    values = await read_object(request, service.config)
+    body = DetokenizeBody.read(values, service.rules)
+    text = await service.prompts.decode(body.tokens)
+    # named as in vLLM, and as in llama-server
+    return with_ignored(encoded({"prompt": text, "content": text}), body)

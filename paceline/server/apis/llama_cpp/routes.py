@@ -1,0 +1,114 @@
+"""The endpoints that only llama-server has; those that change its models are refused."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from paceline.http.errors import HttpError, Reply, error_response
+from paceline.http.sse import event
+from paceline.server.apis.llama_cpp.info import (
+    fim_tokens,
+    infill_prompt,
+    properties,
+    slots,
+    template_applied,
+)
+from paceline.server.apis.llama_cpp.protocol import LlamaRequest, parse_llama_completion
+from paceline.server.apis.llama_cpp.serving import llama_answer, llama_events
+from paceline.server.generation.service import Service
+from paceline.server.protocol.generation import TemplateBody
+from paceline.server.protocol.targets import CALLER_FIELDS, named_tenant, with_headers
+from paceline.server.transport.endpoint import JSON_BODY, respond, with_ignored
+from paceline.server.transport.errors import llama_error_body
+from paceline.server.transport.middleware import read_object, tenant_of
+from paceline.server.transport.responses import Handler, answering, encoded
+
+__all__ = ["llama_router"]
+
+
+def llama_router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @cache
+    def fim() -> Any:
+        return fim_tokens(service.client.tokenizer)
+
+    def failed(reply: Reply) -> bytes:
+        return event(llama_error_body(reply))
+
+    async def body_of(request: Request) -> dict[str, Any]:
+        service.refuse_if_draining()
+        return with_headers(await read_object(request, service.config), request.headers)
+
+    def parsed(request: Request, body: dict[str, Any]) -> LlamaRequest:
+        tenant = tenant_of(request, named_tenant(body, *CALLER_FIELDS))
+        return parse_llama_completion(body, service.rules, tenant)
+
+    async def run(request: Request, asked: LlamaRequest, arrival: float) -> Response:
+        options = asked.options
+        answer = await respond(
+            service, request, asked, options, arrival, llama_events, llama_answer, failed
+        )
+        return with_ignored(answer, options)
+
+    async def completion(request: Request) -> Response:
+        arrival = time.monotonic()
+        return await run(request, parsed(request, await body_of(request)), arrival)
+
+    async def infill(request: Request) -> Response:
+        arrival = time.monotonic()
+        found = fim()
+        body = infill_prompt(await body_of(request), service.rules, found, service.model_name)
+        asked = parsed(request, body)
+        options = asked.options
+        ends = options.sampling.stop_token_ids
+        if not body.get("ignore_eos"):
+            ends |= found.ends
+        sampling = replace(options.sampling, stop_token_ids=ends)
+        options = replace(options, sampling=sampling)
+        return await run(request, replace(asked, options=options), arrival)
+
+    async def apply_template(request: Request) -> Response:
+        body = await read_object(request, service.config)
+        asked = TemplateBody.read(body, service.rules)
+        return with_ignored(encoded(await template_applied(service, asked)), asked)
+
+    async def props(_request: Request) -> Response:
+        return encoded(properties(service))
+
+    async def all_slots(request: Request) -> Response:
+        told = slots(service)
+        asks = request.query_params.get("fail_on_no_slot") == "1"
+        if asks and all(slot["is_processing"] for slot in told):
+            raise HttpError(503, "no slot is free")
+        return encoded(told)
+
+    async def lora_adapters(_request: Request) -> Response:
+        return encoded([])
+
+    def add(method: str, path: str, handler: Handler, **more: Any) -> None:
+        router.add_api_route(
+            path,
+            answering(
+                service, handler, lambda reply, _: error_response(reply, llama_error_body(reply))
+            ),
+            methods=[method],
+            response_model=None,
+            **more,
+        )
+
+    add("POST", "/completion", completion, openapi_extra=JSON_BODY)
+    add("POST", "/completions", completion, name="completions_native", openapi_extra=JSON_BODY)
+    add("POST", "/infill", infill, openapi_extra=JSON_BODY)
+    add("POST", "/apply-template", apply_template, openapi_extra=JSON_BODY)
+    add("GET", "/props", props)
+    add("GET", "/slots", all_slots)
+    add("GET", "/lora-adapters", lora_adapters)
+    return router

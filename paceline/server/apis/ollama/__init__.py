@@ -1,0 +1,1 @@
+"""Ollama's API: chat, generate, and what its clients ask about models."""

@@ -1,0 +1,1 @@
+"""The endpoints that return vectors: embeddings, scores, ranks and classes."""

@@ -1,0 +1,129 @@
+"""Pooling requests, from inputs to vectors: tokens, requests on the engine, their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from paceline.core.sampling_params import SamplingParams
+from paceline.engine.types import GenerationRequest
+from paceline.errors import InvalidRequestError, NeverFitsError, RequestFailedError
+from paceline.server.apis.openai.answers import AnswerHead
+from paceline.server.apis.pooling.requests import Input, PoolingOptions
+from paceline.server.generation.service import Service
+
+__all__ = ["Vectors", "encoded_inputs", "length_check", "run_vectors"]
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """The results of a request."""
+
+    # little-endian float32, in the order of the inputs
+    values: list[bytes]
+    # tokens of all inputs together
+    num_prompt_tokens: int
+
+
+def length_check(
+    most: int,
+    name: Callable[[int], str],
+    cut_by: str = "truncate_prompt_tokens=-1",
+    beside: Callable[[int], str] = lambda _number: "",
+) -> Callable[[int, int], None]:
+    """Return a check of an input's number and tokens, which refuses empty and too long inputs.
+
+    Args:
+        name: returns the caller's name of an input, by its number.
+        cut_by: fields that truncate an input that is too long.
+        beside: describes the other text in the same prompt.
+    """
+
+    def check(number: int, num_tokens: int) -> None:
+        if not num_tokens:
+            raise InvalidRequestError(f"{name(number)} is empty: it has 0 tokens", name(number))
+        if num_tokens > most:
+            raise NeverFitsError(
+                f"This model's maximum context length is {most} tokens, and {name(number)}"
+                f"{beside(number)} has {num_tokens}. Please shorten it; {cut_by} cuts what is too "
+                "long.",
+                name(number),
+            )
+
+    return check
+
+
+async def encoded_inputs(
+    service: Service, inputs: Sequence[Input], options: PoolingOptions, name: Callable[[int], str]
+) -> list[tuple[list[int], int | None]]:
+    """Return token ids of inputs; inputs given as ids are unchanged, or cut at their end.
+
+    Args:
+        name: returns the caller's name of an input, by its number.
+
+    Raises:
+        NeverFitsError: one is longer than the model takes; later ones are not encoded.
+        InvalidRequestError: one is empty.
+    """
+    keep = options.max_tokens
+    check = length_check(service.rules.max_model_len, name)
+    found: list[tuple[list[int], int | None]] = []
+    places: list[int] = []
+    texts: list[tuple[str, str | None]] = []
+    lower = service.client.info.pooling is not None and service.client.info.pooling.lower_case
+    for number, item in enumerate(inputs):
+        if isinstance(item, str):
+            places.append(number)
+            texts.append((item.lower() if lower else item, None))
+            found.append(([], None))
+        else:
+            found.append((item[:keep], None))
+            check(number, len(found[-1][0]))
+    encoded = await service.prompts.texts(
+        texts,
+        add_special_tokens=options.add_special_tokens,
+        max_tokens=keep,
+        check=lambda place, num_tokens: check(places[place], num_tokens),
+    )
+    for number, prompt in zip(places, encoded, strict=True):
+        found[number] = prompt
+    return found
+
+
+async def run_vectors(
+    service: Service,
+    prompts: Sequence[tuple[list[int], int | None]],
+    options: PoolingOptions,
+    head: AnswerHead,
+    arrival: float,
+) -> Vectors:
+    """Return the vectors of all prompts, which must fit, or raise what ``Service.run`` raises."""
+    sampling = SamplingParams(max_tokens=1, pooling=options.params)
+    requests = [
+        GenerationRequest(
+            request_id=head.engine_id(index),
+            prompt_token_ids=prompt,
+            sampling=sampling
+            if second is None
+            else replace(sampling, pooling=replace(options.params, second_text=second)),
+            detokenize=False,
+            arrival_time=arrival,
+            priority=options.priority,
+            cache_salt=options.cache_salt,
+            slo=options.slo,
+            tenant=options.tenant,
+            whole=True,
+        )
+        for index, (prompt, second) in enumerate(prompts)
+    ]
+    values: list[bytes | None] = [None] * len(requests)
+    outputs = service.run(requests)
+    async with aclosing(outputs):
+        async for index, output in outputs:
+            if output.pooled is not None:
+                values[index] = output.pooled
+    found = [value for value in values if value is not None]
+    if len(found) != len(values):
+        raise RequestFailedError("the engine ended a request without its vector")
+    return Vectors(found, sum(len(prompt) for prompt, _ in prompts))

@@ -1,0 +1,1 @@
+"""A request from prompt to engine, and what all endpoints share of that."""

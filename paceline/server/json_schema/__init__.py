@@ -1,2 +1,0 @@
-"""Which JSON schemas an output can be held to: ``check`` by keyword, ``width`` by what is left
-open."""

@@ -1,0 +1,1 @@
+"""How models write what is more than text: tool calls, thoughts, JSON of a schema."""

@@ -1,0 +1,1 @@
+"""JSON schemas that an output can follow: ``check`` tests keywords, ``width`` the open choices."""

@@ -1,1 +1,0 @@
-"""The endpoints that give vectors: embeddings, scores, ranks and classes."""

@@ -1,0 +1,1 @@
+"""Around every exchange: middleware, how handlers answer, errors in each API's shape."""

@@ -1,0 +1,142 @@
+"""How every endpoint that generates is answered: whole, or as a stream of events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from paceline.engine.types import GenerationOutput
+from paceline.http.errors import Reply, error_body, reply_to
+from paceline.http.shortcut import Shortcut
+from paceline.http.sse import DONE, SSE, EventStream, event, first_event, unless_disconnected
+from paceline.server.generation.service import Service
+from paceline.server.protocol.requests import GenerationOptions, RequestRules
+from paceline.server.protocol.targets import CALLER_FIELDS, named_tenant, with_headers
+from paceline.server.transport.middleware import read_object, request_id_of, tenant_of
+from paceline.server.transport.responses import json_response
+
+__all__ = [
+    "IGNORED_HEADER",
+    "JSON_BODY",
+    "Answered",
+    "Events",
+    "HasIgnored",
+    "generate",
+    "respond",
+    "with_ignored",
+]
+
+# names the fields that were not read
+IGNORED_HEADER: Final = "x-paceline-ignored-fields"
+# bodies are parsed by hand (protocol/requests.py), so the schema for /docs only names their type
+JSON_BODY: Final = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": {"type": "object"}}},
+    }
+}
+
+
+class Answered(Protocol):
+    """Options that decide how an answer is sent."""
+
+    @property
+    def stream(self) -> bool: ...
+
+    @property
+    def request_id(self) -> str | None:
+        """The caller's own id, if any."""
+        ...
+
+
+class _Parsed(Protocol):
+    @property
+    def options(self) -> GenerationOptions: ...
+
+
+_R = TypeVar("_R", bound=_Parsed)
+_P = TypeVar("_P")
+# makes a streamed answer from the service, a parsed request, its id, its arrival time, and a
+# shortcut that may take some of the events after the first
+Events: TypeAlias = Callable[
+    [Service, _P, str, float, Shortcut[GenerationOutput]], AsyncGenerator[bytes, None]
+]
+
+
+async def generate(
+    service: Service,
+    request: Request,
+    parse: Callable[[dict[str, Any], RequestRules, str], _R],
+    events: Events[_R],
+    answer: Callable[[Service, _R, str, float], Awaitable[bytes]],
+    failed: Callable[[Reply], bytes] = lambda reply: event(error_body(reply)) + DONE,
+    body: dict[str, Any] | None = None,
+) -> Response:
+    """Read (unless ``body`` is given), check, run and answer a request; see ``respond``."""
+    arrival = time.monotonic()
+    service.refuse_if_draining()
+    if body is None:
+        body = await read_object(request, service.config)
+    body = with_headers(body, request.headers)
+    parsed = parse(body, service.rules, tenant_of(request, named_tenant(body, *CALLER_FIELDS)))
+    options = parsed.options
+    response = await respond(service, request, parsed, options, arrival, events, answer, failed)
+    return with_ignored(response, options)
+
+
+class HasIgnored(Protocol):
+    """Options that list the fields that were not read."""
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]: ...
+
+
+def with_ignored(response: Response, options: HasIgnored) -> Response:
+    """Add a header to the answer that names the fields that were not read, if any."""
+    if options.ignored_fields:
+        response.headers[IGNORED_HEADER] = _header_value(options.ignored_fields)
+    return response
+
+
+def _header_value(names: Sequence[str]) -> str:
+    """Return names as callers chose them, quoted as in an error message, as a header value."""
+    plain = ", ".join(name.strip("'") for name in names)
+    return plain.encode("ascii", "backslashreplace").decode()
+
+
+async def respond(
+    service: Service,
+    request: Request,
+    parsed: _P,
+    options: Answered,
+    arrival: float,
+    events: Events[_P],
+    answer: Callable[[Service, _P, str, float], Awaitable[bytes]],
+    failed: Callable[[Reply], bytes],
+    media_type: str = SSE,
+) -> Response:
+    """Run a parsed request and answer it, whole or as a stream.
+
+    Args:
+        failed: makes the last bytes of a stream that breaks.
+        media_type: that of a stream.
+    """
+    service.check_generates()
+    request_id = options.request_id or request_id_of(request)
+    if not options.stream:
+        whole = answer(service, parsed, request_id, arrival)
+        return json_response(await unless_disconnected(request.receive, whole))
+    # streams of other types have no comments
+    keep_alive = service.config.sse_keep_alive if media_type == SSE else 0.0
+    shortcut: Shortcut[GenerationOutput] = Shortcut()
+    source = events(service, parsed, request_id, arrival, shortcut)
+    first, rest = await first_event(source, request.receive, keep_alive)
+
+    def describe(error: Exception) -> bytes:
+        return failed(reply_to(error, drain_timeout=service.config.drain_timeout))
+
+    return EventStream(first, rest, describe, keep_alive, shortcut=shortcut, media_type=media_type)

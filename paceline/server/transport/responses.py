@@ -1,0 +1,112 @@
+"""Answers of handlers: bodies encoded as JSON, and every error in one format."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from typing import Any, Final, TypeAlias
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match
+
+from paceline.http.errors import HttpError, Reply, error_response, reply_to
+from paceline.http.fields import show
+from paceline.server.generation.service import Service
+from paceline.server.protocol.responses import encode
+from paceline.server.transport.middleware import request_id_of
+from paceline.server.transport.unserved_routes import why_unserved
+
+__all__ = ["Handler", "answering", "encoded", "http_exception", "json_response"]
+
+_log = logging.getLogger("paceline.server")
+
+_METHODS: Final = ("DELETE", "GET", "PATCH", "POST", "PUT")
+
+Handler: TypeAlias = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+def json_response(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+def answering(
+    service: Service,
+    handler: Callable[[Request], Awaitable[Response]],
+    respond: Callable[[Reply, str], Response] = lambda reply, _: error_response(reply),
+) -> Handler:
+    """Return ``handler``, with every exception turned into an answer and a log line.
+
+    Args:
+        respond: makes the answer to an error from the reply and the request's id.
+    """
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except Exception as error:
+            reply = reply_to(error, drain_timeout=service.config.drain_timeout)
+            _log.info(
+                "refused id=%s path=%s status=%d param=%s",
+                request_id_of(request),
+                # a caller may send control characters
+                ascii(request.scope["path"])[1:-1],
+                reply.status,
+                reply.param,
+            )
+            return respond(reply, request_id_of(request))
+
+    # names for /docs; functools.wraps would also pass on parameters that FastAPI calls by keyword
+    answer.__name__ = answer.__qualname__ = getattr(handler, "__name__", "handler")
+    return answer
+
+
+async def http_exception(request: Request, error: Exception) -> Response:
+    """Answer what the router itself refuses (404, 405), in the format of all errors."""
+    assert isinstance(error, HTTPException), "registered for HTTPException alone"
+    path = request.scope["path"]
+    said = str(error.detail)
+    if error.status_code in (404, 405):
+        known = error.status_code == 405
+        said = why_unserved(path, request.method) or (
+            f"{show(path)} is not served with {request.method}"
+            if known
+            else f"there is no {request.method} {show(path)}"
+        )
+    response = error_response(reply_to(HttpError(error.status_code, said), drain_timeout=0.0))
+    response.headers.update(error.headers or {})
+    if error.status_code == 405:
+        # the router names only the methods of the path's first route
+        allowed = [method for method in _METHODS if _is_served(request, method)]
+        if "GET" in allowed:
+            # HEAD is answered like GET (``middleware.py``)
+            allowed.insert(allowed.index("GET") + 1, "HEAD")
+        response.headers["Allow"] = ", ".join(allowed)
+    return response
+
+
+def _is_served(request: Request, method: str) -> bool:
+    """Return whether the request's path has that method. If a route matches the path literally,
+    routes that match it with a parameter are ignored."""
+    scope = {**request.scope, "method": method, "path_params": {}}
+    found = [
+        (match, bool(child.get("path_params")))
+        for route in _leaves(request.app.routes)
+        for match, child in (route.matches(scope),)
+        if match is not Match.NONE
+    ]
+    named = not all(has_parameters for _, has_parameters in found)
+    return any(match is Match.FULL and not (named and varies) for match, varies in found)
+
+
+def _leaves(routes: Iterable[Any]) -> Iterator[Any]:
+    """Yield the routes, also those of included routers, which FastAPI keeps nested."""
+    for route in routes:
+        inner = getattr(getattr(route, "original_router", route), "routes", None)
+        yield from _leaves(inner) if inner else (route,)
+
+
+def encoded(value: Any) -> Response:
+    """Return an answer of any value msgspec can write."""
+    return json_response(encode(value))

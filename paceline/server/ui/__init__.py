@@ -1,1 +1,0 @@
-"""The page at ``/ui``: files of this folder, and nothing from elsewhere."""

@@ -1,0 +1,1 @@
+"""The page at ``/ui``: files of this folder only."""

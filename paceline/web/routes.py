@@ -1,0 +1,246 @@
+"""``/ui``: the page, its files, and access to them.
+
+::
+
+    GET /                      a browser is sent to /ui/; other programs get 404, as before
+    GET /ui/  /ui/TAB          index.html, revalidated each time
+    GET /ui/v/VERSION/PATH     a file, cached by the browser for good
+    GET /ui/api/timeline       the engine's timeline, for a key of scope admin
+    GET /ui/api/promises       targets met, waits, steps and their cost, likewise
+    * /ui/api/what-if...       see ``what_if_routes``, likewise
+    GET /ui/api/operations     keys, limits, models, settings and state, likewise
+
+The files need no key: they are this package's public code. The page's data comes from the API, with
+the key that its reader types in.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from paceline.http.errors import HttpError
+from paceline.http.fields import show
+from paceline.http.sse import STREAM_HEADERS
+from paceline.http.web import host_name
+from paceline.server.generation.service import Service
+from paceline.server.transport.responses import answering
+from paceline.web.assets import BUILT_IN, SECURITY_HEADERS, Asset, Assets, load_assets
+from paceline.web.feed import Feed, TooManyViewersError
+from paceline.web.what_if.routes import Handler, what_if_routes
+
+if TYPE_CHECKING:
+    from paceline.web.promises import Promises
+
+__all__ = ["ui_router"]
+
+_LOCAL_NAMES: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_FRAMES: Final = "application/octet-stream"
+_API_HEADERS: Final = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+# maximum characters of a key's name
+_MOST_FIND: Final = 64
+_FOR_GOOD: Final = "public, max-age=31536000, immutable"
+
+
+def ui_router(service: Service) -> APIRouter:
+    router = APIRouter()
+    config = service.config
+    folder = BUILT_IN if config.ui_dir is None else config.ui_dir
+
+    @lru_cache(maxsize=1)
+    def kept() -> Assets | None:
+        return load_assets(folder)
+
+    def assets() -> Assets:
+        # read again, so that a developer of the page sees changes at the next reload
+        found = kept() if config.ui_dir is None else load_assets(folder)
+        if found is None:
+            raise HttpError(404, "the page's files are missing from this installation")
+        return found
+
+    async def root(request: Request) -> Response:
+        if "text/html" not in request.headers.get("accept", ""):
+            raise HttpError(404, f"there is no {request.method} /; the page for browsers is /ui/")
+        return _to_page()
+
+    async def bare(request: Request) -> Response:
+        return _to_page()
+
+    async def page(request: Request) -> Response:
+        _refuse_strange_names(request, service)
+        name = request.path_params.get("tab", "")
+        if "/" in name or "." in name:
+            raise HttpError(404, "the page has no such file")
+        return _answer(request, assets().page, "no-cache")
+
+    async def file(request: Request) -> Response:
+        _refuse_strange_names(request, service)
+        found = assets()
+        asset = found.files.get(request.path_params["path"])
+        if asset is None:
+            raise HttpError(404, "the page has no such file")
+        current = request.path_params["version"] == found.version
+        return _answer(request, asset, _FOR_GOOD if current else "no-cache")
+
+    feed = None
+    if config.timeline_history:
+        feed = Feed(service.client, config.timeline_history)
+
+    async def timeline(request: Request) -> Response:
+        _refuse_strange_names(request, service)
+        if feed is None:
+            raise HttpError(404, "this server keeps no timeline: it was started with --no-timeline")
+        since, seconds = _range(request)
+        if not _flag(request, "follow"):
+            body = feed.history(since=since, seconds=seconds)
+            return Response(body, media_type=_FRAMES, headers=_API_HEADERS)
+        try:
+            frames = feed.follow(
+                since=since,
+                seconds=seconds,
+                ends=lambda: service.is_ending and not service.in_flight,
+                drains=lambda: service.is_ending,
+            )
+        except TooManyViewersError as error:
+            raise HttpError(503, str(error)) from None
+        return StreamingResponse(
+            frames, media_type=_FRAMES, headers={**STREAM_HEADERS, **_API_HEADERS}
+        )
+
+    @lru_cache(maxsize=1)
+    def watched() -> Promises:
+        # imported on first use, so that it does not slow start-up
+        from paceline.web.promises import Promises
+
+        return Promises(service.metrics)
+
+    async def promises(request: Request) -> Response:
+        _refuse_strange_names(request, service)
+        told = watched().tell(_window(request))
+        return Response(json.dumps(told), media_type="application/json", headers=_API_HEADERS)
+
+    for method, path, handler in what_if_routes(service, feed, _API_HEADERS):
+        router.add_api_route(
+            path,
+            answering(service, partial(_by_own_name, service, handler)),
+            methods=[method],
+            include_in_schema=False,
+        )
+
+    async def operated(request: Request) -> Response:
+        _refuse_strange_names(request, service)
+        # imported on first use, so that it does not slow start-up
+        from paceline.web.operations import operations
+
+        found = await operations(service, request.query_params.get("find", "")[:_MOST_FIND])
+        return Response(
+            msgspec.json.encode(found), media_type="application/json", headers=_API_HEADERS
+        )
+
+    for path, handler in (
+        ("/", root),
+        ("/ui", bare),
+        ("/ui/", page),
+        ("/ui/v/{version}/{path:path}", file),
+        ("/ui/api/timeline", timeline),
+        ("/ui/api/promises", promises),
+        ("/ui/api/operations", operated),
+        ("/ui/{tab:path}", page),
+    ):
+        # left out of the API's document, which is for programs
+        router.add_api_route(
+            path, answering(service, handler), methods=["GET"], include_in_schema=False
+        )
+    return router
+
+
+def _range(request: Request) -> tuple[tuple[int, int] | None, float]:
+    """Return (since, seconds) of a query: ``since=ENGINE.STEP`` or ``seconds=60``."""
+    query = request.query_params
+    since, seconds = query.get("since"), query.get("seconds", "60")
+    if since is not None:
+        found = re.fullmatch(r"(\d{1,9})\.(\d{1,10})", since)
+        if found is None:
+            raise HttpError(400, f"since must be ENGINE.STEP, two numbers, got {show(since)}")
+        return (int(found[1]), int(found[2])), 0.0
+    if not re.fullmatch(r"\d{1,6}(\.\d{1,3})?", seconds):
+        raise HttpError(400, f"seconds must be a number from 0 to 999999, got {show(seconds)}")
+    return None, float(seconds)
+
+
+def _window(request: Request) -> int:
+    from paceline.web.promises import WINDOWS
+
+    value = request.query_params.get("seconds", "60")
+    if value not in map(str, WINDOWS):
+        known = ", ".join(map(str, WINDOWS))
+        raise HttpError(400, f"seconds must be one of {known} (0: since start), got {show(value)}")
+    return int(value)
+
+
+def _flag(request: Request, name: str) -> bool:
+    value = request.query_params.get(name, "0")
+    if value not in ("0", "1"):
+        raise HttpError(400, f"{name} must be 0 or 1, got {show(value)}")
+    return value == "1"
+
+
+def _to_page() -> Response:
+    # relative: a proxy may serve this below the root of its host
+    return Response(status_code=307, headers={"Location": "ui/", "Vary": "Accept"})
+
+
+def _answer(request: Request, asset: Asset, keep: str) -> Response:
+    headers = {
+        **SECURITY_HEADERS,
+        "Cache-Control": keep,
+        "ETag": asset.etag,
+        "Vary": "Accept-Encoding",
+    }
+    if request.headers.get("if-none-match") == asset.etag:
+        return Response(status_code=304, headers=headers)
+    body = asset.body
+    if "gzip" in request.headers.get("accept-encoding", "") and len(asset.packed) < len(body):
+        body = asset.packed
+        headers["Content-Encoding"] = "gzip"
+    return Response(body, media_type=asset.media_type, headers=headers)
+
+
+async def _by_own_name(service: Service, handler: Handler, request: Request) -> Response:
+    _refuse_strange_names(request, service)
+    return await handler(request)
+
+
+def _refuse_strange_names(request: Request, service: Service) -> None:
+    """Raise HttpError 421 if a page of another name may have been made to point here.
+
+    That is the case if no keys are required, the connection came to a loopback address, no list of
+    hosts is set, and Host is not a name of this machine.
+    """
+    if len(service.keys) or service.config.allowed_hosts:
+        return
+    address = (request.scope.get("server") or ("",))[0]
+    try:
+        if not ipaddress.ip_address(address).is_loopback:
+            return
+    except ValueError:
+        # a Unix socket, which no browser reaches
+        return
+    if host_name(request.headers.get("host", "")) not in _LOCAL_NAMES:
+        raise HttpError(
+            421,
+            "without keys, the page answers on this address to localhost, 127.0.0.1 and [::1] "
+            "alone; --allowed-host lets another name",
+        )
