@@ -104,8 +104,8 @@ def check(model: Any, driver: Told, name: str, tokens: list[int]) -> None:
 @pytest.mark.parametrize(
     ("name", "path"),
     [
-        ("gemma3", "torch"),
-        ("gpt-oss", "torch"),
+        pytest.param("gemma3", "torch", marks=pytest.mark.thorough),
+        pytest.param("gpt-oss", "torch", marks=pytest.mark.thorough),
         ("mistral-sliding", "torch"),
         pytest.param("gemma3", "native", marks=NATIVE),
         pytest.param("mistral-sliding", "native", marks=NATIVE),

@@ -50,7 +50,16 @@ def _everything_on(situation: str) -> list[str]:
     return plans_of(situation, Switch())
 
 
-@pytest.mark.parametrize("name", SWITCHES)
+# the others take a minute together
+DAILY = (
+    "swapping", "learned lengths", "queue share", "learned bias of forecasts", "saved tokens",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in DAILY else pytest.mark.thorough) for name in SWITCHES],
+)
 def test_a_switch_changes_a_plan_and_leaves_the_core_as_it_was(name: str) -> None:
     situation = SHOWS[name]
     everything_on = _everything_on(situation)

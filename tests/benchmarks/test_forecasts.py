@@ -38,6 +38,7 @@ def test_a_run_is_what_the_simulator_makes_of_the_same_arrivals() -> None:
         assert promise.actual == pytest.approx(came[promise.request.asked.arrival_time])
 
 
+@pytest.mark.thorough
 def test_what_priorities_are_told_is_calibrated() -> None:
     """The runs of the study, with some margin on what it shows (``docs/studies/forecasts.md``)."""
     runs = [run_of("priority", "poisson", seed) for seed in SEEDS]
@@ -46,6 +47,7 @@ def test_what_priorities_are_told_is_calibrated() -> None:
     assert median <= 15.0 and most <= 60.0 and abs(bias) <= 12.0
 
 
+@pytest.mark.thorough
 def test_futures_differ_and_leave_the_run_as_it_is() -> None:
     plain = run_of("sjf", "poisson", 3, judged=JUDGED)
     drawn = run_of("sjf", "poisson", 3, judged=JUDGED, num_futures=3)

@@ -264,6 +264,7 @@ def test_an_engine_is_measured_by_what_ended_within_the_time(
         asyncio.run(_measure(0, "mixed", 1.0))
 
 
+@pytest.mark.thorough
 def test_what_is_not_measured_is_said_and_the_rest_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

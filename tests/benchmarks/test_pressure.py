@@ -19,6 +19,7 @@ def found() -> dict[str, Any]:
     return results
 
 
+@pytest.mark.thorough
 def test_at_a_third_of_the_memory_little_is_computed_twice(found: dict[str, Any]) -> None:
     assert found["wasted_tokens_newest_first"] > 10_000
     assert 2 * found["wasted_tokens"] <= found["wasted_tokens_newest_first"]
@@ -27,6 +28,7 @@ def test_at_a_third_of_the_memory_little_is_computed_twice(found: dict[str, Any]
     assert found["wasted_tokens"] == 0 or found["swapped_bytes"] > 0
 
 
+@pytest.mark.thorough
 def test_every_run_gives_the_tokens_of_the_roomy_one(found: dict[str, Any]) -> None:
     parts = found["parts"]
     assert found["identical_tokens"]
@@ -37,6 +39,7 @@ def test_every_run_gives_the_tokens_of_the_roomy_one(found: dict[str, Any]) -> N
     assert parts["newest first"]["preemptions"] > 50
 
 
+@pytest.mark.thorough
 def test_which_part_brings_what(found: dict[str, Any]) -> None:
     parts = found["parts"]
     wasted = {name: row["wasted_tokens"] for name, row in parts.items()}

@@ -20,12 +20,14 @@ def test_every_study_has_a_filled_page(name: str) -> None:
     assert f"({name}.md)" in (DOCS / "README.md").read_text()
 
 
+@pytest.mark.thorough
 def test_a_page_holds_what_its_command_prints() -> None:
     """The quickest table there is; `make studies` renews all."""
     printed = text_table(coalescing._rows(GPU, 4))
     assert tables_of((DOCS / "coalescing.md").read_text())["rate-4"] == printed
 
 
+@pytest.mark.thorough
 def test_without_targets_the_adaptive_budget_is_as_good_as_the_best_fixed_one() -> None:
     """On a CPU; and below on the textbook GPU."""
     head, *rows = budget._rows(*budget.CASES["cpu"])
@@ -41,6 +43,7 @@ def test_without_targets_the_adaptive_budget_is_as_good_as_the_best_fixed_one() 
     assert float(adaptive[1]) >= 0.99 * max(float(row[1]) for row in fixed)
 
 
+@pytest.mark.thorough
 def test_it_finds_the_size_of_a_step_that_costs_nothing_on_a_gpu() -> None:
     """Larger fixed steps have a seventh less throughput, smaller ones serve fewer."""
     head, *rows = budget._rows(*budget.CASES["gpu-at-once"])

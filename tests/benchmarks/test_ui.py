@@ -36,6 +36,7 @@ def test_a_first_visit_is_a_part_of_all_files_and_stays_small() -> None:
     assert found["bytes_gz"] < found["bytes_of_all_files"] <= 350 * 1024
 
 
+@pytest.mark.thorough
 def test_both_engines_have_the_same_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the machine is held up by while one of them has its turn."""
     told, silent = (timeline_tap.Side(64, told=told) for told in (True, False))

@@ -104,11 +104,14 @@ def test_requests_that_ended_while_deadlines_pressed_are_let_go() -> None:
     assert not left, f"requests that ended, and the ways to them: {dict(left)}"
 
 
+@pytest.mark.parametrize(
+    "seeds", [range(3), pytest.param(range(3, 10), marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_requests_that_ended_are_let_go(policy: str) -> None:
+def test_requests_that_ended_are_let_go(policy: str, seeds: range) -> None:
     """Whatever happened to them."""
     left: Counter[str] = Counter()
-    for seed in range(10):
+    for seed in seeds:
         rig = play_rig(Core(), policy, seed)
         if not rig.scheduler.has_unfinished:
             left += reachable_requests(rig.scheduler)

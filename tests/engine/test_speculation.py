@@ -138,7 +138,7 @@ def _answers(
 @pytest.mark.parametrize(
     ("compute", "formats"),
     [
-        ("torch", ("float32", "float32")),
+        pytest.param("torch", ("float32", "float32"), marks=pytest.mark.thorough),
         ("native", ("float32", "float32")),
         ("native", ("int8", "int8")),
     ],
@@ -172,10 +172,12 @@ def test_answers_are_the_same(
         # the model itself, in other weights: its KV cache is a copy
         ("native", ("float32", "float32"), "bfloat16", True),
         ("native", ("bfloat16", "bfloat16"), "q4", True),
-        ("native", ("bfloat16", "bfloat16"), "int8", True),
+        pytest.param("native", ("bfloat16", "bfloat16"), "int8", True, marks=pytest.mark.thorough),
     ],
 )
-@pytest.mark.parametrize(("size", "blocks"), [(1, 64), (4, 16)])
+@pytest.mark.parametrize(
+    ("size", "blocks"), [pytest.param(1, 64, marks=pytest.mark.thorough), (4, 16)]
+)
 def test_answers_are_those_without_a_draft_model(
     folder: Path,
     other: Path,
@@ -207,7 +209,13 @@ def test_answers_are_those_without_a_draft_model(
 
 @pytest.mark.parametrize("head", ["eagle3", "mimo", "qwen3"])
 @pytest.mark.parametrize(
-    ("size", "blocks", "chunk"), [(1, 64, 512), (4, 16, 512), (4, 64, 12)], ids=str
+    ("size", "blocks", "chunk"),
+    [
+        pytest.param(1, 64, 512, marks=pytest.mark.thorough),
+        (4, 16, 512),
+        pytest.param(4, 64, 12, marks=pytest.mark.thorough),
+    ],
+    ids=str,
 )
 def test_answers_are_those_without_a_head(
     folder: Path,
@@ -241,7 +249,7 @@ def test_answers_are_those_without_a_head(
     assert (on.preemptions > 0) == (blocks == 16)
 
 
-@pytest.mark.parametrize("compute", ["torch", "native"])
+@pytest.mark.parametrize("compute", [pytest.param("torch", marks=pytest.mark.thorough), "native"])
 @pytest.mark.parametrize("more", [3, -3])
 def test_a_head_that_is_padded_otherwise(
     folder: Path, tmp_path: Path, compute: str, more: int, monkeypatch: pytest.MonkeyPatch
@@ -262,7 +270,7 @@ def test_a_head_that_is_padded_otherwise(
     assert on.drafted > 50
 
 
-@pytest.mark.parametrize("all_fail", [False, True])
+@pytest.mark.parametrize("all_fail", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_draft_model_that_fails_costs_nobody_an_answer(
     folder: Path,
     other: Path,

@@ -7,6 +7,7 @@ import random
 from contextlib import suppress
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,9 +44,12 @@ def config_of(rng: random.Random) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_plans_keep_to_their_limits_and_everybody_ends(seed: int) -> None:
+@pytest.mark.parametrize("examples", [8, pytest.param(60, marks=pytest.mark.thorough)])
+def test_plans_keep_to_their_limits_and_everybody_ends(examples: int) -> None:
+    settings(max_examples=examples, deadline=None)(given(st.integers(0, 2**32))(_play))()
+
+
+def _play(seed: int) -> None:
     rng = random.Random(seed)
     machine = Machine(**config_of(rng))
     requests: list[Request] = []

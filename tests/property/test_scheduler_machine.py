@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -10,6 +11,7 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 
 from paceline.backends.reference.null import expected_tokens
@@ -234,10 +236,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert update.finish_reason is (FinishReason.STOP if ends else FinishReason.LENGTH)
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(
-    max_examples=150,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+@pytest.mark.parametrize("examples", [40, pytest.param(300, marks=pytest.mark.thorough)])
+def test_the_scheduler_after_any_events(examples: int) -> None:
+    run_state_machine_as_test(
+        SchedulerMachine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

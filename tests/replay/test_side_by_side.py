@@ -19,8 +19,6 @@ from tests.replay.observe import Core
 from tests.replay.scenarios import play
 from tests.replay.side_by_side import compare
 
-_SEEDS = range(20)
-
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Core:
@@ -30,9 +28,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Core:
         pytest.skip(str(error))
 
 
+@pytest.mark.parametrize(
+    "seeds", [range(6), pytest.param(range(6, 20), marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_decisions_are_those_of_the_base(base: Core, policy: str) -> None:
-    for seed in _SEEDS:
+def test_decisions_are_those_of_the_base(base: Core, policy: str, seeds: range) -> None:
+    for seed in seeds:
         played = compare(base, (policy, seed))
         assert played.difference is None, (
             f"{policy}, seed {seed}, against {named_base()[:12]}: intended? then write the hash of "

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
+from paceline.backends.native import variants
 from paceline.checkpoints.model.checkpoint import expected_shapes
 from paceline.checkpoints.model.config import ModelConfig, RopeConfig
 
 Weights = dict[str, NDArray[np.float32]]
+
+
+def levels() -> list[Any]:
+    """The kernels' levels for ``parametrize``: the best one, and others in ``make test-thorough``.
+
+    Products and attention are tested on all of them every day.
+    """
+    best, others = variants()[:1], variants()[1:]
+    return [*best, *(pytest.param(level, marks=pytest.mark.thorough) for level in others)]
 
 
 def tiny_config(**changes: object) -> ModelConfig:

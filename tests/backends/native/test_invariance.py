@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.backends.native import NativeModel, unavailable_reason, variants
+from paceline.backends.native import NativeModel, unavailable_reason
 from paceline.backends.native.single_kernels import cache_bytes
 from paceline.checkpoints.model.config import ModelConfig
-from tests.backends.native.reference import random_weights, rope_tables, tiny_config
+from tests.backends.native.reference import levels, random_weights, rope_tables, tiny_config
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 
@@ -152,7 +152,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("isa", levels())
 @pytest.mark.parametrize(("name", "dtype", "kv"), CASES)
 def test_logits_are_the_same_bit_for_bit(isa: str, name: str, dtype: str, kv: str) -> None:
     different = [
@@ -163,7 +163,7 @@ def test_logits_are_the_same_bit_for_bit(isa: str, name: str, dtype: str, kv: st
     assert not different
 
 
-@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("isa", levels())
 @pytest.mark.parametrize("name", ["llama", "sliding"])
 @pytest.mark.parametrize("kv", ["float32", "int8"])
 def test_rows_that_nobody_asks_for_change_nothing(isa: str, name: str, kv: str) -> None:

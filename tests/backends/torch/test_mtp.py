@@ -42,7 +42,7 @@ def _check(model: MTPModel, seen: Sequence[Guessed]) -> None:
     ("name", "count"),
     [("mimo", 1), ("mimo", 2), ("mimo", 3), ("qwen3", 1), ("qwen3", 2), ("qwen3-moe", 1)],
 )
-@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("block_size", [4, pytest.param(16, marks=pytest.mark.thorough)])
 def test_guesses_are_those_of_the_published_layers(
     tmp_path: Path, name: str, count: int, block_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

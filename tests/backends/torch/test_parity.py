@@ -43,7 +43,14 @@ def check(model: Any, sequence: Tracked) -> None:
         assert abs(entry.logprob - float(expected[offset][token])) < 2e-4
 
 
-@pytest.mark.parametrize("name", list(ARCHITECTURES))
+@pytest.mark.parametrize(
+    "name",
+    [
+        # variants have their logits compared in tests/backends/test_architectures.py every day
+        pytest.param(name, marks=pytest.mark.thorough if "-" in name else ())
+        for name in ARCHITECTURES
+    ],
+)
 def test_same_as_transformers(name: str, tmp_path: Path) -> None:
     model = save_model(tmp_path, name)
     # longrope and dynamic depend on the longest length served; up to their original length the

@@ -60,8 +60,10 @@ def test_sigterm_does_what_it_did_before_once_all_are_closed(tmp_path: Path) -> 
         assert handler() is signal.SIG_DFL
         # one that is the caller's own
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        with Process(sleep, log):
+        with Process(sleep, log) as ignoring:
             assert handler() is signal.SIG_IGN
+            # it ignores the signal too, which it has from this process
+            ignoring.close(grace=0.1)
         assert handler() is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)

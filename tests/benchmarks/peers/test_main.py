@@ -91,6 +91,7 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPat
     return monkeypatch
 
 
+@pytest.mark.thorough
 def test_the_last_line_has_every_figure(
     engines: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,6 +219,7 @@ def test_a_peer_that_the_gate_leaves_nothing_to_run_in_is_absent(
     assert results["absent"] == {"paceline-failing": "every format passes the accuracy gate"}
 
 
+@pytest.mark.thorough
 def test_a_level_binds_all_engines(
     engines: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -135,6 +135,7 @@ def test_the_floor_of_a_row_by_hand() -> None:
     assert alone / shared == pytest.approx(4096 / 1096, rel=0.01)
 
 
+@pytest.mark.thorough
 def test_the_hugging_face_folder_holds_the_same_model(smollm2_path: Path, tmp_path: Path) -> None:
     import numpy as np
 
