@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from paceline.gateway.proxy.attempt import Leg
+from paceline.gateway.proxy.attempt import Attempt
 from paceline.gateway.proxy.downstream import Outgoing
 from paceline.gateway.proxy.placement import Waiting
 from paceline.gateway.proxy.proxied_request import Exchange
 from paceline.gateway.proxy.response import Answer
-from paceline.gateway.proxy.retry_state import Attempts
+from paceline.gateway.proxy.retry_state import RetryState
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
 from tests.gateway.helpers import (
     CHAT,
@@ -89,7 +89,10 @@ async def test_a_request_is_no_work_for_the_garbage_collector(
     stream: bool, fails: tuple[Step, ...]
 ) -> None:
     """What is left of one is found free at once: nothing of it points in circles."""
-    good, kinds = GOOD if stream else WHOLE, {Exchange, Answer, Outgoing, Leg, Waiting, Attempts}
+    good, kinds = (
+        GOOD if stream else WHOLE,
+        {Exchange, Answer, Outgoing, Attempt, Waiting, RetryState},
+    )
 
     def left() -> list[str]:
         # not isinstance: some modules' objects warn when they are asked for their class

@@ -137,8 +137,8 @@ async def _until_tokens(gateway: Gateway, count: int) -> None:
     """Until every stream at engine a has so many tokens."""
     async with asyncio.timeout(20):
         while True:
-            legs: list[Any] = list(gateway.engines.by_name["a"].running)
-            made = [leg._owner.splice.num_output_tokens for leg in legs]
+            attempts: list[Any] = list(gateway.engines.by_name["a"].running)
+            made = [attempt._owner.splice.num_output_tokens for attempt in attempts]
             if len(made) >= len(KINDS) and min(made) >= count:
                 return
             await asyncio.sleep(0.005)

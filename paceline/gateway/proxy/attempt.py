@@ -23,7 +23,7 @@ from paceline.http.upstream import ConnectError, Connection, Headers, lines_of
 from paceline.routing import Dispatch
 from paceline.statuses import retry_of
 
-__all__ = ["Leg", "Owner", "Verdict"]
+__all__ = ["Attempt", "Owner", "Verdict"]
 
 # size of an answer that is not streamed
 _MAX_ANSWER_BYTES: Final = 64 << 20
@@ -52,21 +52,23 @@ class Owner(Protocol):
     write_last: Callable[[bytes], None]
 
     def first_token(self, now: float) -> None: ...
-    def spare_spoke(self, leg: Leg) -> None:
+    def spare_spoke(self, attempt: Attempt) -> None:
         """Note that the hedge has output."""
         ...
 
     def tick(self, now: float) -> None: ...
 
-    def may_leave(self, leg: Leg) -> bool:
+    def may_leave(self, attempt: Attempt) -> bool:
         """Whether the attempt may leave an engine that gives no sign of life."""
         ...
 
-    def sent(self, leg: Leg) -> None:
+    def sent(self, attempt: Attempt) -> None:
         """Note that the request was sent to the engine."""
         ...
 
-    def again(self, leg: Leg, left_out: frozenset[str]) -> tuple[bytes, frozenset[str]] | None:
+    def again(
+        self, attempt: Attempt, left_out: frozenset[str]
+    ) -> tuple[bytes, frozenset[str]] | None:
         """Return the request without added fields that the engine refused, and their names; None if
         the refusal names none beyond ``left_out``."""
         ...
@@ -80,7 +82,7 @@ class Verdict:
     why: str = ""
 
 
-class Leg:
+class Attempt:
     """A request at one engine: the sink of its answer.
 
     Args:
@@ -263,7 +265,7 @@ class Leg:
         self._probe = None
         if self._streams and self._translator is None and self.verdict is None:
             self.on_data = self._relay
-        self._owner.splice.begin_leg()
+        self._owner.splice.begin_attempt()
         kept, self._kept = bytes(self._kept), bytearray()
         if kept:
             self._relay(kept)
@@ -305,7 +307,7 @@ class Leg:
         self.connection.drop()
         self.status, self.body = refusal[0], bytearray(refusal[1])
         self._streams = False
-        splice.begin_leg()
+        splice.begin_attempt()
         self._refuse()
 
     def on_end(self) -> None:
@@ -366,7 +368,7 @@ class Leg:
         splice = self._owner.splice
         if not self._streams or self._probe is not None or splice is None:
             return False
-        out = splice.end_leg()
+        out = splice.end_attempt()
         if out:
             self._owner.write(out)
         if splice.done:

@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 from paceline.errors import RequestError
 from paceline.gateway.observability.metrics import Counts
-from paceline.gateway.proxy.attempt import Leg, Owner
-from paceline.gateway.proxy.retry_state import Attempts
+from paceline.gateway.proxy.attempt import Attempt, Owner
+from paceline.gateway.proxy.retry_state import RetryState
 from paceline.gateway.proxy.upstream_request import Sending
 from paceline.gateway.requests.body import Body
 from paceline.gateway.routing.picker import Pick, Picker
@@ -39,24 +39,24 @@ class Hedge:
         config: GatewayConfig,
         budget: HedgeBudget,
         picker: Picker,
-        attempts: Attempts,
+        retries: RetryState,
         demand: Demand,
         body: Body,
         sending: Sending,
         counts: Counts,
     ) -> None:
         self._config, self._budget, self._picker = config, budget, picker
-        self._attempts, self._demand = attempts, demand
+        self._retries, self._demand = retries, demand
         self._sending, self._counts = sending, counts
         # no hedge for work that can wait, nor for answers that would be paid for several times
         self.is_wanted = bool(config.hedge_share) and not body.slo.best_effort and body.n == 1
         self._due_at: float | None = None
         self._sent_at = 0.0
         # the second attempt, while both run
-        self._spare: Leg | None = None
+        self._spare: Attempt | None = None
 
     @property
-    def spare(self) -> Leg | None:
+    def spare(self) -> Attempt | None:
         """The second attempt, while both run."""
         return self._spare
 
@@ -89,12 +89,12 @@ class Hedge:
             # the second engine's API cannot express the request: that does not concern the first
             # attempt, and nothing is paid for it
             return False
-        if not self._attempts.may_hedge(now):
+        if not self._retries.may_hedge(now):
             return False
         self._budget.take()
-        self._attempts.num += 1
+        self._retries.num += 1
         dispatch = site.engine.load.dispatch(self._demand, pick.view, now)
-        self._spare = Leg(owner, site, dispatch, probe=probe())
+        self._spare = Attempt(owner, site, dispatch, probe=probe())
         self._counts.attempt(site, resumed=False, fallback=False)
         self._spare.send(path, request)
         return True
@@ -107,7 +107,7 @@ class Hedge:
             self._counts.hedged(spare.site, "lost")
             spare.abandon()
 
-    def second_failed(self) -> Leg | None:
+    def second_failed(self) -> Attempt | None:
         """Return the second attempt, once, if it failed before the first engine answered."""
         spare = self._spare
         if spare is None or spare.verdict is None or spare.is_answer:
@@ -121,7 +121,7 @@ class Hedge:
         """Whether the second engine sent its answer in one piece instead of a stream."""
         return self._spare is not None and self._spare.is_answer
 
-    def take(self, *, won: bool) -> Leg:
+    def take(self, *, won: bool) -> Attempt:
         """Return the second attempt, to answer the request from now on.
 
         Args:
@@ -143,16 +143,16 @@ class Hedge:
     def _pick(self, first: Site, now: float) -> Pick | None:
         """Choose the second engine; None: no hedge is sent."""
         self._due_at = None
-        if not (self._budget.has_one and self._attempts.may_hedge(now, peek=True)):
+        if not (self._budget.has_one and self._retries.may_hedge(now, peek=True)):
             return None
-        route = self._attempts.route
+        route = self._retries.route
         tier = next(sites for sites in route.tiers if first in sites)
         try:
             pick = self._picker.pick(
                 route,
                 self._demand,
                 now,
-                tried={*self._attempts.tried, first.engine.name},
+                tried={*self._retries.tried, first.engine.name},
                 only=lambda site: site in tier and site.model == first.model,
             )
         except HttpError:

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 from paceline.gateway.proxy.caller import Caller
 from paceline.gateway.proxy.response import Answer
-from paceline.gateway.proxy.retry_state import Attempts
+from paceline.gateway.proxy.retry_state import RetryState
 from paceline.gateway.requests.body import Body
 from paceline.gateway.routing.endpoint_queue import Queued
 from paceline.gateway.routing.flow_control import Turns
@@ -34,7 +34,7 @@ class Waiting:
         self,
         config: GatewayConfig,
         turns: Turns,
-        attempts: Attempts,
+        retries: RetryState,
         demand: Demand,
         body: Body,
         caller: Caller,
@@ -43,7 +43,7 @@ class Waiting:
         wake: asyncio.Event,
         arrived: float,
     ) -> None:
-        self._config, self._turns, self._attempts = config, turns, attempts
+        self._config, self._turns, self._retries = config, turns, retries
         self._demand, self._body, self._caller = demand, body, caller
         self._answer, self._now, self._wake, self._arrived = answer, now, wake, arrived
 
@@ -60,7 +60,7 @@ class Waiting:
         while True:
             try:
                 # a retry does not queue again
-                if last is None and self._turns.must_wait(self._attempts.route, self._demand):
+                if last is None and self._turns.must_wait(self._retries.route, self._demand):
                     return await self._unless_gone(self._turn(), self._give_up)
                 return self._dispatched(last)
             except AllRestError as error:
@@ -80,7 +80,7 @@ class Waiting:
             self._caller.tenant,
             self._body.slo,
         )
-        async with self._turns.turn(self._attempts.route, self._demand, queued):
+        async with self._turns.turn(self._retries.route, self._demand, queued):
             return self._dispatched(None)
 
     def _give_up(self, placed: tuple[Pick, Dispatch]) -> None:
@@ -89,7 +89,7 @@ class Waiting:
 
     def _dispatched(self, last: Site | None) -> tuple[Pick, Dispatch]:
         now = self._now()
-        pick = self._attempts.pick(now, last)
+        pick = self._retries.pick(now, last)
         return pick, pick.site.engine.load.dispatch(self._demand, pick.view, now)
 
     async def _unless_gone(

@@ -1,4 +1,4 @@
-"""Attempts of one request: how many were made, where, and whether another is allowed.
+"""Retries of one request: the attempts that were made, where, and whether another is allowed.
 
 One budget pays for every attempt after a request's first, and ``max_attempts`` bounds the attempts
 of a request, over all tiers and for whatever reason they are made.
@@ -16,11 +16,11 @@ from paceline.gateway.settings.config import GatewayConfig
 from paceline.gateway.streams.openai_stream import Splice
 from paceline.routing import Demand, RetryBudget
 
-__all__ = ["Attempts"]
+__all__ = ["RetryState"]
 
 
-class Attempts:
-    """Attempts of one request. Times are arguments, in seconds of a monotonic clock.
+class RetryState:
+    """State of one request's retries. Times are arguments, in seconds of a monotonic clock.
 
     Args:
         splice: relay of the streamed answer; None: it is not streamed.

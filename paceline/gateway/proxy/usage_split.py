@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from paceline.gateway.proxy.attempt import Leg
+from paceline.gateway.proxy.attempt import Attempt
 from paceline.gateway.routing.routes import Site
 from paceline.gateway.settings.engine_types import TEXT_PATHS, is_vectors
 from paceline.gateway.settings.prices import Used
@@ -50,17 +50,17 @@ class Bill:
         assert self._splice is not None, "a stream goes on"
         self._parts.append((site, self._splice.num_output_tokens))
 
-    def used(self, leg: Leg | None) -> Used:
-        """Return the usage in total; ``leg``: the last attempt, None: no engine was asked."""
-        if leg is None:
+    def used(self, attempt: Attempt | None) -> Used:
+        """Return the usage in total; ``attempt``: the last attempt, None: no engine was asked."""
+        if attempt is None:
             return Used()
         # an engine worked for a caller that hung up, whether or not it had sent output
-        began = leg.was_abandoned and leg.was_sent
+        began = attempt.was_abandoned and attempt.was_sent
         splice = self._splice
-        if splice is None or (leg.is_answer and not leg.streams):
+        if splice is None or (attempt.is_answer and not attempt.streams):
             # some engines answer a request for a stream with a single body
-            if self._told is None and leg.is_answer:
-                body = bytes(leg.body)
+            if self._told is None and attempt.is_answer:
+                body = bytes(attempt.body)
                 self.counted = used_by(self._path, body)
                 self._told = self.counted or self._estimated(body)
             return self._told or Used(self._estimate if began else 0)
@@ -79,16 +79,16 @@ class Bill:
         made = math.ceil(text_bytes(body) / _BYTES_PER_TOKEN)
         return Used(self._estimate, 0, max(made, self._deferred))
 
-    def shares(self, leg: Leg | None) -> Sequence[tuple[Site, Used]]:
+    def shares(self, attempt: Attempt | None) -> Sequence[tuple[Site, Used]]:
         """Usage by engine, the prompt with the first one; empty if no engine answered: that costs
         nothing."""
-        used = self.used(leg)
-        began = leg is not None and leg.was_abandoned and leg.was_sent
-        if leg is None or not (used.output or leg.is_answer or began):
+        used = self.used(attempt)
+        began = attempt is not None and attempt.was_abandoned and attempt.was_sent
+        if attempt is None or not (used.output or attempt.is_answer or began):
             return ()
         found: list[tuple[Site, Used]] = []
         before = 0
-        for site, until in (*self._parts, (leg.site, used.output)):
+        for site, until in (*self._parts, (attempt.site, used.output)):
             # the engine's count of the whole answer overrules the number of relayed parts
             made = max(0, min(until, used.output) - before)
             before += made

@@ -1,11 +1,11 @@
 """One streamed answer, joined from the streams of one or more engines.
 
-A leg is one engine's stream: its bytes go in as they arrive, and bytes for the caller come out. The
-splice notes which tokens of each choice the caller has, so that another engine can resume behind
-them, and removes what only the gateway asked for (token ids, usage)::
+An attempt is one engine's stream: its bytes go in as they arrive, and bytes for the caller come
+out. The splice notes which tokens of each choice the caller has, so that another engine can resume
+behind them, and removes what only the gateway asked for (token ids, usage)::
 
-    leg 1   role  "Once"  " upon"  x
-    leg 2                          role  " a"  " time"  finish  [DONE]
+    try 1   role  "Once"  " upon"  x
+    try 2                          role  " a"  " time"  finish  [DONE]
     caller  role  "Once"  " upon"        " a"  " time"  finish  [DONE]
 
 A stream that ends without a finish reason for every choice counts as cut off, however its
@@ -36,7 +36,7 @@ from paceline.wire.sse import MAX_EVENT_BYTES, SseEvents, name_of, payload_of
 __all__ = ["DONE", "OpenAISplice", "Splice", "make_splice"]
 
 DONE: Final = b"data: [DONE]\n\n"
-# chunks of a leg that are tried as templates
+# chunks of an attempt that are tried as templates
 _LESSONS: Final = 16
 
 
@@ -47,7 +47,7 @@ class Splice(Protocol):
     emitted: bool
     # the answer is complete
     done: bool
-    # why the current leg has failed; None: it has not
+    # why the current attempt has failed; None: it has not
     failed: str | None
     # the event in which the engine reported its failure; b"": none
     failure_event: bytes
@@ -77,12 +77,12 @@ class Splice(Protocol):
     @property
     def num_output_tokens(self) -> int: ...
 
-    def begin_leg(self, *, by_text: bool = False) -> None: ...
+    def begin_attempt(self, *, by_text: bool = False) -> None: ...
     def partial_text(self) -> str | None: ...
     @property
     def num_parts(self) -> int: ...
     def feed(self, data: bytes) -> bytes: ...
-    def end_leg(self) -> bytes: ...
+    def end_attempt(self) -> bytes: ...
     def resume_ids(self) -> list[list[int] | None] | None: ...
 
 
@@ -121,7 +121,7 @@ class OpenAISplice:
     _finished: set[int] = field(default_factory=set)
     # parts of the text; None: the answer holds more than text, such as a call
     _text: list[str] | None = field(default_factory=list)
-    # parts of the text before the current leg
+    # parts of the text before the current attempt
     _said_before: int = 0
     _by_text: bool = False
     _usage_out: bool = False
@@ -130,12 +130,12 @@ class OpenAISplice:
     _completion_tokens: int = 0
     # chunks with output but without ids
     _parts: int = 0
-    _leg: int = 0
-    _first_of_leg: bool = True
+    _attempt: int = 0
+    _first_of_attempt: bool = True
     # id, created and model of the first chunk, as JSON
     _head: dict[str, bytes] = field(default_factory=dict)
     _swaps: list[tuple[bytes, bytes]] = field(default_factory=list)
-    # template of the leg's next chunks; None: not learned
+    # template of the attempt's next chunks; None: not learned
     _shape: Shape | None = None
     # chunks that may still be tried as templates: in some streams no two are alike
     _lessons: int = 0
@@ -158,13 +158,13 @@ class OpenAISplice:
             return known
         return max(known, self._parts + (0 if self._shape is None else self._shape.num_parts))
 
-    def begin_leg(self, *, by_text: bool = False) -> None:
-        """Start a leg: data now comes from another engine. ``by_text``: it resumes behind the text,
-        and counts that as a part of its prompt."""
+    def begin_attempt(self, *, by_text: bool = False) -> None:
+        """Start an attempt: data now comes from another engine. ``by_text``: it resumes behind the
+        text, and counts that as a part of its prompt."""
         self._by_text = by_text
         self._said_before = len(self._text or ())
-        self._leg += 1
-        self._first_of_leg = True
+        self._attempt += 1
+        self._first_of_attempt = True
         self._swaps = []
         # only full parsing can keep text and show ids
         learns = self.num_choices == 1 and self.hide_ids and not self.keep_text
@@ -193,9 +193,9 @@ class OpenAISplice:
         self.relay = self._shape.relay if self._shape is not None and goes_on else relay_nothing
         return b"".join(out)
 
-    def end_leg(self) -> bytes:
-        """End the leg, in order or not: return the rest of a complete answer; of any other answer,
-        set ``failed``."""
+    def end_attempt(self) -> bytes:
+        """End the attempt, in order or not: return the rest of a complete answer; of any other
+        answer, set ``failed``."""
         self.relay = relay_nothing
         if self.done:
             return b""
@@ -262,10 +262,10 @@ class OpenAISplice:
         return self._chunk(payload, chunk, chunk.choices or ())
 
     def _chunk(self, payload: bytes, chunk: Chunk, choices: Sequence[Choice]) -> bytes:
-        first, whole = self._first_of_leg, payload
+        first, whole = self._first_of_attempt, payload
         if first and (choices or b'"id":""' not in payload):
             # the first chunk of an Azure stream, about the prompt, has an empty head
-            self._first_of_leg = False
+            self._first_of_attempt = False
             self._begin(payload, chunk)
         prompt = chunk.prompt_token_ids
         has_usage = chunk.has_usage
@@ -297,13 +297,13 @@ class OpenAISplice:
             self.prompt_tokens = len(prompt)
         if has_usage:
             self._count(bytes(chunk.usage))
-            if self._leg > 1:
+            if self._attempt > 1:
                 payload = self._recounted(payload)
             if not choices:
                 if self.hide_usage or self._usage_out:
                     return b""
                 self._usage_out = True
-        if only_roles and self._leg > 1:
+        if only_roles and self._attempt > 1:
             return b""
         self.emitted = self.emitted or says or ends
         if self.hide_ids:
@@ -344,7 +344,7 @@ class OpenAISplice:
             self._text = None
 
     def _begin(self, payload: bytes, chunk: Chunk) -> None:
-        """Read the head of a leg's first chunk: which parts must be replaced."""
+        """Read the head of an attempt's first chunk: which parts must be replaced."""
         told = (("id", chunk.id), ("created", chunk.created), ("model", chunk.model))
         head = {name: found for name, value in told if (found := bytes(value))}
         if self.model and "model" in head:

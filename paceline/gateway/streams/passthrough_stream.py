@@ -130,7 +130,7 @@ class PlainSplice:
     def num_output_tokens(self) -> int:
         return self._num_deltas if self._counted is None else self._counted
 
-    def begin_leg(self, *, by_text: bool = False) -> None:
+    def begin_attempt(self, *, by_text: bool = False) -> None:
         assert not by_text, "these streams are not resumed"
         self._held, self._is_said = b"", False
         self._events.clear()
@@ -148,7 +148,7 @@ class PlainSplice:
             self.failed = f"an event of more than {MAX_EVENT_BYTES} bytes"
         return out
 
-    def end_leg(self) -> bytes:
+    def end_attempt(self) -> bytes:
         if self._is_said and not self.done:
             assert self.stops is not None, "an event said why it ended"
             self.done, self.failed = True, None

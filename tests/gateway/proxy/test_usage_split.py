@@ -68,8 +68,8 @@ async def test_who_hangs_up_before_a_word_pays_for_the_prompt(
         sent = asyncio.ensure_future(client.post(path, json=body, headers=AS_ANN))
         await until(lambda: bool(one.bodies))
         if ids:
-            (leg,) = gateway.engines.by_name["e1"].running
-            await until(lambda: leg._owner.splice.prompt_tokens == 3)  # type: ignore[attr-defined]
+            (attempt,) = gateway.engines.by_name["e1"].running
+            await until(lambda: attempt._owner.splice.prompt_tokens == 3)  # type: ignore[attr-defined]
         sent.cancel()
         await until(lambda: gateway.in_flight == 0)
         shown = body["messages"] if path == CHAT else body["input"]

@@ -102,9 +102,9 @@ def test_nothing_shows_it(
         make_splice("/v1/chat/completions", num_choices=1, model="alias", note={}) for _ in range(2)
     )
     assert isinstance(read, OpenAISplice)
-    read.begin_leg()
+    read.begin_attempt()
     read._lessons = 0
-    known.begin_leg()
+    known.begin_attempt()
     for part in parts:
         assert known.feed(part) == read.feed(part)
         assert known.num_output_tokens == read.num_output_tokens
@@ -119,7 +119,7 @@ def test_most_chunks_are_not_read(monkeypatch: pytest.MonkeyPatch, ids: bool) ->
     monkeypatch.setattr(chunks_module, "_decode", _noting(read, really))
     parts = chat_chunks([f" word{n}" for n in range(100)], ids=ids)
     splice = OpenAISplice(num_choices=1)
-    splice.begin_leg()
+    splice.begin_attempt()
     for part in parts:
         splice.feed(part)
     # the role, a word to learn from, the end and the counts
@@ -133,7 +133,7 @@ def test_of_streams_that_never_look_alike_little_is_learned(
     really = Shape.of
     monkeypatch.setattr(Shape, "of", _noting(tries, really))
     splice = OpenAISplice(num_choices=1)
-    splice.begin_leg()
+    splice.begin_attempt()
     for number in range(200):
         splice.feed(event(b'"a"').replace(b'"id":"x"', b'"id":"x%d"' % number))
     assert splice.num_output_tokens == 200 and 0 < len(tries) <= 16

@@ -34,17 +34,17 @@ def text_of(data: bytes) -> str:
 def spliced(cut: int, **fields: Any) -> tuple[bytes, OpenAISplice]:
     """A stream of which an engine sent ``cut`` bytes, and another the rest."""
     splice = OpenAISplice(num_choices=1, hide_usage=False, **fields)
-    splice.begin_leg()
+    splice.begin_attempt()
     out = splice.feed(WHOLE[:cut])
-    out += splice.end_leg()
+    out += splice.end_attempt()
     if splice.done:
         return out, splice
     assert splice.failed
     resume = splice.resume_ids()
     first = len(resume[0] or ()) if resume else 0
-    splice.begin_leg()
+    splice.begin_attempt()
     out += splice.feed(b"".join(chat_chunks(WORDS[first:], first_id=first, created=2)))
-    return out + splice.end_leg(), splice
+    return out + splice.end_attempt(), splice
 
 
 def test_cut_at_every_byte() -> None:
@@ -74,10 +74,10 @@ def test_in_whatever_parts_it_comes(cuts: list[int], line_end: bytes, quiet: byt
     data = b"\xef\xbb\xbf" + WHOLE.replace(b"\n\n", b"\n\n" + quiet).replace(b"\n", line_end)
     places = sorted({0, len(data), *(min(cut, len(data)) for cut in cuts)})
     splice = OpenAISplice(num_choices=1, hide_usage=False, hide_ids=False)
-    splice.begin_leg()
+    splice.begin_attempt()
     out = b"".join(
         splice.feed(data[a:b]) for a, b in pairwise(places)
-    ) + splice.end_leg()  # fmt: skip
+    ) + splice.end_attempt()  # fmt: skip
     assert out == WHOLE and splice.done
 
 
@@ -102,26 +102,26 @@ def test_choices_end_one_by_one() -> None:
         return b"data: " + json.dumps({"id": "x", "choices": [choice], **more}).encode() + b"\n\n"
 
     splice = OpenAISplice(num_choices=2)
-    splice.begin_leg()
+    splice.begin_attempt()
     splice.feed(event(0, "", []) + event(0, "a", [5]) + event(1, "b", [6], "stop"))
-    assert splice.end_leg() == b"" and splice.failed
+    assert splice.end_attempt() == b"" and splice.failed
     assert splice.resume_ids() == [[5], None]
-    splice.begin_leg()
+    splice.begin_attempt()
     out = splice.feed(event(0, "c", [7], "length"))
-    assert text_of(out + splice.end_leg()) == "c" and splice.done
+    assert text_of(out + splice.end_attempt()) == "c" and splice.done
     assert splice.num_output_tokens == 3
 
 
 def test_tokens_without_ids_cannot_be_resumed() -> None:
     splice = OpenAISplice(num_choices=1)
-    splice.begin_leg()
+    splice.begin_attempt()
     splice.feed(b"".join(chat_chunks(WORDS, ids=False)[:3]))
     assert splice.emitted and splice.resume_ids() is None
 
 
-def test_an_engines_own_error_ends_its_leg() -> None:
+def test_an_engines_own_error_ends_its_attempt() -> None:
     splice = OpenAISplice(num_choices=1)
-    splice.begin_leg()
+    splice.begin_attempt()
     out = splice.feed(chat_chunks(WORDS)[0] + b'data: {"error": {"message": "x"}}\n\n')
     assert b"error" not in out and splice.failed == "the engine reported an error"
     assert b'"message": "x"' in splice.failure_event
@@ -129,7 +129,7 @@ def test_an_engines_own_error_ends_its_leg() -> None:
 
 def test_an_event_without_an_end_is_not_kept_for_ever() -> None:
     splice = OpenAISplice(num_choices=1)
-    splice.begin_leg()
+    splice.begin_attempt()
     splice.feed(b"data: " + b"x" * (1 << 20))
     assert splice.failed and "more than" in splice.failed
 
@@ -148,16 +148,16 @@ def test_other_apis_go_out_from_what_says_something(
         return f'event: {name}\ndata: {{"type":"{name}"}}\n\n'.encode()
 
     splice = make_splice(path)
-    splice.begin_leg()
+    splice.begin_attempt()
     assert splice.feed(event("response.created")) == b""
     assert splice.resume_ids() is None
-    splice.begin_leg()
+    splice.begin_attempt()
     both = event("response.created") + event(said)
     assert splice.feed(both) == both and splice.emitted
     assert splice.feed(b": comment\n\n") == b": comment\n\n"
     assert splice.feed(event(end)) == event(end) and splice.done
     other = make_splice(path)
-    other.begin_leg()
+    other.begin_attempt()
     assert other.feed(event(fails)) == b"" and other.failed
     assert other.failure_event == event(fails)
 
@@ -190,7 +190,7 @@ def test_what_a_text_says_is_no_event(
         return f"{head}data: {json.dumps({'type': kind, 'delta': {'text': text}})}\n\n".encode()
 
     splice = make_splice(path)
-    splice.begin_leg()
+    splice.begin_attempt()
     parts = [event(delta, mark) for mark in marks]
     for part in parts:
         assert splice.feed(part) == part
@@ -198,5 +198,5 @@ def test_what_a_text_says_is_no_event(
     assert splice.num_output_tokens == len(marks)
     assert splice.feed(event(end, "")) == event(end, "") and splice.done
     fails = make_splice(path)
-    fails.begin_leg()
+    fails.begin_attempt()
     assert fails.feed(event("error", "why")) == b"" and fails.failed

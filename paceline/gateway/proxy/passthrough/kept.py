@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope
 from paceline.errors import InvalidRequestError
 from paceline.gateway.admin import as_json
 from paceline.gateway.billing.spending import Spending
-from paceline.gateway.proxy.attempt import Leg
+from paceline.gateway.proxy.attempt import Attempt
 from paceline.gateway.proxy.passthrough.homes import Homes
 from paceline.gateway.proxy.passthrough.passing import Passed, pass_on
 from paceline.gateway.proxy.proxied_request import Exchange
@@ -170,9 +170,9 @@ class Kept:
         """Record where a response is made; of a stream by its first event, as the response may be
         requested while it runs."""
 
-        def answered(leg: Leg) -> None:
-            if not leg.streams:
-                self._note(bytes(leg.body), leg.site.engine, tenant)
+        def answered(attempt: Attempt) -> None:
+            if not attempt.streams:
+                self._note(bytes(attempt.body), attempt.site.engine, tenant)
 
         def told(data: bytes) -> None:
             if (found := _TOLD_ID.search(data[:4096])) is not None:

@@ -135,7 +135,7 @@ def test_counts_that_cannot_be_are_believed_no_further_than_the_gateways_own() -
     # and what is charged is what the caller reads
     assert used_by(CHAT, whole) == Used(10**9, 0, 0)
     splice = OpenAISplice(num_choices=1)
-    splice.begin_leg()
+    splice.begin_attempt()
     splice.feed(fed(AnthropicStream(), data))
     assert (splice.prompt_tokens, splice.num_output_tokens) == (10**9, 0)
 
