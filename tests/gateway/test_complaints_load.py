@@ -16,7 +16,7 @@ import pytest
 
 from paceline.gateway import app as app_module
 from paceline.gateway.proxy.attempt import Attempt
-from paceline.gateway.proxy.proxied_request import Exchange
+from paceline.gateway.proxy.proxied_request import ProxiedRequest
 from paceline.http.keys import ApiKey
 from paceline.http.rate_limits.store import RateStore
 from tests.gateway.fault_server import PACELINE_METRICS, Step, scripted
@@ -162,7 +162,7 @@ async def test_15_memory_does_not_grow_with_what_callers_send() -> None:
             assert kept <= {"m"}
         gc.collect()
         # by type: objects of other packages warn where they are asked for anything
-        alive = [each for each in gc.get_objects() if type(each) in (Exchange, Attempt)]
+        alive = [each for each in gc.get_objects() if type(each) in (ProxiedRequest, Attempt)]
         # httpx may hold on to the last one's connection
         assert len(alive) <= 4
 

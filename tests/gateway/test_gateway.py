@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from paceline.gateway.proxy.attempt import Attempt
-from paceline.gateway.proxy.downstream import Outgoing
+from paceline.gateway.proxy.downstream import Downstream
 from paceline.gateway.proxy.placement import Waiting
-from paceline.gateway.proxy.proxied_request import Exchange
+from paceline.gateway.proxy.proxied_request import ProxiedRequest
 from paceline.gateway.proxy.response import Answer
 from paceline.gateway.proxy.retry_state import RetryState
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
@@ -91,7 +91,7 @@ async def test_a_request_is_no_work_for_the_garbage_collector(
     """What is left of one is found free at once: nothing of it points in circles."""
     good, kinds = (
         GOOD if stream else WHOLE,
-        {Exchange, Answer, Outgoing, Attempt, Waiting, RetryState},
+        {ProxiedRequest, Answer, Downstream, Attempt, Waiting, RetryState},
     )
 
     def left() -> list[str]:

@@ -34,7 +34,7 @@ _STREAMED: Final = RESUMABLE | {"/v1/responses", "/v1/messages"}
 
 
 class Owner(Protocol):
-    """Owner of an attempt: ``Exchange``."""
+    """Owner of an attempt: ``ProxiedRequest``."""
 
     config: GatewayConfig
     # clock, monotonic seconds

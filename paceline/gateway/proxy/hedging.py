@@ -19,7 +19,7 @@ from paceline.errors import RequestError
 from paceline.gateway.observability.metrics import Counts
 from paceline.gateway.proxy.attempt import Attempt, Owner
 from paceline.gateway.proxy.retry_state import RetryState
-from paceline.gateway.proxy.upstream_request import Sending
+from paceline.gateway.proxy.upstream_request import UpstreamRequest
 from paceline.gateway.requests.body import Body
 from paceline.gateway.routing.picker import Pick, Picker
 from paceline.gateway.routing.routes import Site
@@ -42,12 +42,12 @@ class Hedge:
         retries: RetryState,
         demand: Demand,
         body: Body,
-        sending: Sending,
+        upstream_request: UpstreamRequest,
         counts: Counts,
     ) -> None:
         self._config, self._budget, self._picker = config, budget, picker
         self._retries, self._demand = retries, demand
-        self._sending, self._counts = sending, counts
+        self._upstream_request, self._counts = upstream_request, counts
         # no hedge for work that can wait, nor for answers that would be paid for several times
         self.is_wanted = bool(config.hedge_share) and not body.slo.best_effort and body.n == 1
         self._due_at: float | None = None
@@ -84,7 +84,7 @@ class Hedge:
             return False
         site = pick.site
         try:
-            request = self._sending.request(site, resumed=False)
+            request = self._upstream_request.encode(site, resumed=False)
         except RequestError:
             # the second engine's API cannot express the request: that does not concern the first
             # attempt, and nothing is paid for it

@@ -109,7 +109,7 @@ class Waiting:
         return waiting.result()
 
     async def _while_there(self, waiting: asyncio.Future[Any]) -> None:
-        out, wake = self._answer.out, self._wake
+        out, wake = self._answer.downstream, self._wake
         while not waiting.done():
             if out.gone:
                 raise ClientDisconnectedError

@@ -2,8 +2,8 @@
 
 ::
 
-    Exchange   (task per request)   Waiting -> Attempt -> done | retry -> Answer
-    Attempt        (callbacks)          engine's bytes -> Splice -> caller's connection
+    ProxiedRequest   (task per request)   Waiting -> Attempt -> done | retry -> Answer
+    Attempt          (callbacks)          engine's bytes -> Splice -> caller's connection
 
 What an engine sends reaches the caller in the callback that read it. The task only wakes for the
 head, for a slow caller, and for the end.
@@ -27,12 +27,12 @@ from paceline.errors import RequestError
 from paceline.gateway.observability.metrics import Counts
 from paceline.gateway.proxy.attempt import Attempt
 from paceline.gateway.proxy.caller import Caller
-from paceline.gateway.proxy.downstream import Call
+from paceline.gateway.proxy.downstream import DownstreamRequest
 from paceline.gateway.proxy.hedging import Hedge
 from paceline.gateway.proxy.placement import Waiting
 from paceline.gateway.proxy.response import Answer
 from paceline.gateway.proxy.retry_state import RetryState
-from paceline.gateway.proxy.upstream_request import CHAT, Sending
+from paceline.gateway.proxy.upstream_request import CHAT, UpstreamRequest
 from paceline.gateway.proxy.usage_split import Bill
 from paceline.gateway.requests.body import Body
 from paceline.gateway.routing.flow_control import Turns
@@ -47,7 +47,7 @@ from paceline.gateway.upstreams.upstream import Engine
 from paceline.http.errors import ClientDisconnectedError, HttpError
 from paceline.routing import Demand, Dispatch, HedgeBudget, RetryBudget
 
-__all__ = ["RELAYED", "Exchange"]
+__all__ = ["RELAYED", "ProxiedRequest"]
 
 _log = logging.getLogger("paceline.gateway")
 
@@ -59,7 +59,7 @@ RELAYED: Final = VECTOR_PATHS | {
 _READ_AT_ONCE: Final = 60_000
 
 
-class Exchange:
+class ProxiedRequest:
     """One request of one caller; the owner of its attempts."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Exchange:
         asked: str,
         demand: Demand,
         caller: Caller,
-        call: Call,
+        incoming: DownstreamRequest,
         receive: Receive,
     ) -> None:
         self.config = config
@@ -98,24 +98,31 @@ class Exchange:
             # the key's budget does not cover the model that was asked for
             self._note["fallback"] = route.model
         self.splice: Splice | None = self._new_splice() if body.stream else None
-        self._sending = Sending(path, body, caller, self.splice)
+        self._upstream_request = UpstreamRequest(path, body, caller, self.splice)
         self._retries = RetryState(
-            config, picker, budget, route, demand, caller.allowed, self._sending, self.splice
+            config,
+            picker,
+            budget,
+            route,
+            demand,
+            caller.allowed,
+            self._upstream_request,
+            self.splice,
         )
         self._answer = Answer(
-            path, body, asked, call, self.splice, self._sending, self._retries, self._note,
-            counts, self.trace, now, self._arrived, self.wake,
+            path, body, asked, incoming, self.splice, self._upstream_request, self._retries,
+            self._note, counts, self.trace, now, self._arrived, self.wake,
         )  # fmt: skip
-        self.out = self._answer.out
+        self.downstream = self._answer.downstream
         # called by the attempts for every part
-        self.write: Callable[[bytes], None] = self.out.write
-        self.write_last: Callable[[bytes], None] = self.out.write_last
+        self.write: Callable[[bytes], None] = self.downstream.write
+        self.write_last: Callable[[bytes], None] = self.downstream.write_last
         self._waiting = Waiting(
             config, turns, self._retries, demand, body, caller, self._answer, now, self.wake,
             self._arrived,
         )  # fmt: skip
         self._hedge = Hedge(
-            config, hedges, picker, self._retries, demand, body, self._sending, counts
+            config, hedges, picker, self._retries, demand, body, self._upstream_request, counts
         )
         # called with a complete answer before it is sent to the caller
         self.on_answer: Callable[[Attempt], None] | None = None
@@ -194,13 +201,15 @@ class Exchange:
     ) -> tuple[bytes, frozenset[str]] | None:
         """Return the request without fields that the engine refused; see ``Owner``."""
         resumed = bool(self._retries.num_resumes)
-        names = self._sending.refused(
+        names = self._upstream_request.refused(
             attempt.site, attempt.status, bytes(attempt.body), resumed=resumed
         )
         if names <= left_out:
             return None
         left_out |= names
-        return self._sending.request(attempt.site, resumed=resumed, left_out=left_out), left_out
+        return self._upstream_request.encode(
+            attempt.site, resumed=resumed, left_out=left_out
+        ), left_out
 
     def first_token(self, now: float) -> None:
         self._hedge.first_spoke()
@@ -225,7 +234,7 @@ class Exchange:
         return begun or spare or self._retries.may_leave(self.now(), attempt.site)
 
     def tick(self, now: float) -> None:
-        self.out.tick(now, self.config.sse_keep_alive)
+        self.downstream.tick(now, self.config.sse_keep_alive)
         if self._hedge.is_due(now):
             self.wake.set()
 
@@ -240,7 +249,7 @@ class Exchange:
         """
         # checking the connection now and then is cheaper than a task per request; but while a long
         # body is read, the connection may be paused
-        looks = self.out.sees_hang_ups and self._body.num_bytes < _READ_AT_ONCE
+        looks = self.downstream.sees_hang_ups and self._body.num_bytes < _READ_AT_ONCE
         watch = None if looks else asyncio.ensure_future(self._disconnected())
         try:
             if self._caller.tries_again:
@@ -257,7 +266,7 @@ class Exchange:
             self._answer.ended("refused")
             raise
         except HttpError as error:
-            if self.out.started:
+            if self.downstream.started:
                 # the status was already sent
                 await self._answer.break_off(str(error))
                 return
@@ -305,7 +314,7 @@ class Exchange:
         site = pick.site
         retries, resumed = self._retries, bool(self._retries.num_resumes)
         try:
-            request = self._sending.request(site, resumed=resumed)
+            request = self._upstream_request.encode(site, resumed=resumed)
         except BaseException:
             dispatch.end(self.now())
             raise
@@ -319,7 +328,7 @@ class Exchange:
         attempt = Attempt(self, site, dispatch)
         self._answer.comes_from(attempt)
         self._counts.attempt(site, resumed=resumed, fallback=bool(site.tier))
-        by_text = resumed and not self._sending.exactly(site)
+        by_text = resumed and not self._upstream_request.resumes_exactly(site)
         if self.splice is not None:
             self.splice.begin_attempt(by_text=by_text)
             if retries.num == 1:
@@ -340,11 +349,11 @@ class Exchange:
     async def _pump(self) -> None:
         """Wait until the answer is over and the caller has all of it."""
         while True:
-            if self.out.gone:
+            if self.downstream.gone:
                 raise ClientDisconnectedError
             if self._hedge.is_wanted:
                 self._look_after_hedge()
-            if self.out.num_waiting:
+            if self.downstream.num_waiting:
                 await self._answer.flush()
             elif self._attempt.verdict is not None:
                 return
@@ -396,7 +405,7 @@ class Exchange:
         form; otherwise the caller gets the refusal."""
         now = self.now()
         body = bytes(attempt.body)
-        if self._sending.eases(attempt.site, attempt.status, body):
+        if self._upstream_request.eases(attempt.site, attempt.status, body):
             self._retries.tried.discard(attempt.site.key)
             return self._retries.may_retry(now, peek=True)
         if is_too_long(attempt.status, body) and self._retries.may_go_to_a_longer(
@@ -408,4 +417,4 @@ class Exchange:
     async def _disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self.out.hung_up()
+        self.downstream.hung_up()

@@ -16,9 +16,9 @@ from paceline.gateway.observability.metrics import Counts
 from paceline.gateway.observability.tracing import Trace
 from paceline.gateway.proxy.attempt import Attempt
 from paceline.gateway.proxy.caller import broken_event
-from paceline.gateway.proxy.downstream import Call, Outgoing
+from paceline.gateway.proxy.downstream import Downstream, DownstreamRequest
 from paceline.gateway.proxy.retry_state import RetryState
-from paceline.gateway.proxy.upstream_request import RESUMABLE, Sending
+from paceline.gateway.proxy.upstream_request import RESUMABLE, UpstreamRequest
 from paceline.gateway.requests.body import Body
 from paceline.gateway.streams.openai_stream import DONE, Splice
 from paceline.gateway.upstreams.dialects import map_status, read_words
@@ -51,9 +51,9 @@ class Answer:
         path: str,
         body: Body,
         asked: str,
-        call: Call,
+        incoming: DownstreamRequest,
         splice: Splice | None,
-        sending: Sending,
+        upstream_request: UpstreamRequest,
         retries: RetryState,
         note: dict[str, Any],
         counts: Counts,
@@ -62,9 +62,11 @@ class Answer:
         arrived: float,
         wake: asyncio.Event,
     ) -> None:
-        self.out = Outgoing(call, stream=body.stream, wake=wake, source=self, now=arrived)
+        self.downstream = Downstream(
+            incoming, stream=body.stream, wake=wake, source=self, now=arrived
+        )
         self._path, self._body, self._asked = path, body, asked
-        self._splice, self._sending, self._retries = splice, sending, retries
+        self._splice, self._upstream_request, self._retries = splice, upstream_request, retries
         self._note, self._counts, self._trace = note, counts, trace
         self._now, self._arrived = now, arrived
         self._attempt: Attempt | None = None
@@ -81,9 +83,9 @@ class Answer:
         self._attempt = attempt
 
     def close(self) -> None:
-        """Drop references once the request is over. See ``Exchange.close``."""
+        """Drop references once the request is over. See ``ProxiedRequest.close``."""
         self._attempt = None
-        self.out.close()
+        self.downstream.close()
 
     def note(self, **what: Any) -> None:
         """Record something done to the answer that the caller may want to know."""
@@ -98,7 +100,7 @@ class Answer:
             if wait is not None:
                 self._retry_after = min(wait, self._retry_after or wait)
 
-    # ---------------------------------------------------------------- outgoing.Source
+    # ---------------------------------------------------------------- DownstreamSource
 
     def head(self) -> tuple[Headers, Headers] | None:
         """Return the headers of a stream that starts now; None: no engine is answering."""
@@ -120,14 +122,14 @@ class Answer:
             comments: only comments wait to be sent; no engine is answering.
         """
         attempt = None if comments else self._attempt
-        if not self.out.started:
+        if not self.downstream.started:
             await self._start(200, _EVENTS if attempt is None else _headers_of(attempt))
-        await self.out.flush()
+        await self.downstream.flush()
         if attempt is not None and attempt.connection is not None and attempt.verdict is None:
             attempt.connection.resume()
 
     async def _start(self, status: int, headers: Headers) -> None:
-        await self.out.start(status, headers, self._notes())
+        await self.downstream.start(status, headers, self._notes())
 
     # ---------------------------------------------------------------- ends
 
@@ -142,9 +144,9 @@ class Answer:
         """Complete an answer that has arrived in full."""
         if attempt.streams:
             # an empty stream that ends in order is an answer, too
-            if not self.out.started:
+            if not self.downstream.started:
                 await self._start(200, attempt.headers)
-            await self.out.end()
+            await self.downstream.end()
         else:
             await self._whole(attempt)
         self.ended("ok")
@@ -152,16 +154,16 @@ class Answer:
     async def _whole(self, attempt: Attempt) -> None:
         """Send an answer that is not a stream."""
         status, headers, body = _whole_answer(attempt, self._path, self._asked, self._note)
-        if self.out.started:
+        if self.downstream.started:
             # comments were sent meanwhile, so the body goes out as an event
-            await self.out.end(b"data: " + body.replace(b"\n", b" ") + b"\n\n" + DONE)
+            await self.downstream.end(b"data: " + body.replace(b"\n", b" ") + b"\n\n" + DONE)
             return
-        await self.out.whole(status, headers, self._notes(), body)
+        await self.downstream.whole(status, headers, self._notes(), body)
 
     async def refuse(self, attempt: Attempt) -> None:
         """Pass the engine's refusal on. Raises HttpError if the gateway caused it."""
         name, status = attempt.site.engine.name, attempt.status
-        if self.out.started:
+        if self.downstream.started:
             words = read_words(
                 status, redacted(bytes(attempt.body), attempt.site.engine.key)
             ).message
@@ -183,7 +185,7 @@ class Answer:
         failure = HttpError(
             503, f"no engine answered: {tried}", retry_after=self._retry_after or 1.0
         )
-        if not self.out.started:
+        if not self.downstream.started:
             raise failure
         await self._break(str(failure))
 
@@ -198,7 +200,7 @@ class Answer:
         resumable, secret = False, ""
         if self._attempt is not None:
             site = self._attempt.site
-            resumable, secret = self._sending.can_go_on(site, site), site.engine.key
+            resumable, secret = self._upstream_request.can_resume(site, site), site.engine.key
         event = redacted(splice.failure_event, secret)
         if not event or self._path in RESUMABLE:
             event = broken_event(
@@ -207,7 +209,7 @@ class Answer:
                 splice.num_output_tokens,
                 "no other engine of this model" if resumable else "this engine's kind cannot",
             )
-        await self.out.end(event)
+        await self.downstream.end(event)
 
 
 def _headers_of(attempt: Attempt) -> Headers:

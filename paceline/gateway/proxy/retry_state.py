@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from paceline.gateway.proxy.caller import Allowed
-from paceline.gateway.proxy.upstream_request import Sending
+from paceline.gateway.proxy.upstream_request import UpstreamRequest
 from paceline.gateway.routing.picker import Pick, Picker, Tried
 from paceline.gateway.routing.routes import Route, Site
 from paceline.gateway.settings.config import GatewayConfig
@@ -34,11 +34,11 @@ class RetryState:
         route: Route,
         demand: Demand,
         allowed: Allowed,
-        sending: Sending,
+        upstream_request: UpstreamRequest,
         splice: Splice | None,
     ) -> None:
         self._config, self._picker, self._budget = config, picker, budget
-        self._demand, self._allowed, self._sending = demand, allowed, sending
+        self._demand, self._allowed, self._upstream_request = demand, allowed, upstream_request
         self._splice = splice
         self.route = route
         self.tried: set[str | tuple[str, str]] = set()
@@ -61,10 +61,12 @@ class RetryState:
             assert last is not None, "somebody said what was emitted"
 
             def exactly(site: Site) -> bool:
-                return self._sending.can_go_on(site, last) and self._sending.exactly(site)
+                return self._upstream_request.can_resume(
+                    site, last
+                ) and self._upstream_request.resumes_exactly(site)
 
             def at_all(site: Site) -> bool:
-                return self._sending.can_go_on(site, last)
+                return self._upstream_request.can_resume(site, last)
 
             exact = self._picker.can_pick(self.route, self._demand, now, self.tried, exactly)
             only = exactly if exact else at_all
@@ -131,7 +133,7 @@ class RetryState:
                 self._demand,
                 now,
                 self.tried,
-                lambda site: self._sending.can_go_on(site, last),
+                lambda site: self._upstream_request.can_resume(site, last),
             )
             or not (free or self._budget.take(now, overdraw=True))
         ):

@@ -17,7 +17,7 @@ from paceline.gateway.upstreams.refusals import is_too_long
 from paceline.gateway.upstreams.upstream import Engine
 from paceline.http.upstream import Headers, lines_of
 
-__all__ = ["CHAT", "RESUMABLE", "Sending"]
+__all__ = ["CHAT", "RESUMABLE", "UpstreamRequest"]
 
 CHAT: Final = "/v1/chat/completions"
 # endpoints whose streams can be resumed
@@ -68,7 +68,7 @@ def _resumes(site: Site) -> bool:
     return engine.facts.resumes and "return_token_ids" not in engine.left_out(site.model)
 
 
-class Sending:
+class UpstreamRequest:
     """Upstream requests for one request of a caller.
 
     Args:
@@ -81,7 +81,7 @@ class Sending:
         # engine that refused a limit -> the limit that it is asked for from then on
         self._caps: dict[str, int] = {}
 
-    def can_go_on(self, site: Site, before: Site) -> bool:
+    def can_resume(self, site: Site, before: Site) -> bool:
         """Whether a stream that broke at ``before`` can be resumed at ``site``: the same model, at
         an engine that resumes behind token ids, or behind text if that is allowed."""
         body, splice = self._body, self._splice
@@ -95,7 +95,7 @@ class Sending:
             or site.tier != before.tier
         ):
             return False
-        if self.exactly(site):
+        if self.resumes_exactly(site):
             return True
         return (
             site.engine.facts.continues
@@ -107,14 +107,12 @@ class Sending:
             )
         )
 
-    def exactly(self, site: Site) -> bool:
+    def resumes_exactly(self, site: Site) -> bool:
         """Whether it would be resumed there token for token."""
         splice = self._splice
         return _resumes(site) and splice is not None and splice.resume_ids() is not None
 
-    def request(
-        self, site: Site, *, resumed: bool, left_out: frozenset[str] = frozenset()
-    ) -> bytes:
+    def encode(self, site: Site, *, resumed: bool, left_out: frozenset[str] = frozenset()) -> bytes:
         """Return head and body. Raises RequestError for what the engine's API cannot express.
 
         Args:

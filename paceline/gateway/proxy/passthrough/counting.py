@@ -7,7 +7,7 @@ import random
 from typing import Final, Protocol
 
 from paceline.gateway.billing.spending import Spending
-from paceline.gateway.proxy.passthrough.kept import Door, Kept, headers_for
+from paceline.gateway.proxy.passthrough.kept import IncomingRequest, Kept, headers_for
 from paceline.gateway.proxy.passthrough.passing import pass_on
 from paceline.gateway.requests.body import Body, read_body
 from paceline.gateway.requests.reading import read_json_bytes
@@ -44,38 +44,38 @@ class Counting:
     def __init__(self, gateway: _Gateway) -> None:
         self._gateway = gateway
 
-    async def answer(self, call: Door) -> None:
+    async def answer(self, incoming: IncomingRequest) -> None:
         """Answer a counting request. Raises HttpError and RequestError."""
-        gateway, path = self._gateway, call.path
-        if call.method != "POST":
-            raise HttpError(405, f"{path} takes POST, not {call.method}")
+        gateway, path = self._gateway, incoming.path
+        if incoming.method != "POST":
+            raise HttpError(405, f"{path} takes POST, not {incoming.method}")
         body = read_body(
-            await read_json_bytes(call.receive, call.headers, gateway.config.max_body_size)
+            await read_json_bytes(incoming.receive, incoming.headers, gateway.config.max_body_size)
         )
         route = gateway.routes.find(body.model, 0.0)
         alias = route.model if route.asked else ""
-        gateway.spending.check(call.tenant, body.model or route.model, alias)
-        route = await gateway.kept.bound(route, body, call.tenant)
-        await unless_disconnected(call.receive, self._ask(call, body, route))
+        gateway.spending.check(incoming.tenant, body.model or route.model, alias)
+        route = await gateway.kept.bound(route, body, incoming.tenant)
+        await unless_disconnected(incoming.receive, self._ask(incoming, body, route))
 
-    async def _ask(self, call: Door, body: Body, route: Route) -> None:
+    async def _ask(self, incoming: IncomingRequest, body: Body, route: Route) -> None:
         """Ask the engines of a route, one after the other, until one answers."""
         troubled = False
-        for site in _in_turn(route, call.path):
-            headers = headers_for(site.engine, call.tenant, call.request_id)
+        for site in _in_turn(route, incoming.path):
+            headers = headers_for(site.engine, incoming.tenant, incoming.request_id)
             headers.append((b"content-type", b"application/json"))
-            headers += [h for h in call.scope["headers"] if h[0] in _VERSIONS]
+            headers += [h for h in incoming.scope["headers"] if h[0] in _VERSIONS]
             changes = {"model": site.model}
             # the counting endpoint takes the fields of its parent endpoint
-            data = site.engine.dialect.body(call.path.rpartition("/")[0], body, changes)
+            data = site.engine.dialect.body(incoming.path.rpartition("/")[0], body, changes)
             passed = None
             try:
                 async with await pass_on(
-                    site.engine, "POST", call.path, headers, data, _SECONDS
+                    site.engine, "POST", incoming.path, headers, data, _SECONDS
                 ) as passed:
                     meaning = meaning_of(passed.status)
                     if passed.status == 200 or meaning == "caller":
-                        await passed.tell(call.send)
+                        await passed.tell(incoming.send)
                         return
                     troubled |= meaning != "model"
             except ConnectError:
@@ -84,7 +84,7 @@ class Counting:
                 troubled = True
         if troubled:
             raise HttpError(503, f"no engine of {route.shown} can count now", 1.0)
-        raise HttpError(404, f"no engine of {route.shown} has {call.path}")
+        raise HttpError(404, f"no engine of {route.shown} has {incoming.path}")
 
 
 def _in_turn(route: Route, path: str) -> list[Site]:

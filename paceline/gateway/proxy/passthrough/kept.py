@@ -31,7 +31,7 @@ from paceline.gateway.billing.spending import Spending
 from paceline.gateway.proxy.attempt import Attempt
 from paceline.gateway.proxy.passthrough.homes import Homes
 from paceline.gateway.proxy.passthrough.passing import Passed, pass_on
-from paceline.gateway.proxy.proxied_request import Exchange
+from paceline.gateway.proxy.proxied_request import ProxiedRequest
 from paceline.gateway.requests.body import Body
 from paceline.gateway.requests.reading import read_body_bytes, read_json_bytes
 from paceline.gateway.routing.routes import Route, Routes
@@ -44,7 +44,7 @@ from paceline.http.keys import KeyRing
 from paceline.http.sse import unless_disconnected
 from paceline.http.upstream import ConnectError, Headers
 
-__all__ = ["RESPONSES", "Door", "Kept", "headers_for"]
+__all__ = ["RESPONSES", "IncomingRequest", "Kept", "headers_for"]
 
 RESPONSES: Final = "/v1/responses"
 _ID: Final = r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}"
@@ -81,7 +81,7 @@ _PAGE: Final[Mapping[str, tuple[int, int, int]]] = {
 _MOST_PAGES: Final = 100
 
 
-class Door(Protocol):
+class IncomingRequest(Protocol):
     """HTTP request as ``app`` hands it over."""
 
     @property
@@ -122,9 +122,9 @@ class Kept:
         found = _ONE.fullmatch(path)
         return path in _LISTS or (found is not None and (found[1], found[3] or "") in _METHODS)
 
-    async def answer(self, call: Door) -> None:
+    async def answer(self, incoming: IncomingRequest) -> None:
         """Answer a request for stored objects. Raises HttpError."""
-        path, method = call.path, call.method
+        path, method = incoming.path, incoming.method
         found = _ONE.fullmatch(path)
         methods: tuple[str, ...] = ("GET", "POST")
         if found is not None:
@@ -132,13 +132,13 @@ class Kept:
         if method not in methods:
             raise HttpError(405, f"{path} takes {' and '.join(methods)}, not {method}")
         if found is not None:
-            await self._one(call, found[1], found[2])
+            await self._one(incoming, found[1], found[2])
         elif method == "GET":
-            await self._list(call)
+            await self._list(incoming)
         elif self._gateway.draining:
             raise HttpError(503, "the gateway is shutting down", self._gateway.config.drain_timeout)
         else:
-            await self._create(call)
+            await self._create(incoming)
 
     # ---------------------------------------------------------------- relayed requests
 
@@ -166,7 +166,7 @@ class Kept:
         tiers = [[site for site in tier if site.engine is home] for tier in route.tiers]
         return replace(route, tiers=[tier for tier in tiers if tier], longer=None)
 
-    def watch(self, exchange: Exchange, tenant: str) -> None:
+    def watch(self, proxied: ProxiedRequest, tenant: str) -> None:
         """Record where a response is made; of a stream by its first event, as the response may be
         requested while it runs."""
 
@@ -176,15 +176,15 @@ class Kept:
 
         def told(data: bytes) -> None:
             if (found := _TOLD_ID.search(data[:4096])) is not None:
-                self.homes.note(found[1].decode(), exchange.engine.name, tenant)
+                self.homes.note(found[1].decode(), proxied.engine.name, tenant)
 
-        exchange.on_answer = answered
-        if exchange.splice is None:
+        proxied.on_answer = answered
+        if proxied.splice is None:
             return
-        write, write_last = exchange.write, exchange.write_last
+        write, write_last = proxied.write, proxied.write_last
 
         def first(data: bytes) -> None:
-            exchange.write, exchange.write_last = write, write_last
+            proxied.write, proxied.write_last = write, write_last
             told(data)
             write(data)
 
@@ -192,7 +192,7 @@ class Kept:
             told(data)
             write_last(data)
 
-        exchange.write, exchange.write_last = first, only
+        proxied.write, proxied.write_last = first, only
 
     def _note(self, answer: bytes, engine: Engine, tenant: str) -> None:
         try:
@@ -203,10 +203,10 @@ class Kept:
 
     # ---------------------------------------------------------------- one object
 
-    async def _one(self, call: Door, kind: str, kept_id: str) -> None:
-        engine = await self._home(kind, kept_id, call.tenant)
-        await self._pass_on(call, engine, b"" if call.method == "POST" else None)
-        if call.method == "DELETE":
+    async def _one(self, incoming: IncomingRequest, kind: str, kept_id: str) -> None:
+        engine = await self._home(kind, kept_id, incoming.tenant)
+        await self._pass_on(incoming, engine, b"" if incoming.method == "POST" else None)
+        if incoming.method == "DELETE":
             self.homes.forget(kept_id)
 
     async def _home(self, kind: str, kept_id: str, tenant: str) -> Engine:
@@ -265,42 +265,42 @@ class Kept:
     def _with_files(self) -> list[Engine]:
         return [e for e in self._keepers() if e.kind in _WITH_FILES]
 
-    async def _pass_on(self, call: Door, engine: Engine, body: bytes | None) -> None:
+    async def _pass_on(self, incoming: IncomingRequest, engine: Engine, body: bytes | None) -> None:
         """Pass a request on unchanged, and its answer back; record an object that it makes."""
-        query = call.scope.get("query_string", b"").decode("latin-1")
-        target = quote(call.path) + (f"?{query}" if query else "")
-        headers = headers_for(engine, call.tenant, call.request_id)
+        query = incoming.scope.get("query_string", b"").decode("latin-1")
+        target = quote(incoming.path) + (f"?{query}" if query else "")
+        headers = headers_for(engine, incoming.tenant, incoming.request_id)
         if body is not None:
-            kind = call.headers.get(b"content-type", b"application/json")
+            kind = incoming.headers.get(b"content-type", b"application/json")
             headers.append((b"content-type", kind))
         seconds = self._gateway.config.first_byte_timeout
 
         async def relay() -> None:
             answer: Passed | None = None
             try:
-                answer = await pass_on(engine, call.method, target, headers, body, seconds)
+                answer = await pass_on(engine, incoming.method, target, headers, body, seconds)
                 async with answer as passed:
-                    makes = passed.status == 200 and call.path in _LISTS
+                    makes = passed.status == 200 and incoming.path in _LISTS
                     if makes:
                         made = await passed.whole()
-                        self._note(made, engine, call.tenant)
-                        await _send_json(call.send, made, engine.name)
+                        self._note(made, engine, incoming.tenant)
+                        await _send_json(incoming.send, made, engine.name)
                     else:
-                        await passed.tell(call.send)
+                        await passed.tell(incoming.send)
             except ConnectError as error:
                 if answer is not None and answer.is_told:
                     raise
                 raise HttpError(503, f"engine {engine.name}: {error}", 1.0) from None
 
-        await unless_disconnected(call.receive, relay())
+        await unless_disconnected(incoming.receive, relay())
 
     # ---------------------------------------------------------------- creation and lists
 
-    async def _create(self, call: Door) -> None:
+    async def _create(self, incoming: IncomingRequest) -> None:
         most = self._gateway.config.max_body_size
-        if call.path == "/v1/batches":
-            self._check_counted(call.tenant)
-            body = await read_json_bytes(call.receive, call.headers, most)
+        if incoming.path == "/v1/batches":
+            self._check_counted(incoming.tenant)
+            body = await read_json_bytes(incoming.receive, incoming.headers, most)
             try:
                 asked = msgspec.json.decode(body, type=_Batch)
             except msgspec.MsgspecError as error:
@@ -309,11 +309,11 @@ class Kept:
                 raise InvalidRequestError(
                     f"input_file_id is no file's, got {show(asked.input_file_id)}", "input_file_id"
                 )
-            engine = await self._home("files", asked.input_file_id, call.tenant)
+            engine = await self._home("files", asked.input_file_id, incoming.tenant)
         else:
-            body = await read_body_bytes(call.receive, call.headers, most)
+            body = await read_body_bytes(incoming.receive, incoming.headers, most)
             engine = self._place(body)
-        await self._pass_on(call, engine, body)
+        await self._pass_on(incoming, engine, body)
 
     def _place(self, upload: bytes) -> Engine:
         """Choose the least busy engine that has the model of an upload's first line by that name.
@@ -343,21 +343,21 @@ class Kept:
                 403, "this key has limits, which no batch can be held to: ask an engine itself"
             )
 
-    async def _list(self, call: Door) -> None:
+    async def _list(self, incoming: IncomingRequest) -> None:
         """Send the merged lists, newest first unless ``order`` says otherwise."""
-        query = parse_qs(call.scope.get("query_string", b"").decode("latin-1"))
-        at_once, usual, most = _PAGE[call.path]
+        query = parse_qs(incoming.scope.get("query_string", b"").decode("latin-1"))
+        at_once, usual, most = _PAGE[incoming.path]
         limit = query.get("limit", [str(usual)])[0]
         if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= most):
             raise InvalidRequestError(f"limit must be between 1 and {most}, got {show(limit)}")
         more = "".join(f"&{n}={quote(query[n][0])}" for n in ("purpose", "order") if n in query)
         lists = await asyncio.gather(
             *(
-                self._listed(engine, f"{call.path}?limit={at_once}{more}", call.tenant)
+                self._listed(engine, f"{incoming.path}?limit={at_once}{more}", incoming.tenant)
                 for engine in self._with_files()
             )
         )
-        entries = [entry for entries in lists for entry in entries if self._is_of(entry, call)]
+        entries = [entry for entries in lists for entry in entries if self._is_of(entry, incoming)]
         backwards = query.get("order", ["desc"])[0] != "asc"
         entries.sort(key=lambda entry: entry.get("created_at") or 0, reverse=backwards)
         if (after := query.get("after", [""])[0]) != "":
@@ -373,14 +373,14 @@ class Kept:
             "last_id": page[-1]["id"] if page else None,
             "has_more": len(entries) > len(page),
         }
-        await _send_json(call.send, as_json(200, told)[2])
+        await _send_json(incoming.send, as_json(200, told)[2])
 
-    def _is_of(self, entry: Mapping[str, Any], call: Door) -> bool:
+    def _is_of(self, entry: Mapping[str, Any], incoming: IncomingRequest) -> bool:
         """Whether an object is the caller's key's: engines know only the gateway's key."""
         if not isinstance(entry.get("id"), str):
             return False
         home = self.homes.find(entry["id"])
-        return not len(self._gateway.keys) or (home is not None and home.tenant == call.tenant)
+        return not len(self._gateway.keys) or (home is not None and home.tenant == incoming.tenant)
 
     async def _listed(self, engine: Engine, target: str, tenant: str) -> list[Mapping[str, Any]]:
         """Return all objects that an engine lists. Raises HttpError if it does not answer."""
