@@ -10,7 +10,7 @@ import msgspec
 from paceline import __version__
 from paceline.gateway.billing.spending import Spending
 from paceline.gateway.observability.metrics import Counts
-from paceline.gateway.routing.flow_control import Turns
+from paceline.gateway.routing.flow_control import FlowControl
 from paceline.gateway.routing.routes import Routes
 from paceline.gateway.settings.engine_types import KINDS
 from paceline.gateway.upstreams.capabilities import ABILITIES
@@ -32,7 +32,7 @@ class Told(Protocol):
     now: Callable[[], float]
     engines: Engines
     routes: Routes
-    turns: Turns
+    flow_control: FlowControl
     counts: Counts
     budget: RetryBudget
     spending: Spending
@@ -105,7 +105,7 @@ class Pages:
         told = {
             "version": __version__,
             "in_flight": gateway.in_flight,
-            "waiting": gateway.turns.num_waiting,
+            "waiting": gateway.flow_control.num_waiting,
             "draining": gateway.draining,
             "retry_budget": round(gateway.budget.left(now), 1),
             "engines": {
@@ -123,7 +123,7 @@ class Pages:
         gateway = self._gateway
         gateway.counts.spent(*gateway.spending.spent_today())
         engines = gateway.engines.by_name.values()
-        text = gateway.counts.render(engines, gateway.turns.num_waiting, gateway.now())
+        text = gateway.counts.render(engines, gateway.flow_control.num_waiting, gateway.now())
         return 200, "text/plain; version=0.0.4; charset=utf-8", text.encode()
 
 

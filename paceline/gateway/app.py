@@ -32,7 +32,7 @@ from paceline.gateway.proxy.proxied_request import RELAYED, ProxiedRequest
 from paceline.gateway.requests.body import Body, read_body
 from paceline.gateway.requests.prompt_size import BytesPerToken, PromptSize, least_tokens, measure
 from paceline.gateway.requests.reading import read_json_bytes
-from paceline.gateway.routing.flow_control import Turns
+from paceline.gateway.routing.flow_control import FlowControl
 from paceline.gateway.routing.picker import Picker
 from paceline.gateway.routing.routes import Route, Routes, Site
 from paceline.gateway.settings.config import GatewayConfig, key_limits
@@ -143,8 +143,8 @@ class Gateway:
         self.idle = asyncio.Event()
         self.in_flight = 0
         self._picker = Picker(random.Random(), config.slow_factor)
-        self.turns = Turns(config, self._picker, now, lambda: self.engines.has_bounds)
-        self.engines.on_tick = self.turns.pump
+        self.flow_control = FlowControl(config, self._picker, now, lambda: self.engines.has_bounds)
+        self.engines.on_tick = self.flow_control.pump
         self.budget = RetryBudget(share=config.retry_share, per_second=config.retries_per_second)
         self._hedges = HedgeBudget(config.hedge_share)
         self._lengths = Lengths()
@@ -294,7 +294,7 @@ class Gateway:
         return ProxiedRequest(
             config=self.config,
             picker=self._picker,
-            turns=self.turns,
+            flow_control=self.flow_control,
             budget=self.budget,
             hedges=self._hedges,
             counts=self.counts,
@@ -359,9 +359,9 @@ class Gateway:
                 told.append(f"{name} {old} -> {new}")
         self.config, self.keys = config, keys
         self.routes = Routes(config, self.engines.by_name)
-        self.turns.change(config)
+        self.flow_control.change(config)
         self._picker.slow_factor = config.slow_factor
-        self.turns.pump()
+        self.flow_control.pump()
         return told + fixed
 
     async def start(self) -> None:

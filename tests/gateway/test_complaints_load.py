@@ -157,7 +157,7 @@ async def test_15_memory_does_not_grow_with_what_callers_send() -> None:
             await ask(number)
         assert len(state.load.prefixes) <= 50
         assert (await client.get("/metrics")).text.count("\n") == series
-        assert not gateway.turns._queues
+        assert not gateway.flow_control._queues
         for kept in (gateway._lengths.models, gateway._bytes_per_token.models):
             assert kept <= {"m"}
         gc.collect()

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.gateway.proxy.attempt import Attempt
 from paceline.gateway.proxy.downstream import Downstream
-from paceline.gateway.proxy.placement import Waiting
+from paceline.gateway.proxy.placement import Placement
 from paceline.gateway.proxy.proxied_request import ProxiedRequest
 from paceline.gateway.proxy.response import Answer
 from paceline.gateway.proxy.retry_state import RetryState
@@ -91,7 +91,7 @@ async def test_a_request_is_no_work_for_the_garbage_collector(
     """What is left of one is found free at once: nothing of it points in circles."""
     good, kinds = (
         GOOD if stream else WHOLE,
-        {ProxiedRequest, Answer, Downstream, Attempt, Waiting, RetryState},
+        {ProxiedRequest, Answer, Downstream, Attempt, Placement, RetryState},
     )
 
     def left() -> list[str]:
@@ -491,7 +491,7 @@ async def test_a_request_that_is_cut_off_while_it_waits_leaves_nothing_behind() 
         await until(lambda: bool(engine.bodies))
         before = asyncio.all_tasks()
         second = asyncio.ensure_future(client.post(CHAT, json=chat()))
-        await until(lambda: gateway.turns.num_waiting == 1)
+        await until(lambda: gateway.flow_control.num_waiting == 1)
         (served,) = [
             task
             for task in asyncio.all_tasks() - before
@@ -499,8 +499,10 @@ async def test_a_request_that_is_cut_off_while_it_waits_leaves_nothing_behind() 
         ]
         served.cancel()
         await second
-        assert gateway.turns.num_waiting == 0
+        assert gateway.flow_control.num_waiting == 0
         left = asyncio.all_tasks() - before - {second, asyncio.current_task()}
-        assert not [task for task in left if "Waiting" in repr(task) or "Event.wait" in repr(task)]
+        assert not [
+            task for task in left if "Placement" in repr(task) or "Event.wait" in repr(task)
+        ]
         assert (await first).status_code == 200
         assert is_clean(gateway)

@@ -158,7 +158,7 @@ async def test_queue_policy() -> None:
             for number in (1, 2):
                 body = chat(seed=number, priority=-number)
                 sent.append(asyncio.ensure_future(client.post(CHAT, json=body)))
-                await until(lambda: gateway.turns.num_waiting == number)  # noqa: B023
+                await until(lambda: gateway.flow_control.num_waiting == number)  # noqa: B023
             await asyncio.gather(*sent)
             assert [body["seed"] for body in engine.bodies] == order
 
@@ -176,7 +176,7 @@ async def test_where_engines_are_full_requests_wait_their_turn() -> None:
             most = max(most, len(gateway.engines.by_name["e1"].load.running))
             await asyncio.sleep(0.002)
         assert [(await each).status_code for each in sent] == [200] * 6
-        assert most == 1 and gateway.turns.num_waiting == 0
+        assert most == 1 and gateway.flow_control.num_waiting == 0
 
 
 async def test_a_tight_target_goes_first() -> None:
@@ -189,7 +189,7 @@ async def test_a_tight_target_goes_first() -> None:
         first = asyncio.ensure_future(client.post(CHAT, json=chat(seed=0)))
         await until(lambda: bool(engine.bodies))
         wide = asyncio.ensure_future(client.post(CHAT, json=chat(seed=1, slo={"ttft_ms": 60_000})))
-        await until(lambda: gateway.turns.num_waiting == 1)
+        await until(lambda: gateway.flow_control.num_waiting == 1)
         tight = asyncio.ensure_future(client.post(CHAT, json=chat(seed=2, slo={"ttft_ms": 900})))
         await asyncio.gather(first, wide, tight)
         assert [body["seed"] for body in engine.bodies] == [0, 2, 1]
@@ -204,9 +204,9 @@ async def test_who_waits_may_leave_and_no_place_is_lost() -> None:
             first = asyncio.ensure_future(client.post(CHAT, json=chat()))
             await until(lambda: bool(engine.bodies))
             leaves = asyncio.ensure_future(client.post(CHAT, json=chat()))
-            await until(lambda: gateway.turns.num_waiting == 1)
+            await until(lambda: gateway.flow_control.num_waiting == 1)
             leaves.cancel()
-            await until(lambda: gateway.turns.num_waiting == 0)
+            await until(lambda: gateway.flow_control.num_waiting == 0)
             assert (await first).status_code == 200
             sent = [asyncio.ensure_future(client.post(CHAT, json=chat())) for _ in range(6)]
             statuses = [(await each).status_code for each in sent]

@@ -157,10 +157,10 @@ class Hedge:
             )
         except HttpError:
             return None
-        places = [pick.site, *(site for site in tier if site is not pick.site)]
+        candidates = [pick.site, *(site for site in tier if site is not pick.site)]
         full = [
-            saturation(site.engine.load, site.engine.places_in_all, now)
-            for site in places
+            saturation(site.engine.load, site.engine.max_slots, now)
+            for site in candidates
             if not site.usable(now, route.path)
         ]
         waited = now - self._sent_at

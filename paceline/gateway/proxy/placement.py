@@ -1,5 +1,5 @@
-"""Waiting before a request is sent: for its turn and for engines' cooldowns, unless its caller
-hangs up meanwhile."""
+"""Placement of a request at an engine: the wait for a free slot and for engines' cooldowns, unless
+its caller hangs up meanwhile."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from paceline.gateway.proxy.response import Answer
 from paceline.gateway.proxy.retry_state import RetryState
 from paceline.gateway.requests.body import Body
 from paceline.gateway.routing.endpoint_queue import Queued
-from paceline.gateway.routing.flow_control import Turns
+from paceline.gateway.routing.flow_control import FlowControl
 from paceline.gateway.routing.picker import AllRestError, Pick
 from paceline.gateway.routing.routes import Site
 from paceline.gateway.settings.config import GatewayConfig
 from paceline.http.errors import ClientDisconnectedError
 from paceline.routing import Demand, Dispatch
 
-__all__ = ["Waiting"]
+__all__ = ["Placement"]
 
 _T = TypeVar("_T")
 
@@ -27,13 +27,13 @@ _T = TypeVar("_T")
 _LOOK_SECONDS: Final = 0.1
 
 
-class Waiting:
-    """Wait of one request, which arrived at ``arrived``."""
+class Placement:
+    """Placement of one request, which arrived at ``arrived``."""
 
     def __init__(
         self,
         config: GatewayConfig,
-        turns: Turns,
+        flow_control: FlowControl,
         retries: RetryState,
         demand: Demand,
         body: Body,
@@ -43,7 +43,7 @@ class Waiting:
         wake: asyncio.Event,
         arrived: float,
     ) -> None:
-        self._config, self._turns, self._retries = config, turns, retries
+        self._config, self._flow_control, self._retries = config, flow_control, retries
         self._demand, self._body, self._caller = demand, body, caller
         self._answer, self._now, self._wake, self._arrived = answer, now, wake, arrived
 
@@ -60,8 +60,8 @@ class Waiting:
         while True:
             try:
                 # a retry does not queue again
-                if last is None and self._turns.must_wait(self._retries.route, self._demand):
-                    return await self._unless_gone(self._turn(), self._give_up)
+                if last is None and self._flow_control.must_wait(self._retries.route, self._demand):
+                    return await self._unless_gone(self._queue(), self._give_up)
                 return self._dispatched(last)
             except AllRestError as error:
                 seconds = error.seconds
@@ -70,7 +70,7 @@ class Waiting:
                     raise
             await self._unless_gone(asyncio.sleep(seconds))
 
-    async def _turn(self) -> tuple[Pick, Dispatch]:
+    async def _queue(self) -> tuple[Pick, Dispatch]:
         queued = Queued(
             # callers may reuse their ids
             f"{self._caller.request_id} {id(self)}",
@@ -80,12 +80,12 @@ class Waiting:
             self._caller.tenant,
             self._body.slo,
         )
-        async with self._turns.turn(self._retries.route, self._demand, queued):
+        async with self._flow_control.slot(self._retries.route, self._demand, queued):
             return self._dispatched(None)
 
     def _give_up(self, placed: tuple[Pick, Dispatch]) -> None:
         placed[1].end(self._now())
-        self._turns.pump()
+        self._flow_control.pump()
 
     def _dispatched(self, last: Site | None) -> tuple[Pick, Dispatch]:
         now = self._now()

@@ -2,7 +2,7 @@
 
 ::
 
-    ProxiedRequest   (task per request)   Waiting -> Attempt -> done | retry -> Answer
+    ProxiedRequest   (task per request)   Placement -> Attempt -> done | retry -> Answer
     Attempt          (callbacks)          engine's bytes -> Splice -> caller's connection
 
 What an engine sends reaches the caller in the callback that read it. The task only wakes for the
@@ -29,13 +29,13 @@ from paceline.gateway.proxy.attempt import Attempt
 from paceline.gateway.proxy.caller import Caller
 from paceline.gateway.proxy.downstream import DownstreamRequest
 from paceline.gateway.proxy.hedging import Hedge
-from paceline.gateway.proxy.placement import Waiting
+from paceline.gateway.proxy.placement import Placement
 from paceline.gateway.proxy.response import Answer
 from paceline.gateway.proxy.retry_state import RetryState
 from paceline.gateway.proxy.upstream_request import CHAT, UpstreamRequest
 from paceline.gateway.proxy.usage_split import Bill
 from paceline.gateway.requests.body import Body
-from paceline.gateway.routing.flow_control import Turns
+from paceline.gateway.routing.flow_control import FlowControl
 from paceline.gateway.routing.picker import Pick, Picker
 from paceline.gateway.routing.routes import Route, Site
 from paceline.gateway.settings.config import GatewayConfig
@@ -67,7 +67,7 @@ class ProxiedRequest:
         *,
         config: GatewayConfig,
         picker: Picker,
-        turns: Turns,
+        flow_control: FlowControl,
         budget: RetryBudget,
         hedges: HedgeBudget,
         counts: Counts,
@@ -84,7 +84,7 @@ class ProxiedRequest:
         self.config = config
         self.now = now
         self.wake = asyncio.Event()
-        self._turns, self._budget, self._counts = turns, budget, counts
+        self._flow_control, self._budget, self._counts = flow_control, budget, counts
         self._path, self._body, self._route = path, body, route
         # the model's name as the caller knows it
         self._asked = asked
@@ -117,8 +117,8 @@ class ProxiedRequest:
         # called by the attempts for every part
         self.write: Callable[[bytes], None] = self.downstream.write
         self.write_last: Callable[[bytes], None] = self.downstream.write_last
-        self._waiting = Waiting(
-            config, turns, self._retries, demand, body, caller, self._answer, now, self.wake,
+        self._placement = Placement(
+            config, flow_control, self._retries, demand, body, caller, self._answer, now, self.wake,
             self._arrived,
         )  # fmt: skip
         self._hedge = Hedge(
@@ -283,7 +283,7 @@ class ProxiedRequest:
         last = None
         while True:
             since = self.now()
-            begun = await self._waiting.place(last)
+            begun = await self._placement.place(last)
             self.trace.waited(since, self.now())
             attempt = await self._try_one(*begun)
             verdict, last = attempt.verdict, attempt.site
@@ -343,7 +343,7 @@ class ProxiedRequest:
             if self._hedge.is_wanted:
                 self._attempt.abandon()
                 self._hedge.end()
-            self._turns.pump()
+            self._flow_control.pump()
         return self._attempt
 
     async def _pump(self) -> None:

@@ -21,7 +21,7 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import NO_SLO, Slo
 
-__all__ = ["Queued", "SlotQueue", "slot_scheduler"]
+__all__ = ["EndpointQueue", "Queued", "slot_scheduler"]
 
 # tokens of the one block that every request holds
 _BLOCK: Final = 1 << 20
@@ -61,7 +61,7 @@ def slot_scheduler(
     )
 
 
-class SlotQueue:
+class EndpointQueue:
     """Queue of one model. Pure: times are arguments, in seconds of a monotonic clock.
 
     Args:

@@ -137,7 +137,7 @@ class Picker:
             return False
         return True
 
-    def places(self, route: Route, demand: Demand, now: float) -> float:
+    def free_slots(self, route: Route, demand: Demand, now: float) -> float:
         """Return the free slots of a route's usable engines; infinite if no engine has a bound, or
         none is usable."""
         sites = [site for tier in route.sites(fallback=route.fallback) for site in tier]
@@ -150,7 +150,7 @@ class Picker:
             and not _too_long(site, demand)
             and not site.usable(now, route.path)
         ]
-        return sum(engine.places for engine in usable) if usable else math.inf
+        return sum(engine.free_slots for engine in usable) if usable else math.inf
 
     def _fit(
         self,

@@ -46,4 +46,4 @@ def state_of(engine: Engine, now: float) -> EngineState:
         return "starting"
     if engine.load.pressed:
         return "pressed"
-    return "ready" if engine.places else "full"
+    return "ready" if engine.free_slots else "full"

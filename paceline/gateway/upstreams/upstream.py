@@ -171,12 +171,12 @@ class Engine:
         return start
 
     @property
-    def places_in_all(self) -> float:
+    def max_slots(self) -> float:
         """Requests that the engine may run at once."""
         return self.config.max_concurrent or math.inf
 
     @property
-    def places(self) -> float:
+    def free_slots(self) -> float:
         """Requests that it may be sent in addition to the running ones."""
         most = self.config.max_concurrent
         return max(0.0, most - len(self.load.running)) if most else math.inf
@@ -224,7 +224,7 @@ class Engine:
         if why := self.usable(now, model, path):
             return why
         most = self.config.max_concurrent
-        return f"max_concurrent {most}" if most and not self.places else ""
+        return f"max_concurrent {most}" if most and not self.free_slots else ""
 
     def troubles(self, now: float) -> Mapping[str, str]:
         """Reasons why it takes no requests, by model name at the engine."""

@@ -93,7 +93,7 @@ async def test_who_hangs_up_before_an_engine_was_told_pays_nothing(tmp_path: Pat
         first = asyncio.ensure_future(client.post(CHAT, json=chat(), headers=AS_BOB))
         await until(lambda: bool(one.bodies))
         second = asyncio.ensure_future(client.post(CHAT, json=chat(), headers=AS_ANN))
-        await until(lambda: gateway.turns.num_waiting == 1)
+        await until(lambda: gateway.flow_control.num_waiting == 1)
         second.cancel()
         await until(lambda: gateway.in_flight == 1)
         first.cancel()
