@@ -271,12 +271,12 @@ class Gateway:
             await self._run(proxied, body, size)
         finally:
             incoming.settled = None
-            shares = () if proxied is None else proxied.shares()
-            self.spending.settle(charge, shares)
+            usage = () if proxied is None else proxied.usage_by_endpoint()
+            self.spending.settle(charge, usage)
             if proxied is not None:
                 proxied.close()
             if hold is not None and self._limiter is not None:
-                await self._limiter.settle(hold, _tokens(shares))
+                await self._limiter.settle(hold, _tokens(usage))
 
     def _proxied(
         self,
@@ -417,13 +417,13 @@ def _limiter(config: GatewayConfig, keys: KeyRing) -> RateLimiter | None:
     return RateLimiter(limits, own, RateStore(config.rate_limit_storage or None))
 
 
-def _tokens(shares: Sequence[tuple[Site, Used]]) -> int:
-    return sum(used.prompt + used.output for _, used in shares)
+def _tokens(usage: Sequence[tuple[Site, Used]]) -> int:
+    return sum(used.prompt + used.output for _, used in usage)
 
 
 def _headers_settled(hold: Hold, proxied: ProxiedRequest) -> Headers:
     """Rate-limit headers; a stream that is not over counts as what was reserved for it."""
-    return hold.headers(_tokens(proxied.shares()) if proxied.is_over else hold.tokens)
+    return hold.headers(_tokens(proxied.usage_by_endpoint()) if proxied.is_over else hold.tokens)
 
 
 def _error(path: str, reply: Reply) -> tuple[int, str, bytes]:

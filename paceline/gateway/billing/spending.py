@@ -133,12 +133,12 @@ class Spending:
     def _affords(self, places: Sequence[tuple[str, str]], amount: int, prompt: int) -> int:
         return self.prices.affords(places, prompt, amount)
 
-    def settle(self, charge: Charge, shares: Sequence[tuple[Site, Used]]) -> None:
-        """Settle a request that has ended; ``shares``: usage by site, empty without an answer."""
+    def settle(self, charge: Charge, usage: Sequence[tuple[Site, Used]]) -> None:
+        """Settle a request that has ended; ``usage``: by endpoint, empty without an answer."""
         if not self.prices:
             return
         costs = []
-        for number, (site, used) in enumerate(shares):
+        for number, (site, used) in enumerate(usage):
             name, model = site.engine.name, site.model
             price = self.prices.find(name, model)
             amount = 0 if price is None else price.of(used, whole=not number)

@@ -33,7 +33,7 @@ from paceline.gateway.proxy.placement import Placement
 from paceline.gateway.proxy.response import Answer
 from paceline.gateway.proxy.retry_state import RetryState
 from paceline.gateway.proxy.upstream_request import CHAT, UpstreamRequest
-from paceline.gateway.proxy.usage_split import Bill
+from paceline.gateway.proxy.usage_split import UsageSplit
 from paceline.gateway.requests.body import Body
 from paceline.gateway.routing.flow_control import FlowControl
 from paceline.gateway.routing.picker import Pick, Picker
@@ -126,7 +126,9 @@ class ProxiedRequest:
         )
         # called with a complete answer before it is sent to the caller
         self.on_answer: Callable[[Attempt], None] | None = None
-        self._bill = Bill(path, demand.prompt_tokens, self.splice, body.most_deferred(path))
+        self._usage_split = UsageSplit(
+            path, demand.prompt_tokens, self.splice, body.most_deferred(path)
+        )
 
     def _new_splice(self) -> Splice:
         body = self._body
@@ -166,7 +168,7 @@ class ProxiedRequest:
     @property
     def used(self) -> Used:
         """Usage of an answer that has ended, as far as it was counted."""
-        return self._bill.used(self._answer.attempt)
+        return self._usage_split.used(self._answer.attempt)
 
     @property
     def num_output_tokens(self) -> int:
@@ -179,11 +181,11 @@ class ProxiedRequest:
         attempt = self._answer.attempt
         if attempt is None or attempt.site.engine.facts.truncates or not self.used.prompt:
             return None
-        return self._bill.counted
+        return self._usage_split.counted
 
-    def shares(self) -> Sequence[tuple[Site, Used]]:
-        """Usage by engine of an answer that has ended; see ``Bill.shares``."""
-        return self._bill.shares(self._answer.attempt)
+    def usage_by_endpoint(self) -> Sequence[tuple[Site, Used]]:
+        """Usage by engine of an answer that has ended; see ``UsageSplit.usage_by_endpoint``."""
+        return self._usage_split.usage_by_endpoint(self._answer.attempt)
 
     def close(self) -> None:
         """Drop references after the last use: garbage collection of these reference cycles would
@@ -305,7 +307,7 @@ class ProxiedRequest:
                 if not self._retries.may_resume(self.now(), attempt.site, free=free):
                     await self._answer.break_off(verdict.why)
                     return
-                self._bill.goes_on_behind(attempt.site)
+                self._usage_split.resumes_after(attempt.site)
             elif not self._retries.may_retry(self.now(), free=free):
                 await self._answer.give_up()
                 return

@@ -19,12 +19,12 @@ from paceline.gateway.settings.prices import Used
 from paceline.gateway.streams.openai_stream import Splice
 from paceline.gateway.streams.usage import text_bytes, used_by
 
-__all__ = ["Bill"]
+__all__ = ["UsageSplit"]
 
 _BYTES_PER_TOKEN: Final = 4
 
 
-class Bill:
+class UsageSplit:
     """Usage of one request, valid once the request is over.
 
     Args:
@@ -45,7 +45,7 @@ class Bill:
         # usage as counted by an engine; None: it counted none
         self.counted: Used | None = None
 
-    def goes_on_behind(self, site: Site) -> None:
+    def resumes_after(self, site: Site) -> None:
         """Keep what ``site`` made of the answer; another engine makes the rest."""
         assert self._splice is not None, "a stream goes on"
         self._parts.append((site, self._splice.num_output_tokens))
@@ -79,7 +79,7 @@ class Bill:
         made = math.ceil(text_bytes(body) / _BYTES_PER_TOKEN)
         return Used(self._estimate, 0, max(made, self._deferred))
 
-    def shares(self, attempt: Attempt | None) -> Sequence[tuple[Site, Used]]:
+    def usage_by_endpoint(self, attempt: Attempt | None) -> Sequence[tuple[Site, Used]]:
         """Usage by engine, the prompt with the first one; empty if no engine answered: that costs
         nothing."""
         used = self.used(attempt)
