@@ -1,4 +1,4 @@
-"""Pages about the gateway itself: models, health, status, metrics."""
+"""Routes about the gateway itself: models, health, status, metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from paceline import __version__
 from paceline.gateway.billing.spending import Spending
-from paceline.gateway.observability.metrics import Counts
+from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.routing.flow_control import FlowControl
 from paceline.gateway.routing.routes import Routes
 from paceline.gateway.settings.engine_types import KINDS
@@ -20,39 +20,39 @@ from paceline.gateway.upstreams.upstream import Engine
 from paceline.http.errors import HttpError
 from paceline.routing import RetryBudget
 
-__all__ = ["Page", "Pages", "Told", "as_json"]
+__all__ = ["AdminAnswer", "AdminRoutes", "GatewayState", "as_json"]
 
 # status, content type, body
-Page = tuple[int, str, bytes]
+AdminAnswer = tuple[int, str, bytes]
 
 
-class Told(Protocol):
-    """The state that pages show: ``Gateway``."""
+class GatewayState(Protocol):
+    """The state that admin routes show: ``Gateway``."""
 
     now: Callable[[], float]
     engines: Engines
     routes: Routes
     flow_control: FlowControl
-    counts: Counts
+    metrics: GatewayMetrics
     budget: RetryBudget
     spending: Spending
     draining: bool
     in_flight: int
 
 
-def as_json(status: int, value: object) -> Page:
+def as_json(status: int, value: object) -> AdminAnswer:
     return status, "application/json", msgspec.json.encode(value)
 
 
-class Pages:
-    """Pages of one gateway."""
+class AdminRoutes:
+    """Routes of one gateway, and what answers them."""
 
-    def __init__(self, gateway: Told) -> None:
+    def __init__(self, gateway: GatewayState) -> None:
         self._gateway = gateway
-        self._pages: Mapping[str, Callable[[str], Page]] = {
+        self._handlers: Mapping[str, Callable[[str], AdminAnswer]] = {
             "/v1/models": self._models,
             "/status": self._status,
-            "/metrics": self._metrics,
+            "/metrics": self._render_metrics,
             "/health": self._health,
             "/health/live": lambda key: as_json(200, {"status": "ok"}),
             "/health/ready": self._health,
@@ -60,13 +60,13 @@ class Pages:
             "/version": lambda key: as_json(200, {"version": __version__}),
         }
 
-    def find(self, path: str) -> Callable[[str], Page] | None:
-        """Return the page of a path, a function of the key's name; None if there is none."""
+    def find(self, path: str) -> Callable[[str], AdminAnswer] | None:
+        """Return what answers a path, a function of the key's name; None if there is none."""
         if path.startswith("/v1/models/"):
             return lambda key: self._model(path, key)
-        return self._pages.get(path)
+        return self._handlers.get(path)
 
-    def _models(self, key: str) -> Page:
+    def _models(self, key: str) -> AdminAnswer:
         return as_json(200, {"object": "list", "data": self._entries(key)})
 
     def _entries(self, key: str) -> list[Mapping[str, Any]]:
@@ -83,14 +83,14 @@ class Pages:
             if gateway.spending.may_use(key, entry.id)
         ]
 
-    def _model(self, path: str, key: str) -> Page:
+    def _model(self, path: str, key: str) -> AdminAnswer:
         name = path[len("/v1/models/") :]
         for entry in self._entries(key):
             if entry["id"] == name:
                 return as_json(200, entry)
         raise HttpError(404, f"The model {name[:200]!r} does not exist here")
 
-    def _health(self, key: str) -> Page:
+    def _health(self, key: str) -> AdminAnswer:
         gateway = self._gateway
         now = gateway.now()
         able = [e.name for e in gateway.engines.by_name.values() if _is_able(e, now)]
@@ -99,7 +99,7 @@ class Pages:
             raise HttpError(503, why, 1.0)
         return as_json(200, {"status": "ok", "engines": able})
 
-    def _status(self, key: str) -> Page:
+    def _status(self, key: str) -> AdminAnswer:
         gateway = self._gateway
         now = gateway.now()
         told = {
@@ -119,11 +119,11 @@ class Pages:
         }
         return as_json(200, told)
 
-    def _metrics(self, key: str) -> Page:
+    def _render_metrics(self, key: str) -> AdminAnswer:
         gateway = self._gateway
-        gateway.counts.spent(*gateway.spending.spent_today())
+        gateway.metrics.spent(*gateway.spending.spent_today())
         engines = gateway.engines.by_name.values()
-        text = gateway.counts.render(engines, gateway.flow_control.num_waiting, gateway.now())
+        text = gateway.metrics.render(engines, gateway.flow_control.num_waiting, gateway.now())
         return 200, "text/plain; version=0.0.4; charset=utf-8", text.encode()
 
 

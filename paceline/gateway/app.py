@@ -20,10 +20,10 @@ from typing import Final
 
 from starlette.types import Message, Receive, Scope, Send
 
-from paceline.gateway.admin import Pages, as_json
+from paceline.gateway.admin import AdminRoutes, as_json
 from paceline.gateway.billing.reserving import Lengths, Plan, sites_of
 from paceline.gateway.billing.spending import Spending
-from paceline.gateway.observability.metrics import Counts
+from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.observability.tracing import NO_TRACE, NO_TRACING, Traces, Tracing
 from paceline.gateway.proxy.caller import Allowed, Caller
 from paceline.gateway.proxy.passthrough.counting import COUNTING, Counting
@@ -138,7 +138,7 @@ class Gateway:
         self.engines = Engines(config, now)
         self.routes = Routes(config, self.engines.by_name)
         self.slow_readers = SlowReaders()
-        self.counts = Counts()
+        self.metrics = GatewayMetrics()
         self.draining = False
         self.idle = asyncio.Event()
         self.in_flight = 0
@@ -151,11 +151,11 @@ class Gateway:
         self._bytes_per_token = BytesPerToken()
         self._limiter = _limiter(config, keys)
         if self._limiter is not None:
-            self.counts.registry.register(self._limiter)
+            self.metrics.registry.register(self._limiter)
         self.spending = Spending(config)
         self._salt = os.environ.get(config.salt_env, "") if config.salt_env else ""
         self.tracing: Traces = Tracing(config.otlp_endpoint) if config.otlp_endpoint else NO_TRACING
-        self._pages = Pages(self)
+        self._admin = AdminRoutes(self)
         self.kept = Kept(self)
         self._counting = Counting(self)
 
@@ -203,11 +203,11 @@ class Gateway:
                 raise HttpError(405, f"{path} takes POST, not {method}")
             await self._relay(incoming)
             return
-        page = self._pages.find(path)
-        if page is not None:
+        handler = self._admin.find(path)
+        if handler is not None:
             if method not in ("GET", "HEAD"):
                 raise HttpError(405, f"{path} takes GET, not {method}")
-            await _send(send, *page(incoming.tenant))
+            await _send(send, *handler(incoming.tenant))
             return
         if path in COUNTING:
             await self._counting.answer(incoming)
@@ -297,7 +297,7 @@ class Gateway:
             flow_control=self.flow_control,
             budget=self.budget,
             hedges=self._hedges,
-            counts=self.counts,
+            metrics=self.metrics,
             now=self.now,
             path=incoming.path,
             body=body,

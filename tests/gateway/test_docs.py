@@ -9,7 +9,7 @@ from typing import get_args
 
 import msgspec
 
-from paceline.gateway.observability.metrics import Counts
+from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.settings.config import (
     EngineConfig,
     GatewayConfig,
@@ -47,7 +47,7 @@ def test_every_metric_is_there() -> None:
     told = set(re.findall(r"^\| `(paceline:gateway_\w+)` \| ([^|]*) \|", PAGE, re.MULTILINE))
     served = {
         (family.name, ", ".join(f"`{label}`" for label in family.labels))
-        for family in Counts().registry.describe()
+        for family in GatewayMetrics().registry.describe()
     }
     assert told == served
 

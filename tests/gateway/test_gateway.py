@@ -120,13 +120,13 @@ async def test_a_stream_that_came_whole_counts_as_one(
     """Of a long body, too, whose connection a task watches meanwhile."""
     said = [{"role": "user", "content": "x" * size}]
     async with scripted(GOOD) as engine, gateway_over(configured(engine)) as (gateway, client):
-        ended, seen = gateway.counts.ended, list[str]()
+        ended, seen = gateway.metrics.ended, list[str]()
 
         def note(*told: Any) -> None:
             seen.append(told[1])
             ended(*told)
 
-        monkeypatch.setattr(gateway.counts, "ended", note)
+        monkeypatch.setattr(gateway.metrics, "ended", note)
         for _ in range(3):
             answer = await client.post(CHAT, json=chat(stream=True, messages=said))
             assert streamed(answer)[-1] == "[DONE]"

@@ -127,7 +127,7 @@ async def test_every_stream_ends_as_if_nothing_had_happened(
         gateway.engines.by_name["b"].load.prefill_tokens -= 1e6
         dies.signal(how)
         found = [told(response) for response in await asyncio.gather(*sent)]
-        resumed = gateway.counts.render(gateway.engines.by_name.values(), 0, gateway.now())
+        resumed = gateway.metrics.render(gateway.engines.by_name.values(), 0, gateway.now())
     for kind, one, other in zip([*KINDS, *KINDS], found, uncut, strict=True):
         assert one == other, kind
     assert 'paceline:gateway_resumed_total{engine="b"}' in resumed

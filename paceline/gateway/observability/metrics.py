@@ -9,14 +9,14 @@ from paceline.gateway.routing.routes import Site
 from paceline.gateway.upstreams.upstream import Engine
 from paceline.http.exposition import Registry
 
-__all__ = ["Counts"]
+__all__ = ["GatewayMetrics"]
 
 _SECONDS: Final = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
 )  # fmt: skip
 
 
-class Counts:
+class GatewayMetrics:
     """Metrics of one gateway. Labels are names from the configuration, never callers' text."""
 
     def __init__(self) -> None:

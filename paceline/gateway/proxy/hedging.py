@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.errors import RequestError
-from paceline.gateway.observability.metrics import Counts
+from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.proxy.attempt import Attempt, Owner
 from paceline.gateway.proxy.retry_state import RetryState
 from paceline.gateway.proxy.upstream_request import UpstreamRequest
@@ -43,11 +43,11 @@ class Hedge:
         demand: Demand,
         body: Body,
         upstream_request: UpstreamRequest,
-        counts: Counts,
+        metrics: GatewayMetrics,
     ) -> None:
         self._config, self._budget, self._picker = config, budget, picker
         self._retries, self._demand = retries, demand
-        self._upstream_request, self._counts = upstream_request, counts
+        self._upstream_request, self._metrics = upstream_request, metrics
         # no hedge for work that can wait, nor for answers that would be paid for several times
         self.is_wanted = bool(config.hedge_share) and not body.slo.best_effort and body.n == 1
         self._due_at: float | None = None
@@ -95,7 +95,7 @@ class Hedge:
         self._retries.num += 1
         dispatch = site.engine.load.dispatch(self._demand, pick.view, now)
         self._spare = Attempt(owner, site, dispatch, probe=probe())
-        self._counts.attempt(site, resumed=False, fallback=False)
+        self._metrics.attempt(site, resumed=False, fallback=False)
         self._spare.send(path, request)
         return True
 
@@ -104,7 +104,7 @@ class Hedge:
         self._due_at = None
         spare, self._spare = self._spare, None
         if spare is not None:
-            self._counts.hedged(spare.site, "lost")
+            self._metrics.hedged(spare.site, "lost")
             spare.abandon()
 
     def second_failed(self) -> Attempt | None:
@@ -113,7 +113,7 @@ class Hedge:
         if spare is None or spare.verdict is None or spare.is_answer:
             return None
         self._spare = None
-        self._counts.hedged(spare.site, "failed")
+        self._metrics.hedged(spare.site, "failed")
         return spare
 
     @property
@@ -130,7 +130,7 @@ class Hedge:
         spare, self._spare = self._spare, None
         assert spare is not None, "there are two"
         if won:
-            self._counts.hedged(spare.site, "won")
+            self._metrics.hedged(spare.site, "won")
         return spare
 
     def end(self) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Final
 from starlette.types import Receive
 
 from paceline.errors import RequestError
-from paceline.gateway.observability.metrics import Counts
+from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.proxy.attempt import Attempt
 from paceline.gateway.proxy.caller import Caller
 from paceline.gateway.proxy.downstream import DownstreamRequest
@@ -70,7 +70,7 @@ class ProxiedRequest:
         flow_control: FlowControl,
         budget: RetryBudget,
         hedges: HedgeBudget,
-        counts: Counts,
+        metrics: GatewayMetrics,
         now: Callable[[], float],
         path: str,
         body: Body,
@@ -84,7 +84,7 @@ class ProxiedRequest:
         self.config = config
         self.now = now
         self.wake = asyncio.Event()
-        self._flow_control, self._budget, self._counts = flow_control, budget, counts
+        self._flow_control, self._budget, self._metrics = flow_control, budget, metrics
         self._path, self._body, self._route = path, body, route
         # the model's name as the caller knows it
         self._asked = asked
@@ -111,7 +111,7 @@ class ProxiedRequest:
         )
         self._answer = Answer(
             path, body, asked, incoming, self.splice, self._upstream_request, self._retries,
-            self._note, counts, self.trace, now, self._arrived, self.wake,
+            self._note, metrics, self.trace, now, self._arrived, self.wake,
         )  # fmt: skip
         self.downstream = self._answer.downstream
         # called by the attempts for every part
@@ -122,7 +122,7 @@ class ProxiedRequest:
             self._arrived,
         )  # fmt: skip
         self._hedge = Hedge(
-            config, hedges, picker, self._retries, demand, body, self._upstream_request, counts
+            config, hedges, picker, self._retries, demand, body, self._upstream_request, metrics
         )
         # called with a complete answer before it is sent to the caller
         self.on_answer: Callable[[Attempt], None] | None = None
@@ -216,7 +216,7 @@ class ProxiedRequest:
     def first_token(self, now: float) -> None:
         self._hedge.first_spoke()
         if not self._retries.num_resumes:
-            self._counts.first_token(self._attempt.site, now - self._arrived)
+            self._metrics.first_token(self._attempt.site, now - self._arrived)
 
     def spare_spoke(self, attempt: Attempt) -> None:
         assert attempt is self._hedge.spare, "the other one was dropped"
@@ -329,7 +329,7 @@ class ProxiedRequest:
             self._answer.note(resumed=retries.num_resumes)
         attempt = Attempt(self, site, dispatch)
         self._answer.comes_from(attempt)
-        self._counts.attempt(site, resumed=resumed, fallback=bool(site.tier))
+        self._metrics.attempt(site, resumed=resumed, fallback=bool(site.tier))
         by_text = resumed and not self._upstream_request.resumes_exactly(site)
         if self.splice is not None:
             self.splice.begin_attempt(by_text=by_text)
@@ -397,7 +397,7 @@ class ProxiedRequest:
             self.splice.emitted if self.splice else False,
         )  # fmt: skip
         self._answer.failed(attempt)
-        self._counts.failed(attempt.site, attempt.verdict.kind)
+        self._metrics.failed(attempt.site, attempt.verdict.kind)
         # a refusal concerns one of the engine's models
         lost = attempt.verdict.kind == "lost"
         self._retries.tried.add(engine.name if lost else attempt.site.key)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from paceline.gateway.observability.metrics import Counts
+from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.observability.tracing import Trace
 from paceline.gateway.proxy.attempt import Attempt
 from paceline.gateway.proxy.caller import broken_event
@@ -22,7 +22,7 @@ from paceline.gateway.proxy.upstream_request import RESUMABLE, UpstreamRequest
 from paceline.gateway.requests.body import Body
 from paceline.gateway.streams.openai_stream import DONE, Splice
 from paceline.gateway.upstreams.dialects import map_status, read_words
-from paceline.gateway.upstreams.refusals import redacted, retry_after, told
+from paceline.gateway.upstreams.refusals import redacted, redacted_error, retry_after
 from paceline.http.errors import HttpError
 from paceline.http.sse import SSE
 from paceline.http.upstream import Headers
@@ -56,7 +56,7 @@ class Answer:
         upstream_request: UpstreamRequest,
         retries: RetryState,
         note: dict[str, Any],
-        counts: Counts,
+        metrics: GatewayMetrics,
         trace: Trace,
         now: Callable[[], float],
         arrived: float,
@@ -67,7 +67,7 @@ class Answer:
         )
         self._path, self._body, self._asked = path, body, asked
         self._splice, self._upstream_request, self._retries = splice, upstream_request, retries
-        self._note, self._counts, self._trace = note, counts, trace
+        self._note, self._metrics, self._trace = note, metrics, trace
         self._now, self._arrived = now, arrived
         self._attempt: Attempt | None = None
         self._failures: list[str] = []
@@ -134,10 +134,10 @@ class Answer:
     # ---------------------------------------------------------------- ends
 
     def ended(self, result: str) -> None:
-        """Count and trace the end of the request; see ``Counts.ended``."""
+        """Count and trace the end of the request; see ``GatewayMetrics.ended``."""
         attempt = self._attempt
         engine, status = ("", 0) if attempt is None else (attempt.site.engine.name, attempt.status)
-        self._counts.ended(engine, result, self._now() - self._arrived)
+        self._metrics.ended(engine, result, self._now() - self._arrived)
         self._trace.ended(result, status, self._note)
 
     async def finish(self, attempt: Attempt) -> None:
@@ -253,7 +253,7 @@ def _whole_answer(
     body = bytes(attempt.body)
     if attempt.status == 200:
         return 200, attempt.headers, _noted(body, attempt, model, note)
-    body = told(path, attempt.status, body, attempt.site.engine.key)
+    body = redacted_error(path, attempt.status, body, attempt.site.engine.key)
     headers = [header for header in attempt.headers if header[0] != b"content-type"]
     headers.append((b"content-type", b"application/json"))
     return map_status(path, attempt.status), headers, body

@@ -22,10 +22,10 @@ __all__ = [
     "is_of_the_request",
     "is_too_long",
     "redacted",
+    "redacted_error",
     "refusal_in",
     "rest_of",
     "retry_after",
-    "told",
 ]
 
 # longest cooldown, s, whatever an engine asks for
@@ -134,7 +134,7 @@ def redacted(body: bytes, secret: str) -> bytes:
     return body.replace(secret.encode(), b"***") if secret else body
 
 
-def told(path: str, status: int, body: bytes, secret: str) -> bytes:
+def redacted_error(path: str, status: int, body: bytes, secret: str) -> bytes:
     """Return a refusal as the caller gets it; a prompt that was too long has the code that clients
     check."""
     body = redacted(body, secret)

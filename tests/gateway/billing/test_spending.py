@@ -236,7 +236,7 @@ async def test_a_key_spends_its_budget(tmp_path: Path) -> None:
         assert (await client.post(CHAT, json=body, headers=AS_BOB)).status_code == 200
         told = gateway.spending.status()
         assert told["ann"]["spent"] == "0.0303" and told["bob"]["spent"] == "0.0101"
-        metrics = gateway._pages._metrics("")[2].decode()
+        metrics = gateway._admin._render_metrics("")[2].decode()
         assert 'paceline:gateway_spend_today{key="ann"} 0.0303' in metrics
         # of keys that the configuration does not name there is one series
         assert 'paceline:gateway_spend_today{key=""} 0.0101' in metrics and "bob" not in metrics

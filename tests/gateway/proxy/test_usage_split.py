@@ -153,7 +153,7 @@ async def test_who_wins_a_hedge_is_credited(tmp_path: Path) -> None:
         _known(gateway)
         answer = await client.post(CHAT, json=chat(stream=True), headers=AS_ANN)
         assert answer.headers["x-paceline-engine"] == "e2"
-        told = gateway.counts.render(gateway.engines.by_name.values(), 0, gateway.now())
+        told = gateway.metrics.render(gateway.engines.by_name.values(), 0, gateway.now())
         for name in (
             'requests_total{engine="%s",result="ok"} 1',
             'time_to_first_token_seconds_count{engine="%s"} 1',

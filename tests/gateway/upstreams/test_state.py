@@ -7,7 +7,7 @@ import re
 import pytest
 
 from paceline.gateway import EngineConfig, GatewayConfig
-from paceline.gateway.observability.metrics import Counts
+from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.upstreams.state import state_of
 from paceline.gateway.upstreams.upstream import Engine
 from paceline.routing import Demand, Pressure
@@ -68,7 +68,7 @@ def test_predictions_are_told_beside_what_came_of_them() -> None:
     ticket.first_token(3.0)
     ticket.first_token(9.0)
     made.back_at = 4.0
-    text = Counts().render([made], 0, 7.0)
+    text = GatewayMetrics().render([made], 0, 7.0)
     name = "paceline:gateway_"
     assert told(text, f"{name}first_tokens_total", engine="e") == 1
     seconds = f"{name}first_token_seconds_total"
@@ -77,7 +77,7 @@ def test_predictions_are_told_beside_what_came_of_them() -> None:
     assert told(text, f"{name}engine_share", engine="e") == pytest.approx(0.3)
     assert told(text, f"{name}engine_slow", engine="e") == 0.0
     made.load.pace.slow_since = 5.0
-    assert told(Counts().render([made], 0, 7.0), f"{name}engine_slow", engine="e") == 1.0
+    assert told(GatewayMetrics().render([made], 0, 7.0), f"{name}engine_slow", engine="e") == 1.0
 
 
 async def test_status_says_it() -> None:
