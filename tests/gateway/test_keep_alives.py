@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.gateway.settings.config import EngineKind
-from paceline.gateway.streams.openai_stream import make_splice
+from paceline.gateway.streams.openai_stream import make_relay
 from tests.gateway.fault_server import Step, chat_chunks, scripted
 from tests.gateway.helpers import (
     CHAT,
@@ -125,12 +125,12 @@ def test_errors_in_shapes_of_chunks() -> None:
         connection.data_received(chunk(error))
         assert attempt.verdict is not None and attempt.verdict.why == "the engine reported an error"
     for none in ("", {}, [], None, False):
-        splice = make_splice(CHAT, num_choices=1)
-        splice.begin_attempt()
+        relay = make_relay(CHAT, num_choices=1)
+        relay.begin_attempt()
         choice = {"index": 0, "delta": {"content": "a"}, "finish_reason": "stop"}
-        splice.feed(event({"choices": [choice], "error": none}))
-        splice.end_attempt()
-        assert splice.done
+        relay.feed(event({"choices": [choice], "error": none}))
+        relay.end_attempt()
+        assert relay.done
 
 
 @pytest.mark.parametrize("trouble", ["silence", "pings", "garbage", "error", "reset", "too long"])
@@ -179,24 +179,24 @@ def test_each_choice_has_a_reason_of_its_own() -> None:
             {"choices": [{"index": index, "delta": {"content": "a"}, "finish_reason": reason}]}
         )
 
-    splice = make_splice(CHAT, num_choices=2)
-    splice.begin_attempt()
-    splice.feed(said(0, "stop") + said(1, None) + ERRORS[3])
-    assert splice.failed and not splice.end_attempt() and not splice.done
-    splice.begin_attempt()
-    splice.feed(said(1, "stop") + ERRORS[3] + b"data: {oops\n\n")
-    assert splice.failed is None and splice.end_attempt().endswith(b"[DONE]\n\n") and splice.done
+    relay = make_relay(CHAT, num_choices=2)
+    relay.begin_attempt()
+    relay.feed(said(0, "stop") + said(1, None) + ERRORS[3])
+    assert relay.failed and not relay.end_attempt() and not relay.done
+    relay.begin_attempt()
+    relay.feed(said(1, "stop") + ERRORS[3] + b"data: {oops\n\n")
+    assert relay.failed is None and relay.end_attempt().endswith(b"[DONE]\n\n") and relay.done
 
 
 @pytest.mark.parametrize("choices", [{"choices": None}, {}])
 def test_counts_without_a_list_of_choices(choices: dict[str, Any]) -> None:
     """Clients read them with one."""
-    splice = make_splice(CHAT, num_choices=1, hide_usage=False)
-    splice.begin_attempt()
+    relay = make_relay(CHAT, num_choices=1, hide_usage=False)
+    relay.begin_attempt()
     counts = event({"id": "x", **choices, "usage": {"prompt_tokens": 3, "completion_tokens": 5}})
-    out = splice.feed(b"".join(chat_chunks(WORDS, usage=False, done=False)) + counts)
+    out = relay.feed(b"".join(chat_chunks(WORDS, usage=False, done=False)) + counts)
     assert json.loads(out.split(b"data: ")[-1])["choices"] == []
-    assert splice.prompt_tokens == 3 and splice.num_output_tokens == 5
+    assert relay.prompt_tokens == 3 and relay.num_output_tokens == 5
 
 
 async def test_a_caller_reads_the_whole_answer_of_an_engine_that_falls_silent() -> None:

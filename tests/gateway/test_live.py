@@ -138,7 +138,7 @@ async def _until_tokens(gateway: Gateway, count: int) -> None:
     async with asyncio.timeout(20):
         while True:
             attempts: list[Any] = list(gateway.engines.by_name["a"].running)
-            made = [attempt._owner.splice.num_output_tokens for attempt in attempts]
+            made = [attempt._owner.relay.num_output_tokens for attempt in attempts]
             if len(made) >= len(KINDS) and min(made) >= count:
                 return
             await asyncio.sleep(0.005)

@@ -13,7 +13,7 @@ from paceline.gateway.observability.tracing import NO_ATTEMPT, AttemptTrace, Tra
 from paceline.gateway.proxy.upstream_request import RESUMABLE
 from paceline.gateway.routing.routes import Site
 from paceline.gateway.settings.config import GatewayConfig
-from paceline.gateway.streams.openai_stream import Splice
+from paceline.gateway.streams.openai_stream import StreamRelay
 from paceline.gateway.upstreams.dialects import Translator
 from paceline.gateway.upstreams.refusals import refusal_in, rest_of
 from paceline.gateway.upstreams.standing import Outcome, outcome_of_refusal
@@ -42,7 +42,7 @@ class Owner(Protocol):
     # set when the request's task has something to do
     wake: asyncio.Event
     # relay of the streamed answer; None: not streamed
-    splice: Splice | None
+    relay: StreamRelay | None
     trace: Trace
     # the request names a stored object: if the engine lacks that, it may still have the model
     names_stored: bool
@@ -86,12 +86,12 @@ class Attempt:
     """A request at one engine: the sink of its answer.
 
     Args:
-        probe: set for a hedge (``hedge``). Its output is kept, and fed to this splice to find the
+        probe: set for a hedge (``hedge``). Its output is kept, and fed to this relay to find the
             first token, until the hedge is adopted.
     """
 
     def __init__(
-        self, request: Owner, site: Site, dispatch: Dispatch, probe: Splice | None = None
+        self, request: Owner, site: Site, dispatch: Dispatch, probe: StreamRelay | None = None
     ) -> None:
         self.site = site
         self.status = 0
@@ -115,8 +115,8 @@ class Attempt:
         # a part of the answer came since the last tick. Comments, pings and framing do not count:
         # they show that the connection lives, not that the engine works on this request
         self._has_moved = False
-        splice = request.splice
-        self._tokens_before = 0 if splice is None else splice.num_output_tokens
+        relay = request.relay
+        self._tokens_before = 0 if relay is None else relay.num_output_tokens
         self._request = b""
         # fields that the gateway added and the engine refused
         self._left_out: frozenset[str] = frozenset()
@@ -208,7 +208,7 @@ class Attempt:
             self._engine.leave_out(self.site.model, self._left_out)
         kind = found.get(b"content-type", _SSE)
         # an answer is relayed as it is if no stream was asked for, or if the engine sent none
-        asked = self._owner.splice is not None and status == 200
+        asked = self._owner.relay is not None and status == 200
         self._streams = asked and kind.lower().startswith(_SSE)
         other = not self._streams and not kind.lower().startswith(b"application/json")
         if asked and other and self._path in _STREAMED:
@@ -218,7 +218,7 @@ class Attempt:
         if self._streams:
             self._translator = self._engine.dialect.translator(self._path)
             plain = self._translator is None and self._probe is None
-            self.on_data = self._relay if plain else self._take_stream
+            self.on_data = self._relay_stream if plain else self._take_stream
         self._heard_at = self._sign_at = self._owner.now()
 
     def _keep_whole(self, data: bytes) -> None:
@@ -247,7 +247,7 @@ class Attempt:
 
     def _take_events(self, data: bytes) -> None:
         if self._probe is None:
-            self._relay(data)
+            self._relay_stream(data)
             return
         self._kept += data
         parts = self._probe.num_events
@@ -261,53 +261,53 @@ class Attempt:
 
     def adopt(self) -> None:
         """Answer the request from now on: send the output kept so far to the caller."""
-        assert self._owner.splice is not None, "a stream was asked for"
+        assert self._owner.relay is not None, "a stream was asked for"
         self._probe = None
         if self._streams and self._translator is None and self.verdict is None:
-            self.on_data = self._relay
-        self._owner.splice.begin_attempt()
+            self.on_data = self._relay_stream
+        self._owner.relay.begin_attempt()
         kept, self._kept = bytes(self._kept), bytearray()
         if kept:
-            self._relay(kept)
+            self._relay_stream(kept)
 
-    def _relay(self, data: bytes) -> None:
+    def _relay_stream(self, data: bytes) -> None:
         owner = self._owner
-        splice = owner.splice
-        assert splice is not None, "a stream was asked for"
-        out = splice.relay(data)
+        relay = owner.relay
+        assert relay is not None, "a stream was asked for"
+        out = relay.relay_event(data)
         if out is not None:
             # nearly all parts take this path
             self._has_moved = True
             owner.write(out)
             return
-        parts = splice.num_events
-        out = splice.feed(data)
+        parts = relay.num_events
+        out = relay.feed(data)
         if out:
-            is_last = splice.done and splice.failed is None
+            is_last = relay.done and relay.failed is None
             (owner.write_last if is_last else owner.write)(out)
-        if splice.num_events != parts or splice.is_in_long:
+        if relay.num_events != parts or relay.is_in_long:
             self._has_moved = True
-        if splice.emitted and self._dispatch.first_at is None:
+        if relay.emitted and self._dispatch.first_at is None:
             now = owner.now()
             self._dispatch.first_token(now)
             self._trace.first_token(now)
             owner.first_token(now)
-        if splice.failed is not None:
-            self._fail_by(splice, splice.failed)
-        elif splice.done:
+        if relay.failed is not None:
+            self._fail_by(relay, relay.failed)
+        elif relay.done:
             self._end(Verdict("done"))
 
-    def _fail_by(self, splice: Splice, why: str) -> None:
+    def _fail_by(self, relay: StreamRelay, why: str) -> None:
         """End the stream with its error. Some engines refuse a request in its stream: before any
         output, that counts like a status."""
-        refusal = None if splice.emitted else refusal_in(splice.failure_event)
+        refusal = None if relay.emitted else refusal_in(relay.failure_event)
         if refusal is None or self.connection is None:
             self.give_up(why)
             return
         self.connection.drop()
         self.status, self.body = refusal[0], bytearray(refusal[1])
         self._streams = False
-        splice.begin_attempt()
+        relay.begin_attempt()
         self._refuse()
 
     def on_end(self) -> None:
@@ -359,21 +359,21 @@ class Attempt:
 
     def _finish_stream(self, why: str) -> None:
         if not self._is_said():
-            splice = self._owner.splice if self._probe is None else None
-            self._end(Verdict("lost", (splice and splice.failed) or why))
+            relay = self._owner.relay if self._probe is None else None
+            self._end(Verdict("lost", (relay and relay.failed) or why))
 
     def _is_said(self) -> bool:
         """Whether a stream that ended early had sent its whole answer. If so, the attempt is done,
         and later errors do not matter."""
-        splice = self._owner.splice
-        if not self._streams or self._probe is not None or splice is None:
+        relay = self._owner.relay
+        if not self._streams or self._probe is not None or relay is None:
             return False
-        out = splice.end_attempt()
+        out = relay.end_attempt()
         if out:
             self._owner.write(out)
-        if splice.done:
+        if relay.done:
             self._end(Verdict("done"))
-        return splice.done
+        return relay.done
 
     # ---------------------------------------------------------------- Running
 
@@ -400,7 +400,7 @@ class Attempt:
         if not self.status or (self._streams and not self._dispatch.first_at):
             limit = config.first_byte_timeout
         elif self._streams:
-            reader = self._translator or self._owner.splice
+            reader = self._translator or self._owner.relay
             if reader is not None and reader.between_parts:
                 if now - self._sign_at > limit:
                     return f"neither a part of the answer nor a ping for {limit:g} s"
@@ -448,11 +448,11 @@ class Attempt:
         engine.running.discard(self)
         if self._connecting is not None:
             self._connecting.cancel()
-        splice = self._owner.splice
+        relay = self._owner.relay
         made = (
             0
-            if splice is None or self._probe is not None
-            else splice.num_output_tokens - self._tokens_before
+            if relay is None or self._probe is not None
+            else relay.num_output_tokens - self._tokens_before
         )
         self._dispatch.end(now, made)
         self._trace.end("abandoned" if verdict is None else verdict.kind, self.status, made, now)

@@ -24,7 +24,7 @@ from paceline.gateway.requests.body import Body
 from paceline.gateway.routing.picker import Pick, Picker
 from paceline.gateway.routing.routes import Site
 from paceline.gateway.settings.config import GatewayConfig
-from paceline.gateway.streams.openai_stream import Splice
+from paceline.gateway.streams.openai_stream import StreamRelay
 from paceline.http.errors import HttpError
 from paceline.routing import Demand, HedgeBudget, hedge_delay, is_worth_it, saturation
 
@@ -71,12 +71,12 @@ class Hedge:
     def is_due(self, now: float) -> bool:
         return self._due_at is not None and now >= self._due_at
 
-    def ask(self, first: Site, owner: Owner, path: str, probe: Callable[[], Splice]) -> bool:
+    def ask(self, first: Site, owner: Owner, path: str, probe: Callable[[], StreamRelay]) -> bool:
         """Ask a second engine, if there is one for it; return whether it was asked.
 
         Args:
             owner: owner of the second attempt.
-            probe: makes a splice that watches the second engine's output for a token.
+            probe: makes a relay that watches the second engine's output for a token.
         """
         now = owner.now()
         pick = self._pick(first, now)

@@ -3,7 +3,7 @@
 ::
 
     ProxiedRequest   (task per request)   Placement -> Attempt -> done | retry -> Answer
-    Attempt          (callbacks)          engine's bytes -> Splice -> caller's connection
+    Attempt          (callbacks)          engine's bytes -> StreamRelay -> caller's connection
 
 What an engine sends reaches the caller in the callback that read it. The task only wakes for the
 head, for a slow caller, and for the end.
@@ -41,7 +41,7 @@ from paceline.gateway.routing.routes import Route, Site
 from paceline.gateway.settings.config import GatewayConfig
 from paceline.gateway.settings.engine_types import VECTOR_PATHS
 from paceline.gateway.settings.prices import Used
-from paceline.gateway.streams.openai_stream import Splice, make_splice
+from paceline.gateway.streams.openai_stream import StreamRelay, make_relay
 from paceline.gateway.upstreams.refusals import is_too_long
 from paceline.gateway.upstreams.upstream import Engine
 from paceline.http.errors import ClientDisconnectedError, HttpError
@@ -97,8 +97,8 @@ class ProxiedRequest:
         if asked != route.shown:
             # the key's budget does not cover the model that was asked for
             self._note["fallback"] = route.model
-        self.splice: Splice | None = self._new_splice() if body.stream else None
-        self._upstream_request = UpstreamRequest(path, body, caller, self.splice)
+        self.relay: StreamRelay | None = self._new_relay() if body.stream else None
+        self._upstream_request = UpstreamRequest(path, body, caller, self.relay)
         self._retries = RetryState(
             config,
             picker,
@@ -107,10 +107,10 @@ class ProxiedRequest:
             demand,
             caller.allowed,
             self._upstream_request,
-            self.splice,
+            self.relay,
         )
         self._answer = Answer(
-            path, body, asked, incoming, self.splice, self._upstream_request, self._retries,
+            path, body, asked, incoming, self.relay, self._upstream_request, self._retries,
             self._note, metrics, self.trace, now, self._arrived, self.wake,
         )  # fmt: skip
         self.downstream = self._answer.downstream
@@ -127,12 +127,12 @@ class ProxiedRequest:
         # called with a complete answer before it is sent to the caller
         self.on_answer: Callable[[Attempt], None] | None = None
         self._usage_split = UsageSplit(
-            path, demand.prompt_tokens, self.splice, body.most_deferred(path)
+            path, demand.prompt_tokens, self.relay, body.most_deferred(path)
         )
 
-    def _new_splice(self) -> Splice:
+    def _new_relay(self) -> StreamRelay:
         body = self._body
-        return make_splice(
+        return make_relay(
             self._path,
             num_choices=body.num_choices,
             model=self._asked,
@@ -231,7 +231,7 @@ class ProxiedRequest:
         spare.adopt()
 
     def may_leave(self, attempt: Attempt) -> bool:
-        begun = self.splice is not None and self.splice.emitted
+        begun = self.relay is not None and self.relay.emitted
         spare = attempt is self._hedge.spare
         return begun or spare or self._retries.may_leave(self.now(), attempt.site)
 
@@ -303,7 +303,7 @@ class ProxiedRequest:
             # retry is free, and the budget is for repeated failures
             free = verdict.kind == "lost" and not self._retries.num_lost
             self._retries.num_lost += verdict.kind == "lost"
-            if self.splice is not None and self.splice.emitted:
+            if self.relay is not None and self.relay.emitted:
                 if not self._retries.may_resume(self.now(), attempt.site, free=free):
                     await self._answer.break_off(verdict.why)
                     return
@@ -331,8 +331,8 @@ class ProxiedRequest:
         self._answer.comes_from(attempt)
         self._metrics.attempt(site, resumed=resumed, fallback=bool(site.tier))
         by_text = resumed and not self._upstream_request.resumes_exactly(site)
-        if self.splice is not None:
-            self.splice.begin_attempt(by_text=by_text)
+        if self.relay is not None:
+            self.relay.begin_attempt(by_text=by_text)
             if retries.num == 1:
                 self._hedge.arm(pick, self.now())
         if by_text:
@@ -367,7 +367,7 @@ class ProxiedRequest:
         """Send a hedge that is due; or, if one of two engines failed or the hedge answered in one
         piece, continue with the other or the hedge."""
         if self._hedge.is_due(self.now()) and self._hedge.ask(
-            self._attempt.site, self, self._path, self._new_splice
+            self._attempt.site, self, self._path, self._new_relay
         ):
             self._answer.note(hedged=True)
         attempt, failed = self._attempt, self._hedge.second_failed()
@@ -394,7 +394,7 @@ class ProxiedRequest:
         _log.warning(
             "attempt_failed id=%s engine=%s attempt=%d reason=%r emitted=%s",
             self._caller.request_id, engine.name, self._retries.num, attempt.verdict.why,
-            self.splice.emitted if self.splice else False,
+            self.relay.emitted if self.relay else False,
         )  # fmt: skip
         self._answer.failed(attempt)
         self._metrics.failed(attempt.site, attempt.verdict.kind)

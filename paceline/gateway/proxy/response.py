@@ -20,7 +20,7 @@ from paceline.gateway.proxy.downstream import Downstream, DownstreamRequest
 from paceline.gateway.proxy.retry_state import RetryState
 from paceline.gateway.proxy.upstream_request import RESUMABLE, UpstreamRequest
 from paceline.gateway.requests.body import Body
-from paceline.gateway.streams.openai_stream import DONE, Splice
+from paceline.gateway.streams.openai_stream import DONE, StreamRelay
 from paceline.gateway.upstreams.dialects import map_status, read_words
 from paceline.gateway.upstreams.refusals import redacted, redacted_error, retry_after
 from paceline.http.errors import HttpError
@@ -40,8 +40,8 @@ class Answer:
 
     Args:
         asked: the model's name as the caller knows it.
-        splice: relay of the streamed answer; None: it is not streamed.
-        note: what was done to the answer, for its headers and, by the splice, its last chunk.
+        relay: relay of the streamed answer; None: it is not streamed.
+        note: what was done to the answer, for its headers and, by the relay, its last chunk.
         now: clock, monotonic seconds.
         wake: set when there is something to flush, or the caller is gone.
     """
@@ -52,7 +52,7 @@ class Answer:
         body: Body,
         asked: str,
         incoming: DownstreamRequest,
-        splice: Splice | None,
+        relay: StreamRelay | None,
         upstream_request: UpstreamRequest,
         retries: RetryState,
         note: dict[str, Any],
@@ -66,7 +66,7 @@ class Answer:
             incoming, stream=body.stream, wake=wake, source=self, now=arrived
         )
         self._path, self._body, self._asked = path, body, asked
-        self._splice, self._upstream_request, self._retries = splice, upstream_request, retries
+        self._relay, self._upstream_request, self._retries = relay, upstream_request, retries
         self._note, self._metrics, self._trace = note, metrics, trace
         self._now, self._arrived = now, arrived
         self._attempt: Attempt | None = None
@@ -195,18 +195,18 @@ class Answer:
         await self._break(why)
 
     async def _break(self, why: str) -> None:
-        splice = self._splice
-        assert splice is not None, "a stream was asked for"
+        relay = self._relay
+        assert relay is not None, "a stream was asked for"
         resumable, secret = False, ""
         if self._attempt is not None:
             site = self._attempt.site
             resumable, secret = self._upstream_request.can_resume(site, site), site.engine.key
-        event = redacted(splice.failure_event, secret)
+        event = redacted(relay.failure_event, secret)
         if not event or self._path in RESUMABLE:
             event = broken_event(
                 self._path,
                 f"{why}, and the answer cannot go on elsewhere",
-                splice.num_output_tokens,
+                relay.num_output_tokens,
                 "no other engine of this model" if resumable else "this engine's kind cannot",
             )
         await self.downstream.end(event)

@@ -13,7 +13,7 @@ from paceline.gateway.proxy.upstream_request import UpstreamRequest
 from paceline.gateway.routing.picker import Pick, Picker, Tried
 from paceline.gateway.routing.routes import Route, Site
 from paceline.gateway.settings.config import GatewayConfig
-from paceline.gateway.streams.openai_stream import Splice
+from paceline.gateway.streams.openai_stream import StreamRelay
 from paceline.routing import Demand, RetryBudget
 
 __all__ = ["RetryState"]
@@ -23,7 +23,7 @@ class RetryState:
     """State of one request's retries. Times are arguments, in seconds of a monotonic clock.
 
     Args:
-        splice: relay of the streamed answer; None: it is not streamed.
+        relay: relay of the streamed answer; None: it is not streamed.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class RetryState:
         demand: Demand,
         allowed: Allowed,
         upstream_request: UpstreamRequest,
-        splice: Splice | None,
+        relay: StreamRelay | None,
     ) -> None:
         self._config, self._picker, self._budget = config, picker, budget
         self._demand, self._allowed, self._upstream_request = demand, allowed, upstream_request
-        self._splice = splice
+        self._relay = relay
         self.route = route
         self.tried: set[str | tuple[str, str]] = set()
         # requests sent; continuations of a stream among them; and those that were lost
@@ -51,7 +51,7 @@ class RetryState:
 
     @property
     def _goes_on(self) -> bool:
-        return self._splice is not None and self._splice.emitted
+        return self._relay is not None and self._relay.emitted
 
     def pick(self, now: float, last: Site | None) -> Pick:
         """Pick an engine that was not tried. Raises as ``Picker.pick``; ``last``: site of the
@@ -121,13 +121,13 @@ class RetryState:
 
     def may_resume(self, now: float, last: Site, *, free: bool) -> bool:
         """Whether a stream that broke at ``last`` may resume elsewhere; if so, count and pay it."""
-        splice = self._splice
+        relay = self._relay
         if (
-            splice is None
+            relay is None
             or not self._allowed.resume
             or self.num_resumes >= self._config.max_resumes
             or self.num >= self._config.max_attempts
-            or (splice.resume_ids() is None and splice.partial_text() is None)
+            or (relay.resume_ids() is None and relay.partial_text() is None)
             or not self._picker.can_pick(
                 self.route,
                 self._demand,

@@ -12,7 +12,7 @@ from paceline.gateway.observability.tracing import NO_TRACE
 from paceline.gateway.proxy.caller import Caller
 from paceline.gateway.requests.body import PREDICT, Body, new_seed
 from paceline.gateway.routing.routes import Site
-from paceline.gateway.streams.openai_stream import Splice
+from paceline.gateway.streams.openai_stream import StreamRelay
 from paceline.gateway.upstreams.refusals import is_too_long
 from paceline.gateway.upstreams.upstream import Engine
 from paceline.http.upstream import Headers, lines_of
@@ -72,11 +72,11 @@ class UpstreamRequest:
     """Upstream requests for one request of a caller.
 
     Args:
-        splice: relay of the streamed answer so far; None: it is not streamed.
+        relay: relay of the streamed answer so far; None: it is not streamed.
     """
 
-    def __init__(self, path: str, body: Body, caller: Caller, splice: Splice | None) -> None:
-        self._path, self._body, self._caller, self._splice = path, body, caller, splice
+    def __init__(self, path: str, body: Body, caller: Caller, relay: StreamRelay | None) -> None:
+        self._path, self._body, self._caller, self._relay = path, body, caller, relay
         self._seed = new_seed() if body.seed is None else None
         # engine that refused a limit -> the limit that it is asked for from then on
         self._caps: dict[str, int] = {}
@@ -84,10 +84,10 @@ class UpstreamRequest:
     def can_resume(self, site: Site, before: Site) -> bool:
         """Whether a stream that broke at ``before`` can be resumed at ``site``: the same model, at
         an engine that resumes behind token ids, or behind text if that is allowed."""
-        body, splice = self._body, self._splice
+        body, relay = self._body, self._relay
         if (
             self._path not in RESUMABLE
-            or splice is None
+            or relay is None
             or body.num_prompts != 1
             or body.resumed
             or body.fields.get("echo") == b"true"
@@ -100,7 +100,7 @@ class UpstreamRequest:
         return (
             site.engine.facts.continues
             and body.fields.get("messages", b"").startswith(b"[")
-            and splice.partial_text() is not None
+            and relay.partial_text() is not None
             and not any(
                 body.fields.get(name, b"null") not in (b"null", b"false")
                 for name in _BOUND_TO_TOKENS
@@ -109,14 +109,14 @@ class UpstreamRequest:
 
     def resumes_exactly(self, site: Site) -> bool:
         """Whether it would be resumed there token for token."""
-        splice = self._splice
-        return _resumes(site) and splice is not None and splice.resume_ids() is not None
+        relay = self._relay
+        return _resumes(site) and relay is not None and relay.resume_ids() is not None
 
     def encode(self, site: Site, *, resumed: bool, left_out: frozenset[str] = frozenset()) -> bytes:
         """Return head and body. Raises RequestError for what the engine's API cannot express.
 
         Args:
-            resumed: it continues behind what the splice has relayed.
+            resumed: it continues behind what the relay has relayed.
             left_out: added fields to omit, in addition to those that the site is known to refuse.
         """
         changes = self._changes(site, resumed=resumed)
@@ -177,12 +177,12 @@ class UpstreamRequest:
         if _resumes(site) and self._seed is not None and self._path in RESUMABLE:
             changes["seed"] = self._seed
         if resumed:
-            assert self._splice is not None, "a stream is resumed"
-            ids = self._splice.resume_ids()
+            assert self._relay is not None, "a stream is resumed"
+            ids = self._relay.resume_ids()
             if ids is not None and _resumes(site):
                 changes["resume_output_ids"] = ids[0] if len(ids) == 1 else ids
             else:
-                changes |= self._behind_text(self._splice, limits)
+                changes |= self._behind_text(self._relay, limits)
         return changes
 
     def _limits(self, site: Site) -> dict[str, int]:
@@ -224,11 +224,11 @@ class UpstreamRequest:
             self._caps[name] = min(limits[used], _SMALL_CAP)
         return True
 
-    def _behind_text(self, splice: Splice, limits: dict[str, int]) -> dict[str, Any]:
+    def _behind_text(self, relay: StreamRelay, limits: dict[str, int]) -> dict[str, Any]:
         """Return the fields of a chat that is resumed behind its text."""
         body = self._body
         messages = msgspec.json.decode(body.fields["messages"], type=list[msgspec.Raw])
-        said = {"role": "assistant", "content": splice.partial_text()}
+        said = {"role": "assistant", "content": relay.partial_text()}
         changes: dict[str, Any] = {
             "messages": [*messages, said],
             "continue_final_message": True,
@@ -237,8 +237,8 @@ class UpstreamRequest:
         # reduce each limit, as engines use one or another; a negative one means none
         for name, most in {**body.limits, **limits}.items():
             if most >= 0:
-                changes[name] = max(1, most - splice.num_parts)
+                changes[name] = max(1, most - relay.num_parts)
         if body.seed is not None:
             # the same seed would repeat the beginning's draws
-            changes["seed"] = (body.seed + splice.num_parts) % (1 << 31)
+            changes["seed"] = (body.seed + relay.num_parts) % (1 << 31)
         return changes

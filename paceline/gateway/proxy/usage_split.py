@@ -16,7 +16,7 @@ from paceline.gateway.proxy.attempt import Attempt
 from paceline.gateway.routing.routes import Site
 from paceline.gateway.settings.engine_types import TEXT_PATHS, is_vectors
 from paceline.gateway.settings.prices import Used
-from paceline.gateway.streams.openai_stream import Splice
+from paceline.gateway.streams.openai_stream import StreamRelay
 from paceline.gateway.streams.usage import text_bytes, used_by
 
 __all__ = ["UsageSplit"]
@@ -29,14 +29,14 @@ class UsageSplit:
 
     Args:
         prompt_tokens: estimated tokens of the prompt.
-        splice: relay of the streamed answer; None: it is not streamed.
+        relay: relay of the streamed answer; None: it is not streamed.
         deferred: tokens that a background answer may use, else 0.
     """
 
     def __init__(
-        self, path: str, prompt_tokens: float, splice: Splice | None, deferred: int = 0
+        self, path: str, prompt_tokens: float, relay: StreamRelay | None, deferred: int = 0
     ) -> None:
-        self._path, self._splice, self._deferred = path, splice, deferred
+        self._path, self._relay, self._deferred = path, relay, deferred
         self._estimate = round(prompt_tokens)
         # engines that are done, each with the answer's tokens up to its end
         self._parts: list[tuple[Site, int]] = []
@@ -47,8 +47,8 @@ class UsageSplit:
 
     def resumes_after(self, site: Site) -> None:
         """Keep what ``site`` made of the answer; another engine makes the rest."""
-        assert self._splice is not None, "a stream goes on"
-        self._parts.append((site, self._splice.num_output_tokens))
+        assert self._relay is not None, "a stream goes on"
+        self._parts.append((site, self._relay.num_output_tokens))
 
     def used(self, attempt: Attempt | None) -> Used:
         """Return the usage in total; ``attempt``: the last attempt, None: no engine was asked."""
@@ -56,21 +56,21 @@ class UsageSplit:
             return Used()
         # an engine worked for a caller that hung up, whether or not it had sent output
         began = attempt.was_abandoned and attempt.was_sent
-        splice = self._splice
-        if splice is None or (attempt.is_answer and not attempt.streams):
+        relay = self._relay
+        if relay is None or (attempt.is_answer and not attempt.streams):
             # some engines answer a request for a stream with a single body
             if self._told is None and attempt.is_answer:
                 body = bytes(attempt.body)
                 self.counted = used_by(self._path, body)
                 self._told = self.counted or self._estimated(body)
             return self._told or Used(self._estimate if began else 0)
-        output, prompt = splice.num_output_tokens, splice.prompt_tokens
+        output, prompt = relay.num_output_tokens, relay.prompt_tokens
         if prompt is not None:
-            self.counted = Used(prompt, splice.cached_tokens, output)
+            self.counted = Used(prompt, relay.cached_tokens, output)
         if prompt is None:
             # the engine died before it counted the prompt, or never counts
             prompt = self._estimate if output or began else 0
-        return Used(prompt, splice.cached_tokens, output)
+        return Used(prompt, relay.cached_tokens, output)
 
     def _estimated(self, body: bytes) -> Used:
         """Estimate the usage of an answer without counts."""

@@ -1,7 +1,7 @@
 """One streamed answer, joined from the streams of one or more engines.
 
 An attempt is one engine's stream: its bytes go in as they arrive, and bytes for the caller come
-out. The splice notes which tokens of each choice the caller has, so that another engine can resume
+out. The relay notes which tokens of each choice the caller has, so that another engine can resume
 behind them, and removes what only the gateway asked for (token ids, usage)::
 
     try 1   role  "Once"  " upon"  x
@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from paceline.gateway.streams.chunk_template import Relay, Shape, relay_nothing
+from paceline.gateway.streams.chunk_template import ChunkTemplate, RelayEvent, relay_nothing
 from paceline.gateway.streams.chunks import (
     Choice,
     Chunk,
@@ -29,19 +29,19 @@ from paceline.gateway.streams.chunks import (
     with_choices,
     without_ids,
 )
-from paceline.gateway.streams.passthrough_stream import PlainSplice
+from paceline.gateway.streams.passthrough_stream import PassthroughRelay
 from paceline.gateway.streams.usage import Usage
 from paceline.wire.sse import MAX_EVENT_BYTES, SseEvents, name_of, payload_of
 
-__all__ = ["DONE", "OpenAISplice", "Splice", "make_splice"]
+__all__ = ["DONE", "OpenAIStreamRelay", "StreamRelay", "make_relay"]
 
 DONE: Final = b"data: [DONE]\n\n"
 # chunks of an attempt that are tried as templates
 _LESSONS: Final = 16
 
 
-class Splice(Protocol):
-    """Relay of a streamed answer; see ``OpenAISplice``."""
+class StreamRelay(Protocol):
+    """Relay of a streamed answer; see ``OpenAIStreamRelay``."""
 
     # the caller has a part of the answer
     emitted: bool
@@ -57,7 +57,7 @@ class Splice(Protocol):
     num_events: int
 
     @property
-    def relay(self) -> Relay:
+    def relay_event(self) -> RelayEvent:
         """Fast path for a read, valid until the next ``feed``: returns the caller's bytes if the
         data is one event in the middle of the answer that matches the template; None: call
         ``feed``."""
@@ -87,8 +87,8 @@ class Splice(Protocol):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class OpenAISplice:
-    """Splice of chat and completions.
+class OpenAIStreamRelay:
+    """Relay of chat and completions.
 
     Args:
         num_choices: choices of the answer; None: unknown, and it cannot be resumed.
@@ -113,7 +113,7 @@ class OpenAISplice:
     # cached tokens of the prompt, as the engine counts them
     cached_tokens: int = 0
     num_events: int = 0
-    relay: Relay = relay_nothing
+    relay_event: RelayEvent = relay_nothing
     _ids: dict[int, list[int]] = field(default_factory=dict)
     # tokens came without ids, so nothing can be resumed exactly
     _lost_ids: bool = False
@@ -136,7 +136,7 @@ class OpenAISplice:
     _head: dict[str, bytes] = field(default_factory=dict)
     _swaps: list[tuple[bytes, bytes]] = field(default_factory=list)
     # template of the attempt's next chunks; None: not learned
-    _shape: Shape | None = None
+    _template: ChunkTemplate | None = None
     # chunks that may still be tried as templates: in some streams no two are alike
     _lessons: int = 0
     _events: SseEvents = field(default_factory=SseEvents)
@@ -156,7 +156,7 @@ class OpenAISplice:
         known = max(self._completion_tokens, sum(map(len, self._ids.values())))
         if self._counted:
             return known
-        return max(known, self._parts + (0 if self._shape is None else self._shape.num_parts))
+        return max(known, self._parts + (0 if self._template is None else self._template.num_parts))
 
     def begin_attempt(self, *, by_text: bool = False) -> None:
         """Start an attempt: data now comes from another engine. ``by_text``: it resumes behind the
@@ -170,7 +170,7 @@ class OpenAISplice:
         learns = self.num_choices == 1 and self.hide_ids and not self.keep_text
         self._lessons = _LESSONS if learns else 0
         self._forget_shape()
-        self.relay = relay_nothing
+        self.relay_event = relay_nothing
         self._events.clear()
         self.failed, self.failure_event = None, b""
 
@@ -180,8 +180,8 @@ class OpenAISplice:
         for event in self._events.feed(data):
             if self.failed is not None or self.done:
                 break
-            shape = self._shape
-            found = None if shape is None else shape.relay(event + b"\n\n")
+            template = self._template
+            found = None if template is None else template.relay_event(event + b"\n\n")
             if found is None:
                 found = self._event(event)
             else:
@@ -190,13 +190,15 @@ class OpenAISplice:
         if self._events.too_long and not self.done and self.failed is None:
             self.failed = f"an event of more than {MAX_EVENT_BYTES} bytes"
         goes_on = self._events.is_between and not self.done and self.failed is None
-        self.relay = self._shape.relay if self._shape is not None and goes_on else relay_nothing
+        self.relay_event = (
+            self._template.relay_event if self._template is not None and goes_on else relay_nothing
+        )
         return b"".join(out)
 
     def end_attempt(self) -> bytes:
         """End the attempt, in order or not: return the rest of a complete answer; of any other
         answer, set ``failed``."""
-        self.relay = relay_nothing
+        self.relay_event = relay_nothing
         if self.done:
             return b""
         if self._is_said:
@@ -329,12 +331,12 @@ class OpenAISplice:
             # a stream that only sometimes has ids has no template
             if has_ids != self._lost_ids:
                 ids = self._ids[choice.index or 0] if has_ids else None
-                self._shape = Shape.of(payload, out, ids)
+                self._template = ChunkTemplate.of(payload, out, ids)
 
     def _forget_shape(self) -> None:
-        if self._shape is not None:
-            self._parts += self._shape.num_parts
-            self._shape = None
+        if self._template is not None:
+            self._parts += self._template.num_parts
+            self._template = None
 
     def _remember(self, choice: Choice) -> None:
         said = choice.delta.content if choice.delta is not None else choice.text
@@ -410,10 +412,10 @@ class OpenAISplice:
         return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
-def make_splice(path: str, **openai: Any) -> Splice:
-    """Make the splice of an endpoint; ``openai``: see ``OpenAISplice``."""
+def make_relay(path: str, **openai: Any) -> StreamRelay:
+    """Make the relay of an endpoint; ``openai``: see ``OpenAIStreamRelay``."""
     if path == "/v1/messages":
-        return PlainSplice(
+        return PassthroughRelay(
             path=path,
             says=(b"content_block_delta",),
             ends=(b"message_stop",),
@@ -421,10 +423,10 @@ def make_splice(path: str, **openai: Any) -> Splice:
             stops=(b"message_delta", b'event: message_stop\ndata: {"type":"message_stop"}\n\n'),
         )
     if path == "/v1/responses":
-        return PlainSplice(
+        return PassthroughRelay(
             path=path,
             says=(b".delta",),
             ends=(b"response.completed", b"response.incomplete"),
             fails=(b"response.failed", b"error"),
         )
-    return OpenAISplice(**openai)
+    return OpenAIStreamRelay(**openai)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from paceline.gateway.streams.chunk_template import Relay, relay_nothing
+from paceline.gateway.streams.chunk_template import RelayEvent, relay_nothing
 from paceline.gateway.streams.chunks import says_error
 from paceline.gateway.streams.pauses import BEGINNINGS, is_between_parts
 from paceline.gateway.streams.usage import Usage
@@ -19,7 +19,7 @@ from paceline.wire.sse import (
     payload_of,
 )
 
-__all__ = ["PlainSplice"]
+__all__ = ["PassthroughRelay"]
 
 
 class _Told(msgspec.Struct):
@@ -84,7 +84,7 @@ def _what_begins(name: bytes, payload: bytes) -> str:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class PlainSplice:
+class PassthroughRelay:
     """Relay of unchanged streams: Anthropic's messages and OpenAI's responses.
 
     Events are held back until the first one with output: an engine that fails earlier leaves no
@@ -113,8 +113,8 @@ class PlainSplice:
     num_parts: int = 0
     num_events: int = 0
     between_parts: bool = True
-    # no shape is learned: the events have names
-    relay: Relay = relay_nothing
+    # no template is learned: the events have names
+    relay_event: RelayEvent = relay_nothing
     _num_deltas: int = 0
     _counted: int | None = None
     _held: bytes = b""

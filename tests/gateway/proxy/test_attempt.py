@@ -15,7 +15,7 @@ from paceline.gateway.observability.tracing import NO_TRACE
 from paceline.gateway.proxy.attempt import Attempt
 from paceline.gateway.routing.routes import Site
 from paceline.gateway.settings.config import EngineKind
-from paceline.gateway.streams.openai_stream import make_splice
+from paceline.gateway.streams.openai_stream import make_relay
 from paceline.gateway.upstreams.upstream import Engine
 from paceline.http.upstream import Connection
 from paceline.routing import Demand
@@ -55,7 +55,7 @@ class Owner:
         )
         self.clock = T
         self.wake = asyncio.Event()
-        self.splice: Any = make_splice(path, num_choices=1, note={})
+        self.relay: Any = make_relay(path, num_choices=1, note={})
         self.trace = NO_TRACE
         self.told: list[bytes] = []
         # how many of them were written as the last one, and where among them
@@ -103,11 +103,11 @@ def started(
 ) -> tuple[Owner, Attempt, Connection]:
     """An attempt whose engine has said the first word."""
     owner = Owner(path, kind)
-    owner.splice.begin_attempt()
+    owner.relay.begin_attempt()
     engine = Engine(owner.config.engines[0], owner.config, T)
     demand = Demand(prompt_tokens=3.0, max_tokens=9, output_tokens=9.0, prefix=())
     dispatch = engine.load.dispatch(demand, engine.load.view(demand, T), T)
-    second = make_splice(path, num_choices=1, note={}) if probe else None
+    second = make_relay(path, num_choices=1, note={}) if probe else None
     attempt = Attempt(owner, Site(engine, "m", 0), dispatch, second)  # type: ignore[arg-type]
     attempt._path = path
     connection = Connection(engine.pool)
@@ -434,5 +434,5 @@ def test_the_first_word_is_noted_once() -> None:
     owner.clock = T + 1.0
     for part in chat_chunks(WORDS)[2:]:
         connection.data_received(chunk(part))
-    assert owner.first == [T] and owner.splice.done
+    assert owner.first == [T] and owner.relay.done
     assert b"".join(owner.told).endswith(b"data: [DONE]\n\n")

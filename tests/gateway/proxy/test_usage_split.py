@@ -69,7 +69,7 @@ async def test_who_hangs_up_before_a_word_pays_for_the_prompt(
         await until(lambda: bool(one.bodies))
         if ids:
             (attempt,) = gateway.engines.by_name["e1"].running
-            await until(lambda: attempt._owner.splice.prompt_tokens == 3)  # type: ignore[attr-defined]
+            await until(lambda: attempt._owner.relay.prompt_tokens == 3)  # type: ignore[attr-defined]
         sent.cancel()
         await until(lambda: gateway.in_flight == 0)
         shown = body["messages"] if path == CHAT else body["input"]

@@ -179,7 +179,7 @@ class Kept:
                 self.homes.note(found[1].decode(), proxied.engine.name, tenant)
 
         proxied.on_answer = answered
-        if proxied.splice is None:
+        if proxied.relay is None:
             return
         write, write_last = proxied.write, proxied.write_last
 

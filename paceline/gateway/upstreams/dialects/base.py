@@ -35,7 +35,7 @@ class Translator(Protocol):
 
     @property
     def between_parts(self) -> bool:
-        """Whether the next output begins a new part; see ``Splice``."""
+        """Whether the next output begins a new part; see ``StreamRelay``."""
         ...
 
     def feed(self, data: bytes) -> Iterator[bytes]:
