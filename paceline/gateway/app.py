@@ -1,4 +1,4 @@
-"""ASGI application with the gateway's endpoints.
+"""ASGI application of the gateway.
 
 No framework handles a request: its path is looked up, its body is read, and ``ProxiedRequest`` does
 the rest. Bounds on connections, heads and slow readers are those of the server (``paceline.http``).
@@ -21,7 +21,7 @@ from typing import Final
 from starlette.types import Message, Receive, Scope, Send
 
 from paceline.gateway.admin import AdminRoutes, as_json
-from paceline.gateway.billing.reserving import Lengths, Plan, sites_of
+from paceline.gateway.billing.reserving import Lengths, Plan, endpoints_of
 from paceline.gateway.billing.spending import Spending
 from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.observability.tracing import NO_TRACE, NO_TRACING, Traces, Tracing
@@ -34,7 +34,7 @@ from paceline.gateway.requests.prompt_size import BytesPerToken, PromptSize, lea
 from paceline.gateway.requests.reading import read_json_bytes
 from paceline.gateway.routing.flow_control import FlowControl
 from paceline.gateway.routing.picker import Picker
-from paceline.gateway.routing.routes import Route, Routes, Site
+from paceline.gateway.routing.routes import Endpoint, Route, Routes
 from paceline.gateway.settings.config import GatewayConfig, key_limits
 from paceline.gateway.settings.engine_types import is_vectors
 from paceline.gateway.settings.prices import Used
@@ -56,7 +56,7 @@ _log = logging.getLogger("paceline.gateway")
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _DRAIN: Final = re.compile(r"/admin/engines/([A-Za-z0-9_.-]{1,64})/(drain|undrain)")
-# endpoints whose requests count against rate limits
+# paths whose requests count against rate limits
 _LIMITED: Final = RELAYED | COUNTING
 # settings of objects that are built once, at start
 _FIXED: Final = frozenset(
@@ -246,7 +246,7 @@ class Gateway:
 
         def plan(where: Route) -> Plan:
             return Plan.of(
-                incoming.path, body, sites_of(where), size, tokens, self._lengths, where.model,
+                incoming.path, body, endpoints_of(where), size, tokens, self._lengths, where.model,
                 self.config.default_max_tokens,
             )  # fmt: skip
 
@@ -384,7 +384,7 @@ class Gateway:
         longest = 0.0 if is_vectors(path) else tokens * size.longest / body.num_prompts
         # compute the certain lower bound only where the estimate exceeds a context
         is_long = longest > _SHORT and any(
-            longest > (site.max_model_len or math.inf) for site in sites_of(route)
+            longest > (endpoint.max_model_len or math.inf) for endpoint in endpoints_of(route)
         )
         return Demand(
             prompt_tokens=tokens,
@@ -417,7 +417,7 @@ def _limiter(config: GatewayConfig, keys: KeyRing) -> RateLimiter | None:
     return RateLimiter(limits, own, RateStore(config.rate_limit_storage or None))
 
 
-def _tokens(usage: Sequence[tuple[Site, Used]]) -> int:
+def _tokens(usage: Sequence[tuple[Endpoint, Used]]) -> int:
     return sum(used.prompt + used.output for _, used in usage)
 
 

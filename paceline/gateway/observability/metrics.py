@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from paceline.gateway.routing.routes import Site
+from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.upstreams.upstream import Engine
 from paceline.http.exposition import Registry
 
@@ -132,22 +132,22 @@ class GatewayMetrics:
             "key",
         )
 
-    def attempt(self, site: Site, *, resumed: bool, fallback: bool) -> None:
-        engine = site.engine.name
+    def attempt(self, endpoint: Endpoint, *, resumed: bool, fallback: bool) -> None:
+        engine = endpoint.engine.name
         self._attempts.at(engine).value += 1
         if resumed:
             self._resumed.at(engine).value += 1
         if fallback:
             self._fallbacks.at(engine).value += 1
 
-    def failed(self, site: Site, kind: str) -> None:
-        self._failures.at(site.engine.name, kind).value += 1
+    def failed(self, endpoint: Endpoint, kind: str) -> None:
+        self._failures.at(endpoint.engine.name, kind).value += 1
 
-    def hedged(self, site: Site, result: str) -> None:
-        self._hedges.at(site.engine.name, result).value += 1
+    def hedged(self, endpoint: Endpoint, result: str) -> None:
+        self._hedges.at(endpoint.engine.name, result).value += 1
 
-    def first_token(self, site: Site, seconds: float) -> None:
-        self._first.at(site.engine.name).observe(seconds)
+    def first_token(self, endpoint: Endpoint, seconds: float) -> None:
+        self._first.at(endpoint.engine.name).observe(seconds)
 
     def ended(self, engine: str, result: str, seconds: float) -> None:
         """Count the end of a request; ``engine``: "" if it was sent to none."""

@@ -11,7 +11,7 @@ import msgspec
 
 from paceline.gateway.observability.tracing import NO_ATTEMPT, AttemptTrace, Trace
 from paceline.gateway.proxy.upstream_request import RESUMABLE
-from paceline.gateway.routing.routes import Site
+from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.settings.config import GatewayConfig
 from paceline.gateway.streams.openai_stream import StreamRelay
 from paceline.gateway.upstreams.dialects import Translator
@@ -29,7 +29,7 @@ __all__ = ["Attempt", "Owner", "Verdict"]
 _MAX_ANSWER_BYTES: Final = 64 << 20
 _SSE: Final = SSE.encode()
 _LAST_STATUS: Final = 599
-# endpoints that answer with events if a stream is requested
+# paths that answer with events if a stream is requested
 _STREAMED: Final = RESUMABLE | {"/v1/responses", "/v1/messages"}
 
 
@@ -91,9 +91,13 @@ class Attempt:
     """
 
     def __init__(
-        self, request: Owner, site: Site, dispatch: Dispatch, probe: StreamRelay | None = None
+        self,
+        request: Owner,
+        endpoint: Endpoint,
+        dispatch: Dispatch,
+        probe: StreamRelay | None = None,
     ) -> None:
-        self.site = site
+        self.endpoint = endpoint
         self.status = 0
         self.headers: Headers = []
         self.body = bytearray()
@@ -102,8 +106,8 @@ class Attempt:
         # ended through no fault of the engine
         self.was_abandoned = False
         self._owner = request
-        self._engine = site.engine
-        self._standing = site.engine.standings.of(site.model, request.now())
+        self._engine = endpoint.engine
+        self._standing = endpoint.engine.standings.of(endpoint.model, request.now())
         # no connection, or no sign of life: the failure is the engine's, not the model's
         self._is_of_engine = False
         self._dispatch = dispatch
@@ -158,7 +162,7 @@ class Attempt:
         engine.breaker.begin(now)
         self._standing.begin(path, now)
         hedge = self._probe is not None
-        self._trace = self._owner.trace.attempt(self.site, self._tokens_before, hedge, now)
+        self._trace = self._owner.trace.attempt(self.endpoint, self._tokens_before, hedge, now)
         self._path = path
         self._ask(request)
 
@@ -205,7 +209,7 @@ class Attempt:
             self.give_up(f"status {status}, which is none of HTTP's")
             return
         if status == 200 and self._left_out:
-            self._engine.leave_out(self.site.model, self._left_out)
+            self._engine.leave_out(self.endpoint.model, self._left_out)
         kind = found.get(b"content-type", _SSE)
         # an answer is relayed as it is if no stream was asked for, or if the engine sent none
         asked = self._owner.relay is not None and status == 200

@@ -22,7 +22,7 @@ from paceline.gateway.proxy.retry_state import RetryState
 from paceline.gateway.proxy.upstream_request import UpstreamRequest
 from paceline.gateway.requests.body import Body
 from paceline.gateway.routing.picker import Pick, Picker
-from paceline.gateway.routing.routes import Site
+from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.settings.config import GatewayConfig
 from paceline.gateway.streams.openai_stream import StreamRelay
 from paceline.http.errors import HttpError
@@ -64,14 +64,16 @@ class Hedge:
         """Set the time at which the first attempt counts as late."""
         if self.is_wanted:
             self._budget.deposit()
-            delay = hedge_delay(pick.site.engine.load, pick.view, self._config.hedge_after)
+            delay = hedge_delay(pick.endpoint.engine.load, pick.view, self._config.hedge_after)
             self._sent_at = now
             self._due_at = None if delay is None else now + delay
 
     def is_due(self, now: float) -> bool:
         return self._due_at is not None and now >= self._due_at
 
-    def ask(self, first: Site, owner: Owner, path: str, probe: Callable[[], StreamRelay]) -> bool:
+    def ask(
+        self, first: Endpoint, owner: Owner, path: str, probe: Callable[[], StreamRelay]
+    ) -> bool:
         """Ask a second engine, if there is one for it; return whether it was asked.
 
         Args:
@@ -82,9 +84,9 @@ class Hedge:
         pick = self._pick(first, now)
         if pick is None:
             return False
-        site = pick.site
+        endpoint = pick.endpoint
         try:
-            request = self._upstream_request.encode(site, resumed=False)
+            request = self._upstream_request.encode(endpoint, resumed=False)
         except RequestError:
             # the second engine's API cannot express the request: that does not concern the first
             # attempt, and nothing is paid for it
@@ -93,9 +95,9 @@ class Hedge:
             return False
         self._budget.take()
         self._retries.num += 1
-        dispatch = site.engine.load.dispatch(self._demand, pick.view, now)
-        self._spare = Attempt(owner, site, dispatch, probe=probe())
-        self._metrics.attempt(site, resumed=False, fallback=False)
+        dispatch = endpoint.engine.load.dispatch(self._demand, pick.view, now)
+        self._spare = Attempt(owner, endpoint, dispatch, probe=probe())
+        self._metrics.attempt(endpoint, resumed=False, fallback=False)
         self._spare.send(path, request)
         return True
 
@@ -104,7 +106,7 @@ class Hedge:
         self._due_at = None
         spare, self._spare = self._spare, None
         if spare is not None:
-            self._metrics.hedged(spare.site, "lost")
+            self._metrics.hedged(spare.endpoint, "lost")
             spare.abandon()
 
     def second_failed(self) -> Attempt | None:
@@ -113,7 +115,7 @@ class Hedge:
         if spare is None or spare.verdict is None or spare.is_answer:
             return None
         self._spare = None
-        self._metrics.hedged(spare.site, "failed")
+        self._metrics.hedged(spare.endpoint, "failed")
         return spare
 
     @property
@@ -130,7 +132,7 @@ class Hedge:
         spare, self._spare = self._spare, None
         assert spare is not None, "there are two"
         if won:
-            self._metrics.hedged(spare.site, "won")
+            self._metrics.hedged(spare.endpoint, "won")
         return spare
 
     def end(self) -> None:
@@ -140,28 +142,31 @@ class Hedge:
         if spare is not None:
             spare.abandon()
 
-    def _pick(self, first: Site, now: float) -> Pick | None:
+    def _pick(self, first: Endpoint, now: float) -> Pick | None:
         """Choose the second engine; None: no hedge is sent."""
         self._due_at = None
         if not (self._budget.has_one and self._retries.may_hedge(now, peek=True)):
             return None
         route = self._retries.route
-        tier = next(sites for sites in route.tiers if first in sites)
+        tier = next(endpoints for endpoints in route.tiers if first in endpoints)
         try:
             pick = self._picker.pick(
                 route,
                 self._demand,
                 now,
                 tried={*self._retries.tried, first.engine.name},
-                only=lambda site: site in tier and site.model == first.model,
+                only=lambda endpoint: endpoint in tier and endpoint.model == first.model,
             )
         except HttpError:
             return None
-        candidates = [pick.site, *(site for site in tier if site is not pick.site)]
+        candidates = [
+            pick.endpoint,
+            *(endpoint for endpoint in tier if endpoint is not pick.endpoint),
+        ]
         full = [
-            saturation(site.engine.load, site.engine.max_slots, now)
-            for site in candidates
-            if not site.usable(now, route.path)
+            saturation(endpoint.engine.load, endpoint.engine.max_slots, now)
+            for endpoint in candidates
+            if not endpoint.usable(now, route.path)
         ]
         waited = now - self._sent_at
         below = self._config.hedge_below

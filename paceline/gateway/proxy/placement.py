@@ -14,7 +14,7 @@ from paceline.gateway.requests.body import Body
 from paceline.gateway.routing.endpoint_queue import Queued
 from paceline.gateway.routing.flow_control import FlowControl
 from paceline.gateway.routing.picker import AllRestError, Pick
-from paceline.gateway.routing.routes import Site
+from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.settings.config import GatewayConfig
 from paceline.http.errors import ClientDisconnectedError
 from paceline.routing import Demand, Dispatch
@@ -47,11 +47,11 @@ class Placement:
         self._demand, self._body, self._caller = demand, body, caller
         self._answer, self._now, self._wake, self._arrived = answer, now, wake, arrived
 
-    async def place(self, last: Site | None) -> tuple[Pick, Dispatch]:
+    async def place(self, last: Endpoint | None) -> tuple[Pick, Dispatch]:
         """Wait for an engine, and count the request there.
 
         Args:
-            last: site of the attempt before.
+            last: endpoint of the attempt before.
 
         Raises:
             HttpError: no engine can take it, or the wait would be too long.
@@ -87,10 +87,10 @@ class Placement:
         placed[1].end(self._now())
         self._flow_control.pump()
 
-    def _dispatched(self, last: Site | None) -> tuple[Pick, Dispatch]:
+    def _dispatched(self, last: Endpoint | None) -> tuple[Pick, Dispatch]:
         now = self._now()
         pick = self._retries.pick(now, last)
-        return pick, pick.site.engine.load.dispatch(self._demand, pick.view, now)
+        return pick, pick.endpoint.engine.load.dispatch(self._demand, pick.view, now)
 
     async def _unless_gone(
         self, what: Coroutine[Any, Any, _T], undo: Callable[[_T], None] = lambda _: None

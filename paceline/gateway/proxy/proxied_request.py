@@ -37,7 +37,7 @@ from paceline.gateway.proxy.usage_split import UsageSplit
 from paceline.gateway.requests.body import Body
 from paceline.gateway.routing.flow_control import FlowControl
 from paceline.gateway.routing.picker import Pick, Picker
-from paceline.gateway.routing.routes import Route, Site
+from paceline.gateway.routing.routes import Endpoint, Route
 from paceline.gateway.settings.config import GatewayConfig
 from paceline.gateway.settings.engine_types import VECTOR_PATHS
 from paceline.gateway.settings.prices import Used
@@ -51,7 +51,7 @@ __all__ = ["RELAYED", "ProxiedRequest"]
 
 _log = logging.getLogger("paceline.gateway")
 
-# endpoints whose requests are relayed
+# paths whose requests are relayed
 RELAYED: Final = VECTOR_PATHS | {
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings",
 }  # fmt: skip
@@ -163,7 +163,7 @@ class ProxiedRequest:
     @property
     def engine(self) -> Engine:
         """The answering engine, once one is asked."""
-        return self._attempt.site.engine
+        return self._attempt.endpoint.engine
 
     @property
     def used(self) -> Used:
@@ -179,11 +179,11 @@ class ProxiedRequest:
     def counted(self) -> Used | None:
         """Usage as the engine counted it; None: it did not, or it truncates prompts."""
         attempt = self._answer.attempt
-        if attempt is None or attempt.site.engine.facts.truncates or not self.used.prompt:
+        if attempt is None or attempt.endpoint.engine.facts.truncates or not self.used.prompt:
             return None
         return self._usage_split.counted
 
-    def usage_by_endpoint(self) -> Sequence[tuple[Site, Used]]:
+    def usage_by_endpoint(self) -> Sequence[tuple[Endpoint, Used]]:
         """Usage by engine of an answer that has ended; see ``UsageSplit.usage_by_endpoint``."""
         return self._usage_split.usage_by_endpoint(self._answer.attempt)
 
@@ -196,7 +196,7 @@ class ProxiedRequest:
 
     def sent(self, attempt: Attempt) -> None:
         # the engine that was asked, also if it was a hedge
-        attempt.site.engine.load.prefixes.add(self._demand.prefix)
+        attempt.endpoint.engine.load.prefixes.add(self._demand.prefix)
 
     def again(
         self, attempt: Attempt, left_out: frozenset[str]
@@ -204,19 +204,19 @@ class ProxiedRequest:
         """Return the request without fields that the engine refused; see ``Owner``."""
         resumed = bool(self._retries.num_resumes)
         names = self._upstream_request.refused(
-            attempt.site, attempt.status, bytes(attempt.body), resumed=resumed
+            attempt.endpoint, attempt.status, bytes(attempt.body), resumed=resumed
         )
         if names <= left_out:
             return None
         left_out |= names
         return self._upstream_request.encode(
-            attempt.site, resumed=resumed, left_out=left_out
+            attempt.endpoint, resumed=resumed, left_out=left_out
         ), left_out
 
     def first_token(self, now: float) -> None:
         self._hedge.first_spoke()
         if not self._retries.num_resumes:
-            self._metrics.first_token(self._attempt.site, now - self._arrived)
+            self._metrics.first_token(self._attempt.endpoint, now - self._arrived)
 
     def spare_spoke(self, attempt: Attempt) -> None:
         assert attempt is self._hedge.spare, "the other one was dropped"
@@ -227,13 +227,13 @@ class ProxiedRequest:
     def _go_on_with(self, spare: Attempt) -> None:
         """Let the hedge answer from now on."""
         self._answer.comes_from(spare)
-        self._answer.note(engine=spare.site.engine.name, attempts=self._retries.num)
+        self._answer.note(engine=spare.endpoint.engine.name, attempts=self._retries.num)
         spare.adopt()
 
     def may_leave(self, attempt: Attempt) -> bool:
         begun = self.relay is not None and self.relay.emitted
         spare = attempt is self._hedge.spare
-        return begun or spare or self._retries.may_leave(self.now(), attempt.site)
+        return begun or spare or self._retries.may_leave(self.now(), attempt.endpoint)
 
     def tick(self, now: float) -> None:
         self.downstream.tick(now, self.config.sse_keep_alive)
@@ -288,7 +288,7 @@ class ProxiedRequest:
             begun = await self._placement.place(last)
             self.trace.waited(since, self.now())
             attempt = await self._try_one(*begun)
-            verdict, last = attempt.verdict, attempt.site
+            verdict, last = attempt.verdict, attempt.endpoint
             assert verdict is not None, "the attempt is over"
             if verdict.kind == "done":
                 if self.on_answer is not None:
@@ -304,33 +304,33 @@ class ProxiedRequest:
             free = verdict.kind == "lost" and not self._retries.num_lost
             self._retries.num_lost += verdict.kind == "lost"
             if self.relay is not None and self.relay.emitted:
-                if not self._retries.may_resume(self.now(), attempt.site, free=free):
+                if not self._retries.may_resume(self.now(), attempt.endpoint, free=free):
                     await self._answer.break_off(verdict.why)
                     return
-                self._usage_split.resumes_after(attempt.site)
+                self._usage_split.resumes_after(attempt.endpoint)
             elif not self._retries.may_retry(self.now(), free=free):
                 await self._answer.give_up()
                 return
 
     async def _try_one(self, pick: Pick, dispatch: Dispatch) -> Attempt:
-        site = pick.site
+        endpoint = pick.endpoint
         retries, resumed = self._retries, bool(self._retries.num_resumes)
         try:
-            request = self._upstream_request.encode(site, resumed=resumed)
+            request = self._upstream_request.encode(endpoint, resumed=resumed)
         except BaseException:
             dispatch.end(self.now())
             raise
         retries.num += 1
-        if site.tier or retries.route is not self._route:
-            self._note["fallback"] = site.model
+        if endpoint.tier or retries.route is not self._route:
+            self._note["fallback"] = endpoint.model
         if retries.num > 1 or self._note:
-            self._answer.note(engine=site.engine.name, attempts=retries.num)
+            self._answer.note(engine=endpoint.engine.name, attempts=retries.num)
         if resumed:
             self._answer.note(resumed=retries.num_resumes)
-        attempt = Attempt(self, site, dispatch)
+        attempt = Attempt(self, endpoint, dispatch)
         self._answer.comes_from(attempt)
-        self._metrics.attempt(site, resumed=resumed, fallback=bool(site.tier))
-        by_text = resumed and not self._upstream_request.resumes_exactly(site)
+        self._metrics.attempt(endpoint, resumed=resumed, fallback=bool(endpoint.tier))
+        by_text = resumed and not self._upstream_request.resumes_exactly(endpoint)
         if self.relay is not None:
             self.relay.begin_attempt(by_text=by_text)
             if retries.num == 1:
@@ -367,7 +367,7 @@ class ProxiedRequest:
         """Send a hedge that is due; or, if one of two engines failed or the hedge answered in one
         piece, continue with the other or the hedge."""
         if self._hedge.is_due(self.now()) and self._hedge.ask(
-            self._attempt.site, self, self._path, self._new_relay
+            self._attempt.endpoint, self, self._path, self._new_relay
         ):
             self._answer.note(hedged=True)
         attempt, failed = self._attempt, self._hedge.second_failed()
@@ -390,28 +390,28 @@ class ProxiedRequest:
 
     def _note_failure(self, attempt: Attempt) -> None:
         assert attempt.verdict is not None, "the attempt is over"
-        engine = attempt.site.engine
+        engine = attempt.endpoint.engine
         _log.warning(
             "attempt_failed id=%s engine=%s attempt=%d reason=%r emitted=%s",
             self._caller.request_id, engine.name, self._retries.num, attempt.verdict.why,
             self.relay.emitted if self.relay else False,
         )  # fmt: skip
         self._answer.failed(attempt)
-        self._metrics.failed(attempt.site, attempt.verdict.kind)
+        self._metrics.failed(attempt.endpoint, attempt.verdict.kind)
         # a refusal concerns one of the engine's models
         lost = attempt.verdict.kind == "lost"
-        self._retries.tried.add(engine.name if lost else attempt.site.key)
+        self._retries.tried.add(engine.name if lost else attempt.endpoint.key)
 
     def _may_pass_on(self, attempt: Attempt) -> bool:
         """Whether a refused request may be retried, on another engine or on this one in another
         form; otherwise the caller gets the refusal."""
         now = self.now()
         body = bytes(attempt.body)
-        if self._upstream_request.eases(attempt.site, attempt.status, body):
-            self._retries.tried.discard(attempt.site.key)
+        if self._upstream_request.eases(attempt.endpoint, attempt.status, body):
+            self._retries.tried.discard(attempt.endpoint.key)
             return self._retries.may_retry(now, peek=True)
         if is_too_long(attempt.status, body) and self._retries.may_go_to_a_longer(
-            now, attempt.site
+            now, attempt.endpoint
         ):
             return True
         return not attempt.is_final and self._retries.may_retry(now, peek=True)

@@ -11,7 +11,7 @@ import msgspec
 from paceline.gateway.observability.tracing import NO_TRACE
 from paceline.gateway.proxy.caller import Caller
 from paceline.gateway.requests.body import PREDICT, Body, new_seed
-from paceline.gateway.routing.routes import Site
+from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.streams.openai_stream import StreamRelay
 from paceline.gateway.upstreams.refusals import is_too_long
 from paceline.gateway.upstreams.upstream import Engine
@@ -20,7 +20,7 @@ from paceline.http.upstream import Headers, lines_of
 __all__ = ["CHAT", "RESUMABLE", "UpstreamRequest"]
 
 CHAT: Final = "/v1/chat/completions"
-# endpoints whose streams can be resumed
+# paths whose streams can be resumed
 RESUMABLE: Final = frozenset({CHAT, "/v1/completions"})
 # fields of a chat that rule out resuming behind text: they constrain the form of the rest
 _BOUND_TO_TOKENS: Final = (
@@ -62,10 +62,10 @@ _SMALL_CAP: Final = 512
 _TENANT_HEADER: Final = b"x-llm-d-inference-fairness-id"
 
 
-def _resumes(site: Site) -> bool:
+def _resumes(endpoint: Endpoint) -> bool:
     """Whether an answer can be resumed there behind its token ids."""
-    engine = site.engine
-    return engine.facts.resumes and "return_token_ids" not in engine.left_out(site.model)
+    engine = endpoint.engine
+    return engine.facts.resumes and "return_token_ids" not in engine.left_out(endpoint.model)
 
 
 class UpstreamRequest:
@@ -81,9 +81,9 @@ class UpstreamRequest:
         # engine that refused a limit -> the limit that it is asked for from then on
         self._caps: dict[str, int] = {}
 
-    def can_resume(self, site: Site, before: Site) -> bool:
-        """Whether a stream that broke at ``before`` can be resumed at ``site``: the same model, at
-        an engine that resumes behind token ids, or behind text if that is allowed."""
+    def can_resume(self, endpoint: Endpoint, before: Endpoint) -> bool:
+        """Whether a stream that broke at ``before`` can be resumed at ``endpoint``: the same model,
+        at an engine that resumes behind token ids, or behind text if that is allowed."""
         body, relay = self._body, self._relay
         if (
             self._path not in RESUMABLE
@@ -91,14 +91,14 @@ class UpstreamRequest:
             or body.num_prompts != 1
             or body.resumed
             or body.fields.get("echo") == b"true"
-            or site.model != before.model
-            or site.tier != before.tier
+            or endpoint.model != before.model
+            or endpoint.tier != before.tier
         ):
             return False
-        if self.resumes_exactly(site):
+        if self.resumes_exactly(endpoint):
             return True
         return (
-            site.engine.facts.continues
+            endpoint.engine.facts.continues
             and body.fields.get("messages", b"").startswith(b"[")
             and relay.partial_text() is not None
             and not any(
@@ -107,38 +107,45 @@ class UpstreamRequest:
             )
         )
 
-    def resumes_exactly(self, site: Site) -> bool:
+    def resumes_exactly(self, endpoint: Endpoint) -> bool:
         """Whether it would be resumed there token for token."""
         relay = self._relay
-        return _resumes(site) and relay is not None and relay.resume_ids() is not None
+        return _resumes(endpoint) and relay is not None and relay.resume_ids() is not None
 
-    def encode(self, site: Site, *, resumed: bool, left_out: frozenset[str] = frozenset()) -> bytes:
+    def encode(
+        self, endpoint: Endpoint, *, resumed: bool, left_out: frozenset[str] = frozenset()
+    ) -> bytes:
         """Return head and body. Raises RequestError for what the engine's API cannot express.
 
         Args:
             resumed: it continues behind what the relay has relayed.
-            left_out: added fields to omit, in addition to those that the site is known to refuse.
+            left_out: added fields to omit, in addition to those that the endpoint is known to
+                refuse.
         """
-        changes = self._changes(site, resumed=resumed)
-        for name in left_out | site.engine.left_out(site.model):
+        changes = self._changes(endpoint, resumed=resumed)
+        for name in left_out | endpoint.engine.left_out(endpoint.model):
             changes.pop(name, None)
-        body = site.engine.dialect.body(self._path, self._body, changes)
-        return b"%bcontent-length: %d\r\n\r\n%b" % (self._head(site), len(body), body)
+        body = endpoint.engine.dialect.body(self._path, self._body, changes)
+        return b"%bcontent-length: %d\r\n\r\n%b" % (self._head(endpoint), len(body), body)
 
-    def refused(self, site: Site, status: int, error: bytes, *, resumed: bool) -> frozenset[str]:
+    def refused(
+        self, endpoint: Endpoint, status: int, error: bytes, *, resumed: bool
+    ) -> frozenset[str]:
         """Return the added fields that an engine's refusal names."""
         if status not in (400, 422):
             return frozenset()
-        added = self._changes(site, resumed=resumed).keys() - site.engine.left_out(site.model)
+        added = self._changes(endpoint, resumed=resumed).keys() - endpoint.engine.left_out(
+            endpoint.model
+        )
         error = error[:_MOST_ERROR_BYTES]
         return frozenset(
             name for name in _OWN_FIELDS.keys() & added if _OWN_FIELDS[name].search(error)
         )
 
-    def _head(self, site: Site) -> bytes:
+    def _head(self, endpoint: Endpoint) -> bytes:
         """Return the head without its last header."""
-        caller, engine = self._caller, site.engine
-        target = engine.dialect.target(self._path, site.model)
+        caller, engine = self._caller, endpoint.engine
+        target = engine.dialect.target(self._path, endpoint.model)
         accept = b"text/event-stream" if self._body.stream else b"application/json"
         # the attempt adds its own trace headers
         own = () if caller.trace is NO_TRACE else _TRACE_HEADERS
@@ -159,43 +166,43 @@ class UpstreamRequest:
             found.append((_TENANT_HEADER, caller.tenant.encode()))
         return start + lines_of(found)
 
-    def _changes(self, site: Site, *, resumed: bool) -> dict[str, Any]:
+    def _changes(self, endpoint: Endpoint, *, resumed: bool) -> dict[str, Any]:
         """Return the fields that differ from the caller's."""
-        body, facts = self._body, site.engine.facts
+        body, facts = self._body, endpoint.engine.facts
         changes: dict[str, Any] = {}
-        if "model" not in body.fields or site.model != body.model:
-            changes["model"] = site.model
-        limits = self._limits(site)
+        if "model" not in body.fields or endpoint.model != body.model:
+            changes["model"] = endpoint.model
+        limits = self._limits(endpoint)
         changes |= limits
         if self._caller.salt and facts.salts:
             changes["cache_salt"] = self._caller.salt
         if body.stream and self._path in RESUMABLE:
             if not body.include_usage:
                 changes["stream_options"] = {**body.stream_options(), "include_usage": True}
-            if _resumes(site) and not body.resumed:
+            if _resumes(endpoint) and not body.resumed:
                 changes["return_token_ids"] = True
-        if _resumes(site) and self._seed is not None and self._path in RESUMABLE:
+        if _resumes(endpoint) and self._seed is not None and self._path in RESUMABLE:
             changes["seed"] = self._seed
         if resumed:
             assert self._relay is not None, "a stream is resumed"
             ids = self._relay.resume_ids()
-            if ids is not None and _resumes(site):
+            if ids is not None and _resumes(endpoint):
                 changes["resume_output_ids"] = ids[0] if len(ids) == 1 else ids
             else:
                 changes |= self._behind_text(self._relay, limits)
         return changes
 
-    def _limits(self, site: Site) -> dict[str, int]:
+    def _limits(self, endpoint: Endpoint) -> dict[str, int]:
         """Return fields that keep an answer within its reservation; none if its caller set a limit
         or the engine's context is tighter."""
-        body, context = self._body, site.max_model_len
+        body, context = self._body, endpoint.max_model_len
         if body.cap is None or (context is not None and body.cap >= context - body.prompt_tokens):
             return {}
-        cap = min(body.cap, self._caps.get(site.engine.name, body.cap))
+        cap = min(body.cap, self._caps.get(endpoint.engine.name, body.cap))
         told = {known: cap for known in body.limits if body.limits[known] < 0}
         if body.limits.get(PREDICT, 0) > cap:
             told[PREDICT] = cap
-        return {**told, self._limit_name(site.engine): cap}
+        return {**told, self._limit_name(endpoint.engine): cap}
 
     def _limit_name(self, engine: Engine) -> str:
         if self._path == "/v1/responses":
@@ -206,20 +213,22 @@ class UpstreamRequest:
         is_new = engine.kind == "azure" or engine.pool.origin.host == _OPENAI
         return engine.limit_name or ("max_completion_tokens" if is_new else "max_tokens")
 
-    def eases(self, site: Site, status: int, body: bytes) -> bool:
+    def eases(self, endpoint: Endpoint, status: int, body: bytes) -> bool:
         """Whether the engine refused a limit that the gateway added, and should be asked again: by
         the limit's other name, which is remembered, or for less."""
-        limits, name = self._limits(site), site.engine.name
+        limits, name = self._limits(endpoint), endpoint.engine.name
         if not limits or name in self._caps or status not in (400, 422):
             return False
         if not (_LIMIT_NAMES.search(body) or is_too_long(status, body)):
             return False
-        used = self._limit_name(site.engine)
+        used = self._limit_name(endpoint.engine)
         others = [each for each in _CHAT_LIMITS if each != used and each.encode() in body]
         is_unknown = used.encode() in body and not _TOO_LARGE.search(body)
         self._caps[name] = limits[used]
         if self._path == CHAT and (others or is_unknown):
-            site.engine.limit_name = others[0] if others else _CHAT_LIMITS[used == _CHAT_LIMITS[0]]
+            endpoint.engine.limit_name = (
+                others[0] if others else _CHAT_LIMITS[used == _CHAT_LIMITS[0]]
+            )
         else:
             self._caps[name] = min(limits[used], _SMALL_CAP)
         return True

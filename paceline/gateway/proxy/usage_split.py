@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from paceline.gateway.proxy.attempt import Attempt
-from paceline.gateway.routing.routes import Site
+from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.settings.engine_types import TEXT_PATHS, is_vectors
 from paceline.gateway.settings.prices import Used
 from paceline.gateway.streams.openai_stream import StreamRelay
@@ -39,16 +39,16 @@ class UsageSplit:
         self._path, self._relay, self._deferred = path, relay, deferred
         self._estimate = round(prompt_tokens)
         # engines that are done, each with the answer's tokens up to its end
-        self._parts: list[tuple[Site, int]] = []
+        self._parts: list[tuple[Endpoint, int]] = []
         # usage of an answer that is not streamed
         self._told: Used | None = None
         # usage as counted by an engine; None: it counted none
         self.counted: Used | None = None
 
-    def resumes_after(self, site: Site) -> None:
-        """Keep what ``site`` made of the answer; another engine makes the rest."""
+    def resumes_after(self, endpoint: Endpoint) -> None:
+        """Keep what ``endpoint`` made of the answer; another engine makes the rest."""
         assert self._relay is not None, "a stream goes on"
-        self._parts.append((site, self._relay.num_output_tokens))
+        self._parts.append((endpoint, self._relay.num_output_tokens))
 
     def used(self, attempt: Attempt | None) -> Used:
         """Return the usage in total; ``attempt``: the last attempt, None: no engine was asked."""
@@ -79,21 +79,21 @@ class UsageSplit:
         made = math.ceil(text_bytes(body) / _BYTES_PER_TOKEN)
         return Used(self._estimate, 0, max(made, self._deferred))
 
-    def usage_by_endpoint(self, attempt: Attempt | None) -> Sequence[tuple[Site, Used]]:
+    def usage_by_endpoint(self, attempt: Attempt | None) -> Sequence[tuple[Endpoint, Used]]:
         """Usage by engine, the prompt with the first one; empty if no engine answered: that costs
         nothing."""
         used = self.used(attempt)
         began = attempt is not None and attempt.was_abandoned and attempt.was_sent
         if attempt is None or not (used.output or attempt.is_answer or began):
             return ()
-        found: list[tuple[Site, Used]] = []
+        found: list[tuple[Endpoint, Used]] = []
         before = 0
-        for site, until in (*self._parts, (attempt.site, used.output)):
+        for endpoint, until in (*self._parts, (attempt.endpoint, used.output)):
             # the engine's count of the whole answer overrules the number of relayed parts
             made = max(0, min(until, used.output) - before)
             before += made
             if not found:
-                found.append((site, Used(used.prompt, used.cached, made)))
+                found.append((endpoint, Used(used.prompt, used.cached, made)))
             elif made:
-                found.append((site, Used(output=made)))
+                found.append((endpoint, Used(output=made)))
         return found

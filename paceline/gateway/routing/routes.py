@@ -1,4 +1,4 @@
-"""Routes: from a model's name to the sites that may serve it, tier by tier."""
+"""Routes: from a model's name to the endpoints that may serve it, tier by tier."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from paceline.gateway.settings.engine_types import VECTOR_PATHS
 from paceline.gateway.upstreams.upstream import Engine, EngineModel
 from paceline.http.errors import HttpError
 
-__all__ = ["Route", "Routes", "Site"]
+__all__ = ["Endpoint", "Route", "Routes"]
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class Endpoint:
     """A model at an engine."""
 
     engine: Engine
@@ -27,7 +27,7 @@ class Site:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Key of the site among those where a request was tried."""
+        """Key of the endpoint among those where a request was tried."""
         return self.engine.name, self.model
 
     def usable(self, now: float, path: str) -> str:
@@ -63,11 +63,11 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Sites where one model's requests may go."""
+    """Endpoints where one model's requests may go."""
 
     # the name in the configuration, or at an engine
     model: str
-    tiers: Sequence[Sequence[Site]]
+    tiers: Sequence[Sequence[Endpoint]]
     fallback: bool = True
     pressure_fallback: bool = False
     # route of prompts that prove too long for this one
@@ -76,7 +76,7 @@ class Route:
     asked: str = ""
     # whether no cloud may serve it, also through models that stand in for this one
     local_only: bool = False
-    # endpoint of the request
+    # path of the request
     path: str = ""
 
     @property
@@ -85,7 +85,7 @@ class Route:
         return self.asked or self.model
 
     def serving(self, path: str, body: Body) -> Route:
-        """Return the route without sites whose API cannot serve the request.
+        """Return the route without endpoints whose API cannot serve the request.
 
         Raises HttpError 400 if none is left.
         """
@@ -93,11 +93,13 @@ class Route:
         tiers = []
         for tier in self.tiers:
             kept = []
-            for site in tier:
-                if why := site.engine.dialect.cannot(path, body) or _lacks(site.engine, path):
-                    reasons[site.engine.name] = why
+            for endpoint in tier:
+                if why := endpoint.engine.dialect.cannot(path, body) or _lacks(
+                    endpoint.engine, path
+                ):
+                    reasons[endpoint.engine.name] = why
                 else:
-                    kept.append(site)
+                    kept.append(endpoint)
             if kept:
                 tiers.append(kept)
         if reasons and not tiers:
@@ -115,13 +117,13 @@ class Route:
             self.local_only, path,
         )  # fmt: skip
 
-    def sites(self, *, fallback: bool) -> Iterator[Sequence[Site]]:
+    def usable_tiers(self, *, fallback: bool) -> Iterator[Sequence[Endpoint]]:
         """Return the tiers that may be used, in order."""
         return iter(self.tiers if fallback else self.tiers[:1])
 
 
 def _lacks(engine: Engine, path: str) -> str:
-    """Return why an engine does not serve a vector endpoint; empty if it may. Engines of unknown
+    """Return why an engine does not serve a vector path; empty if it may. Engines of unknown
     kind may serve all."""
     if path not in VECTOR_PATHS or engine.kind == "auto" or path in engine.facts.vectors:
         return ""
@@ -164,13 +166,13 @@ class Routes:
         if (found := self._aliases.find(name)) is not None:
             alias, stem = found
             return self._configured(self._aliased[alias], local_only, name, stem)
-        sites = [] if self._are_named else self._served(name)
-        if not sites:
+        endpoints = [] if self._are_named else self._served(name)
+        if not endpoints:
             served = ", ".join(self.names()[:20]) or "none, as no engine has answered yet"
             raise UnknownModelError(
                 f"The model {name[:200]!r} does not exist here; served: {served}"
             )
-        return Route(name, (sites,))
+        return Route(name, (endpoints,))
 
     def names(self) -> list[str]:
         """Return the names that callers may request: configured ones, else the engines'."""
@@ -181,8 +183,8 @@ class Routes:
         found: dict[str, EngineModel] = {}
         if self._are_named:
             for name in self._models:
-                sites = self._configured(self._models[name], False).tiers
-                lengths = [s.max_model_len for tier in sites for s in tier if s.max_model_len]
+                endpoints = self._configured(self._models[name], False).tiers
+                lengths = [s.max_model_len for tier in endpoints for s in tier if s.max_model_len]
                 found[name] = EngineModel(name, max(lengths) if lengths else None)
         else:
             for engine in self._engines.values():
@@ -212,7 +214,7 @@ class Routes:
                 if local_only and engine.config.cloud:
                     continue
                 model = fill(target.model, stem) or self._own_name(engine, name)
-                tier.append(Site(engine, model, number))
+                tier.append(Endpoint(engine, model, number))
             if tier:
                 tiers.append(tier)
         return Route(
@@ -224,9 +226,9 @@ class Routes:
         models = engine.models or {}
         return name if name in models or len(models) != 1 else next(iter(models))
 
-    def _served(self, name: str) -> list[Site]:
+    def _served(self, name: str) -> list[Endpoint]:
         return [
-            Site(engine, name, 0)
+            Endpoint(engine, name, 0)
             for engine in self._engines.values()
             if name in (engine.models or {})
         ]

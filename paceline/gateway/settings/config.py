@@ -116,7 +116,7 @@ Amount = str | int | float
 
 
 class PriceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Price per million tokens; the most specific row that matches a site counts."""
+    """Price per million tokens; the most specific row that matches an endpoint counts."""
 
     # "": any engine
     engine: str = ""
@@ -348,8 +348,8 @@ def budgets_of(config: GatewayConfig) -> dict[str, Budget]:
 
 
 def check_spending(config: GatewayConfig) -> None:
-    """Check keys, prices and budgets. Raises ConfigError, also if there are budgets and a site has
-    no price: an unknown price is not zero."""
+    """Check keys, prices and budgets. Raises ConfigError, also if there are budgets and an endpoint
+    has no price: an unknown price is not zero."""
     prices, budgets = prices_of(config), budgets_of(config)
     names = [key.name for key in config.keys]
     if len(set(names)) < len(names):

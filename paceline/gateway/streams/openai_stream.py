@@ -413,7 +413,7 @@ class OpenAIStreamRelay:
 
 
 def make_relay(path: str, **openai: Any) -> StreamRelay:
-    """Make the relay of an endpoint; ``openai``: see ``OpenAIStreamRelay``."""
+    """Make the relay of a path; ``openai``: see ``OpenAIStreamRelay``."""
     if path == "/v1/messages":
         return PassthroughRelay(
             path=path,

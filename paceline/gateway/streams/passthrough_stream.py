@@ -91,7 +91,7 @@ class PassthroughRelay:
     trace, and the request can start over on another one.
 
     Args:
-        path: the endpoint.
+        path: of the request.
         says: suffixes of the names of events that carry a part of the answer.
         ends: names of the last event, one for each way to end.
         fails: names of events that report an error.

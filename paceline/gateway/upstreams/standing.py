@@ -12,7 +12,7 @@ from paceline.statuses import meaning_of
 
 __all__ = ["Outcome", "Standing", "Standings", "outcome_of_refusal"]
 
-# how a request ended; "missing": the model lacks this endpoint, "unknown": nothing is learned about
+# how a request ended; "missing": the model lacks this path, "unknown": nothing is learned about
 # the model
 Outcome = Literal["ok", "failed", "missing", "unknown"]
 
@@ -25,7 +25,7 @@ class Standing:
 
     def __init__(self) -> None:
         self.breaker = Breaker()
-        # path -> breaker, where the engine said that model or endpoint does not exist
+        # path -> breaker, where the engine said that model or path does not exist
         self._missing: dict[str, Breaker] = {}
         self._rests_until = 0.0
 
@@ -60,7 +60,7 @@ class Standing:
         return "" if missing is None or missing.allows(now) else f"has no {path} for it"
 
     def troubles(self, now: float) -> str:
-        """Return the troubles of all its endpoints, for people."""
+        """Return the troubles of all its paths, for people."""
         paths = ("", *self._missing)
         return "; ".join(filter(None, dict.fromkeys(self.trouble(path, now) for path in paths)))
 

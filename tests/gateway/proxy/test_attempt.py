@@ -13,7 +13,7 @@ import pytest
 from paceline.gateway import EngineConfig, GatewayConfig
 from paceline.gateway.observability.tracing import NO_TRACE
 from paceline.gateway.proxy.attempt import Attempt
-from paceline.gateway.routing.routes import Site
+from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.settings.config import EngineKind
 from paceline.gateway.streams.openai_stream import make_relay
 from paceline.gateway.upstreams.upstream import Engine
@@ -108,7 +108,7 @@ def started(
     demand = Demand(prompt_tokens=3.0, max_tokens=9, output_tokens=9.0, prefix=())
     dispatch = engine.load.dispatch(demand, engine.load.view(demand, T), T)
     second = make_relay(path, num_choices=1, note={}) if probe else None
-    attempt = Attempt(owner, Site(engine, "m", 0), dispatch, second)  # type: ignore[arg-type]
+    attempt = Attempt(owner, Endpoint(engine, "m", 0), dispatch, second)  # type: ignore[arg-type]
     attempt._path = path
     connection = Connection(engine.pool)
     connection.connection_made(Transport())  # type: ignore[arg-type]

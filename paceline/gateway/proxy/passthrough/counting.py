@@ -11,7 +11,7 @@ from paceline.gateway.proxy.passthrough.kept import IncomingRequest, Kept, heade
 from paceline.gateway.proxy.passthrough.passing import pass_on
 from paceline.gateway.requests.body import Body, read_body
 from paceline.gateway.requests.reading import read_json_bytes
-from paceline.gateway.routing.routes import Route, Routes, Site
+from paceline.gateway.routing.routes import Endpoint, Route, Routes
 from paceline.gateway.settings.config import GatewayConfig
 from paceline.http.errors import HttpError
 from paceline.http.sse import unless_disconnected
@@ -23,7 +23,7 @@ __all__ = ["COUNTING", "Counting"]
 _MESSAGES: Final = "/v1/messages/count_tokens"
 _RESPONSES: Final = "/v1/responses/input_tokens"
 COUNTING: Final = frozenset({_MESSAGES, _RESPONSES})
-# kinds with other APIs, and the counting endpoint that they have
+# kinds with other APIs, and the counting path that they have
 _OTHERS: Final = {"anthropic": _MESSAGES, "azure": ""}
 # callers' headers that are passed on to engines
 _VERSIONS: Final = (b"anthropic-version", b"anthropic-beta")
@@ -39,7 +39,7 @@ class _Gateway(Protocol):
 
 
 class Counting:
-    """Counting endpoints of one gateway."""
+    """Counting paths of one gateway."""
 
     def __init__(self, gateway: _Gateway) -> None:
         self._gateway = gateway
@@ -61,17 +61,17 @@ class Counting:
     async def _ask(self, incoming: IncomingRequest, body: Body, route: Route) -> None:
         """Ask the engines of a route, one after the other, until one answers."""
         troubled = False
-        for site in _in_turn(route, incoming.path):
-            headers = headers_for(site.engine, incoming.tenant, incoming.request_id)
+        for endpoint in _in_order(route, incoming.path):
+            headers = headers_for(endpoint.engine, incoming.tenant, incoming.request_id)
             headers.append((b"content-type", b"application/json"))
             headers += [h for h in incoming.scope["headers"] if h[0] in _VERSIONS]
-            changes = {"model": site.model}
-            # the counting endpoint takes the fields of its parent endpoint
-            data = site.engine.dialect.body(incoming.path.rpartition("/")[0], body, changes)
+            changes = {"model": endpoint.model}
+            # the counting path takes the fields of its parent path
+            data = endpoint.engine.dialect.body(incoming.path.rpartition("/")[0], body, changes)
             passed = None
             try:
                 async with await pass_on(
-                    site.engine, "POST", incoming.path, headers, data, _SECONDS
+                    endpoint.engine, "POST", incoming.path, headers, data, _SECONDS
                 ) as passed:
                     meaning = meaning_of(passed.status)
                     if passed.status == 200 or meaning == "caller":
@@ -87,11 +87,14 @@ class Counting:
         raise HttpError(404, f"no engine of {route.shown} has {incoming.path}")
 
 
-def _in_turn(route: Route, path: str) -> list[Site]:
-    """Return sites that may count, by tier; first those whose engines answered their last poll."""
+def _in_order(route: Route, path: str) -> list[Endpoint]:
+    """Return endpoints that may count, by tier; first those whose engines answered their last
+    poll."""
     return [
-        site
+        endpoint
         for tier in route.tiers
-        for site in sorted(tier, key=lambda site: (bool(site.engine.trouble), random.random()))
-        if not site.lacks_model and _OTHERS.get(site.engine.kind, path) == path
+        for endpoint in sorted(
+            tier, key=lambda endpoint: (bool(endpoint.engine.trouble), random.random())
+        )
+        if not endpoint.lacks_model and _OTHERS.get(endpoint.engine.kind, path) == path
     ]

@@ -151,8 +151,8 @@ class Kept:
         if value[:1] != b'"':
             return route
         previous = msgspec.json.decode(value)
-        sites = [site for tier in route.tiers for site in tier]
-        engines = list({site.engine.name: site.engine for site in sites}.values())
+        endpoints = [endpoint for tier in route.tiers for endpoint in tier]
+        engines = list({endpoint.engine.name: endpoint.engine for endpoint in endpoints}.values())
         if not _IS_ID.fullmatch(previous) or len(self._keepers()) < 2:
             # an engine reports what is wrong with it
             return route
@@ -163,7 +163,7 @@ class Kept:
                 f"response {previous[:80]!r} is kept by engine {home.name}, and {route.shown} "
                 "is not asked for there",
             )
-        tiers = [[site for site in tier if site.engine is home] for tier in route.tiers]
+        tiers = [[endpoint for endpoint in tier if endpoint.engine is home] for tier in route.tiers]
         return replace(route, tiers=[tier for tier in tiers if tier], longer=None)
 
     def watch(self, proxied: ProxiedRequest, tenant: str) -> None:
@@ -172,7 +172,7 @@ class Kept:
 
         def answered(attempt: Attempt) -> None:
             if not attempt.streams:
-                self._note(bytes(attempt.body), attempt.site.engine, tenant)
+                self._note(bytes(attempt.body), attempt.endpoint.engine, tenant)
 
         def told(data: bytes) -> None:
             if (found := _TOLD_ID.search(data[:4096])) is not None:

@@ -1,5 +1,5 @@
-"""Pass-through of a request to one engine, and of its answer back: no retry, no stream relay, and no
-effect on the engine's breaker."""
+"""Pass-through of a request to one engine, and of its answer back: no retry, no stream relay, and
+no effect on the engine's breaker."""
 
 from __future__ import annotations
 

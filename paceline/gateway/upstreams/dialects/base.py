@@ -12,7 +12,7 @@ from paceline.http.upstream import Headers
 
 __all__ = ["Dialect", "OpenAIDialect", "Translator", "checked"]
 
-# endpoint -> lists of which a complete answer has one: some relays answer every API as a chat
+# path -> lists of which a complete answer has one: some relays answer every API as a chat
 _LISTS: Final = {
     "/v1/chat/completions": ("choices",),
     "/v1/completions": ("choices",),
