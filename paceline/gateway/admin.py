@@ -151,7 +151,7 @@ def _engine(engine: Engine, now: float) -> Mapping[str, Any]:
         # share of the requests for it: 1, or less for a while after it came back
         "share": round(engine.share(now), 3),
         "slow": engine.load.pace.slow_since is not None,
-        "rests_for": round(engine.rests_for(now), 1),
+        "rests_for": round(engine.cooldown_left(now), 1),
         "max_concurrent": engine.config.max_concurrent or None,
         "models": sorted(engine.models) if engine.models is not None else None,
         "requests": len(engine.running),

@@ -148,7 +148,7 @@ async def test_05_a_pause_is_not_shortened_by_what_comes_later() -> None:
         both = [client.post(CHAT, json=chat()) for _ in range(2)]
         await asyncio.gather(*both)
         state = gateway.engines.by_name["e1"]
-        assert len(engine.bodies) == 2 and state.rests_for(gateway.now()) > 25.0
+        assert len(engine.bodies) == 2 and state.cooldown_left(gateway.now()) > 25.0
         told = (await client.get("/status")).json()["engines"]["e1"]["trouble"]
         assert told.startswith("asked for a pause")
     breaker = Breaker(BreakerSettings(max_failures=1, open_seconds=10.0))

@@ -190,7 +190,7 @@ def test_what_is_remembered_of_models_is_bounded() -> None:
                 standing.end(CHAT, "failed", 1.0)
     assert len(standings) <= 256 and "m3" in standings and standings.num_opened == 2
     for number in range(300):
-        standings.of(f"paused{number}", 1.0).rest(99.0)
+        standings.of(f"paused{number}", 1.0).cool_down(99.0)
     assert len(standings) == 256 and "m3" not in standings and standings.num_opened == 2
 
 

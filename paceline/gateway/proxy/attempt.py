@@ -15,7 +15,7 @@ from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.settings.config import GatewayConfig
 from paceline.gateway.streams.openai_stream import StreamRelay
 from paceline.gateway.upstreams.dialects import Translator
-from paceline.gateway.upstreams.refusals import refusal_in, rest_of
+from paceline.gateway.upstreams.refusals import cooldown_of, refusal_in
 from paceline.gateway.upstreams.standing import Outcome, outcome_of_refusal
 from paceline.http.encodings import is_plain
 from paceline.http.sse import SSE
@@ -475,7 +475,7 @@ class Attempt:
         else:
             engine.breaker.abandon()
         if verdict is not None and verdict.kind == "refused":
-            standing.rest(now + rest_of(self.status, self.headers))
+            standing.cool_down(now + cooldown_of(self.status, self.headers))
         outcome = self._outcome(verdict, now)
         if outcome in ("failed", "missing") or (verdict is not None and self._is_of_engine):
             engine.failed_at = now
@@ -489,7 +489,7 @@ class Attempt:
             return "ok" if verdict.kind == "done" else "failed"
         return outcome_of_refusal(
             self.status, self.headers, names_stored=self._owner.names_stored,
-            paused=self._standing.rests_for(now) > 0.0,
+            cooling_down=self._standing.cooldown_left(now) > 0.0,
         )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from paceline.gateway.proxy.retry_state import RetryState
 from paceline.gateway.requests.body import Body
 from paceline.gateway.routing.endpoint_queue import Queued
 from paceline.gateway.routing.flow_control import FlowControl
-from paceline.gateway.routing.picker import AllRestError, Pick
+from paceline.gateway.routing.picker import AllCoolingDownError, Pick
 from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.settings.config import GatewayConfig
 from paceline.http.errors import ClientDisconnectedError
@@ -63,7 +63,7 @@ class Placement:
                 if last is None and self._flow_control.must_wait(self._retries.route, self._demand):
                     return await self._unless_gone(self._queue(), self._give_up)
                 return self._dispatched(last)
-            except AllRestError as error:
+            except AllCoolingDownError as error:
                 seconds = error.seconds
                 waited = self._now() - self._arrived
                 if seconds > self._config.max_rest_wait - waited:

@@ -12,7 +12,7 @@ from paceline.gateway.routing.routes import Endpoint, Route
 from paceline.http.errors import HttpError
 from paceline.routing import TRICKLE, Demand, EngineView, choose, slow_ones
 
-__all__ = ["AllRestError", "Pick", "Picker", "Tried"]
+__all__ = ["AllCoolingDownError", "Pick", "Picker", "Tried"]
 
 # tokens are estimated from bytes: beyond this multiple of the context they are probably too many
 _PROBABLE: Final = 1.5
@@ -23,7 +23,7 @@ _Only = Callable[[Endpoint], bool]
 Tried = Collection[str | tuple[str, str]]
 
 
-class AllRestError(HttpError):
+class AllCoolingDownError(HttpError):
     """Every engine that could take the request has asked for a cooldown."""
 
     def __init__(self, message: str, seconds: float) -> None:
@@ -71,7 +71,7 @@ class Picker:
                 be late.
 
         Raises:
-            AllRestError: the engines that could take it have asked for a cooldown.
+            AllCoolingDownError: the engines that could take it have asked for a cooldown.
             HttpError: 503, no engine can take it now, with each one's reason; 400, none ever can.
         """
         reasons: dict[str, str] = {}
@@ -107,13 +107,13 @@ class Picker:
             and not _too_long(endpoint, demand)
             and not endpoint.lacks_model
         ]
-        awake = [endpoint for endpoint in last if not endpoint.rests_for(now)]
-        if awake:
-            sure = [endpoint for endpoint in awake if not endpoint.engine.trouble]
-            return self._choose(sure or awake, demand, now)
+        ready = [endpoint for endpoint in last if not endpoint.cooldown_left(now)]
+        if ready:
+            sure = [endpoint for endpoint in ready if not endpoint.engine.trouble]
+            return self._choose(sure or ready, demand, now)
         if last:
-            seconds = min(endpoint.rests_for(now) for endpoint in last)
-            raise AllRestError(
+            seconds = min(endpoint.cooldown_left(now) for endpoint in last)
+            raise AllCoolingDownError(
                 f"every engine of {route.model} has asked for a pause; the first one's is over in "
                 f"{seconds:.1f} s",
                 seconds,

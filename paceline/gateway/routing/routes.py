@@ -38,10 +38,10 @@ class Endpoint:
         """Return why it may not be sent a request now; empty if it may."""
         return self.engine.available(now, self.model, path)
 
-    def rests_for(self, now: float) -> float:
+    def cooldown_left(self, now: float) -> float:
         """Seconds until its cooldown ends."""
         standing = self.engine.standings.get(self.model)
-        return 0.0 if standing is None else standing.rests_for(now)
+        return 0.0 if standing is None else standing.cooldown_left(now)
 
     def reopens_in(self, now: float, path: str) -> float:
         """Seconds until an open breaker lets a probe through; 0.0 if none is open."""

@@ -36,7 +36,7 @@ def state_of(engine: Engine, now: float) -> EngineState:
         return "silent"
     if breaker == "open":
         return "failing"
-    if engine.rests_for(now):
+    if engine.cooldown_left(now):
         return "paused"
     if breaker == "half-open":
         return "half-open"

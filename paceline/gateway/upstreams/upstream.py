@@ -181,9 +181,9 @@ class Engine:
         most = self.config.max_concurrent
         return max(0.0, most - len(self.load.running)) if most else math.inf
 
-    def rests_for(self, now: float) -> float:
+    def cooldown_left(self, now: float) -> float:
         """Seconds until the first of its models' cooldowns ends; 0.0 if one model has none."""
-        return min((each.rests_for(now) for each in self.standings.values()), default=0.0)
+        return min((each.cooldown_left(now) for each in self.standings.values()), default=0.0)
 
     def breaker_state(self, now: float) -> BreakerState:
         """State of its own breaker; if that is closed, the mildest state of its models."""

@@ -122,8 +122,8 @@ async def test_a_second_engine_that_asks_for_a_pause_gets_one() -> None:
         _known(gateway)
         answer = await client.post(CHAT, json=chat(stream=True))
         assert answer.headers["x-paceline-engine"] == "e1" and len(two.bodies) == 1
-        rests = {n: e.rests_for(gateway.now()) for n, e in gateway.engines.by_name.items()}
-        assert 5.0 < rests["e2"] <= 7.0 and rests["e1"] == 0.0
+        cooldowns = {n: e.cooldown_left(gateway.now()) for n, e in gateway.engines.by_name.items()}
+        assert 5.0 < cooldowns["e2"] <= 7.0 and cooldowns["e1"] == 0.0
         metrics = (await client.get("/metrics")).text
         assert 'paceline:gateway_hedges_total{engine="e2",result="failed"} 1.0' in metrics
 
@@ -146,7 +146,7 @@ async def test_where_both_fail_the_pause_is_told(first: Step, status: int, wait:
         # one that closes a connection that was used before is asked once more on a new one
         assert (len(a.bodies), len(b.bodies)) == (1 if status == 429 else 2, 1)
         assert (answer.status_code, answer.headers["retry-after"]) == (status, wait)
-        assert 35.0 < gateway.engines.by_name["e2"].rests_for(gateway.now()) <= 40.0
+        assert 35.0 < gateway.engines.by_name["e2"].cooldown_left(gateway.now()) <= 40.0
 
 
 class _NoConnection:

@@ -46,7 +46,7 @@ def test_each_state_has_its_word() -> None:
         model.end(CHAT, "failed", 110.0)
     assert state_of(made, 111.0) == "failing"
     assert state_of(made, 110.0 + model.reopens_in(CHAT, 110.0) + 0.1) == "half-open"
-    model.rest(300.0)
+    model.cool_down(300.0)
     assert state_of(made, 120.0) == "paused" and state_of(made, 111.0) == "failing"
     made.num_misses = 1
     assert state_of(made, 120.0) == "silent"
