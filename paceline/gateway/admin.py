@@ -13,7 +13,7 @@ from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.routing.flow_control import FlowControl
 from paceline.gateway.routing.routes import Routes
 from paceline.gateway.settings.engine_types import KINDS
-from paceline.gateway.upstreams.capabilities import ABILITIES
+from paceline.gateway.upstreams.capabilities import CAPABILITIES
 from paceline.gateway.upstreams.registry import Engines
 from paceline.gateway.upstreams.state import state_of
 from paceline.gateway.upstreams.upstream import Engine
@@ -111,7 +111,7 @@ class AdminRoutes:
             "engines": {
                 engine.name: {
                     **_engine(engine, now),
-                    "abilities": _abilities(engine, gateway.engines),
+                    "abilities": _capabilities(engine, gateway.engines),
                 }
                 for engine in gateway.engines.by_name.values()
             },
@@ -164,13 +164,13 @@ def _engine(engine: Engine, now: float) -> Mapping[str, Any]:
     }
 
 
-def _abilities(engine: Engine, engines: Engines) -> Mapping[str, Any]:
+def _capabilities(engine: Engine, engines: Engines) -> Mapping[str, Any]:
     """Describe its capabilities, each with its source: the kind's table, the engine, or a probe."""
-    found, facts = engine.abilities, engine.facts
+    found, facts = engine.capabilities, engine.facts
     kind = KINDS["openai" if engine.kind == "auto" else engine.kind]
     held = {"token_ids": kind.resumes, "resume": kind.resumes, "continues": kind.continues}
     told: dict[str, Any] = {}
-    for name, field in ABILITIES.items():
+    for name, field in CAPABILITIES.items():
         value = getattr(found, name)
         told[field] = {
             "can": held[name] if value is None else value,

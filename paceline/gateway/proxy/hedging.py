@@ -71,10 +71,10 @@ class Hedge:
     def is_due(self, now: float) -> bool:
         return self._due_at is not None and now >= self._due_at
 
-    def ask(
+    def send(
         self, first: Endpoint, owner: Owner, path: str, probe: Callable[[], StreamRelay]
     ) -> bool:
-        """Ask a second engine, if there is one for it; return whether it was asked.
+        """Send the request to a second engine, if there is one for it; return whether it was sent.
 
         Args:
             owner: owner of the second attempt.

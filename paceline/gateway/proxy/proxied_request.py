@@ -366,7 +366,7 @@ class ProxiedRequest:
     def _look_after_hedge(self) -> None:
         """Send a hedge that is due; or, if one of two engines failed or the hedge answered in one
         piece, continue with the other or the hedge."""
-        if self._hedge.is_due(self.now()) and self._hedge.ask(
+        if self._hedge.is_due(self.now()) and self._hedge.send(
             self._attempt.endpoint, self, self._path, self._new_relay
         ):
             self._answer.note(hedged=True)

@@ -19,8 +19,8 @@ import msgspec
 
 from paceline.gateway.settings.config import GatewayConfig
 from paceline.gateway.settings.engine_types import read_contexts
-from paceline.gateway.upstreams.capabilities import find_abilities
-from paceline.gateway.upstreams.probe import ask
+from paceline.gateway.upstreams.capabilities import discover_capabilities
+from paceline.gateway.upstreams.probe import fetch_small
 from paceline.gateway.upstreams.upstream import Engine, EngineModel
 from paceline.http.upstream import ConnectError
 
@@ -194,11 +194,11 @@ class Engines:
         timeout = max(_PROBE_SECONDS, self._config.poll_timeout)
         missed = False
 
-        async def asked(path: str, body: Mapping[str, Any] | None) -> tuple[int, Any]:
+        async def fetch(path: str, body: Mapping[str, Any] | None) -> tuple[int, Any]:
             nonlocal missed
             sent = None if body is None else msgspec.json.encode(body)
             try:
-                status, told = await ask(engine, path, timeout, sent)
+                status, told = await fetch_small(engine, path, timeout, sent)
                 missed = missed or status in _NOT_NOW
                 return status, msgspec.json.decode(told)
             except ConnectError:
@@ -211,7 +211,7 @@ class Engines:
         models = list(engine.models or ())
         try:
             tries = engine.config.probe == "try"
-            found = await find_abilities(engine.kind, asked, models, tries=tries)
+            found = await discover_capabilities(engine.kind, fetch, models, tries=tries)
         except Exception:
             # the gateway's fault: the kind's table holds
             _log.exception("probe_failed engine=%s", engine.name)
@@ -237,16 +237,16 @@ class Engines:
         late = self._config.poll_timeout
         # a late answer is still a sign of life
         longest = max(_LATEST * late, _LATEST_CONNECTION * self._config.connect_timeout)
-        asking = asyncio.ensure_future(ask(engine, path, longest))
+        fetching = asyncio.ensure_future(fetch_small(engine, path, longest))
         try:
-            while not (await asyncio.wait((asking,), timeout=late))[0]:
+            while not (await asyncio.wait((fetching,), timeout=late))[0]:
                 self._missed(engine, ConnectError(f"no answer within {late:g} s"))
-            status, text = asking.result()
+            status, text = fetching.result()
         except ConnectError as error:
             self._missed(engine, error)
             return
         finally:
-            asking.cancel()
+            fetching.cancel()
         was_gone = engine.num_misses > 4
         engine.is_unreachable = False
         engine.alive()
@@ -284,7 +284,7 @@ class Engines:
                 engine.trouble = ""
             return
         try:
-            status, body = await ask(engine, path, max(2.0, self._config.poll_timeout))
+            status, body = await fetch_small(engine, path, max(2.0, self._config.poll_timeout))
             # an error is an answer: it would be the same soon after
             engine.has_answered = not _is_away(status)
             entries = msgspec.json.decode(body, type=_ModelList).data if status == 200 else None
@@ -315,7 +315,7 @@ class Engines:
         if not path:
             return {}
         try:
-            status, body = await ask(engine, path, max(2.0, self._config.poll_timeout))
+            status, body = await fetch_small(engine, path, max(2.0, self._config.poll_timeout))
         except ConnectError:
             return {}
         return read_contexts(body) if status == 200 else {}

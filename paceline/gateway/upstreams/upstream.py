@@ -23,7 +23,7 @@ from paceline.gateway.settings.engine_types import (
     read_pressure,
     scan,
 )
-from paceline.gateway.upstreams.capabilities import Abilities
+from paceline.gateway.upstreams.capabilities import Capabilities
 from paceline.gateway.upstreams.dialects import Dialect, dialect_of
 from paceline.gateway.upstreams.standing import Standings
 from paceline.http.upstream import Headers, Origin, Pool
@@ -90,10 +90,10 @@ class Engine:
         self.running: set[Running] = set()
         # None: not known yet
         self.models: dict[str, EngineModel] | None = None
-        # the models as listed, without contexts from ``abilities``, which a restart clears
+        # the models as listed, without contexts from ``capabilities``, which a restart clears
         self._listed: dict[str, EngineModel] = {}
         # as the engine advertises them; they take precedence over its kind's table
-        self.abilities = Abilities()
+        self.capabilities = Capabilities()
         # to be probed once it answers
         self.wants_probe = config.probe != "off"
         # monotonic time of the next probe, after one without an answer
@@ -247,9 +247,9 @@ class Engine:
         self._left_out[model] = self.left_out(model) | names
 
     def forget(self) -> None:
-        """Drop its abilities, which may have changed: the kind's table holds until a probe."""
+        """Drop its capabilities, which may have changed: the kind's table holds until a probe."""
         self._left_out.clear()
-        self.learn(Abilities())
+        self.learn(Capabilities())
         self._ask_again()
 
     def suspect(self) -> None:
@@ -284,9 +284,9 @@ class Engine:
         self.load.prefixes.clear()
         self.forget()
 
-    def learn(self, found: Abilities) -> None:
+    def learn(self, found: Capabilities) -> None:
         """Apply probed capabilities over the kind's table."""
-        self.abilities = found
+        self.capabilities = found
         kind = KINDS["openai" if self.kind == "auto" else self.kind]
         token_ids = kind.resumes if found.token_ids is None else found.token_ids
         resume = kind.resumes if found.resume is None else found.resume
@@ -299,8 +299,8 @@ class Engine:
             self.has_models(self._listed)
 
     def has_models(self, listed: dict[str, EngineModel]) -> None:
-        """Set the models; contexts that the list lacks are taken from the probed abilities."""
-        contexts = self.abilities.contexts
+        """Set the models; contexts that the list lacks are taken from the probed capabilities."""
+        contexts = self.capabilities.contexts
         self._listed = listed
         self.models = {
             name: replace(

@@ -86,7 +86,7 @@ PROPS = {
 INFO = {"version": "0.5.9", "max_running_requests": 32, "context_length": None,
         "max_req_input_len": 8186}  # fmt: skip
 
-# the kind, what the engine says, and what is known then: abilities, and the rest
+# the kind, what the engine says, and what is known then: capabilities, and the rest
 SAID: dict[str, tuple[EngineKind, Mapping[str, Any], Mapping[str, bool], Mapping[str, Any]]] = {
     "paceline": (
         "paceline",
@@ -174,9 +174,9 @@ async def test_what_each_kind_says(case: str) -> None:
         assert found["probe"] == "answered"
         table = KINDS[kind]
         held = {"token_ids": table.resumes, "resume": table.resumes, "continues": table.continues}
-        for ability, field in FIELDS.items():
-            source = "engine" if ability in known else "kind"
-            assert found[field] == {"can": known.get(ability, held[ability]), "from": source}
+        for capability, field in FIELDS.items():
+            source = "engine" if capability in known else "kind"
+            assert found[field] == {"can": known.get(capability, held[capability]), "from": source}
         assert facts.resumes == (known.get("resume", table.resumes))
         assert facts.continues == known.get("continues", table.continues)
         for name, wanted in {
@@ -272,8 +272,8 @@ async def test_what_is_not_said_can_be_tried(
     ):
         facts = (await probed(gateway)).facts
         found = await told(http)
-        for ability, value in known.items():
-            assert found[FIELDS[ability]] == {"can": value, "from": "tried"}
+        for capability, value in known.items():
+            assert found[FIELDS[capability]] == {"can": value, "from": "tried"}
         assert found["probe"] == ("answered" if known else "unanswered")
         assert facts.continues == known.get("continues", KINDS[kind].continues)
         # ids alone are not resumed behind
@@ -385,15 +385,15 @@ async def test_who_starts_after_the_gateway_is_asked_then(
         async with scripted(GOOD, port=later.port, pages=pages):
             for name in kinds:
                 engine = gateway.engines.by_name[name]
-                await until(lambda engine=engine: engine.abilities.continues)
+                await until(lambda engine=engine: engine.capabilities.continues)
             assert not two.trouble
         # one that is not polled shows by its list that it has gone, and takes requests all the same
         await until(lambda: two.trouble)
         assert not two.usable(gateway.now())
         async with scripted(GOOD, port=later.port, pages={CHAT: knows_neither}):
-            await until(lambda: two.abilities.continues is False)
+            await until(lambda: two.capabilities.continues is False)
             # one whose models the file names has no list to tell by: its connection was closed
-            await until(lambda: one.abilities.continues is False)
+            await until(lambda: one.capabilities.continues is False)
 
 
 @pytest.mark.parametrize("most", [None, 512])

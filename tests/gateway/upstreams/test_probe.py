@@ -13,7 +13,7 @@ import pytest
 
 from paceline.gateway.proxy.passthrough.passing import pass_on
 from paceline.gateway.settings.config import EngineConfig, GatewayConfig
-from paceline.gateway.upstreams.probe import ask
+from paceline.gateway.upstreams.probe import fetch_small
 from paceline.gateway.upstreams.upstream import Engine
 
 pytestmark = pytest.mark.anyio
@@ -22,7 +22,7 @@ SECONDS: Final = 0.3
 
 
 async def asked(engine: Engine) -> bytes:
-    return (await ask(engine, "/metrics", SECONDS))[1]
+    return (await fetch_small(engine, "/metrics", SECONDS))[1]
 
 
 async def passed(engine: Engine) -> bytes:

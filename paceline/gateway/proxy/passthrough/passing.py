@@ -32,7 +32,7 @@ _ANSWER_HEADERS: Final = frozenset(
 )  # fmt: skip
 
 
-class _Asked(Protocol):
+class _Upstream(Protocol):
     """The part of ``Engine`` that ``pass_on`` needs."""
 
     name: str
@@ -45,7 +45,7 @@ class _Asked(Protocol):
 class Passed:
     """Answer of one engine as it arrives. A context manager, which ends it."""
 
-    def __init__(self, engine: _Asked) -> None:
+    def __init__(self, engine: _Upstream) -> None:
         self.engine = engine
         self.status = 0
         self.headers: Headers = []
@@ -151,7 +151,7 @@ class Passed:
 
 
 async def pass_on(
-    engine: _Asked,
+    engine: _Upstream,
     method: str,
     target: str,
     headers: Headers,
