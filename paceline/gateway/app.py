@@ -39,7 +39,7 @@ from paceline.gateway.settings.config import GatewayConfig, key_limits
 from paceline.gateway.settings.engine_types import is_vectors
 from paceline.gateway.settings.prices import Used
 from paceline.gateway.upstreams.dialects import anthropic_type
-from paceline.gateway.upstreams.registry import Engines
+from paceline.gateway.upstreams.registry import UpstreamRegistry
 from paceline.http.errors import ClientDisconnectedError, HttpError, Reply, error_body, reply_to
 from paceline.http.keys import ApiKey, KeyRing, credentials
 from paceline.http.rate_limits import Hold, RateLimiter, Ticket, caller_of
@@ -135,16 +135,18 @@ class Gateway:
         self.config = config
         self.now = now
         self.keys = keys
-        self.engines = Engines(config, now)
-        self.routes = Routes(config, self.engines.by_name)
+        self.upstreams = UpstreamRegistry(config, now)
+        self.routes = Routes(config, self.upstreams.by_name)
         self.slow_readers = SlowReaders()
         self.metrics = GatewayMetrics()
         self.draining = False
         self.idle = asyncio.Event()
         self.in_flight = 0
         self._picker = Picker(random.Random(), config.slow_factor)
-        self.flow_control = FlowControl(config, self._picker, now, lambda: self.engines.has_bounds)
-        self.engines.on_tick = self.flow_control.pump
+        self.flow_control = FlowControl(
+            config, self._picker, now, lambda: self.upstreams.has_bounds
+        )
+        self.upstreams.on_tick = self.flow_control.pump
         self.budget = RetryBudget(share=config.retry_share, per_second=config.retries_per_second)
         self._hedges = HedgeBudget(config.hedge_share)
         self._lengths = Lengths()
@@ -344,7 +346,7 @@ class Gateway:
         """Switch to another configuration and return the changes in words. Running requests end
         under the old one."""
         before = self.config
-        told = await self.engines.change(config)
+        told = await self.upstreams.change(config)
         if config.models != before.models:
             names = ", ".join(model.name for model in config.models) or "those of the engines"
             told.append(f"models: {names}")
@@ -358,7 +360,7 @@ class Gateway:
             else:
                 told.append(f"{name} {old} -> {new}")
         self.config, self.keys = config, keys
-        self.routes = Routes(config, self.engines.by_name)
+        self.routes = Routes(config, self.upstreams.by_name)
         self.flow_control.change(config)
         self._picker.slow_factor = config.slow_factor
         self.flow_control.pump()
@@ -367,10 +369,10 @@ class Gateway:
     async def start(self) -> None:
         """Ask every engine once, then keep polling them."""
         self.spending.start()
-        await self.engines.start()
+        await self.upstreams.start()
 
     async def close(self) -> None:
-        await self.engines.close()
+        await self.upstreams.close()
         await self.spending.close()
         if self._limiter is not None:
             await self._limiter.close()
@@ -398,15 +400,15 @@ class Gateway:
         )
 
     def _drain(self, name: str, drain: bool) -> tuple[int, str, bytes]:
-        engine = self.engines.by_name.get(name)
-        if engine is None:
-            known = ", ".join(sorted(self.engines.by_name))
+        upstream = self.upstreams.by_name.get(name)
+        if upstream is None:
+            known = ", ".join(sorted(self.upstreams.by_name))
             raise HttpError(404, f"there is no engine {name}; there are {known}")
-        if engine.draining and not drain:
-            engine.back_at = self.now()
-        engine.draining = drain
+        if upstream.draining and not drain:
+            upstream.back_at = self.now()
+        upstream.draining = drain
         _log.info("engine_%s engine=%s", "drained" if drain else "undrained", name)
-        return as_json(200, {"engine": name, "draining": drain, "requests": len(engine.running)})
+        return as_json(200, {"engine": name, "draining": drain, "requests": len(upstream.running)})
 
 
 def _limiter(config: GatewayConfig, keys: KeyRing) -> RateLimiter | None:

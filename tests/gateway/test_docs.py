@@ -18,7 +18,7 @@ from paceline.gateway.settings.config import (
     PriceConfig,
     parse_config,
 )
-from paceline.gateway.upstreams.state import EngineState
+from paceline.gateway.upstreams.state import UpstreamState
 
 PAGE = (Path(__file__).parents[2] / "docs/operate/gateway.md").read_text()
 
@@ -76,4 +76,6 @@ def test_every_complaint_has_its_test() -> None:
 
 def test_every_state_is_there() -> None:
     told = re.findall(r"^\| `([a-z-]+)` \| [^|]*\|$", PAGE, re.MULTILINE)
-    assert tuple(name for name in told if name in get_args(EngineState)) == get_args(EngineState)
+    assert tuple(name for name in told if name in get_args(UpstreamState)) == get_args(
+        UpstreamState
+    )

@@ -245,7 +245,7 @@ async def test_the_callers_fault_is_told_as_the_engine_said_it(status: int) -> N
         assert response.status_code == status
         assert response.json()["error"]["message"] == f"no: {status}"
         assert len(one.bodies) + len(two.bodies) == 1
-        states = {e.breaker_state(gateway.now()) for e in gateway.engines.by_name.values()}
+        states = {e.breaker_state(gateway.now()) for e in gateway.upstreams.by_name.values()}
         assert states == {"closed"}
 
 
@@ -305,7 +305,7 @@ async def test_an_engine_that_falls_silent_is_left() -> None:
         await until(lambda: bool(stops.bodies))
         stops.frozen = True
         assert text_of(streamed(await request)) == "".join(WORDS)
-        assert gateway.engines.by_name["e1"].breaker_state(gateway.now()) == "open"
+        assert gateway.upstreams.by_name["e1"].breaker_state(gateway.now()) == "open"
         # no request goes there meanwhile
         lives.script[:] = [GOOD]
         for _ in range(5):
@@ -334,13 +334,13 @@ async def test_a_caller_who_hangs_up_ends_the_work() -> None:
             assert response.status_code == 200
             await response.aiter_raw().__anext__()
         await until(lambda: engine.hung_up == 1)
-        load = gateway.engines.by_name["e1"].load
+        load = gateway.upstreams.by_name["e1"].load
         await until(lambda: not load.running)
         assert load.prefill_tokens == pytest.approx(0.0) == load.resident_tokens
         metrics = (await client.get("/metrics")).text
         assert 'paceline:gateway_requests_total{engine="e1",result="gone"} 1.0' in metrics
         # not its fault
-        assert gateway.engines.by_name["e1"].breaker_state(gateway.now()) == "closed"
+        assert gateway.upstreams.by_name["e1"].breaker_state(gateway.now()) == "closed"
 
 
 async def test_counters_return_to_zero_whatever_happens() -> None:
@@ -352,7 +352,7 @@ async def test_counters_return_to_zero_whatever_happens() -> None:
     ):
         for number in range(12):
             await client.post(CHAT, json=chat(stream=number % 2 == 0))
-        for engine in gateway.engines.by_name.values():
+        for engine in gateway.upstreams.by_name.values():
             assert not engine.running and not engine.load.running
             assert engine.load.prefill_tokens == pytest.approx(0.0)
             assert engine.load.resident_tokens == pytest.approx(0.0)
@@ -371,7 +371,7 @@ async def test_other_apis_begin_anew_until_something_is_said() -> None:
         prefer_others(gateway, "e2")
         request = asyncio.ensure_future(client.post("/v1/messages", json=chat(stream=True)))
         assert (await request).content == start + delta + stop
-        gateway.engines.by_name["e2"].draining = True
+        gateway.upstreams.by_name["e2"].draining = True
         broken = await client.post("/v1/messages", json=chat(stream=True))
         assert broken.content.startswith(start + delta + b"event: error\n")
 
@@ -380,7 +380,7 @@ async def test_an_idle_connection_that_was_closed_is_no_failure() -> None:
     """However short a time ago it was used; one that is new, and closes, is one."""
     closes = Step(raw=b"")
     async with scripted(WHOLE) as engine, gateway_over(configured(engine)) as (gateway, client):
-        state = gateway.engines.by_name["e1"]
+        state = gateway.upstreams.by_name["e1"]
         for idle, status in ((30.0, 503), (3.0, 200), (0.0, 200)):
             engine.script[:] = [WHOLE]
             assert (await client.post(CHAT, json=chat())).status_code == 200
@@ -425,7 +425,7 @@ async def test_a_fault_of_ours_at_the_end_of_an_answer_leaves_nobody_waiting(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with scripted(WHOLE) as engine, gateway_over(configured(engine)) as (gateway, client):
-        state: Any = gateway.engines.by_name["e1"]
+        state: Any = gateway.upstreams.by_name["e1"]
 
         class _Broken(type(state.dialect)):  # type: ignore[misc]
             def answer(self, path: str, body: bytes) -> bytes:
@@ -463,7 +463,7 @@ async def test_a_slow_caller_is_no_stall_of_the_engine() -> None:
             caller.setblocking(False)
             await loop.sock_connect(caller, ("127.0.0.1", client.base_url.port))
             await loop.sock_sendall(caller, head.encode() + body)
-            state = gateway.engines.by_name["e1"]
+            state = gateway.upstreams.by_name["e1"]
             await until(lambda: any(c.is_paused for c in state.pool._open))
             paused_at = gateway.now()
             await until(lambda: gateway.now() - paused_at > 0.8)

@@ -156,7 +156,7 @@ def test_behind_the_reason_of_its_end_nothing_makes_less_of_an_answer(
     assert told.count(ENDS.get(path, b"data: [DONE]\n\n")) == 1 and b"error" not in told.replace(
         b'"error":null', b""
     ).replace(b'"error": null', b"")
-    assert attempt.endpoint.engine.breaker.state(T + 2) == "closed"
+    assert attempt.endpoint.upstream.breaker.state(T + 2) == "closed"
 
 
 @pytest.mark.parametrize("name", [name for name in STREAMS if name != "responses"])

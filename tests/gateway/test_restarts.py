@@ -105,7 +105,7 @@ async def test_a_proxy_that_says_there_is_none_shows_it_too() -> None:
         scripted(GOOD, metrics=PACELINE_METRICS, pages=pages) as engine,
         gateway_over(configured(engine)) as (gateway, _),
     ):
-        one = gateway.engines.by_name["e1"]
+        one = gateway.upstreams.by_name["e1"]
         # nor is it taken for one without metrics
         await until(lambda: one.num_polls > 3)
         assert one.kind == "auto" and one.trouble == "/metrics answers 502"

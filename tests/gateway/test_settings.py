@@ -76,7 +76,7 @@ async def test_connect_timeout() -> None:
         engine.port = port
         began = time.monotonic()
         async with gateway_over(config) as (gateway, _):
-            trouble = gateway.engines.by_name["e1"].trouble
+            trouble = gateway.upstreams.by_name["e1"].trouble
         assert trouble == "no connection within 0.2 s" and time.monotonic() - began < 3.0
     for one in (*waiting, full):
         one.close()
@@ -173,7 +173,7 @@ async def test_where_engines_are_full_requests_wait_their_turn() -> None:
         most = 0
         sent = [asyncio.ensure_future(client.post(CHAT, json=chat(seed=n))) for n in range(6)]
         while not all(each.done() for each in sent):
-            most = max(most, len(gateway.engines.by_name["e1"].load.running))
+            most = max(most, len(gateway.upstreams.by_name["e1"].load.running))
             await asyncio.sleep(0.002)
         assert [(await each).status_code for each in sent] == [200] * 6
         assert most == 1 and gateway.flow_control.num_waiting == 0
@@ -323,7 +323,7 @@ async def test_a_caller_who_reads_slowly_holds_its_engine_back() -> None:
             + body
         )
         await until(lambda: bool(engine.bodies))
-        (attempt,) = gateway.engines.by_name["e1"].running
+        (attempt,) = gateway.upstreams.by_name["e1"].running
         held: list[int] = []
         for _ in range(40):
             await asyncio.sleep(0.02)

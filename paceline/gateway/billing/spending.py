@@ -123,7 +123,7 @@ class Spending:
         if self._budgets.budget(name) is None:
             return Charge(Reservation(name, 0, None), route)
         made = plan(route)
-        places = [(endpoint.engine.name, endpoint.model) for endpoint in endpoints_of(route)]
+        places = [(endpoint.upstream.name, endpoint.model) for endpoint in endpoints_of(route)]
         found = await self._budgets.reserve(name, made.amounts(self.prices, places))
         granted = None
         if found.amount:
@@ -139,7 +139,7 @@ class Spending:
             return
         costs = []
         for number, (endpoint, used) in enumerate(usage):
-            name, model = endpoint.engine.name, endpoint.model
+            name, model = endpoint.upstream.name, endpoint.model
             price = self.prices.find(name, model)
             amount = 0 if price is None else price.of(used, whole=not number)
             costs.append(Cost(name, model, used, amount))

@@ -164,19 +164,19 @@ class _Request:
         from opentelemetry.trace import SpanKind
 
         self._num_attempts += 1
-        url = urlsplit(endpoint.engine.config.url)
+        url = urlsplit(endpoint.upstream.config.url)
         attributes: dict[str, Any] = {
             "gen_ai.request.model": endpoint.model,
             "server.address": url.hostname or "",
             "server.port": url.port or (443 if url.scheme == "https" else 80),
-            "paceline.engine": endpoint.engine.name,
-            "paceline.engine_kind": endpoint.engine.kind,
+            "paceline.engine": endpoint.upstream.name,
+            "paceline.engine_kind": endpoint.upstream.kind,
             "paceline.attempt": self._num_attempts,
             "paceline.tokens_before": tokens_before,
             "paceline.hedge": hedge,
         }
         span = self._tracer.start_span(
-            f"attempt {endpoint.engine.name}",
+            f"attempt {endpoint.upstream.name}",
             self._inside,
             SpanKind.CLIENT,
             attributes,

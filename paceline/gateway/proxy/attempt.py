@@ -106,8 +106,8 @@ class Attempt:
         # ended through no fault of the engine
         self.was_abandoned = False
         self._owner = request
-        self._engine = endpoint.engine
-        self._standing = endpoint.engine.standings.of(endpoint.model, request.now())
+        self._upstream = endpoint.upstream
+        self._standing = endpoint.upstream.standings.of(endpoint.model, request.now())
         # no connection, or no sign of life: the failure is the engine's, not the model's
         self._is_of_engine = False
         self._dispatch = dispatch
@@ -157,9 +157,9 @@ class Attempt:
 
     def send(self, path: str, request: bytes) -> None:
         """Send the request on an open or a new connection; a failure becomes the verdict."""
-        engine, now = self._engine, self._owner.now()
-        engine.running.add(self)
-        engine.breaker.begin(now)
+        upstream, now = self._upstream, self._owner.now()
+        upstream.running.add(self)
+        upstream.breaker.begin(now)
         self._standing.begin(path, now)
         hedge = self._probe is not None
         self._trace = self._owner.trace.attempt(self.endpoint, self._tokens_before, hedge, now)
@@ -169,7 +169,7 @@ class Attempt:
     def _ask(self, request: bytes) -> None:
         traced = self._trace is not NO_ATTEMPT
         self._request = _with_headers(request, self._trace.headers([])) if traced else request
-        connection = self._engine.pool.free()
+        connection = self._upstream.pool.free()
         if connection is None:
             self._connecting = asyncio.ensure_future(self._send_on_new())
         else:
@@ -177,7 +177,7 @@ class Attempt:
 
     async def _send_on_new(self) -> None:
         try:
-            connection = await self._engine.pool.connect()
+            connection = await self._upstream.pool.connect()
         except ConnectError as error:
             self._connecting = None
             self._is_of_engine = True
@@ -197,7 +197,7 @@ class Attempt:
     # ---------------------------------------------------------------- Sink
 
     def on_head(self, status: int, headers: Headers) -> None:
-        self._engine.alive()
+        self._upstream.alive()
         self.status, self.headers = status, headers
         found = dict(headers)
         if not is_plain(found.get(b"content-encoding", b"").decode("latin-1")):
@@ -209,7 +209,7 @@ class Attempt:
             self.give_up(f"status {status}, which is none of HTTP's")
             return
         if status == 200 and self._left_out:
-            self._engine.leave_out(self.endpoint.model, self._left_out)
+            self._upstream.leave_out(self.endpoint.model, self._left_out)
         kind = found.get(b"content-type", _SSE)
         # an answer is relayed as it is if no stream was asked for, or if the engine sent none
         asked = self._owner.relay is not None and status == 200
@@ -220,7 +220,7 @@ class Attempt:
             self.give_up(f"a stream was asked for, and the answer is {shown!r}")
             return
         if self._streams:
-            self._translator = self._engine.dialect.translator(self._path)
+            self._translator = self._upstream.dialect.translator(self._path)
             plain = self._translator is None and self._probe is None
             self.on_data = self._relay_stream if plain else self._take_stream
         self._heard_at = self._sign_at = self._owner.now()
@@ -315,7 +315,7 @@ class Attempt:
         self._refuse()
 
     def on_end(self) -> None:
-        self._engine.alive()
+        self._upstream.alive()
         if self.verdict is not None:
             return
         if self._streams:
@@ -355,7 +355,7 @@ class Attempt:
 
     def _finish_whole(self) -> None:
         try:
-            self.body = bytearray(self._engine.dialect.answer(self._path, bytes(self.body)))
+            self.body = bytearray(self._upstream.dialect.answer(self._path, bytes(self.body)))
         except (ValueError, msgspec.MsgspecError, RecursionError) as error:
             self.give_up(f"the answer is not of its API: {str(error)[:100]}")
         else:
@@ -446,10 +446,10 @@ class Attempt:
         if self.verdict is not None:
             return
         now = self._owner.now()
-        engine = self._engine
+        upstream = self._upstream
         self.verdict = verdict or Verdict("lost", "abandoned")
         self.on_data = _drop
-        engine.running.discard(self)
+        upstream.running.discard(self)
         if self._connecting is not None:
             self._connecting.cancel()
         relay = self._owner.relay
@@ -467,18 +467,18 @@ class Attempt:
 
     def _count(self, verdict: Verdict | None, now: float) -> None:
         """Inform the breakers of engine and model; note a cooldown that was asked for."""
-        engine, standing = self._engine, self._standing
+        upstream, standing = self._upstream, self._standing
         if verdict is not None and self._is_of_engine and self.connection is None:
-            engine.breaker.fail(now)
+            upstream.breaker.fail(now)
         elif self.status and not self._is_of_engine:
-            engine.breaker.succeed(now)
+            upstream.breaker.succeed(now)
         else:
-            engine.breaker.abandon()
+            upstream.breaker.abandon()
         if verdict is not None and verdict.kind == "refused":
             standing.cool_down(now + cooldown_of(self.status, self.headers))
         outcome = self._outcome(verdict, now)
         if outcome in ("failed", "missing") or (verdict is not None and self._is_of_engine):
-            engine.failed_at = now
+            upstream.failed_at = now
         standing.end(self._path, outcome, now)
 
     def _outcome(self, verdict: Verdict | None, now: float) -> Outcome:

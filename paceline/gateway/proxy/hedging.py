@@ -64,7 +64,7 @@ class Hedge:
         """Set the time at which the first attempt counts as late."""
         if self.is_wanted:
             self._budget.deposit()
-            delay = hedge_delay(pick.endpoint.engine.load, pick.view, self._config.hedge_after)
+            delay = hedge_delay(pick.endpoint.upstream.load, pick.view, self._config.hedge_after)
             self._sent_at = now
             self._due_at = None if delay is None else now + delay
 
@@ -95,7 +95,7 @@ class Hedge:
             return False
         self._budget.take()
         self._retries.num += 1
-        dispatch = endpoint.engine.load.dispatch(self._demand, pick.view, now)
+        dispatch = endpoint.upstream.load.dispatch(self._demand, pick.view, now)
         self._spare = Attempt(owner, endpoint, dispatch, probe=probe())
         self._metrics.attempt(endpoint, resumed=False, fallback=False)
         self._spare.send(path, request)
@@ -154,7 +154,7 @@ class Hedge:
                 route,
                 self._demand,
                 now,
-                tried={*self._retries.tried, first.engine.name},
+                tried={*self._retries.tried, first.upstream.name},
                 only=lambda endpoint: endpoint in tier and endpoint.model == first.model,
             )
         except HttpError:
@@ -164,7 +164,7 @@ class Hedge:
             *(endpoint for endpoint in tier if endpoint is not pick.endpoint),
         ]
         full = [
-            saturation(endpoint.engine.load, endpoint.engine.max_slots, now)
+            saturation(endpoint.upstream.load, endpoint.upstream.max_slots, now)
             for endpoint in candidates
             if not endpoint.usable(now, route.path)
         ]

@@ -90,7 +90,7 @@ class Placement:
     def _dispatched(self, last: Endpoint | None) -> tuple[Pick, Dispatch]:
         now = self._now()
         pick = self._retries.pick(now, last)
-        return pick, pick.endpoint.engine.load.dispatch(self._demand, pick.view, now)
+        return pick, pick.endpoint.upstream.load.dispatch(self._demand, pick.view, now)
 
     async def _unless_gone(
         self, what: Coroutine[Any, Any, _T], undo: Callable[[_T], None] = lambda _: None

@@ -43,7 +43,7 @@ from paceline.gateway.settings.engine_types import VECTOR_PATHS
 from paceline.gateway.settings.prices import Used
 from paceline.gateway.streams.openai_stream import StreamRelay, make_relay
 from paceline.gateway.upstreams.refusals import is_too_long
-from paceline.gateway.upstreams.upstream import Engine
+from paceline.gateway.upstreams.upstream import Upstream
 from paceline.http.errors import ClientDisconnectedError, HttpError
 from paceline.routing import Demand, Dispatch, HedgeBudget, RetryBudget
 
@@ -161,9 +161,9 @@ class ProxiedRequest:
         return attempt is None or attempt.verdict is not None
 
     @property
-    def engine(self) -> Engine:
+    def upstream(self) -> Upstream:
         """The answering engine, once one is asked."""
-        return self._attempt.endpoint.engine
+        return self._attempt.endpoint.upstream
 
     @property
     def used(self) -> Used:
@@ -179,7 +179,7 @@ class ProxiedRequest:
     def counted(self) -> Used | None:
         """Usage as the engine counted it; None: it did not, or it truncates prompts."""
         attempt = self._answer.attempt
-        if attempt is None or attempt.endpoint.engine.facts.truncates or not self.used.prompt:
+        if attempt is None or attempt.endpoint.upstream.facts.truncates or not self.used.prompt:
             return None
         return self._usage_split.counted
 
@@ -196,7 +196,7 @@ class ProxiedRequest:
 
     def sent(self, attempt: Attempt) -> None:
         # the engine that was asked, also if it was a hedge
-        attempt.endpoint.engine.load.prefixes.add(self._demand.prefix)
+        attempt.endpoint.upstream.load.prefixes.add(self._demand.prefix)
 
     def again(
         self, attempt: Attempt, left_out: frozenset[str]
@@ -227,7 +227,7 @@ class ProxiedRequest:
     def _go_on_with(self, spare: Attempt) -> None:
         """Let the hedge answer from now on."""
         self._answer.comes_from(spare)
-        self._answer.note(engine=spare.endpoint.engine.name, attempts=self._retries.num)
+        self._answer.note(engine=spare.endpoint.upstream.name, attempts=self._retries.num)
         spare.adopt()
 
     def may_leave(self, attempt: Attempt) -> bool:
@@ -324,7 +324,7 @@ class ProxiedRequest:
         if endpoint.tier or retries.route is not self._route:
             self._note["fallback"] = endpoint.model
         if retries.num > 1 or self._note:
-            self._answer.note(engine=endpoint.engine.name, attempts=retries.num)
+            self._answer.note(engine=endpoint.upstream.name, attempts=retries.num)
         if resumed:
             self._answer.note(resumed=retries.num_resumes)
         attempt = Attempt(self, endpoint, dispatch)
@@ -390,17 +390,17 @@ class ProxiedRequest:
 
     def _note_failure(self, attempt: Attempt) -> None:
         assert attempt.verdict is not None, "the attempt is over"
-        engine = attempt.endpoint.engine
+        upstream = attempt.endpoint.upstream
         _log.warning(
             "attempt_failed id=%s engine=%s attempt=%d reason=%r emitted=%s",
-            self._caller.request_id, engine.name, self._retries.num, attempt.verdict.why,
+            self._caller.request_id, upstream.name, self._retries.num, attempt.verdict.why,
             self.relay.emitted if self.relay else False,
         )  # fmt: skip
         self._answer.failed(attempt)
         self._metrics.failed(attempt.endpoint, attempt.verdict.kind)
         # a refusal concerns one of the engine's models
         lost = attempt.verdict.kind == "lost"
-        self._retries.tried.add(engine.name if lost else attempt.endpoint.key)
+        self._retries.tried.add(upstream.name if lost else attempt.endpoint.key)
 
     def _may_pass_on(self, attempt: Attempt) -> bool:
         """Whether a refused request may be retried, on another engine or on this one in another

@@ -94,7 +94,7 @@ class Answer:
     def failed(self, attempt: Attempt) -> None:
         """Record a failed attempt; the caller hears of it only if no other attempt succeeds."""
         assert attempt.verdict is not None, "the attempt is over"
-        self._failures.append(f"{attempt.endpoint.engine.name}: {attempt.verdict.why}")
+        self._failures.append(f"{attempt.endpoint.upstream.name}: {attempt.verdict.why}")
         if attempt.verdict.kind == "refused":
             wait = retry_after(attempt.headers)
             if wait is not None:
@@ -137,7 +137,7 @@ class Answer:
         """Count and trace the end of the request; see ``GatewayMetrics.ended``."""
         attempt = self._attempt
         engine, status = (
-            ("", 0) if attempt is None else (attempt.endpoint.engine.name, attempt.status)
+            ("", 0) if attempt is None else (attempt.endpoint.upstream.name, attempt.status)
         )
         self._metrics.ended(engine, result, self._now() - self._arrived)
         self._trace.ended(result, status, self._note)
@@ -164,10 +164,10 @@ class Answer:
 
     async def refuse(self, attempt: Attempt) -> None:
         """Pass the engine's refusal on. Raises HttpError if the gateway caused it."""
-        name, status = attempt.endpoint.engine.name, attempt.status
+        name, status = attempt.endpoint.upstream.name, attempt.status
         if self.downstream.started:
             words = read_words(
-                status, redacted(bytes(attempt.body), attempt.endpoint.engine.key)
+                status, redacted(bytes(attempt.body), attempt.endpoint.upstream.key)
             ).message
             await self.break_off(f"engine {name} refused it ({status})" + (words and f": {words}"))
             return
@@ -204,7 +204,7 @@ class Answer:
             endpoint = self._attempt.endpoint
             resumable, secret = (
                 self._upstream_request.can_resume(endpoint, endpoint),
-                endpoint.engine.key,
+                endpoint.upstream.key,
             )
         event = redacted(relay.failure_event, secret)
         if not event or self._path in RESUMABLE:
@@ -235,9 +235,9 @@ def _note_headers(
     found = [(b"x-paceline-attempts", b"%d" % attempts)]
     if attempt is None:
         return found
-    engine = attempt.endpoint.engine
-    found.append((b"x-paceline-engine", engine.name.encode()))
-    if ignored := engine.dialect.ignored(path, body):
+    upstream = attempt.endpoint.upstream
+    found.append((b"x-paceline-engine", upstream.name.encode()))
+    if ignored := upstream.dialect.ignored(path, body):
         found.append((b"x-paceline-ignored-fields", ignored.encode("ascii", "replace")))
     if "hedged" in note:
         found.append((b"x-paceline-hedged", b"true"))
@@ -258,7 +258,7 @@ def _whole_answer(
     body = bytes(attempt.body)
     if attempt.status == 200:
         return 200, attempt.headers, _noted(body, attempt, model, note)
-    body = redacted_error(path, attempt.status, body, attempt.endpoint.engine.key)
+    body = redacted_error(path, attempt.status, body, attempt.endpoint.upstream.key)
     headers = [header for header in attempt.headers if header[0] != b"content-type"]
     headers.append((b"content-type", b"application/json"))
     return map_status(path, attempt.status), headers, body

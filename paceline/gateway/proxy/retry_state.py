@@ -84,7 +84,7 @@ class RetryState:
     def may_leave(self, now: float, endpoint: Endpoint) -> bool:
         """Whether another engine could take a request that ``endpoint``'s engine has not begun to
         answer."""
-        elsewhere: Tried = {*self.tried, endpoint.engine.name}
+        elsewhere: Tried = {*self.tried, endpoint.upstream.name}
         return self.may_retry(now, free=not self.num_lost, peek=True, tried=elsewhere)
 
     def may_retry(

@@ -14,7 +14,7 @@ from paceline.gateway.requests.body import PREDICT, Body, new_seed
 from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.streams.openai_stream import StreamRelay
 from paceline.gateway.upstreams.refusals import is_too_long
-from paceline.gateway.upstreams.upstream import Engine
+from paceline.gateway.upstreams.upstream import Upstream
 from paceline.http.upstream import Headers, lines_of
 
 __all__ = ["CHAT", "RESUMABLE", "UpstreamRequest"]
@@ -64,8 +64,8 @@ _TENANT_HEADER: Final = b"x-llm-d-inference-fairness-id"
 
 def _resumes(endpoint: Endpoint) -> bool:
     """Whether an answer can be resumed there behind its token ids."""
-    engine = endpoint.engine
-    return engine.facts.resumes and "return_token_ids" not in engine.left_out(endpoint.model)
+    upstream = endpoint.upstream
+    return upstream.facts.resumes and "return_token_ids" not in upstream.left_out(endpoint.model)
 
 
 class UpstreamRequest:
@@ -98,7 +98,7 @@ class UpstreamRequest:
         if self.resumes_exactly(endpoint):
             return True
         return (
-            endpoint.engine.facts.continues
+            endpoint.upstream.facts.continues
             and body.fields.get("messages", b"").startswith(b"[")
             and relay.partial_text() is not None
             and not any(
@@ -123,9 +123,9 @@ class UpstreamRequest:
                 refuse.
         """
         changes = self._changes(endpoint, resumed=resumed)
-        for name in left_out | endpoint.engine.left_out(endpoint.model):
+        for name in left_out | endpoint.upstream.left_out(endpoint.model):
             changes.pop(name, None)
-        body = endpoint.engine.dialect.body(self._path, self._body, changes)
+        body = endpoint.upstream.dialect.body(self._path, self._body, changes)
         return b"%bcontent-length: %d\r\n\r\n%b" % (self._head(endpoint), len(body), body)
 
     def refused(
@@ -134,7 +134,7 @@ class UpstreamRequest:
         """Return the added fields that an engine's refusal names."""
         if status not in (400, 422):
             return frozenset()
-        added = self._changes(endpoint, resumed=resumed).keys() - endpoint.engine.left_out(
+        added = self._changes(endpoint, resumed=resumed).keys() - endpoint.upstream.left_out(
             endpoint.model
         )
         error = error[:_MOST_ERROR_BYTES]
@@ -144,8 +144,8 @@ class UpstreamRequest:
 
     def _head(self, endpoint: Endpoint) -> bytes:
         """Return the head without its last header."""
-        caller, engine = self._caller, endpoint.engine
-        target = engine.dialect.target(self._path, endpoint.model)
+        caller, upstream = self._caller, endpoint.upstream
+        target = upstream.dialect.target(self._path, endpoint.model)
         accept = b"text/event-stream" if self._body.stream else b"application/json"
         # the attempt adds its own trace headers
         own = () if caller.trace is NO_TRACE else _TRACE_HEADERS
@@ -154,21 +154,21 @@ class UpstreamRequest:
             for header in caller.headers
             if header[0] in _REQUEST_HEADERS and header[0] not in own
         ]
-        start = engine.start_of(target, accept)
+        start = upstream.start_of(target, accept)
         if found:
             # the caller's API version takes precedence over the engine's default
             said = {name for name, _ in found}
-            found += [header for header in engine.headers() if header[0] not in said]
+            found += [header for header in upstream.headers() if header[0] not in said]
             common = [(b"content-type", b"application/json"), (b"accept", accept)]
-            start = engine.pool.origin.start("POST", target, common)
+            start = upstream.pool.origin.start("POST", target, common)
         found.append((b"x-request-id", caller.request_id.encode()))
-        if caller.tenant and engine.kind == "paceline":
+        if caller.tenant and upstream.kind == "paceline":
             found.append((_TENANT_HEADER, caller.tenant.encode()))
         return start + lines_of(found)
 
     def _changes(self, endpoint: Endpoint, *, resumed: bool) -> dict[str, Any]:
         """Return the fields that differ from the caller's."""
-        body, facts = self._body, endpoint.engine.facts
+        body, facts = self._body, endpoint.upstream.facts
         changes: dict[str, Any] = {}
         if "model" not in body.fields or endpoint.model != body.model:
             changes["model"] = endpoint.model
@@ -198,35 +198,35 @@ class UpstreamRequest:
         body, context = self._body, endpoint.max_model_len
         if body.cap is None or (context is not None and body.cap >= context - body.prompt_tokens):
             return {}
-        cap = min(body.cap, self._caps.get(endpoint.engine.name, body.cap))
+        cap = min(body.cap, self._caps.get(endpoint.upstream.name, body.cap))
         told = {known: cap for known in body.limits if body.limits[known] < 0}
         if body.limits.get(PREDICT, 0) > cap:
             told[PREDICT] = cap
-        return {**told, self._limit_name(endpoint.engine): cap}
+        return {**told, self._limit_name(endpoint.upstream): cap}
 
-    def _limit_name(self, engine: Engine) -> str:
+    def _limit_name(self, upstream: Upstream) -> str:
         if self._path == "/v1/responses":
             return "max_output_tokens"
         if self._path != CHAT:
             return "max_tokens"
         # some of their models only know the new name
-        is_new = engine.kind == "azure" or engine.pool.origin.host == _OPENAI
-        return engine.limit_name or ("max_completion_tokens" if is_new else "max_tokens")
+        is_new = upstream.kind == "azure" or upstream.pool.origin.host == _OPENAI
+        return upstream.limit_name or ("max_completion_tokens" if is_new else "max_tokens")
 
     def eases(self, endpoint: Endpoint, status: int, body: bytes) -> bool:
         """Whether the engine refused a limit that the gateway added, and should be asked again: by
         the limit's other name, which is remembered, or for less."""
-        limits, name = self._limits(endpoint), endpoint.engine.name
+        limits, name = self._limits(endpoint), endpoint.upstream.name
         if not limits or name in self._caps or status not in (400, 422):
             return False
         if not (_LIMIT_NAMES.search(body) or is_too_long(status, body)):
             return False
-        used = self._limit_name(endpoint.engine)
+        used = self._limit_name(endpoint.upstream)
         others = [each for each in _CHAT_LIMITS if each != used and each.encode() in body]
         is_unknown = used.encode() in body and not _TOO_LARGE.search(body)
         self._caps[name] = limits[used]
         if self._path == CHAT and (others or is_unknown):
-            endpoint.engine.limit_name = (
+            endpoint.upstream.limit_name = (
                 others[0] if others else _CHAT_LIMITS[used == _CHAT_LIMITS[0]]
             )
         else:

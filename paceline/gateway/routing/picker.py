@@ -88,7 +88,7 @@ class Picker:
             pick = self._choose(roomy, demand, now)
             if pick.view.pressed and route.pressure_fallback and tier is not tiers[-1]:
                 pressed = pressed or pick
-                reasons[pick.endpoint.engine.name] = "short of memory"
+                reasons[pick.endpoint.upstream.name] = "short of memory"
                 continue
             return pick
         if pressed is not None:
@@ -101,15 +101,15 @@ class Picker:
             for tier in tiers
             for endpoint in tier
             if (only is None or only(endpoint))
-            and not endpoint.engine.draining
-            and not (endpoint.engine.is_unreachable if late else endpoint.engine.trouble)
+            and not endpoint.upstream.draining
+            and not (endpoint.upstream.is_unreachable if late else endpoint.upstream.trouble)
             and not _was_tried(endpoint, tried)
             and not _too_long(endpoint, demand)
             and not endpoint.lacks_model
         ]
         ready = [endpoint for endpoint in last if not endpoint.cooldown_left(now)]
         if ready:
-            sure = [endpoint for endpoint in ready if not endpoint.engine.trouble]
+            sure = [endpoint for endpoint in ready if not endpoint.upstream.trouble]
             return self._choose(sure or ready, demand, now)
         if last:
             seconds = min(endpoint.cooldown_left(now) for endpoint in last)
@@ -143,16 +143,16 @@ class Picker:
         endpoints = [
             endpoint for tier in route.usable_tiers(fallback=route.fallback) for endpoint in tier
         ]
-        if not any(endpoint.engine.config.max_concurrent for endpoint in endpoints):
+        if not any(endpoint.upstream.config.max_concurrent for endpoint in endpoints):
             return math.inf
         usable = [
-            endpoint.engine
+            endpoint.upstream
             for endpoint in endpoints
             if not endpoint.lacks_model
             and not _too_long(endpoint, demand)
             and not endpoint.usable(now, route.path)
         ]
-        return sum(engine.free_slots for engine in usable) if usable else math.inf
+        return sum(upstream.free_slots for upstream in usable) if usable else math.inf
 
     def _fit(
         self,
@@ -178,27 +178,27 @@ class Picker:
                 or (endpoint.available(now, path) if only is None else endpoint.usable(now, path))
             )
             if why:
-                reasons[endpoint.engine.name] = why
+                reasons[endpoint.upstream.name] = why
             else:
                 fit.append(endpoint)
         return fit
 
     def _choose(self, endpoints: Sequence[Endpoint], demand: Demand, now: float) -> Pick:
         if len(endpoints) == 1:
-            load = endpoints[0].engine.load
+            load = endpoints[0].upstream.load
             return Pick(endpoints[0], load.view(demand, now))
         slow = slow_ones(
-            {endpoint.engine.name: endpoint.engine.load.pace for endpoint in endpoints},
+            {endpoint.upstream.name: endpoint.upstream.load.pace for endpoint in endpoints},
             self.slow_factor,
             now,
         )
         views = [
-            endpoint.engine.load.view(
+            endpoint.upstream.load.view(
                 demand,
                 now,
                 TRICKLE
-                if endpoint.engine.name in slow
-                else endpoint.engine.share_of(endpoint.model, now),
+                if endpoint.upstream.name in slow
+                else endpoint.upstream.share_of(endpoint.model, now),
             )
             for endpoint in endpoints
         ]
@@ -229,7 +229,7 @@ class Picker:
 
 
 def _was_tried(endpoint: Endpoint, tried: Tried) -> bool:
-    return endpoint.engine.name in tried or endpoint.key in tried
+    return endpoint.upstream.name in tried or endpoint.key in tried
 
 
 def _forgotten(
@@ -240,9 +240,9 @@ def _forgotten(
     if len(endpoints) < 2 or demand.ttft is not None:
         return None
     found = [
-        (endpoint.engine.load.sent_at, index)
+        (endpoint.upstream.load.sent_at, index)
         for index, endpoint in enumerate(endpoints)
-        if now - endpoint.engine.load.sent_at > _FORGOTTEN
+        if now - endpoint.upstream.load.sent_at > _FORGOTTEN
         and not views[index].num_requests
         and not views[index].pressed
     ]
@@ -258,7 +258,7 @@ def _too_long(endpoint: Endpoint, demand: Demand) -> str:
     if demand.least_prompt > most:
         return f"at least {demand.least_prompt:.0f} tokens of prompt, and the context has {most}"
     # an engine that truncates silently gets no prompt that may be too long
-    if endpoint.engine.facts.truncates and demand.longest_prompt > most:
+    if endpoint.upstream.facts.truncates and demand.longest_prompt > most:
         return f"about {demand.longest_prompt:.0f} tokens of prompt, and the context has {most}"
     return ""
 

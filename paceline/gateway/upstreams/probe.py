@@ -13,7 +13,7 @@ _MAX_ANSWER_BYTES: Final = 8 << 20
 
 
 class _Upstream(Protocol):
-    """The part of ``Engine`` that ``fetch_small`` needs."""
+    """The part of ``Upstream`` that ``fetch_small`` needs."""
 
     pool: Pool
 
@@ -46,20 +46,20 @@ class _Collector:
 
 
 async def fetch_small(
-    engine: _Upstream, path: str, timeout: float, body: bytes | None = None
+    upstream: _Upstream, path: str, timeout: float, body: bytes | None = None
 ) -> tuple[int, bytes]:
     """Return status and body of a GET, or of a POST of ``body`` (JSON). Raises ConnectError."""
     connection = sink = None
-    headers = engine.headers()
+    headers = upstream.headers()
     if body is not None:
         headers.append((b"content-type", b"application/json"))
     length = None if body is None else len(body)
-    head = engine.pool.origin.head("GET" if body is None else "POST", path, headers, length)
+    head = upstream.pool.origin.head("GET" if body is None else "POST", path, headers, length)
     try:
         async with asyncio.timeout(timeout):
             for _ in range(2):
-                reused = engine.pool.free()
-                connection = reused or await engine.pool.connect()
+                reused = upstream.pool.free()
+                connection = reused or await upstream.pool.connect()
                 sink = _Collector()
                 connection.send(head + (body or b""), sink)
                 try:

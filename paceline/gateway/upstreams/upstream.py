@@ -29,7 +29,7 @@ from paceline.gateway.upstreams.standing import Standings
 from paceline.http.upstream import Headers, Origin, Pool
 from paceline.routing import Breaker, BreakerState, EngineLoad, SlowStart
 
-__all__ = ["Engine", "EngineModel", "Running"]
+__all__ = ["Running", "Upstream", "UpstreamModel"]
 
 _log = logging.getLogger("paceline.gateway")
 
@@ -55,7 +55,7 @@ class Running(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineModel:
+class UpstreamModel:
     """A model as an engine's /v1/models lists it."""
 
     id: str
@@ -65,8 +65,8 @@ class EngineModel:
     entry: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Engine:
-    """State of one engine."""
+class Upstream:
+    """State of one engine behind the gateway."""
 
     def __init__(self, config: EngineConfig, gateway: GatewayConfig, now: float) -> None:
         self.config = config
@@ -89,9 +89,9 @@ class Engine:
         self.standings = Standings()
         self.running: set[Running] = set()
         # None: not known yet
-        self.models: dict[str, EngineModel] | None = None
+        self.models: dict[str, UpstreamModel] | None = None
         # the models as listed, without contexts from ``capabilities``, which a restart clears
-        self._listed: dict[str, EngineModel] = {}
+        self._listed: dict[str, UpstreamModel] = {}
         # as the engine advertises them; they take precedence over its kind's table
         self.capabilities = Capabilities()
         # to be probed once it answers
@@ -298,7 +298,7 @@ class Engine:
         if self.models is not None:
             self.has_models(self._listed)
 
-    def has_models(self, listed: dict[str, EngineModel]) -> None:
+    def has_models(self, listed: dict[str, UpstreamModel]) -> None:
         """Set the models; contexts that the list lacks are taken from the probed capabilities."""
         contexts = self.capabilities.contexts
         self._listed = listed
@@ -317,7 +317,7 @@ class Engine:
             if isinstance(name, str) and name:
                 if not isinstance(most, int):
                     most = contexts.get(name, contexts.get(""))
-                models[name] = EngineModel(name, most, entry)
+                models[name] = UpstreamModel(name, most, entry)
         if _lengths(models) != _lengths(self._listed):
             # a change of models may mean a change of software
             self._ask_again()
@@ -353,7 +353,7 @@ class Engine:
         self.load.heard(pressure)
 
 
-def _lengths(models: Mapping[str, EngineModel]) -> Mapping[str, Any]:
+def _lengths(models: Mapping[str, UpstreamModel]) -> Mapping[str, Any]:
     """Return the part of a list that is the same in each answer: some engines put the time of the
     answer into each entry as the model's creation time."""
     return {name: model.entry.get("max_model_len") for name, model in models.items()}

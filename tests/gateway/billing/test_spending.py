@@ -290,7 +290,7 @@ async def test_what_was_tried_in_vain_costs_nothing_and_what_was_resumed_once(
         ),
     ):
         for name, weight in (("e2", 1e6), ("e3", 2e6)):
-            gateway.engines.by_name[name].load.prefill_tokens += weight
+            gateway.upstreams.by_name[name].load.prefill_tokens += weight
         found = await client.post(CHAT, json=chat(stream=True), headers=AS_ANN)
         assert found.status_code == 200 and len(lives.bodies) == 1
         # three tokens of prompt and five of output, once

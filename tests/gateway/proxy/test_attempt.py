@@ -16,7 +16,7 @@ from paceline.gateway.proxy.attempt import Attempt
 from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.settings.config import EngineKind
 from paceline.gateway.streams.openai_stream import make_relay
-from paceline.gateway.upstreams.upstream import Engine
+from paceline.gateway.upstreams.upstream import Upstream
 from paceline.http.upstream import Connection
 from paceline.routing import Demand
 from tests.gateway.fault_server import chat_chunks
@@ -104,7 +104,7 @@ def started(
     """An attempt whose engine has said the first word."""
     owner = Owner(path, kind)
     owner.relay.begin_attempt()
-    engine = Engine(owner.config.engines[0], owner.config, T)
+    engine = Upstream(owner.config.engines[0], owner.config, T)
     demand = Demand(prompt_tokens=3.0, max_tokens=9, output_tokens=9.0, prefix=())
     dispatch = engine.load.dispatch(demand, engine.load.view(demand, T), T)
     second = make_relay(path, num_choices=1, note={}) if probe else None

@@ -9,7 +9,7 @@ import pytest
 from paceline.gateway import EngineConfig, GatewayConfig
 from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.upstreams.state import state_of
-from paceline.gateway.upstreams.upstream import Engine
+from paceline.gateway.upstreams.upstream import Upstream
 from paceline.routing import Demand, Pressure
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
 from tests.gateway.helpers import CHAT, chat, configured, gateway_over
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.anyio
 DEMAND = Demand(prompt_tokens=100.0, max_tokens=50.0, output_tokens=50.0)
 
 
-def engine(**fields: object) -> Engine:
+def engine(**fields: object) -> Upstream:
     config = EngineConfig(name="e", url="http://127.0.0.1:1", **fields)  # type: ignore[arg-type]
-    made = Engine(config, GatewayConfig(engines=(config,)), 0.0)
+    made = Upstream(config, GatewayConfig(engines=(config,)), 0.0)
     made.trouble = ""
     return made
 
@@ -93,6 +93,6 @@ async def test_status_says_it() -> None:
         found = (await client.get("/status")).json()["engines"]["e1"]
         assert (found["state"], found["share"], found["slow"]) == ("ready", 1.0, False)
         assert (found["max_concurrent"], found["rests_for"]) == (3, 0.0)
-        gateway.engines.by_name["e1"].draining = True
+        gateway.upstreams.by_name["e1"].draining = True
         found = (await client.get("/status")).json()["engines"]["e1"]
         assert found["state"] == "draining"

@@ -62,16 +62,16 @@ class Counting:
         """Ask the engines of a route, one after the other, until one answers."""
         troubled = False
         for endpoint in _in_order(route, incoming.path):
-            headers = headers_for(endpoint.engine, incoming.tenant, incoming.request_id)
+            headers = headers_for(endpoint.upstream, incoming.tenant, incoming.request_id)
             headers.append((b"content-type", b"application/json"))
             headers += [h for h in incoming.scope["headers"] if h[0] in _VERSIONS]
             changes = {"model": endpoint.model}
             # the counting path takes the fields of its parent path
-            data = endpoint.engine.dialect.body(incoming.path.rpartition("/")[0], body, changes)
+            data = endpoint.upstream.dialect.body(incoming.path.rpartition("/")[0], body, changes)
             passed = None
             try:
                 async with await pass_on(
-                    endpoint.engine, "POST", incoming.path, headers, data, _SECONDS
+                    endpoint.upstream, "POST", incoming.path, headers, data, _SECONDS
                 ) as passed:
                     meaning = meaning_of(passed.status)
                     if passed.status == 200 or meaning == "caller":
@@ -94,7 +94,7 @@ def _in_order(route: Route, path: str) -> list[Endpoint]:
         endpoint
         for tier in route.tiers
         for endpoint in sorted(
-            tier, key=lambda endpoint: (bool(endpoint.engine.trouble), random.random())
+            tier, key=lambda endpoint: (bool(endpoint.upstream.trouble), random.random())
         )
-        if not endpoint.lacks_model and _OTHERS.get(endpoint.engine.kind, path) == path
+        if not endpoint.lacks_model and _OTHERS.get(endpoint.upstream.kind, path) == path
     ]
