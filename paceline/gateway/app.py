@@ -27,7 +27,7 @@ from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.observability.tracing import NO_TRACE, NO_TRACING, Traces, Tracing
 from paceline.gateway.proxy.caller import Allowed, Caller
 from paceline.gateway.proxy.passthrough.counting import COUNTING, Counting
-from paceline.gateway.proxy.passthrough.kept import RESPONSES, Kept
+from paceline.gateway.proxy.passthrough.kept import RESPONSES, StoredObjects
 from paceline.gateway.proxy.proxied_request import RELAYED, ProxiedRequest
 from paceline.gateway.requests.body import Body, read_body
 from paceline.gateway.requests.prompt_size import BytesPerToken, PromptSize, least_tokens, measure
@@ -158,7 +158,7 @@ class Gateway:
         self._salt = os.environ.get(config.salt_env, "") if config.salt_env else ""
         self.tracing: Traces = Tracing(config.otlp_endpoint) if config.otlp_endpoint else NO_TRACING
         self._admin = AdminRoutes(self)
-        self.kept = Kept(self)
+        self.stored = StoredObjects(self)
         self._counting = Counting(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -214,8 +214,8 @@ class Gateway:
         if path in COUNTING:
             await self._counting.answer(incoming)
             return
-        if self.kept.takes(path):
-            await self.kept.answer(incoming)
+        if self.stored.takes(path):
+            await self.stored.answer(incoming)
             return
         match = _DRAIN.fullmatch(path)
         if match is None:
@@ -239,7 +239,7 @@ class Gateway:
         alias = route.model if route.asked else ""
         self.spending.check(tenant, body.model or route.model, alias)
         if incoming.path == RESPONSES:
-            route = await self.kept.bound(route, body, tenant)
+            route = await self.stored.bound(route, body, tenant)
         allowed = Allowed.parse(incoming.headers.get(b"x-paceline-allow"))
 
         def other(model: str) -> Route:
@@ -267,7 +267,7 @@ class Gateway:
                     body = planned.capped(body, planned.granted(hold.tokens.__sub__))
             proxied = self._proxied(incoming, body, charge.route, route, size, tokens, allowed)
             if incoming.path == RESPONSES:
-                self.kept.watch(proxied, tenant)
+                self.stored.watch(proxied, tenant)
             if hold is not None:
                 incoming.settled = partial(_headers_settled, hold, proxied)
             await self._run(proxied, body, size)

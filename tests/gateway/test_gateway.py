@@ -15,7 +15,7 @@ from paceline.gateway.proxy.attempt import Attempt
 from paceline.gateway.proxy.downstream import Downstream
 from paceline.gateway.proxy.placement import Placement
 from paceline.gateway.proxy.proxied_request import ProxiedRequest
-from paceline.gateway.proxy.response import Answer
+from paceline.gateway.proxy.response import Response
 from paceline.gateway.proxy.retry_state import RetryState
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
 from tests.gateway.helpers import (
@@ -91,7 +91,7 @@ async def test_a_request_is_no_work_for_the_garbage_collector(
     """What is left of one is found free at once: nothing of it points in circles."""
     good, kinds = (
         GOOD if stream else WHOLE,
-        {ProxiedRequest, Answer, Downstream, Attempt, Placement, RetryState},
+        {ProxiedRequest, Response, Downstream, Attempt, Placement, RetryState},
     )
 
     def left() -> list[str]:

@@ -23,7 +23,7 @@ from paceline.http.upstream import ConnectError, Connection, Headers, lines_of
 from paceline.routing import Dispatch
 from paceline.statuses import retry_of
 
-__all__ = ["Attempt", "Owner", "Verdict"]
+__all__ = ["Attempt", "AttemptOwner", "Verdict"]
 
 # size of an answer that is not streamed
 _MAX_ANSWER_BYTES: Final = 64 << 20
@@ -33,7 +33,7 @@ _LAST_STATUS: Final = 599
 _STREAMED: Final = RESUMABLE | {"/v1/responses", "/v1/messages"}
 
 
-class Owner(Protocol):
+class AttemptOwner(Protocol):
     """Owner of an attempt: ``ProxiedRequest``."""
 
     config: GatewayConfig
@@ -86,16 +86,16 @@ class Attempt:
     """A request at one engine: the sink of its answer.
 
     Args:
-        probe: set for a hedge (``hedge``). Its output is kept, and fed to this relay to find the
-            first token, until the hedge is adopted.
+        hedge_relay: set for a hedge (``hedging``). Its output is kept, and fed to this relay to
+            find the first token, until the hedge is adopted.
     """
 
     def __init__(
         self,
-        request: Owner,
+        request: AttemptOwner,
         endpoint: Endpoint,
         dispatch: Dispatch,
-        probe: StreamRelay | None = None,
+        hedge_relay: StreamRelay | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.status = 0
@@ -128,7 +128,7 @@ class Attempt:
         self._path = ""
         self._translator: Translator | None = None
         self._trace: AttemptTrace = NO_ATTEMPT
-        self._probe = probe
+        self._hedge_relay = hedge_relay
         self._kept = bytearray()
         # takes a part of the answer; set by the kind of answer. See ``upstream.Sink``
         self.on_data: Callable[[bytes], None] = self._keep_whole
@@ -161,7 +161,7 @@ class Attempt:
         upstream.running.add(self)
         upstream.breaker.begin(now)
         self._standing.begin(path, now)
-        hedge = self._probe is not None
+        hedge = self._hedge_relay is not None
         self._trace = self._owner.trace.attempt(self.endpoint, self._tokens_before, hedge, now)
         self._path = path
         self._ask(request)
@@ -221,7 +221,7 @@ class Attempt:
             return
         if self._streams:
             self._translator = self._upstream.dialect.translator(self._path)
-            plain = self._translator is None and self._probe is None
+            plain = self._translator is None and self._hedge_relay is None
             self.on_data = self._relay_stream if plain else self._take_stream
         self._heard_at = self._sign_at = self._owner.now()
 
@@ -250,23 +250,23 @@ class Attempt:
             self.give_up(wrong)
 
     def _take_events(self, data: bytes) -> None:
-        if self._probe is None:
+        if self._hedge_relay is None:
             self._relay_stream(data)
             return
         self._kept += data
-        parts = self._probe.num_events
-        self._probe.feed(data)
-        if self._probe.num_events != parts or self._probe.is_in_long:
+        parts = self._hedge_relay.num_events
+        self._hedge_relay.feed(data)
+        if self._hedge_relay.num_events != parts or self._hedge_relay.is_in_long:
             self._has_moved = True
-        if self._probe.failed is not None:
-            self._fail_by(self._probe, self._probe.failed)
-        elif self._probe.emitted or self._probe.done:
+        if self._hedge_relay.failed is not None:
+            self._fail_by(self._hedge_relay, self._hedge_relay.failed)
+        elif self._hedge_relay.emitted or self._hedge_relay.done:
             self._owner.spare_spoke(self)
 
     def adopt(self) -> None:
         """Answer the request from now on: send the output kept so far to the caller."""
         assert self._owner.relay is not None, "a stream was asked for"
-        self._probe = None
+        self._hedge_relay = None
         if self._streams and self._translator is None and self.verdict is None:
             self.on_data = self._relay_stream
         self._owner.relay.begin_attempt()
@@ -363,14 +363,14 @@ class Attempt:
 
     def _finish_stream(self, why: str) -> None:
         if not self._is_said():
-            relay = self._owner.relay if self._probe is None else None
+            relay = self._owner.relay if self._hedge_relay is None else None
             self._end(Verdict("lost", (relay and relay.failed) or why))
 
     def _is_said(self) -> bool:
         """Whether a stream that ended early had sent its whole answer. If so, the attempt is done,
         and later errors do not matter."""
         relay = self._owner.relay
-        if not self._streams or self._probe is not None or relay is None:
+        if not self._streams or self._hedge_relay is not None or relay is None:
             return False
         out = relay.end_attempt()
         if out:
@@ -455,7 +455,7 @@ class Attempt:
         relay = self._owner.relay
         made = (
             0
-            if relay is None or self._probe is not None
+            if relay is None or self._hedge_relay is not None
             else relay.num_output_tokens - self._tokens_before
         )
         self._dispatch.end(now, made)

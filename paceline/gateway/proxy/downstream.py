@@ -46,7 +46,7 @@ class DownstreamRequest(Protocol):
 
 
 class DownstreamSource(Protocol):
-    """The sender of what is written: ``Answer``."""
+    """The sender of what is written: ``Response``."""
 
     def head(self) -> tuple[Headers, Headers] | None:
         """Return the engine's headers for a stream that starts now, and the gateway's notes; None:

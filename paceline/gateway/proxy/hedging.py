@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from paceline.errors import RequestError
 from paceline.gateway.observability.metrics import GatewayMetrics
-from paceline.gateway.proxy.attempt import Attempt, Owner
+from paceline.gateway.proxy.attempt import Attempt, AttemptOwner
 from paceline.gateway.proxy.retry_state import RetryState
 from paceline.gateway.proxy.upstream_request import UpstreamRequest
 from paceline.gateway.requests.body import Body
@@ -72,13 +72,13 @@ class Hedge:
         return self._due_at is not None and now >= self._due_at
 
     def send(
-        self, first: Endpoint, owner: Owner, path: str, probe: Callable[[], StreamRelay]
+        self, first: Endpoint, owner: AttemptOwner, path: str, new_relay: Callable[[], StreamRelay]
     ) -> bool:
         """Send the request to a second engine, if there is one for it; return whether it was sent.
 
         Args:
             owner: owner of the second attempt.
-            probe: makes a relay that watches the second engine's output for a token.
+            new_relay: makes a relay that watches the second engine's output for a token.
         """
         now = owner.now()
         pick = self._pick(first, now)
@@ -96,7 +96,7 @@ class Hedge:
         self._budget.take()
         self._retries.num += 1
         dispatch = endpoint.upstream.load.dispatch(self._demand, pick.view, now)
-        self._spare = Attempt(owner, endpoint, dispatch, probe=probe())
+        self._spare = Attempt(owner, endpoint, dispatch, hedge_relay=new_relay())
         self._metrics.attempt(endpoint, resumed=False, fallback=False)
         self._spare.send(path, request)
         return True

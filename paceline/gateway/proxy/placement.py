@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
 from paceline.gateway.proxy.caller import Caller
-from paceline.gateway.proxy.response import Answer
+from paceline.gateway.proxy.response import Response
 from paceline.gateway.proxy.retry_state import RetryState
 from paceline.gateway.requests.body import Body
 from paceline.gateway.routing.endpoint_queue import Queued
@@ -38,14 +38,14 @@ class Placement:
         demand: Demand,
         body: Body,
         caller: Caller,
-        answer: Answer,
+        response: Response,
         now: Callable[[], float],
         wake: asyncio.Event,
         arrived: float,
     ) -> None:
         self._config, self._flow_control, self._retries = config, flow_control, retries
         self._demand, self._body, self._caller = demand, body, caller
-        self._answer, self._now, self._wake, self._arrived = answer, now, wake, arrived
+        self._response, self._now, self._wake, self._arrived = response, now, wake, arrived
 
     async def place(self, last: Endpoint | None) -> tuple[Pick, Dispatch]:
         """Wait for an engine, and count the request there.
@@ -109,7 +109,7 @@ class Placement:
         return waiting.result()
 
     async def _while_there(self, waiting: asyncio.Future[Any]) -> None:
-        out, wake = self._answer.downstream, self._wake
+        out, wake = self._response.downstream, self._wake
         while not waiting.done():
             if out.gone:
                 raise ClientDisconnectedError
@@ -123,4 +123,4 @@ class Placement:
             wake.clear()
             out.tick(self._now(), self._config.sse_keep_alive)
             if out.num_waiting:
-                await self._answer.flush(comments=True)
+                await self._response.flush(comments=True)

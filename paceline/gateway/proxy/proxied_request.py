@@ -2,7 +2,7 @@
 
 ::
 
-    ProxiedRequest   (task per request)   Placement -> Attempt -> done | retry -> Answer
+    ProxiedRequest   (task per request)   Placement -> Attempt -> done | retry -> Response
     Attempt          (callbacks)          engine's bytes -> StreamRelay -> caller's connection
 
 What an engine sends reaches the caller in the callback that read it. The task only wakes for the
@@ -30,7 +30,7 @@ from paceline.gateway.proxy.caller import Caller
 from paceline.gateway.proxy.downstream import DownstreamRequest
 from paceline.gateway.proxy.hedging import Hedge
 from paceline.gateway.proxy.placement import Placement
-from paceline.gateway.proxy.response import Answer
+from paceline.gateway.proxy.response import Response
 from paceline.gateway.proxy.retry_state import RetryState
 from paceline.gateway.proxy.upstream_request import CHAT, UpstreamRequest
 from paceline.gateway.proxy.usage_split import UsageSplit
@@ -109,17 +109,17 @@ class ProxiedRequest:
             self._upstream_request,
             self.relay,
         )
-        self._answer = Answer(
+        self._response = Response(
             path, body, asked, incoming, self.relay, self._upstream_request, self._retries,
             self._note, metrics, self.trace, now, self._arrived, self.wake,
         )  # fmt: skip
-        self.downstream = self._answer.downstream
+        self.downstream = self._response.downstream
         # called by the attempts for every part
         self.write: Callable[[bytes], None] = self.downstream.write
         self.write_last: Callable[[bytes], None] = self.downstream.write_last
         self._placement = Placement(
-            config, flow_control, self._retries, demand, body, caller, self._answer, now, self.wake,
-            self._arrived,
+            config, flow_control, self._retries, demand, body, caller, self._response, now,
+            self.wake, self._arrived,
         )  # fmt: skip
         self._hedge = Hedge(
             config, hedges, picker, self._retries, demand, body, self._upstream_request, metrics
@@ -145,7 +145,7 @@ class ProxiedRequest:
     @property
     def _attempt(self) -> Attempt:
         """The attempt that answers, once an engine is asked."""
-        attempt = self._answer.attempt
+        attempt = self._response.attempt
         assert attempt is not None, "an engine is asked"
         return attempt
 
@@ -157,7 +157,7 @@ class ProxiedRequest:
     @property
     def is_over(self) -> bool:
         """Whether the answering engine, if there is one, has sent all of the answer."""
-        attempt = self._answer.attempt
+        attempt = self._response.attempt
         return attempt is None or attempt.verdict is not None
 
     @property
@@ -168,7 +168,7 @@ class ProxiedRequest:
     @property
     def used(self) -> Used:
         """Usage of an answer that has ended, as far as it was counted."""
-        return self._usage_split.used(self._answer.attempt)
+        return self._usage_split.used(self._response.attempt)
 
     @property
     def num_output_tokens(self) -> int:
@@ -178,19 +178,19 @@ class ProxiedRequest:
     @property
     def counted(self) -> Used | None:
         """Usage as the engine counted it; None: it did not, or it truncates prompts."""
-        attempt = self._answer.attempt
+        attempt = self._response.attempt
         if attempt is None or attempt.endpoint.upstream.facts.truncates or not self.used.prompt:
             return None
         return self._usage_split.counted
 
     def usage_by_endpoint(self) -> Sequence[tuple[Endpoint, Used]]:
         """Usage by engine of an answer that has ended; see ``UsageSplit.usage_by_endpoint``."""
-        return self._usage_split.usage_by_endpoint(self._answer.attempt)
+        return self._usage_split.usage_by_endpoint(self._response.attempt)
 
     def close(self) -> None:
         """Drop references after the last use: garbage collection of these reference cycles would
         cost more than a tenth of a request's time."""
-        self._answer.close()
+        self._response.close()
 
     # ---------------------------------------------------------------- Owner
 
@@ -201,7 +201,7 @@ class ProxiedRequest:
     def again(
         self, attempt: Attempt, left_out: frozenset[str]
     ) -> tuple[bytes, frozenset[str]] | None:
-        """Return the request without fields that the engine refused; see ``Owner``."""
+        """Return the request without fields that the engine refused; see ``AttemptOwner``."""
         resumed = bool(self._retries.num_resumes)
         names = self._upstream_request.refused(
             attempt.endpoint, attempt.status, bytes(attempt.body), resumed=resumed
@@ -226,8 +226,8 @@ class ProxiedRequest:
 
     def _go_on_with(self, spare: Attempt) -> None:
         """Let the hedge answer from now on."""
-        self._answer.comes_from(spare)
-        self._answer.note(engine=spare.endpoint.upstream.name, attempts=self._retries.num)
+        self._response.comes_from(spare)
+        self._response.note(engine=spare.endpoint.upstream.name, attempts=self._retries.num)
         spare.adopt()
 
     def may_leave(self, attempt: Attempt) -> bool:
@@ -261,19 +261,19 @@ class ProxiedRequest:
                 self._budget.deposit(self._arrived)
             await self._try_all()
         except ClientDisconnectedError:
-            self._answer.ended("gone")
+            self._response.ended("gone")
             raise
         except RequestError:
             # no engine was asked: the request cannot be expressed in that engine's API
-            self._answer.ended("refused")
+            self._response.ended("refused")
             raise
         except HttpError as error:
             if self.downstream.started:
                 # the status was already sent
-                await self._answer.break_off(str(error))
+                await self._response.break_off(str(error))
                 return
             if not self._retries.num:
-                self._answer.ended("failed")
+                self._response.ended("failed")
             raise
         finally:
             if watch is not None:
@@ -293,11 +293,11 @@ class ProxiedRequest:
             if verdict.kind == "done":
                 if self.on_answer is not None:
                     self.on_answer(attempt)
-                await self._answer.finish(attempt)
+                await self._response.finish(attempt)
                 return
             self._note_failure(attempt)
             if verdict.kind == "refused" and not self._may_pass_on(attempt):
-                await self._answer.refuse(attempt)
+                await self._response.refuse(attempt)
                 return
             # a dying engine loses many requests at once through no fault of their own: the first
             # retry is free, and the budget is for repeated failures
@@ -305,11 +305,11 @@ class ProxiedRequest:
             self._retries.num_lost += verdict.kind == "lost"
             if self.relay is not None and self.relay.emitted:
                 if not self._retries.may_resume(self.now(), attempt.endpoint, free=free):
-                    await self._answer.break_off(verdict.why)
+                    await self._response.break_off(verdict.why)
                     return
                 self._usage_split.resumes_after(attempt.endpoint)
             elif not self._retries.may_retry(self.now(), free=free):
-                await self._answer.give_up()
+                await self._response.give_up()
                 return
 
     async def _try_one(self, pick: Pick, dispatch: Dispatch) -> Attempt:
@@ -324,11 +324,11 @@ class ProxiedRequest:
         if endpoint.tier or retries.route is not self._route:
             self._note["fallback"] = endpoint.model
         if retries.num > 1 or self._note:
-            self._answer.note(engine=endpoint.upstream.name, attempts=retries.num)
+            self._response.note(engine=endpoint.upstream.name, attempts=retries.num)
         if resumed:
-            self._answer.note(resumed=retries.num_resumes)
+            self._response.note(resumed=retries.num_resumes)
         attempt = Attempt(self, endpoint, dispatch)
-        self._answer.comes_from(attempt)
+        self._response.comes_from(attempt)
         self._metrics.attempt(endpoint, resumed=resumed, fallback=bool(endpoint.tier))
         by_text = resumed and not self._upstream_request.resumes_exactly(endpoint)
         if self.relay is not None:
@@ -336,7 +336,7 @@ class ProxiedRequest:
             if retries.num == 1:
                 self._hedge.arm(pick, self.now())
         if by_text:
-            self._answer.note(exact=False)
+            self._response.note(exact=False)
         try:
             attempt.send(self._path, request)
             await self._pump()
@@ -356,7 +356,7 @@ class ProxiedRequest:
             if self._hedge.is_wanted:
                 self._look_after_hedge()
             if self.downstream.num_waiting:
-                await self._answer.flush()
+                await self._response.flush()
             elif self._attempt.verdict is not None:
                 return
             else:
@@ -369,7 +369,7 @@ class ProxiedRequest:
         if self._hedge.is_due(self.now()) and self._hedge.send(
             self._attempt.endpoint, self, self._path, self._new_relay
         ):
-            self._answer.note(hedged=True)
+            self._response.note(hedged=True)
         attempt, failed = self._attempt, self._hedge.second_failed()
         if failed is not None:
             self._note_failure(failed)
@@ -396,7 +396,7 @@ class ProxiedRequest:
             self._caller.request_id, upstream.name, self._retries.num, attempt.verdict.why,
             self.relay.emitted if self.relay else False,
         )  # fmt: skip
-        self._answer.failed(attempt)
+        self._response.failed(attempt)
         self._metrics.failed(attempt.endpoint, attempt.verdict.kind)
         # a refusal concerns one of the engine's models
         lost = attempt.verdict.kind == "lost"

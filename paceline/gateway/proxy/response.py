@@ -28,13 +28,13 @@ from paceline.http.sse import SSE
 from paceline.http.upstream import Headers
 from paceline.statuses import meaning_of
 
-__all__ = ["Answer"]
+__all__ = ["Response"]
 
 # headers of a stream before its engine has sent any
 _EVENTS: Final = [(b"content-type", SSE.encode())]
 
 
-class Answer:
+class Response:
     """Response to one request. Its owner names the attempt with ``comes_from``, then calls exactly
     one of ``finish``, ``refuse``, ``give_up`` and ``break_off``.
 

@@ -7,7 +7,7 @@ import random
 from typing import Final, Protocol
 
 from paceline.gateway.billing.spending import Spending
-from paceline.gateway.proxy.passthrough.kept import IncomingRequest, Kept, headers_for
+from paceline.gateway.proxy.passthrough.kept import IncomingRequest, StoredObjects, headers_for
 from paceline.gateway.proxy.passthrough.passing import pass_on
 from paceline.gateway.requests.body import Body, read_body
 from paceline.gateway.requests.reading import read_json_bytes
@@ -35,7 +35,7 @@ class _Gateway(Protocol):
     config: GatewayConfig
     routes: Routes
     spending: Spending
-    kept: Kept
+    stored: StoredObjects
 
 
 class Counting:
@@ -55,7 +55,7 @@ class Counting:
         route = gateway.routes.find(body.model, 0.0)
         alias = route.model if route.asked else ""
         gateway.spending.check(incoming.tenant, body.model or route.model, alias)
-        route = await gateway.kept.bound(route, body, incoming.tenant)
+        route = await gateway.stored.bound(route, body, incoming.tenant)
         await unless_disconnected(incoming.receive, self._ask(incoming, body, route))
 
     async def _ask(self, incoming: IncomingRequest, body: Body, route: Route) -> None:

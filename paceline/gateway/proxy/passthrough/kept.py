@@ -44,7 +44,7 @@ from paceline.http.keys import KeyRing
 from paceline.http.sse import unless_disconnected
 from paceline.http.upstream import ConnectError, Headers
 
-__all__ = ["RESPONSES", "IncomingRequest", "Kept", "headers_for"]
+__all__ = ["RESPONSES", "IncomingRequest", "StoredObjects", "headers_for"]
 
 RESPONSES: Final = "/v1/responses"
 _ID: Final = r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}"
@@ -110,7 +110,7 @@ class _Gateway(Protocol):
     draining: bool
 
 
-class Kept:
+class StoredObjects:
     """Stored objects of one gateway."""
 
     def __init__(self, gateway: _Gateway) -> None:
