@@ -150,7 +150,7 @@ async def test_05_a_pause_is_not_shortened_by_what_comes_later() -> None:
         state = gateway.upstreams.by_name["e1"]
         assert len(engine.bodies) == 2 and state.cooldown_left(gateway.now()) > 25.0
         told = (await client.get("/status")).json()["engines"]["e1"]["trouble"]
-        assert told.startswith("asked for a pause")
+        assert told.startswith("asked for a cooldown")
     breaker = Breaker(BreakerSettings(max_failures=1, open_seconds=10.0))
     breaker.fail(0.0)
     breaker.fail(8.0)

@@ -117,14 +117,14 @@ class Plan:
             self.prompt + bare,
         )
 
-    def amounts(self, prices: Prices, places: Sequence[tuple[str, str]]) -> Want:
+    def amounts(self, prices: Prices, endpoints: Sequence[tuple[str, str]]) -> Want:
         """Return the plan in money, at the most expensive endpoint."""
         bare = self.tokens().bare - self.prompt
         return Want(
-            prices.worst(places, self.prompt, self.num * self.least),
-            prices.worst(places, self.longest_prompt, self.num * self.usual),
-            prices.worst(places, self.longest_prompt, self.num * self.most),
-            prices.worst(places, self.prompt, bare),
+            prices.worst(endpoints, self.prompt, self.num * self.least),
+            prices.worst(endpoints, self.longest_prompt, self.num * self.usual),
+            prices.worst(endpoints, self.longest_prompt, self.num * self.most),
+            prices.worst(endpoints, self.prompt, bare),
         )
 
     def granted(self, left_beside: Callable[[int], int]) -> int:

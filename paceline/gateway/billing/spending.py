@@ -123,15 +123,15 @@ class Spending:
         if self._budgets.budget(name) is None:
             return Charge(Reservation(name, 0, None), route)
         made = plan(route)
-        places = [(endpoint.upstream.name, endpoint.model) for endpoint in endpoints_of(route)]
-        found = await self._budgets.reserve(name, made.amounts(self.prices, places))
+        endpoints = [(endpoint.upstream.name, endpoint.model) for endpoint in endpoints_of(route)]
+        found = await self._budgets.reserve(name, made.amounts(self.prices, endpoints))
         granted = None
         if found.amount:
-            granted = made.granted(partial(self._affords, places, found.amount))
+            granted = made.granted(partial(self._affords, endpoints, found.amount))
         return Charge(found, route, made, granted)
 
-    def _affords(self, places: Sequence[tuple[str, str]], amount: int, prompt: int) -> int:
-        return self.prices.affords(places, prompt, amount)
+    def _affords(self, endpoints: Sequence[tuple[str, str]], amount: int, prompt: int) -> int:
+        return self.prices.affords(endpoints, prompt, amount)
 
     def settle(self, charge: Charge, usage: Sequence[tuple[Endpoint, Used]]) -> None:
         """Settle a request that has ended; ``usage``: by endpoint, empty without an answer."""

@@ -118,7 +118,7 @@ class EndpointQueue:
     def next(self, now: float) -> str | None:
         """Return the request that gets the free slot; None: none waits, or the policy holds all of
         them back. ``expired`` returns those that were dropped instead."""
-        assert self._step is None, "no place is free"
+        assert self._step is None, "no slot is free"
         plan = self._scheduler.schedule(now)
         if not plan.rows:
             return None

@@ -114,7 +114,7 @@ class Picker:
         if last:
             seconds = min(endpoint.cooldown_left(now) for endpoint in last)
             raise AllCoolingDownError(
-                f"every engine of {route.model} has asked for a pause; the first one's is over in "
+                f"every engine of {route.model} has asked for a cooldown; the first one's is over in "
                 f"{seconds:.1f} s",
                 seconds,
             )

@@ -328,14 +328,14 @@ def prices_of(config: GatewayConfig) -> Prices:
     """Return the table of prices. Raises ConfigError."""
     rows: dict[tuple[str, str], Price] = {}
     for row in config.prices:
-        place = (row.engine, row.model)
-        if place in rows:
+        endpoint = (row.engine, row.model)
+        if endpoint in rows:
             raise ConfigError(f"two prices of engine {row.engine!r} and model {row.model!r}")
         if row.engine and row.engine not in {engine.name for engine in config.engines}:
             raise ConfigError(f"a price names engine {row.engine!r}, which is not there")
         what = f"the price of engine {row.engine or 'any'}, model {row.model or 'any'}"
         cached = row.input if row.cached_input is None else row.cached_input
-        rows[place] = Price.per_million(
+        rows[endpoint] = Price.per_million(
             *(parse_amount(amount, what) for amount in (row.input, cached, row.output)),
             request=parse_amount(row.request, what),
         )
@@ -366,14 +366,14 @@ def check_spending(config: GatewayConfig) -> None:
             raise ConfigError(f"key {key.name} has over_budget, and no budget")
     if not budgets:
         return
-    places = [
+    targets = [
         Target.parse(text) for model in config.models for tier in model.tiers for text in tier
     ] or [Target(engine.name) for engine in config.engines]
-    for place in places:
-        if prices.find(place.engine, place.model) is None:
+    for target in targets:
+        if prices.find(target.engine, target.model) is None:
             raise ConfigError(
-                f"there are budgets, and no price of {place.engine}"
-                f"{':' if place.model else ''}{place.model}: say 0 where it costs nothing"
+                f"there are budgets, and no price of {target.engine}"
+                f"{':' if target.model else ''}{target.model}: say 0 where it costs nothing"
             )
 
 

@@ -105,16 +105,16 @@ class Prices:
                 return self._rows[row]
         return None
 
-    def worst(self, places: Iterable[tuple[str, str]], prompt: int, most_output: int) -> int:
+    def worst(self, endpoints: Iterable[tuple[str, str]], prompt: int, most_output: int) -> int:
         """Return the cost of a request at the most expensive of its endpoints."""
         used = Used(prompt, 0, most_output)
-        found = (self.find(*place) for place in places)
+        found = (self.find(*place) for place in endpoints)
         return max((price.of(used) for price in found if price is not None), default=0)
 
-    def affords(self, places: Iterable[tuple[str, str]], prompt: int, amount: int) -> int:
+    def affords(self, endpoints: Iterable[tuple[str, str]], prompt: int, amount: int) -> int:
         """Return the output tokens that ``amount`` buys after a prompt, at the costliest
         endpoint."""
-        found = [self.find(*place) for place in places]
+        found = [self.find(*place) for place in endpoints]
         return min(
             (
                 (amount - price.of(Used(prompt))) // price.output

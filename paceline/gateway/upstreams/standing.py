@@ -55,7 +55,7 @@ class Standing:
         if not self.breaker.allows(now):
             return f"failing ({self.breaker.state(now)})"
         if self._cooldown_until > now:
-            return f"asked for a pause, {self.cooldown_left(now):.1f} s are left"
+            return f"asked for a cooldown, {self.cooldown_left(now):.1f} s are left"
         missing = self._missing.get(path)
         return "" if missing is None or missing.allows(now) else f"has no {path} for it"
 
