@@ -192,7 +192,7 @@ class ProxiedRequest:
         cost more than a tenth of a request's time."""
         self._response.close()
 
-    # ---------------------------------------------------------------- Owner
+    # ---------------------------------------------------------------- AttemptOwner
 
     def sent(self, attempt: Attempt) -> None:
         # the engine that was asked, also if it was a hedge

@@ -114,8 +114,8 @@ class Picker:
         if last:
             seconds = min(endpoint.cooldown_left(now) for endpoint in last)
             raise AllCoolingDownError(
-                f"every engine of {route.model} has asked for a cooldown; the first one's is over in "
-                f"{seconds:.1f} s",
+                f"every engine of {route.model} has asked for a cooldown; the first one's is over "
+                f"in {seconds:.1f} s",
                 seconds,
             )
         raise self._none(route, tiers, demand, now, reasons)

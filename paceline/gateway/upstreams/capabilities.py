@@ -1,8 +1,8 @@
 """Capabilities of an engine, as it advertises them or as one-token requests show them.
 
-The table of kinds (``kinds``) says what engines of a kind can do in general; an older or newer
-version, or a server that only resembles the kind, may differ. So each engine is asked once, at the
-paths of its kind:
+The table of kinds (``engine_types``) says what engines of a kind can do in general; an older or
+newer version, or a server that only resembles the kind, may differ. So each engine is asked once,
+at the paths of its kind:
 
 * Paceline, vLLM, SGLang: ``/openapi.json``, which lists the fields of a chat; for a vLLM without it
   ``/tokenize``, which renders a chat with and without ``continue_final_message``;
