@@ -1,7 +1,7 @@
-"""ASGI application with the gateway's endpoints.
+"""ASGI application of the gateway.
 
-No framework handles a request: its path is looked up, its body is read, and ``Exchange`` does the
-rest. Bounds on connections, heads and slow readers are those of the server (``paceline.http``).
+No framework handles a request: its path is looked up, its body is read, and ``ProxiedRequest`` does
+the rest. Bounds on connections, heads and slow readers are those of the server (``paceline.http``).
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from typing import Final
 
 from starlette.types import Message, Receive, Scope, Send
 
-from paceline.gateway.admin import Pages, as_json
-from paceline.gateway.billing.reserving import Lengths, Plan, sites_of
+from paceline.gateway.admin import AdminRoutes, as_json
+from paceline.gateway.billing.reserving import Lengths, Plan, endpoints_of
 from paceline.gateway.billing.spending import Spending
-from paceline.gateway.observability.metrics import Counts
+from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.observability.tracing import NO_TRACE, NO_TRACING, Traces, Tracing
 from paceline.gateway.proxy.caller import Allowed, Caller
 from paceline.gateway.proxy.passthrough.counting import COUNTING, Counting
-from paceline.gateway.proxy.passthrough.kept import RESPONSES, Kept
-from paceline.gateway.proxy.proxied_request import RELAYED, Exchange
+from paceline.gateway.proxy.passthrough.kept import RESPONSES, StoredObjects
+from paceline.gateway.proxy.proxied_request import RELAYED, ProxiedRequest
 from paceline.gateway.requests.body import Body, read_body
 from paceline.gateway.requests.prompt_size import BytesPerToken, PromptSize, least_tokens, measure
 from paceline.gateway.requests.reading import read_json_bytes
-from paceline.gateway.routing.flow_control import Turns
+from paceline.gateway.routing.flow_control import FlowControl
 from paceline.gateway.routing.picker import Picker
-from paceline.gateway.routing.routes import Route, Routes, Site
+from paceline.gateway.routing.routes import Endpoint, Route, Routes
 from paceline.gateway.settings.config import GatewayConfig, key_limits
 from paceline.gateway.settings.engine_types import is_vectors
 from paceline.gateway.settings.prices import Used
 from paceline.gateway.upstreams.dialects import anthropic_type
-from paceline.gateway.upstreams.registry import Engines
+from paceline.gateway.upstreams.registry import UpstreamRegistry
 from paceline.http.errors import ClientDisconnectedError, HttpError, Reply, error_body, reply_to
 from paceline.http.keys import ApiKey, KeyRing, credentials
 from paceline.http.rate_limits import Hold, RateLimiter, Ticket, caller_of
@@ -56,7 +56,7 @@ _log = logging.getLogger("paceline.gateway")
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _DRAIN: Final = re.compile(r"/admin/engines/([A-Za-z0-9_.-]{1,64})/(drain|undrain)")
-# endpoints whose requests count against rate limits
+# paths whose requests count against rate limits
 _LIMITED: Final = RELAYED | COUNTING
 # settings of objects that are built once, at start
 _FIXED: Final = frozenset(
@@ -73,7 +73,7 @@ _EXPECTED_SHARE: Final = 0.5
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
+class _IncomingRequest:
     """One HTTP request at the gateway."""
 
     gateway: Gateway
@@ -104,7 +104,7 @@ class _Call:
 
     async def send(self, message: Message) -> None:
         """Send a message, and common headers with the head. A method, because a closure over its
-        call would be a reference cycle."""
+        request would be a reference cycle."""
         if message["type"] == "http.response.start":
             message["headers"] = [*message["headers"], *self.begin()]
         await self.send_on(message)
@@ -135,28 +135,30 @@ class Gateway:
         self.config = config
         self.now = now
         self.keys = keys
-        self.engines = Engines(config, now)
-        self.routes = Routes(config, self.engines.by_name)
+        self.upstreams = UpstreamRegistry(config, now)
+        self.routes = Routes(config, self.upstreams.by_name)
         self.slow_readers = SlowReaders()
-        self.counts = Counts()
+        self.metrics = GatewayMetrics()
         self.draining = False
         self.idle = asyncio.Event()
         self.in_flight = 0
         self._picker = Picker(random.Random(), config.slow_factor)
-        self.turns = Turns(config, self._picker, now, lambda: self.engines.has_bounds)
-        self.engines.on_tick = self.turns.pump
+        self.flow_control = FlowControl(
+            config, self._picker, now, lambda: self.upstreams.has_bounds
+        )
+        self.upstreams.on_tick = self.flow_control.pump
         self.budget = RetryBudget(share=config.retry_share, per_second=config.retries_per_second)
         self._hedges = HedgeBudget(config.hedge_share)
         self._lengths = Lengths()
         self._bytes_per_token = BytesPerToken()
         self._limiter = _limiter(config, keys)
         if self._limiter is not None:
-            self.counts.registry.register(self._limiter)
+            self.metrics.registry.register(self._limiter)
         self.spending = Spending(config)
         self._salt = os.environ.get(config.salt_env, "") if config.salt_env else ""
         self.tracing: Traces = Tracing(config.otlp_endpoint) if config.otlp_endpoint else NO_TRACING
-        self._pages = Pages(self)
-        self.kept = Kept(self)
+        self._admin = AdminRoutes(self)
+        self.stored = StoredObjects(self)
         self._counting = Counting(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -170,46 +172,50 @@ class Gateway:
         else:
             request_id = f"{random.getrandbits(128):032x}"
 
-        call = _Call(self, scope, headers, receive, send, request_id)
+        incoming = _IncomingRequest(self, scope, headers, receive, send, request_id)
         try:
             if b"origin" in headers or b"sec-fetch-site" in headers:
                 refuse_other_origins(scope, ())
-            call.key = self.keys.check(scope["path"], credentials(headers))
-            if self._limiter is not None and call.path in _LIMITED:
-                call.ticket = self._limiter.ticket(caller_of(call.tenant, scope.get("client")))
-                if call.ticket is not None:
-                    await self._limiter.enter(call.ticket)
-            await self._answer(call)
+            incoming.key = self.keys.check(scope["path"], credentials(headers))
+            if self._limiter is not None and incoming.path in _LIMITED:
+                incoming.ticket = self._limiter.ticket(
+                    caller_of(incoming.tenant, scope.get("client"))
+                )
+                if incoming.ticket is not None:
+                    await self._limiter.enter(incoming.ticket)
+            await self._answer(incoming)
         except ClientDisconnectedError:
             pass
         except Exception as error:
-            if call.started:
+            if incoming.started:
                 # cut the connection: the status is sent already, and a made-up end would mislead
                 raise
             reply = reply_to(error, drain_timeout=self.config.drain_timeout)
-            _log.info("refused id=%s status=%d path=%s", request_id, reply.status, call.path[:64])
-            await _send(call.send, *_error(call.path, reply), retry_after=reply.retry_after)
+            _log.info(
+                "refused id=%s status=%d path=%s", request_id, reply.status, incoming.path[:64]
+            )
+            await _send(incoming.send, *_error(incoming.path, reply), retry_after=reply.retry_after)
         finally:
             scope.get("extensions", {}).pop(BODY_WRITER, None)
 
-    async def _answer(self, call: _Call) -> None:
-        path, method, send = call.path, call.method, call.send
+    async def _answer(self, incoming: _IncomingRequest) -> None:
+        path, method, send = incoming.path, incoming.method, incoming.send
         if path in RELAYED:
             if method != "POST":
                 raise HttpError(405, f"{path} takes POST, not {method}")
-            await self._relay(call)
+            await self._relay(incoming)
             return
-        page = self._pages.find(path)
-        if page is not None:
+        handler = self._admin.find(path)
+        if handler is not None:
             if method not in ("GET", "HEAD"):
                 raise HttpError(405, f"{path} takes GET, not {method}")
-            await _send(send, *page(call.tenant))
+            await _send(send, *handler(incoming.tenant))
             return
         if path in COUNTING:
-            await self._counting.answer(call)
+            await self._counting.answer(incoming)
             return
-        if self.kept.takes(path):
-            await self.kept.answer(call)
+        if self.stored.takes(path):
+            await self.stored.answer(incoming)
             return
         match = _DRAIN.fullmatch(path)
         if match is None:
@@ -220,29 +226,29 @@ class Gateway:
 
     # ---------------------------------------------------------------- requests
 
-    async def _relay(self, call: _Call) -> None:
+    async def _relay(self, incoming: _IncomingRequest) -> None:
         if self.draining:
             raise HttpError(503, "the gateway is shutting down", self.config.drain_timeout)
-        tenant = call.tenant
+        tenant = incoming.tenant
         body = read_body(
-            await read_json_bytes(call.receive, call.headers, self.config.max_body_size)
+            await read_json_bytes(incoming.receive, incoming.headers, self.config.max_body_size)
         )
         size = measure(body.fields)
         tokens = self._bytes_per_token.tokens(body.model, size)
-        route = self.routes.find(body.model, tokens).serving(call.path, body)
+        route = self.routes.find(body.model, tokens).serving(incoming.path, body)
         alias = route.model if route.asked else ""
         self.spending.check(tenant, body.model or route.model, alias)
-        if call.path == RESPONSES:
-            route = await self.kept.bound(route, body, tenant)
-        allowed = Allowed.parse(call.headers.get(b"x-paceline-allow"))
+        if incoming.path == RESPONSES:
+            route = await self.stored.bound(route, body, tenant)
+        allowed = Allowed.parse(incoming.headers.get(b"x-paceline-allow"))
 
         def other(model: str) -> Route:
             found = self.routes.find(model, tokens, local_only=route.local_only)
-            return found.serving(call.path, body)
+            return found.serving(incoming.path, body)
 
         def plan(where: Route) -> Plan:
             return Plan.of(
-                call.path, body, sites_of(where), size, tokens, self._lengths, where.model,
+                incoming.path, body, endpoints_of(where), size, tokens, self._lengths, where.model,
                 self.config.default_max_tokens,
             )  # fmt: skip
 
@@ -250,88 +256,88 @@ class Gateway:
             tenant, route, plan, other if allowed.fallback else None
         )
         hold: Hold | None = None
-        exchange: Exchange | None = None
+        proxied: ProxiedRequest | None = None
         try:
             if charge.granted is not None and charge.plan is not None:
                 body = charge.plan.capped(body, charge.granted)
-            if call.ticket is not None and self._limiter is not None:
+            if incoming.ticket is not None and self._limiter is not None:
                 planned = charge.plan or plan(charge.route)
-                hold = await self._limiter.hold(call.ticket, planned.tokens())
+                hold = await self._limiter.hold(incoming.ticket, planned.tokens())
                 if hold.window is not None:
                     body = planned.capped(body, planned.granted(hold.tokens.__sub__))
-            exchange = self._exchange(call, body, charge.route, route, size, tokens, allowed)
-            if call.path == RESPONSES:
-                self.kept.watch(exchange, tenant)
+            proxied = self._proxied(incoming, body, charge.route, route, size, tokens, allowed)
+            if incoming.path == RESPONSES:
+                self.stored.watch(proxied, tenant)
             if hold is not None:
-                call.settled = partial(_headers_settled, hold, exchange)
-            await self._run(exchange, body, size)
+                incoming.settled = partial(_headers_settled, hold, proxied)
+            await self._run(proxied, body, size)
         finally:
-            call.settled = None
-            shares = () if exchange is None else exchange.shares()
-            self.spending.settle(charge, shares)
-            if exchange is not None:
-                exchange.close()
+            incoming.settled = None
+            usage = () if proxied is None else proxied.usage_by_endpoint()
+            self.spending.settle(charge, usage)
+            if proxied is not None:
+                proxied.close()
             if hold is not None and self._limiter is not None:
-                await self._limiter.settle(hold, _tokens(shares))
+                await self._limiter.settle(hold, _tokens(usage))
 
-    def _exchange(
+    def _proxied(
         self,
-        call: _Call,
+        incoming: _IncomingRequest,
         body: Body,
         route: Route,
         asked: Route,
         size: PromptSize,
         tokens: float,
         allowed: Allowed,
-    ) -> Exchange:
+    ) -> ProxiedRequest:
         trace = self.tracing.begin(
-            call.path, asked.model, call.request_id, call.scope["headers"], self.now()
+            incoming.path, asked.model, incoming.request_id, incoming.scope["headers"], self.now()
         )
-        return Exchange(
+        return ProxiedRequest(
             config=self.config,
             picker=self._picker,
-            turns=self.turns,
+            flow_control=self.flow_control,
             budget=self.budget,
             hedges=self._hedges,
-            counts=self.counts,
+            metrics=self.metrics,
             now=self.now,
-            path=call.path,
+            path=incoming.path,
             body=body,
             route=route,
             asked=asked.shown,
-            demand=self._demand(call.path, body, route, size, tokens, call.tenant),
+            demand=self._demand(incoming.path, body, route, size, tokens, incoming.tenant),
             caller=Caller(
-                call.request_id,
-                call.tenant,
+                incoming.request_id,
+                incoming.tenant,
                 allowed,
-                call.scope["headers"],
-                Caller.salt_of(self._salt, call.tenant),
-                call.headers.get(b"x-stainless-retry-count", b"0") != b"0",
+                incoming.scope["headers"],
+                Caller.salt_of(self._salt, incoming.tenant),
+                incoming.headers.get(b"x-stainless-retry-count", b"0") != b"0",
                 trace,
             ),
-            call=call,
-            receive=call.receive,
+            incoming=incoming,
+            receive=incoming.receive,
         )
 
-    async def _run(self, exchange: Exchange, body: Body, size: PromptSize) -> None:
+    async def _run(self, proxied: ProxiedRequest, body: Body, size: PromptSize) -> None:
         self.in_flight += 1
         self.idle.clear()
         try:
-            await exchange.run()
-            self._learn(exchange, body, size)
+            await proxied.run()
+            self._learn(proxied, body, size)
         finally:
-            if exchange.trace is not NO_TRACE:
-                exchange.trace.close(exchange.used, self.now())
+            if proxied.trace is not NO_TRACE:
+                proxied.trace.close(proxied.used, self.now())
             self.in_flight -= 1
             if not self.in_flight:
                 self.idle.set()
 
-    def _learn(self, exchange: Exchange, body: Body, size: PromptSize) -> None:
+    def _learn(self, proxied: ProxiedRequest, body: Body, size: PromptSize) -> None:
         """Learn lengths and bytes per token from a request that has ended."""
-        route = exchange.route
-        if made := exchange.num_output_tokens:
+        route = proxied.route
+        if made := proxied.num_output_tokens:
             self._lengths.learn(route.model, math.ceil(made / body.num_made))
-        if (counted := exchange.counted) is not None:
+        if (counted := proxied.counted) is not None:
             names = {route.model} if route.asked else {route.model, body.model}
             for name in names - {""}:
                 self._bytes_per_token.learn(name, size, counted.prompt)
@@ -340,7 +346,7 @@ class Gateway:
         """Switch to another configuration and return the changes in words. Running requests end
         under the old one."""
         before = self.config
-        told = await self.engines.change(config)
+        told = await self.upstreams.change(config)
         if config.models != before.models:
             names = ", ".join(model.name for model in config.models) or "those of the engines"
             told.append(f"models: {names}")
@@ -354,19 +360,19 @@ class Gateway:
             else:
                 told.append(f"{name} {old} -> {new}")
         self.config, self.keys = config, keys
-        self.routes = Routes(config, self.engines.by_name)
-        self.turns.change(config)
+        self.routes = Routes(config, self.upstreams.by_name)
+        self.flow_control.change(config)
         self._picker.slow_factor = config.slow_factor
-        self.turns.pump()
+        self.flow_control.pump()
         return told + fixed
 
     async def start(self) -> None:
         """Ask every engine once, then keep polling them."""
         self.spending.start()
-        await self.engines.start()
+        await self.upstreams.start()
 
     async def close(self) -> None:
-        await self.engines.close()
+        await self.upstreams.close()
         await self.spending.close()
         if self._limiter is not None:
             await self._limiter.close()
@@ -380,7 +386,7 @@ class Gateway:
         longest = 0.0 if is_vectors(path) else tokens * size.longest / body.num_prompts
         # compute the certain lower bound only where the estimate exceeds a context
         is_long = longest > _SHORT and any(
-            longest > (site.max_model_len or math.inf) for site in sites_of(route)
+            longest > (endpoint.max_model_len or math.inf) for endpoint in endpoints_of(route)
         )
         return Demand(
             prompt_tokens=tokens,
@@ -394,15 +400,15 @@ class Gateway:
         )
 
     def _drain(self, name: str, drain: bool) -> tuple[int, str, bytes]:
-        engine = self.engines.by_name.get(name)
-        if engine is None:
-            known = ", ".join(sorted(self.engines.by_name))
+        upstream = self.upstreams.by_name.get(name)
+        if upstream is None:
+            known = ", ".join(sorted(self.upstreams.by_name))
             raise HttpError(404, f"there is no engine {name}; there are {known}")
-        if engine.draining and not drain:
-            engine.back_at = self.now()
-        engine.draining = drain
+        if upstream.draining and not drain:
+            upstream.back_at = self.now()
+        upstream.draining = drain
         _log.info("engine_%s engine=%s", "drained" if drain else "undrained", name)
-        return as_json(200, {"engine": name, "draining": drain, "requests": len(engine.running)})
+        return as_json(200, {"engine": name, "draining": drain, "requests": len(upstream.running)})
 
 
 def _limiter(config: GatewayConfig, keys: KeyRing) -> RateLimiter | None:
@@ -413,13 +419,13 @@ def _limiter(config: GatewayConfig, keys: KeyRing) -> RateLimiter | None:
     return RateLimiter(limits, own, RateStore(config.rate_limit_storage or None))
 
 
-def _tokens(shares: Sequence[tuple[Site, Used]]) -> int:
-    return sum(used.prompt + used.output for _, used in shares)
+def _tokens(usage: Sequence[tuple[Endpoint, Used]]) -> int:
+    return sum(used.prompt + used.output for _, used in usage)
 
 
-def _headers_settled(hold: Hold, exchange: Exchange) -> Headers:
+def _headers_settled(hold: Hold, proxied: ProxiedRequest) -> Headers:
     """Rate-limit headers; a stream that is not over counts as what was reserved for it."""
-    return hold.headers(_tokens(exchange.shares()) if exchange.is_over else hold.tokens)
+    return hold.headers(_tokens(proxied.usage_by_endpoint()) if proxied.is_over else hold.tokens)
 
 
 def _error(path: str, reply: Reply) -> tuple[int, str, bytes]:

@@ -19,7 +19,7 @@ import yaml
 from paceline.checkpoints.hub.resolve import default_cache_dir
 from paceline.cli.flags.batch_options import batch_config
 from paceline.cli.main import build_parser
-from paceline.gateway.observability.metrics import Counts
+from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.settings.config import read_config
 from paceline.http.keys import OPEN_PATHS
 
@@ -265,7 +265,7 @@ def test_dashboards_are_told_apart() -> None:
 
 def test_the_gateways_dashboard_shows_all_of_its_metrics() -> None:
     text = (DEPLOY / "grafana" / "dashboards" / "gateway.json").read_text()
-    for family in Counts().registry.describe():
+    for family in GatewayMetrics().registry.describe():
         # how often a breaker opened is in the log; it is open or not here
         if family.name != "paceline:gateway_breaker_opened":
             assert family.name in text, family.name

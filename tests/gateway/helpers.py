@@ -105,12 +105,12 @@ async def gateway_over(
 
 def prefer_others(gateway: Any, name: str) -> None:
     """Engine ``name`` looks busy."""
-    gateway.engines.by_name[name].load.prefill_tokens += 1e6
+    gateway.upstreams.by_name[name].load.prefill_tokens += 1e6
 
 
 def is_clean(gateway: Any) -> bool:
     """Nothing is counted as under way."""
-    engines = gateway.engines.by_name.values()
+    engines = gateway.upstreams.by_name.values()
     return gateway.in_flight == 0 and all(
         not e.running and not e.load.running and abs(e.load.prefill_tokens) < 1e-6 for e in engines
     )

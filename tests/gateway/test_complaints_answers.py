@@ -165,7 +165,7 @@ async def test_12_a_prompt_too_long_goes_to_a_longer_context_and_never_a_shorter
         answer = await client.post(CHAT, json=chat())
         assert answer.status_code == 200 and answer.headers["x-paceline-engine"] == "e3"
         assert (len(short.bodies), len(shorter.bodies), len(long.bodies)) == (1, 0, 1)
-        assert gateway.engines.by_name["e1"].num_opened == 0
+        assert gateway.upstreams.by_name["e1"].num_opened == 0
         long.script[:] = [too_long]
         nowhere = await client.post(CHAT, json=chat())
         assert nowhere.status_code == 400 and not shorter.bodies

@@ -78,7 +78,7 @@ async def test_01_counters_do_not_leak_when_callers_hang_up_or_time_runs_out() -
         await until(lambda: is_clean(gateway))
         one.script[:] = two.script[:] = [WHOLE]
         del one.bodies[:], two.bodies[:]
-        for engine in gateway.engines.by_name.values():
+        for engine in gateway.upstreams.by_name.values():
             engine.standings.clear()
             # short answers go to the one that was a little faster so far
             engine.load.latency = LatencyModel()
@@ -147,10 +147,10 @@ async def test_05_a_pause_is_not_shortened_by_what_comes_later() -> None:
         prefer_others(gateway, "e2")
         both = [client.post(CHAT, json=chat()) for _ in range(2)]
         await asyncio.gather(*both)
-        state = gateway.engines.by_name["e1"]
-        assert len(engine.bodies) == 2 and state.rests_for(gateway.now()) > 25.0
+        state = gateway.upstreams.by_name["e1"]
+        assert len(engine.bodies) == 2 and state.cooldown_left(gateway.now()) > 25.0
         told = (await client.get("/status")).json()["engines"]["e1"]["trouble"]
-        assert told.startswith("asked for a pause")
+        assert told.startswith("asked for a cooldown")
     breaker = Breaker(BreakerSettings(max_failures=1, open_seconds=10.0))
     breaker.fail(0.0)
     breaker.fail(8.0)
@@ -268,7 +268,7 @@ async def test_17_a_breaker_that_is_half_open_lets_one_through() -> None:
         scripted(replace(WHOLE, delay=0.05)) as two,
         gateway_over(configured(one, two)) as (gateway, client),
     ):
-        state = gateway.engines.by_name["e1"].standings.of("m", gateway.now())
+        state = gateway.upstreams.by_name["e1"].standings.of("m", gateway.now())
         state.breaker = Breaker(BreakerSettings(max_failures=1, open_seconds=0.15))
         prefer_others(gateway, "e2")
         await client.post(CHAT, json=chat())

@@ -15,8 +15,8 @@ from dataclasses import replace
 import pytest
 
 from paceline.gateway import app as app_module
-from paceline.gateway.proxy.attempt import Leg
-from paceline.gateway.proxy.proxied_request import Exchange
+from paceline.gateway.proxy.attempt import Attempt
+from paceline.gateway.proxy.proxied_request import ProxiedRequest
 from paceline.http.keys import ApiKey
 from paceline.http.rate_limits.store import RateStore
 from tests.gateway.fault_server import PACELINE_METRICS, Step, scripted
@@ -43,7 +43,7 @@ async def test_02_a_metric_that_was_renamed_is_unknown_and_not_zero() -> None:
             client,
         ),
     ):
-        state = gateway.engines.by_name["e1"]
+        state = gateway.upstreams.by_name["e1"]
         assert state.load.pressure is not None and state.load.pressure.kv == 0.9
         engine.metrics = VLLM.replace("kv_cache_usage_perc", "renamed_again")
         await until(lambda: state.load.pressure.kv is None)
@@ -140,7 +140,7 @@ async def test_15_memory_does_not_grow_with_what_callers_send() -> None:
         scripted(WHOLE, metrics=PACELINE_METRICS) as one,
         gateway_over(configured(one)) as (gateway, client),
     ):
-        state = gateway.engines.by_name["e1"]
+        state = gateway.upstreams.by_name["e1"]
         state.load.prefixes._memory = 50
 
         async def ask(number: int) -> None:
@@ -157,12 +157,12 @@ async def test_15_memory_does_not_grow_with_what_callers_send() -> None:
             await ask(number)
         assert len(state.load.prefixes) <= 50
         assert (await client.get("/metrics")).text.count("\n") == series
-        assert not gateway.turns._queues
+        assert not gateway.flow_control._queues
         for kept in (gateway._lengths.models, gateway._bytes_per_token.models):
             assert kept <= {"m"}
         gc.collect()
         # by type: objects of other packages warn where they are asked for anything
-        alive = [each for each in gc.get_objects() if type(each) in (Exchange, Leg)]
+        alive = [each for each in gc.get_objects() if type(each) in (ProxiedRequest, Attempt)]
         # httpx may hold on to the last one's connection
         assert len(alive) <= 4
 
@@ -187,7 +187,7 @@ async def test_16_a_broken_engine_that_is_empty_attracts_nothing() -> None:
             assert (await client.post(CHAT, json=chat())).status_code == 200
         # until its breaker opens
         assert len(broken.bodies) <= 5 and len(good.bodies) == 40
-        assert gateway.engines.by_name["e1"].num_opened == 1
+        assert gateway.upstreams.by_name["e1"].num_opened == 1
 
 
 async def test_16_a_whole_conversation_counts_and_not_its_first_message() -> None:
@@ -200,10 +200,10 @@ async def test_16_a_whole_conversation_counts_and_not_its_first_message() -> Non
         turns = [{"role": "user", "content": f"{name} " * 400} for name in "ab"]
         prefer_others(gateway, "e2")
         await client.post(CHAT, json=chat(messages=[system, turns[0]]))
-        gateway.engines.by_name["e2"].load.prefill_tokens -= 1e6
+        gateway.upstreams.by_name["e2"].load.prefill_tokens -= 1e6
         prefer_others(gateway, "e1")
         await client.post(CHAT, json=chat(messages=[system, turns[1]]))
-        gateway.engines.by_name["e1"].load.prefill_tokens -= 1e6
+        gateway.upstreams.by_name["e1"].load.prefill_tokens -= 1e6
         assert (len(one.bodies), len(two.bodies)) == (1, 1)
         more = {"role": "user", "content": "and then?"}
         for turn, engine in ((turns[1], "e2"), (turns[0], "e1"), (turns[1], "e2")):
@@ -227,4 +227,4 @@ async def test_18_no_first_token_waits_for_a_fixed_time_under_many_connections()
                 seconds.append(time.monotonic() - began)
 
         await asyncio.gather(*(ask() for _ in range(80)))
-        assert max(seconds) < 4.0 and len(gateway.engines.by_name["e1"].pool) <= 82
+        assert max(seconds) < 4.0 and len(gateway.upstreams.by_name["e1"].pool) <= 82

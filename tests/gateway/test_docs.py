@@ -9,7 +9,7 @@ from typing import get_args
 
 import msgspec
 
-from paceline.gateway.observability.metrics import Counts
+from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.settings.config import (
     EngineConfig,
     GatewayConfig,
@@ -18,7 +18,7 @@ from paceline.gateway.settings.config import (
     PriceConfig,
     parse_config,
 )
-from paceline.gateway.upstreams.state import EngineState
+from paceline.gateway.upstreams.state import UpstreamState
 
 PAGE = (Path(__file__).parents[2] / "docs/operate/gateway.md").read_text()
 
@@ -47,7 +47,7 @@ def test_every_metric_is_there() -> None:
     told = set(re.findall(r"^\| `(paceline:gateway_\w+)` \| ([^|]*) \|", PAGE, re.MULTILINE))
     served = {
         (family.name, ", ".join(f"`{label}`" for label in family.labels))
-        for family in Counts().registry.describe()
+        for family in GatewayMetrics().registry.describe()
     }
     assert told == served
 
@@ -76,4 +76,6 @@ def test_every_complaint_has_its_test() -> None:
 
 def test_every_state_is_there() -> None:
     told = re.findall(r"^\| `([a-z-]+)` \| [^|]*\|$", PAGE, re.MULTILINE)
-    assert tuple(name for name in told if name in get_args(EngineState)) == get_args(EngineState)
+    assert tuple(name for name in told if name in get_args(UpstreamState)) == get_args(
+        UpstreamState
+    )

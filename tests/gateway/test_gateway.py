@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from paceline.gateway.proxy.attempt import Leg
-from paceline.gateway.proxy.downstream import Outgoing
-from paceline.gateway.proxy.placement import Waiting
-from paceline.gateway.proxy.proxied_request import Exchange
-from paceline.gateway.proxy.response import Answer
-from paceline.gateway.proxy.retry_state import Attempts
+from paceline.gateway.proxy.attempt import Attempt
+from paceline.gateway.proxy.downstream import Downstream
+from paceline.gateway.proxy.placement import Placement
+from paceline.gateway.proxy.proxied_request import ProxiedRequest
+from paceline.gateway.proxy.response import Response
+from paceline.gateway.proxy.retry_state import RetryState
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
 from tests.gateway.helpers import (
     CHAT,
@@ -89,7 +89,10 @@ async def test_a_request_is_no_work_for_the_garbage_collector(
     stream: bool, fails: tuple[Step, ...]
 ) -> None:
     """What is left of one is found free at once: nothing of it points in circles."""
-    good, kinds = GOOD if stream else WHOLE, {Exchange, Answer, Outgoing, Leg, Waiting, Attempts}
+    good, kinds = (
+        GOOD if stream else WHOLE,
+        {ProxiedRequest, Response, Downstream, Attempt, Placement, RetryState},
+    )
 
     def left() -> list[str]:
         # not isinstance: some modules' objects warn when they are asked for their class
@@ -117,13 +120,13 @@ async def test_a_stream_that_came_whole_counts_as_one(
     """Of a long body, too, whose connection a task watches meanwhile."""
     said = [{"role": "user", "content": "x" * size}]
     async with scripted(GOOD) as engine, gateway_over(configured(engine)) as (gateway, client):
-        ended, seen = gateway.counts.ended, list[str]()
+        ended, seen = gateway.metrics.ended, list[str]()
 
         def note(*told: Any) -> None:
             seen.append(told[1])
             ended(*told)
 
-        monkeypatch.setattr(gateway.counts, "ended", note)
+        monkeypatch.setattr(gateway.metrics, "ended", note)
         for _ in range(3):
             answer = await client.post(CHAT, json=chat(stream=True, messages=said))
             assert streamed(answer)[-1] == "[DONE]"
@@ -242,7 +245,7 @@ async def test_the_callers_fault_is_told_as_the_engine_said_it(status: int) -> N
         assert response.status_code == status
         assert response.json()["error"]["message"] == f"no: {status}"
         assert len(one.bodies) + len(two.bodies) == 1
-        states = {e.breaker_state(gateway.now()) for e in gateway.engines.by_name.values()}
+        states = {e.breaker_state(gateway.now()) for e in gateway.upstreams.by_name.values()}
         assert states == {"closed"}
 
 
@@ -302,7 +305,7 @@ async def test_an_engine_that_falls_silent_is_left() -> None:
         await until(lambda: bool(stops.bodies))
         stops.frozen = True
         assert text_of(streamed(await request)) == "".join(WORDS)
-        assert gateway.engines.by_name["e1"].breaker_state(gateway.now()) == "open"
+        assert gateway.upstreams.by_name["e1"].breaker_state(gateway.now()) == "open"
         # no request goes there meanwhile
         lives.script[:] = [GOOD]
         for _ in range(5):
@@ -331,13 +334,13 @@ async def test_a_caller_who_hangs_up_ends_the_work() -> None:
             assert response.status_code == 200
             await response.aiter_raw().__anext__()
         await until(lambda: engine.hung_up == 1)
-        load = gateway.engines.by_name["e1"].load
+        load = gateway.upstreams.by_name["e1"].load
         await until(lambda: not load.running)
         assert load.prefill_tokens == pytest.approx(0.0) == load.resident_tokens
         metrics = (await client.get("/metrics")).text
         assert 'paceline:gateway_requests_total{engine="e1",result="gone"} 1.0' in metrics
         # not its fault
-        assert gateway.engines.by_name["e1"].breaker_state(gateway.now()) == "closed"
+        assert gateway.upstreams.by_name["e1"].breaker_state(gateway.now()) == "closed"
 
 
 async def test_counters_return_to_zero_whatever_happens() -> None:
@@ -349,7 +352,7 @@ async def test_counters_return_to_zero_whatever_happens() -> None:
     ):
         for number in range(12):
             await client.post(CHAT, json=chat(stream=number % 2 == 0))
-        for engine in gateway.engines.by_name.values():
+        for engine in gateway.upstreams.by_name.values():
             assert not engine.running and not engine.load.running
             assert engine.load.prefill_tokens == pytest.approx(0.0)
             assert engine.load.resident_tokens == pytest.approx(0.0)
@@ -368,7 +371,7 @@ async def test_other_apis_begin_anew_until_something_is_said() -> None:
         prefer_others(gateway, "e2")
         request = asyncio.ensure_future(client.post("/v1/messages", json=chat(stream=True)))
         assert (await request).content == start + delta + stop
-        gateway.engines.by_name["e2"].draining = True
+        gateway.upstreams.by_name["e2"].draining = True
         broken = await client.post("/v1/messages", json=chat(stream=True))
         assert broken.content.startswith(start + delta + b"event: error\n")
 
@@ -377,7 +380,7 @@ async def test_an_idle_connection_that_was_closed_is_no_failure() -> None:
     """However short a time ago it was used; one that is new, and closes, is one."""
     closes = Step(raw=b"")
     async with scripted(WHOLE) as engine, gateway_over(configured(engine)) as (gateway, client):
-        state = gateway.engines.by_name["e1"]
+        state = gateway.upstreams.by_name["e1"]
         for idle, status in ((30.0, 503), (3.0, 200), (0.0, 200)):
             engine.script[:] = [WHOLE]
             assert (await client.post(CHAT, json=chat())).status_code == 200
@@ -422,7 +425,7 @@ async def test_a_fault_of_ours_at_the_end_of_an_answer_leaves_nobody_waiting(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with scripted(WHOLE) as engine, gateway_over(configured(engine)) as (gateway, client):
-        state: Any = gateway.engines.by_name["e1"]
+        state: Any = gateway.upstreams.by_name["e1"]
 
         class _Broken(type(state.dialect)):  # type: ignore[misc]
             def answer(self, path: str, body: bytes) -> bytes:
@@ -460,7 +463,7 @@ async def test_a_slow_caller_is_no_stall_of_the_engine() -> None:
             caller.setblocking(False)
             await loop.sock_connect(caller, ("127.0.0.1", client.base_url.port))
             await loop.sock_sendall(caller, head.encode() + body)
-            state = gateway.engines.by_name["e1"]
+            state = gateway.upstreams.by_name["e1"]
             await until(lambda: any(c.is_paused for c in state.pool._open))
             paused_at = gateway.now()
             await until(lambda: gateway.now() - paused_at > 0.8)
@@ -488,7 +491,7 @@ async def test_a_request_that_is_cut_off_while_it_waits_leaves_nothing_behind() 
         await until(lambda: bool(engine.bodies))
         before = asyncio.all_tasks()
         second = asyncio.ensure_future(client.post(CHAT, json=chat()))
-        await until(lambda: gateway.turns.num_waiting == 1)
+        await until(lambda: gateway.flow_control.num_waiting == 1)
         (served,) = [
             task
             for task in asyncio.all_tasks() - before
@@ -496,8 +499,10 @@ async def test_a_request_that_is_cut_off_while_it_waits_leaves_nothing_behind() 
         ]
         served.cancel()
         await second
-        assert gateway.turns.num_waiting == 0
+        assert gateway.flow_control.num_waiting == 0
         left = asyncio.all_tasks() - before - {second, asyncio.current_task()}
-        assert not [task for task in left if "Waiting" in repr(task) or "Event.wait" in repr(task)]
+        assert not [
+            task for task in left if "Placement" in repr(task) or "Event.wait" in repr(task)
+        ]
         assert (await first).status_code == 200
         assert is_clean(gateway)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.gateway.settings.config import EngineKind
-from paceline.gateway.streams.openai_stream import make_splice
+from paceline.gateway.streams.openai_stream import make_relay
 from tests.gateway.fault_server import Step, chat_chunks, scripted
 from tests.gateway.helpers import (
     CHAT,
@@ -87,12 +87,12 @@ def test_what_says_nothing_is_passed_over(name: str) -> None:
     quiet = NOTHING + (NO_CHUNKS if kind == "openai" and path in (CHAT, TEXT) else ())
     for alive in quiet:
         plain, _, connection = started(path, kind, [*said, *rest])
-        owner, leg, connection = started(path, kind, [b"\xef\xbb\xbf" + alive + said[0]])
+        owner, attempt, connection = started(path, kind, [b"\xef\xbb\xbf" + alive + said[0]])
         for part in (*said[1:], *rest):
             for piece in (alive, part[:9], part[9:], alive):
-                if leg.verdict is None:
+                if attempt.verdict is None:
                     connection.data_received(chunk(piece))
-        assert leg.verdict is not None and leg.verdict.kind == "done", alive
+        assert attempt.verdict is not None and attempt.verdict.kind == "done", alive
         assert without_comments(owner.told) == without_comments(plain.told), alive
 
 
@@ -109,10 +109,10 @@ def test_an_error_is_never_passed_over(name: str) -> None:
     path, kind, said, rest = STREAMS[name]
     for error in ERRORS:
         for at in range(1, len(said)):
-            owner, leg, connection = started(path, kind, said[:at])
+            owner, attempt, connection = started(path, kind, said[:at])
             connection.data_received(chunk(error + b"".join(said[at:]) + b"".join(rest)))
-            assert leg.verdict is not None and leg.verdict.kind == "lost", (error, at)
-            assert leg.verdict.why == "the engine reported an error"
+            assert attempt.verdict is not None and attempt.verdict.kind == "lost", (error, at)
+            assert attempt.verdict.why == "the engine reported an error"
             assert not owner.lasts
 
 
@@ -121,16 +121,16 @@ def test_errors_in_shapes_of_chunks() -> None:
         b'data: {"object": "error", "message": "died", "code": 400}\n\n',
         event({"choices": [{"index": 0, "delta": {}, "finish_reason": "error"}], "error": "died"}),
     ):
-        _, leg, connection = started()
+        _, attempt, connection = started()
         connection.data_received(chunk(error))
-        assert leg.verdict is not None and leg.verdict.why == "the engine reported an error"
+        assert attempt.verdict is not None and attempt.verdict.why == "the engine reported an error"
     for none in ("", {}, [], None, False):
-        splice = make_splice(CHAT, num_choices=1)
-        splice.begin_leg()
+        relay = make_relay(CHAT, num_choices=1)
+        relay.begin_attempt()
         choice = {"index": 0, "delta": {"content": "a"}, "finish_reason": "stop"}
-        splice.feed(event({"choices": [choice], "error": none}))
-        splice.end_leg()
-        assert splice.done
+        relay.feed(event({"choices": [choice], "error": none}))
+        relay.end_attempt()
+        assert relay.done
 
 
 @pytest.mark.parametrize("trouble", ["silence", "pings", "garbage", "error", "reset", "too long"])
@@ -139,24 +139,24 @@ def test_behind_the_reason_of_its_end_nothing_makes_less_of_an_answer(
     name: str, trouble: str
 ) -> None:
     path, kind, said, _ = STREAMS[name]
-    owner, leg, connection = started(path, kind, said)
+    owner, attempt, connection = started(path, kind, said)
     behind = {
         "garbage": b"data: {oops\n\n", "error": ERRORS[3], "too long": b"data: " + b"x" * (1 << 20),
     }  # fmt: skip
-    if trouble in behind and leg.verdict is None:
+    if trouble in behind and attempt.verdict is None:
         connection.data_received(chunk(behind[trouble]))
     if trouble == "reset":
         connection.connection_lost(ConnectionResetError())
     for step in range(1, 13):
-        if trouble == "pings" and leg.verdict is None:
+        if trouble == "pings" and attempt.verdict is None:
             connection.data_received(chunk(NOTHING[step % len(NOTHING)]))
-        leg.tick(T + 0.1 * step)
-    assert leg.verdict is not None and leg.verdict.kind == "done"
+        attempt.tick(T + 0.1 * step)
+    assert attempt.verdict is not None and attempt.verdict.kind == "done"
     told = b"".join(owner.told)
     assert told.count(ENDS.get(path, b"data: [DONE]\n\n")) == 1 and b"error" not in told.replace(
         b'"error":null', b""
     ).replace(b'"error": null', b"")
-    assert leg.site.engine.breaker.state(T + 2) == "closed"
+    assert attempt.endpoint.upstream.breaker.state(T + 2) == "closed"
 
 
 @pytest.mark.parametrize("name", [name for name in STREAMS if name != "responses"])
@@ -164,13 +164,13 @@ def test_before_the_reason_of_its_end_an_answer_is_not_whole(name: str) -> None:
     """A stream that ends there, in whatever way, was cut."""
     path, kind, said, _ = STREAMS[name]
     for at in range(1, len(said) - 1):
-        _, leg, connection = started(path, kind, said[:at])
+        _, attempt, connection = started(path, kind, said[:at])
         connection.data_received(b"0\r\n\r\n")
-        assert leg.verdict is not None and leg.verdict.kind == "lost", at
-        owner, leg, connection = started(path, kind, said[:at])
+        assert attempt.verdict is not None and attempt.verdict.kind == "lost", at
+        owner, attempt, connection = started(path, kind, said[:at])
         owner.clock += owner.config.silence + 0.1
-        assert leg.engine_gone("it gives no sign")
-        assert leg.verdict.kind == "lost" and leg.verdict.why == "it gives no sign"  # type: ignore[union-attr]
+        assert attempt.engine_gone("it gives no sign")
+        assert attempt.verdict.kind == "lost" and attempt.verdict.why == "it gives no sign"  # type: ignore[union-attr]
 
 
 def test_each_choice_has_a_reason_of_its_own() -> None:
@@ -179,24 +179,24 @@ def test_each_choice_has_a_reason_of_its_own() -> None:
             {"choices": [{"index": index, "delta": {"content": "a"}, "finish_reason": reason}]}
         )
 
-    splice = make_splice(CHAT, num_choices=2)
-    splice.begin_leg()
-    splice.feed(said(0, "stop") + said(1, None) + ERRORS[3])
-    assert splice.failed and not splice.end_leg() and not splice.done
-    splice.begin_leg()
-    splice.feed(said(1, "stop") + ERRORS[3] + b"data: {oops\n\n")
-    assert splice.failed is None and splice.end_leg().endswith(b"[DONE]\n\n") and splice.done
+    relay = make_relay(CHAT, num_choices=2)
+    relay.begin_attempt()
+    relay.feed(said(0, "stop") + said(1, None) + ERRORS[3])
+    assert relay.failed and not relay.end_attempt() and not relay.done
+    relay.begin_attempt()
+    relay.feed(said(1, "stop") + ERRORS[3] + b"data: {oops\n\n")
+    assert relay.failed is None and relay.end_attempt().endswith(b"[DONE]\n\n") and relay.done
 
 
 @pytest.mark.parametrize("choices", [{"choices": None}, {}])
 def test_counts_without_a_list_of_choices(choices: dict[str, Any]) -> None:
     """Clients read them with one."""
-    splice = make_splice(CHAT, num_choices=1, hide_usage=False)
-    splice.begin_leg()
+    relay = make_relay(CHAT, num_choices=1, hide_usage=False)
+    relay.begin_attempt()
     counts = event({"id": "x", **choices, "usage": {"prompt_tokens": 3, "completion_tokens": 5}})
-    out = splice.feed(b"".join(chat_chunks(WORDS, usage=False, done=False)) + counts)
+    out = relay.feed(b"".join(chat_chunks(WORDS, usage=False, done=False)) + counts)
     assert json.loads(out.split(b"data: ")[-1])["choices"] == []
-    assert splice.prompt_tokens == 3 and splice.num_output_tokens == 5
+    assert relay.prompt_tokens == 3 and relay.num_output_tokens == 5
 
 
 async def test_a_caller_reads_the_whole_answer_of_an_engine_that_falls_silent() -> None:

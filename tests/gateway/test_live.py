@@ -121,13 +121,13 @@ async def test_every_stream_ends_as_if_nothing_had_happened(
         silence=0.6,
     )
     async with gateway_over(config) as (gateway, client):
-        gateway.engines.by_name["b"].load.prefill_tokens += 1e6
+        gateway.upstreams.by_name["b"].load.prefill_tokens += 1e6
         sent = [asyncio.ensure_future(client.post(CHAT, json=each)) for each in BODIES]
         await _until_tokens(gateway, 6)
-        gateway.engines.by_name["b"].load.prefill_tokens -= 1e6
+        gateway.upstreams.by_name["b"].load.prefill_tokens -= 1e6
         dies.signal(how)
         found = [told(response) for response in await asyncio.gather(*sent)]
-        resumed = gateway.counts.render(gateway.engines.by_name.values(), 0, gateway.now())
+        resumed = gateway.metrics.render(gateway.upstreams.by_name.values(), 0, gateway.now())
     for kind, one, other in zip([*KINDS, *KINDS], found, uncut, strict=True):
         assert one == other, kind
     assert 'paceline:gateway_resumed_total{engine="b"}' in resumed
@@ -137,8 +137,8 @@ async def _until_tokens(gateway: Gateway, count: int) -> None:
     """Until every stream at engine a has so many tokens."""
     async with asyncio.timeout(20):
         while True:
-            legs: list[Any] = list(gateway.engines.by_name["a"].running)
-            made = [leg._owner.splice.num_output_tokens for leg in legs]
+            attempts: list[Any] = list(gateway.upstreams.by_name["a"].running)
+            made = [attempt._owner.relay.num_output_tokens for attempt in attempts]
             if len(made) >= len(KINDS) and min(made) >= count:
                 return
             await asyncio.sleep(0.005)

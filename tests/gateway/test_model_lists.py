@@ -33,7 +33,7 @@ async def test_who_is_not_polled_is_asked_for_its_models_as_seldom_as_others(
         config = configured(engine, kinds={"e1": "openai"}, poll_interval=0.01)
         before = time.monotonic()
         async with gateway_over(config) as (gateway, _):
-            one = gateway.engines.by_name["e1"]
+            one = gateway.upstreams.by_name["e1"]
             for name in ("n", "o"):
                 listed["data"].append({"id": name})
                 await until(lambda name=name: name in one.models)
@@ -50,7 +50,7 @@ async def test_a_list_that_answers_an_error_is_not_asked_for_all_the_time(
         config = configured(engine, kinds={"e1": "openai"}, poll_interval=0.01)
         before = time.monotonic()
         async with gateway_over(config) as (gateway, _):
-            one = gateway.engines.by_name["e1"]
+            one = gateway.upstreams.by_name["e1"]
             assert one.trouble == "/v1/models answers 404"
             await until(lambda: engine.asked.count("/v1/models") == 3)
             # 20 times the interval between polls, and once at the start
@@ -67,7 +67,7 @@ async def test_who_fails_a_request_is_asked_for_its_models_soon(
     async with scripted(refused(500), WHOLE, pages={"/v1/models": listed}) as engine:
         config = configured(engine, kinds={"e1": "openai"}, poll_interval=0.01)
         async with gateway_over(config) as (gateway, http):
-            one = gateway.engines.by_name["e1"]
+            one = gateway.upstreams.by_name["e1"]
             listed["data"].append({"id": "n"})
             await asyncio.sleep(0.1)
             assert set(one.models or ()) == {"m"} and engine.asked.count("/v1/models") == 1
@@ -78,14 +78,14 @@ async def test_who_fails_a_request_is_asked_for_its_models_soon(
 
 async def test_bounds_hold_while_a_new_engine_is_still_being_asked() -> None:
     async with scripted(GOOD) as engine, gateway_over(configured(engine)) as (gateway, _):
-        assert not gateway.engines.has_bounds
-        before = gateway.engines.by_name["e1"]
+        assert not gateway.upstreams.has_bounds
+        before = gateway.upstreams.by_name["e1"]
         engine.frozen = True
         bound = configured(engine, engine_fields={"e1": {"max_concurrent": 1}})
         changing = asyncio.ensure_future(gateway.reload(bound, gateway.keys))
-        await until(lambda: gateway.engines.by_name["e1"] is not before)
-        assert gateway.engines.has_bounds and not changing.done()
+        await until(lambda: gateway.upstreams.by_name["e1"] is not before)
+        assert gateway.upstreams.has_bounds and not changing.done()
         engine.frozen = False
         await changing
         await gateway.reload(configured(engine), gateway.keys)
-        assert not gateway.engines.has_bounds
+        assert not gateway.upstreams.has_bounds

@@ -66,7 +66,7 @@ async def test_a_field_that_the_caller_did_not_send_is_left_out(path: str, refus
         own = {"include_usage": True, "x": 1}
         await client.post(path, json={**body, "stream_options": own})
         assert engine.bodies[-1]["stream_options"] == own and len(engine.bodies) == 5
-        assert is_clean(gateway) and gateway.engines.by_name["e1"].breaker.state(0.0) == "closed"
+        assert is_clean(gateway) and gateway.upstreams.by_name["e1"].breaker.state(0.0) == "closed"
         counted = (await client.get("/metrics")).text
         assert "attempt_failures_total{" not in counted
 
@@ -112,7 +112,7 @@ async def test_each_field_of_the_gateways_own(monkeypatch: pytest.MonkeyPatch) -
         assert [own & sent.keys() for sent in engine.bodies] == [
             own, {"return_token_ids", "stream_options"}, {"stream_options"},
         ]  # fmt: skip
-        gateway.engines.by_name["e1"].came_back(0.0)
+        gateway.upstreams.by_name["e1"].came_back(0.0)
         await client.post(CHAT, json=chat(stream=True), headers=ann)
         assert own <= engine.bodies[-1].keys()
 

@@ -51,7 +51,7 @@ async def test_a_closed_connection_shows_a_restart_between_two_polls() -> None:
         config = configured(before, poll_interval=0.3)
         async with gateway_over(config) as (gateway, _):
             one = await probed(gateway)
-            assert one.kind == "llama.cpp" and one.abilities.continues
+            assert one.kind == "llama.cpp" and one.capabilities.continues
             polls = one.num_polls
             await until(lambda: one.num_polls > polls)
             await first.aclose()
@@ -59,7 +59,7 @@ async def test_a_closed_connection_shows_a_restart_between_two_polls() -> None:
             async with scripted(GOOD, port=before.port, metrics=LLAMA, pages=later, models=("n",)):
                 assert one.num_polls == polls + 1
                 await until(lambda: set(one.models or ()) == {"n"})
-                await until(lambda: one.abilities.continues is False)
+                await until(lambda: one.capabilities.continues is False)
                 assert not one.num_misses and one.kind == "llama.cpp"
 
 
@@ -72,7 +72,7 @@ async def test_another_kind_of_engine_at_the_same_address() -> None:
             await first.aclose()
             pages = {"/get_server_info": {"version": "0.5.9", "max_running_requests": 7}}
             async with scripted(GOOD, port=before.port, metrics=SGLANG, pages=pages):
-                await until(lambda: one.abilities.slots == 7)
+                await until(lambda: one.capabilities.slots == 7)
                 assert one.kind == "sglang" and not one.lost_signals
 
 
@@ -90,11 +90,11 @@ async def test_a_process_that_began_later_is_another() -> None:
             engine.metrics = began(same)
             polls = one.num_polls
             await until(lambda polls=polls: one.num_polls > polls + 1)
-        assert one.abilities.contexts == {} and one.share(gateway.now()) == 1.0
+        assert one.capabilities.contexts == {} and one.share(gateway.now()) == 1.0
         engine.models = ("n",)
         engine.metrics = began(1004.0)
         await until(lambda: set(one.models or ()) == {"n"})
-        await until(lambda: one.abilities.contexts == {"n": 77})
+        await until(lambda: one.capabilities.contexts == {"n": 77})
         # and its caches are cold
         assert one.share(gateway.now()) < 1.0 and not one.load.prefixes.matched([1, 2, 3])
 
@@ -105,7 +105,7 @@ async def test_a_proxy_that_says_there_is_none_shows_it_too() -> None:
         scripted(GOOD, metrics=PACELINE_METRICS, pages=pages) as engine,
         gateway_over(configured(engine)) as (gateway, _),
     ):
-        one = gateway.engines.by_name["e1"]
+        one = gateway.upstreams.by_name["e1"]
         # nor is it taken for one without metrics
         await until(lambda: one.num_polls > 3)
         assert one.kind == "auto" and one.trouble == "/metrics answers 502"
@@ -118,7 +118,7 @@ async def test_a_proxy_that_says_there_is_none_shows_it_too() -> None:
         pages["/version"] = {"version": "0.2.0"}
         del pages["/metrics"]
         await until(lambda: set(one.models or ()) == {"n"})
-        await until(lambda: one.abilities.version == "0.2.0")
+        await until(lambda: one.capabilities.version == "0.2.0")
 
 
 async def test_who_is_not_polled_and_lists_other_models_is_asked_what_it_can_do(
@@ -132,16 +132,16 @@ async def test_who_is_not_polled_and_lists_other_models_is_asked_what_it_can_do(
         config = configured(engine, poll_interval=0.01, **UNPOLLED)
         async with gateway_over(config) as (gateway, _):
             one = await probed(gateway)
-            assert one.abilities.continues
+            assert one.capabilities.continues
             pages[CHAT] = knows_neither
             # many engines say that their model was made just now
             for moment in (2, 3):
                 listed["data"][0]["created"] = moment
                 looks = engine.asked.count("/v1/models")
                 await until(lambda looks=looks: engine.asked.count("/v1/models") > looks + 1)
-            assert one.abilities.continues and engine.asked.count(CHAT) == 2
+            assert one.capabilities.continues and engine.asked.count(CHAT) == 2
             listed["data"][0]["max_model_len"] = 512
-            await until(lambda: one.abilities.continues is False)
+            await until(lambda: one.capabilities.continues is False)
             assert engine.asked.count(CHAT) == 4
 
 
@@ -156,7 +156,7 @@ async def test_one_that_says_less_than_before_has_its_kinds_table() -> None:
             await first.aclose()
             async with scripted(GOOD, port=before.port, metrics=LLAMA):
                 await until(lambda: one.facts.continues)
-                assert not one.abilities.answered
+                assert not one.capabilities.answered
 
 
 async def test_who_closes_every_connection_is_not_asked_all_the_time() -> None:

@@ -42,7 +42,7 @@ async def test_openais(servers: list[LiveServer]) -> None:
         whole = await client.chat.completions.create(
             model=model.id, messages=messages, max_tokens=60, seed=3, temperature=0.7
         )
-        gateway.engines.by_name["b"].load.prefill_tokens += 1e6
+        gateway.upstreams.by_name["b"].load.prefill_tokens += 1e6
         stream = await client.chat.completions.create(
             model=model.id, messages=messages, max_tokens=60, seed=3, temperature=0.7, stream=True
         )

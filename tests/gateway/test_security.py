@@ -110,7 +110,7 @@ async def test_an_answer_that_nobody_asked_for_is_nobodys() -> None:
         for _ in range(3):
             told = streamed(await client.post(CHAT, json=chat(stream=True)))
             assert text_of(told) == "".join(WORDS) and told[-1] == "[DONE]"
-        assert len(engine.bodies) == 3 and gateway.engines.by_name["e1"].pool.num_unsolicited == 3
+        assert len(engine.bodies) == 3 and gateway.upstreams.by_name["e1"].pool.num_unsolicited == 3
         metrics = (await client.get("/metrics")).text
         assert 'paceline:gateway_unsolicited_responses_total{engine="e1"} 3.0' in metrics
 

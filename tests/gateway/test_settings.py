@@ -76,7 +76,7 @@ async def test_connect_timeout() -> None:
         engine.port = port
         began = time.monotonic()
         async with gateway_over(config) as (gateway, _):
-            trouble = gateway.engines.by_name["e1"].trouble
+            trouble = gateway.upstreams.by_name["e1"].trouble
         assert trouble == "no connection within 0.2 s" and time.monotonic() - began < 3.0
     for one in (*waiting, full):
         one.close()
@@ -158,7 +158,7 @@ async def test_queue_policy() -> None:
             for number in (1, 2):
                 body = chat(seed=number, priority=-number)
                 sent.append(asyncio.ensure_future(client.post(CHAT, json=body)))
-                await until(lambda: gateway.turns.num_waiting == number)  # noqa: B023
+                await until(lambda: gateway.flow_control.num_waiting == number)  # noqa: B023
             await asyncio.gather(*sent)
             assert [body["seed"] for body in engine.bodies] == order
 
@@ -173,10 +173,10 @@ async def test_where_engines_are_full_requests_wait_their_turn() -> None:
         most = 0
         sent = [asyncio.ensure_future(client.post(CHAT, json=chat(seed=n))) for n in range(6)]
         while not all(each.done() for each in sent):
-            most = max(most, len(gateway.engines.by_name["e1"].load.running))
+            most = max(most, len(gateway.upstreams.by_name["e1"].load.running))
             await asyncio.sleep(0.002)
         assert [(await each).status_code for each in sent] == [200] * 6
-        assert most == 1 and gateway.turns.num_waiting == 0
+        assert most == 1 and gateway.flow_control.num_waiting == 0
 
 
 async def test_a_tight_target_goes_first() -> None:
@@ -189,7 +189,7 @@ async def test_a_tight_target_goes_first() -> None:
         first = asyncio.ensure_future(client.post(CHAT, json=chat(seed=0)))
         await until(lambda: bool(engine.bodies))
         wide = asyncio.ensure_future(client.post(CHAT, json=chat(seed=1, slo={"ttft_ms": 60_000})))
-        await until(lambda: gateway.turns.num_waiting == 1)
+        await until(lambda: gateway.flow_control.num_waiting == 1)
         tight = asyncio.ensure_future(client.post(CHAT, json=chat(seed=2, slo={"ttft_ms": 900})))
         await asyncio.gather(first, wide, tight)
         assert [body["seed"] for body in engine.bodies] == [0, 2, 1]
@@ -204,9 +204,9 @@ async def test_who_waits_may_leave_and_no_place_is_lost() -> None:
             first = asyncio.ensure_future(client.post(CHAT, json=chat()))
             await until(lambda: bool(engine.bodies))
             leaves = asyncio.ensure_future(client.post(CHAT, json=chat()))
-            await until(lambda: gateway.turns.num_waiting == 1)
+            await until(lambda: gateway.flow_control.num_waiting == 1)
             leaves.cancel()
-            await until(lambda: gateway.turns.num_waiting == 0)
+            await until(lambda: gateway.flow_control.num_waiting == 0)
             assert (await first).status_code == 200
             sent = [asyncio.ensure_future(client.post(CHAT, json=chat())) for _ in range(6)]
             statuses = [(await each).status_code for each in sent]
@@ -323,14 +323,14 @@ async def test_a_caller_who_reads_slowly_holds_its_engine_back() -> None:
             + body
         )
         await until(lambda: bool(engine.bodies))
-        (leg,) = gateway.engines.by_name["e1"].running
+        (attempt,) = gateway.upstreams.by_name["e1"].running
         held: list[int] = []
         for _ in range(40):
             await asyncio.sleep(0.02)
-            held.append(leg._owner.out.num_waiting)  # type: ignore[attr-defined]
+            held.append(attempt._owner.downstream.num_waiting)  # type: ignore[attr-defined]
         # of more than 3 MB no more than a read or two beyond the bound is held
         assert max(held) < 600_000 and held[-1] == held[-5]
-        assert leg.connection.is_paused  # type: ignore[attr-defined]
+        assert attempt.connection.is_paused  # type: ignore[attr-defined]
         got = b""
         while data := await reader.read(1 << 16):
             got += data

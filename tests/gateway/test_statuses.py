@@ -107,7 +107,7 @@ async def test_who_keeps_refusing_is_left_alone(status: int, stream: bool) -> No
         shown = (await client.get("/status")).json()["engines"]["e1"]
         assert shown["trouble"] in ("failing (open)", f"has no {CHAT} for it")
         # where no other engine is left, it is asked
-        gateway.engines.by_name["e2"].draining = True
+        gateway.upstreams.by_name["e2"].draining = True
         assert (await client.post(CHAT, json=chat())).status_code == told_as(status)
         assert len(bad.bodies) == 6
 
@@ -136,7 +136,7 @@ async def test_a_response_that_is_not_stored_says_nothing_of_the_model() -> None
         for asked, trouble in ((behind, ""), (body, "has no /v1/responses for it")):
             for _ in range(7):
                 assert (await client.post("/v1/responses", json=asked)).status_code == 404
-            standing = gateway.engines.by_name["e1"].standings["m"]
+            standing = gateway.upstreams.by_name["e1"].standings["m"]
             assert standing.trouble("/v1/responses", gateway.now()) == trouble
 
 
@@ -164,7 +164,7 @@ async def test_one_models_trouble_is_not_anothers(status: int, headers: dict[str
         assert shown["trouble"].startswith("x: ") and (await client.get("/health")).is_success
         metrics = (await client.get("/metrics")).text
         assert f'paceline:gateway_breaker_open{{engine="e1"}} {float(not headers)}' in metrics
-        assert gateway.engines.by_name["e1"].num_opened == (0 if headers else 1)
+        assert gateway.upstreams.by_name["e1"].num_opened == (0 if headers else 1)
 
 
 @pytest.mark.parametrize("status", [404, 429, 500])
@@ -190,7 +190,7 @@ def test_what_is_remembered_of_models_is_bounded() -> None:
                 standing.end(CHAT, "failed", 1.0)
     assert len(standings) <= 256 and "m3" in standings and standings.num_opened == 2
     for number in range(300):
-        standings.of(f"paused{number}", 1.0).rest(99.0)
+        standings.of(f"paused{number}", 1.0).cool_down(99.0)
     assert len(standings) == 256 and "m3" not in standings and standings.num_opened == 2
 
 
@@ -220,7 +220,7 @@ async def test_an_engine_whose_polls_are_late_is_asked(seconds: float, stream: b
         scripted(slow, metrics=VLLM) as one,
         gateway_over(configured(one, kinds=KIND, **fields)) as (gateway, client),
     ):
-        state = gateway.engines.by_name["e1"]
+        state = gateway.upstreams.by_name["e1"]
         one.pages = late(seconds)
         before = state.num_polls
         await until(lambda: state.num_polls > before)
@@ -248,7 +248,7 @@ async def test_who_gives_no_sign_loses_its_requests_where_another_one_is_there()
         answer = await asked
         assert answer.status_code == 200 and answer.headers["x-paceline-engine"] == "e2"
         assert (await client.get("/status")).json()["engines"]["e1"]["state"] == "failing"
-        await until(lambda: gateway.engines.by_name["e1"].num_misses > 0)
+        await until(lambda: gateway.upstreams.by_name["e1"].num_misses > 0)
         # it gets no request of its own accord, and none that an engine has refused
         other.script[:] = [refused(500)]
         assert (await client.post(CHAT, json=chat())).status_code == 500
@@ -275,7 +275,7 @@ async def test_who_takes_no_connection_is_gone_at_once() -> None:
     async with scripted(WHOLE, metrics=VLLM) as one:
         config = configured(one, poll_timeout=0.05)
     async with gateway_over(config) as (gateway, client):
-        state = gateway.engines.by_name["e1"]
+        state = gateway.upstreams.by_name["e1"]
         await until(lambda: state.num_misses > 0)
         assert state.silent < 1.0 and state.is_unreachable
         assert (await client.get("/health/ready")).status_code == 503
@@ -297,7 +297,7 @@ async def test_a_gateway_whose_engines_are_busy_is_ready(why: str) -> None:
         for path in ("/health", "/health/ready", "/ping"):
             assert (await client.get(path)).status_code == 200
         await first
-        gateway.engines.by_name["e1"].draining = True
+        gateway.upstreams.by_name["e1"].draining = True
         assert (await client.get("/health")).status_code == 503
 
 
@@ -325,7 +325,7 @@ async def test_a_connection_that_closes_as_it_is_used_again_is_no_failure(stream
             assert answer.status_code == 200 and answer.headers["x-paceline-attempts"] == "1"
         metrics = (await client.get("/metrics")).text
         assert "attempt_failures_total{" not in metrics
-        assert gateway.engines.by_name["e1"].failed_at < 0.0
+        assert gateway.upstreams.by_name["e1"].failed_at < 0.0
 
 
 async def test_a_request_of_which_a_byte_came_is_not_sent_twice() -> None:

@@ -107,7 +107,7 @@ async def test_no_other_spelling_of_a_path_gets_round_its_scope() -> None:
                     status = int(answer.split(b" ")[1])
                     assert status in (400, 401, 403, 404, 405), (method, target, key)
                     assert b"paceline:gateway" not in answer and b'"breaker"' not in answer
-        assert not gateway.engines.by_name["e1"].draining
+        assert not gateway.upstreams.by_name["e1"].draining
 
 
 async def test_every_path_times_every_caller() -> None:
@@ -163,7 +163,7 @@ async def test_the_gateways_key_is_in_no_answer_log_or_repr(
                 assert SECRET not in answer.text + str(answer.headers)
             for path in ("/status", "/metrics"):
                 assert SECRET not in (await client.get(path)).text
-            state = gateway.engines.by_name["e1"]
+            state = gateway.upstreams.by_name["e1"]
             assert SECRET not in repr(state.config) + repr(gateway.config) + repr(vars(state))
             assert engine.headers[0]["authorization"] == f"Bearer {SECRET}"
     assert SECRET not in caplog.text
@@ -278,8 +278,8 @@ async def test_where_a_prompt_went_tells_no_other_tenant() -> None:
             headers = {"authorization": f"Bearer secret-{name}"}
             await client.post(CHAT, json=chat(messages=messages), headers=headers)
             if name == "ann":
-                seen = set(gateway.engines.by_name["e1"].load.prefixes._seen)
-        after = set(gateway.engines.by_name["e1"].load.prefixes._seen)
+                seen = set(gateway.upstreams.by_name["e1"].load.prefixes._seen)
+        after = set(gateway.upstreams.by_name["e1"].load.prefixes._seen)
         assert seen and len(after) == 2 * len(seen)
 
 

@@ -76,7 +76,7 @@ class Pair:
         )
         async with gateway_over(config) as (gateway, client):
             await _until(lambda: self._known(gateway))
-            gateway.engines.by_name["b"].load.prefill_tokens += 1e6
+            gateway.upstreams.by_name["b"].load.prefill_tokens += 1e6
             yield gateway, client
 
     def kill_first(self) -> None:
@@ -84,7 +84,7 @@ class Pair:
         os.killpg(self.first.pid, signal.SIGKILL)
 
     def _known(self, gateway: Gateway) -> bool:
-        engines = gateway.engines.by_name.values()
+        engines = gateway.upstreams.by_name.values()
         return all(e.kind == self.kind and e.models and not e.trouble for e in engines)
 
     def body(self, path: str, **fields: Any) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from typing import Final
 
 from paceline.gateway.requests.body import Body
 from paceline.gateway.requests.prompt_size import PromptSize
-from paceline.gateway.routing.routes import Route, Site
+from paceline.gateway.routing.routes import Endpoint, Route
 from paceline.gateway.settings.engine_types import TEXT_PATHS
 from paceline.gateway.settings.prices import Prices
 from paceline.http.rate_limits import Want
 
-__all__ = ["Lengths", "Plan", "sites_of"]
+__all__ = ["Lengths", "Plan", "endpoints_of"]
 
 # weight of one answer in its model's mean
 _LEARN: Final = 0.05
@@ -78,7 +78,7 @@ class Plan:
         cls,
         path: str,
         body: Body,
-        sites: Sequence[Site],
+        endpoints: Sequence[Endpoint],
         size: PromptSize,
         prompt_tokens: float,
         lengths: Lengths,
@@ -96,7 +96,7 @@ class Plan:
         num, told = body.num_made, body.most_tokens(path)
         if told is not None:
             return cls(prompt, longest, num, told, told, told)
-        contexts = [site.max_model_len or _ANY for site in sites]
+        contexts = [endpoint.max_model_len or _ANY for endpoint in endpoints]
         context = max(contexts, default=_ANY)
         seen = lengths.longest(model)
         usual = max(default, seen or 0)
@@ -117,14 +117,14 @@ class Plan:
             self.prompt + bare,
         )
 
-    def amounts(self, prices: Prices, places: Sequence[tuple[str, str]]) -> Want:
-        """Return the plan in money, at the most expensive site."""
+    def amounts(self, prices: Prices, endpoints: Sequence[tuple[str, str]]) -> Want:
+        """Return the plan in money, at the most expensive endpoint."""
         bare = self.tokens().bare - self.prompt
         return Want(
-            prices.worst(places, self.prompt, self.num * self.least),
-            prices.worst(places, self.longest_prompt, self.num * self.usual),
-            prices.worst(places, self.longest_prompt, self.num * self.most),
-            prices.worst(places, self.prompt, bare),
+            prices.worst(endpoints, self.prompt, self.num * self.least),
+            prices.worst(endpoints, self.longest_prompt, self.num * self.usual),
+            prices.worst(endpoints, self.longest_prompt, self.num * self.most),
+            prices.worst(endpoints, self.prompt, bare),
         )
 
     def granted(self, left_beside: Callable[[int], int]) -> int:
@@ -142,7 +142,8 @@ class Plan:
         return body.capped(max(1, each), self.beside)
 
 
-def sites_of(route: Route) -> list[Site]:
-    """Return all sites that may serve a route, including those for prompts that prove too long."""
+def endpoints_of(route: Route) -> list[Endpoint]:
+    """Return all endpoints that may serve a route, including those for prompts that prove too
+    long."""
     routes = [route] if route.longer is None else [route, route.longer]
-    return [site for each in routes for tier in each.tiers for site in tier]
+    return [endpoint for each in routes for tier in each.tiers for endpoint in tier]

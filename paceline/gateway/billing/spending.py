@@ -13,8 +13,8 @@ from paceline.errors import UnknownModelError
 from paceline.gateway.billing.budgets import Budgets, Cost, LocalStore, Reservation
 from paceline.gateway.billing.leases import LeaseStore
 from paceline.gateway.billing.ledger import Ledger
-from paceline.gateway.billing.reserving import Plan, sites_of
-from paceline.gateway.routing.routes import Route, Site
+from paceline.gateway.billing.reserving import Plan, endpoints_of
+from paceline.gateway.routing.routes import Endpoint, Route
 from paceline.gateway.settings.config import GatewayConfig, KeyConfig, budgets_of, prices_of
 from paceline.gateway.settings.prices import Budget, Used, show_amount
 from paceline.http.errors import HttpError
@@ -123,23 +123,23 @@ class Spending:
         if self._budgets.budget(name) is None:
             return Charge(Reservation(name, 0, None), route)
         made = plan(route)
-        places = [(site.engine.name, site.model) for site in sites_of(route)]
-        found = await self._budgets.reserve(name, made.amounts(self.prices, places))
+        endpoints = [(endpoint.upstream.name, endpoint.model) for endpoint in endpoints_of(route)]
+        found = await self._budgets.reserve(name, made.amounts(self.prices, endpoints))
         granted = None
         if found.amount:
-            granted = made.granted(partial(self._affords, places, found.amount))
+            granted = made.granted(partial(self._affords, endpoints, found.amount))
         return Charge(found, route, made, granted)
 
-    def _affords(self, places: Sequence[tuple[str, str]], amount: int, prompt: int) -> int:
-        return self.prices.affords(places, prompt, amount)
+    def _affords(self, endpoints: Sequence[tuple[str, str]], amount: int, prompt: int) -> int:
+        return self.prices.affords(endpoints, prompt, amount)
 
-    def settle(self, charge: Charge, shares: Sequence[tuple[Site, Used]]) -> None:
-        """Settle a request that has ended; ``shares``: usage by site, empty without an answer."""
+    def settle(self, charge: Charge, usage: Sequence[tuple[Endpoint, Used]]) -> None:
+        """Settle a request that has ended; ``usage``: by endpoint, empty without an answer."""
         if not self.prices:
             return
         costs = []
-        for number, (site, used) in enumerate(shares):
-            name, model = site.engine.name, site.model
+        for number, (endpoint, used) in enumerate(usage):
+            name, model = endpoint.upstream.name, endpoint.model
             price = self.prices.find(name, model)
             amount = 0 if price is None else price.of(used, whole=not number)
             costs.append(Cost(name, model, used, amount))

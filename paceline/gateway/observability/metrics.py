@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from paceline.gateway.routing.routes import Site
-from paceline.gateway.upstreams.upstream import Engine
+from paceline.gateway.routing.routes import Endpoint
+from paceline.gateway.upstreams.upstream import Upstream
 from paceline.http.exposition import Registry
 
-__all__ = ["Counts"]
+__all__ = ["GatewayMetrics"]
 
 _SECONDS: Final = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
 )  # fmt: skip
 
 
-class Counts:
+class GatewayMetrics:
     """Metrics of one gateway. Labels are names from the configuration, never callers' text."""
 
     def __init__(self) -> None:
@@ -132,25 +132,25 @@ class Counts:
             "key",
         )
 
-    def attempt(self, site: Site, *, resumed: bool, fallback: bool) -> None:
-        engine = site.engine.name
-        self._attempts.at(engine).value += 1
+    def attempt(self, endpoint: Endpoint, *, resumed: bool, fallback: bool) -> None:
+        name = endpoint.upstream.name
+        self._attempts.at(name).value += 1
         if resumed:
-            self._resumed.at(engine).value += 1
+            self._resumed.at(name).value += 1
         if fallback:
-            self._fallbacks.at(engine).value += 1
+            self._fallbacks.at(name).value += 1
 
-    def failed(self, site: Site, kind: str) -> None:
-        self._failures.at(site.engine.name, kind).value += 1
+    def failed(self, endpoint: Endpoint, kind: str) -> None:
+        self._failures.at(endpoint.upstream.name, kind).value += 1
 
-    def hedged(self, site: Site, result: str) -> None:
-        self._hedges.at(site.engine.name, result).value += 1
+    def hedged(self, endpoint: Endpoint, result: str) -> None:
+        self._hedges.at(endpoint.upstream.name, result).value += 1
 
-    def first_token(self, site: Site, seconds: float) -> None:
-        self._first.at(site.engine.name).observe(seconds)
+    def first_token(self, endpoint: Endpoint, seconds: float) -> None:
+        self._first.at(endpoint.upstream.name).observe(seconds)
 
     def ended(self, engine: str, result: str, seconds: float) -> None:
-        """Count the end of a request; ``engine``: "" if it was sent to none."""
+        """Count the end of a request; ``engine``: its name, "" if it was sent to none."""
         self._requests.at(engine, result).value += 1
         self._seconds.at(engine).observe(seconds)
 
@@ -159,23 +159,23 @@ class Counts:
         for name, amount in (*named.items(), ("", others)):
             self._spend.at(name).value = amount
 
-    def render(self, engines: Iterable[Engine], num_waiting: int, now: float) -> str:
+    def render(self, upstreams: Iterable[Upstream], num_waiting: int, now: float) -> str:
         self._waiting.value = num_waiting
-        for engine in engines:
-            name, pressure = engine.name, engine.load.pressure
-            self._up.at(name).value = 0.0 if engine.trouble else 1.0
-            breakers = (engine.breaker, *(each.breaker for each in engine.standings.values()))
+        for upstream in upstreams:
+            name, pressure = upstream.name, upstream.load.pressure
+            self._up.at(name).value = 0.0 if upstream.trouble else 1.0
+            breakers = (upstream.breaker, *(each.breaker for each in upstream.standings.values()))
             is_open = any(breaker.state(now) != "closed" for breaker in breakers)
             self._state.at(name).value = float(is_open)
-            self._opened.at(name).value = engine.num_opened
-            self._unsolicited.at(name).value = engine.pool.num_unsolicited
-            self._running.at(name).value = len(engine.running)
+            self._opened.at(name).value = upstream.num_opened
+            self._unsolicited.at(name).value = upstream.pool.num_unsolicited
+            self._running.at(name).value = len(upstream.running)
             kv = None if pressure is None else pressure.kv
             self._kv.at(name).value = float("nan") if kv is None else kv
-            self._pressed.at(name).value = float(engine.load.pressed)
-            self._share.at(name).value = engine.share(now)
-            self._slow.at(name).value = float(engine.load.pace.slow_since is not None)
-            self._firsts.at(name).value = engine.load.num_first
-            self._first_seconds.at(name, "predicted").value = engine.load.predicted_first
-            self._first_seconds.at(name, "actual").value = engine.load.actual_first
+            self._pressed.at(name).value = float(upstream.load.pressed)
+            self._share.at(name).value = upstream.share(now)
+            self._slow.at(name).value = float(upstream.load.pace.slow_since is not None)
+            self._firsts.at(name).value = upstream.load.num_first
+            self._first_seconds.at(name, "predicted").value = upstream.load.predicted_first
+            self._first_seconds.at(name, "actual").value = upstream.load.actual_first
         return self.registry.render()

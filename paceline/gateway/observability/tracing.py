@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import urlsplit
 
-from paceline.gateway.routing.routes import Site
+from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.settings.prices import Used
 from paceline.http.otlp import SpanSource, carrier_of, clock_origin
 from paceline.http.upstream import Headers
@@ -74,7 +74,9 @@ class AttemptTrace(Protocol):
 class Trace(Protocol):
     """Trace of one request. Times are arguments, in seconds of ``time.monotonic()``."""
 
-    def attempt(self, site: Site, tokens_before: int, hedge: bool, now: float) -> AttemptTrace:
+    def attempt(
+        self, endpoint: Endpoint, tokens_before: int, hedge: bool, now: float
+    ) -> AttemptTrace:
         """Begin an attempt: the first, one resumed behind ``tokens_before`` tokens, or a ``hedge``
         while the first engine is silent."""
         ...
@@ -156,23 +158,25 @@ class _Request:
         )
         self._inside = set_span_in_context(self._span)
 
-    def attempt(self, site: Site, tokens_before: int, hedge: bool, now: float) -> AttemptTrace:
+    def attempt(
+        self, endpoint: Endpoint, tokens_before: int, hedge: bool, now: float
+    ) -> AttemptTrace:
         from opentelemetry.trace import SpanKind
 
         self._num_attempts += 1
-        url = urlsplit(site.engine.config.url)
+        url = urlsplit(endpoint.upstream.config.url)
         attributes: dict[str, Any] = {
-            "gen_ai.request.model": site.model,
+            "gen_ai.request.model": endpoint.model,
             "server.address": url.hostname or "",
             "server.port": url.port or (443 if url.scheme == "https" else 80),
-            "paceline.engine": site.engine.name,
-            "paceline.engine_kind": site.engine.kind,
+            "paceline.engine": endpoint.upstream.name,
+            "paceline.engine_kind": endpoint.upstream.kind,
             "paceline.attempt": self._num_attempts,
             "paceline.tokens_before": tokens_before,
             "paceline.hedge": hedge,
         }
         span = self._tracer.start_span(
-            f"attempt {site.engine.name}",
+            f"attempt {endpoint.upstream.name}",
             self._inside,
             SpanKind.CLIENT,
             attributes,
@@ -257,7 +261,9 @@ class _NoTracing:
 
 
 class _NoTrace:
-    def attempt(self, site: Site, tokens_before: int, hedge: bool, now: float) -> AttemptTrace:
+    def attempt(
+        self, endpoint: Endpoint, tokens_before: int, hedge: bool, now: float
+    ) -> AttemptTrace:
         return NO_ATTEMPT
 
     def waited(self, since: float, now: float) -> None:

@@ -11,11 +11,11 @@ import msgspec
 
 from paceline.gateway.observability.tracing import NO_ATTEMPT, AttemptTrace, Trace
 from paceline.gateway.proxy.upstream_request import RESUMABLE
-from paceline.gateway.routing.routes import Site
+from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.settings.config import GatewayConfig
-from paceline.gateway.streams.openai_stream import Splice
+from paceline.gateway.streams.openai_stream import StreamRelay
 from paceline.gateway.upstreams.dialects import Translator
-from paceline.gateway.upstreams.refusals import refusal_in, rest_of
+from paceline.gateway.upstreams.refusals import cooldown_of, refusal_in
 from paceline.gateway.upstreams.standing import Outcome, outcome_of_refusal
 from paceline.http.encodings import is_plain
 from paceline.http.sse import SSE
@@ -23,18 +23,18 @@ from paceline.http.upstream import ConnectError, Connection, Headers, lines_of
 from paceline.routing import Dispatch
 from paceline.statuses import retry_of
 
-__all__ = ["Leg", "Owner", "Verdict"]
+__all__ = ["Attempt", "AttemptOwner", "Verdict"]
 
 # size of an answer that is not streamed
 _MAX_ANSWER_BYTES: Final = 64 << 20
 _SSE: Final = SSE.encode()
 _LAST_STATUS: Final = 599
-# endpoints that answer with events if a stream is requested
+# paths that answer with events if a stream is requested
 _STREAMED: Final = RESUMABLE | {"/v1/responses", "/v1/messages"}
 
 
-class Owner(Protocol):
-    """Owner of an attempt: ``Exchange``."""
+class AttemptOwner(Protocol):
+    """Owner of an attempt: ``ProxiedRequest``."""
 
     config: GatewayConfig
     # clock, monotonic seconds
@@ -42,7 +42,7 @@ class Owner(Protocol):
     # set when the request's task has something to do
     wake: asyncio.Event
     # relay of the streamed answer; None: not streamed
-    splice: Splice | None
+    relay: StreamRelay | None
     trace: Trace
     # the request names a stored object: if the engine lacks that, it may still have the model
     names_stored: bool
@@ -52,21 +52,23 @@ class Owner(Protocol):
     write_last: Callable[[bytes], None]
 
     def first_token(self, now: float) -> None: ...
-    def spare_spoke(self, leg: Leg) -> None:
+    def spare_spoke(self, attempt: Attempt) -> None:
         """Note that the hedge has output."""
         ...
 
     def tick(self, now: float) -> None: ...
 
-    def may_leave(self, leg: Leg) -> bool:
+    def may_leave(self, attempt: Attempt) -> bool:
         """Whether the attempt may leave an engine that gives no sign of life."""
         ...
 
-    def sent(self, leg: Leg) -> None:
+    def sent(self, attempt: Attempt) -> None:
         """Note that the request was sent to the engine."""
         ...
 
-    def again(self, leg: Leg, left_out: frozenset[str]) -> tuple[bytes, frozenset[str]] | None:
+    def again(
+        self, attempt: Attempt, left_out: frozenset[str]
+    ) -> tuple[bytes, frozenset[str]] | None:
         """Return the request without added fields that the engine refused, and their names; None if
         the refusal names none beyond ``left_out``."""
         ...
@@ -80,18 +82,22 @@ class Verdict:
     why: str = ""
 
 
-class Leg:
+class Attempt:
     """A request at one engine: the sink of its answer.
 
     Args:
-        probe: set for a hedge (``hedge``). Its output is kept, and fed to this splice to find the
-            first token, until the hedge is adopted.
+        hedge_relay: set for a hedge (``hedging``). Its output is kept, and fed to this relay to
+            find the first token, until the hedge is adopted.
     """
 
     def __init__(
-        self, request: Owner, site: Site, dispatch: Dispatch, probe: Splice | None = None
+        self,
+        request: AttemptOwner,
+        endpoint: Endpoint,
+        dispatch: Dispatch,
+        hedge_relay: StreamRelay | None = None,
     ) -> None:
-        self.site = site
+        self.endpoint = endpoint
         self.status = 0
         self.headers: Headers = []
         self.body = bytearray()
@@ -100,8 +106,8 @@ class Leg:
         # ended through no fault of the engine
         self.was_abandoned = False
         self._owner = request
-        self._engine = site.engine
-        self._standing = site.engine.standings.of(site.model, request.now())
+        self._upstream = endpoint.upstream
+        self._standing = endpoint.upstream.standings.of(endpoint.model, request.now())
         # no connection, or no sign of life: the failure is the engine's, not the model's
         self._is_of_engine = False
         self._dispatch = dispatch
@@ -113,8 +119,8 @@ class Leg:
         # a part of the answer came since the last tick. Comments, pings and framing do not count:
         # they show that the connection lives, not that the engine works on this request
         self._has_moved = False
-        splice = request.splice
-        self._tokens_before = 0 if splice is None else splice.num_output_tokens
+        relay = request.relay
+        self._tokens_before = 0 if relay is None else relay.num_output_tokens
         self._request = b""
         # fields that the gateway added and the engine refused
         self._left_out: frozenset[str] = frozenset()
@@ -122,7 +128,7 @@ class Leg:
         self._path = ""
         self._translator: Translator | None = None
         self._trace: AttemptTrace = NO_ATTEMPT
-        self._probe = probe
+        self._hedge_relay = hedge_relay
         self._kept = bytearray()
         # takes a part of the answer; set by the kind of answer. See ``upstream.Sink``
         self.on_data: Callable[[bytes], None] = self._keep_whole
@@ -151,19 +157,19 @@ class Leg:
 
     def send(self, path: str, request: bytes) -> None:
         """Send the request on an open or a new connection; a failure becomes the verdict."""
-        engine, now = self._engine, self._owner.now()
-        engine.running.add(self)
-        engine.breaker.begin(now)
+        upstream, now = self._upstream, self._owner.now()
+        upstream.running.add(self)
+        upstream.breaker.begin(now)
         self._standing.begin(path, now)
-        hedge = self._probe is not None
-        self._trace = self._owner.trace.attempt(self.site, self._tokens_before, hedge, now)
+        hedge = self._hedge_relay is not None
+        self._trace = self._owner.trace.attempt(self.endpoint, self._tokens_before, hedge, now)
         self._path = path
         self._ask(request)
 
     def _ask(self, request: bytes) -> None:
         traced = self._trace is not NO_ATTEMPT
         self._request = _with_headers(request, self._trace.headers([])) if traced else request
-        connection = self._engine.pool.free()
+        connection = self._upstream.pool.free()
         if connection is None:
             self._connecting = asyncio.ensure_future(self._send_on_new())
         else:
@@ -171,7 +177,7 @@ class Leg:
 
     async def _send_on_new(self) -> None:
         try:
-            connection = await self._engine.pool.connect()
+            connection = await self._upstream.pool.connect()
         except ConnectError as error:
             self._connecting = None
             self._is_of_engine = True
@@ -191,7 +197,7 @@ class Leg:
     # ---------------------------------------------------------------- Sink
 
     def on_head(self, status: int, headers: Headers) -> None:
-        self._engine.alive()
+        self._upstream.alive()
         self.status, self.headers = status, headers
         found = dict(headers)
         if not is_plain(found.get(b"content-encoding", b"").decode("latin-1")):
@@ -203,10 +209,10 @@ class Leg:
             self.give_up(f"status {status}, which is none of HTTP's")
             return
         if status == 200 and self._left_out:
-            self._engine.leave_out(self.site.model, self._left_out)
+            self._upstream.leave_out(self.endpoint.model, self._left_out)
         kind = found.get(b"content-type", _SSE)
         # an answer is relayed as it is if no stream was asked for, or if the engine sent none
-        asked = self._owner.splice is not None and status == 200
+        asked = self._owner.relay is not None and status == 200
         self._streams = asked and kind.lower().startswith(_SSE)
         other = not self._streams and not kind.lower().startswith(b"application/json")
         if asked and other and self._path in _STREAMED:
@@ -214,9 +220,9 @@ class Leg:
             self.give_up(f"a stream was asked for, and the answer is {shown!r}")
             return
         if self._streams:
-            self._translator = self._engine.dialect.translator(self._path)
-            plain = self._translator is None and self._probe is None
-            self.on_data = self._relay if plain else self._take_stream
+            self._translator = self._upstream.dialect.translator(self._path)
+            plain = self._translator is None and self._hedge_relay is None
+            self.on_data = self._relay_stream if plain else self._take_stream
         self._heard_at = self._sign_at = self._owner.now()
 
     def _keep_whole(self, data: bytes) -> None:
@@ -244,72 +250,72 @@ class Leg:
             self.give_up(wrong)
 
     def _take_events(self, data: bytes) -> None:
-        if self._probe is None:
-            self._relay(data)
+        if self._hedge_relay is None:
+            self._relay_stream(data)
             return
         self._kept += data
-        parts = self._probe.num_events
-        self._probe.feed(data)
-        if self._probe.num_events != parts or self._probe.is_in_long:
+        parts = self._hedge_relay.num_events
+        self._hedge_relay.feed(data)
+        if self._hedge_relay.num_events != parts or self._hedge_relay.is_in_long:
             self._has_moved = True
-        if self._probe.failed is not None:
-            self._fail_by(self._probe, self._probe.failed)
-        elif self._probe.emitted or self._probe.done:
+        if self._hedge_relay.failed is not None:
+            self._fail_by(self._hedge_relay, self._hedge_relay.failed)
+        elif self._hedge_relay.emitted or self._hedge_relay.done:
             self._owner.spare_spoke(self)
 
     def adopt(self) -> None:
         """Answer the request from now on: send the output kept so far to the caller."""
-        assert self._owner.splice is not None, "a stream was asked for"
-        self._probe = None
+        assert self._owner.relay is not None, "a stream was asked for"
+        self._hedge_relay = None
         if self._streams and self._translator is None and self.verdict is None:
-            self.on_data = self._relay
-        self._owner.splice.begin_leg()
+            self.on_data = self._relay_stream
+        self._owner.relay.begin_attempt()
         kept, self._kept = bytes(self._kept), bytearray()
         if kept:
-            self._relay(kept)
+            self._relay_stream(kept)
 
-    def _relay(self, data: bytes) -> None:
+    def _relay_stream(self, data: bytes) -> None:
         owner = self._owner
-        splice = owner.splice
-        assert splice is not None, "a stream was asked for"
-        out = splice.relay(data)
+        relay = owner.relay
+        assert relay is not None, "a stream was asked for"
+        out = relay.relay_event(data)
         if out is not None:
             # nearly all parts take this path
             self._has_moved = True
             owner.write(out)
             return
-        parts = splice.num_events
-        out = splice.feed(data)
+        parts = relay.num_events
+        out = relay.feed(data)
         if out:
-            is_last = splice.done and splice.failed is None
+            is_last = relay.done and relay.failed is None
             (owner.write_last if is_last else owner.write)(out)
-        if splice.num_events != parts or splice.is_in_long:
+        if relay.num_events != parts or relay.is_in_long:
             self._has_moved = True
-        if splice.emitted and self._dispatch.first_at is None:
+        if relay.emitted and self._dispatch.first_at is None:
             now = owner.now()
             self._dispatch.first_token(now)
             self._trace.first_token(now)
             owner.first_token(now)
-        if splice.failed is not None:
-            self._fail_by(splice, splice.failed)
-        elif splice.done:
+        if relay.failed is not None:
+            self._fail_by(relay, relay.failed)
+        elif relay.done:
             self._end(Verdict("done"))
 
-    def _fail_by(self, splice: Splice, why: str) -> None:
+    def _fail_by(self, relay: StreamRelay, why: str) -> None:
         """End the stream with its error. Some engines refuse a request in its stream: before any
         output, that counts like a status."""
-        refusal = None if splice.emitted else refusal_in(splice.failure_event)
+        refusal = None if relay.emitted else refusal_in(relay.failure_event)
         if refusal is None or self.connection is None:
             self.give_up(why)
             return
         self.connection.drop()
         self.status, self.body = refusal[0], bytearray(refusal[1])
         self._streams = False
-        splice.begin_leg()
+        relay.begin_attempt()
         self._refuse()
 
     def on_end(self) -> None:
-        self._engine.alive()
+        self._upstream.alive()
         if self.verdict is not None:
             return
         if self._streams:
@@ -349,7 +355,7 @@ class Leg:
 
     def _finish_whole(self) -> None:
         try:
-            self.body = bytearray(self._engine.dialect.answer(self._path, bytes(self.body)))
+            self.body = bytearray(self._upstream.dialect.answer(self._path, bytes(self.body)))
         except (ValueError, msgspec.MsgspecError, RecursionError) as error:
             self.give_up(f"the answer is not of its API: {str(error)[:100]}")
         else:
@@ -357,21 +363,21 @@ class Leg:
 
     def _finish_stream(self, why: str) -> None:
         if not self._is_said():
-            splice = self._owner.splice if self._probe is None else None
-            self._end(Verdict("lost", (splice and splice.failed) or why))
+            relay = self._owner.relay if self._hedge_relay is None else None
+            self._end(Verdict("lost", (relay and relay.failed) or why))
 
     def _is_said(self) -> bool:
         """Whether a stream that ended early had sent its whole answer. If so, the attempt is done,
         and later errors do not matter."""
-        splice = self._owner.splice
-        if not self._streams or self._probe is not None or splice is None:
+        relay = self._owner.relay
+        if not self._streams or self._hedge_relay is not None or relay is None:
             return False
-        out = splice.end_leg()
+        out = relay.end_attempt()
         if out:
             self._owner.write(out)
-        if splice.done:
+        if relay.done:
             self._end(Verdict("done"))
-        return splice.done
+        return relay.done
 
     # ---------------------------------------------------------------- Running
 
@@ -398,7 +404,7 @@ class Leg:
         if not self.status or (self._streams and not self._dispatch.first_at):
             limit = config.first_byte_timeout
         elif self._streams:
-            reader = self._translator or self._owner.splice
+            reader = self._translator or self._owner.relay
             if reader is not None and reader.between_parts:
                 if now - self._sign_at > limit:
                     return f"neither a part of the answer nor a ping for {limit:g} s"
@@ -440,17 +446,17 @@ class Leg:
         if self.verdict is not None:
             return
         now = self._owner.now()
-        engine = self._engine
+        upstream = self._upstream
         self.verdict = verdict or Verdict("lost", "abandoned")
         self.on_data = _drop
-        engine.running.discard(self)
+        upstream.running.discard(self)
         if self._connecting is not None:
             self._connecting.cancel()
-        splice = self._owner.splice
+        relay = self._owner.relay
         made = (
             0
-            if splice is None or self._probe is not None
-            else splice.num_output_tokens - self._tokens_before
+            if relay is None or self._hedge_relay is not None
+            else relay.num_output_tokens - self._tokens_before
         )
         self._dispatch.end(now, made)
         self._trace.end("abandoned" if verdict is None else verdict.kind, self.status, made, now)
@@ -461,18 +467,18 @@ class Leg:
 
     def _count(self, verdict: Verdict | None, now: float) -> None:
         """Inform the breakers of engine and model; note a cooldown that was asked for."""
-        engine, standing = self._engine, self._standing
+        upstream, standing = self._upstream, self._standing
         if verdict is not None and self._is_of_engine and self.connection is None:
-            engine.breaker.fail(now)
+            upstream.breaker.fail(now)
         elif self.status and not self._is_of_engine:
-            engine.breaker.succeed(now)
+            upstream.breaker.succeed(now)
         else:
-            engine.breaker.abandon()
+            upstream.breaker.abandon()
         if verdict is not None and verdict.kind == "refused":
-            standing.rest(now + rest_of(self.status, self.headers))
+            standing.cool_down(now + cooldown_of(self.status, self.headers))
         outcome = self._outcome(verdict, now)
         if outcome in ("failed", "missing") or (verdict is not None and self._is_of_engine):
-            engine.failed_at = now
+            upstream.failed_at = now
         standing.end(self._path, outcome, now)
 
     def _outcome(self, verdict: Verdict | None, now: float) -> Outcome:
@@ -483,7 +489,7 @@ class Leg:
             return "ok" if verdict.kind == "done" else "failed"
         return outcome_of_refusal(
             self.status, self.headers, names_stored=self._owner.names_stored,
-            paused=self._standing.rests_for(now) > 0.0,
+            cooling_down=self._standing.cooldown_left(now) > 0.0,
         )  # fmt: skip
 
 

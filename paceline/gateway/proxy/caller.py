@@ -62,7 +62,7 @@ class Caller:
 
 
 def broken_event(path: str, why: str, num_tokens: int, resume: str) -> bytes:
-    """Build the last events of a stream that breaks, in the API of the endpoint."""
+    """Build the last events of a stream that breaks, in the API of the path."""
     if path == "/v1/messages":
         error: Mapping[str, Any] = {
             "type": "error",

@@ -11,7 +11,7 @@ from paceline.http.shortcut import BODY_WRITER, AnswerWriter
 from paceline.http.sse import KEEP_ALIVE, STREAM_HEADERS
 from paceline.http.upstream import Headers
 
-__all__ = ["Outgoing", "Source"]
+__all__ = ["Downstream", "DownstreamSource"]
 
 # bytes that may wait for the caller before the engine's connection is paused
 _MAX_BACKLOG: Final = 64 * 1024
@@ -31,7 +31,7 @@ _STREAM_HEADERS: Final = tuple(
 )
 
 
-class Call(Protocol):
+class DownstreamRequest(Protocol):
     """HTTP request as ``app`` hands it over."""
 
     @property
@@ -45,8 +45,8 @@ class Call(Protocol):
         ...
 
 
-class Source(Protocol):
-    """The sender of what is written: ``Answer``."""
+class DownstreamSource(Protocol):
+    """The sender of what is written: ``Response``."""
 
     def head(self) -> tuple[Headers, Headers] | None:
         """Return the engine's headers for a stream that starts now, and the gateway's notes; None:
@@ -58,8 +58,8 @@ class Source(Protocol):
         ...
 
 
-class Outgoing:
-    """Writes go out within the call if the connection takes them; otherwise they wait for the
+class Downstream:
+    """Writes go out at once if the connection takes them; otherwise they wait for the
     request's task to flush them.
 
     Args:
@@ -69,15 +69,15 @@ class Outgoing:
 
     def __init__(
         self,
-        call: Call,
+        incoming: DownstreamRequest,
         *,
         stream: bool,
         wake: asyncio.Event,
-        source: Source,
+        source: DownstreamSource,
         now: float,
     ) -> None:
-        self._writer: AnswerWriter | None = call.scope.get("extensions", {}).get(BODY_WRITER)
-        self._call, self._source, self._stream, self._wake = call, source, stream, wake
+        self._writer: AnswerWriter | None = incoming.scope.get("extensions", {}).get(BODY_WRITER)
+        self._incoming, self._source, self._stream, self._wake = incoming, source, stream, wake
         self._backlog = bytearray()
         # an earlier part is being sent to a slow caller
         self._flushing = False
@@ -145,7 +145,7 @@ class Outgoing:
         if found is None:
             return False
         self.started = writer.start(
-            200, [*self._kept(200, found[0]), *found[1], *self._call.begin()], data
+            200, [*self._kept(200, found[0]), *found[1], *self._incoming.begin()], data
         )
         return self.started
 
@@ -181,13 +181,15 @@ class Outgoing:
         """Send the head: ``told``, and the engine's headers that callers get."""
         self.started = True
         found = [*self._kept(status, headers), *told]
-        await self._call.send({"type": "http.response.start", "status": status, "headers": found})
+        await self._incoming.send(
+            {"type": "http.response.start", "status": status, "headers": found}
+        )
 
     async def whole(self, status: int, headers: Headers, told: Headers, body: bytes) -> None:
         """Send an answer that is not a stream; arguments as for ``start``."""
         writer = self._writer
         if writer is not None and not self._stream:
-            found = [*self._kept(status, headers), *told, *self._call.begin()]
+            found = [*self._kept(status, headers), *told, *self._incoming.begin()]
             if writer.whole(status, found, body):
                 self.started = True
                 return
@@ -200,12 +202,14 @@ class Outgoing:
         self._quiet_for = 0
         self._flushing = True
         try:
-            await self._call.send({"type": "http.response.body", "body": data, "more_body": True})
+            await self._incoming.send(
+                {"type": "http.response.body", "body": data, "more_body": True}
+            )
         finally:
             self._flushing = False
 
     def close(self) -> None:
-        """Drop references after the last write. See ``Exchange.close``."""
+        """Drop references after the last write. See ``ProxiedRequest.close``."""
         del self._source
 
     async def end(self, body: bytes = b"") -> None:
@@ -213,4 +217,4 @@ class Outgoing:
         if self.ended:
             return
         self.ended = True
-        await self._call.send({"type": "http.response.body", "body": body, "more_body": False})
+        await self._incoming.send({"type": "http.response.body", "body": body, "more_body": False})

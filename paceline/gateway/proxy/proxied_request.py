@@ -2,8 +2,8 @@
 
 ::
 
-    Exchange   (task per request)   Waiting -> Leg -> done | retry -> Answer
-    Leg        (callbacks)          engine's bytes -> Splice -> caller's connection
+    ProxiedRequest   (task per request)   Placement -> Attempt -> done | retry -> Response
+    Attempt          (callbacks)          engine's bytes -> StreamRelay -> caller's connection
 
 What an engine sends reaches the caller in the callback that read it. The task only wakes for the
 head, for a slow caller, and for the end.
@@ -24,34 +24,34 @@ from typing import Any, Final
 from starlette.types import Receive
 
 from paceline.errors import RequestError
-from paceline.gateway.observability.metrics import Counts
-from paceline.gateway.proxy.attempt import Leg
+from paceline.gateway.observability.metrics import GatewayMetrics
+from paceline.gateway.proxy.attempt import Attempt
 from paceline.gateway.proxy.caller import Caller
-from paceline.gateway.proxy.downstream import Call
+from paceline.gateway.proxy.downstream import DownstreamRequest
 from paceline.gateway.proxy.hedging import Hedge
-from paceline.gateway.proxy.placement import Waiting
-from paceline.gateway.proxy.response import Answer
-from paceline.gateway.proxy.retry_state import Attempts
-from paceline.gateway.proxy.upstream_request import CHAT, Sending
-from paceline.gateway.proxy.usage_split import Bill
+from paceline.gateway.proxy.placement import Placement
+from paceline.gateway.proxy.response import Response
+from paceline.gateway.proxy.retry_state import RetryState
+from paceline.gateway.proxy.upstream_request import CHAT, UpstreamRequest
+from paceline.gateway.proxy.usage_split import UsageSplit
 from paceline.gateway.requests.body import Body
-from paceline.gateway.routing.flow_control import Turns
+from paceline.gateway.routing.flow_control import FlowControl
 from paceline.gateway.routing.picker import Pick, Picker
-from paceline.gateway.routing.routes import Route, Site
+from paceline.gateway.routing.routes import Endpoint, Route
 from paceline.gateway.settings.config import GatewayConfig
 from paceline.gateway.settings.engine_types import VECTOR_PATHS
 from paceline.gateway.settings.prices import Used
-from paceline.gateway.streams.openai_stream import Splice, make_splice
+from paceline.gateway.streams.openai_stream import StreamRelay, make_relay
 from paceline.gateway.upstreams.refusals import is_too_long
-from paceline.gateway.upstreams.upstream import Engine
+from paceline.gateway.upstreams.upstream import Upstream
 from paceline.http.errors import ClientDisconnectedError, HttpError
 from paceline.routing import Demand, Dispatch, HedgeBudget, RetryBudget
 
-__all__ = ["RELAYED", "Exchange"]
+__all__ = ["RELAYED", "ProxiedRequest"]
 
 _log = logging.getLogger("paceline.gateway")
 
-# endpoints whose requests are relayed
+# paths whose requests are relayed
 RELAYED: Final = VECTOR_PATHS | {
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings",
 }  # fmt: skip
@@ -59,7 +59,7 @@ RELAYED: Final = VECTOR_PATHS | {
 _READ_AT_ONCE: Final = 60_000
 
 
-class Exchange:
+class ProxiedRequest:
     """One request of one caller; the owner of its attempts."""
 
     def __init__(
@@ -67,10 +67,10 @@ class Exchange:
         *,
         config: GatewayConfig,
         picker: Picker,
-        turns: Turns,
+        flow_control: FlowControl,
         budget: RetryBudget,
         hedges: HedgeBudget,
-        counts: Counts,
+        metrics: GatewayMetrics,
         now: Callable[[], float],
         path: str,
         body: Body,
@@ -78,13 +78,13 @@ class Exchange:
         asked: str,
         demand: Demand,
         caller: Caller,
-        call: Call,
+        incoming: DownstreamRequest,
         receive: Receive,
     ) -> None:
         self.config = config
         self.now = now
         self.wake = asyncio.Event()
-        self._turns, self._budget, self._counts = turns, budget, counts
+        self._flow_control, self._budget, self._metrics = flow_control, budget, metrics
         self._path, self._body, self._route = path, body, route
         # the model's name as the caller knows it
         self._asked = asked
@@ -97,33 +97,42 @@ class Exchange:
         if asked != route.shown:
             # the key's budget does not cover the model that was asked for
             self._note["fallback"] = route.model
-        self.splice: Splice | None = self._new_splice() if body.stream else None
-        self._sending = Sending(path, body, caller, self.splice)
-        self._attempts = Attempts(
-            config, picker, budget, route, demand, caller.allowed, self._sending, self.splice
+        self.relay: StreamRelay | None = self._new_relay() if body.stream else None
+        self._upstream_request = UpstreamRequest(path, body, caller, self.relay)
+        self._retries = RetryState(
+            config,
+            picker,
+            budget,
+            route,
+            demand,
+            caller.allowed,
+            self._upstream_request,
+            self.relay,
         )
-        self._answer = Answer(
-            path, body, asked, call, self.splice, self._sending, self._attempts, self._note,
-            counts, self.trace, now, self._arrived, self.wake,
+        self._response = Response(
+            path, body, asked, incoming, self.relay, self._upstream_request, self._retries,
+            self._note, metrics, self.trace, now, self._arrived, self.wake,
         )  # fmt: skip
-        self.out = self._answer.out
+        self.downstream = self._response.downstream
         # called by the attempts for every part
-        self.write: Callable[[bytes], None] = self.out.write
-        self.write_last: Callable[[bytes], None] = self.out.write_last
-        self._waiting = Waiting(
-            config, turns, self._attempts, demand, body, caller, self._answer, now, self.wake,
-            self._arrived,
+        self.write: Callable[[bytes], None] = self.downstream.write
+        self.write_last: Callable[[bytes], None] = self.downstream.write_last
+        self._placement = Placement(
+            config, flow_control, self._retries, demand, body, caller, self._response, now,
+            self.wake, self._arrived,
         )  # fmt: skip
         self._hedge = Hedge(
-            config, hedges, picker, self._attempts, demand, body, self._sending, counts
+            config, hedges, picker, self._retries, demand, body, self._upstream_request, metrics
         )
         # called with a complete answer before it is sent to the caller
-        self.on_answer: Callable[[Leg], None] | None = None
-        self._bill = Bill(path, demand.prompt_tokens, self.splice, body.most_deferred(path))
+        self.on_answer: Callable[[Attempt], None] | None = None
+        self._usage_split = UsageSplit(
+            path, demand.prompt_tokens, self.relay, body.most_deferred(path)
+        )
 
-    def _new_splice(self) -> Splice:
+    def _new_relay(self) -> StreamRelay:
         body = self._body
-        return make_splice(
+        return make_relay(
             self._path,
             num_choices=body.num_choices,
             model=self._asked,
@@ -134,11 +143,11 @@ class Exchange:
         )
 
     @property
-    def _leg(self) -> Leg:
+    def _attempt(self) -> Attempt:
         """The attempt that answers, once an engine is asked."""
-        leg = self._answer.leg
-        assert leg is not None, "an engine is asked"
-        return leg
+        attempt = self._response.attempt
+        assert attempt is not None, "an engine is asked"
+        return attempt
 
     @property
     def route(self) -> Route:
@@ -148,18 +157,18 @@ class Exchange:
     @property
     def is_over(self) -> bool:
         """Whether the answering engine, if there is one, has sent all of the answer."""
-        leg = self._answer.leg
-        return leg is None or leg.verdict is not None
+        attempt = self._response.attempt
+        return attempt is None or attempt.verdict is not None
 
     @property
-    def engine(self) -> Engine:
+    def upstream(self) -> Upstream:
         """The answering engine, once one is asked."""
-        return self._leg.site.engine
+        return self._attempt.endpoint.upstream
 
     @property
     def used(self) -> Used:
         """Usage of an answer that has ended, as far as it was counted."""
-        return self._bill.used(self._answer.leg)
+        return self._usage_split.used(self._response.attempt)
 
     @property
     def num_output_tokens(self) -> int:
@@ -169,59 +178,65 @@ class Exchange:
     @property
     def counted(self) -> Used | None:
         """Usage as the engine counted it; None: it did not, or it truncates prompts."""
-        leg = self._answer.leg
-        if leg is None or leg.site.engine.facts.truncates or not self.used.prompt:
+        attempt = self._response.attempt
+        if attempt is None or attempt.endpoint.upstream.facts.truncates or not self.used.prompt:
             return None
-        return self._bill.counted
+        return self._usage_split.counted
 
-    def shares(self) -> Sequence[tuple[Site, Used]]:
-        """Usage by engine of an answer that has ended; see ``Bill.shares``."""
-        return self._bill.shares(self._answer.leg)
+    def usage_by_endpoint(self) -> Sequence[tuple[Endpoint, Used]]:
+        """Usage by engine of an answer that has ended; see ``UsageSplit.usage_by_endpoint``."""
+        return self._usage_split.usage_by_endpoint(self._response.attempt)
 
     def close(self) -> None:
         """Drop references after the last use: garbage collection of these reference cycles would
         cost more than a tenth of a request's time."""
-        self._answer.close()
+        self._response.close()
 
-    # ---------------------------------------------------------------- Owner
+    # ---------------------------------------------------------------- AttemptOwner
 
-    def sent(self, leg: Leg) -> None:
+    def sent(self, attempt: Attempt) -> None:
         # the engine that was asked, also if it was a hedge
-        leg.site.engine.load.prefixes.add(self._demand.prefix)
+        attempt.endpoint.upstream.load.prefixes.add(self._demand.prefix)
 
-    def again(self, leg: Leg, left_out: frozenset[str]) -> tuple[bytes, frozenset[str]] | None:
-        """Return the request without fields that the engine refused; see ``Owner``."""
-        resumed = bool(self._attempts.num_resumes)
-        names = self._sending.refused(leg.site, leg.status, bytes(leg.body), resumed=resumed)
+    def again(
+        self, attempt: Attempt, left_out: frozenset[str]
+    ) -> tuple[bytes, frozenset[str]] | None:
+        """Return the request without fields that the engine refused; see ``AttemptOwner``."""
+        resumed = bool(self._retries.num_resumes)
+        names = self._upstream_request.refused(
+            attempt.endpoint, attempt.status, bytes(attempt.body), resumed=resumed
+        )
         if names <= left_out:
             return None
         left_out |= names
-        return self._sending.request(leg.site, resumed=resumed, left_out=left_out), left_out
+        return self._upstream_request.encode(
+            attempt.endpoint, resumed=resumed, left_out=left_out
+        ), left_out
 
     def first_token(self, now: float) -> None:
         self._hedge.first_spoke()
-        if not self._attempts.num_resumes:
-            self._counts.first_token(self._leg.site, now - self._arrived)
+        if not self._retries.num_resumes:
+            self._metrics.first_token(self._attempt.endpoint, now - self._arrived)
 
-    def spare_spoke(self, leg: Leg) -> None:
-        assert leg is self._hedge.spare, "the other one was dropped"
+    def spare_spoke(self, attempt: Attempt) -> None:
+        assert attempt is self._hedge.spare, "the other one was dropped"
         # before the hedge is adopted, or its output would count as the first engine's
-        self._leg.abandon()
+        self._attempt.abandon()
         self._go_on_with(self._hedge.take(won=True))
 
-    def _go_on_with(self, spare: Leg) -> None:
+    def _go_on_with(self, spare: Attempt) -> None:
         """Let the hedge answer from now on."""
-        self._answer.comes_from(spare)
-        self._answer.note(engine=spare.site.engine.name, attempts=self._attempts.num)
+        self._response.comes_from(spare)
+        self._response.note(engine=spare.endpoint.upstream.name, attempts=self._retries.num)
         spare.adopt()
 
-    def may_leave(self, leg: Leg) -> bool:
-        begun = self.splice is not None and self.splice.emitted
-        spare = leg is self._hedge.spare
-        return begun or spare or self._attempts.may_leave(self.now(), leg.site)
+    def may_leave(self, attempt: Attempt) -> bool:
+        begun = self.relay is not None and self.relay.emitted
+        spare = attempt is self._hedge.spare
+        return begun or spare or self._retries.may_leave(self.now(), attempt.endpoint)
 
     def tick(self, now: float) -> None:
-        self.out.tick(now, self.config.sse_keep_alive)
+        self.downstream.tick(now, self.config.sse_keep_alive)
         if self._hedge.is_due(now):
             self.wake.set()
 
@@ -236,7 +251,7 @@ class Exchange:
         """
         # checking the connection now and then is cheaper than a task per request; but while a long
         # body is read, the connection may be paused
-        looks = self.out.sees_hang_ups and self._body.num_bytes < _READ_AT_ONCE
+        looks = self.downstream.sees_hang_ups and self._body.num_bytes < _READ_AT_ONCE
         watch = None if looks else asyncio.ensure_future(self._disconnected())
         try:
             if self._caller.tries_again:
@@ -244,21 +259,21 @@ class Exchange:
                 self._budget.take(self._arrived)
             else:
                 self._budget.deposit(self._arrived)
-            await self._attempt_all()
+            await self._try_all()
         except ClientDisconnectedError:
-            self._answer.ended("gone")
+            self._response.ended("gone")
             raise
         except RequestError:
             # no engine was asked: the request cannot be expressed in that engine's API
-            self._answer.ended("refused")
+            self._response.ended("refused")
             raise
         except HttpError as error:
-            if self.out.started:
+            if self.downstream.started:
                 # the status was already sent
-                await self._answer.break_off(str(error))
+                await self._response.break_off(str(error))
                 return
-            if not self._attempts.num:
-                self._answer.ended("failed")
+            if not self._retries.num:
+                self._response.ended("failed")
             raise
         finally:
             if watch is not None:
@@ -266,83 +281,83 @@ class Exchange:
                 with contextlib.suppress(asyncio.CancelledError):
                     await watch
 
-    async def _attempt_all(self) -> None:
+    async def _try_all(self) -> None:
         last = None
         while True:
             since = self.now()
-            begun = await self._waiting.place(last)
+            begun = await self._placement.place(last)
             self.trace.waited(since, self.now())
-            leg = await self._attempt(*begun)
-            verdict, last = leg.verdict, leg.site
-            assert verdict is not None, "the leg is over"
+            attempt = await self._try_one(*begun)
+            verdict, last = attempt.verdict, attempt.endpoint
+            assert verdict is not None, "the attempt is over"
             if verdict.kind == "done":
                 if self.on_answer is not None:
-                    self.on_answer(leg)
-                await self._answer.finish(leg)
+                    self.on_answer(attempt)
+                await self._response.finish(attempt)
                 return
-            self._note_failure(leg)
-            if verdict.kind == "refused" and not self._may_pass_on(leg):
-                await self._answer.refuse(leg)
+            self._note_failure(attempt)
+            if verdict.kind == "refused" and not self._may_pass_on(attempt):
+                await self._response.refuse(attempt)
                 return
             # a dying engine loses many requests at once through no fault of their own: the first
             # retry is free, and the budget is for repeated failures
-            free = verdict.kind == "lost" and not self._attempts.num_lost
-            self._attempts.num_lost += verdict.kind == "lost"
-            if self.splice is not None and self.splice.emitted:
-                if not self._attempts.may_resume(self.now(), leg.site, free=free):
-                    await self._answer.break_off(verdict.why)
+            free = verdict.kind == "lost" and not self._retries.num_lost
+            self._retries.num_lost += verdict.kind == "lost"
+            if self.relay is not None and self.relay.emitted:
+                if not self._retries.may_resume(self.now(), attempt.endpoint, free=free):
+                    await self._response.break_off(verdict.why)
                     return
-                self._bill.goes_on_behind(leg.site)
-            elif not self._attempts.may_retry(self.now(), free=free):
-                await self._answer.give_up()
+                self._usage_split.resumes_after(attempt.endpoint)
+            elif not self._retries.may_retry(self.now(), free=free):
+                await self._response.give_up()
                 return
 
-    async def _attempt(self, pick: Pick, dispatch: Dispatch) -> Leg:
-        site = pick.site
-        attempts, resumed = self._attempts, bool(self._attempts.num_resumes)
+    async def _try_one(self, pick: Pick, dispatch: Dispatch) -> Attempt:
+        endpoint = pick.endpoint
+        retries, resumed = self._retries, bool(self._retries.num_resumes)
         try:
-            request = self._sending.request(site, resumed=resumed)
+            request = self._upstream_request.encode(endpoint, resumed=resumed)
         except BaseException:
             dispatch.end(self.now())
             raise
-        attempts.num += 1
-        if site.tier or attempts.route is not self._route:
-            self._note["fallback"] = site.model
-        if attempts.num > 1 or self._note:
-            self._answer.note(engine=site.engine.name, attempts=attempts.num)
+        retries.num += 1
+        if endpoint.tier or retries.route is not self._route:
+            self._note["fallback"] = endpoint.model
+        if retries.num > 1 or self._note:
+            self._response.note(engine=endpoint.upstream.name, attempts=retries.num)
         if resumed:
-            self._answer.note(resumed=attempts.num_resumes)
-        leg = Leg(self, site, dispatch)
-        self._answer.comes_from(leg)
-        self._counts.attempt(site, resumed=resumed, fallback=bool(site.tier))
-        by_text = resumed and not self._sending.exactly(site)
-        if self.splice is not None:
-            self.splice.begin_leg(by_text=by_text)
-            if attempts.num == 1:
+            self._response.note(resumed=retries.num_resumes)
+        attempt = Attempt(self, endpoint, dispatch)
+        self._response.comes_from(attempt)
+        self._metrics.attempt(endpoint, resumed=resumed, fallback=bool(endpoint.tier))
+        by_text = resumed and not self._upstream_request.resumes_exactly(endpoint)
+        if self.relay is not None:
+            self.relay.begin_attempt(by_text=by_text)
+            if retries.num == 1:
                 self._hedge.arm(pick, self.now())
         if by_text:
-            self._answer.note(exact=False)
+            self._response.note(exact=False)
         try:
-            leg.send(self._path, request)
+            attempt.send(self._path, request)
             await self._pump()
         finally:
-            leg.abandon()
+            attempt.abandon()
             if self._hedge.is_wanted:
-                self._leg.abandon()
+                self._attempt.abandon()
                 self._hedge.end()
-            self._turns.pump()
-        return self._leg
+            self._flow_control.pump()
+        return self._attempt
 
     async def _pump(self) -> None:
         """Wait until the answer is over and the caller has all of it."""
         while True:
-            if self.out.gone:
+            if self.downstream.gone:
                 raise ClientDisconnectedError
             if self._hedge.is_wanted:
                 self._look_after_hedge()
-            if self.out.num_waiting:
-                await self._answer.flush()
-            elif self._leg.verdict is not None:
+            if self.downstream.num_waiting:
+                await self._response.flush()
+            elif self._attempt.verdict is not None:
                 return
             else:
                 await self.wake.wait()
@@ -351,51 +366,57 @@ class Exchange:
     def _look_after_hedge(self) -> None:
         """Send a hedge that is due; or, if one of two engines failed or the hedge answered in one
         piece, continue with the other or the hedge."""
-        if self._hedge.is_due(self.now()) and self._hedge.ask(
-            self._leg.site, self, self._path, self._new_splice
+        if self._hedge.is_due(self.now()) and self._hedge.send(
+            self._attempt.endpoint, self, self._path, self._new_relay
         ):
-            self._answer.note(hedged=True)
-        leg, failed = self._leg, self._hedge.second_failed()
+            self._response.note(hedged=True)
+        attempt, failed = self._attempt, self._hedge.second_failed()
         if failed is not None:
             self._note_failure(failed)
             return
-        first_failed = leg.verdict is not None and leg.verdict.kind != "done" and not leg.is_final
+        first_failed = (
+            attempt.verdict is not None and attempt.verdict.kind != "done" and not attempt.is_final
+        )
         answered = self._hedge.second_answered
-        if self._hedge.spare is None or not (first_failed or (answered and leg.verdict is None)):
+        if self._hedge.spare is None or not (
+            first_failed or (answered and attempt.verdict is None)
+        ):
             return
         if first_failed:
-            self._note_failure(leg)
+            self._note_failure(attempt)
         else:
-            leg.abandon()
+            attempt.abandon()
         self._go_on_with(self._hedge.take(won=answered))
 
-    def _note_failure(self, leg: Leg) -> None:
-        assert leg.verdict is not None, "the leg is over"
-        engine = leg.site.engine
+    def _note_failure(self, attempt: Attempt) -> None:
+        assert attempt.verdict is not None, "the attempt is over"
+        upstream = attempt.endpoint.upstream
         _log.warning(
             "attempt_failed id=%s engine=%s attempt=%d reason=%r emitted=%s",
-            self._caller.request_id, engine.name, self._attempts.num, leg.verdict.why,
-            self.splice.emitted if self.splice else False,
+            self._caller.request_id, upstream.name, self._retries.num, attempt.verdict.why,
+            self.relay.emitted if self.relay else False,
         )  # fmt: skip
-        self._answer.failed(leg)
-        self._counts.failed(leg.site, leg.verdict.kind)
+        self._response.failed(attempt)
+        self._metrics.failed(attempt.endpoint, attempt.verdict.kind)
         # a refusal concerns one of the engine's models
-        lost = leg.verdict.kind == "lost"
-        self._attempts.tried.add(engine.name if lost else leg.site.key)
+        lost = attempt.verdict.kind == "lost"
+        self._retries.tried.add(upstream.name if lost else attempt.endpoint.key)
 
-    def _may_pass_on(self, leg: Leg) -> bool:
+    def _may_pass_on(self, attempt: Attempt) -> bool:
         """Whether a refused request may be retried, on another engine or on this one in another
         form; otherwise the caller gets the refusal."""
         now = self.now()
-        body = bytes(leg.body)
-        if self._sending.eases(leg.site, leg.status, body):
-            self._attempts.tried.discard(leg.site.key)
-            return self._attempts.may_retry(now, peek=True)
-        if is_too_long(leg.status, body) and self._attempts.may_go_to_a_longer(now, leg.site):
+        body = bytes(attempt.body)
+        if self._upstream_request.eases(attempt.endpoint, attempt.status, body):
+            self._retries.tried.discard(attempt.endpoint.key)
+            return self._retries.may_retry(now, peek=True)
+        if is_too_long(attempt.status, body) and self._retries.may_go_to_a_longer(
+            now, attempt.endpoint
+        ):
             return True
-        return not leg.is_final and self._attempts.may_retry(now, peek=True)
+        return not attempt.is_final and self._retries.may_retry(now, peek=True)
 
     async def _disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self.out.hung_up()
+        self.downstream.hung_up()

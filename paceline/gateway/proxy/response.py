@@ -12,36 +12,36 @@ from typing import Any, Final
 
 import msgspec
 
-from paceline.gateway.observability.metrics import Counts
+from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.observability.tracing import Trace
-from paceline.gateway.proxy.attempt import Leg
+from paceline.gateway.proxy.attempt import Attempt
 from paceline.gateway.proxy.caller import broken_event
-from paceline.gateway.proxy.downstream import Call, Outgoing
-from paceline.gateway.proxy.retry_state import Attempts
-from paceline.gateway.proxy.upstream_request import RESUMABLE, Sending
+from paceline.gateway.proxy.downstream import Downstream, DownstreamRequest
+from paceline.gateway.proxy.retry_state import RetryState
+from paceline.gateway.proxy.upstream_request import RESUMABLE, UpstreamRequest
 from paceline.gateway.requests.body import Body
-from paceline.gateway.streams.openai_stream import DONE, Splice
+from paceline.gateway.streams.openai_stream import DONE, StreamRelay
 from paceline.gateway.upstreams.dialects import map_status, read_words
-from paceline.gateway.upstreams.refusals import redacted, retry_after, told
+from paceline.gateway.upstreams.refusals import redacted, redacted_error, retry_after
 from paceline.http.errors import HttpError
 from paceline.http.sse import SSE
 from paceline.http.upstream import Headers
 from paceline.statuses import meaning_of
 
-__all__ = ["Answer"]
+__all__ = ["Response"]
 
 # headers of a stream before its engine has sent any
 _EVENTS: Final = [(b"content-type", SSE.encode())]
 
 
-class Answer:
+class Response:
     """Response to one request. Its owner names the attempt with ``comes_from``, then calls exactly
     one of ``finish``, ``refuse``, ``give_up`` and ``break_off``.
 
     Args:
         asked: the model's name as the caller knows it.
-        splice: relay of the streamed answer; None: it is not streamed.
-        note: what was done to the answer, for its headers and, by the splice, its last chunk.
+        relay: relay of the streamed answer; None: it is not streamed.
+        note: what was done to the answer, for its headers and, by the relay, its last chunk.
         now: clock, monotonic seconds.
         wake: set when there is something to flush, or the caller is gone.
     """
@@ -51,67 +51,69 @@ class Answer:
         path: str,
         body: Body,
         asked: str,
-        call: Call,
-        splice: Splice | None,
-        sending: Sending,
-        attempts: Attempts,
+        incoming: DownstreamRequest,
+        relay: StreamRelay | None,
+        upstream_request: UpstreamRequest,
+        retries: RetryState,
         note: dict[str, Any],
-        counts: Counts,
+        metrics: GatewayMetrics,
         trace: Trace,
         now: Callable[[], float],
         arrived: float,
         wake: asyncio.Event,
     ) -> None:
-        self.out = Outgoing(call, stream=body.stream, wake=wake, source=self, now=arrived)
+        self.downstream = Downstream(
+            incoming, stream=body.stream, wake=wake, source=self, now=arrived
+        )
         self._path, self._body, self._asked = path, body, asked
-        self._splice, self._sending, self._attempts = splice, sending, attempts
-        self._note, self._counts, self._trace = note, counts, trace
+        self._relay, self._upstream_request, self._retries = relay, upstream_request, retries
+        self._note, self._metrics, self._trace = note, metrics, trace
         self._now, self._arrived = now, arrived
-        self._leg: Leg | None = None
+        self._attempt: Attempt | None = None
         self._failures: list[str] = []
         self._retry_after: float | None = None
 
     @property
-    def leg(self) -> Leg | None:
+    def attempt(self) -> Attempt | None:
         """The attempt that answers; None: no engine was asked."""
-        return self._leg
+        return self._attempt
 
-    def comes_from(self, leg: Leg) -> None:
-        """Take the answer from ``leg`` from now on."""
-        self._leg = leg
+    def comes_from(self, attempt: Attempt) -> None:
+        """Take the answer from ``attempt`` from now on."""
+        self._attempt = attempt
 
     def close(self) -> None:
-        """Drop references once the request is over. See ``Exchange.close``."""
-        self._leg = None
-        self.out.close()
+        """Drop references once the request is over. See ``ProxiedRequest.close``."""
+        self._attempt = None
+        self.downstream.close()
 
     def note(self, **what: Any) -> None:
         """Record something done to the answer that the caller may want to know."""
         self._note |= what
 
-    def failed(self, leg: Leg) -> None:
+    def failed(self, attempt: Attempt) -> None:
         """Record a failed attempt; the caller hears of it only if no other attempt succeeds."""
-        assert leg.verdict is not None, "the leg is over"
-        self._failures.append(f"{leg.site.engine.name}: {leg.verdict.why}")
-        if leg.verdict.kind == "refused":
-            wait = retry_after(leg.headers)
+        assert attempt.verdict is not None, "the attempt is over"
+        self._failures.append(f"{attempt.endpoint.upstream.name}: {attempt.verdict.why}")
+        if attempt.verdict.kind == "refused":
+            wait = retry_after(attempt.headers)
             if wait is not None:
                 self._retry_after = min(wait, self._retry_after or wait)
 
-    # ---------------------------------------------------------------- outgoing.Source
+    # ---------------------------------------------------------------- DownstreamSource
 
     def head(self) -> tuple[Headers, Headers] | None:
         """Return the headers of a stream that starts now; None: no engine is answering."""
-        leg = self._leg
-        return None if leg is None else (_headers_of(leg), self._notes())
+        attempt = self._attempt
+        return None if attempt is None else (_headers_of(attempt), self._notes())
 
     def hold_back(self) -> None:
         """Pause the engine's connection: too much waits for the caller."""
-        if self._leg is not None and self._leg.connection is not None:
-            self._leg.connection.pause()
+        if self._attempt is not None and self._attempt.connection is not None:
+            self._attempt.connection.pause()
 
     def _notes(self) -> Headers:
-        return _note_headers(self._leg, self._path, self._body, self._attempts.num, self._note)
+        return _note_headers(self._attempt, self._path, self._body, self._retries.num, self._note)
 
     async def flush(self, *, comments: bool = False) -> None:
         """Send what waits for the caller; returns once a slow caller has read enough.
@@ -119,50 +121,54 @@ class Answer:
         Args:
             comments: only comments wait to be sent; no engine is answering.
         """
-        leg = None if comments else self._leg
-        if not self.out.started:
-            await self._start(200, _EVENTS if leg is None else _headers_of(leg))
-        await self.out.flush()
-        if leg is not None and leg.connection is not None and leg.verdict is None:
-            leg.connection.resume()
+        attempt = None if comments else self._attempt
+        if not self.downstream.started:
+            await self._start(200, _EVENTS if attempt is None else _headers_of(attempt))
+        await self.downstream.flush()
+        if attempt is not None and attempt.connection is not None and attempt.verdict is None:
+            attempt.connection.resume()
 
     async def _start(self, status: int, headers: Headers) -> None:
-        await self.out.start(status, headers, self._notes())
+        await self.downstream.start(status, headers, self._notes())
 
     # ---------------------------------------------------------------- ends
 
     def ended(self, result: str) -> None:
-        """Count and trace the end of the request; see ``Counts.ended``."""
-        leg = self._leg
-        engine, status = ("", 0) if leg is None else (leg.site.engine.name, leg.status)
-        self._counts.ended(engine, result, self._now() - self._arrived)
+        """Count and trace the end of the request; see ``GatewayMetrics.ended``."""
+        attempt = self._attempt
+        engine, status = (
+            ("", 0) if attempt is None else (attempt.endpoint.upstream.name, attempt.status)
+        )
+        self._metrics.ended(engine, result, self._now() - self._arrived)
         self._trace.ended(result, status, self._note)
 
-    async def finish(self, leg: Leg) -> None:
+    async def finish(self, attempt: Attempt) -> None:
         """Complete an answer that has arrived in full."""
-        if leg.streams:
+        if attempt.streams:
             # an empty stream that ends in order is an answer, too
-            if not self.out.started:
-                await self._start(200, leg.headers)
-            await self.out.end()
+            if not self.downstream.started:
+                await self._start(200, attempt.headers)
+            await self.downstream.end()
         else:
-            await self._whole(leg)
+            await self._whole(attempt)
         self.ended("ok")
 
-    async def _whole(self, leg: Leg) -> None:
+    async def _whole(self, attempt: Attempt) -> None:
         """Send an answer that is not a stream."""
-        status, headers, body = _whole_answer(leg, self._path, self._asked, self._note)
-        if self.out.started:
+        status, headers, body = _whole_answer(attempt, self._path, self._asked, self._note)
+        if self.downstream.started:
             # comments were sent meanwhile, so the body goes out as an event
-            await self.out.end(b"data: " + body.replace(b"\n", b" ") + b"\n\n" + DONE)
+            await self.downstream.end(b"data: " + body.replace(b"\n", b" ") + b"\n\n" + DONE)
             return
-        await self.out.whole(status, headers, self._notes(), body)
+        await self.downstream.whole(status, headers, self._notes(), body)
 
-    async def refuse(self, leg: Leg) -> None:
+    async def refuse(self, attempt: Attempt) -> None:
         """Pass the engine's refusal on. Raises HttpError if the gateway caused it."""
-        name, status = leg.site.engine.name, leg.status
-        if self.out.started:
-            words = read_words(status, redacted(bytes(leg.body), leg.site.engine.key)).message
+        name, status = attempt.endpoint.upstream.name, attempt.status
+        if self.downstream.started:
+            words = read_words(
+                status, redacted(bytes(attempt.body), attempt.endpoint.upstream.key)
+            ).message
             await self.break_off(f"engine {name} refused it ({status})" + (words and f": {words}"))
             return
         self.ended("refused")
@@ -172,7 +178,7 @@ class Answer:
             raise HttpError(502, f"engine {name} refused the gateway's {what}")
         if status < 400:
             raise HttpError(502, f"engine {name} answered with status {status}")
-        await self._whole(leg)
+        await self._whole(attempt)
 
     async def give_up(self) -> None:
         """Report that no engine answered. Raises HttpError while a status can still be sent."""
@@ -181,7 +187,7 @@ class Answer:
         failure = HttpError(
             503, f"no engine answered: {tried}", retry_after=self._retry_after or 1.0
         )
-        if not self.out.started:
+        if not self.downstream.started:
             raise failure
         await self._break(str(failure))
 
@@ -191,71 +197,75 @@ class Answer:
         await self._break(why)
 
     async def _break(self, why: str) -> None:
-        splice = self._splice
-        assert splice is not None, "a stream was asked for"
+        relay = self._relay
+        assert relay is not None, "a stream was asked for"
         resumable, secret = False, ""
-        if self._leg is not None:
-            site = self._leg.site
-            resumable, secret = self._sending.can_go_on(site, site), site.engine.key
-        event = redacted(splice.failure_event, secret)
+        if self._attempt is not None:
+            endpoint = self._attempt.endpoint
+            resumable, secret = (
+                self._upstream_request.can_resume(endpoint, endpoint),
+                endpoint.upstream.key,
+            )
+        event = redacted(relay.failure_event, secret)
         if not event or self._path in RESUMABLE:
             event = broken_event(
                 self._path,
                 f"{why}, and the answer cannot go on elsewhere",
-                splice.num_output_tokens,
+                relay.num_output_tokens,
                 "no other engine of this model" if resumable else "this engine's kind cannot",
             )
-        await self.out.end(event)
+        await self.downstream.end(event)
 
 
-def _headers_of(leg: Leg) -> Headers:
-    """Headers of a stream from ``leg``; comments may start it before the engine has answered."""
-    return leg.headers if leg.streams else _EVENTS
+def _headers_of(attempt: Attempt) -> Headers:
+    """Headers of a stream from ``attempt``; comments may start it before the engine has
+    answered."""
+    return attempt.headers if attempt.streams else _EVENTS
 
 
 def _note_headers(
-    leg: Leg | None, path: str, body: Body, attempts: int, note: Mapping[str, Any]
+    attempt: Attempt | None, path: str, body: Body, attempts: int, note: Mapping[str, Any]
 ) -> Headers:
     """Build the headers that tell the caller about attempts, engine and fallback.
 
     Args:
-        leg: the attempt that answers; None: no engine was asked.
+        attempt: the attempt that answers; None: no engine was asked.
         note: what was done to the answer.
     """
     found = [(b"x-paceline-attempts", b"%d" % attempts)]
-    if leg is None:
+    if attempt is None:
         return found
-    engine = leg.site.engine
-    found.append((b"x-paceline-engine", engine.name.encode()))
-    if ignored := engine.dialect.ignored(path, body):
+    upstream = attempt.endpoint.upstream
+    found.append((b"x-paceline-engine", upstream.name.encode()))
+    if ignored := upstream.dialect.ignored(path, body):
         found.append((b"x-paceline-ignored-fields", ignored.encode("ascii", "replace")))
     if "hedged" in note:
         found.append((b"x-paceline-hedged", b"true"))
     if "fallback" in note:
-        name = leg.site.model.encode("ascii", "backslashreplace")
+        name = attempt.endpoint.model.encode("ascii", "backslashreplace")
         found.append((b"x-paceline-fallback", name))
     return found
 
 
 def _whole_answer(
-    leg: Leg, path: str, model: str, note: Mapping[str, Any]
+    attempt: Attempt, path: str, model: str, note: Mapping[str, Any]
 ) -> tuple[int, Headers, bytes]:
     """Return status, headers and body of an answer that is not a stream, in the API of ``path``.
 
     Args:
         model: its name as the caller knows it.
     """
-    body = bytes(leg.body)
-    if leg.status == 200:
-        return 200, leg.headers, _noted(body, leg, model, note)
-    body = told(path, leg.status, body, leg.site.engine.key)
-    headers = [header for header in leg.headers if header[0] != b"content-type"]
+    body = bytes(attempt.body)
+    if attempt.status == 200:
+        return 200, attempt.headers, _noted(body, attempt, model, note)
+    body = redacted_error(path, attempt.status, body, attempt.endpoint.upstream.key)
+    headers = [header for header in attempt.headers if header[0] != b"content-type"]
     headers.append((b"content-type", b"application/json"))
-    return map_status(path, leg.status), headers, body
+    return map_status(path, attempt.status), headers, body
 
 
-def _noted(body: bytes, leg: Leg, model: str, note: Mapping[str, Any]) -> bytes:
-    if leg.site.model == model and not note:
+def _noted(body: bytes, attempt: Attempt, model: str, note: Mapping[str, Any]) -> bytes:
+    if attempt.endpoint.model == model and not note:
         return body
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])

@@ -11,16 +11,16 @@ import msgspec
 from paceline.gateway.observability.tracing import NO_TRACE
 from paceline.gateway.proxy.caller import Caller
 from paceline.gateway.requests.body import PREDICT, Body, new_seed
-from paceline.gateway.routing.routes import Site
-from paceline.gateway.streams.openai_stream import Splice
+from paceline.gateway.routing.routes import Endpoint
+from paceline.gateway.streams.openai_stream import StreamRelay
 from paceline.gateway.upstreams.refusals import is_too_long
-from paceline.gateway.upstreams.upstream import Engine
+from paceline.gateway.upstreams.upstream import Upstream
 from paceline.http.upstream import Headers, lines_of
 
-__all__ = ["CHAT", "RESUMABLE", "Sending"]
+__all__ = ["CHAT", "RESUMABLE", "UpstreamRequest"]
 
 CHAT: Final = "/v1/chat/completions"
-# endpoints whose streams can be resumed
+# paths whose streams can be resumed
 RESUMABLE: Final = frozenset({CHAT, "/v1/completions"})
 # fields of a chat that rule out resuming behind text: they constrain the form of the rest
 _BOUND_TO_TOKENS: Final = (
@@ -62,85 +62,90 @@ _SMALL_CAP: Final = 512
 _TENANT_HEADER: Final = b"x-llm-d-inference-fairness-id"
 
 
-def _resumes(site: Site) -> bool:
+def _resumes(endpoint: Endpoint) -> bool:
     """Whether an answer can be resumed there behind its token ids."""
-    engine = site.engine
-    return engine.facts.resumes and "return_token_ids" not in engine.left_out(site.model)
+    upstream = endpoint.upstream
+    return upstream.facts.resumes and "return_token_ids" not in upstream.left_out(endpoint.model)
 
 
-class Sending:
+class UpstreamRequest:
     """Upstream requests for one request of a caller.
 
     Args:
-        splice: relay of the streamed answer so far; None: it is not streamed.
+        relay: relay of the streamed answer so far; None: it is not streamed.
     """
 
-    def __init__(self, path: str, body: Body, caller: Caller, splice: Splice | None) -> None:
-        self._path, self._body, self._caller, self._splice = path, body, caller, splice
+    def __init__(self, path: str, body: Body, caller: Caller, relay: StreamRelay | None) -> None:
+        self._path, self._body, self._caller, self._relay = path, body, caller, relay
         self._seed = new_seed() if body.seed is None else None
         # engine that refused a limit -> the limit that it is asked for from then on
         self._caps: dict[str, int] = {}
 
-    def can_go_on(self, site: Site, before: Site) -> bool:
-        """Whether a stream that broke at ``before`` can be resumed at ``site``: the same model, at
-        an engine that resumes behind token ids, or behind text if that is allowed."""
-        body, splice = self._body, self._splice
+    def can_resume(self, endpoint: Endpoint, before: Endpoint) -> bool:
+        """Whether a stream that broke at ``before`` can be resumed at ``endpoint``: the same model,
+        at an engine that resumes behind token ids, or behind text if that is allowed."""
+        body, relay = self._body, self._relay
         if (
             self._path not in RESUMABLE
-            or splice is None
+            or relay is None
             or body.num_prompts != 1
             or body.resumed
             or body.fields.get("echo") == b"true"
-            or site.model != before.model
-            or site.tier != before.tier
+            or endpoint.model != before.model
+            or endpoint.tier != before.tier
         ):
             return False
-        if self.exactly(site):
+        if self.resumes_exactly(endpoint):
             return True
         return (
-            site.engine.facts.continues
+            endpoint.upstream.facts.continues
             and body.fields.get("messages", b"").startswith(b"[")
-            and splice.partial_text() is not None
+            and relay.partial_text() is not None
             and not any(
                 body.fields.get(name, b"null") not in (b"null", b"false")
                 for name in _BOUND_TO_TOKENS
             )
         )
 
-    def exactly(self, site: Site) -> bool:
+    def resumes_exactly(self, endpoint: Endpoint) -> bool:
         """Whether it would be resumed there token for token."""
-        splice = self._splice
-        return _resumes(site) and splice is not None and splice.resume_ids() is not None
+        relay = self._relay
+        return _resumes(endpoint) and relay is not None and relay.resume_ids() is not None
 
-    def request(
-        self, site: Site, *, resumed: bool, left_out: frozenset[str] = frozenset()
+    def encode(
+        self, endpoint: Endpoint, *, resumed: bool, left_out: frozenset[str] = frozenset()
     ) -> bytes:
         """Return head and body. Raises RequestError for what the engine's API cannot express.
 
         Args:
-            resumed: it continues behind what the splice has relayed.
-            left_out: added fields to omit, in addition to those that the site is known to refuse.
+            resumed: it continues behind what the relay has relayed.
+            left_out: added fields to omit, in addition to those that the endpoint is known to
+                refuse.
         """
-        changes = self._changes(site, resumed=resumed)
-        for name in left_out | site.engine.left_out(site.model):
+        changes = self._changes(endpoint, resumed=resumed)
+        for name in left_out | endpoint.upstream.left_out(endpoint.model):
             changes.pop(name, None)
-        body = site.engine.dialect.body(self._path, self._body, changes)
-        return b"%bcontent-length: %d\r\n\r\n%b" % (self._head(site), len(body), body)
+        body = endpoint.upstream.dialect.body(self._path, self._body, changes)
+        return b"%bcontent-length: %d\r\n\r\n%b" % (self._head(endpoint), len(body), body)
 
-    def refused(self, site: Site, status: int, error: bytes, *, resumed: bool) -> frozenset[str]:
+    def refused(
+        self, endpoint: Endpoint, status: int, error: bytes, *, resumed: bool
+    ) -> frozenset[str]:
         """Return the added fields that an engine's refusal names."""
         if status not in (400, 422):
             return frozenset()
-        added = self._changes(site, resumed=resumed).keys() - site.engine.left_out(site.model)
+        added = self._changes(endpoint, resumed=resumed).keys() - endpoint.upstream.left_out(
+            endpoint.model
+        )
         error = error[:_MOST_ERROR_BYTES]
         return frozenset(
             name for name in _OWN_FIELDS.keys() & added if _OWN_FIELDS[name].search(error)
         )
 
-    def _head(self, site: Site) -> bytes:
+    def _head(self, endpoint: Endpoint) -> bytes:
         """Return the head without its last header."""
-        caller, engine = self._caller, site.engine
-        target = engine.dialect.target(self._path, site.model)
+        caller, upstream = self._caller, endpoint.upstream
+        target = upstream.dialect.target(self._path, endpoint.model)
         accept = b"text/event-stream" if self._body.stream else b"application/json"
         # the attempt adds its own trace headers
         own = () if caller.trace is NO_TRACE else _TRACE_HEADERS
@@ -149,88 +154,90 @@ class Sending:
             for header in caller.headers
             if header[0] in _REQUEST_HEADERS and header[0] not in own
         ]
-        start = engine.start_of(target, accept)
+        start = upstream.start_of(target, accept)
         if found:
             # the caller's API version takes precedence over the engine's default
             said = {name for name, _ in found}
-            found += [header for header in engine.headers() if header[0] not in said]
+            found += [header for header in upstream.headers() if header[0] not in said]
             common = [(b"content-type", b"application/json"), (b"accept", accept)]
-            start = engine.pool.origin.start("POST", target, common)
+            start = upstream.pool.origin.start("POST", target, common)
         found.append((b"x-request-id", caller.request_id.encode()))
-        if caller.tenant and engine.kind == "paceline":
+        if caller.tenant and upstream.kind == "paceline":
             found.append((_TENANT_HEADER, caller.tenant.encode()))
         return start + lines_of(found)
 
-    def _changes(self, site: Site, *, resumed: bool) -> dict[str, Any]:
+    def _changes(self, endpoint: Endpoint, *, resumed: bool) -> dict[str, Any]:
         """Return the fields that differ from the caller's."""
-        body, facts = self._body, site.engine.facts
+        body, facts = self._body, endpoint.upstream.facts
         changes: dict[str, Any] = {}
-        if "model" not in body.fields or site.model != body.model:
-            changes["model"] = site.model
-        limits = self._limits(site)
+        if "model" not in body.fields or endpoint.model != body.model:
+            changes["model"] = endpoint.model
+        limits = self._limits(endpoint)
         changes |= limits
         if self._caller.salt and facts.salts:
             changes["cache_salt"] = self._caller.salt
         if body.stream and self._path in RESUMABLE:
             if not body.include_usage:
                 changes["stream_options"] = {**body.stream_options(), "include_usage": True}
-            if _resumes(site) and not body.resumed:
+            if _resumes(endpoint) and not body.resumed:
                 changes["return_token_ids"] = True
-        if _resumes(site) and self._seed is not None and self._path in RESUMABLE:
+        if _resumes(endpoint) and self._seed is not None and self._path in RESUMABLE:
             changes["seed"] = self._seed
         if resumed:
-            assert self._splice is not None, "a stream is resumed"
-            ids = self._splice.resume_ids()
-            if ids is not None and _resumes(site):
+            assert self._relay is not None, "a stream is resumed"
+            ids = self._relay.resume_ids()
+            if ids is not None and _resumes(endpoint):
                 changes["resume_output_ids"] = ids[0] if len(ids) == 1 else ids
             else:
-                changes |= self._behind_text(self._splice, limits)
+                changes |= self._behind_text(self._relay, limits)
         return changes
 
-    def _limits(self, site: Site) -> dict[str, int]:
+    def _limits(self, endpoint: Endpoint) -> dict[str, int]:
         """Return fields that keep an answer within its reservation; none if its caller set a limit
         or the engine's context is tighter."""
-        body, context = self._body, site.max_model_len
+        body, context = self._body, endpoint.max_model_len
         if body.cap is None or (context is not None and body.cap >= context - body.prompt_tokens):
             return {}
-        cap = min(body.cap, self._caps.get(site.engine.name, body.cap))
+        cap = min(body.cap, self._caps.get(endpoint.upstream.name, body.cap))
         told = {known: cap for known in body.limits if body.limits[known] < 0}
         if body.limits.get(PREDICT, 0) > cap:
             told[PREDICT] = cap
-        return {**told, self._limit_name(site.engine): cap}
+        return {**told, self._limit_name(endpoint.upstream): cap}
 
-    def _limit_name(self, engine: Engine) -> str:
+    def _limit_name(self, upstream: Upstream) -> str:
         if self._path == "/v1/responses":
             return "max_output_tokens"
         if self._path != CHAT:
             return "max_tokens"
         # some of their models only know the new name
-        is_new = engine.kind == "azure" or engine.pool.origin.host == _OPENAI
-        return engine.limit_name or ("max_completion_tokens" if is_new else "max_tokens")
+        is_new = upstream.kind == "azure" or upstream.pool.origin.host == _OPENAI
+        return upstream.limit_name or ("max_completion_tokens" if is_new else "max_tokens")
 
-    def eases(self, site: Site, status: int, body: bytes) -> bool:
+    def eases(self, endpoint: Endpoint, status: int, body: bytes) -> bool:
         """Whether the engine refused a limit that the gateway added, and should be asked again: by
         the limit's other name, which is remembered, or for less."""
-        limits, name = self._limits(site), site.engine.name
+        limits, name = self._limits(endpoint), endpoint.upstream.name
         if not limits or name in self._caps or status not in (400, 422):
             return False
         if not (_LIMIT_NAMES.search(body) or is_too_long(status, body)):
             return False
-        used = self._limit_name(site.engine)
+        used = self._limit_name(endpoint.upstream)
         others = [each for each in _CHAT_LIMITS if each != used and each.encode() in body]
         is_unknown = used.encode() in body and not _TOO_LARGE.search(body)
         self._caps[name] = limits[used]
         if self._path == CHAT and (others or is_unknown):
-            site.engine.limit_name = others[0] if others else _CHAT_LIMITS[used == _CHAT_LIMITS[0]]
+            endpoint.upstream.limit_name = (
+                others[0] if others else _CHAT_LIMITS[used == _CHAT_LIMITS[0]]
+            )
         else:
             self._caps[name] = min(limits[used], _SMALL_CAP)
         return True
 
-    def _behind_text(self, splice: Splice, limits: dict[str, int]) -> dict[str, Any]:
+    def _behind_text(self, relay: StreamRelay, limits: dict[str, int]) -> dict[str, Any]:
         """Return the fields of a chat that is resumed behind its text."""
         body = self._body
         messages = msgspec.json.decode(body.fields["messages"], type=list[msgspec.Raw])
-        said = {"role": "assistant", "content": splice.partial_text()}
+        said = {"role": "assistant", "content": relay.partial_text()}
         changes: dict[str, Any] = {
             "messages": [*messages, said],
             "continue_final_message": True,
@@ -239,8 +246,8 @@ class Sending:
         # reduce each limit, as engines use one or another; a negative one means none
         for name, most in {**body.limits, **limits}.items():
             if most >= 0:
-                changes[name] = max(1, most - splice.num_parts)
+                changes[name] = max(1, most - relay.num_parts)
         if body.seed is not None:
             # the same seed would repeat the beginning's draws
-            changes["seed"] = (body.seed + splice.num_parts) % (1 << 31)
+            changes["seed"] = (body.seed + relay.num_parts) % (1 << 31)
         return changes

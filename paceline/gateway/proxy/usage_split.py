@@ -12,65 +12,65 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from paceline.gateway.proxy.attempt import Leg
-from paceline.gateway.routing.routes import Site
+from paceline.gateway.proxy.attempt import Attempt
+from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.settings.engine_types import TEXT_PATHS, is_vectors
 from paceline.gateway.settings.prices import Used
-from paceline.gateway.streams.openai_stream import Splice
+from paceline.gateway.streams.openai_stream import StreamRelay
 from paceline.gateway.streams.usage import text_bytes, used_by
 
-__all__ = ["Bill"]
+__all__ = ["UsageSplit"]
 
 _BYTES_PER_TOKEN: Final = 4
 
 
-class Bill:
+class UsageSplit:
     """Usage of one request, valid once the request is over.
 
     Args:
         prompt_tokens: estimated tokens of the prompt.
-        splice: relay of the streamed answer; None: it is not streamed.
+        relay: relay of the streamed answer; None: it is not streamed.
         deferred: tokens that a background answer may use, else 0.
     """
 
     def __init__(
-        self, path: str, prompt_tokens: float, splice: Splice | None, deferred: int = 0
+        self, path: str, prompt_tokens: float, relay: StreamRelay | None, deferred: int = 0
     ) -> None:
-        self._path, self._splice, self._deferred = path, splice, deferred
+        self._path, self._relay, self._deferred = path, relay, deferred
         self._estimate = round(prompt_tokens)
         # engines that are done, each with the answer's tokens up to its end
-        self._parts: list[tuple[Site, int]] = []
+        self._parts: list[tuple[Endpoint, int]] = []
         # usage of an answer that is not streamed
         self._told: Used | None = None
         # usage as counted by an engine; None: it counted none
         self.counted: Used | None = None
 
-    def goes_on_behind(self, site: Site) -> None:
-        """Keep what ``site`` made of the answer; another engine makes the rest."""
-        assert self._splice is not None, "a stream goes on"
-        self._parts.append((site, self._splice.num_output_tokens))
+    def resumes_after(self, endpoint: Endpoint) -> None:
+        """Keep what ``endpoint`` made of the answer; another engine makes the rest."""
+        assert self._relay is not None, "a stream goes on"
+        self._parts.append((endpoint, self._relay.num_output_tokens))
 
-    def used(self, leg: Leg | None) -> Used:
-        """Return the usage in total; ``leg``: the last attempt, None: no engine was asked."""
-        if leg is None:
+    def used(self, attempt: Attempt | None) -> Used:
+        """Return the usage in total; ``attempt``: the last attempt, None: no engine was asked."""
+        if attempt is None:
             return Used()
         # an engine worked for a caller that hung up, whether or not it had sent output
-        began = leg.was_abandoned and leg.was_sent
-        splice = self._splice
-        if splice is None or (leg.is_answer and not leg.streams):
+        began = attempt.was_abandoned and attempt.was_sent
+        relay = self._relay
+        if relay is None or (attempt.is_answer and not attempt.streams):
             # some engines answer a request for a stream with a single body
-            if self._told is None and leg.is_answer:
-                body = bytes(leg.body)
+            if self._told is None and attempt.is_answer:
+                body = bytes(attempt.body)
                 self.counted = used_by(self._path, body)
                 self._told = self.counted or self._estimated(body)
             return self._told or Used(self._estimate if began else 0)
-        output, prompt = splice.num_output_tokens, splice.prompt_tokens
+        output, prompt = relay.num_output_tokens, relay.prompt_tokens
         if prompt is not None:
-            self.counted = Used(prompt, splice.cached_tokens, output)
+            self.counted = Used(prompt, relay.cached_tokens, output)
         if prompt is None:
             # the engine died before it counted the prompt, or never counts
             prompt = self._estimate if output or began else 0
-        return Used(prompt, splice.cached_tokens, output)
+        return Used(prompt, relay.cached_tokens, output)
 
     def _estimated(self, body: bytes) -> Used:
         """Estimate the usage of an answer without counts."""
@@ -79,21 +79,21 @@ class Bill:
         made = math.ceil(text_bytes(body) / _BYTES_PER_TOKEN)
         return Used(self._estimate, 0, max(made, self._deferred))
 
-    def shares(self, leg: Leg | None) -> Sequence[tuple[Site, Used]]:
+    def usage_by_endpoint(self, attempt: Attempt | None) -> Sequence[tuple[Endpoint, Used]]:
         """Usage by engine, the prompt with the first one; empty if no engine answered: that costs
         nothing."""
-        used = self.used(leg)
-        began = leg is not None and leg.was_abandoned and leg.was_sent
-        if leg is None or not (used.output or leg.is_answer or began):
+        used = self.used(attempt)
+        began = attempt is not None and attempt.was_abandoned and attempt.was_sent
+        if attempt is None or not (used.output or attempt.is_answer or began):
             return ()
-        found: list[tuple[Site, Used]] = []
+        found: list[tuple[Endpoint, Used]] = []
         before = 0
-        for site, until in (*self._parts, (leg.site, used.output)):
+        for endpoint, until in (*self._parts, (attempt.endpoint, used.output)):
             # the engine's count of the whole answer overrules the number of relayed parts
             made = max(0, min(until, used.output) - before)
             before += made
             if not found:
-                found.append((site, Used(used.prompt, used.cached, made)))
+                found.append((endpoint, Used(used.prompt, used.cached, made)))
             elif made:
-                found.append((site, Used(output=made)))
+                found.append((endpoint, Used(output=made)))
         return found

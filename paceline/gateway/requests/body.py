@@ -42,7 +42,7 @@ _KINDS: Final = {"model": (str, "a string"), "stream": (bool, "true or false")}
 
 # limit of an answer, in tokens, if its caller sets none
 _DEFAULT_MAX_TOKENS: Final = 1024
-# names of the limit, by precedence; then, by endpoint, those that all engines know
+# names of the limit, by precedence; then, by path, those that all engines know
 _ALL_LIMITS: Final = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _CHAT_LIMITS: Final = _ALL_LIMITS[:2]
 _LIMITS: Final = {

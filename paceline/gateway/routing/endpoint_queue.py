@@ -21,7 +21,7 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.core.scheduler import Scheduler
 from paceline.core.slo import NO_SLO, Slo
 
-__all__ = ["Queued", "SlotQueue", "slot_scheduler"]
+__all__ = ["EndpointQueue", "Queued", "slot_scheduler"]
 
 # tokens of the one block that every request holds
 _BLOCK: Final = 1 << 20
@@ -61,7 +61,7 @@ def slot_scheduler(
     )
 
 
-class SlotQueue:
+class EndpointQueue:
     """Queue of one model. Pure: times are arguments, in seconds of a monotonic clock.
 
     Args:
@@ -118,7 +118,7 @@ class SlotQueue:
     def next(self, now: float) -> str | None:
         """Return the request that gets the free slot; None: none waits, or the policy holds all of
         them back. ``expired`` returns those that were dropped instead."""
-        assert self._step is None, "no place is free"
+        assert self._step is None, "no slot is free"
         plan = self._scheduler.schedule(now)
         if not plan.rows:
             return None

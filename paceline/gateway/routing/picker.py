@@ -8,22 +8,22 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from paceline.gateway.routing.routes import Route, Site
+from paceline.gateway.routing.routes import Endpoint, Route
 from paceline.http.errors import HttpError
 from paceline.routing import TRICKLE, Demand, EngineView, choose, slow_ones
 
-__all__ = ["AllRestError", "Pick", "Picker", "Tried"]
+__all__ = ["AllCoolingDownError", "Pick", "Picker", "Tried"]
 
 # tokens are estimated from bytes: beyond this multiple of the context they are probably too many
 _PROBABLE: Final = 1.5
 # seconds without a request after which an engine gets one, so that its estimates stay current
 _FORGOTTEN: Final = 15.0
-_Only = Callable[[Site], bool]
+_Only = Callable[[Endpoint], bool]
 # engines, or (engine, model) pairs, where a request was tried
 Tried = Collection[str | tuple[str, str]]
 
 
-class AllRestError(HttpError):
+class AllCoolingDownError(HttpError):
     """Every engine that could take the request has asked for a cooldown."""
 
     def __init__(self, message: str, seconds: float) -> None:
@@ -34,7 +34,7 @@ class AllRestError(HttpError):
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    site: Site
+    endpoint: Endpoint
     # the engine as the choice saw it
     view: EngineView
 
@@ -66,29 +66,29 @@ class Picker:
 
         Args:
             fallback: whether later tiers may serve the request.
-            only: further condition on a site.
+            only: further condition on an endpoint.
             late: whether to try an engine without a sign of life if there is no other: it may only
                 be late.
 
         Raises:
-            AllRestError: the engines that could take it have asked for a cooldown.
+            AllCoolingDownError: the engines that could take it have asked for a cooldown.
             HttpError: 503, no engine can take it now, with each one's reason; 400, none ever can.
         """
         reasons: dict[str, str] = {}
         pressed: Pick | None = None
-        doubtful: list[Site] = []
-        tiers = list(route.sites(fallback=fallback))
+        doubtful: list[Endpoint] = []
+        tiers = list(route.usable_tiers(fallback=fallback))
         for tier in tiers:
-            sites = self._fit(tier, route.path, demand, now, tried, only, reasons)
-            roomy = [site for site in sites if not _probably_too_long(site, demand)]
+            endpoints = self._fit(tier, route.path, demand, now, tried, only, reasons)
+            roomy = [endpoint for endpoint in endpoints if not _probably_too_long(endpoint, demand)]
             if not roomy:
                 # probably too long everywhere: the engine itself counts the tokens
-                doubtful = doubtful or sites
+                doubtful = doubtful or endpoints
                 continue
             pick = self._choose(roomy, demand, now)
             if pick.view.pressed and route.pressure_fallback and tier is not tiers[-1]:
                 pressed = pressed or pick
-                reasons[pick.site.engine.name] = "short of memory"
+                reasons[pick.endpoint.upstream.name] = "short of memory"
                 continue
             return pick
         if pressed is not None:
@@ -97,25 +97,25 @@ class Picker:
             return self._choose(doubtful, demand, now)
         # breakers count past failures: an engine that answers is better than none
         last = [
-            site
+            endpoint
             for tier in tiers
-            for site in tier
-            if (only is None or only(site))
-            and not site.engine.draining
-            and not (site.engine.is_unreachable if late else site.engine.trouble)
-            and not _was_tried(site, tried)
-            and not _too_long(site, demand)
-            and not site.lacks_model
+            for endpoint in tier
+            if (only is None or only(endpoint))
+            and not endpoint.upstream.draining
+            and not (endpoint.upstream.is_unreachable if late else endpoint.upstream.trouble)
+            and not _was_tried(endpoint, tried)
+            and not _too_long(endpoint, demand)
+            and not endpoint.lacks_model
         ]
-        awake = [site for site in last if not site.rests_for(now)]
-        if awake:
-            sure = [site for site in awake if not site.engine.trouble]
-            return self._choose(sure or awake, demand, now)
+        ready = [endpoint for endpoint in last if not endpoint.cooldown_left(now)]
+        if ready:
+            sure = [endpoint for endpoint in ready if not endpoint.upstream.trouble]
+            return self._choose(sure or ready, demand, now)
         if last:
-            seconds = min(site.rests_for(now) for site in last)
-            raise AllRestError(
-                f"every engine of {route.model} has asked for a pause; the first one's is over in "
-                f"{seconds:.1f} s",
+            seconds = min(endpoint.cooldown_left(now) for endpoint in last)
+            raise AllCoolingDownError(
+                f"every engine of {route.model} has asked for a cooldown; the first one's is over "
+                f"in {seconds:.1f} s",
                 seconds,
             )
         raise self._none(route, tiers, demand, now, reasons)
@@ -137,84 +137,90 @@ class Picker:
             return False
         return True
 
-    def places(self, route: Route, demand: Demand, now: float) -> float:
+    def free_slots(self, route: Route, demand: Demand, now: float) -> float:
         """Return the free slots of a route's usable engines; infinite if no engine has a bound, or
         none is usable."""
-        sites = [site for tier in route.sites(fallback=route.fallback) for site in tier]
-        if not any(site.engine.config.max_concurrent for site in sites):
+        endpoints = [
+            endpoint for tier in route.usable_tiers(fallback=route.fallback) for endpoint in tier
+        ]
+        if not any(endpoint.upstream.config.max_concurrent for endpoint in endpoints):
             return math.inf
         usable = [
-            site.engine
-            for site in sites
-            if not site.lacks_model
-            and not _too_long(site, demand)
-            and not site.usable(now, route.path)
+            endpoint.upstream
+            for endpoint in endpoints
+            if not endpoint.lacks_model
+            and not _too_long(endpoint, demand)
+            and not endpoint.usable(now, route.path)
         ]
-        return sum(engine.places for engine in usable) if usable else math.inf
+        return sum(upstream.free_slots for upstream in usable) if usable else math.inf
 
     def _fit(
         self,
-        tier: Sequence[Site],
+        tier: Sequence[Endpoint],
         path: str,
         demand: Demand,
         now: float,
         tried: Tried,
         only: _Only | None,
         reasons: dict[str, str],
-    ) -> list[Site]:
+    ) -> list[Endpoint]:
         fit = []
-        for site in tier:
+        for endpoint in tier:
             why = (
                 "tried"
-                if _was_tried(site, tried)
+                if _was_tried(endpoint, tried)
                 else "cannot go on with it"
-                if only is not None and not only(site)
-                else f"has no model {site.model}"
-                if site.lacks_model
-                else _too_long(site, demand)
+                if only is not None and not only(endpoint)
+                else f"has no model {endpoint.model}"
+                if endpoint.lacks_model
+                else _too_long(endpoint, demand)
                 # a stream that is resumed has waited in the queue before
-                or (site.available(now, path) if only is None else site.usable(now, path))
+                or (endpoint.available(now, path) if only is None else endpoint.usable(now, path))
             )
             if why:
-                reasons[site.engine.name] = why
+                reasons[endpoint.upstream.name] = why
             else:
-                fit.append(site)
+                fit.append(endpoint)
         return fit
 
-    def _choose(self, sites: Sequence[Site], demand: Demand, now: float) -> Pick:
-        if len(sites) == 1:
-            load = sites[0].engine.load
-            return Pick(sites[0], load.view(demand, now))
+    def _choose(self, endpoints: Sequence[Endpoint], demand: Demand, now: float) -> Pick:
+        if len(endpoints) == 1:
+            load = endpoints[0].upstream.load
+            return Pick(endpoints[0], load.view(demand, now))
         slow = slow_ones(
-            {site.engine.name: site.engine.load.pace for site in sites}, self.slow_factor, now
+            {endpoint.upstream.name: endpoint.upstream.load.pace for endpoint in endpoints},
+            self.slow_factor,
+            now,
         )
         views = [
-            site.engine.load.view(
+            endpoint.upstream.load.view(
                 demand,
                 now,
-                TRICKLE if site.engine.name in slow else site.engine.share_of(site.model, now),
+                TRICKLE
+                if endpoint.upstream.name in slow
+                else endpoint.upstream.share_of(endpoint.model, now),
             )
-            for site in sites
+            for endpoint in endpoints
         ]
-        index = _forgotten(sites, views, demand, now)
+        index = _forgotten(endpoints, views, demand, now)
         if index is None:
             index = choose(views, demand, self._draw)
-        return Pick(sites[index], views[index])
+        return Pick(endpoints[index], views[index])
 
     def _none(
         self,
         route: Route,
-        tiers: Sequence[Sequence[Site]],
+        tiers: Sequence[Sequence[Endpoint]],
         demand: Demand,
         now: float,
         reasons: dict[str, str],
     ) -> HttpError:
-        sites = [site for tier in tiers for site in tier]
-        too_long = [_too_long(site, demand) for site in sites]
-        if sites and all(too_long):
+        endpoints = [endpoint for tier in tiers for endpoint in tier]
+        too_long = [_too_long(endpoint, demand) for endpoint in endpoints]
+        if endpoints and all(too_long):
             return HttpError(400, f"model {route.model}: {too_long[0]}, at every engine of it")
         told = "; ".join(f"{name}: {why}" for name, why in list(reasons.items())[:8])
-        waits = [site.reopens_in(now, route.path) for site in sites] or [1.0]
+        waits = [endpoint.reopens_in(now, route.path) for endpoint in endpoints] or [1.0]
         return HttpError(
             503,
             f"no engine can take a request for {route.model} now ({told or 'there is none'})",
@@ -222,41 +228,41 @@ class Picker:
         )
 
 
-def _was_tried(site: Site, tried: Tried) -> bool:
-    return site.engine.name in tried or site.key in tried
+def _was_tried(endpoint: Endpoint, tried: Tried) -> bool:
+    return endpoint.upstream.name in tried or endpoint.key in tried
 
 
 def _forgotten(
-    sites: Sequence[Site], views: Sequence[EngineView], demand: Demand, now: float
+    endpoints: Sequence[Endpoint], views: Sequence[EngineView], demand: Demand, now: float
 ) -> int | None:
     """Return an idle engine without requests for so long that its estimates may be outdated; None
     if there is none, or if the request has a target that this would risk."""
-    if len(sites) < 2 or demand.ttft is not None:
+    if len(endpoints) < 2 or demand.ttft is not None:
         return None
     found = [
-        (site.engine.load.sent_at, index)
-        for index, site in enumerate(sites)
-        if now - site.engine.load.sent_at > _FORGOTTEN
+        (endpoint.upstream.load.sent_at, index)
+        for index, endpoint in enumerate(endpoints)
+        if now - endpoint.upstream.load.sent_at > _FORGOTTEN
         and not views[index].num_requests
         and not views[index].pressed
     ]
     # if all were idle that long, none of them is worth testing
-    return min(found)[1] if 0 < len(found) < len(sites) else None
+    return min(found)[1] if 0 < len(found) < len(endpoints) else None
 
 
-def _too_long(site: Site, demand: Demand) -> str:
+def _too_long(endpoint: Endpoint, demand: Demand) -> str:
     """Return why a prompt certainly exceeds the context; empty if that is for the engine to say."""
-    most = site.max_model_len
+    most = endpoint.max_model_len
     if most is None:
         return ""
     if demand.least_prompt > most:
         return f"at least {demand.least_prompt:.0f} tokens of prompt, and the context has {most}"
     # an engine that truncates silently gets no prompt that may be too long
-    if site.engine.facts.truncates and demand.longest_prompt > most:
+    if endpoint.upstream.facts.truncates and demand.longest_prompt > most:
         return f"about {demand.longest_prompt:.0f} tokens of prompt, and the context has {most}"
     return ""
 
 
-def _probably_too_long(site: Site, demand: Demand) -> bool:
-    most = site.max_model_len
+def _probably_too_long(endpoint: Endpoint, demand: Demand) -> bool:
+    most = endpoint.max_model_len
     return most is not None and demand.longest_prompt > _PROBABLE * most

@@ -1,4 +1,4 @@
-"""Routes: from a model's name to the sites that may serve it, tier by tier."""
+"""Routes: from a model's name to the endpoints that may serve it, tier by tier."""
 
 from __future__ import annotations
 
@@ -10,64 +10,64 @@ from paceline.gateway.requests.body import Body
 from paceline.gateway.settings.aliases import Aliases, fill
 from paceline.gateway.settings.config import GatewayConfig, ModelConfig, Target
 from paceline.gateway.settings.engine_types import VECTOR_PATHS
-from paceline.gateway.upstreams.upstream import Engine, EngineModel
+from paceline.gateway.upstreams.upstream import Upstream, UpstreamModel
 from paceline.http.errors import HttpError
 
-__all__ = ["Route", "Routes", "Site"]
+__all__ = ["Endpoint", "Route", "Routes"]
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class Endpoint:
     """A model at an engine."""
 
-    engine: Engine
+    upstream: Upstream
     # the model's name at the engine
     model: str
     tier: int
 
     @property
     def key(self) -> tuple[str, str]:
-        """Key of the site among those where a request was tried."""
-        return self.engine.name, self.model
+        """Key of the endpoint among those where a request was tried."""
+        return self.upstream.name, self.model
 
     def usable(self, now: float, path: str) -> str:
         """Return why it takes no requests; empty if it takes them, even if only after a wait."""
-        return self.engine.usable(now, self.model, path)
+        return self.upstream.usable(now, self.model, path)
 
     def available(self, now: float, path: str) -> str:
         """Return why it may not be sent a request now; empty if it may."""
-        return self.engine.available(now, self.model, path)
+        return self.upstream.available(now, self.model, path)
 
-    def rests_for(self, now: float) -> float:
+    def cooldown_left(self, now: float) -> float:
         """Seconds until its cooldown ends."""
-        standing = self.engine.standings.get(self.model)
-        return 0.0 if standing is None else standing.rests_for(now)
+        standing = self.upstream.standings.get(self.model)
+        return 0.0 if standing is None else standing.cooldown_left(now)
 
     def reopens_in(self, now: float, path: str) -> float:
         """Seconds until an open breaker lets a probe through; 0.0 if none is open."""
-        standing = self.engine.standings.get(self.model)
+        standing = self.upstream.standings.get(self.model)
         own = 0.0 if standing is None else standing.reopens_in(path, now)
-        return max(own, self.engine.breaker.reopens_in(now))
+        return max(own, self.upstream.breaker.reopens_in(now))
 
     @property
     def max_model_len(self) -> int | None:
-        models = self.engine.models or {}
+        models = self.upstream.models or {}
         found = models.get(self.model)
         return None if found is None else found.max_model_len
 
     @property
     def lacks_model(self) -> bool:
         """Whether the engine listed its models without this one."""
-        return self.engine.models is not None and self.model not in self.engine.models
+        return self.upstream.models is not None and self.model not in self.upstream.models
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Sites where one model's requests may go."""
+    """Endpoints where one model's requests may go."""
 
     # the name in the configuration, or at an engine
     model: str
-    tiers: Sequence[Sequence[Site]]
+    tiers: Sequence[Sequence[Endpoint]]
     fallback: bool = True
     pressure_fallback: bool = False
     # route of prompts that prove too long for this one
@@ -76,7 +76,7 @@ class Route:
     asked: str = ""
     # whether no cloud may serve it, also through models that stand in for this one
     local_only: bool = False
-    # endpoint of the request
+    # path of the request
     path: str = ""
 
     @property
@@ -85,7 +85,7 @@ class Route:
         return self.asked or self.model
 
     def serving(self, path: str, body: Body) -> Route:
-        """Return the route without sites whose API cannot serve the request.
+        """Return the route without endpoints whose API cannot serve the request.
 
         Raises HttpError 400 if none is left.
         """
@@ -93,11 +93,13 @@ class Route:
         tiers = []
         for tier in self.tiers:
             kept = []
-            for site in tier:
-                if why := site.engine.dialect.cannot(path, body) or _lacks(site.engine, path):
-                    reasons[site.engine.name] = why
+            for endpoint in tier:
+                if why := endpoint.upstream.dialect.cannot(path, body) or _lacks(
+                    endpoint.upstream, path
+                ):
+                    reasons[endpoint.upstream.name] = why
                 else:
-                    kept.append(site)
+                    kept.append(endpoint)
             if kept:
                 tiers.append(kept)
         if reasons and not tiers:
@@ -115,24 +117,24 @@ class Route:
             self.local_only, path,
         )  # fmt: skip
 
-    def sites(self, *, fallback: bool) -> Iterator[Sequence[Site]]:
+    def usable_tiers(self, *, fallback: bool) -> Iterator[Sequence[Endpoint]]:
         """Return the tiers that may be used, in order."""
         return iter(self.tiers if fallback else self.tiers[:1])
 
 
-def _lacks(engine: Engine, path: str) -> str:
-    """Return why an engine does not serve a vector endpoint; empty if it may. Engines of unknown
+def _lacks(upstream: Upstream, path: str) -> str:
+    """Return why an engine does not serve a vector path; empty if it may. Engines of unknown
     kind may serve all."""
-    if path not in VECTOR_PATHS or engine.kind == "auto" or path in engine.facts.vectors:
+    if path not in VECTOR_PATHS or upstream.kind == "auto" or path in upstream.facts.vectors:
         return ""
-    return f"{engine.kind} has no {path}"
+    return f"{upstream.kind} has no {path}"
 
 
 class Routes:
     """Routes of a configuration, over engines whose models come and go."""
 
-    def __init__(self, config: GatewayConfig, engines: Mapping[str, Engine]) -> None:
-        self._engines = engines
+    def __init__(self, config: GatewayConfig, upstreams: Mapping[str, Upstream]) -> None:
+        self._upstreams = upstreams
         self._are_named = bool(config.models)
         by_name = {model.name: model for model in config.models}
         self._aliases = Aliases(by_name)
@@ -164,29 +166,29 @@ class Routes:
         if (found := self._aliases.find(name)) is not None:
             alias, stem = found
             return self._configured(self._aliased[alias], local_only, name, stem)
-        sites = [] if self._are_named else self._served(name)
-        if not sites:
+        endpoints = [] if self._are_named else self._served(name)
+        if not endpoints:
             served = ", ".join(self.names()[:20]) or "none, as no engine has answered yet"
             raise UnknownModelError(
                 f"The model {name[:200]!r} does not exist here; served: {served}"
             )
-        return Route(name, (sites,))
+        return Route(name, (endpoints,))
 
     def names(self) -> list[str]:
         """Return the names that callers may request: configured ones, else the engines'."""
         return [*(entry.id for entry in self.entries()), *self._aliases.names]
 
-    def entries(self) -> list[EngineModel]:
+    def entries(self) -> list[UpstreamModel]:
         """Return those models as entries, without names that have a ``*``."""
-        found: dict[str, EngineModel] = {}
+        found: dict[str, UpstreamModel] = {}
         if self._are_named:
             for name in self._models:
-                sites = self._configured(self._models[name], False).tiers
-                lengths = [s.max_model_len for tier in sites for s in tier if s.max_model_len]
-                found[name] = EngineModel(name, max(lengths) if lengths else None)
+                endpoints = self._configured(self._models[name], False).tiers
+                lengths = [s.max_model_len for tier in endpoints for s in tier if s.max_model_len]
+                found[name] = UpstreamModel(name, max(lengths) if lengths else None)
         else:
-            for engine in self._engines.values():
-                for model in (engine.models or {}).values():
+            for upstream in self._upstreams.values():
+                for model in (upstream.models or {}).values():
                     found.setdefault(model.id, model)
         return list(found.values())
 
@@ -208,25 +210,25 @@ class Routes:
         for number, texts in enumerate(config.tiers):
             tier = []
             for target in map(Target.parse, texts):
-                engine = self._engines[target.engine]
-                if local_only and engine.config.cloud:
+                upstream = self._upstreams[target.engine]
+                if local_only and upstream.config.cloud:
                     continue
-                model = fill(target.model, stem) or self._own_name(engine, name)
-                tier.append(Site(engine, model, number))
+                model = fill(target.model, stem) or self._own_name(upstream, name)
+                tier.append(Endpoint(upstream, model, number))
             if tier:
                 tiers.append(tier)
         return Route(
             config.name, tiers, config.fallback, config.pressure_fallback, None, asked, local_only
         )
 
-    def _own_name(self, engine: Engine, name: str) -> str:
+    def _own_name(self, upstream: Upstream, name: str) -> str:
         """Return the model's name at a target without one: the same, or its only model."""
-        models = engine.models or {}
+        models = upstream.models or {}
         return name if name in models or len(models) != 1 else next(iter(models))
 
-    def _served(self, name: str) -> list[Site]:
+    def _served(self, name: str) -> list[Endpoint]:
         return [
-            Site(engine, name, 0)
-            for engine in self._engines.values()
-            if name in (engine.models or {})
+            Endpoint(upstream, name, 0)
+            for upstream in self._upstreams.values()
+            if name in (upstream.models or {})
         ]

@@ -116,7 +116,7 @@ Amount = str | int | float
 
 
 class PriceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Price per million tokens; the most specific row that matches a site counts."""
+    """Price per million tokens; the most specific row that matches an endpoint counts."""
 
     # "": any engine
     engine: str = ""
@@ -328,14 +328,14 @@ def prices_of(config: GatewayConfig) -> Prices:
     """Return the table of prices. Raises ConfigError."""
     rows: dict[tuple[str, str], Price] = {}
     for row in config.prices:
-        place = (row.engine, row.model)
-        if place in rows:
+        endpoint = (row.engine, row.model)
+        if endpoint in rows:
             raise ConfigError(f"two prices of engine {row.engine!r} and model {row.model!r}")
         if row.engine and row.engine not in {engine.name for engine in config.engines}:
             raise ConfigError(f"a price names engine {row.engine!r}, which is not there")
         what = f"the price of engine {row.engine or 'any'}, model {row.model or 'any'}"
         cached = row.input if row.cached_input is None else row.cached_input
-        rows[place] = Price.per_million(
+        rows[endpoint] = Price.per_million(
             *(parse_amount(amount, what) for amount in (row.input, cached, row.output)),
             request=parse_amount(row.request, what),
         )
@@ -348,8 +348,8 @@ def budgets_of(config: GatewayConfig) -> dict[str, Budget]:
 
 
 def check_spending(config: GatewayConfig) -> None:
-    """Check keys, prices and budgets. Raises ConfigError, also if there are budgets and a site has
-    no price: an unknown price is not zero."""
+    """Check keys, prices and budgets. Raises ConfigError, also if there are budgets and an endpoint
+    has no price: an unknown price is not zero."""
     prices, budgets = prices_of(config), budgets_of(config)
     names = [key.name for key in config.keys]
     if len(set(names)) < len(names):
@@ -366,14 +366,14 @@ def check_spending(config: GatewayConfig) -> None:
             raise ConfigError(f"key {key.name} has over_budget, and no budget")
     if not budgets:
         return
-    places = [
+    targets = [
         Target.parse(text) for model in config.models for tier in model.tiers for text in tier
     ] or [Target(engine.name) for engine in config.engines]
-    for place in places:
-        if prices.find(place.engine, place.model) is None:
+    for target in targets:
+        if prices.find(target.engine, target.model) is None:
             raise ConfigError(
-                f"there are budgets, and no price of {place.engine}"
-                f"{':' if place.model else ''}{place.model}: say 0 where it costs nothing"
+                f"there are budgets, and no price of {target.engine}"
+                f"{':' if target.model else ''}{target.model}: say 0 where it costs nothing"
             )
 
 

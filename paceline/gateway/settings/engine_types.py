@@ -1,4 +1,4 @@
-"""Table of engine kinds: the metrics, endpoints and features of each, as data.
+"""Table of engine kinds: the metrics, paths and features of each, as data.
 
 A missing signal is unknown (None), never zero: a gateway that read a removed metric as "no
 pressure" would send everything to the engine it knows least about. Alternatives are older or newer
@@ -23,11 +23,11 @@ __all__ = [
     "read_contexts", "read_pressure", "scan",
 ]  # fmt: skip
 
-# endpoints whose answers are generated text
+# paths whose answers are generated text
 TEXT_PATHS: Final = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
 )
-# endpoints in addition to /v1/embeddings; they and their bodies are vLLM's
+# paths in addition to /v1/embeddings; they and their bodies are vLLM's
 VECTOR_PATHS: Final = frozenset(
     {
         "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/classify", "/pooling",
@@ -36,7 +36,7 @@ VECTOR_PATHS: Final = frozenset(
 
 
 def is_vectors(path: str) -> bool:
-    """Whether an endpoint answers with vectors or scores instead of text."""
+    """Whether a path answers with vectors or scores instead of text."""
     return path == "/v1/embeddings" or path in VECTOR_PATHS
 
 
@@ -44,7 +44,7 @@ def is_vectors(path: str) -> bool:
 class KindFacts:
     """Facts about one kind of engine."""
 
-    # endpoint with the signals below; "": none
+    # path with the signals below; "": none
     metrics_path: str = "/metrics"
     # signal of ``Pressure`` -> names of its metric, of which the first one present counts
     signals: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -56,9 +56,9 @@ class KindFacts:
     continues: bool = False
     # accepts ``cache_salt``
     salts: bool = False
-    # endpoint that lists its models; "": none
+    # path that lists its models; "": none
     models_path: str = "/v1/models"
-    # endpoint with the context lengths that /v1/models lacks; "": none
+    # path with the context lengths that /v1/models lacks; "": none
     context_path: str = ""
     # truncates prompts that are too long without saying so
     truncates: bool = False

@@ -99,21 +99,22 @@ class Prices:
         return bool(self._rows)
 
     def find(self, engine: str, model: str) -> Price | None:
-        """Return the most specific row for a site; None if there is none."""
+        """Return the most specific row for an endpoint; None if there is none."""
         for row in ((engine, model), (engine, ""), ("", model), ("", "")):
             if row in self._rows:
                 return self._rows[row]
         return None
 
-    def worst(self, places: Iterable[tuple[str, str]], prompt: int, most_output: int) -> int:
-        """Return the cost of a request at the most expensive of its sites."""
+    def worst(self, endpoints: Iterable[tuple[str, str]], prompt: int, most_output: int) -> int:
+        """Return the cost of a request at the most expensive of its endpoints."""
         used = Used(prompt, 0, most_output)
-        found = (self.find(*place) for place in places)
+        found = (self.find(*place) for place in endpoints)
         return max((price.of(used) for price in found if price is not None), default=0)
 
-    def affords(self, places: Iterable[tuple[str, str]], prompt: int, amount: int) -> int:
-        """Return the output tokens that ``amount`` buys after a prompt, at the costliest site."""
-        found = [self.find(*place) for place in places]
+    def affords(self, endpoints: Iterable[tuple[str, str]], prompt: int, amount: int) -> int:
+        """Return the output tokens that ``amount`` buys after a prompt, at the costliest
+        endpoint."""
+        found = [self.find(*place) for place in endpoints]
         return min(
             (
                 (amount - price.of(Used(prompt))) // price.output

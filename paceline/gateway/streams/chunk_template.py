@@ -16,10 +16,10 @@ import re
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["Relay", "Shape", "relay_nothing"]
+__all__ = ["ChunkTemplate", "RelayEvent", "relay_nothing"]
 
 # the output for a read of one event that matches the template; None: the data is anything else
-Relay = Callable[[bytes], bytes | None]
+RelayEvent = Callable[[bytes], bytes | None]
 
 
 def _string(last: bytes) -> bytes:
@@ -42,7 +42,7 @@ _MOST_DIGITS: Final = 18
 
 
 def relay_nothing(data: bytes) -> None:
-    """The ``Relay`` of a stream without a template."""
+    """The ``RelayEvent`` of a stream without a template."""
 
 
 def _is_text(text: bytes) -> bool:
@@ -56,7 +56,7 @@ def _is_text(text: bytes) -> bool:
     return True
 
 
-class Shape:
+class ChunkTemplate:
     """Template of one stream, from a chunk of one choice with a text and nothing else of note.
 
     Args:
@@ -84,7 +84,7 @@ class Shape:
         self.num_parts = 0
 
     @classmethod
-    def of(cls, payload: bytes, out: bytes, ids: list[int] | None) -> Shape | None:
+    def of(cls, payload: bytes, out: bytes, ids: list[int] | None) -> ChunkTemplate | None:
         """Learn from a chunk; None: it cannot serve as a template.
 
         Args:
@@ -104,7 +104,7 @@ class Shape:
             return None
         return cls(head, parts[1], parts[3] + b"\n\n", sides, ids)
 
-    def relay(self, data: bytes) -> bytes | None:
+    def relay_event(self, data: bytes) -> bytes | None:
         """Return the output for a matching event; note its token's id, or count the chunk."""
         if not (data.startswith(self._head) and data.endswith(self._tail)):
             return None

@@ -1,11 +1,11 @@
 """One streamed answer, joined from the streams of one or more engines.
 
-A leg is one engine's stream: its bytes go in as they arrive, and bytes for the caller come out. The
-splice notes which tokens of each choice the caller has, so that another engine can resume behind
-them, and removes what only the gateway asked for (token ids, usage)::
+An attempt is one engine's stream: its bytes go in as they arrive, and bytes for the caller come
+out. The relay notes which tokens of each choice the caller has, so that another engine can resume
+behind them, and removes what only the gateway asked for (token ids, usage)::
 
-    leg 1   role  "Once"  " upon"  x
-    leg 2                          role  " a"  " time"  finish  [DONE]
+    try 1   role  "Once"  " upon"  x
+    try 2                          role  " a"  " time"  finish  [DONE]
     caller  role  "Once"  " upon"        " a"  " time"  finish  [DONE]
 
 A stream that ends without a finish reason for every choice counts as cut off, however its
@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from paceline.gateway.streams.chunk_template import Relay, Shape, relay_nothing
+from paceline.gateway.streams.chunk_template import ChunkTemplate, RelayEvent, relay_nothing
 from paceline.gateway.streams.chunks import (
     Choice,
     Chunk,
@@ -29,25 +29,25 @@ from paceline.gateway.streams.chunks import (
     with_choices,
     without_ids,
 )
-from paceline.gateway.streams.passthrough_stream import PlainSplice
+from paceline.gateway.streams.passthrough_stream import PassthroughRelay
 from paceline.gateway.streams.usage import Usage
 from paceline.wire.sse import MAX_EVENT_BYTES, SseEvents, name_of, payload_of
 
-__all__ = ["DONE", "OpenAISplice", "Splice", "make_splice"]
+__all__ = ["DONE", "OpenAIStreamRelay", "StreamRelay", "make_relay"]
 
 DONE: Final = b"data: [DONE]\n\n"
-# chunks of a leg that are tried as templates
+# chunks of an attempt that are tried as templates
 _LESSONS: Final = 16
 
 
-class Splice(Protocol):
-    """Relay of a streamed answer; see ``OpenAISplice``."""
+class StreamRelay(Protocol):
+    """Relay of a streamed answer; see ``OpenAIStreamRelay``."""
 
     # the caller has a part of the answer
     emitted: bool
     # the answer is complete
     done: bool
-    # why the current leg has failed; None: it has not
+    # why the current attempt has failed; None: it has not
     failed: str | None
     # the event in which the engine reported its failure; b"": none
     failure_event: bytes
@@ -57,7 +57,7 @@ class Splice(Protocol):
     num_events: int
 
     @property
-    def relay(self) -> Relay:
+    def relay_event(self) -> RelayEvent:
         """Fast path for a read, valid until the next ``feed``: returns the caller's bytes if the
         data is one event in the middle of the answer that matches the template; None: call
         ``feed``."""
@@ -77,18 +77,18 @@ class Splice(Protocol):
     @property
     def num_output_tokens(self) -> int: ...
 
-    def begin_leg(self, *, by_text: bool = False) -> None: ...
+    def begin_attempt(self, *, by_text: bool = False) -> None: ...
     def partial_text(self) -> str | None: ...
     @property
     def num_parts(self) -> int: ...
     def feed(self, data: bytes) -> bytes: ...
-    def end_leg(self) -> bytes: ...
+    def end_attempt(self) -> bytes: ...
     def resume_ids(self) -> list[list[int] | None] | None: ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class OpenAISplice:
-    """Splice of chat and completions.
+class OpenAIStreamRelay:
+    """Relay of chat and completions.
 
     Args:
         num_choices: choices of the answer; None: unknown, and it cannot be resumed.
@@ -113,7 +113,7 @@ class OpenAISplice:
     # cached tokens of the prompt, as the engine counts them
     cached_tokens: int = 0
     num_events: int = 0
-    relay: Relay = relay_nothing
+    relay_event: RelayEvent = relay_nothing
     _ids: dict[int, list[int]] = field(default_factory=dict)
     # tokens came without ids, so nothing can be resumed exactly
     _lost_ids: bool = False
@@ -121,7 +121,7 @@ class OpenAISplice:
     _finished: set[int] = field(default_factory=set)
     # parts of the text; None: the answer holds more than text, such as a call
     _text: list[str] | None = field(default_factory=list)
-    # parts of the text before the current leg
+    # parts of the text before the current attempt
     _said_before: int = 0
     _by_text: bool = False
     _usage_out: bool = False
@@ -130,13 +130,13 @@ class OpenAISplice:
     _completion_tokens: int = 0
     # chunks with output but without ids
     _parts: int = 0
-    _leg: int = 0
-    _first_of_leg: bool = True
+    _attempt: int = 0
+    _first_of_attempt: bool = True
     # id, created and model of the first chunk, as JSON
     _head: dict[str, bytes] = field(default_factory=dict)
     _swaps: list[tuple[bytes, bytes]] = field(default_factory=list)
-    # template of the leg's next chunks; None: not learned
-    _shape: Shape | None = None
+    # template of the attempt's next chunks; None: not learned
+    _template: ChunkTemplate | None = None
     # chunks that may still be tried as templates: in some streams no two are alike
     _lessons: int = 0
     _events: SseEvents = field(default_factory=SseEvents)
@@ -156,21 +156,21 @@ class OpenAISplice:
         known = max(self._completion_tokens, sum(map(len, self._ids.values())))
         if self._counted:
             return known
-        return max(known, self._parts + (0 if self._shape is None else self._shape.num_parts))
+        return max(known, self._parts + (0 if self._template is None else self._template.num_parts))
 
-    def begin_leg(self, *, by_text: bool = False) -> None:
-        """Start a leg: data now comes from another engine. ``by_text``: it resumes behind the text,
-        and counts that as a part of its prompt."""
+    def begin_attempt(self, *, by_text: bool = False) -> None:
+        """Start an attempt: data now comes from another engine. ``by_text``: it resumes behind the
+        text, and counts that as a part of its prompt."""
         self._by_text = by_text
         self._said_before = len(self._text or ())
-        self._leg += 1
-        self._first_of_leg = True
+        self._attempt += 1
+        self._first_of_attempt = True
         self._swaps = []
         # only full parsing can keep text and show ids
         learns = self.num_choices == 1 and self.hide_ids and not self.keep_text
         self._lessons = _LESSONS if learns else 0
         self._forget_shape()
-        self.relay = relay_nothing
+        self.relay_event = relay_nothing
         self._events.clear()
         self.failed, self.failure_event = None, b""
 
@@ -180,8 +180,8 @@ class OpenAISplice:
         for event in self._events.feed(data):
             if self.failed is not None or self.done:
                 break
-            shape = self._shape
-            found = None if shape is None else shape.relay(event + b"\n\n")
+            template = self._template
+            found = None if template is None else template.relay_event(event + b"\n\n")
             if found is None:
                 found = self._event(event)
             else:
@@ -190,13 +190,15 @@ class OpenAISplice:
         if self._events.too_long and not self.done and self.failed is None:
             self.failed = f"an event of more than {MAX_EVENT_BYTES} bytes"
         goes_on = self._events.is_between and not self.done and self.failed is None
-        self.relay = self._shape.relay if self._shape is not None and goes_on else relay_nothing
+        self.relay_event = (
+            self._template.relay_event if self._template is not None and goes_on else relay_nothing
+        )
         return b"".join(out)
 
-    def end_leg(self) -> bytes:
-        """End the leg, in order or not: return the rest of a complete answer; of any other answer,
-        set ``failed``."""
-        self.relay = relay_nothing
+    def end_attempt(self) -> bytes:
+        """End the attempt, in order or not: return the rest of a complete answer; of any other
+        answer, set ``failed``."""
+        self.relay_event = relay_nothing
         if self.done:
             return b""
         if self._is_said:
@@ -262,10 +264,10 @@ class OpenAISplice:
         return self._chunk(payload, chunk, chunk.choices or ())
 
     def _chunk(self, payload: bytes, chunk: Chunk, choices: Sequence[Choice]) -> bytes:
-        first, whole = self._first_of_leg, payload
+        first, whole = self._first_of_attempt, payload
         if first and (choices or b'"id":""' not in payload):
             # the first chunk of an Azure stream, about the prompt, has an empty head
-            self._first_of_leg = False
+            self._first_of_attempt = False
             self._begin(payload, chunk)
         prompt = chunk.prompt_token_ids
         has_usage = chunk.has_usage
@@ -297,13 +299,13 @@ class OpenAISplice:
             self.prompt_tokens = len(prompt)
         if has_usage:
             self._count(bytes(chunk.usage))
-            if self._leg > 1:
+            if self._attempt > 1:
                 payload = self._recounted(payload)
             if not choices:
                 if self.hide_usage or self._usage_out:
                     return b""
                 self._usage_out = True
-        if only_roles and self._leg > 1:
+        if only_roles and self._attempt > 1:
             return b""
         self.emitted = self.emitted or says or ends
         if self.hide_ids:
@@ -329,12 +331,12 @@ class OpenAISplice:
             # a stream that only sometimes has ids has no template
             if has_ids != self._lost_ids:
                 ids = self._ids[choice.index or 0] if has_ids else None
-                self._shape = Shape.of(payload, out, ids)
+                self._template = ChunkTemplate.of(payload, out, ids)
 
     def _forget_shape(self) -> None:
-        if self._shape is not None:
-            self._parts += self._shape.num_parts
-            self._shape = None
+        if self._template is not None:
+            self._parts += self._template.num_parts
+            self._template = None
 
     def _remember(self, choice: Choice) -> None:
         said = choice.delta.content if choice.delta is not None else choice.text
@@ -344,7 +346,7 @@ class OpenAISplice:
             self._text = None
 
     def _begin(self, payload: bytes, chunk: Chunk) -> None:
-        """Read the head of a leg's first chunk: which parts must be replaced."""
+        """Read the head of an attempt's first chunk: which parts must be replaced."""
         told = (("id", chunk.id), ("created", chunk.created), ("model", chunk.model))
         head = {name: found for name, value in told if (found := bytes(value))}
         if self.model and "model" in head:
@@ -410,10 +412,10 @@ class OpenAISplice:
         return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
-def make_splice(path: str, **openai: Any) -> Splice:
-    """Make the splice of an endpoint; ``openai``: see ``OpenAISplice``."""
+def make_relay(path: str, **openai: Any) -> StreamRelay:
+    """Make the relay of a path; ``openai``: see ``OpenAIStreamRelay``."""
     if path == "/v1/messages":
-        return PlainSplice(
+        return PassthroughRelay(
             path=path,
             says=(b"content_block_delta",),
             ends=(b"message_stop",),
@@ -421,10 +423,10 @@ def make_splice(path: str, **openai: Any) -> Splice:
             stops=(b"message_delta", b'event: message_stop\ndata: {"type":"message_stop"}\n\n'),
         )
     if path == "/v1/responses":
-        return PlainSplice(
+        return PassthroughRelay(
             path=path,
             says=(b".delta",),
             ends=(b"response.completed", b"response.incomplete"),
             fails=(b"response.failed", b"error"),
         )
-    return OpenAISplice(**openai)
+    return OpenAIStreamRelay(**openai)

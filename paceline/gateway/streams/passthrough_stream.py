@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from paceline.gateway.streams.chunk_template import Relay, relay_nothing
+from paceline.gateway.streams.chunk_template import RelayEvent, relay_nothing
 from paceline.gateway.streams.chunks import says_error
 from paceline.gateway.streams.pauses import BEGINNINGS, is_between_parts
 from paceline.gateway.streams.usage import Usage
@@ -19,7 +19,7 @@ from paceline.wire.sse import (
     payload_of,
 )
 
-__all__ = ["PlainSplice"]
+__all__ = ["PassthroughRelay"]
 
 
 class _Told(msgspec.Struct):
@@ -84,14 +84,14 @@ def _what_begins(name: bytes, payload: bytes) -> str:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class PlainSplice:
+class PassthroughRelay:
     """Relay of unchanged streams: Anthropic's messages and OpenAI's responses.
 
     Events are held back until the first one with output: an engine that fails earlier leaves no
     trace, and the request can start over on another one.
 
     Args:
-        path: the endpoint.
+        path: of the request.
         says: suffixes of the names of events that carry a part of the answer.
         ends: names of the last event, one for each way to end.
         fails: names of events that report an error.
@@ -113,8 +113,8 @@ class PlainSplice:
     num_parts: int = 0
     num_events: int = 0
     between_parts: bool = True
-    # no shape is learned: the events have names
-    relay: Relay = relay_nothing
+    # no template is learned: the events have names
+    relay_event: RelayEvent = relay_nothing
     _num_deltas: int = 0
     _counted: int | None = None
     _held: bytes = b""
@@ -130,7 +130,7 @@ class PlainSplice:
     def num_output_tokens(self) -> int:
         return self._num_deltas if self._counted is None else self._counted
 
-    def begin_leg(self, *, by_text: bool = False) -> None:
+    def begin_attempt(self, *, by_text: bool = False) -> None:
         assert not by_text, "these streams are not resumed"
         self._held, self._is_said = b"", False
         self._events.clear()
@@ -148,7 +148,7 @@ class PlainSplice:
             self.failed = f"an event of more than {MAX_EVENT_BYTES} bytes"
         return out
 
-    def end_leg(self) -> bytes:
+    def end_attempt(self) -> bytes:
         if self._is_said and not self.done:
             assert self.stops is not None, "an event said why it ended"
             self.done, self.failed = True, None

@@ -1,8 +1,8 @@
 """Capabilities of an engine, as it advertises them or as one-token requests show them.
 
-The table of kinds (``kinds``) says what engines of a kind can do in general; an older or newer
-version, or a server that only resembles the kind, may differ. So each engine is asked once, at the
-endpoints of its kind:
+The table of kinds (``engine_types``) says what engines of a kind can do in general; an older or
+newer version, or a server that only resembles the kind, may differ. So each engine is asked once,
+at the paths of its kind:
 
 * Paceline, vLLM, SGLang: ``/openapi.json``, which lists the fields of a chat; for a vLLM without it
   ``/tokenize``, which renders a chat with and without ``continue_final_message``;
@@ -14,7 +14,7 @@ endpoints of its kind:
 Whatever the engine does not advertise may be probed (``probe = "try"``): an engine that knows
 ``continue_final_message`` refuses a chat that also sets ``add_generation_prompt``, at no cost; a
 chat of one token shows whether token ids are returned. Unknown capabilities are None and fall back
-to the kind's table. This module knows no engines and no sockets: ``ask`` is an argument.
+to the kind's table. This module knows no engines and no sockets: ``fetch`` is an argument.
 
 Sources: vLLM 0.32.0 ``entrypoints/serve/tokenize``, llama.cpp ``tools/server/server-common.cpp``
 and ``server-context.cpp`` (the releases that ``make test-upstreams`` runs); SGLang's native API,
@@ -29,16 +29,16 @@ from typing import Any, Final, Literal
 
 from paceline.gateway.settings.config import EngineKind
 
-__all__ = ["ABILITIES", "Abilities", "Ask", "find_abilities"]
+__all__ = ["CAPABILITIES", "Capabilities", "Fetch", "discover_capabilities"]
 
 # GET of a path, or POST of a body: returns the status and the decoded JSON, or (0, None) without an
 # answer or without JSON
-Ask = Callable[[str, Mapping[str, Any] | None], Awaitable[tuple[int, Any]]]
+Fetch = Callable[[str, Mapping[str, Any] | None], Awaitable[tuple[int, Any]]]
 
 Source = Literal["engine", "tried"]
 
 # capability -> field of a chat request
-ABILITIES: Final[Mapping[str, str]] = {
+CAPABILITIES: Final[Mapping[str, str]] = {
     "token_ids": "return_token_ids",
     "resume": "resume_output_ids",
     "continues": "continue_final_message",
@@ -54,7 +54,7 @@ _MOST_MODELS: Final = 32
 
 
 @dataclass(slots=True)
-class Abilities:
+class Capabilities:
     """Capabilities of one engine; an unknown one is None, and the kind's table holds."""
 
     # returns token ids for ``return_token_ids``
@@ -76,41 +76,43 @@ class Abilities:
         """Whether the engine revealed anything."""
         return bool(self.sources or self.contexts or self.slots or self.version)
 
-    def learn(self, ability: str, value: bool, source: Source) -> None:
-        setattr(self, ability, value)
-        self.sources[ability] = source
+    def learn(self, capability: str, value: bool, source: Source) -> None:
+        setattr(self, capability, value)
+        self.sources[capability] = source
 
 
-async def find_abilities(
-    kind: EngineKind, ask: Ask, models: Sequence[str], *, tries: bool
-) -> Abilities:
+async def discover_capabilities(
+    kind: EngineKind, fetch: Fetch, models: Sequence[str], *, tries: bool
+) -> Capabilities:
     """Find out what an engine of ``kind`` can do.
 
     Args:
         models: the engine's models.
         tries: whether one-token requests may probe what the engine does not advertise.
     """
-    found = Abilities()
+    found = Capabilities()
     if kind in ("paceline", "vllm", "sglang"):
-        await _read_fields(found, ask)
+        await _read_fields(found, fetch)
         if kind == "sglang":
-            await _read_sglang(found, ask)
+            await _read_sglang(found, fetch)
         else:
-            found.version = _text(await _object(ask, "/version"), "version")
+            found.version = _text(await _object(fetch, "/version"), "version")
         if kind == "vllm" and found.continues is None and models:
-            await _compare_prompts(found, ask, models[0])
+            await _compare_prompts(found, fetch, models[0])
     elif kind == "llama.cpp":
-        await _read_llama_cpp(found, ask)
+        await _read_llama_cpp(found, fetch)
     elif kind == "ollama":
-        await _read_ollama(found, ask, models)
+        await _read_ollama(found, fetch, models)
     if tries and models:
-        await _try(found, ask, models[0])
+        await _try(found, fetch, models[0])
     return found
 
 
-async def _object(ask: Ask, path: str, body: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+async def _object(
+    fetch: Fetch, path: str, body: Mapping[str, Any] | None = None
+) -> Mapping[str, Any]:
     """Return the JSON object of an answer with status 200; empty for any other answer."""
-    status, told = await ask(path, body)
+    status, told = await fetch(path, body)
     return told if status == 200 and isinstance(told, dict) else {}
 
 
@@ -131,9 +133,9 @@ def _at(told: Any, *names: str) -> Any:
     return told
 
 
-async def _read_fields(found: Abilities, ask: Ask) -> None:
+async def _read_fields(found: Capabilities, fetch: Fetch) -> None:
     """Read the chat fields that ``/openapi.json`` lists."""
-    told = await _object(ask, "/openapi.json")
+    told = await _object(fetch, "/openapi.json")
     schema = _at(
         told, "paths", _CHAT, "post", "requestBody", "content", "application/json", "schema"
     )
@@ -143,11 +145,11 @@ async def _read_fields(found: Abilities, ask: Ask) -> None:
     fields = _at(schema, "properties")
     # a schema without messages describes something else
     if isinstance(fields, dict) and "messages" in fields:
-        for ability, wanted in ABILITIES.items():
-            found.learn(ability, wanted in fields, "engine")
+        for capability, wanted in CAPABILITIES.items():
+            found.learn(capability, wanted in fields, "engine")
 
 
-async def _compare_prompts(found: Abilities, ask: Ask, model: str) -> None:
+async def _compare_prompts(found: Capabilities, fetch: Fetch, model: str) -> None:
     """Tell from two token counts whether a chat is continued: then its last message has no end."""
     counts = []
     for goes_on in (True, False):
@@ -157,7 +159,7 @@ async def _compare_prompts(found: Abilities, ask: Ask, model: str) -> None:
             "continue_final_message": goes_on,
             "add_generation_prompt": False,
         }
-        told = await _object(ask, "/tokenize", body)
+        told = await _object(fetch, "/tokenize", body)
         counts.append(_count(told, "count"))
         if most := _count(told, "max_model_len"):
             found.contexts[model] = most
@@ -165,8 +167,8 @@ async def _compare_prompts(found: Abilities, ask: Ask, model: str) -> None:
         found.learn("continues", counts[0] != counts[1], "engine")
 
 
-async def _read_sglang(found: Abilities, ask: Ask) -> None:
-    told = await _object(ask, "/server_info") or await _object(ask, "/get_server_info")
+async def _read_sglang(found: Capabilities, fetch: Fetch) -> None:
+    told = await _object(fetch, "/server_info") or await _object(fetch, "/get_server_info")
     found.version = _text(told, "version")
     found.slots = _count(told, "max_running_requests")
     most = _count(told, "context_length") or _count(told, "max_req_input_len")
@@ -174,8 +176,8 @@ async def _read_sglang(found: Abilities, ask: Ask) -> None:
         found.contexts[""] = most
 
 
-async def _read_llama_cpp(found: Abilities, ask: Ask) -> None:
-    props = await _object(ask, "/props")
+async def _read_llama_cpp(found: Capabilities, fetch: Fetch) -> None:
+    props = await _object(fetch, "/props")
     found.version = _text(props, "build_info")
     found.slots = _count(props, "total_slots")
     if most := _count(_at(props, "default_generation_settings"), "n_ctx"):
@@ -185,15 +187,15 @@ async def _read_llama_cpp(found: Abilities, ask: Ask) -> None:
         "continue_final_message": True,
         "add_generation_prompt": False,
     }
-    prompt = (await _object(ask, "/apply-template", body)).get("prompt")
+    prompt = (await _object(fetch, "/apply-template", body)).get("prompt")
     if isinstance(prompt, str) and _SAID_SO_FAR in prompt:
         found.learn("continues", prompt.rstrip().endswith(_SAID_SO_FAR), "engine")
 
 
-async def _read_ollama(found: Abilities, ask: Ask, models: Sequence[str]) -> None:
-    found.version = _text(await _object(ask, "/api/version"), "version")
+async def _read_ollama(found: Capabilities, fetch: Fetch, models: Sequence[str]) -> None:
+    found.version = _text(await _object(fetch, "/api/version"), "version")
     for model in models[:_MOST_MODELS]:
-        told = await _object(ask, "/api/show", {"model": model})
+        told = await _object(fetch, "/api/show", {"model": model})
         parameters = told.get("parameters")
         # lines such as "num_ctx    4096"
         for line in parameters.splitlines() if isinstance(parameters, str) else ():
@@ -202,10 +204,10 @@ async def _read_ollama(found: Abilities, ask: Ask, models: Sequence[str]) -> Non
                 found.contexts[model] = int(value)
 
 
-async def _try(found: Abilities, ask: Ask, model: str) -> None:
+async def _try(found: Capabilities, fetch: Fetch, model: str) -> None:
     """Probe, with one-token requests, what the engine did not advertise."""
     if found.continues is None:
-        status, told = await ask(
+        status, told = await fetch(
             _CHAT,
             {
                 "model": model,
@@ -221,7 +223,7 @@ async def _try(found: Abilities, ask: Ask, model: str) -> None:
         elif _refuses(status, told, "continue_final_message"):
             found.learn("continues", "both" in str(told).lower(), "tried")
     if found.token_ids is None:
-        status, told = await ask(
+        status, told = await fetch(
             _CHAT,
             {
                 "model": model,

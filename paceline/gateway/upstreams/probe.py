@@ -7,20 +7,20 @@ from typing import Final, Protocol
 
 from paceline.http.upstream import ConnectError, Headers, Pool
 
-__all__ = ["ask"]
+__all__ = ["fetch_small"]
 
 _MAX_ANSWER_BYTES: Final = 8 << 20
 
 
-class _Asked(Protocol):
-    """The part of ``Engine`` that ``ask`` needs."""
+class _Upstream(Protocol):
+    """The part of ``Upstream`` that ``fetch_small`` needs."""
 
     pool: Pool
 
     def headers(self) -> Headers: ...
 
 
-class _Whole:
+class _Collector:
     """Sink that collects a small answer in full."""
 
     def __init__(self) -> None:
@@ -45,22 +45,22 @@ class _Whole:
             self.done.set_exception(ConnectError(why))
 
 
-async def ask(
-    engine: _Asked, path: str, timeout: float, body: bytes | None = None
+async def fetch_small(
+    upstream: _Upstream, path: str, timeout: float, body: bytes | None = None
 ) -> tuple[int, bytes]:
     """Return status and body of a GET, or of a POST of ``body`` (JSON). Raises ConnectError."""
     connection = sink = None
-    headers = engine.headers()
+    headers = upstream.headers()
     if body is not None:
         headers.append((b"content-type", b"application/json"))
     length = None if body is None else len(body)
-    head = engine.pool.origin.head("GET" if body is None else "POST", path, headers, length)
+    head = upstream.pool.origin.head("GET" if body is None else "POST", path, headers, length)
     try:
         async with asyncio.timeout(timeout):
             for _ in range(2):
-                reused = engine.pool.free()
-                connection = reused or await engine.pool.connect()
-                sink = _Whole()
+                reused = upstream.pool.free()
+                connection = reused or await upstream.pool.connect()
+                sink = _Collector()
                 connection.send(head + (body or b""), sink)
                 try:
                     answer = await sink.done

@@ -19,17 +19,17 @@ from paceline.statuses import meaning_of
 from paceline.wire.sse import payload_of
 
 __all__ = [
+    "cooldown_of",
     "is_of_the_request",
     "is_too_long",
     "redacted",
+    "redacted_error",
     "refusal_in",
-    "rest_of",
     "retry_after",
-    "told",
 ]
 
 # longest cooldown, s, whatever an engine asks for
-_MAX_REST: Final = 120.0
+_MAX_COOLDOWN: Final = 120.0
 # Paceline's reasons that concern one request or one tenant, not the engine
 _REASONS_OF_THE_REQUEST: Final = frozenset({b"predicted-wait", b"queue-share", b"expired"})
 _REASON_HEADER: Final = b"x-llm-d-request-dropped-reason"
@@ -90,10 +90,10 @@ def retry_after(headers: Headers, now: Callable[[], float] = time.time) -> float
             seconds = parsedate_to_datetime(value.decode("latin-1")).timestamp() - now()
     except (ValueError, OverflowError):
         return None
-    return min(max(0.0, seconds), _MAX_REST) if seconds == seconds else None
+    return min(max(0.0, seconds), _MAX_COOLDOWN) if seconds == seconds else None
 
 
-def rest_of(status: int, headers: Headers) -> float:
+def cooldown_of(status: int, headers: Headers) -> float:
     """Return the cooldown, in seconds, that a refusal sets for the model; 0.0: none is given, or
     the refusal concerns only this request."""
     if meaning_of(status) != "passing" or is_of_the_request(headers):
@@ -134,7 +134,7 @@ def redacted(body: bytes, secret: str) -> bytes:
     return body.replace(secret.encode(), b"***") if secret else body
 
 
-def told(path: str, status: int, body: bytes, secret: str) -> bytes:
+def redacted_error(path: str, status: int, body: bytes, secret: str) -> bytes:
     """Return a refusal as the caller gets it; a prompt that was too long has the code that clients
     check."""
     body = redacted(body, secret)

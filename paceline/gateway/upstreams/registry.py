@@ -19,12 +19,12 @@ import msgspec
 
 from paceline.gateway.settings.config import GatewayConfig
 from paceline.gateway.settings.engine_types import read_contexts
-from paceline.gateway.upstreams.capabilities import find_abilities
-from paceline.gateway.upstreams.probe import ask
-from paceline.gateway.upstreams.upstream import Engine, EngineModel
+from paceline.gateway.upstreams.capabilities import discover_capabilities
+from paceline.gateway.upstreams.probe import fetch_small
+from paceline.gateway.upstreams.upstream import Upstream, UpstreamModel
 from paceline.http.upstream import ConnectError
 
-__all__ = ["Engines"]
+__all__ = ["UpstreamRegistry"]
 
 _log = logging.getLogger("paceline.gateway")
 
@@ -50,7 +50,7 @@ _LATEST_CONNECTION: Final = 1.25
 _MAX_POLL_WAIT: Final = 2.0
 
 
-class Engines:
+class UpstreamRegistry:
     """The engines by name, and the tasks that follow them.
 
     Args:
@@ -60,15 +60,15 @@ class Engines:
     def __init__(self, config: GatewayConfig, now: Callable[[], float]) -> None:
         self._config = config
         self._now = now
-        self.by_name = {each.name: Engine(each, config, now()) for each in config.engines}
+        self.by_name = {each.name: Upstream(each, config, now()) for each in config.engines}
         # whether any engine has a bound on its requests
         self.has_bounds = _has_bounds(config)
         # polling task of each engine; None: the check for silence
-        self._tasks: dict[Engine | None, asyncio.Task[None]] = {}
+        self._tasks: dict[Upstream | None, asyncio.Task[None]] = {}
         # probe that is running, by engine
-        self._probes: dict[Engine, asyncio.Task[None]] = {}
+        self._probes: dict[Upstream, asyncio.Task[None]] = {}
         # removed from the configuration, but still running requests
-        self._retired: set[Engine] = set()
+        self._retired: set[Upstream] = set()
         # held while a configuration is applied
         self._changes = asyncio.Lock()
         # called every tick, for requests that wait for engines
@@ -77,12 +77,12 @@ class Engines:
         self.asked = asyncio.Event()
 
     async def start(self) -> None:
-        for engine in self.by_name.values():
-            self._tasks[engine] = asyncio.create_task(self._follow(engine))
+        for upstream in self.by_name.values():
+            self._tasks[upstream] = asyncio.create_task(self._follow(upstream))
         self._tasks[None] = asyncio.create_task(self._watch())
         await asyncio.gather(*map(self._ask_first, self.by_name.values()))
-        for engine in self.by_name.values():
-            self._start_probe(engine)
+        for upstream in self.by_name.values():
+            self._start_probe(upstream)
         self.asked.set()
 
     async def change(self, config: GatewayConfig) -> list[str]:
@@ -102,103 +102,107 @@ class Engines:
                 continue
             if before is not None:
                 self._retire(before)
-            self.by_name[name] = engine = Engine(each, config, self._now())
-            engine.back_at = self._now()
-            added.append(engine)
+            self.by_name[name] = upstream = Upstream(each, config, self._now())
+            upstream.back_at = self._now()
+            added.append(upstream)
             told.append(f"engine {name} {'added' if before is None else 'replaced'}")
         for name in [name for name in self.by_name if name not in wanted]:
             self._retire(self.by_name.pop(name))
             told.append(f"engine {name} removed")
         self.has_bounds = _has_bounds(config)
         await asyncio.gather(*map(self._ask_first, added))
-        for engine in added:
-            self._start_probe(engine)
-            self._tasks[engine] = asyncio.create_task(self._follow(engine))
+        for upstream in added:
+            self._start_probe(upstream)
+            self._tasks[upstream] = asyncio.create_task(self._follow(upstream))
         return told
 
-    def _retire(self, engine: Engine) -> None:
-        engine.draining = True
-        self._retired.add(engine)
+    def _retire(self, upstream: Upstream) -> None:
+        upstream.draining = True
+        self._retired.add(upstream)
 
     async def close(self) -> None:
         tasks = [*self._tasks.values(), *self._probes.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for engine in (*self.by_name.values(), *self._retired):
-            engine.pool.close()
+        for upstream in (*self.by_name.values(), *self._retired):
+            upstream.pool.close()
 
-    async def _ask_first(self, engine: Engine) -> None:
-        if engine.polled:
-            await self.poll(engine)
-        await self._read_models(engine)
+    async def _ask_first(self, upstream: Upstream) -> None:
+        if upstream.polled:
+            await self.poll(upstream)
+        await self._read_models(upstream)
 
-    async def _follow(self, engine: Engine) -> None:
-        draw = random.Random(engine.name)
+    async def _follow(self, upstream: Upstream) -> None:
+        draw = random.Random(upstream.name)
         await self.asked.wait()
         asked_at, models_at = self._now(), self._models_again()
         while True:
             wait = self._config.poll_interval * (1.0 + _JITTER * draw.uniform(-1.0, 1.0))
-            if engine.num_misses > 4 and not engine.running:
-                wait = min(wait * engine.num_misses, _MAX_POLL_WAIT)
+            if upstream.num_misses > 4 and not upstream.running:
+                wait = min(wait * upstream.num_misses, _MAX_POLL_WAIT)
             await asyncio.sleep(wait)
-            known, was = engine.models is not None, (engine.back_at, engine.kind)
-            if engine.polled:
-                await self.poll(engine)
+            known, was = upstream.models is not None, (upstream.back_at, upstream.kind)
+            if upstream.polled:
+                await self.poll(upstream)
             else:
                 await asyncio.sleep(_MAX_POLL_WAIT)
             # after a restart the models may be others
-            is_other = was != (engine.back_at, engine.kind)
-            news = is_other or (not known and not engine.trouble)
+            is_other = was != (upstream.back_at, upstream.kind)
+            news = is_other or (not known and not upstream.trouble)
             # for an engine that is not polled, only the list of models shows that it is there; a
             # failed request may mean that it is gone, or has restarted with other models
-            away = not engine.polled and (not engine.has_answered or engine.failed_at >= asked_at)
+            away = not upstream.polled and (
+                not upstream.has_answered or upstream.failed_at >= asked_at
+            )
             asks = news or away or self._now() >= models_at
-            if not is_other and engine.is_doubtful(self._now()):
+            if not is_other and upstream.is_doubtful(self._now()):
                 # if it restarted, it was down too briefly for its polls to show it
                 shortest, longest = (
                     polls * self._config.poll_interval for polls in (_DOUBT_POLLS, _MODEL_POLLS)
                 )
-                engine.doubt(self._now(), shortest, longest)
+                upstream.doubt(self._now(), shortest, longest)
                 asks = True
             if asks:
                 asked_at = self._now()
-                await self._read_models(engine)
+                await self._read_models(upstream)
                 models_at = self._models_again()
-            self._start_probe(engine)
+            self._start_probe(upstream)
 
     def _models_again(self) -> float:
         """Return when the models of an engine that was just asked are due again."""
         return self._now() + _MODEL_POLLS * self._config.poll_interval
 
-    def _start_probe(self, engine: Engine) -> None:
+    def _start_probe(self, upstream: Upstream) -> None:
         """Start a probe of its capabilities in the background; no poll or request waits for it."""
         # an engine without metrics answers although it has a ``trouble``
-        answers = engine.kind != "auto" and engine.models is not None and not engine.num_misses
-        wanted = engine.wants_probe or self._now() >= engine.probe_again_at
-        if wanted and answers and engine not in self._probes:
-            engine.wants_probe, engine.probe_again_at = False, math.inf
-            task = asyncio.create_task(self._probe(engine))
-            self._probes[engine] = task
-            task.add_done_callback(lambda done: self._probes.pop(engine, None))
+        answers = (
+            upstream.kind != "auto" and upstream.models is not None and not upstream.num_misses
+        )
+        wanted = upstream.wants_probe or self._now() >= upstream.probe_again_at
+        if wanted and answers and upstream not in self._probes:
+            upstream.wants_probe, upstream.probe_again_at = False, math.inf
+            task = asyncio.create_task(self._probe(upstream))
+            self._probes[upstream] = task
+            task.add_done_callback(lambda done: self._probes.pop(upstream, None))
 
-    def is_probed(self, engine: Engine) -> bool:
+    def is_probed(self, upstream: Upstream) -> bool:
         """Whether the last probe is over, answered or not."""
-        return not engine.wants_probe and engine not in self._probes
+        return not upstream.wants_probe and upstream not in self._probes
 
-    def is_probing(self, engine: Engine) -> bool:
+    def is_probing(self, upstream: Upstream) -> bool:
         """Whether a probe is running."""
-        return engine in self._probes
+        return upstream in self._probes
 
-    async def _probe(self, engine: Engine) -> None:
+    async def _probe(self, upstream: Upstream) -> None:
         timeout = max(_PROBE_SECONDS, self._config.poll_timeout)
         missed = False
 
-        async def asked(path: str, body: Mapping[str, Any] | None) -> tuple[int, Any]:
+        async def fetch(path: str, body: Mapping[str, Any] | None) -> tuple[int, Any]:
             nonlocal missed
             sent = None if body is None else msgspec.json.encode(body)
             try:
-                status, told = await ask(engine, path, timeout, sent)
+                status, told = await fetch_small(upstream, path, timeout, sent)
                 missed = missed or status in _NOT_NOW
                 return status, msgspec.json.decode(told)
             except ConnectError:
@@ -208,114 +212,114 @@ class Engines:
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 return 0, None
 
-        models = list(engine.models or ())
+        models = list(upstream.models or ())
         try:
-            tries = engine.config.probe == "try"
-            found = await find_abilities(engine.kind, asked, models, tries=tries)
+            tries = upstream.config.probe == "try"
+            found = await discover_capabilities(upstream.kind, fetch, models, tries=tries)
         except Exception:
             # the gateway's fault: the kind's table holds
-            _log.exception("probe_failed engine=%s", engine.name)
+            _log.exception("probe_failed engine=%s", upstream.name)
             return
-        if engine.wants_probe:
+        if upstream.wants_probe:
             # the engine went away meanwhile and will be probed again
             return
         if missed:
             # it was starting or too busy
-            engine.probe_again_at = self._models_again()
+            upstream.probe_again_at = self._models_again()
         if found.answered or not missed:
             # a later probe may find less than an earlier one
-            engine.learn(found)
+            upstream.learn(found)
         _log.info(
             "engine_probed engine=%s kind=%s answered=%s %s",
-            engine.name, engine.kind, found.answered, found.sources,
+            upstream.name, upstream.kind, found.answered, found.sources,
         )  # fmt: skip
 
-    async def poll(self, engine: Engine) -> None:
+    async def poll(self, upstream: Upstream) -> None:
         """Ask for its load once."""
-        engine.num_polls += 1
-        path = engine.facts.metrics_path or "/metrics"
+        upstream.num_polls += 1
+        path = upstream.facts.metrics_path or "/metrics"
         late = self._config.poll_timeout
         # a late answer is still a sign of life
         longest = max(_LATEST * late, _LATEST_CONNECTION * self._config.connect_timeout)
-        asking = asyncio.ensure_future(ask(engine, path, longest))
+        fetching = asyncio.ensure_future(fetch_small(upstream, path, longest))
         try:
-            while not (await asyncio.wait((asking,), timeout=late))[0]:
-                self._missed(engine, ConnectError(f"no answer within {late:g} s"))
-            status, text = asking.result()
+            while not (await asyncio.wait((fetching,), timeout=late))[0]:
+                self._missed(upstream, ConnectError(f"no answer within {late:g} s"))
+            status, text = fetching.result()
         except ConnectError as error:
-            self._missed(engine, error)
+            self._missed(upstream, error)
             return
         finally:
-            asking.cancel()
-        was_gone = engine.num_misses > 4
-        engine.is_unreachable = False
-        engine.alive()
+            fetching.cancel()
+        was_gone = upstream.num_misses > 4
+        upstream.is_unreachable = False
+        upstream.alive()
         if was_gone:
-            _log.info("engine_back engine=%s", engine.name)
-            engine.came_back(self._now())
-        engine.is_away = _is_away(status)
-        if engine.is_away:
-            engine.suspect()
-            engine.trouble = f"{path} answers {status}"
+            _log.info("engine_back engine=%s", upstream.name)
+            upstream.came_back(self._now())
+        upstream.is_away = _is_away(status)
+        if upstream.is_away:
+            upstream.suspect()
+            upstream.trouble = f"{path} answers {status}"
         elif status == 200:
-            engine.trouble = ""
-            engine.heard(text, self._now())
-        elif engine.kind == "auto":
+            upstream.trouble = ""
+            upstream.heard(text, self._now())
+        elif upstream.kind == "auto":
             # it answers but has no metrics, so nothing more is known of it
-            engine.become("openai")
-            engine.trouble = ""
+            upstream.become("openai")
+            upstream.trouble = ""
         else:
-            engine.trouble = f"{path} answers {status}"
+            upstream.trouble = f"{path} answers {status}"
 
-    def _missed(self, engine: Engine, error: ConnectError) -> None:
-        gone = engine.missed(str(error), unreachable=error.unreachable)
-        if gone and engine.num_misses == 1:
-            _log.warning("engine_silent engine=%s reason=%r", engine.name, str(error))
+    def _missed(self, upstream: Upstream, error: ConnectError) -> None:
+        gone = upstream.missed(str(error), unreachable=error.unreachable)
+        if gone and upstream.num_misses == 1:
+            _log.warning("engine_silent engine=%s reason=%r", upstream.name, str(error))
 
-    async def _read_models(self, engine: Engine) -> None:
-        path = engine.facts.models_path
-        named = engine.config.models
+    async def _read_models(self, upstream: Upstream) -> None:
+        path = upstream.facts.models_path
+        named = upstream.config.models
         if named:
-            engine.has_models({name: EngineModel(name) for name in named})
+            upstream.has_models({name: UpstreamModel(name) for name in named})
         if named or not path:
             # nothing to ask for: its answers show whether it is alive
-            engine.has_answered = True
-            if not engine.polled:
-                engine.trouble = ""
+            upstream.has_answered = True
+            if not upstream.polled:
+                upstream.trouble = ""
             return
         try:
-            status, body = await ask(engine, path, max(2.0, self._config.poll_timeout))
+            status, body = await fetch_small(upstream, path, max(2.0, self._config.poll_timeout))
             # an error is an answer: it would be the same soon after
-            engine.has_answered = not _is_away(status)
+            upstream.has_answered = not _is_away(status)
             entries = msgspec.json.decode(body, type=_ModelList).data if status == 200 else None
         except ConnectError as error:
-            engine.has_answered = False
-            if not engine.polled:
+            upstream.has_answered = False
+            if not upstream.polled:
                 # requests are still sent there: only missed polls keep them away
-                engine.trouble = str(error)
-                engine.is_unreachable = error.unreachable
+                upstream.trouble = str(error)
+                upstream.is_unreachable = error.unreachable
             return
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return
-        if not engine.polled:
-            engine.is_unreachable = False
-        engine.alive()
+        if not upstream.polled:
+            upstream.is_unreachable = False
+        upstream.alive()
         if entries is None:
-            if not engine.polled:
-                engine.trouble = f"{path} answers {status}"
+            if not upstream.polled:
+                upstream.trouble = f"{path} answers {status}"
             return
-        if not engine.polled and engine.trouble:
-            engine.trouble = ""
+        if not upstream.polled and upstream.trouble:
+            upstream.trouble = ""
             # it may have restarted as something else
-            engine.forget()
-        engine.lists(entries, await self._read_contexts(engine))
+            upstream.forget()
+        upstream.lists(entries, await self._read_contexts(upstream))
 
-    async def _read_contexts(self, engine: Engine) -> Mapping[str, int]:
-        path = engine.facts.context_path
+    async def _read_contexts(self, upstream: Upstream) -> Mapping[str, int]:
+        path = upstream.facts.context_path
         if not path:
             return {}
         try:
-            status, body = await ask(engine, path, max(2.0, self._config.poll_timeout))
+            status, body = await fetch_small(upstream, path, max(2.0, self._config.poll_timeout))
         except ConnectError:
             return {}
         return read_contexts(body) if status == 200 else {}
@@ -334,38 +338,38 @@ class Engines:
                 _log.exception("tick_failed")
 
     def _tick(self, now: float, elapsed: float) -> None:
-        for engine in [each for each in self._retired if not each.running]:
-            self._retired.discard(engine)
+        for upstream in [each for each in self._retired if not each.running]:
+            self._retired.discard(upstream)
             # an engine retired before it was followed has no task
-            task = self._tasks.pop(engine, None)
+            task = self._tasks.pop(upstream, None)
             if task is not None:
                 task.cancel()
-            if engine in self._probes:
-                self._probes[engine].cancel()
-            engine.pool.close()
-        for engine in (*self.by_name.values(), *self._retired):
-            heard = [running.tick(now) for running in list(engine.running)]
-            engine.silent += elapsed
+            if upstream in self._probes:
+                self._probes[upstream].cancel()
+            upstream.pool.close()
+        for upstream in (*self.by_name.values(), *self._retired):
+            heard = [running.tick(now) for running in list(upstream.running)]
+            upstream.silent += elapsed
             if any(heard):
-                engine.alive()
+                upstream.alive()
             if (
-                engine.silent > self._config.silence
-                and engine.running
-                and engine.polled
-                and engine.num_polls > 1
+                upstream.silent > self._config.silence
+                and upstream.running
+                and upstream.polled
+                and upstream.num_polls > 1
             ):
-                self._gone(engine)
+                self._gone(upstream)
         self.on_tick()
 
-    def _gone(self, engine: Engine) -> None:
-        why = f"engine {engine.name} has given no sign for {engine.silent:.1f} s"
-        left = [running.engine_gone(why) for running in list(engine.running)]
+    def _gone(self, upstream: Upstream) -> None:
+        why = f"engine {upstream.name} has given no sign for {upstream.silent:.1f} s"
+        left = [running.engine_gone(why) for running in list(upstream.running)]
         if any(left):
             _log.error(
                 "engine_gone engine=%s silent=%.2f running=%d",
-                engine.name, engine.silent, len(left),
+                upstream.name, upstream.silent, len(left),
             )  # fmt: skip
-            engine.breaker.trip(self._now())
+            upstream.breaker.trip(self._now())
 
 
 def _is_away(status: int) -> bool:

@@ -12,7 +12,7 @@ from paceline.statuses import meaning_of
 
 __all__ = ["Outcome", "Standing", "Standings", "outcome_of_refusal"]
 
-# how a request ended; "missing": the model lacks this endpoint, "unknown": nothing is learned about
+# how a request ended; "missing": the model lacks this path, "unknown": nothing is learned about
 # the model
 Outcome = Literal["ok", "failed", "missing", "unknown"]
 
@@ -25,17 +25,17 @@ class Standing:
 
     def __init__(self) -> None:
         self.breaker = Breaker()
-        # path -> breaker, where the engine said that model or endpoint does not exist
+        # path -> breaker, where the engine said that model or path does not exist
         self._missing: dict[str, Breaker] = {}
-        self._rests_until = 0.0
+        self._cooldown_until = 0.0
 
-    def rest(self, until: float) -> None:
+    def cool_down(self, until: float) -> None:
         """Start a cooldown; an earlier one is not shortened."""
-        self._rests_until = max(self._rests_until, until)
+        self._cooldown_until = max(self._cooldown_until, until)
 
-    def rests_for(self, now: float) -> float:
+    def cooldown_left(self, now: float) -> float:
         """Seconds until the cooldown ends."""
-        return max(0.0, self._rests_until - now)
+        return max(0.0, self._cooldown_until - now)
 
     def begin(self, path: str, now: float) -> None:
         """Note that a request is sent. Each one ends in ``end``."""
@@ -54,13 +54,13 @@ class Standing:
         """Return why it takes no requests; empty if it does."""
         if not self.breaker.allows(now):
             return f"failing ({self.breaker.state(now)})"
-        if self._rests_until > now:
-            return f"asked for a pause, {self.rests_for(now):.1f} s are left"
+        if self._cooldown_until > now:
+            return f"asked for a cooldown, {self.cooldown_left(now):.1f} s are left"
         missing = self._missing.get(path)
         return "" if missing is None or missing.allows(now) else f"has no {path} for it"
 
     def troubles(self, now: float) -> str:
-        """Return the troubles of all its endpoints, for people."""
+        """Return the troubles of all its paths, for people."""
         paths = ("", *self._missing)
         return "; ".join(filter(None, dict.fromkeys(self.trouble(path, now) for path in paths)))
 
@@ -73,24 +73,26 @@ class Standing:
     def is_well(self, now: float) -> bool:
         """Whether it may be forgotten."""
         return (
-            self.breaker.state(now) == "closed" and self._rests_until <= now and not self._missing
+            self.breaker.state(now) == "closed"
+            and self._cooldown_until <= now
+            and not self._missing
         )
 
 
 def outcome_of_refusal(
-    status: int, headers: Headers, *, names_stored: bool, paused: bool
+    status: int, headers: Headers, *, names_stored: bool, cooling_down: bool
 ) -> Outcome:
     """Return what a refusal says about the model.
 
     Args:
         names_stored: the request names a stored object: if the engine lacks that, it may still have
             the model.
-        paused: the model is in a cooldown.
+        cooling_down: the model is in a cooldown.
     """
     meaning = meaning_of(status)
     if meaning == "model":
         return "unknown" if names_stored else "missing"
-    if meaning == "caller" or (paused and meaning == "passing") or is_of_the_request(headers):
+    if meaning == "caller" or (cooling_down and meaning == "passing") or is_of_the_request(headers):
         return "unknown"
     return "failed"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from paceline.gateway.upstreams.upstream import Engine
+from paceline.gateway.upstreams.upstream import Upstream
 
-__all__ = ["EngineState", "state_of"]
+__all__ = ["UpstreamState", "state_of"]
 
-EngineState = Literal[
+UpstreamState = Literal[
     # gets no new requests: drained by an admin, without answers to polls, with an open breaker, or
     # in a cooldown
     "draining",
@@ -26,24 +26,24 @@ EngineState = Literal[
 ]
 
 
-def state_of(engine: Engine, now: float) -> EngineState:
+def state_of(upstream: Upstream, now: float) -> UpstreamState:
     """Return the first state that holds, in the order above. A model's trouble is the engine's
     state if all models that it was asked for share it."""
-    breaker = engine.breaker_state(now)
-    if engine.draining:
+    breaker = upstream.breaker_state(now)
+    if upstream.draining:
         return "draining"
-    if engine.num_misses:
+    if upstream.num_misses:
         return "silent"
     if breaker == "open":
         return "failing"
-    if engine.rests_for(now):
+    if upstream.cooldown_left(now):
         return "paused"
     if breaker == "half-open":
         return "half-open"
-    if engine.load.pace.slow_since is not None:
+    if upstream.load.pace.slow_since is not None:
         return "slow"
-    if engine.share(now) < 1.0:
+    if upstream.share(now) < 1.0:
         return "starting"
-    if engine.load.pressed:
+    if upstream.load.pressed:
         return "pressed"
-    return "ready" if engine.places else "full"
+    return "ready" if upstream.free_slots else "full"

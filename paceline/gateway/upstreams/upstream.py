@@ -23,13 +23,13 @@ from paceline.gateway.settings.engine_types import (
     read_pressure,
     scan,
 )
-from paceline.gateway.upstreams.capabilities import Abilities
+from paceline.gateway.upstreams.capabilities import Capabilities
 from paceline.gateway.upstreams.dialects import Dialect, dialect_of
 from paceline.gateway.upstreams.standing import Standings
 from paceline.http.upstream import Headers, Origin, Pool
 from paceline.routing import Breaker, BreakerState, EngineLoad, SlowStart
 
-__all__ = ["Engine", "EngineModel", "Running"]
+__all__ = ["Running", "Upstream", "UpstreamModel"]
 
 _log = logging.getLogger("paceline.gateway")
 
@@ -55,7 +55,7 @@ class Running(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineModel:
+class UpstreamModel:
     """A model as an engine's /v1/models lists it."""
 
     id: str
@@ -65,8 +65,8 @@ class EngineModel:
     entry: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Engine:
-    """State of one engine."""
+class Upstream:
+    """State of one engine behind the gateway."""
 
     def __init__(self, config: EngineConfig, gateway: GatewayConfig, now: float) -> None:
         self.config = config
@@ -89,11 +89,11 @@ class Engine:
         self.standings = Standings()
         self.running: set[Running] = set()
         # None: not known yet
-        self.models: dict[str, EngineModel] | None = None
-        # the models as listed, without contexts from ``abilities``, which a restart clears
-        self._listed: dict[str, EngineModel] = {}
+        self.models: dict[str, UpstreamModel] | None = None
+        # the models as listed, without contexts from ``capabilities``, which a restart clears
+        self._listed: dict[str, UpstreamModel] = {}
         # as the engine advertises them; they take precedence over its kind's table
-        self.abilities = Abilities()
+        self.capabilities = Capabilities()
         # to be probed once it answers
         self.wants_probe = config.probe != "off"
         # monotonic time of the next probe, after one without an answer
@@ -171,19 +171,19 @@ class Engine:
         return start
 
     @property
-    def places_in_all(self) -> float:
+    def max_slots(self) -> float:
         """Requests that the engine may run at once."""
         return self.config.max_concurrent or math.inf
 
     @property
-    def places(self) -> float:
+    def free_slots(self) -> float:
         """Requests that it may be sent in addition to the running ones."""
         most = self.config.max_concurrent
         return max(0.0, most - len(self.load.running)) if most else math.inf
 
-    def rests_for(self, now: float) -> float:
+    def cooldown_left(self, now: float) -> float:
         """Seconds until the first of its models' cooldowns ends; 0.0 if one model has none."""
-        return min((each.rests_for(now) for each in self.standings.values()), default=0.0)
+        return min((each.cooldown_left(now) for each in self.standings.values()), default=0.0)
 
     def breaker_state(self, now: float) -> BreakerState:
         """State of its own breaker; if that is closed, the mildest state of its models."""
@@ -224,7 +224,7 @@ class Engine:
         if why := self.usable(now, model, path):
             return why
         most = self.config.max_concurrent
-        return f"max_concurrent {most}" if most and not self.places else ""
+        return f"max_concurrent {most}" if most and not self.free_slots else ""
 
     def troubles(self, now: float) -> Mapping[str, str]:
         """Reasons why it takes no requests, by model name at the engine."""
@@ -247,9 +247,9 @@ class Engine:
         self._left_out[model] = self.left_out(model) | names
 
     def forget(self) -> None:
-        """Drop its abilities, which may have changed: the kind's table holds until a probe."""
+        """Drop its capabilities, which may have changed: the kind's table holds until a probe."""
         self._left_out.clear()
-        self.learn(Abilities())
+        self.learn(Capabilities())
         self._ask_again()
 
     def suspect(self) -> None:
@@ -284,9 +284,9 @@ class Engine:
         self.load.prefixes.clear()
         self.forget()
 
-    def learn(self, found: Abilities) -> None:
+    def learn(self, found: Capabilities) -> None:
         """Apply probed capabilities over the kind's table."""
-        self.abilities = found
+        self.capabilities = found
         kind = KINDS["openai" if self.kind == "auto" else self.kind]
         token_ids = kind.resumes if found.token_ids is None else found.token_ids
         resume = kind.resumes if found.resume is None else found.resume
@@ -298,9 +298,9 @@ class Engine:
         if self.models is not None:
             self.has_models(self._listed)
 
-    def has_models(self, listed: dict[str, EngineModel]) -> None:
-        """Set the models; contexts that the list lacks are taken from the probed abilities."""
-        contexts = self.abilities.contexts
+    def has_models(self, listed: dict[str, UpstreamModel]) -> None:
+        """Set the models; contexts that the list lacks are taken from the probed capabilities."""
+        contexts = self.capabilities.contexts
         self._listed = listed
         self.models = {
             name: replace(
@@ -317,7 +317,7 @@ class Engine:
             if isinstance(name, str) and name:
                 if not isinstance(most, int):
                     most = contexts.get(name, contexts.get(""))
-                models[name] = EngineModel(name, most, entry)
+                models[name] = UpstreamModel(name, most, entry)
         if _lengths(models) != _lengths(self._listed):
             # a change of models may mean a change of software
             self._ask_again()
@@ -353,7 +353,7 @@ class Engine:
         self.load.heard(pressure)
 
 
-def _lengths(models: Mapping[str, EngineModel]) -> Mapping[str, Any]:
+def _lengths(models: Mapping[str, UpstreamModel]) -> Mapping[str, Any]:
     """Return the part of a list that is the same in each answer: some engines put the time of the
     answer into each entry as the model's creation time."""
     return {name: model.entry.get("max_model_len") for name, model in models.items()}

@@ -318,7 +318,7 @@ async def test_what_no_engine_took_costs_nothing(step: Step | None, stream: bool
         scripted(step or refused(400)) as engine,
         gateway_over(configured(engine, max_attempts=1, **fields)) as (gateway, client),
     ):
-        gateway.engines.by_name["e1"].draining = step is None
+        gateway.upstreams.by_name["e1"].draining = step is None
         wrong: list[dict[str, Any]] = [{"model": "of another"}, {"n": "x"}, {"max_tokens": 10**6}]
         for each in [*wrong, {}]:
             answer = await client.post(CHAT, json=body | each)

@@ -236,7 +236,7 @@ async def test_a_key_spends_its_budget(tmp_path: Path) -> None:
         assert (await client.post(CHAT, json=body, headers=AS_BOB)).status_code == 200
         told = gateway.spending.status()
         assert told["ann"]["spent"] == "0.0303" and told["bob"]["spent"] == "0.0101"
-        metrics = gateway._pages._metrics("")[2].decode()
+        metrics = gateway._admin._render_metrics("")[2].decode()
         assert 'paceline:gateway_spend_today{key="ann"} 0.0303' in metrics
         # of keys that the configuration does not name there is one series
         assert 'paceline:gateway_spend_today{key=""} 0.0101' in metrics and "bob" not in metrics
@@ -290,7 +290,7 @@ async def test_what_was_tried_in_vain_costs_nothing_and_what_was_resumed_once(
         ),
     ):
         for name, weight in (("e2", 1e6), ("e3", 2e6)):
-            gateway.engines.by_name[name].load.prefill_tokens += weight
+            gateway.upstreams.by_name[name].load.prefill_tokens += weight
         found = await client.post(CHAT, json=chat(stream=True), headers=AS_ANN)
         assert found.status_code == 200 and len(lives.bodies) == 1
         # three tokens of prompt and five of output, once

@@ -112,12 +112,12 @@ async def test_the_callers_trace_goes_on_to_every_engine() -> None:
             ) as two,
             traced(receiver, one, two) as (gateway, client),
         ):
-            gateway.engines.by_name["e2"].draining = True
+            gateway.upstreams.by_name["e2"].draining = True
             headers = {"traceparent": f"00-{TRACE_ID}-{PARENT}-01", "tracestate": "a=b"}
             task = asyncio.ensure_future(client.post(CHAT, json=chat(stream=True), headers=headers))
             while not one.bodies:
                 await asyncio.sleep(0.005)
-            gateway.engines.by_name["e2"].draining = False
+            gateway.upstreams.by_name["e2"].draining = False
             answer = await task
     assert text_of(streamed(answer)) == "".join(WORDS)
     root = receiver.named("chat m")

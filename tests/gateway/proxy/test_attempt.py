@@ -1,4 +1,5 @@
-"""What a leg makes of its engine's bytes, and of their absence, on a clock that the test moves."""
+"""What an attempt makes of its engine's bytes, and of their absence, on a clock that the test
+moves."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ import pytest
 
 from paceline.gateway import EngineConfig, GatewayConfig
 from paceline.gateway.observability.tracing import NO_TRACE
-from paceline.gateway.proxy.attempt import Leg
-from paceline.gateway.routing.routes import Site
+from paceline.gateway.proxy.attempt import Attempt
+from paceline.gateway.routing.routes import Endpoint
 from paceline.gateway.settings.config import EngineKind
-from paceline.gateway.streams.openai_stream import make_splice
-from paceline.gateway.upstreams.upstream import Engine
+from paceline.gateway.streams.openai_stream import make_relay
+from paceline.gateway.upstreams.upstream import Upstream
 from paceline.http.upstream import Connection
 from paceline.routing import Demand
 from tests.gateway.fault_server import chat_chunks
@@ -54,7 +55,7 @@ class Owner:
         )
         self.clock = T
         self.wake = asyncio.Event()
-        self.splice: Any = make_splice(path, num_choices=1, note={})
+        self.relay: Any = make_relay(path, num_choices=1, note={})
         self.trace = NO_TRACE
         self.told: list[bytes] = []
         # how many of them were written as the last one, and where among them
@@ -77,16 +78,16 @@ class Owner:
     def tick(self, now: float) -> None:
         return
 
-    def may_leave(self, leg: Leg) -> bool:
+    def may_leave(self, attempt: Attempt) -> bool:
         return True
 
-    def sent(self, leg: Leg) -> None:
+    def sent(self, attempt: Attempt) -> None:
         return
 
-    def again(self, leg: Leg, left_out: frozenset[str]) -> None:
+    def again(self, attempt: Attempt, left_out: frozenset[str]) -> None:
         return
 
-    def spare_spoke(self, leg: Leg) -> None:
+    def spare_spoke(self, attempt: Attempt) -> None:
         raise AssertionError("there is no second engine")
 
 
@@ -99,56 +100,56 @@ def started(
     kind: EngineKind = "auto",
     first: Sequence[bytes] = chat_chunks(WORDS)[:2],
     probe: bool = False,
-) -> tuple[Owner, Leg, Connection]:
-    """A leg whose engine has said the first word."""
+) -> tuple[Owner, Attempt, Connection]:
+    """An attempt whose engine has said the first word."""
     owner = Owner(path, kind)
-    owner.splice.begin_leg()
-    engine = Engine(owner.config.engines[0], owner.config, T)
+    owner.relay.begin_attempt()
+    engine = Upstream(owner.config.engines[0], owner.config, T)
     demand = Demand(prompt_tokens=3.0, max_tokens=9, output_tokens=9.0, prefix=())
     dispatch = engine.load.dispatch(demand, engine.load.view(demand, T), T)
-    second = make_splice(path, num_choices=1, note={}) if probe else None
-    leg = Leg(owner, Site(engine, "m", 0), dispatch, second)  # type: ignore[arg-type]
-    leg._path = path
+    second = make_relay(path, num_choices=1, note={}) if probe else None
+    attempt = Attempt(owner, Endpoint(engine, "m", 0), dispatch, second)  # type: ignore[arg-type]
+    attempt._path = path
     connection = Connection(engine.pool)
     connection.connection_made(Transport())  # type: ignore[arg-type]
-    connection.send(b"POST / HTTP/1.1\r\n\r\n", leg)
-    leg.connection = connection
+    connection.send(b"POST / HTTP/1.1\r\n\r\n", attempt)
+    attempt.connection = connection
     connection.data_received(HEAD + b"".join(map(chunk, first)))
-    assert leg.tick(T)
-    return owner, leg, connection
+    assert attempt.tick(T)
+    return owner, attempt, connection
 
 
-def pinged(leg: Leg, connection: Connection, alive: bytes, steps: range) -> None:
+def pinged(attempt: Attempt, connection: Connection, alive: bytes, steps: range) -> None:
     """Its engine says ``alive`` each tenth of a second, and is not given up."""
     for step in steps:
         connection.data_received(chunk(alive))
-        assert leg.tick(T + 0.1 * step) and leg.verdict is None, step
+        assert attempt.tick(T + 0.1 * step) and attempt.verdict is None, step
 
 
 def test_a_tick_says_whether_the_engine_gave_a_sign() -> None:
-    _, leg, connection = started()
-    assert not leg.tick(T + 0.1)
+    _, attempt, connection = started()
+    assert not attempt.tick(T + 0.1)
     connection.data_received(chunk(COMMENT))
-    assert leg.tick(T + 0.2) and not leg.tick(T + 0.3)
+    assert attempt.tick(T + 0.2) and not attempt.tick(T + 0.3)
     connection.data_received(chunk(chat_chunks(WORDS)[2]))
-    assert leg.tick(T + 0.4) and not leg.tick(T + 0.5)
+    assert attempt.tick(T + 0.4) and not attempt.tick(T + 0.5)
 
 
 def test_comments_are_no_part_of_the_answer() -> None:
-    _, leg, connection = started()
+    _, attempt, connection = started()
     waited = 0.0
-    while leg.verdict is None and waited < 3.0:
+    while attempt.verdict is None and waited < 3.0:
         waited += 0.1
         connection.data_received(chunk(COMMENT))
-        leg.tick(T + waited)
-    assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 1 s"
+        attempt.tick(T + waited)
+    assert attempt.verdict is not None and attempt.verdict.why == "no part of the answer for 1 s"
     assert 1.0 < waited < 1.3
 
 
 @pytest.mark.parametrize("alone", ["the size", "the end", "all"])
 def test_what_wraps_a_comment_is_no_part_of_the_answer(alone: str) -> None:
     """Where the size of a chunk, or the line break behind it, comes in a read of its own."""
-    _, leg, connection = started()
+    _, attempt, connection = started()
     size, end = b"%x\r\n" % len(COMMENT), b"\r\n"
     reads = {
         "the size": (size, COMMENT + end),
@@ -156,11 +157,11 @@ def test_what_wraps_a_comment_is_no_part_of_the_answer(alone: str) -> None:
         "all": (size, COMMENT, end),
     }[alone]
     for step in range(1, 12):
-        assert leg.verdict is None
+        assert attempt.verdict is None
         for read in reads:
             connection.data_received(read)
-            leg.tick(T + 0.1 * step)
-    assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 1 s"
+            attempt.tick(T + 0.1 * step)
+    assert attempt.verdict is not None and attempt.verdict.why == "no part of the answer for 1 s"
 
 
 @pytest.mark.parametrize(
@@ -168,16 +169,16 @@ def test_what_wraps_a_comment_is_no_part_of_the_answer(alone: str) -> None:
 )
 def test_parts_of_one_long_event_are_no_silence(path: str, kind: EngineKind) -> None:
     parts = chat_chunks(WORDS) if kind == "openai" else MESSAGES
-    _, leg, connection = started(path, kind, parts[: 2 if kind == "openai" else 4])
+    _, attempt, connection = started(path, kind, parts[: 2 if kind == "openai" else 4])
     begins = b"data: {" if kind == "openai" else b"event: content_block_delta\ndata: {"
     connection.data_received(chunk(begins))
     for step in range(1, 30):
         connection.data_received(chunk(b" " * 300))
-        leg.tick(T + 0.1 * step)
-        assert leg.verdict is None
+        attempt.tick(T + 0.1 * step)
+        assert attempt.verdict is None
     for step in range(30, 42):
-        leg.tick(T + 0.1 * step)
-    assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 1 s"
+        attempt.tick(T + 0.1 * step)
+    assert attempt.verdict is not None and attempt.verdict.why == "no part of the answer for 1 s"
 
 
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
@@ -207,11 +208,11 @@ def test_an_engine_that_only_pings_has_stalled(
     path: str, kind: EngineKind, events: Sequence[bytes], alive: bytes
 ) -> None:
     """Its connection lives, its stream does not."""
-    _, leg, connection = started(path, kind, events[:4] if events is MESSAGES else events[:2])
-    pinged(leg, connection, alive, range(1, 10))
+    _, attempt, connection = started(path, kind, events[:4] if events is MESSAGES else events[:2])
+    pinged(attempt, connection, alive, range(1, 10))
     connection.data_received(chunk(alive))
-    leg.tick(T + 1.1)
-    assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 1 s"
+    attempt.tick(T + 1.1)
+    assert attempt.verdict is not None and attempt.verdict.why == "no part of the answer for 1 s"
 
 
 def named(kind: str, **fields: Any) -> bytes:
@@ -237,41 +238,41 @@ BETWEEN = (
 def test_who_pings_between_two_parts_may_take_as_long_as_for_the_first(
     path: str, kind: EngineKind, said: Sequence[bytes], begins: bytes, alive: bytes
 ) -> None:
-    _, leg, connection = started(path, kind, said)
+    _, attempt, connection = started(path, kind, said)
     connection.data_received(chunk(begins))
-    pinged(leg, connection, alive, range(1, 50))
+    pinged(attempt, connection, alive, range(1, 50))
     # not for ever
     for step in range(50, 53):
         connection.data_received(chunk(alive))
-        leg.tick(T + 0.1 * step)
-    assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 5 s"
+        attempt.tick(T + 0.1 * step)
+    assert attempt.verdict is not None and attempt.verdict.why == "no part of the answer for 5 s"
 
 
 @pytest.mark.parametrize(("path", "kind", "said", "begins", "alive"), BETWEEN)
 def test_who_gives_no_sign_between_two_parts_has_stalled(
     path: str, kind: EngineKind, said: Sequence[bytes], begins: bytes, alive: bytes
 ) -> None:
-    _, leg, connection = started(path, kind, said)
+    _, attempt, connection = started(path, kind, said)
     connection.data_received(chunk(begins))
-    pinged(leg, connection, alive, range(1, 21))
+    pinged(attempt, connection, alive, range(1, 21))
     for step in range(21, 30):
-        leg.tick(T + 0.1 * step)
-        assert leg.verdict is None, step
-    leg.tick(T + 3.1)
+        attempt.tick(T + 0.1 * step)
+        assert attempt.verdict is None, step
+    attempt.tick(T + 3.1)
     why = "neither a part of the answer nor a ping for 1 s"
-    assert leg.verdict is not None and leg.verdict.why == why
+    assert attempt.verdict is not None and attempt.verdict.why == why
 
 
 @pytest.mark.parametrize(("path", "kind", "said", "begins", "alive"), BETWEEN)
 def test_between_two_parts_who_is_not_read_has_not_stalled(
     path: str, kind: EngineKind, said: Sequence[bytes], begins: bytes, alive: bytes
 ) -> None:
-    _, leg, connection = started(path, kind, said)
+    _, attempt, connection = started(path, kind, said)
     connection.data_received(chunk(begins))
     connection.pause()
     for step in range(1, 50):
-        leg.tick(T + 0.1 * step)
-    assert leg.verdict is None
+        attempt.tick(T + 0.1 * step)
+    assert attempt.verdict is None
 
 
 TEXT_BEGINS = named("content_block_stop", index=0) + named(
@@ -304,33 +305,33 @@ def test_within_a_text_who_only_pings_has_stalled(
     path: str, kind: EngineKind, said: Sequence[bytes], begins: bytes, alive: bytes
 ) -> None:
     """Where one has begun, and where something was noted beside it."""
-    _, leg, connection = started(path, kind, said)
+    _, attempt, connection = started(path, kind, said)
     connection.data_received(chunk(begins))
-    pinged(leg, connection, alive, range(1, 11))
-    leg.tick(T + 1.2)
-    assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 1 s"
+    pinged(attempt, connection, alive, range(1, 11))
+    attempt.tick(T + 1.2)
+    assert attempt.verdict is not None and attempt.verdict.why == "no part of the answer for 1 s"
 
 
 @pytest.mark.parametrize(("path", "kind", "said", "begins", "alive"), BETWEEN)
 def test_who_speaks_again_may_stop_no_longer_than_before(
     path: str, kind: EngineKind, said: Sequence[bytes], begins: bytes, alive: bytes
 ) -> None:
-    _, leg, connection = started(path, kind, said)
+    _, attempt, connection = started(path, kind, said)
     connection.data_received(chunk(begins))
-    pinged(leg, connection, alive, range(1, 31))
+    pinged(attempt, connection, alive, range(1, 31))
     connection.data_received(chunk(said[-1]))
-    pinged(leg, connection, alive, range(31, 41))
-    leg.tick(T + 4.2)
-    assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 1 s"
+    pinged(attempt, connection, alive, range(31, 41))
+    attempt.tick(T + 4.2)
+    assert attempt.verdict is not None and attempt.verdict.why == "no part of the answer for 1 s"
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 def test_behind_the_reason_of_its_end_a_message_has_no_other_part(path: str) -> None:
-    _, leg, connection = started(path, "anthropic", MESSAGES[:-1])
-    pinged(leg, connection, PING, range(1, 11))
-    leg.tick(T + 1.2)
+    _, attempt, connection = started(path, "anthropic", MESSAGES[:-1])
+    pinged(attempt, connection, PING, range(1, 11))
+    attempt.tick(T + 1.2)
     # all of it was said
-    assert leg.verdict is not None and leg.verdict.kind == "done"
+    assert attempt.verdict is not None and attempt.verdict.kind == "done"
 
 
 def test_a_part_among_pings_is_one() -> None:
@@ -339,22 +340,22 @@ def test_a_part_among_pings_is_one() -> None:
         (CHAT, "anthropic", MESSAGES),
         ("/v1/messages", "anthropic", [b": beside\n" + event for event in MESSAGES]),
     ):
-        _, leg, connection = started(path, kind, parts[:4])  # type: ignore[arg-type]
-        pinged(leg, connection, PING, range(1, 10))
+        _, attempt, connection = started(path, kind, parts[:4])  # type: ignore[arg-type]
+        pinged(attempt, connection, PING, range(1, 10))
         connection.data_received(chunk(PING + parts[4]))
-        pinged(leg, connection, PING, range(10, 19))
-        assert leg.verdict is None, path
+        pinged(attempt, connection, PING, range(10, 19))
+        assert attempt.verdict is None, path
         connection.data_received(b"".join(map(chunk, parts[5:])))
-        assert leg.verdict is not None and leg.verdict.kind == "done", path
+        assert attempt.verdict is not None and attempt.verdict.kind == "done", path
 
 
 def test_a_second_engine_that_only_pings_has_not_begun() -> None:
-    owner, leg, connection = started(first=(COMMENT,), probe=True)
+    owner, attempt, connection = started(first=(COMMENT,), probe=True)
     for step in range(1, 60):
         connection.data_received(chunk(COMMENT))
-        leg.tick(T + 0.1 * step)
+        attempt.tick(T + 0.1 * step)
     # nothing has come of it in all the time that a first token may take
-    assert leg.verdict is not None and leg.verdict.why == "no part of the answer for 5 s"
+    assert attempt.verdict is not None and attempt.verdict.why == "no part of the answer for 5 s"
     assert not owner.told
 
 
@@ -363,24 +364,24 @@ def test_parts_of_the_answer_are_whichever_way_they_go() -> None:
     words = ("Once", " upon", " a", " time", " there", ".")
     parts = chat_chunks(words)
     for spoken in (parts[3], parts[4], COMMENT + parts[5]):
-        _, leg, connection = started()
+        _, attempt, connection = started()
         connection.data_received(chunk(parts[2]))
         for step in range(1, 10):
-            leg.tick(T + 0.1 * step)
+            attempt.tick(T + 0.1 * step)
         connection.data_received(chunk(spoken))
         for step in range(10, 19):
-            leg.tick(T + 0.1 * step)
-        assert leg.verdict is None
-        leg.tick(T + 2.5)
-        assert leg.verdict is not None
+            attempt.tick(T + 0.1 * step)
+        assert attempt.verdict is None
+        attempt.tick(T + 2.5)
+        assert attempt.verdict is not None
 
 
 def test_what_its_caller_does_not_read_is_no_stall() -> None:
-    _, leg, connection = started()
+    _, attempt, connection = started()
     connection.pause()
     for step in range(50):
-        leg.tick(T + 0.1 * step)
-    assert leg.verdict is None
+        attempt.tick(T + 0.1 * step)
+    assert attempt.verdict is None
 
 
 FAILS = b'data: {"error": {"message": "no", "code": 500}}\n\n'
@@ -398,12 +399,12 @@ FAILS = b'data: {"error": {"message": "no", "code": 500}}\n\n'
 def test_what_ends_an_answer_is_written_as_its_end(
     path: str, kind: EngineKind, events: Sequence[bytes], at_once: bool
 ) -> None:
-    owner, leg, connection = started(path, kind, events[:4])
+    owner, attempt, connection = started(path, kind, events[:4])
     rest = [b"".join(events[4:])] if at_once else events[4:]
     for part in rest:
         assert not owner.lasts
         connection.data_received(chunk(part))
-    assert leg.verdict is not None and leg.verdict.kind == "done"
+    assert attempt.verdict is not None and attempt.verdict.kind == "done"
     assert owner.lasts == [len(owner.told) - 1]
     end = b"event: message_stop" if path == "/v1/messages" else b"data: [DONE]\n\n"
     assert end in owner.told[-1] and not any(end in part for part in owner.told[:-1])
@@ -412,20 +413,20 @@ def test_what_ends_an_answer_is_written_as_its_end(
 def test_a_stream_that_fails_has_no_last_write() -> None:
     """Neither where what was said before the error comes with it, nor where it is cut."""
     for part in (FAILS, chat_chunks(WORDS)[2] + FAILS, FAILS + b"data: [DONE]\n\n"):
-        owner, leg, connection = started()
+        owner, attempt, connection = started()
         connection.data_received(chunk(part))
-        assert leg.verdict is not None and leg.verdict.kind == "lost" and not owner.lasts
-    owner, leg, connection = started()
+        assert attempt.verdict is not None and attempt.verdict.kind == "lost" and not owner.lasts
+    owner, attempt, connection = started()
     connection.connection_lost(None)
-    assert leg.verdict is not None and leg.verdict.kind == "lost" and not owner.lasts
+    assert attempt.verdict is not None and attempt.verdict.kind == "lost" and not owner.lasts
 
 
 def test_what_comes_after_the_end_is_nobodys() -> None:
-    owner, leg, _ = started()
-    leg.abandon()
+    owner, attempt, _ = started()
+    attempt.abandon()
     told = list(owner.told)
-    leg.on_data(chat_chunks(WORDS)[2])
-    assert owner.told == told and not leg.tick(T + 9.0)
+    attempt.on_data(chat_chunks(WORDS)[2])
+    assert owner.told == told and not attempt.tick(T + 9.0)
 
 
 def test_the_first_word_is_noted_once() -> None:
@@ -433,5 +434,5 @@ def test_the_first_word_is_noted_once() -> None:
     owner.clock = T + 1.0
     for part in chat_chunks(WORDS)[2:]:
         connection.data_received(chunk(part))
-    assert owner.first == [T] and owner.splice.done
+    assert owner.first == [T] and owner.relay.done
     assert b"".join(owner.told).endswith(b"data: [DONE]\n\n")

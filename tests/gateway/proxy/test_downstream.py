@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.gateway.proxy.downstream import BODY_WRITER, Outgoing
+from paceline.gateway.proxy.downstream import BODY_WRITER, Downstream
 from paceline.gateway.requests.body import read_body
 
 pytestmark = pytest.mark.anyio
@@ -35,7 +35,7 @@ class Writer:
         return True
 
 
-def outgoing(told: list[bytes], reads: asyncio.Event, *, full: bool = False) -> Outgoing:
+def downstream(told: list[bytes], reads: asyncio.Event, *, full: bool = False) -> Downstream:
     """Of a stream that has begun; what its connection does not take at once waits for ``reads``."""
 
     async def send(message: Any) -> None:
@@ -45,16 +45,16 @@ def outgoing(told: list[bytes], reads: asyncio.Event, *, full: bool = False) -> 
     writer = Writer(told)
     writer.full = full
     scope: Any = {"extensions": {BODY_WRITER: writer}, "headers": []}
-    call: Any = type("AnyCall", (), {"scope": scope, "send": staticmethod(send)})()
+    incoming: Any = type("AnyCall", (), {"scope": scope, "send": staticmethod(send)})()
     source: Any = type("Source", (), {"hold_back": lambda self: None, "head": lambda self: None})()
-    out = Outgoing(call, stream=True, wake=asyncio.Event(), source=source, now=0.0)
+    out = Downstream(incoming, stream=True, wake=asyncio.Event(), source=source, now=0.0)
     out.started = True
     return out
 
 
 async def test_the_last_part_and_the_end_are_one_write() -> None:
     told: list[bytes] = []
-    out = outgoing(told, asyncio.Event())
+    out = downstream(told, asyncio.Event())
     out.write(b"one")
     assert not out.ended
     out.write_last(b"two")
@@ -67,7 +67,7 @@ async def test_the_last_part_and_the_end_are_one_write() -> None:
 async def test_the_last_part_stays_behind_what_waits() -> None:
     told: list[bytes] = []
     reads = asyncio.Event()
-    out = outgoing(told, reads)
+    out = downstream(told, reads)
     out._backlog += b"one"
     out.write_last(b"two")
     assert not out.ended and told == []
@@ -81,7 +81,7 @@ async def test_the_last_part_stays_behind_what_waits() -> None:
 async def test_the_last_part_that_cannot_go_out_waits_for_its_end(holds: str) -> None:
     told: list[bytes] = []
     reads = asyncio.Event()
-    out = outgoing(told, reads, full=holds == "a slow reader")
+    out = downstream(told, reads, full=holds == "a slow reader")
     wake = out._wake
     before: list[bytes] = []
     flushing = None
@@ -102,12 +102,12 @@ async def test_the_last_part_that_cannot_go_out_waits_for_its_end(holds: str) ->
 
 
 async def test_who_hangs_up_once_all_is_out_has_missed_nothing() -> None:
-    out = outgoing([], asyncio.Event())
+    out = downstream([], asyncio.Event())
     out.write(b"one")
     out.write_last(b"two")
     out.hung_up()
     assert out.ended and not out.gone
-    other = outgoing([], asyncio.Event())
+    other = downstream([], asyncio.Event())
     other.write(b"one")
     other.hung_up()
     assert other.gone
@@ -116,7 +116,7 @@ async def test_who_hangs_up_once_all_is_out_has_missed_nothing() -> None:
 async def test_what_comes_while_an_earlier_part_waits_stays_behind_it() -> None:
     told: list[bytes] = []
     reads = asyncio.Event()
-    out = outgoing(told, reads)
+    out = downstream(told, reads)
     out._backlog += b"one"
     flushing = asyncio.ensure_future(out.flush())
     await asyncio.sleep(0)

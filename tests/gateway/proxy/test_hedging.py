@@ -38,13 +38,13 @@ OTHER = Step(parts=chat_chunks(WORDS, created=2))
 
 def _known(gateway: Any, first: str = "e1") -> None:
     """Both engines have answered often, in a moment; the first one is chosen."""
-    for engine in gateway.engines.by_name.values():
+    for engine in gateway.upstreams.by_name.values():
         for _ in range(64):
             engine.load.latency.saw_first(10.0, 0, 0.0, 0.02)
-    for name in gateway.engines.by_name:
+    for name in gateway.upstreams.by_name:
         if name != first:
             # slower to its end, so it is the second choice
-            gateway.engines.by_name[name].load.latency._next._w[0] *= 2.0
+            gateway.upstreams.by_name[name].load.latency._next._w[0] *= 2.0
     gateway._hedges._saved = 5.0
 
 
@@ -72,7 +72,7 @@ async def test_a_late_first_token_comes_from_another_engine(first: Step) -> None
         metrics = (await client.get("/metrics")).text
         assert 'paceline:gateway_hedges_total{engine="e2",result="won"} 1.0' in metrics
         # the other one is told to stop, and is not blamed
-        state = gateway.engines.by_name["e1"]
+        state = gateway.upstreams.by_name["e1"]
         await until(lambda: not state.running and not state.load.running)
         assert state.breaker_state(gateway.now()) == "closed"
         assert len(late.bodies) == len(quick.bodies) == 1
@@ -110,7 +110,7 @@ async def test_one_of_both_may_fail(fails: str) -> None:
         wanted = "e2" if fails == "first" else "e1"
         assert answer.headers["x-paceline-engine"] == wanted
         assert (len(one.bodies), len(two.bodies)) == (1, 1)
-        assert all(not e.running for e in gateway.engines.by_name.values())
+        assert all(not e.running for e in gateway.upstreams.by_name.values())
 
 
 async def test_a_second_engine_that_asks_for_a_pause_gets_one() -> None:
@@ -122,8 +122,10 @@ async def test_a_second_engine_that_asks_for_a_pause_gets_one() -> None:
         _known(gateway)
         answer = await client.post(CHAT, json=chat(stream=True))
         assert answer.headers["x-paceline-engine"] == "e1" and len(two.bodies) == 1
-        rests = {n: e.rests_for(gateway.now()) for n, e in gateway.engines.by_name.items()}
-        assert 5.0 < rests["e2"] <= 7.0 and rests["e1"] == 0.0
+        cooldowns = {
+            n: e.cooldown_left(gateway.now()) for n, e in gateway.upstreams.by_name.items()
+        }
+        assert 5.0 < cooldowns["e2"] <= 7.0 and cooldowns["e1"] == 0.0
         metrics = (await client.get("/metrics")).text
         assert 'paceline:gateway_hedges_total{engine="e2",result="failed"} 1.0' in metrics
 
@@ -146,7 +148,7 @@ async def test_where_both_fail_the_pause_is_told(first: Step, status: int, wait:
         # one that closes a connection that was used before is asked once more on a new one
         assert (len(a.bodies), len(b.bodies)) == (1 if status == 429 else 2, 1)
         assert (answer.status_code, answer.headers["retry-after"]) == (status, wait)
-        assert 35.0 < gateway.engines.by_name["e2"].rests_for(gateway.now()) <= 40.0
+        assert 35.0 < gateway.upstreams.by_name["e2"].cooldown_left(gateway.now()) <= 40.0
 
 
 class _NoConnection:
@@ -175,7 +177,7 @@ async def test_a_connection_that_is_late_is_a_late_first_token() -> None:
         gateway_over(configured(one, two, **fields)) as (gateway, client),
     ):
         _known(gateway)
-        state: Any = gateway.engines.by_name["e1"]
+        state: Any = gateway.upstreams.by_name["e1"]
         state.pool = _NoConnection(state.pool)
         long = [{"role": "user", "content": "word " * 200}]
         answer = await client.post(CHAT, json=chat(stream=True, messages=long))
@@ -183,7 +185,7 @@ async def test_a_connection_that_is_late_is_a_late_first_token() -> None:
         assert answer.headers["x-paceline-engine"] == "e2" and state.pool.num_asked == 1
         assert not one.bodies and not state.running and not state.load.running
         # what went nowhere is not taken for what it has in its cache, and what was won is
-        held = [len(e.load.prefixes) for e in gateway.engines.by_name.values()]
+        held = [len(e.load.prefixes) for e in gateway.upstreams.by_name.values()]
         assert held[0] == 0 and held[1] > 0
 
 
@@ -192,7 +194,7 @@ async def test_who_hangs_up_while_a_connection_is_made_is_seen() -> None:
         scripted(GOOD, metrics=PACELINE_METRICS) as one,
         gateway_over(configured(one, poll_interval=30.0, silence=30.0)) as (gateway, client),
     ):
-        state: Any = gateway.engines.by_name["e1"]
+        state: Any = gateway.upstreams.by_name["e1"]
         state.pool = _NoConnection(state.pool)
         sent = asyncio.ensure_future(client.post(CHAT, json=chat(stream=True)))
         await until(lambda: state.pool.num_asked == 1)
@@ -249,7 +251,7 @@ async def test_hedges_are_a_share_of_the_requests() -> None:
     ):
         _known(gateway)
         gateway._hedges._saved = 0.0
-        for engine in gateway.engines.by_name.values():
+        for engine in gateway.upstreams.by_name.values():
             engine.load.latency.late_factor = lambda: 1.0  # type: ignore[method-assign]
         sent = [client.post(CHAT, json=chat(stream=True)) for _ in range(10)]
         await asyncio.gather(*sent)
@@ -295,7 +297,7 @@ async def test_a_caller_who_hangs_up_ends_both() -> None:
         await until(lambda: len(one.bodies) + len(two.bodies) == 2)
         sent.cancel()
         await until(lambda: one.hung_up + two.hung_up == 2)
-        assert all(not e.load.running for e in gateway.engines.by_name.values())
+        assert all(not e.load.running for e in gateway.upstreams.by_name.values())
 
 
 @pytest.mark.parametrize(("factor", "few"), [(3.0, True), (0.0, False)])
@@ -305,8 +307,8 @@ async def test_slow_factor(factor: float, few: bool) -> None:
         scripted(WHOLE, metrics=PACELINE_METRICS) as two,
         gateway_over(configured(one, two, slow_factor=factor)) as (gateway, client),
     ):
-        state = gateway.engines.by_name["e1"].load
-        for load in (state, gateway.engines.by_name["e2"].load):
+        state = gateway.upstreams.by_name["e1"].load
+        for load in (state, gateway.upstreams.by_name["e2"].load):
             for _ in range(60):
                 load.pace.saw(0.1, 0.1)
         for _ in range(20):
@@ -368,4 +370,4 @@ async def test_a_second_engine_that_answers_whole_has_answered() -> None:
         assert "gateway_attempt_failures_total{" not in metrics
         # the other one is told to stop, and is not blamed
         await until(lambda: is_clean(gateway))
-        assert gateway.engines.by_name["e1"].breaker_state(gateway.now()) == "closed"
+        assert gateway.upstreams.by_name["e1"].breaker_state(gateway.now()) == "closed"

@@ -68,8 +68,8 @@ async def test_who_hangs_up_before_a_word_pays_for_the_prompt(
         sent = asyncio.ensure_future(client.post(path, json=body, headers=AS_ANN))
         await until(lambda: bool(one.bodies))
         if ids:
-            (leg,) = gateway.engines.by_name["e1"].running
-            await until(lambda: leg._owner.splice.prompt_tokens == 3)  # type: ignore[attr-defined]
+            (attempt,) = gateway.upstreams.by_name["e1"].running
+            await until(lambda: attempt._owner.relay.prompt_tokens == 3)  # type: ignore[attr-defined]
         sent.cancel()
         await until(lambda: gateway.in_flight == 0)
         shown = body["messages"] if path == CHAT else body["input"]
@@ -93,7 +93,7 @@ async def test_who_hangs_up_before_an_engine_was_told_pays_nothing(tmp_path: Pat
         first = asyncio.ensure_future(client.post(CHAT, json=chat(), headers=AS_BOB))
         await until(lambda: bool(one.bodies))
         second = asyncio.ensure_future(client.post(CHAT, json=chat(), headers=AS_ANN))
-        await until(lambda: gateway.turns.num_waiting == 1)
+        await until(lambda: gateway.flow_control.num_waiting == 1)
         second.cancel()
         await until(lambda: gateway.in_flight == 1)
         first.cancel()
@@ -111,7 +111,7 @@ async def test_every_engine_is_paid_for_what_it_made(tmp_path: Path) -> None:
             client,
         ),
     ):
-        gateway.engines.by_name["e2"].load.prefill_tokens += 1e6
+        gateway.upstreams.by_name["e2"].load.prefill_tokens += 1e6
         told = streamed(await client.post(CHAT, json=chat(stream=True), headers=AS_ANN))
         assert text_of(told) == "".join(WORDS) and len(lives.bodies) == 1
     half = 10**12 // 2
@@ -137,7 +137,7 @@ async def test_what_goes_on_behind_text_is_counted_in_all(tmp_path: Path) -> Non
         scripted(Step(parts=part(WORDS[2:], 9)), metrics=vllm) as lives,
         gateway_over(configured(dies, lives, **fields), (ANN,)) as (gateway, client),
     ):
-        gateway.engines.by_name["e2"].load.prefill_tokens += 1e6
+        gateway.upstreams.by_name["e2"].load.prefill_tokens += 1e6
         told = streamed(await client.post(CHAT, json=chat(stream=True), headers=AS_ANN))
         assert text_of(told) == "".join(WORDS)
     assert [row[:4] for row in rows(tmp_path)] == [("e1", 1, 7, 2), ("e2", 0, 0, 3)]
@@ -153,7 +153,7 @@ async def test_who_wins_a_hedge_is_credited(tmp_path: Path) -> None:
         _known(gateway)
         answer = await client.post(CHAT, json=chat(stream=True), headers=AS_ANN)
         assert answer.headers["x-paceline-engine"] == "e2"
-        told = gateway.counts.render(gateway.engines.by_name.values(), 0, gateway.now())
+        told = gateway.metrics.render(gateway.upstreams.by_name.values(), 0, gateway.now())
         for name in (
             'requests_total{engine="%s",result="ok"} 1',
             'time_to_first_token_seconds_count{engine="%s"} 1',

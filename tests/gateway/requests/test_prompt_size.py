@@ -192,7 +192,7 @@ async def test_what_may_be_too_long_goes_where_there_is_room_for_it() -> None:
             assert answer.headers["x-paceline-attempts"] == "1"
         assert len(long.bodies) == 4
         # where that takes none, the other one may know better
-        gateway.engines.by_name["e2"].draining = True
+        gateway.upstreams.by_name["e2"].draining = True
         assert (await client.post(CHAT, json=body)).status_code == 200
         short.script[:] = [refused(400)]
         assert (await client.post(CHAT, json=body)).status_code == 400

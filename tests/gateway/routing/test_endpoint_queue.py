@@ -11,7 +11,7 @@ from paceline.core.outputs import SchedulerOutput
 from paceline.core.policies import POLICIES
 from paceline.core.slo import Slo
 from paceline.errors import QueueFullError
-from paceline.gateway.routing.endpoint_queue import Queued, SlotQueue, slot_scheduler
+from paceline.gateway.routing.endpoint_queue import EndpointQueue, Queued, slot_scheduler
 from paceline.sim.arrival import Arrival
 from paceline.sim.config import ReplicaConfig
 from paceline.sim.replica import slo_of
@@ -45,7 +45,7 @@ def by_gateway(policy: str, seed: int, *, at_once: bool = True) -> list[str]:
     ``at_once`` adds requests as they come; else when a place is free, as an engine's loop reads its
     messages between steps, which ``fair`` can tell: a tenant's level is looked up then.
     """
-    queue = SlotQueue(policy)
+    queue = EndpointQueue(policy)
     found = []
     free_at: float | None = None
 
@@ -107,7 +107,7 @@ def test_policies_differ() -> None:
 
 
 def test_targets_come_first() -> None:
-    queue = SlotQueue("deadline")
+    queue = EndpointQueue("deadline")
     queue.add(Queued("late", 0.0, 8, slo=Slo(ttft=60.0)))
     queue.add(Queued("soon", 0.1, 8, slo=Slo(ttft=2.0)))
     assert queue.next(0.2) == "soon"
@@ -116,7 +116,7 @@ def test_targets_come_first() -> None:
 
 
 def test_it_is_bounded_in_number_and_time() -> None:
-    queue = SlotQueue("fcfs", max_waiting=2, timeout=5.0)
+    queue = EndpointQueue("fcfs", max_waiting=2, timeout=5.0)
     # the place that is about to be given counts, too
     for number in range(3):
         queue.add(Queued(str(number), float(number), 8))

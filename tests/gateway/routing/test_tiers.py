@@ -98,7 +98,7 @@ async def test_memory_pressure_sends_on_where_that_is_wanted() -> None:
         response = await client.post(CHAT, json=chat(model="chat"))
         assert response.headers["x-paceline-engine"] == "e2"
         full.metrics = PACELINE_METRICS
-        await until(lambda: not gateway.engines.by_name["e1"].load.pressed)
+        await until(lambda: not gateway.upstreams.by_name["e1"].load.pressed)
         response = await client.post(CHAT, json=chat(model="chat"))
         assert response.headers["x-paceline-engine"] == "e1"
         assert len(free.bodies) == 1

@@ -70,7 +70,7 @@ async def test_where_it_goes_and_what_its_caller_sees() -> None:
         assert {chunk["model"] for chunk in told[:-1]} == {"any-thing"}
         assert near.bodies[-1]["model"] == "m"
         # a later tier says what it served instead
-        gateway.engines.by_name["e2"].draining = True
+        gateway.upstreams.by_name["e2"].draining = True
         answer = await client.post(CHAT, json=chat(model="cloud/big", stream=True))
         assert answer.headers["x-paceline-fallback"] == "m"
         # nothing is kept by what callers wrote

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.gateway.streams import chunks as chunks_module
-from paceline.gateway.streams.chunk_template import Shape
-from paceline.gateway.streams.openai_stream import OpenAISplice, make_splice
+from paceline.gateway.streams.chunk_template import ChunkTemplate
+from paceline.gateway.streams.openai_stream import OpenAIStreamRelay, make_relay
 from tests.gateway.fault_server import chat_chunks
 
 HEAD = b'data: {"id":"x","model":"m","choices":[{"index":0,"delta":{"content":'
@@ -22,10 +22,10 @@ def event(text: bytes, number: bytes = b"7", end: bytes = b"]}]}\n\n") -> bytes:
     return HEAD + text + TAIL + number + end
 
 
-def shape(ids: list[int]) -> Shape:
+def template(ids: list[int]) -> ChunkTemplate:
     data = event(b'"Once"')
     out = data.replace(b',"token_ids":[7]', b"")
-    found = Shape.of(data[6:-2], out, ids)
+    found = ChunkTemplate.of(data[6:-2], out, ids)
     assert found is not None
     return found
 
@@ -36,7 +36,7 @@ def shape(ids: list[int]) -> Shape:
 )
 def test_what_looks_alike_is_relayed_and_its_token_noted(text: bytes) -> None:
     ids: list[int] = []
-    out = shape(ids).relay(event(text, b"123"))
+    out = template(ids).relay_event(event(text, b"123"))
     assert out == HEAD + text + b'},"finish_reason":null}]}\n\n' and ids == [123]
 
 
@@ -68,7 +68,7 @@ def test_what_looks_alike_is_relayed_and_its_token_noted(text: bytes) -> None:
 )
 def test_what_does_not_is_left_to_who_reads_it_whole(data: bytes) -> None:
     ids: list[int] = []
-    assert shape(ids).relay(data) is None and ids == []
+    assert template(ids).relay_event(data) is None and ids == []
 
 
 WORDS = st.lists(st.text(max_size=6), min_size=1, max_size=12)
@@ -99,12 +99,12 @@ def test_nothing_shows_it(
 ) -> None:
     parts = written(words, style, ids=ids, odd=odd)
     read, known = (
-        make_splice("/v1/chat/completions", num_choices=1, model="alias", note={}) for _ in range(2)
+        make_relay("/v1/chat/completions", num_choices=1, model="alias", note={}) for _ in range(2)
     )
-    assert isinstance(read, OpenAISplice)
-    read.begin_leg()
+    assert isinstance(read, OpenAIStreamRelay)
+    read.begin_attempt()
     read._lessons = 0
-    known.begin_leg()
+    known.begin_attempt()
     for part in parts:
         assert known.feed(part) == read.feed(part)
         assert known.num_output_tokens == read.num_output_tokens
@@ -118,25 +118,25 @@ def test_most_chunks_are_not_read(monkeypatch: pytest.MonkeyPatch, ids: bool) ->
     really = chunks_module._decode
     monkeypatch.setattr(chunks_module, "_decode", _noting(read, really))
     parts = chat_chunks([f" word{n}" for n in range(100)], ids=ids)
-    splice = OpenAISplice(num_choices=1)
-    splice.begin_leg()
+    relay = OpenAIStreamRelay(num_choices=1)
+    relay.begin_attempt()
     for part in parts:
-        splice.feed(part)
+        relay.feed(part)
     # the role, a word to learn from, the end and the counts
-    assert splice.done and splice.num_output_tokens == 100 and len(read) <= 5
+    assert relay.done and relay.num_output_tokens == 100 and len(read) <= 5
 
 
 def test_of_streams_that_never_look_alike_little_is_learned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tries: list[Any] = []
-    really = Shape.of
-    monkeypatch.setattr(Shape, "of", _noting(tries, really))
-    splice = OpenAISplice(num_choices=1)
-    splice.begin_leg()
+    really = ChunkTemplate.of
+    monkeypatch.setattr(ChunkTemplate, "of", _noting(tries, really))
+    relay = OpenAIStreamRelay(num_choices=1)
+    relay.begin_attempt()
     for number in range(200):
-        splice.feed(event(b'"a"').replace(b'"id":"x"', b'"id":"x%d"' % number))
-    assert splice.num_output_tokens == 200 and 0 < len(tries) <= 16
+        relay.feed(event(b'"a"').replace(b'"id":"x"', b'"id":"x%d"' % number))
+    assert relay.num_output_tokens == 200 and 0 < len(tries) <= 16
 
 
 def _noting(calls: list[Any], really: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.gateway.streams.openai_stream import OpenAISplice, make_splice
+from paceline.gateway.streams.openai_stream import OpenAIStreamRelay, make_relay
 from tests.gateway.fault_server import chat_chunks
 
 WORDS = ("It", ' said "token_ids":[1]', " \n\n", "é", ' {"error": 1}', ".")
@@ -31,20 +31,20 @@ def text_of(data: bytes) -> str:
     )
 
 
-def spliced(cut: int, **fields: Any) -> tuple[bytes, OpenAISplice]:
+def relayed(cut: int, **fields: Any) -> tuple[bytes, OpenAIStreamRelay]:
     """A stream of which an engine sent ``cut`` bytes, and another the rest."""
-    splice = OpenAISplice(num_choices=1, hide_usage=False, **fields)
-    splice.begin_leg()
-    out = splice.feed(WHOLE[:cut])
-    out += splice.end_leg()
-    if splice.done:
-        return out, splice
-    assert splice.failed
-    resume = splice.resume_ids()
+    relay = OpenAIStreamRelay(num_choices=1, hide_usage=False, **fields)
+    relay.begin_attempt()
+    out = relay.feed(WHOLE[:cut])
+    out += relay.end_attempt()
+    if relay.done:
+        return out, relay
+    assert relay.failed
+    resume = relay.resume_ids()
     first = len(resume[0] or ()) if resume else 0
-    splice.begin_leg()
-    out += splice.feed(b"".join(chat_chunks(WORDS[first:], first_id=first, created=2)))
-    return out + splice.end_leg(), splice
+    relay.begin_attempt()
+    out += relay.feed(b"".join(chat_chunks(WORDS[first:], first_id=first, created=2)))
+    return out + relay.end_attempt(), relay
 
 
 def test_cut_at_every_byte() -> None:
@@ -53,8 +53,8 @@ def test_cut_at_every_byte() -> None:
 
 
 def _check(cut: int) -> None:
-    out, splice = spliced(cut)
-    assert splice.done and splice.failed is None
+    out, relay = relayed(cut)
+    assert relay.done and relay.failed is None
     assert text_of(out) == "".join(WORDS)
     told = chunks_of(out)
     assert told[-1] == b"[DONE]" and told.count(b"[DONE]") == 1
@@ -73,22 +73,22 @@ def _check(cut: int) -> None:
 def test_in_whatever_parts_it_comes(cuts: list[int], line_end: bytes, quiet: bytes) -> None:
     data = b"\xef\xbb\xbf" + WHOLE.replace(b"\n\n", b"\n\n" + quiet).replace(b"\n", line_end)
     places = sorted({0, len(data), *(min(cut, len(data)) for cut in cuts)})
-    splice = OpenAISplice(num_choices=1, hide_usage=False, hide_ids=False)
-    splice.begin_leg()
+    relay = OpenAIStreamRelay(num_choices=1, hide_usage=False, hide_ids=False)
+    relay.begin_attempt()
     out = b"".join(
-        splice.feed(data[a:b]) for a, b in pairwise(places)
-    ) + splice.end_leg()  # fmt: skip
-    assert out == WHOLE and splice.done
+        relay.feed(data[a:b]) for a, b in pairwise(places)
+    ) + relay.end_attempt()  # fmt: skip
+    assert out == WHOLE and relay.done
 
 
 def test_names_and_ids_are_the_first_engines() -> None:
-    out, _ = spliced(len(b"".join(chat_chunks(WORDS)[:3])), model="alias")
+    out, _ = relayed(len(b"".join(chat_chunks(WORDS)[:3])), model="alias")
     told = chunks_of(out)[:-1]
     assert {(c["id"], c["created"], c["model"]) for c in told} == {("chat-1", 1, "alias")}
 
 
 def test_text_that_looks_like_ids_stays() -> None:
-    out, _ = spliced(len(WHOLE))
+    out, _ = relayed(len(WHOLE))
     assert "token_ids" in text_of(out)
     assert all("token_ids" not in chunk["choices"][0] for chunk in chunks_of(out)[:-2])
 
@@ -101,37 +101,37 @@ def test_choices_end_one_by_one() -> None:
         more = {"prompt_token_ids": [1]} if not ids else {}
         return b"data: " + json.dumps({"id": "x", "choices": [choice], **more}).encode() + b"\n\n"
 
-    splice = OpenAISplice(num_choices=2)
-    splice.begin_leg()
-    splice.feed(event(0, "", []) + event(0, "a", [5]) + event(1, "b", [6], "stop"))
-    assert splice.end_leg() == b"" and splice.failed
-    assert splice.resume_ids() == [[5], None]
-    splice.begin_leg()
-    out = splice.feed(event(0, "c", [7], "length"))
-    assert text_of(out + splice.end_leg()) == "c" and splice.done
-    assert splice.num_output_tokens == 3
+    relay = OpenAIStreamRelay(num_choices=2)
+    relay.begin_attempt()
+    relay.feed(event(0, "", []) + event(0, "a", [5]) + event(1, "b", [6], "stop"))
+    assert relay.end_attempt() == b"" and relay.failed
+    assert relay.resume_ids() == [[5], None]
+    relay.begin_attempt()
+    out = relay.feed(event(0, "c", [7], "length"))
+    assert text_of(out + relay.end_attempt()) == "c" and relay.done
+    assert relay.num_output_tokens == 3
 
 
 def test_tokens_without_ids_cannot_be_resumed() -> None:
-    splice = OpenAISplice(num_choices=1)
-    splice.begin_leg()
-    splice.feed(b"".join(chat_chunks(WORDS, ids=False)[:3]))
-    assert splice.emitted and splice.resume_ids() is None
+    relay = OpenAIStreamRelay(num_choices=1)
+    relay.begin_attempt()
+    relay.feed(b"".join(chat_chunks(WORDS, ids=False)[:3]))
+    assert relay.emitted and relay.resume_ids() is None
 
 
-def test_an_engines_own_error_ends_its_leg() -> None:
-    splice = OpenAISplice(num_choices=1)
-    splice.begin_leg()
-    out = splice.feed(chat_chunks(WORDS)[0] + b'data: {"error": {"message": "x"}}\n\n')
-    assert b"error" not in out and splice.failed == "the engine reported an error"
-    assert b'"message": "x"' in splice.failure_event
+def test_an_engines_own_error_ends_its_attempt() -> None:
+    relay = OpenAIStreamRelay(num_choices=1)
+    relay.begin_attempt()
+    out = relay.feed(chat_chunks(WORDS)[0] + b'data: {"error": {"message": "x"}}\n\n')
+    assert b"error" not in out and relay.failed == "the engine reported an error"
+    assert b'"message": "x"' in relay.failure_event
 
 
 def test_an_event_without_an_end_is_not_kept_for_ever() -> None:
-    splice = OpenAISplice(num_choices=1)
-    splice.begin_leg()
-    splice.feed(b"data: " + b"x" * (1 << 20))
-    assert splice.failed and "more than" in splice.failed
+    relay = OpenAIStreamRelay(num_choices=1)
+    relay.begin_attempt()
+    relay.feed(b"data: " + b"x" * (1 << 20))
+    assert relay.failed and "more than" in relay.failed
 
 
 @pytest.mark.parametrize(
@@ -147,17 +147,17 @@ def test_other_apis_go_out_from_what_says_something(
     def event(name: str) -> bytes:
         return f'event: {name}\ndata: {{"type":"{name}"}}\n\n'.encode()
 
-    splice = make_splice(path)
-    splice.begin_leg()
-    assert splice.feed(event("response.created")) == b""
-    assert splice.resume_ids() is None
-    splice.begin_leg()
+    relay = make_relay(path)
+    relay.begin_attempt()
+    assert relay.feed(event("response.created")) == b""
+    assert relay.resume_ids() is None
+    relay.begin_attempt()
     both = event("response.created") + event(said)
-    assert splice.feed(both) == both and splice.emitted
-    assert splice.feed(b": comment\n\n") == b": comment\n\n"
-    assert splice.feed(event(end)) == event(end) and splice.done
-    other = make_splice(path)
-    other.begin_leg()
+    assert relay.feed(both) == both and relay.emitted
+    assert relay.feed(b": comment\n\n") == b": comment\n\n"
+    assert relay.feed(event(end)) == event(end) and relay.done
+    other = make_relay(path)
+    other.begin_attempt()
     assert other.feed(event(fails)) == b"" and other.failed
     assert other.failure_event == event(fails)
 
@@ -189,14 +189,14 @@ def test_what_a_text_says_is_no_event(
         head = f"event: {kind}\n" if named else ""
         return f"{head}data: {json.dumps({'type': kind, 'delta': {'text': text}})}\n\n".encode()
 
-    splice = make_splice(path)
-    splice.begin_leg()
+    relay = make_relay(path)
+    relay.begin_attempt()
     parts = [event(delta, mark) for mark in marks]
     for part in parts:
-        assert splice.feed(part) == part
-        assert not splice.done and splice.failed is None and splice.emitted
-    assert splice.num_output_tokens == len(marks)
-    assert splice.feed(event(end, "")) == event(end, "") and splice.done
-    fails = make_splice(path)
-    fails.begin_leg()
+        assert relay.feed(part) == part
+        assert not relay.done and relay.failed is None and relay.emitted
+    assert relay.num_output_tokens == len(marks)
+    assert relay.feed(event(end, "")) == event(end, "") and relay.done
+    fails = make_relay(path)
+    fails.begin_attempt()
     assert fails.feed(event("error", "why")) == b"" and fails.failed

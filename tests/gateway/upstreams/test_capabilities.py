@@ -86,7 +86,7 @@ PROPS = {
 INFO = {"version": "0.5.9", "max_running_requests": 32, "context_length": None,
         "max_req_input_len": 8186}  # fmt: skip
 
-# the kind, what the engine says, and what is known then: abilities, and the rest
+# the kind, what the engine says, and what is known then: capabilities, and the rest
 SAID: dict[str, tuple[EngineKind, Mapping[str, Any], Mapping[str, bool], Mapping[str, Any]]] = {
     "paceline": (
         "paceline",
@@ -157,8 +157,8 @@ async def told(http: Any, name: str = "e1") -> dict[str, Any]:
 
 
 async def probed(gateway: Any, name: str = "e1") -> Any:
-    engine = gateway.engines.by_name[name]
-    await until(lambda: gateway.engines.is_probed(engine))
+    engine = gateway.upstreams.by_name[name]
+    await until(lambda: gateway.upstreams.is_probed(engine))
     return engine
 
 
@@ -174,9 +174,9 @@ async def test_what_each_kind_says(case: str) -> None:
         assert found["probe"] == "answered"
         table = KINDS[kind]
         held = {"token_ids": table.resumes, "resume": table.resumes, "continues": table.continues}
-        for ability, field in FIELDS.items():
-            source = "engine" if ability in known else "kind"
-            assert found[field] == {"can": known.get(ability, held[ability]), "from": source}
+        for capability, field in FIELDS.items():
+            source = "engine" if capability in known else "kind"
+            assert found[field] == {"can": known.get(capability, held[capability]), "from": source}
         assert facts.resumes == (known.get("resume", table.resumes))
         assert facts.continues == known.get("continues", table.continues)
         for name, wanted in {
@@ -201,7 +201,7 @@ async def test_who_says_nothing_leaves_the_kinds_table(kind: EngineKind) -> None
         assert found["probe"] == "unanswered"
         assert {found[field]["from"] for field in FIELDS.values()} == {"kind"}
         # which is no outage
-        one = gateway.engines.by_name["e1"]
+        one = gateway.upstreams.by_name["e1"]
         assert not one.num_misses and one.breaker_state(gateway.now()) == "closed"
         assert text_of(streamed(await http.post(CHAT, json=chat(stream=True)))) == "".join(WORDS)
 
@@ -272,8 +272,8 @@ async def test_what_is_not_said_can_be_tried(
     ):
         facts = (await probed(gateway)).facts
         found = await told(http)
-        for ability, value in known.items():
-            assert found[FIELDS[ability]] == {"can": value, "from": "tried"}
+        for capability, value in known.items():
+            assert found[FIELDS[capability]] == {"can": value, "from": "tried"}
         assert found["probe"] == ("answered" if known else "unanswered")
         assert facts.continues == known.get("continues", KINDS[kind].continues)
         # ids alone are not resumed behind
@@ -305,7 +305,7 @@ async def test_who_is_not_to_be_asked_is_not() -> None:
         scripted(GOOD, metrics=VLLM, pages=pages) as engine,
         gateway_over(configured(engine, **config_of)) as (gateway, http),
     ):
-        one = gateway.engines.by_name["e1"]
+        one = gateway.upstreams.by_name["e1"]
         await until(lambda: one.num_polls > 4)
         assert (await told(http))["probe"] == "off" and not engine.asked
         assert one.facts == KINDS["paceline"]
@@ -380,20 +380,20 @@ async def test_who_starts_after_the_gateway_is_asked_then(
         assert (await told(http, "e1"))["probe"] == "unanswered"
         for name in ("e2", "e3"):
             assert (await told(http, name))["probe"] == "waiting"
-        one, two = gateway.engines.by_name["e1"], gateway.engines.by_name["e2"]
+        one, two = gateway.upstreams.by_name["e1"], gateway.upstreams.by_name["e2"]
         pages = {CHAT: refuses_both, "/openapi.json": described("continue_final_message")}
         async with scripted(GOOD, port=later.port, pages=pages):
             for name in kinds:
-                engine = gateway.engines.by_name[name]
-                await until(lambda engine=engine: engine.abilities.continues)
+                engine = gateway.upstreams.by_name[name]
+                await until(lambda engine=engine: engine.capabilities.continues)
             assert not two.trouble
         # one that is not polled shows by its list that it has gone, and takes requests all the same
         await until(lambda: two.trouble)
         assert not two.usable(gateway.now())
         async with scripted(GOOD, port=later.port, pages={CHAT: knows_neither}):
-            await until(lambda: two.abilities.continues is False)
+            await until(lambda: two.capabilities.continues is False)
             # one whose models the file names has no list to tell by: its connection was closed
-            await until(lambda: one.abilities.continues is False)
+            await until(lambda: one.capabilities.continues is False)
 
 
 @pytest.mark.parametrize("most", [None, 512])
@@ -426,7 +426,7 @@ async def test_reloads_come_one_after_the_other(caplog: pytest.LogCaptureFixture
         ]
         await asyncio.gather(*(gateway.reload(each, gateway.keys) for each in changed))
         engine.frozen = False
-        one = gateway.engines.by_name["e1"]
+        one = gateway.upstreams.by_name["e1"]
         assert one.config == changed[1].engines[0] == gateway.config.engines[0]
         before = one.num_polls
         await until(lambda: one.num_polls > before + 3 and not one.trouble)
@@ -446,7 +446,7 @@ async def test_nobody_waits_for_it() -> None:
         gateway_over(configured(engine)) as (gateway, http),
     ):
         assert (await http.post(CHAT, json=chat())).status_code == 200
-        one = gateway.engines.by_name["e1"]
+        one = gateway.upstreams.by_name["e1"]
         await until(lambda: "/openapi.json" in engine.asked)
         polls = one.num_polls
         await until(lambda: one.num_polls > polls + 3)

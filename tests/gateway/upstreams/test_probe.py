@@ -13,26 +13,26 @@ import pytest
 
 from paceline.gateway.proxy.passthrough.passing import pass_on
 from paceline.gateway.settings.config import EngineConfig, GatewayConfig
-from paceline.gateway.upstreams.probe import ask
-from paceline.gateway.upstreams.upstream import Engine
+from paceline.gateway.upstreams.probe import fetch_small
+from paceline.gateway.upstreams.upstream import Upstream
 
 pytestmark = pytest.mark.anyio
 
 SECONDS: Final = 0.3
 
 
-async def asked(engine: Engine) -> bytes:
-    return (await ask(engine, "/metrics", SECONDS))[1]
+async def asked(engine: Upstream) -> bytes:
+    return (await fetch_small(engine, "/metrics", SECONDS))[1]
 
 
-async def passed(engine: Engine) -> bytes:
+async def passed(engine: Upstream) -> bytes:
     async with await pass_on(engine, "GET", "/v1/files", [], None, SECONDS) as answer:
         return await answer.whole()
 
 
 @pytest.mark.parametrize("question", [asked, passed])
 async def test_what_came_in_time_counts_though_the_loop_was_held_up(
-    question: Callable[[Engine], Awaitable[bytes]],
+    question: Callable[[Upstream], Awaitable[bytes]],
 ) -> None:
     """The answer and the end of its time are there at once when the loop goes on."""
     loop = asyncio.get_running_loop()
@@ -58,7 +58,7 @@ async def test_what_came_in_time_counts_though_the_loop_was_held_up(
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         config = EngineConfig(name="e1", url=f"http://127.0.0.1:{listener.getsockname()[1]}")
-        engine = Engine(config, GatewayConfig(engines=(config,)), loop.time())
+        engine = Upstream(config, GatewayConfig(engines=(config,)), loop.time())
         try:
             assert await question(engine) == b"hi"
         finally:

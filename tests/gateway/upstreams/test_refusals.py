@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.gateway import ModelConfig
-from paceline.gateway.upstreams.refusals import is_too_long, told
+from paceline.gateway.upstreams.refusals import is_too_long, redacted_error
 from tests.gateway.fault_server import Step, scripted
 from tests.gateway.helpers import (
     CHAT,
@@ -71,7 +71,7 @@ def encoded(body: Any) -> bytes:
 def test_an_engines_words_are_told(name: str) -> None:
     words, body = WORDED[name]
     for path in PATHS:
-        found = json.loads(told(path, 422, encoded(body), ""))
+        found = json.loads(redacted_error(path, 422, encoded(body), ""))
         assert found["error"]["message"] == words, path
         assert (found.get("type") == "error") == (path == MESSAGES)
         assert isinstance(found["error"]["type"], str)
@@ -80,18 +80,18 @@ def test_an_engines_words_are_told(name: str) -> None:
 def test_what_is_no_words_is_hidden() -> None:
     for body in HIDDEN:
         for path in PATHS:
-            error = json.loads(told(path, 400, encoded(body), ""))["error"]
+            error = json.loads(redacted_error(path, 400, encoded(body), ""))["error"]
             assert error["message"] == "the engine answered with status 400", body
     # what went wrong within the engine, in whatever words, is not the caller's
-    assert b"Traceback" not in told(CHAT, 501, b"Traceback: ...", "")
+    assert b"Traceback" not in redacted_error(CHAT, 501, b"Traceback: ...", "")
 
 
 def test_the_field_at_fault_is_told() -> None:
-    error = json.loads(told(CHAT, 422, encoded(WORDED["FastAPI"][1]), ""))["error"]
+    error = json.loads(redacted_error(CHAT, 422, encoded(WORDED["FastAPI"][1]), ""))["error"]
     assert (error["param"], error["code"]) == ("top_p", 422)
     same = encoded(WORDED["OpenAI"][1])
-    assert told(CHAT, 400, same, "") == same
-    assert b"sk-1" not in told(CHAT, 400, b"bad key sk-1", "sk-1")
+    assert redacted_error(CHAT, 400, same, "") == same
+    assert b"sk-1" not in redacted_error(CHAT, 400, b"bad key sk-1", "sk-1")
 
 
 def openai(message: str, **more: Any) -> dict[str, Any]:
@@ -169,14 +169,14 @@ OTHER: tuple[tuple[int, Any], ...] = (
 def test_words_of_a_prompt_that_is_too_long(status: int, body: Any) -> None:
     assert is_too_long(status, encoded(body))
     for path in PATHS:
-        error = json.loads(told(path, status, encoded(body), ""))["error"]
+        error = json.loads(redacted_error(path, status, encoded(body), ""))["error"]
         assert (error.get("code") == "context_length_exceeded") == (path != MESSAGES)
 
 
 @pytest.mark.parametrize(("status", "body"), OTHER)
 def test_words_of_other_things(status: int, body: Any) -> None:
     assert not is_too_long(status, encoded(body))
-    assert b"context_length_exceeded" not in told(CHAT, status, encoded(body), "")
+    assert b"context_length_exceeded" not in redacted_error(CHAT, status, encoded(body), "")
 
 
 @pytest.mark.parametrize("stream", [False, True])

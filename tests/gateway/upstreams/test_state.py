@@ -7,9 +7,9 @@ import re
 import pytest
 
 from paceline.gateway import EngineConfig, GatewayConfig
-from paceline.gateway.observability.metrics import Counts
+from paceline.gateway.observability.metrics import GatewayMetrics
 from paceline.gateway.upstreams.state import state_of
-from paceline.gateway.upstreams.upstream import Engine
+from paceline.gateway.upstreams.upstream import Upstream
 from paceline.routing import Demand, Pressure
 from tests.gateway.fault_server import PACELINE_METRICS, Step, chat_chunks, scripted
 from tests.gateway.helpers import CHAT, chat, configured, gateway_over
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.anyio
 DEMAND = Demand(prompt_tokens=100.0, max_tokens=50.0, output_tokens=50.0)
 
 
-def engine(**fields: object) -> Engine:
+def engine(**fields: object) -> Upstream:
     config = EngineConfig(name="e", url="http://127.0.0.1:1", **fields)  # type: ignore[arg-type]
-    made = Engine(config, GatewayConfig(engines=(config,)), 0.0)
+    made = Upstream(config, GatewayConfig(engines=(config,)), 0.0)
     made.trouble = ""
     return made
 
@@ -46,7 +46,7 @@ def test_each_state_has_its_word() -> None:
         model.end(CHAT, "failed", 110.0)
     assert state_of(made, 111.0) == "failing"
     assert state_of(made, 110.0 + model.reopens_in(CHAT, 110.0) + 0.1) == "half-open"
-    model.rest(300.0)
+    model.cool_down(300.0)
     assert state_of(made, 120.0) == "paused" and state_of(made, 111.0) == "failing"
     made.num_misses = 1
     assert state_of(made, 120.0) == "silent"
@@ -68,7 +68,7 @@ def test_predictions_are_told_beside_what_came_of_them() -> None:
     ticket.first_token(3.0)
     ticket.first_token(9.0)
     made.back_at = 4.0
-    text = Counts().render([made], 0, 7.0)
+    text = GatewayMetrics().render([made], 0, 7.0)
     name = "paceline:gateway_"
     assert told(text, f"{name}first_tokens_total", engine="e") == 1
     seconds = f"{name}first_token_seconds_total"
@@ -77,7 +77,7 @@ def test_predictions_are_told_beside_what_came_of_them() -> None:
     assert told(text, f"{name}engine_share", engine="e") == pytest.approx(0.3)
     assert told(text, f"{name}engine_slow", engine="e") == 0.0
     made.load.pace.slow_since = 5.0
-    assert told(Counts().render([made], 0, 7.0), f"{name}engine_slow", engine="e") == 1.0
+    assert told(GatewayMetrics().render([made], 0, 7.0), f"{name}engine_slow", engine="e") == 1.0
 
 
 async def test_status_says_it() -> None:
@@ -93,6 +93,6 @@ async def test_status_says_it() -> None:
         found = (await client.get("/status")).json()["engines"]["e1"]
         assert (found["state"], found["share"], found["slow"]) == ("ready", 1.0, False)
         assert (found["max_concurrent"], found["rests_for"]) == (3, 0.0)
-        gateway.engines.by_name["e1"].draining = True
+        gateway.upstreams.by_name["e1"].draining = True
         found = (await client.get("/status")).json()["engines"]["e1"]
         assert found["state"] == "draining"

@@ -7,11 +7,11 @@ import random
 from typing import Final, Protocol
 
 from paceline.gateway.billing.spending import Spending
-from paceline.gateway.proxy.passthrough.kept import Door, Kept, headers_for
+from paceline.gateway.proxy.passthrough.kept import IncomingRequest, StoredObjects, headers_for
 from paceline.gateway.proxy.passthrough.passing import pass_on
 from paceline.gateway.requests.body import Body, read_body
 from paceline.gateway.requests.reading import read_json_bytes
-from paceline.gateway.routing.routes import Route, Routes, Site
+from paceline.gateway.routing.routes import Endpoint, Route, Routes
 from paceline.gateway.settings.config import GatewayConfig
 from paceline.http.errors import HttpError
 from paceline.http.sse import unless_disconnected
@@ -23,7 +23,7 @@ __all__ = ["COUNTING", "Counting"]
 _MESSAGES: Final = "/v1/messages/count_tokens"
 _RESPONSES: Final = "/v1/responses/input_tokens"
 COUNTING: Final = frozenset({_MESSAGES, _RESPONSES})
-# kinds with other APIs, and the counting endpoint that they have
+# kinds with other APIs, and the counting path that they have
 _OTHERS: Final = {"anthropic": _MESSAGES, "azure": ""}
 # callers' headers that are passed on to engines
 _VERSIONS: Final = (b"anthropic-version", b"anthropic-beta")
@@ -35,47 +35,47 @@ class _Gateway(Protocol):
     config: GatewayConfig
     routes: Routes
     spending: Spending
-    kept: Kept
+    stored: StoredObjects
 
 
 class Counting:
-    """Counting endpoints of one gateway."""
+    """Counting paths of one gateway."""
 
     def __init__(self, gateway: _Gateway) -> None:
         self._gateway = gateway
 
-    async def answer(self, call: Door) -> None:
+    async def answer(self, incoming: IncomingRequest) -> None:
         """Answer a counting request. Raises HttpError and RequestError."""
-        gateway, path = self._gateway, call.path
-        if call.method != "POST":
-            raise HttpError(405, f"{path} takes POST, not {call.method}")
+        gateway, path = self._gateway, incoming.path
+        if incoming.method != "POST":
+            raise HttpError(405, f"{path} takes POST, not {incoming.method}")
         body = read_body(
-            await read_json_bytes(call.receive, call.headers, gateway.config.max_body_size)
+            await read_json_bytes(incoming.receive, incoming.headers, gateway.config.max_body_size)
         )
         route = gateway.routes.find(body.model, 0.0)
         alias = route.model if route.asked else ""
-        gateway.spending.check(call.tenant, body.model or route.model, alias)
-        route = await gateway.kept.bound(route, body, call.tenant)
-        await unless_disconnected(call.receive, self._ask(call, body, route))
+        gateway.spending.check(incoming.tenant, body.model or route.model, alias)
+        route = await gateway.stored.bound(route, body, incoming.tenant)
+        await unless_disconnected(incoming.receive, self._ask(incoming, body, route))
 
-    async def _ask(self, call: Door, body: Body, route: Route) -> None:
+    async def _ask(self, incoming: IncomingRequest, body: Body, route: Route) -> None:
         """Ask the engines of a route, one after the other, until one answers."""
         troubled = False
-        for site in _in_turn(route, call.path):
-            headers = headers_for(site.engine, call.tenant, call.request_id)
+        for endpoint in _in_order(route, incoming.path):
+            headers = headers_for(endpoint.upstream, incoming.tenant, incoming.request_id)
             headers.append((b"content-type", b"application/json"))
-            headers += [h for h in call.scope["headers"] if h[0] in _VERSIONS]
-            changes = {"model": site.model}
-            # the counting endpoint takes the fields of its parent endpoint
-            data = site.engine.dialect.body(call.path.rpartition("/")[0], body, changes)
+            headers += [h for h in incoming.scope["headers"] if h[0] in _VERSIONS]
+            changes = {"model": endpoint.model}
+            # the counting path takes the fields of its parent path
+            data = endpoint.upstream.dialect.body(incoming.path.rpartition("/")[0], body, changes)
             passed = None
             try:
                 async with await pass_on(
-                    site.engine, "POST", call.path, headers, data, _SECONDS
+                    endpoint.upstream, "POST", incoming.path, headers, data, _SECONDS
                 ) as passed:
                     meaning = meaning_of(passed.status)
                     if passed.status == 200 or meaning == "caller":
-                        await passed.tell(call.send)
+                        await passed.tell(incoming.send)
                         return
                     troubled |= meaning != "model"
             except ConnectError:
@@ -84,14 +84,17 @@ class Counting:
                 troubled = True
         if troubled:
             raise HttpError(503, f"no engine of {route.shown} can count now", 1.0)
-        raise HttpError(404, f"no engine of {route.shown} has {call.path}")
+        raise HttpError(404, f"no engine of {route.shown} has {incoming.path}")
 
 
-def _in_turn(route: Route, path: str) -> list[Site]:
-    """Return sites that may count, by tier; first those whose engines answered their last poll."""
+def _in_order(route: Route, path: str) -> list[Endpoint]:
+    """Return endpoints that may count, by tier; first those whose engines answered their last
+    poll."""
     return [
-        site
+        endpoint
         for tier in route.tiers
-        for site in sorted(tier, key=lambda site: (bool(site.engine.trouble), random.random()))
-        if not site.lacks_model and _OTHERS.get(site.engine.kind, path) == path
+        for endpoint in sorted(
+            tier, key=lambda endpoint: (bool(endpoint.upstream.trouble), random.random())
+        )
+        if not endpoint.lacks_model and _OTHERS.get(endpoint.upstream.kind, path) == path
     ]

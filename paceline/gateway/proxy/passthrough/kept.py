@@ -28,23 +28,23 @@ from starlette.types import Receive, Scope
 from paceline.errors import InvalidRequestError
 from paceline.gateway.admin import as_json
 from paceline.gateway.billing.spending import Spending
-from paceline.gateway.proxy.attempt import Leg
+from paceline.gateway.proxy.attempt import Attempt
 from paceline.gateway.proxy.passthrough.homes import Homes
 from paceline.gateway.proxy.passthrough.passing import Passed, pass_on
-from paceline.gateway.proxy.proxied_request import Exchange
+from paceline.gateway.proxy.proxied_request import ProxiedRequest
 from paceline.gateway.requests.body import Body
 from paceline.gateway.requests.reading import read_body_bytes, read_json_bytes
 from paceline.gateway.routing.routes import Route, Routes
 from paceline.gateway.settings.config import GatewayConfig, key_limits
-from paceline.gateway.upstreams.registry import Engines
-from paceline.gateway.upstreams.upstream import Engine
+from paceline.gateway.upstreams.registry import UpstreamRegistry
+from paceline.gateway.upstreams.upstream import Upstream
 from paceline.http.errors import HttpError
 from paceline.http.fields import show
 from paceline.http.keys import KeyRing
 from paceline.http.sse import unless_disconnected
 from paceline.http.upstream import ConnectError, Headers
 
-__all__ = ["RESPONSES", "Door", "Kept", "headers_for"]
+__all__ = ["RESPONSES", "IncomingRequest", "StoredObjects", "headers_for"]
 
 RESPONSES: Final = "/v1/responses"
 _ID: Final = r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}"
@@ -81,7 +81,7 @@ _PAGE: Final[Mapping[str, tuple[int, int, int]]] = {
 _MOST_PAGES: Final = 100
 
 
-class Door(Protocol):
+class IncomingRequest(Protocol):
     """HTTP request as ``app`` hands it over."""
 
     @property
@@ -103,14 +103,14 @@ class Door(Protocol):
 
 class _Gateway(Protocol):
     config: GatewayConfig
-    engines: Engines
+    upstreams: UpstreamRegistry
     keys: KeyRing
     routes: Routes
     spending: Spending
     draining: bool
 
 
-class Kept:
+class StoredObjects:
     """Stored objects of one gateway."""
 
     def __init__(self, gateway: _Gateway) -> None:
@@ -122,9 +122,9 @@ class Kept:
         found = _ONE.fullmatch(path)
         return path in _LISTS or (found is not None and (found[1], found[3] or "") in _METHODS)
 
-    async def answer(self, call: Door) -> None:
+    async def answer(self, incoming: IncomingRequest) -> None:
         """Answer a request for stored objects. Raises HttpError."""
-        path, method = call.path, call.method
+        path, method = incoming.path, incoming.method
         found = _ONE.fullmatch(path)
         methods: tuple[str, ...] = ("GET", "POST")
         if found is not None:
@@ -132,13 +132,13 @@ class Kept:
         if method not in methods:
             raise HttpError(405, f"{path} takes {' and '.join(methods)}, not {method}")
         if found is not None:
-            await self._one(call, found[1], found[2])
+            await self._one(incoming, found[1], found[2])
         elif method == "GET":
-            await self._list(call)
+            await self._list(incoming)
         elif self._gateway.draining:
             raise HttpError(503, "the gateway is shutting down", self._gateway.config.drain_timeout)
         else:
-            await self._create(call)
+            await self._create(incoming)
 
     # ---------------------------------------------------------------- relayed requests
 
@@ -151,40 +151,44 @@ class Kept:
         if value[:1] != b'"':
             return route
         previous = msgspec.json.decode(value)
-        sites = [site for tier in route.tiers for site in tier]
-        engines = list({site.engine.name: site.engine for site in sites}.values())
+        endpoints = [endpoint for tier in route.tiers for endpoint in tier]
+        upstreams = list(
+            {endpoint.upstream.name: endpoint.upstream for endpoint in endpoints}.values()
+        )
         if not _IS_ID.fullmatch(previous) or len(self._keepers()) < 2:
             # an engine reports what is wrong with it
             return route
         home = await self._home("responses", previous, tenant)
-        if home not in engines:
+        if home not in upstreams:
             raise HttpError(
                 400,
                 f"response {previous[:80]!r} is kept by engine {home.name}, and {route.shown} "
                 "is not asked for there",
             )
-        tiers = [[site for site in tier if site.engine is home] for tier in route.tiers]
+        tiers = [
+            [endpoint for endpoint in tier if endpoint.upstream is home] for tier in route.tiers
+        ]
         return replace(route, tiers=[tier for tier in tiers if tier], longer=None)
 
-    def watch(self, exchange: Exchange, tenant: str) -> None:
+    def watch(self, proxied: ProxiedRequest, tenant: str) -> None:
         """Record where a response is made; of a stream by its first event, as the response may be
         requested while it runs."""
 
-        def answered(leg: Leg) -> None:
-            if not leg.streams:
-                self._note(bytes(leg.body), leg.site.engine, tenant)
+        def answered(attempt: Attempt) -> None:
+            if not attempt.streams:
+                self._note(bytes(attempt.body), attempt.endpoint.upstream, tenant)
 
         def told(data: bytes) -> None:
             if (found := _TOLD_ID.search(data[:4096])) is not None:
-                self.homes.note(found[1].decode(), exchange.engine.name, tenant)
+                self.homes.note(found[1].decode(), proxied.upstream.name, tenant)
 
-        exchange.on_answer = answered
-        if exchange.splice is None:
+        proxied.on_answer = answered
+        if proxied.relay is None:
             return
-        write, write_last = exchange.write, exchange.write_last
+        write, write_last = proxied.write, proxied.write_last
 
         def first(data: bytes) -> None:
-            exchange.write, exchange.write_last = write, write_last
+            proxied.write, proxied.write_last = write, write_last
             told(data)
             write(data)
 
@@ -192,32 +196,32 @@ class Kept:
             told(data)
             write_last(data)
 
-        exchange.write, exchange.write_last = first, only
+        proxied.write, proxied.write_last = first, only
 
-    def _note(self, answer: bytes, engine: Engine, tenant: str) -> None:
+    def _note(self, answer: bytes, upstream: Upstream, tenant: str) -> None:
         try:
             made = msgspec.json.decode(answer, type=_Made)
         except msgspec.MsgspecError:
             return
-        self.homes.note(made.id, engine.name, tenant)
+        self.homes.note(made.id, upstream.name, tenant)
 
     # ---------------------------------------------------------------- one object
 
-    async def _one(self, call: Door, kind: str, kept_id: str) -> None:
-        engine = await self._home(kind, kept_id, call.tenant)
-        await self._pass_on(call, engine, b"" if call.method == "POST" else None)
-        if call.method == "DELETE":
+    async def _one(self, incoming: IncomingRequest, kind: str, kept_id: str) -> None:
+        upstream = await self._home(kind, kept_id, incoming.tenant)
+        await self._pass_on(incoming, upstream, b"" if incoming.method == "POST" else None)
+        if incoming.method == "DELETE":
             self.homes.forget(kept_id)
 
-    async def _home(self, kind: str, kept_id: str, tenant: str) -> Engine:
+    async def _home(self, kind: str, kept_id: str, tenant: str) -> Upstream:
         """Return the engine that has an object. Raises HttpError: 404, no engine has it, or it
         belongs to another key; 503, an engine that may have it does not answer."""
-        engines = self._gateway.engines.by_name
+        upstreams = self._gateway.upstreams.by_name
         home = self.homes.find(kept_id)
         if home is not None and home.tenant not in (None, tenant):
             raise _not_there(kind, kept_id)
-        if home is not None and home.engine in engines:
-            return engines[home.engine]
+        if home is not None and home.engine in upstreams:
+            return upstreams[home.engine]
         keepers = self._keepers() if kind == "responses" else self._with_files()
         if len(keepers) == 1:
             # the engine itself says whether it has it
@@ -226,29 +230,31 @@ class Kept:
         self.homes.note(kept_id, found.name, None)
         return found
 
-    async def _ask_all(self, engines: list[Engine], kind: str, kept_id: str, tenant: str) -> Engine:
+    async def _ask_all(
+        self, upstreams: list[Upstream], kind: str, kept_id: str, tenant: str
+    ) -> Upstream:
         """Ask all engines which one has an object. Raises HttpError."""
         target = f"/v1/{kind}/{quote(kept_id)}"
 
-        async def has(engine: Engine) -> tuple[Engine, int]:
+        async def has(upstream: Upstream) -> tuple[Upstream, int]:
             try:
-                headers = headers_for(engine, tenant)
+                headers = headers_for(upstream, tenant)
                 async with await pass_on(
-                    engine, "GET", target, headers, None, _ASK_SECONDS
+                    upstream, "GET", target, headers, None, _ASK_SECONDS
                 ) as passed:
-                    return engine, passed.status
+                    return upstream, passed.status
             except ConnectError:
-                return engine, 0
+                return upstream, 0
 
         silent: list[str] = []
-        asked = [asyncio.ensure_future(has(engine)) for engine in engines]
+        asked = [asyncio.ensure_future(has(upstream)) for upstream in upstreams]
         try:
             for each in asyncio.as_completed(asked):
-                engine, status = await each
+                upstream, status = await each
                 if status == 200:
-                    return engine
+                    return upstream
                 if status not in _NOT_HERE:
-                    silent.append(engine.name)
+                    silent.append(upstream.name)
         finally:
             for task in asked:
                 task.cancel()
@@ -259,48 +265,50 @@ class Kept:
             )
         raise _not_there(kind, kept_id)
 
-    def _keepers(self) -> list[Engine]:
-        return [e for e in self._gateway.engines.by_name.values() if e.kind not in _WITHOUT]
+    def _keepers(self) -> list[Upstream]:
+        return [e for e in self._gateway.upstreams.by_name.values() if e.kind not in _WITHOUT]
 
-    def _with_files(self) -> list[Engine]:
+    def _with_files(self) -> list[Upstream]:
         return [e for e in self._keepers() if e.kind in _WITH_FILES]
 
-    async def _pass_on(self, call: Door, engine: Engine, body: bytes | None) -> None:
+    async def _pass_on(
+        self, incoming: IncomingRequest, upstream: Upstream, body: bytes | None
+    ) -> None:
         """Pass a request on unchanged, and its answer back; record an object that it makes."""
-        query = call.scope.get("query_string", b"").decode("latin-1")
-        target = quote(call.path) + (f"?{query}" if query else "")
-        headers = headers_for(engine, call.tenant, call.request_id)
+        query = incoming.scope.get("query_string", b"").decode("latin-1")
+        target = quote(incoming.path) + (f"?{query}" if query else "")
+        headers = headers_for(upstream, incoming.tenant, incoming.request_id)
         if body is not None:
-            kind = call.headers.get(b"content-type", b"application/json")
+            kind = incoming.headers.get(b"content-type", b"application/json")
             headers.append((b"content-type", kind))
         seconds = self._gateway.config.first_byte_timeout
 
         async def relay() -> None:
             answer: Passed | None = None
             try:
-                answer = await pass_on(engine, call.method, target, headers, body, seconds)
+                answer = await pass_on(upstream, incoming.method, target, headers, body, seconds)
                 async with answer as passed:
-                    makes = passed.status == 200 and call.path in _LISTS
+                    makes = passed.status == 200 and incoming.path in _LISTS
                     if makes:
                         made = await passed.whole()
-                        self._note(made, engine, call.tenant)
-                        await _send_json(call.send, made, engine.name)
+                        self._note(made, upstream, incoming.tenant)
+                        await _send_json(incoming.send, made, upstream.name)
                     else:
-                        await passed.tell(call.send)
+                        await passed.tell(incoming.send)
             except ConnectError as error:
                 if answer is not None and answer.is_told:
                     raise
-                raise HttpError(503, f"engine {engine.name}: {error}", 1.0) from None
+                raise HttpError(503, f"engine {upstream.name}: {error}", 1.0) from None
 
-        await unless_disconnected(call.receive, relay())
+        await unless_disconnected(incoming.receive, relay())
 
     # ---------------------------------------------------------------- creation and lists
 
-    async def _create(self, call: Door) -> None:
+    async def _create(self, incoming: IncomingRequest) -> None:
         most = self._gateway.config.max_body_size
-        if call.path == "/v1/batches":
-            self._check_counted(call.tenant)
-            body = await read_json_bytes(call.receive, call.headers, most)
+        if incoming.path == "/v1/batches":
+            self._check_counted(incoming.tenant)
+            body = await read_json_bytes(incoming.receive, incoming.headers, most)
             try:
                 asked = msgspec.json.decode(body, type=_Batch)
             except msgspec.MsgspecError as error:
@@ -309,30 +317,30 @@ class Kept:
                 raise InvalidRequestError(
                     f"input_file_id is no file's, got {show(asked.input_file_id)}", "input_file_id"
                 )
-            engine = await self._home("files", asked.input_file_id, call.tenant)
+            upstream = await self._home("files", asked.input_file_id, incoming.tenant)
         else:
-            body = await read_body_bytes(call.receive, call.headers, most)
-            engine = self._place(body)
-        await self._pass_on(call, engine, body)
+            body = await read_body_bytes(incoming.receive, incoming.headers, most)
+            upstream = self._place(body)
+        await self._pass_on(incoming, upstream, body)
 
-    def _place(self, upload: bytes) -> Engine:
+    def _place(self, upload: bytes) -> Upstream:
         """Choose the least busy engine that has the model of an upload's first line by that name.
         Raises HttpError, and UnknownModelError."""
-        engines = self._with_files()
+        upstreams = self._with_files()
         told = _MODEL.search(upload[:_FIRST_BYTES])
         if told is not None:
             name = msgspec.json.decode(told[1], type=str)
             # the engine reads the lines unchanged, so the name must match
             route = self._gateway.routes.find(name, 0.0)
-            places = {s.engine.name for tier in route.tiers for s in tier if s.model == name}
-            engines = [e for e in engines if e.name in places]
+            places = {s.upstream.name for tier in route.tiers for s in tier if s.model == name}
+            upstreams = [e for e in upstreams if e.name in places]
         else:
             # a file whose model is unknown is not sent to a cloud
-            engines = [e for e in engines if not e.config.cloud]
-        if not engines:
+            upstreams = [e for e in upstreams if not e.config.cloud]
+        if not upstreams:
             raise HttpError(404, "no engine here keeps files of that model")
-        alive = [e for e in engines if not e.draining and not e.trouble] or engines
-        return min(alive, key=lambda engine: (len(engine.running), random.random()))
+        alive = [e for e in upstreams if not e.draining and not e.trouble] or upstreams
+        return min(alive, key=lambda upstream: (len(upstream.running), random.random()))
 
     def _check_counted(self, tenant: str) -> None:
         """Raise HttpError 403 if a key has limits: only the engine knows what a batch uses."""
@@ -343,21 +351,21 @@ class Kept:
                 403, "this key has limits, which no batch can be held to: ask an engine itself"
             )
 
-    async def _list(self, call: Door) -> None:
+    async def _list(self, incoming: IncomingRequest) -> None:
         """Send the merged lists, newest first unless ``order`` says otherwise."""
-        query = parse_qs(call.scope.get("query_string", b"").decode("latin-1"))
-        at_once, usual, most = _PAGE[call.path]
+        query = parse_qs(incoming.scope.get("query_string", b"").decode("latin-1"))
+        at_once, usual, most = _PAGE[incoming.path]
         limit = query.get("limit", [str(usual)])[0]
         if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= most):
             raise InvalidRequestError(f"limit must be between 1 and {most}, got {show(limit)}")
         more = "".join(f"&{n}={quote(query[n][0])}" for n in ("purpose", "order") if n in query)
         lists = await asyncio.gather(
             *(
-                self._listed(engine, f"{call.path}?limit={at_once}{more}", call.tenant)
-                for engine in self._with_files()
+                self._listed(upstream, f"{incoming.path}?limit={at_once}{more}", incoming.tenant)
+                for upstream in self._with_files()
             )
         )
-        entries = [entry for entries in lists for entry in entries if self._is_of(entry, call)]
+        entries = [entry for entries in lists for entry in entries if self._is_of(entry, incoming)]
         backwards = query.get("order", ["desc"])[0] != "asc"
         entries.sort(key=lambda entry: entry.get("created_at") or 0, reverse=backwards)
         if (after := query.get("after", [""])[0]) != "":
@@ -373,31 +381,33 @@ class Kept:
             "last_id": page[-1]["id"] if page else None,
             "has_more": len(entries) > len(page),
         }
-        await _send_json(call.send, as_json(200, told)[2])
+        await _send_json(incoming.send, as_json(200, told)[2])
 
-    def _is_of(self, entry: Mapping[str, Any], call: Door) -> bool:
+    def _is_of(self, entry: Mapping[str, Any], incoming: IncomingRequest) -> bool:
         """Whether an object is the caller's key's: engines know only the gateway's key."""
         if not isinstance(entry.get("id"), str):
             return False
         home = self.homes.find(entry["id"])
-        return not len(self._gateway.keys) or (home is not None and home.tenant == call.tenant)
+        return not len(self._gateway.keys) or (home is not None and home.tenant == incoming.tenant)
 
-    async def _listed(self, engine: Engine, target: str, tenant: str) -> list[Mapping[str, Any]]:
+    async def _listed(
+        self, upstream: Upstream, target: str, tenant: str
+    ) -> list[Mapping[str, Any]]:
         """Return all objects that an engine lists. Raises HttpError if it does not answer."""
         found: list[Mapping[str, Any]] = []
         after = ""
         for _ in range(_MOST_PAGES):
             try:
-                headers = headers_for(engine, tenant)
+                headers = headers_for(upstream, tenant)
                 async with await pass_on(
-                    engine, "GET", target + after, headers, None, _ASK_SECONDS
+                    upstream, "GET", target + after, headers, None, _ASK_SECONDS
                 ) as passed:
                     body = await passed.whole()
                 if passed.status in _NOT_HERE:
                     return found
                 page = msgspec.json.decode(body, type=_Page)
             except (ConnectError, msgspec.MsgspecError):
-                raise HttpError(503, f"engine {engine.name} cannot be asked now", 1.0) from None
+                raise HttpError(503, f"engine {upstream.name} cannot be asked now", 1.0) from None
             found += page.data
             if not page.has_more or not page.data:
                 break
@@ -418,12 +428,12 @@ class _Page(msgspec.Struct):
     has_more: bool = False
 
 
-def headers_for(engine: Engine, tenant: str, request_id: str = "") -> Headers:
+def headers_for(upstream: Upstream, tenant: str, request_id: str = "") -> Headers:
     """Headers to add to those of every request, for a request that is not an attempt."""
     found: Headers = []
     if request_id:
         found.append((b"x-request-id", request_id.encode()))
-    if tenant and engine.kind == "paceline":
+    if tenant and upstream.kind == "paceline":
         found.append((b"x-llm-d-inference-fairness-id", tenant.encode()))
     return found
 

@@ -1,5 +1,5 @@
-"""Pass-through of a request to one engine, and of its answer back: no retry, no splice, and no
-effect on the engine's breaker."""
+"""Pass-through of a request to one engine, and of its answer back: no retry, no stream relay, and
+no effect on the engine's breaker."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _ANSWER_HEADERS: Final = frozenset(
 )  # fmt: skip
 
 
-class _Asked(Protocol):
-    """The part of ``Engine`` that ``pass_on`` needs."""
+class _Upstream(Protocol):
+    """The part of ``Upstream`` that ``pass_on`` needs."""
 
     name: str
     key: Secret
@@ -45,8 +45,8 @@ class _Asked(Protocol):
 class Passed:
     """Answer of one engine as it arrives. A context manager, which ends it."""
 
-    def __init__(self, engine: _Asked) -> None:
-        self.engine = engine
+    def __init__(self, upstream: _Upstream) -> None:
+        self.upstream = upstream
         self.status = 0
         self.headers: Headers = []
         self.head: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -115,16 +115,16 @@ class Passed:
         """Send the answer to the caller: its status, a few headers, and its body as it arrives."""
         if meaning_of(self.status) == "account":
             # the engine refused the gateway's key, not the caller's
-            raise HttpError(502, f"engine {self.engine.name} refused the gateway's credentials")
+            raise HttpError(502, f"engine {self.upstream.name} refused the gateway's credentials")
         found = dict(self.headers)
         if not is_plain(found.get(b"content-encoding", b"").decode("latin-1")):
-            raise HttpError(502, f"the answer of engine {self.engine.name} is compressed")
+            raise HttpError(502, f"the answer of engine {self.upstream.name} is compressed")
         headers = [header for header in self.headers if header[0] in _ANSWER_HEADERS]
-        headers.append((b"x-paceline-engine", self.engine.name.encode()))
+        headers.append((b"x-paceline-engine", self.upstream.name.encode()))
         if self.status >= 400:
             body = await self.whole()
-            if self.engine.key:
-                body = body.replace(self.engine.key.encode(), b"***")
+            if self.upstream.key:
+                body = body.replace(self.upstream.key.encode(), b"***")
             headers.append((b"content-length", b"%d" % len(body)))
             self.is_told = True
             await send({"type": "http.response.start", "status": self.status, "headers": headers})
@@ -151,14 +151,14 @@ class Passed:
 
 
 async def pass_on(
-    engine: _Asked,
+    upstream: _Upstream,
     method: str,
     target: str,
     headers: Headers,
     body: bytes | None,
     timeout: float,
 ) -> Passed:
-    """Ask ``engine``, and wait for the head of its answer.
+    """Ask ``upstream``, and wait for the head of its answer.
 
     Args:
         headers: in addition to those of every request to the engine.
@@ -169,15 +169,15 @@ async def pass_on(
     """
     length = None if body is None else len(body)
     said = {name for name, _ in headers}
-    common = [h for h in engine.headers() if h[0] not in said] + headers
-    request = engine.pool.origin.head(method, target, common, length) + (body or b"")
+    common = [h for h in upstream.headers() if h[0] not in said] + headers
+    request = upstream.pool.origin.head(method, target, common, length) + (body or b"")
     connection = passed = None
     try:
         async with asyncio.timeout(timeout):
             while True:
-                reused = engine.pool.free()
-                connection = reused or await engine.pool.connect()
-                passed = Passed(engine)
+                reused = upstream.pool.free()
+                connection = reused or await upstream.pool.connect()
+                passed = Passed(upstream)
                 passed.connection = connection
                 connection.send(request, passed)
                 try:

@@ -12,7 +12,7 @@ from paceline.http.upstream import Headers
 
 __all__ = ["Dialect", "OpenAIDialect", "Translator", "checked"]
 
-# endpoint -> lists of which a complete answer has one: some relays answer every API as a chat
+# path -> lists of which a complete answer has one: some relays answer every API as a chat
 _LISTS: Final = {
     "/v1/chat/completions": ("choices",),
     "/v1/completions": ("choices",),
@@ -35,7 +35,7 @@ class Translator(Protocol):
 
     @property
     def between_parts(self) -> bool:
-        """Whether the next output begins a new part; see ``Splice``."""
+        """Whether the next output begins a new part; see ``StreamRelay``."""
         ...
 
     def feed(self, data: bytes) -> Iterator[bytes]:

@@ -86,11 +86,11 @@ async def test_a_response_goes_on_where_it_is(engines: GatewayConfig) -> None:
         asked: list[str] = []
         second = []
         for each in first:
-            before = len(gateway.kept.homes)
+            before = len(gateway.stored.homes)
             second.append(await made(client, previous_response_id=each["id"]))
             assert second[-1]["engine"] == each["engine"]
             # nothing but the new one is learned
-            assert len(gateway.kept.homes) == before + 1
+            assert len(gateway.stored.homes) == before + 1
             asked.append(second[-1]["id"])
         assert "paceline:gateway_attempt_failures_total{" not in (await client.get("/metrics")).text
     async with gateway_over(engines) as (gateway, client):
@@ -123,7 +123,7 @@ async def test_an_id_that_no_engine_has(engines: GatewayConfig, known: bool) -> 
     async with gateway_over(engines) as (gateway, client):
         if known:
             # it had it, and has it no longer
-            gateway.kept.homes.note("resp_none", "e1", "")
+            gateway.stored.homes.note("resp_none", "e1", "")
         for answer in (
             await client.get(f"{RESPONSES}/resp_none"),
             await client.post(RESPONSES, json=ASKED | {"previous_response_id": "resp_none"}),

@@ -17,7 +17,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from paceline.errors import InvalidRequestError
 from paceline.gateway.requests.body import read_body
 from paceline.gateway.settings.prices import Used
-from paceline.gateway.streams.openai_stream import OpenAISplice
+from paceline.gateway.streams.openai_stream import OpenAIStreamRelay
 from paceline.gateway.streams.usage import used_by
 from paceline.gateway.upstreams.dialects import AnthropicDialect, map_error, map_status
 from paceline.gateway.upstreams.dialects.anthropic_answer import AnthropicStream, chat_answer
@@ -134,10 +134,10 @@ def test_counts_that_cannot_be_are_believed_no_further_than_the_gateways_own() -
         assert told["prompt_tokens_details"]["cached_tokens"] == 0
     # and what is charged is what the caller reads
     assert used_by(CHAT, whole) == Used(10**9, 0, 0)
-    splice = OpenAISplice(num_choices=1)
-    splice.begin_leg()
-    splice.feed(fed(AnthropicStream(), data))
-    assert (splice.prompt_tokens, splice.num_output_tokens) == (10**9, 0)
+    relay = OpenAIStreamRelay(num_choices=1)
+    relay.begin_attempt()
+    relay.feed(fed(AnthropicStream(), data))
+    assert (relay.prompt_tokens, relay.num_output_tokens) == (10**9, 0)
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ async def test_cut_at_every_event(spoken: Spoken) -> None:
     """Whatever came, the caller reads either all of it or an error, and text once."""
     async with scripted(Step()) as engine, gateway_over(config(spoken, engine)) as (gateway, http):
         for cut in range(len(spoken.events)):
-            gateway.engines.by_name["e1"].standings.clear()
+            gateway.upstreams.by_name["e1"].standings.clear()
             engine.script[:] = [Step(parts=tuple(spoken.events[:cut]), then="cut")]
             answer = await http.post(CHAT, json=chat(stream=True))
             if answer.status_code != 200:
@@ -225,7 +225,7 @@ async def test_a_pause_in_every_way_it_is_written(spoken: Spoken, status: int, h
             answer = await http.post(CHAT, json=chat(stream=True))
             assert text_of(streamed(answer)) == "".join(WORDS)
         assert len(one.bodies) == 1
-        assert 15 < gateway.engines.by_name["e1"].rests_for(gateway.now()) <= 20
+        assert 15 < gateway.upstreams.by_name["e1"].cooldown_left(gateway.now()) <= 20
 
 
 async def test_a_caller_who_hangs_up_ends_it(spoken: Spoken) -> None:
