@@ -5,7 +5,7 @@ Needs the compiled ``_lib`` next to this file (built by ``make``, or by
 says why, and the pure PyTorch path serves instead. Nothing here imports torch.
 """
 
-from paceline.backends.native.block_formats import choose_kinds, packed_bytes
+from paceline.backends.native.block_formats import Kinds, choose_kinds, packed_bytes
 from paceline.backends.native.library import unavailable_reason, variants
 from paceline.backends.native.model import (
     DTYPES,
@@ -27,6 +27,7 @@ __all__ = [
     "KEPT",
     "KV_DTYPES",
     "OWN_BITS",
+    "Kinds",
     "NativeModel",
     "RawTensor",
     "checkpoint_tensors",
