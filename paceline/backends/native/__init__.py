@@ -6,13 +6,14 @@ says why, and the pure PyTorch path serves instead. Nothing here imports torch.
 """
 
 from paceline.backends.native.block_formats import Kinds, choose_kinds, packed_bytes
-from paceline.backends.native.library import unavailable_reason, variants
-from paceline.backends.native.model import (
+from paceline.backends.native.config import (
     DTYPES,
     KV_DTYPES,
-    NativeModel,
+    NativeSettings,
     unsupported_reason,
 )
+from paceline.backends.native.library import unavailable_reason, variants
+from paceline.backends.native.model import NativeModel
 from paceline.backends.native.tensors import (
     BLOCKS,
     KEPT,
@@ -29,6 +30,7 @@ __all__ = [
     "OWN_BITS",
     "Kinds",
     "NativeModel",
+    "NativeSettings",
     "RawTensor",
     "checkpoint_tensors",
     "choose_kinds",
