@@ -331,8 +331,8 @@ class MemoryQuestion:
             size = f"{plan.window_bytes / 1e9:.3f} GB for layers with a window"
             rows.insert(6, ("  window blocks", f"{plan.num_window_blocks}, {size}"))
         if self.draft is not None:
-            size, per_token = self.draft_bytes
-            text = f"{size / 1e9:.3f} GB in {self.draft.dtype}, {per_token / 1024:.0f} KiB"
+            weight_bytes, per_token = self.draft_bytes
+            text = f"{weight_bytes / 1e9:.3f} GB in {self.draft.dtype}, {per_token / 1024:.0f} KiB"
             rows.insert(2, ("  draft model", f"{text} a token, both counted here"))
         return rows
 
