@@ -49,6 +49,7 @@ from paceline.backends.machine.cpu import choose_threads
 from paceline.backends.native import (
     OWN_BITS,
     NativeModel,
+    NativeSettings,
     checkpoint_tensors,
     choose_kinds,
     unavailable_reason,
@@ -178,13 +179,15 @@ def build(
         checkpoint.config,
         checkpoint_tensors(checkpoint),
         rotary_tables(checkpoint.config, length),
-        dtype="q4" if dtype == OWN_BITS else dtype,
-        kv_dtype=kv_dtype,
-        num_blocks=windows * -(-length // BLOCK),
-        block_size=BLOCK,
-        threads=threads,
-        isa=isa,
-        kinds=choose_kinds(checkpoint, dtype).numbers,
+        NativeSettings(
+            dtype="q4" if dtype == OWN_BITS else dtype,
+            kv_dtype=kv_dtype,
+            num_blocks=windows * -(-length // BLOCK),
+            block_size=BLOCK,
+            threads=threads,
+            isa=isa,
+            kinds=choose_kinds(checkpoint, dtype).numbers,
+        ),
     )
 
 

@@ -47,7 +47,7 @@ from typing import Any
 import numpy as np
 
 from paceline.backends.machine.cpu import choose_threads
-from paceline.backends.native import NativeModel, unavailable_reason, variants
+from paceline.backends.native import NativeModel, NativeSettings, unavailable_reason, variants
 from paceline.backends.native.sampling import NativeSampler
 from paceline.backends.native.single_kernels import (
     PackedMatrix,
@@ -139,11 +139,13 @@ def make_model(
         config,
         tensors,
         (np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)),
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        num_blocks=max(max(BATCHES) * CONTEXT, PROMPT) // BLOCK,
-        threads=threads,
-        isa=isa,
+        NativeSettings(
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            num_blocks=max(max(BATCHES) * CONTEXT, PROMPT) // BLOCK,
+            threads=threads,
+            isa=isa,
+        ),
     )
 
 

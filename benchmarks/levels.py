@@ -42,7 +42,7 @@ from benchmarks.accuracy import usual_levels
 from benchmarks.kernels import BLOCK, CONFIG
 from paceline.backends.loading.levels import PATH, fastest, parse
 from paceline.backends.machine.cpu import choose_threads
-from paceline.backends.native import NativeModel, unavailable_reason, variants
+from paceline.backends.native import NativeModel, NativeSettings, unavailable_reason, variants
 from paceline.bench.machine import machine
 from paceline.checkpoints.model.checkpoint import expected_shapes
 from paceline.checkpoints.model.config import ModelConfig
@@ -94,11 +94,13 @@ class Steps:
             config,
             tensors.items(),
             (np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)),
-            dtype=weights,
-            kv_dtype=kv,
-            num_blocks=MOST * CONTEXT // BLOCK,
-            threads=threads,
-            isa=level,
+            NativeSettings(
+                dtype=weights,
+                kv_dtype=kv,
+                num_blocks=MOST * CONTEXT // BLOCK,
+                threads=threads,
+                isa=level,
+            ),
         )
         # keys and values as in real use, for one sequence; the others get copies of them
         self._run(1, CONTEXT, CONTEXT)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from paceline.backends.native import NativeModel, unavailable_reason
+from paceline.backends.native import NativeModel, NativeSettings, unavailable_reason
 from paceline.backends.native.sampling import NativeSampler
 from paceline.backends.runner.sampling import SampleRow
 from paceline.backends.torch.sampler import sample
@@ -35,7 +35,9 @@ KINDS = ("normal", "peaked", "flat", "steps", "constant", "huge")
 def native() -> Iterator[NativeSampler]:
     config = tiny_config(num_hidden_layers=1)
     weights = random_weights(config, 0).items()
-    model = NativeModel(config, weights, rope_tables(config, 16), dtype="float32", num_blocks=1)
+    model = NativeModel(
+        config, weights, rope_tables(config, 16), NativeSettings(dtype="float32", num_blocks=1)
+    )
     yield NativeSampler(model)
     model.close()
 

@@ -154,7 +154,7 @@ def test_a_model_that_was_too_dear_or_wrong_is_tried_again(depth: int) -> None:
     backend = driver.backend
     assert isinstance(backend, _Timed)
     before = driver.scheduler.stats()
-    backend.seconds, backend._draft_wrong = 0.05, ()
+    backend.seconds, backend.draft_wrong = 0.05, ()
     driver.add(make_request("b", (2, 9, 9), 280, arrival=driver.now))
     driver.run()
     after = driver.scheduler.stats()

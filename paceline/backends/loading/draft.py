@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from paceline.backends.drafting.draft_model import DraftModel, DraftPlan
-from paceline.backends.loading.formats import Formats, choose_formats
+from paceline.backends.loading.formats import choose_formats
 from paceline.backends.loading.head import choose_eagle3, choose_mtp
 from paceline.backends.loading.memory_estimate import weight_bytes
-from paceline.backends.loading.settings import BackendSettings
-from paceline.backends.loading.target import choose_copies, choose_loader, torch_dtype
+from paceline.backends.loading.plan import LoadPlan, choose_loader, torch_dtype
 from paceline.backends.runner.interface import LoadedModel, ModelLoader
 from paceline.backends.runner.rope import longest_sequence
 from paceline.checkpoints.heads.eagle3 import is_eagle3
-from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.checkpoints.open import open_checkpoint
 from paceline.errors import ConfigError
 
@@ -26,23 +25,17 @@ __all__ = ["choose_draft"]
 _PADDING: Final = 1024
 
 
-def choose_draft(
-    settings: BackendSettings,
-    checkpoint_path: Path,
-    served: Checkpoint,
-    formats: Formats,
-    device: str,
-    length: int,
-    threads: int,
-) -> DraftPlan:
-    """Choose a draft model. Raises ConfigError for one that cannot guess for ``served``."""
+def choose_draft(plan: LoadPlan) -> DraftPlan:
+    """Choose what guesses for the model of ``plan``. Raises ConfigError for what cannot."""
+    settings, served, formats = plan.settings, plan.checkpoint, plan.formats
+    length = plan.max_model_len
     if settings.draft_mtp:
-        return choose_mtp(settings, served, formats, device, length)
+        return choose_mtp(plan)
     assert settings.draft_path is not None
     path, config = Path(settings.draft_path), served.config
     if is_eagle3(path):
-        return choose_eagle3(settings, config, formats, device, length)
-    itself = path.resolve() == checkpoint_path.resolve()
+        return choose_eagle3(plan)
+    itself = path.resolve() == plan.path.resolve()
     checkpoint = open_checkpoint(path)
     own = checkpoint.config
     if abs(own.vocab_size - config.vocab_size) > _PADDING:
@@ -60,8 +53,8 @@ def choose_draft(
             # copied blocks have the served model's format
             kv_dtype=formats.kv_dtype if mirrors else "auto",
             block_size=settings.block_size,
-            device=device,
-            torch_dtype=partial(torch_dtype, device=device),
+            device=plan.device,
+            torch_dtype=partial(torch_dtype, device=plan.device),
             isa=formats.isa if mirrors else settings.isa,
         )
     except ConfigError as error:
@@ -80,20 +73,20 @@ def choose_draft(
             f"speculative_config: the draft model {path} has {longest_sequence(own)} positions and "
             f"a request may have {length}: give --max-model-len {longest_sequence(own)} or less"
         )
+    native = found.compute == "native"
     loader = choose_loader(
-        checkpoint,
-        found,
-        device=device,
-        block_size=settings.block_size,
-        max_model_len=length,
-        threads=threads,
-        # an estimate is enough: a guess may be wrong
-        screen_head=found.compute == "native" and found.dtype in ("int8", "q4"),
-        pooling=None,
-        # blocks are copied only between models of the same compute path
-        copies=None
-        if found.compute != "native"
-        else choose_copies(path, found, settings.packed_cache_bytes),
+        replace(
+            plan,
+            path=path,
+            checkpoint=checkpoint,
+            formats=found,
+            settings=replace(
+                settings,
+                # an estimate is enough: a guess may be wrong
+                screen_head=native and found.dtype in ("int8", "q4"),
+                packed_cache_bytes=settings.packed_cache_bytes if native else None,
+            ),
+        )
     )
     return DraftPlan(
         loader.block_bytes,

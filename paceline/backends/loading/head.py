@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, TypeAlias
 from paceline.backends.drafting.draft_head import FeatureTap, HeadDraft, HeadModel
 from paceline.backends.drafting.draft_model import DraftPlan
 from paceline.backends.loading.formats import Formats
-from paceline.backends.loading.settings import BackendSettings
+from paceline.backends.loading.plan import LoadPlan
 from paceline.backends.runner.drafting import Drafting
 from paceline.backends.runner.interface import LoadedModel
 from paceline.checkpoints.heads.eagle3 import Eagle3Head
 from paceline.checkpoints.heads.mtp import MTPLayers
-from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.checkpoints.model.config import ModelConfig
 from paceline.errors import CheckpointError, ConfigError
 
@@ -29,20 +28,14 @@ if TYPE_CHECKING:
 __all__ = ["choose_eagle3", "choose_mtp"]
 
 
-def choose_eagle3(
-    settings: BackendSettings, config: ModelConfig, formats: Formats, device: str, length: int
-) -> DraftPlan:
-    """Choose an EAGLE-3 head for the served model.
-
-    Args:
-        config: the served model's.
-        length: longest request, tokens.
+def choose_eagle3(plan: LoadPlan) -> DraftPlan:
+    """Choose an EAGLE-3 head for the model of ``plan``.
 
     Raises ConfigError for a head that cannot guess for the served model, CheckpointError for one
     that cannot be read.
     """
-    assert settings.draft_path is not None
-    path = Path(settings.draft_path)
+    assert plan.settings.draft_path is not None
+    path, config, formats = Path(plan.settings.draft_path), plan.checkpoint.config, plan.formats
     _check_path(f"the EAGLE-3 head {path} reads", formats)
     head = Eagle3Head(path)
     try:
@@ -58,7 +51,7 @@ def choose_eagle3(
     _check_tokens(head, config)
     from paceline.backends.torch.attention import block_bytes
 
-    head_settings = _head_settings(settings, formats, device, length)
+    head_settings = _head_settings(plan)
     return DraftPlan(
         block_bytes(head.config, head_settings.block_size, head_settings.dtype),
         head.num_values * head_settings.dtype.itemsize,
@@ -67,13 +60,10 @@ def choose_eagle3(
     )
 
 
-def choose_mtp(
-    settings: BackendSettings, checkpoint: Checkpoint, formats: Formats, device: str, length: int
-) -> DraftPlan:
-    """Choose the MTP layers of the served model's own ``checkpoint``; see ``choose_eagle3``.
-
-    Raises ConfigError where it has none, or none that can guess.
-    """
+def choose_mtp(plan: LoadPlan) -> DraftPlan:
+    """Choose the MTP layers of the served model's own checkpoint. Raises ConfigError where it has
+    none, or none that can guess."""
+    checkpoint, formats = plan.checkpoint, plan.formats
     _check_path(f"MTP layers of {checkpoint.path} read", formats)
     try:
         layers = MTPLayers(checkpoint)
@@ -81,7 +71,7 @@ def choose_mtp(
         raise ConfigError(f"speculative_config: {error}") from None
     from paceline.backends.torch.mtp import mtp_block_bytes
 
-    config, head_settings = checkpoint.config, _head_settings(settings, formats, device, length)
+    config, head_settings = checkpoint.config, _head_settings(plan)
     count = layers.num_layers
     return DraftPlan(
         mtp_block_bytes(layers, head_settings.block_size, head_settings.dtype),
@@ -129,16 +119,15 @@ def _check_tokens(head: Eagle3Head, config: ModelConfig) -> None:
         )
 
 
-def _head_settings(
-    settings: BackendSettings, formats: Formats, device: str, length: int
-) -> HeadSettings:
+def _head_settings(plan: LoadPlan) -> HeadSettings:
     import torch
 
     from paceline.backends.torch.head import HeadSettings
     from paceline.backends.torch.machine import choose_dtype
 
-    dtype = choose_dtype(formats.dtype, device)
-    return HeadSettings(settings.block_size, length, dtype, torch.device(device))
+    dtype = choose_dtype(plan.formats.dtype, plan.device)
+    device = torch.device(plan.device)
+    return HeadSettings(plan.settings.block_size, plan.max_model_len, dtype, device)
 
 
 def _eagle3(

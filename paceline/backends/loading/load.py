@@ -16,13 +16,13 @@ from paceline.backends.drafting.draft_model import DraftPlan
 from paceline.backends.loading.devices import choose_device
 from paceline.backends.loading.draft import choose_draft
 from paceline.backends.loading.formats import Formats, choose_formats
+from paceline.backends.loading.plan import LoadPlan, choose_loader, torch_dtype
 from paceline.backends.loading.settings import BackendSettings
-from paceline.backends.loading.target import choose_copies, choose_loader, torch_dtype
-from paceline.backends.loading.windows import choose_windows
+from paceline.backends.loading.windows import WindowChoice, choose_windows
 from paceline.backends.machine.cpu import NO_TORCH, available_memory, choose_num_blocks, has_torch
 from paceline.backends.machine.placement import Placement, choose_placement
 from paceline.backends.machine.topology import bind, format_list
-from paceline.backends.native import choose_kinds
+from paceline.backends.native import Kinds, choose_kinds
 from paceline.backends.pooling.load import load_head, pooling_info
 from paceline.backends.pooling.runner import HiddenModel, PoolingRunner
 from paceline.backends.runner.interface import ModelLoader
@@ -75,36 +75,87 @@ def load_backend(
 
 
 def _load(
-    checkpoint_path: Path,
-    settings: BackendSettings,
-    limits: tuple[int, int],
-    own_process: bool,
+    path: Path, settings: BackendSettings, limits: tuple[int, int], own_process: bool
 ) -> tuple[Runner, BackendInfo]:
-    """Load the model on the thread that will compute."""
-    started, max_num_seqs = time.monotonic(), limits[0]
-    parts = read_gguf_parts(checkpoint_path) if checkpoint_path.is_file() else None
-    metadata = None if parts is None else parts[0].metadata
-    pooling = find_pooling(checkpoint_path, settings.runner, settings.convert, metadata)
-    if pooling is not None and settings.drafts:
-        raise ConfigError("speculative_config: a model that is pooled makes no tokens to guess")
-    if pooling is not None and pooling.encoder in ENCODERS:
-        encoder = EncoderCheckpoint(checkpoint_path) if parts is None else GGUFEncoder(*parts)
-        return _load_encoder(encoder, pooling, settings, max_num_seqs, own_process)
-    checkpoint = (
-        open_checkpoint(checkpoint_path)
-        if parts is None
-        else GGUFCheckpoint(checkpoint_path, parts)
-    )
-    if isinstance(checkpoint, GGUFCheckpoint):
-        checkpoint.forget_vocabulary()
+    """Load the model on the thread that will compute: open it, settle its plan, size its memory,
+    read its weights."""
+    started = time.monotonic()
+    checkpoint, pooling = _open(path, settings)
+    if isinstance(checkpoint, EncoderCheckpoint | GGUFEncoder):
+        assert pooling is not None
+        return _load_encoder(checkpoint, pooling, settings, limits[0], own_process)
     opened = time.monotonic()
-    config = checkpoint.config
     usual = None if pooling is None else pooling.max_seq_length
-    length = _choose_length(longest_sequence(config), settings.max_model_len, usual)
-    _check_positions(config, length)
+    length = _choose_length(longest_sequence(checkpoint.config), settings.max_model_len, usual)
+    _check_positions(checkpoint.config, length)
     device = choose_device(settings.device)
     # before weights are packed and threads started, so that both lie on the chosen nodes
     placement = _bound(_placed(settings, device), whole_process=own_process)
+    plan = LoadPlan(
+        path=path,
+        checkpoint=checkpoint,
+        pooling=pooling,
+        settings=settings,
+        limits=limits,
+        max_model_len=length,
+        device=device,
+        placement=placement,
+        formats=_choose_formats(checkpoint.config, settings, device, pooled=pooling is not None),
+    )
+    weights = _describe_weights(plan)
+    loader = choose_loader(plan)
+    draft = choose_draft(plan) if settings.drafts else None
+    sizes, host_blocks = _size(plan, loader, draft)
+    chosen = time.monotonic()
+    loaded = loader.load(sizes.num_blocks, host_blocks, sizes.num_window_blocks)
+    _log.info(
+        "loaded checkpoint=%.2f choice=%.2f weights=%.2f",
+        opened - started, chosen - opened, time.monotonic() - chosen,
+    )  # fmt: skip
+    drafting = None
+    if draft is not None:
+        loaded, drafting = draft.load(loaded, sizes.num_blocks)
+    info = replace(
+        _describe(plan, loader, draft, sizes, weights),
+        num_host_blocks=host_blocks,
+        swap_block_seconds=loaded.swap_block_seconds,
+    )
+    if pooling is not None:
+        assert isinstance(loaded.model, HiddenModel)
+        return _pooled(loaded.model, checkpoint, pooling, settings, info)
+    runner = ModelRunner(
+        loaded,
+        vocab_size=info.vocab_size,
+        block_size=info.block_size,
+        max_num_seqs=limits[0],
+        max_model_len=length,
+        draft=drafting,
+    )
+    return runner, info
+
+
+def _open(
+    path: Path, settings: BackendSettings
+) -> tuple[Checkpoint | EncoderCheckpoint | GGUFEncoder, PoolingFiles | None]:
+    """Open a model's files, and return how it is pooled; None: it generates."""
+    parts = read_gguf_parts(path) if path.is_file() else None
+    metadata = None if parts is None else parts[0].metadata
+    pooling = find_pooling(path, settings.runner, settings.convert, metadata)
+    if pooling is not None and settings.drafts:
+        raise ConfigError("speculative_config: a model that is pooled makes no tokens to guess")
+    if pooling is not None and pooling.encoder in ENCODERS:
+        return EncoderCheckpoint(path) if parts is None else GGUFEncoder(*parts), pooling
+    if parts is None:
+        return open_checkpoint(path), pooling
+    checkpoint = GGUFCheckpoint(path, parts)
+    checkpoint.forget_vocabulary()
+    return checkpoint, pooling
+
+
+def _choose_formats(
+    config: ModelConfig, settings: BackendSettings, device: str, *, pooled: bool
+) -> Formats:
+    """Return the formats that are asked for, or suit the machine and the file."""
     formats = choose_formats(
         config,
         compute=settings.compute,
@@ -114,103 +165,92 @@ def _load(
         device=device,
         torch_dtype=partial(torch_dtype, device=device),
         isa=settings.isa,
-        pooled=pooling is not None,
+        pooled=pooled,
     )
     _log.info(
         "compute=%s dtype=%s kv_dtype=%s%s",
         formats.compute, formats.dtype, formats.kv_dtype, formats.why and f": {formats.why}",
     )  # fmt: skip
-    kinds, in_bits = "", False
+    return formats
+
+
+def _describe_weights(plan: LoadPlan) -> str:
+    """Return, for the ready line, how the matrices of a file of few bits are kept."""
+    formats, checkpoint = plan.formats, plan.checkpoint
+    kinds = Kinds()
     if formats.compute == "native":
-        found = choose_kinds(checkpoint, formats.dtype, screen_head=settings.screen_head)
-        kinds, in_bits = found.note, bool(found.numbers)
-    loader = choose_loader(
-        checkpoint,
-        formats,
-        device=device,
-        block_size=settings.block_size,
-        max_model_len=length,
-        threads=placement.threads,
-        screen_head=settings.screen_head,
-        pooling=pooling,
-        copies=choose_copies(checkpoint_path, formats, settings.packed_cache_bytes),
-    )
-    draft = None
-    if settings.drafts:
-        draft = choose_draft(
-            settings, checkpoint_path, checkpoint, formats, device, length, placement.threads
-        )
+        screened = plan.settings.screen_head
+        kinds = choose_kinds(checkpoint, formats.dtype, screen_head=screened)
+    folder = checkpoint.quantisation if isinstance(checkpoint, HFCheckpoint) else ""
+    if folder:
+        in_bits = "as blocks of Q4_1" if kinds.numbers else f"decoded to {formats.dtype}"
+        folder = f"{folder} {in_bits}"
+    return "; ".join(filter(None, (folder, kinds.note)))
+
+
+def _size(plan: LoadPlan, loader: ModelLoader, draft: DraftPlan | None) -> tuple[WindowChoice, int]:
+    """Return the blocks of the KV pool, and those of host memory to swap to."""
+    settings, length = plan.settings, plan.max_model_len
     # asked once: a second answer may differ
     memory = loader.pool_memory()
-    blocks, host_blocks = _choose_sizes(loader, settings, max_num_seqs, length, memory, draft)
+    blocks, host_blocks = _choose_sizes(loader, settings, plan.limits[0], length, memory, draft)
     windows = choose_windows(
-        loader, settings, limits, length, blocks, memory,
-        pooled=pooling is not None, drafted=draft is not None,
+        loader, settings, plan.limits, length, blocks, memory,
+        pooled=plan.pooling is not None, drafted=draft is not None,
     )  # fmt: skip
-    blocks, host_blocks = windows.num_blocks, 0 if windows.num_window_blocks else host_blocks
-    chosen = time.monotonic()
-    loaded = loader.load(blocks, host_blocks, windows.num_window_blocks)
-    _log.info(
-        "loaded checkpoint=%.2f choice=%.2f weights=%.2f",
-        opened - started, chosen - opened, time.monotonic() - chosen,
-    )  # fmt: skip
-    drafting = None
-    if draft is not None:
-        loaded, drafting = draft.load(loaded, blocks)
-    runner: Runner
-    pooled = None
-    if pooling is None:
-        runner = ModelRunner(
-            loaded,
-            vocab_size=config.vocab_size,
-            block_size=settings.block_size,
-            max_num_seqs=max_num_seqs,
-            max_model_len=length,
-            draft=drafting,
-        )
-    else:
-        assert isinstance(loaded.model, HiddenModel)
-        head = load_head(pooling, checkpoint, config.hidden_size)
-        pooled = pooling_info(pooling, head, settings.matryoshka_dimensions)
-        runner = PoolingRunner(
-            loaded.model, head, pooled, vocab_size=config.vocab_size, block_size=settings.block_size
-        )
-    info = BackendInfo(
+    return windows, 0 if windows.num_window_blocks else host_blocks
+
+
+def _pooled(
+    model: HiddenModel,
+    checkpoint: Checkpoint | EncoderFiles,
+    pooling: PoolingFiles,
+    settings: BackendSettings,
+    info: BackendInfo,
+) -> tuple[Runner, BackendInfo]:
+    """Load the layers behind a model whose hidden states are pooled."""
+    head = load_head(pooling, checkpoint, checkpoint.config.hidden_size)
+    vectors = pooling_info(pooling, head, settings.matryoshka_dimensions)
+    runner = PoolingRunner(
+        model, head, vectors, vocab_size=info.vocab_size, block_size=info.block_size
+    )
+    return runner, replace(info, pooling=vectors)
+
+
+def _describe(
+    plan: LoadPlan, loader: ModelLoader, draft: DraftPlan | None, sizes: WindowChoice, weights: str
+) -> BackendInfo:
+    """Describe the backend, without what is known only once it is loaded."""
+    formats, windowed = plan.formats, sizes.num_window_blocks > 0
+    drafter = "" if draft is None else draft.described
+    window_block_bytes = loader.window_block_bytes if windowed else 0
+    choice = (
+        "" if plan.pooling is None else _described(plan.pooling),
+        formats.why,
+        weights,
+        drafter,
+        sizes.why,
+        plan.placement.describe(plan.settings.threads),
+    )
+    return BackendInfo(
         name=formats.compute,
-        vocab_size=config.vocab_size,
-        max_model_len=length,
-        block_size=settings.block_size,
-        num_blocks=blocks,
+        vocab_size=plan.checkpoint.config.vocab_size,
+        max_model_len=plan.max_model_len,
+        block_size=plan.settings.block_size,
+        num_blocks=sizes.num_blocks,
         block_bytes=loader.block_bytes
         + (0 if draft is None else draft.block_bytes)
-        - (loader.window_block_bytes if windows.num_window_blocks else 0),
+        - window_block_bytes,
         dtype=formats.dtype,
-        device=device,
+        device=plan.device,
         kv_dtype=formats.kv_dtype,
-        choice="; ".join(
-            filter(
-                None,
-                (
-                    "" if pooling is None else _described(pooling),
-                    formats.why,
-                    _decoded(checkpoint, formats, in_bits),
-                    kinds,
-                    "" if draft is None else draft.described,
-                    windows.why,
-                    placement.describe(settings.threads),
-                ),
-            )
-        ),
-        numa_nodes=placement.nodes,
-        num_host_blocks=host_blocks,
-        swap_block_seconds=loaded.swap_block_seconds,
-        window=loader.window if windows.num_window_blocks else 0,
-        num_window_blocks=windows.num_window_blocks,
-        window_block_bytes=loader.window_block_bytes if windows.num_window_blocks else 0,
-        drafter="" if draft is None else draft.described,
-        pooling=pooled,
+        choice="; ".join(filter(None, choice)),
+        numa_nodes=plan.placement.nodes,
+        window=loader.window if windowed else 0,
+        num_window_blocks=sizes.num_window_blocks,
+        window_block_bytes=window_block_bytes,
+        drafter=drafter,
     )
-    return runner, info
 
 
 def _load_encoder(
@@ -245,35 +285,20 @@ def _load_encoder(
         dtype = "float32"
     dtype = torch_dtype(dtype, device=device)
     model = load_encoder(checkpoint, dtype=dtype, device=device, threads=placement.threads)
-    head = load_head(pooling, checkpoint, config.hidden_size)
     _log.info("loaded encoder=%.2f", time.monotonic() - started)
-    pooled = pooling_info(pooling, head, settings.matryoshka_dimensions)
-    blocks = settings.num_blocks or max_num_seqs * -(-length // settings.block_size)
-    runner = PoolingRunner(
-        model, head, pooled, vocab_size=config.vocab_size, block_size=settings.block_size
-    )
     info = BackendInfo(
         name="torch",
         vocab_size=config.vocab_size,
         max_model_len=length,
         block_size=settings.block_size,
-        num_blocks=blocks,
+        num_blocks=settings.num_blocks or max_num_seqs * -(-length // settings.block_size),
         block_bytes=0,
         dtype=dtype,
         device=device,
         choice="; ".join(filter(None, (_described(pooling), placement.describe(settings.threads)))),
         numa_nodes=placement.nodes,
-        pooling=pooled,
     )
-    return runner, info
-
-
-def _decoded(checkpoint: Checkpoint, formats: Formats, in_bits: bool) -> str:
-    """Return, for the ready line, how a folder's quantised weights are kept."""
-    kind = checkpoint.quantisation if isinstance(checkpoint, HFCheckpoint) else ""
-    if not kind:
-        return ""
-    return f"{kind} as blocks of Q4_1" if in_bits else f"{kind} decoded to {formats.dtype}"
+    return _pooled(model, checkpoint, pooling, settings, info)
 
 
 def _described(pooling: PoolingFiles) -> str:

@@ -5,14 +5,15 @@ Needs the compiled ``_lib`` next to this file (built by ``make``, or by
 says why, and the pure PyTorch path serves instead. Nothing here imports torch.
 """
 
-from paceline.backends.native.block_formats import choose_kinds, packed_bytes
-from paceline.backends.native.library import unavailable_reason, variants
-from paceline.backends.native.model import (
+from paceline.backends.native.block_formats import Kinds, choose_kinds, packed_bytes
+from paceline.backends.native.config import (
     DTYPES,
     KV_DTYPES,
-    NativeModel,
+    NativeSettings,
     unsupported_reason,
 )
+from paceline.backends.native.library import unavailable_reason, variants
+from paceline.backends.native.model import NativeModel
 from paceline.backends.native.tensors import (
     BLOCKS,
     KEPT,
@@ -27,7 +28,9 @@ __all__ = [
     "KEPT",
     "KV_DTYPES",
     "OWN_BITS",
+    "Kinds",
     "NativeModel",
+    "NativeSettings",
     "RawTensor",
     "checkpoint_tensors",
     "choose_kinds",

@@ -9,9 +9,7 @@ from ctypes import (
     POINTER,
     c_char_p,
     c_double,
-    c_float,
     c_int,
-    c_int32,
     c_int64,
     c_uint32,
     c_uint64,
@@ -20,11 +18,11 @@ from ctypes import (
 from pathlib import Path
 from typing import ClassVar, Final, NamedTuple
 
+from paceline.backends.native.config import NativeConfig
 from paceline.errors import ConfigError
 
 __all__ = [
     "ABI",
-    "Config",
     "Draw",
     "Limits",
     "Logprobs",
@@ -42,56 +40,6 @@ __all__ = [
 ABI: Final = 18
 _PATH: Final = Path(__file__).parent / "_lib.so"
 _AGAIN: Final = "build it again: python -m paceline.backends.native.build"
-
-
-class Config(ctypes.Structure):
-    """Mirror of PacelineConfig."""
-
-    _fields_ = (
-        ("layers", c_int64),
-        ("hidden", c_int64),
-        ("heads", c_int64),
-        ("kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("inner", c_int64),
-        ("vocab", c_int64),
-        ("max_positions", c_int64),
-        ("num_blocks", c_int64),
-        ("block_size", c_int64),
-        ("num_window_blocks", c_int64),
-        ("sliding_window", c_int64),
-        ("experts", c_int64),
-        ("experts_per_token", c_int64),
-        ("expert_inner", c_int64),
-        ("tied", c_int32),
-        ("qk_norm", c_int32),
-        ("qkv_bias", c_int32),
-        ("o_bias", c_int32),
-        ("mlp_bias", c_int32),
-        ("weights", c_int32),
-        ("headless", c_int32),
-        ("kv", c_int32),
-        ("threads", c_int32),
-        ("screens", c_int32),
-        ("norms", c_int32),
-        ("qk_norm_whole", c_int32),
-        ("activation", c_int32),
-        ("normalise_experts", c_int32),
-        ("router_bias", c_int32),
-        ("sinks", c_int32),
-        ("eps", c_float),
-        ("sum_eps", c_float),
-        ("embedding_scale", c_float),
-        ("attention_scale", c_float),
-        ("swiglu_limit", c_float),
-        ("attention_softcap", c_float),
-        ("logits_softcap", c_float),
-        ("ropes", c_char_p),
-        ("sliding", c_char_p),
-        ("dense", c_char_p),
-        ("kinds", c_char_p),
-        ("isa", c_char_p),
-    )
 
 
 class Step(ctypes.Structure):
@@ -152,7 +100,7 @@ _SIGNATURES: Final = {
     "paceline_abi": (c_int, ()),
     "paceline_error": (c_char_p, ()),
     "paceline_variants": (c_char_p, ()),
-    "paceline_create": (c_void_p, (POINTER(Config),)),
+    "paceline_create": (c_void_p, (POINTER(NativeConfig),)),
     "paceline_destroy": (None, (c_void_p,)),
     "paceline_load": (
         c_int,

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from paceline.backends.machine.cpu import CPU_SHARE, available_memory, swap_seconds
 from paceline.backends.native.block_formats import choose_kinds
+from paceline.backends.native.config import NativeSettings
 from paceline.backends.native.library import limits
 from paceline.backends.native.model import NativeModel
 from paceline.backends.native.packed import PackedCopies
@@ -242,21 +243,25 @@ class NativeLoader:
             config,
             self.tensors(),
             rotary_tables(config, self.max_model_len),
+            settings=NativeSettings(
+                # for "native", the kinds below give each matrix its bits
+                dtype="q4" if self.dtype == OWN_BITS else self.dtype,
+                kv_dtype=self.kv_dtype,
+                num_blocks=num_blocks + num_host_blocks,
+                block_size=self.block_size,
+                threads=self.threads,
+                isa=self.isa,
+                screen_head=self.screen_head,
+                kinds=choose_kinds(
+                    self.checkpoint, self.dtype, screen_head=self.screen_head
+                ).numbers,
+                has_head=self.has_head,
+                num_window_blocks=num_window_blocks,
+            ),
             sliding_rope=None
             if sliding is None
             else rotary_tables(config, self.max_model_len, sliding),
-            # for "native", the kinds below give each matrix its bits
-            dtype="q4" if self.dtype == OWN_BITS else self.dtype,
-            kv_dtype=self.kv_dtype,
-            num_blocks=num_blocks + num_host_blocks,
-            block_size=self.block_size,
-            threads=self.threads,
-            isa=self.isa,
-            screen_head=self.screen_head,
-            kinds=choose_kinds(self.checkpoint, self.dtype, screen_head=self.screen_head).numbers,
-            has_head=self.has_head,
             copies=self.copies,
-            num_window_blocks=num_window_blocks,
         )
 
         def move(count: int) -> None:

@@ -19,8 +19,9 @@ one that may, counting up and around.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from paceline.backends.runner.constraint import OutputConstraint, allows
 from paceline.core.backend import BackendInfo
@@ -82,56 +83,51 @@ class _State:
         return tuple(self.constraint.forced(self.unread(), MOST_DRAFT_TOKENS))
 
 
+@dataclass(kw_only=True, eq=False)
 class NullBackend:
-    """A backend that adds up token ids; see the module. Each step takes ``step_time`` seconds on a
-    thread of its own, so that a driver's waiting and pipelining can be watched.
+    """A backend that adds up token ids; see the module."""
 
-    ``poison_token``: a request whose input holds this token fails alone, with an error.
-    ``draft_wrong``: indices of draft guesses that are spoilt; the others are right, ``draft_most``
-    of them at most; None: there is no draft model.
-    """
+    vocab_size: int = 256
+    num_blocks: int = 1024
+    block_size: int = 16
+    max_model_len: int = 4096
+    # seconds of each step, on a thread of its own, so that a driver's waiting and pipelining can be
+    # watched
+    step_time: float = 0.0
+    # a request whose input holds this token fails alone, with an error
+    poison_token: int | None = None
+    num_host_blocks: int = 0
+    # indices of draft guesses that are spoilt; the others are right, ``draft_most`` of them at
+    # most; None: there is no draft model
+    draft_wrong: Collection[int] | None = None
+    draft_most: int = MOST_DRAFT_TOKENS
+    window: int = 0
+    num_window_blocks: int = 0
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int = 256,
-        num_blocks: int = 1024,
-        block_size: int = 16,
-        max_model_len: int = 4096,
-        step_time: float = 0.0,
-        poison_token: int | None = None,
-        num_host_blocks: int = 0,
-        draft_wrong: Collection[int] | None = None,
-        draft_most: int = MOST_DRAFT_TOKENS,
-        window: int = 0,
-        num_window_blocks: int = 0,
-    ) -> None:
+    def __post_init__(self) -> None:
         self._info = BackendInfo(
             name="null",
-            vocab_size=vocab_size,
-            max_model_len=max_model_len,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            block_bytes=8 * block_size,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            block_bytes=8 * self.block_size,
             dtype="int64",
             device="cpu",
-            num_host_blocks=num_host_blocks,
-            drafter="" if draft_wrong is None else "null",
-            window=window,
-            num_window_blocks=num_window_blocks,
-            window_block_bytes=8 * block_size if num_window_blocks else 0,
+            num_host_blocks=self.num_host_blocks,
+            drafter="" if self.draft_wrong is None else "null",
+            window=self.window,
+            num_window_blocks=self.num_window_blocks,
+            window_block_bytes=8 * self.block_size if self.num_window_blocks else 0,
         )
-        self._draft_wrong = draft_wrong
-        self._draft_most = draft_most
-        self._step_time = step_time
-        self._poison_token = poison_token
-        self._cache = [[0] * block_size for _ in range(num_blocks)]
-        self._window_cache = [[0] * block_size for _ in range(num_window_blocks)]
+        self._cache, self._window_cache, self._host = (
+            [[0] * self.block_size for _ in range(count)]
+            for count in (self.num_blocks, self.num_window_blocks, self.num_host_blocks)
+        )
         # block -> its window block
         self._places: dict[int, int] = {}
-        self._host = [[0] * block_size for _ in range(num_host_blocks)]
         self._states: dict[str, _State] = {}
-        self._executor = ThreadPoolExecutor(max_workers=1) if step_time > 0 else None
+        self._executor = ThreadPoolExecutor(max_workers=1) if self.step_time > 0 else None
         self._matchers: MatcherSource | None = None
 
     @property
@@ -154,8 +150,51 @@ class NullBackend:
 
     def _run(self, plan: SchedulerOutput) -> StepResult:
         started = time.monotonic()
-        if self._step_time > 0:
-            time.sleep(self._step_time)
+        if self.step_time > 0:
+            time.sleep(self.step_time)
+        self._apply(plan)
+        made = {
+            draft.row: self._guess(plan.rows[draft.row], len(draft.token_ids))
+            for draft in plan.drafts
+            if draft.source == DRAFT_MODEL
+        }
+        guessed = {draft.row: draft.token_ids for draft in plan.drafts}
+        rows = [
+            row._replace(num_tokens=row.num_tokens - len(guessed[index]) + len(made[index]))
+            if index in made
+            else row
+            for index, row in enumerate(plan.rows)
+        ]
+        guessed |= made
+        self._compute(rows, guessed)
+        errors: list[tuple[str, str]] = []
+        sampled = [
+            self._take(row, guessed.get(index, ()), errors) for index, row in enumerate(rows)
+        ]
+        logprobs = [self._logprobs(row, tokens) for row, tokens in zip(rows, sampled, strict=True)]
+        prompts = tuple(
+            (row.request_id, tuple(TokenLogprobs(token, 0.0, 1, ()) for token in prompt[1:]))
+            for row in rows
+            if row.samples and (prompt := self._states[row.request_id].take_prompt()) is not None
+        )
+        forced = [
+            (index, self._states[rows[index].request_id].forced())
+            for index in plan.forces
+            if sampled[index]
+        ]
+        return StepResult(
+            step_id=plan.step_id,
+            sampled=tuple(sampled),
+            logprobs=tuple(logprobs) if any(entry is not None for entry in logprobs) else (),
+            errors=tuple(errors),
+            prompt_logprobs=prompts,
+            forced=tuple(entry for entry in forced if entry[1]),
+            made=tuple(made.items()),
+            elapsed=time.monotonic() - started,
+        )
+
+    def _apply(self, plan: SchedulerOutput) -> None:
+        """Take in what the plan says of requests and blocks, before anything is computed."""
         for request_id in plan.released:
             self._states.pop(request_id, None)
         self._swap(plan.swaps)
@@ -167,19 +206,11 @@ class NullBackend:
         for copy in plan.block_copies:
             self._cache[copy.dst] = list(self._cache[copy.src])
             self._states[copy.request_id].block_ids[copy.index] = copy.dst
-        guessed = {draft.row: draft.token_ids for draft in plan.drafts}
-        made = {
-            draft.row: self._guess(plan.rows[draft.row], len(draft.token_ids))
-            for draft in plan.drafts
-            if draft.source == DRAFT_MODEL
-        }
-        rows = [
-            row._replace(num_tokens=row.num_tokens - len(guessed[index]) + len(made[index]))
-            if index in made
-            else row
-            for index, row in enumerate(plan.rows)
-        ]
-        guessed |= made
+
+    def _compute(
+        self, rows: Sequence[ScheduledRow], guessed: Mapping[int, tuple[int, ...]]
+    ) -> None:
+        """Write the rows' tokens, guesses included, into their blocks."""
         for index, row in enumerate(rows):
             state = self._states[row.request_id]
             if not state.failed:
@@ -189,63 +220,41 @@ class NullBackend:
                 del state.tokens[known:]
         for row in rows if self._window_cache else ():
             self._check_window(row)
-        sampled: list[tuple[int, ...]] = []
-        logprobs: list[tuple[TokenLogprobs, ...] | None] = []
-        errors: list[tuple[str, str]] = []
-        for index, row in enumerate(rows):
-            state = self._states[row.request_id]
-            if self._poison_token in state.tokens[row.start : row.start + row.num_tokens]:
-                state.failed = True
-                errors.append((row.request_id, f"token {self._poison_token} is poison"))
-            if state.failed:
-                sampled.append(())
-                logprobs.append(None)
-                continue
-            try:
-                tokens = self._draw(row, state, guessed.get(index, ())) if row.samples else ()
-            except PacelineError as error:
-                state.failed = True
-                errors.append((row.request_id, str(error)))
-                tokens = ()
-            sampled.append(tokens)
-            wanted = state.sampling.logprobs
-            logprobs.append(
-                None
-                if not tokens or wanted is None
-                else tuple(
-                    TokenLogprobs(token, 0.0, 1, ((token, 0.0),) if wanted else ())
-                    for token in tokens
-                )
-            )
-        prompts = tuple(
-            (row.request_id, tuple(TokenLogprobs(token, 0.0, 1, ()) for token in prompt[1:]))
-            for row in rows
-            if row.samples and (prompt := self._states[row.request_id].take_prompt()) is not None
-        )
-        forced = [
-            (index, state.forced())
-            for index in plan.forces
-            if sampled[index] and (state := self._states[rows[index].request_id])
-        ]
-        asked = any(entry is not None for entry in logprobs)
-        return StepResult(
-            step_id=plan.step_id,
-            sampled=tuple(sampled),
-            logprobs=tuple(logprobs) if asked else (),
-            errors=tuple(errors),
-            prompt_logprobs=prompts,
-            forced=tuple(entry for entry in forced if entry[1]),
-            made=tuple(made.items()),
-            elapsed=time.monotonic() - started,
+
+    def _take(
+        self, row: ScheduledRow, guesses: Sequence[int], errors: list[tuple[str, str]]
+    ) -> tuple[int, ...]:
+        """Return the row's new tokens, () where its request failed; why goes to ``errors``."""
+        state = self._states[row.request_id]
+        if self.poison_token in state.tokens[row.start : row.start + row.num_tokens]:
+            state.failed = True
+            errors.append((row.request_id, f"token {self.poison_token} is poison"))
+        if state.failed or not row.samples:
+            return ()
+        try:
+            return self._draw(row, state, guesses)
+        except PacelineError as error:
+            state.failed = True
+            errors.append((row.request_id, str(error)))
+            return ()
+
+    def _logprobs(
+        self, row: ScheduledRow, tokens: Sequence[int]
+    ) -> tuple[TokenLogprobs, ...] | None:
+        wanted = self._states[row.request_id].sampling.logprobs
+        if not tokens or wanted is None:
+            return None
+        return tuple(
+            TokenLogprobs(token, 0.0, 1, ((token, 0.0),) if wanted else ()) for token in tokens
         )
 
     def _guess(self, row: ScheduledRow, count: int) -> tuple[int, ...]:
         """Return the draft model's guesses."""
-        state, vocab = self._states[row.request_id], self._info.vocab_size
-        if self._draft_wrong is None or state.failed:
+        state, vocab = self._states[row.request_id], self.vocab_size
+        if self.draft_wrong is None or state.failed:
             return ()
-        tokens = expected_tokens(state.tokens, min(count, self._draft_most), vocab)
-        return tuple((t + (i in self._draft_wrong)) % vocab for i, t in enumerate(tokens))
+        tokens = expected_tokens(state.tokens, min(count, self.draft_most), vocab)
+        return tuple((t + (i in self.draft_wrong)) % vocab for i, t in enumerate(tokens))
 
     def _swap(self, swaps: Sequence[BlockSwap]) -> None:
         for src, dst, to_host in swaps:
@@ -256,15 +265,15 @@ class NullBackend:
 
     def _place(self, given: Sequence[WindowBlock]) -> None:
         for block, place, source in given:
-            copied = [0] * self._info.block_size if source < 0 else self._window_cache[source]
+            copied = [0] * self.block_size if source < 0 else self._window_cache[source]
             self._window_cache[place] = list(copied)
             self._places[block] = place
 
     def _check_window(self, row: ScheduledRow) -> None:
         """Check a row's window blocks, after all rows of the step have written."""
-        state, size = self._states[row.request_id], self._info.block_size
+        state, size = self._states[row.request_id], self.block_size
         known = min(len(state.tokens), row.start + row.num_tokens)
-        for position in range(max(0, row.start - self._info.window + 1), known):
+        for position in range(max(0, row.start - self.window + 1), known):
             place = self._places[state.block_ids[position // size]]
             found, right = self._window_cache[place][position % size], state.tokens[position]
             if not state.failed and found != right * (position + 1):
@@ -275,7 +284,7 @@ class NullBackend:
     def _write(self, row: ScheduledRow) -> None:
         state = self._states[row.request_id]
         state.block_ids.extend(row.new_block_ids)
-        size = self._info.block_size
+        size = self.block_size
         for position in range(row.start, row.start + row.num_tokens):
             block_id = state.block_ids[position // size]
             value = state.tokens[position] * (position + 1)
@@ -296,18 +305,18 @@ class NullBackend:
             token = self._sample(length, state)
             drawn.append(token)
             state.tokens.append(token)
-            if length == last or token != guesses[length - end] or token == self._poison_token:
+            if length == last or token != guesses[length - end] or token == self.poison_token:
                 # a poison token ends the row here, so that the next step fails on it
                 break
         return tuple(drawn)
 
     def _sample(self, length: int, state: _State) -> int:
-        size = self._info.block_size
+        size = self.block_size
         full, rest = divmod(length, size)
         total = sum(sum(self._cache[block_id]) for block_id in state.block_ids[:full])
         if rest:
             total += sum(self._cache[state.block_ids[full]][:rest])
-        vocab = self._info.vocab_size
+        vocab = self.vocab_size
         may = self._choosable(state)
         for token, bias in state.sampling.logit_bias:
             if bias >= 100.0 and may(token):
@@ -331,7 +340,7 @@ class NullBackend:
             if output[max(0, len(output) - len(word) + 1) :] == list(word[:-1])
         }
         ending = sampling.eos_token_ids | sampling.stop_token_ids
-        vocab = range(self._info.vocab_size)
+        vocab = range(self.vocab_size)
         if len(output) < sampling.min_tokens and (
             # a grammar that is complete overrides min_tokens
             mask is None or any(allows(mask, t) for t in vocab if t not in ending)

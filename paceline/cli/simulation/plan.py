@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,9 @@ from paceline.speculation.settings import SpeculationSettings
 
 if TYPE_CHECKING:
     from paceline.backends.loading.memory_estimate import ServedMemory
+    from paceline.sim.plan import MemoryPlan
 
-__all__ = ["add_parser"]
+__all__ = ["MemoryQuestion", "add_parser"]
 
 _EPILOG = """\
 examples:
@@ -32,6 +33,11 @@ examples:
 'paceline plan WHAT --help' explains each; docs/understand/simulator.md has more.
 """
 
+# flags of the numbers that a plan of memory needs, and the presets' fields
+_NUMBERS = {
+    "memory": "memory_bytes", "weights": "weight_bytes", "kv-per-token": "kv_bytes_per_token",
+    "max-len": "max_len", "mean-len": "mean_len", "utilization": "utilization",
+}  # fmt: skip
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 
 
@@ -163,9 +169,9 @@ def _served(args: argparse.Namespace) -> ServedMemory | None:
     return served_memory(path, device=args.device or "auto")
 
 
-def _draft(args: argparse.Namespace) -> tuple[ServedMemory, bool] | None:
-    """Return the memory of the model that guesses for the served one, and whether it is the served
-    one in fewer bits, whose KV cache is a copy; None: none is named."""
+def _draft(args: argparse.Namespace, kv_bytes_per_token: float) -> ServedMemory | None:
+    """Return the memory of the model that guesses for the served one; None: none is named. The
+    served one in fewer bits has a copy of its KV cache, which takes ``kv_bytes_per_token``."""
     from paceline.backends.loading.memory_estimate import served_memory
     from paceline.checkpoints.heads.eagle3 import is_eagle3
     from paceline.cli.flags.draft_model import draft_of, drafts_by_mtp
@@ -191,124 +197,159 @@ def _draft(args: argparse.Namespace) -> tuple[ServedMemory, bool] | None:
             f"--speculative-config: the EAGLE-3 head {path} is not counted here: add its bytes to "
             "--weights, and to --kv-per-token those of one layer"
         )
-    itself = Path(path).resolve() == Path(args.model).resolve()
-    return served_memory(Path(path), dtype=dtype, device=args.device or "auto"), itself
+    draft = served_memory(Path(path), dtype=dtype, device=args.device or "auto")
+    if Path(path).resolve() == Path(args.model).resolve():
+        return replace(draft, kv_bytes_per_token=kv_bytes_per_token)
+    return draft
 
 
-def _run_memory(args: argparse.Namespace) -> int:
-    from paceline.sim.plan import PRESETS, find_model, plan_memory
-    from paceline.sim.step_times.roofline import HardwareCard
+def _of_model(
+    args: argparse.Namespace, served: ServedMemory | None
+) -> tuple[float | None, float | None]:
+    """Return the bytes of weights and of a token's keys and values: those of flags, else of what
+    ``serve`` takes, else of the model's shape."""
+    from paceline.sim.plan import find_model
 
-    preset = PRESETS[args.preset] if args.preset else None
     weights, per_token = args.weights, args.kv_per_token
-    served = _served(args) if args.model else None
-    if served is None and args.device:
-        raise ConfigError(
-            "--device is where serve computes a checkpoint in formats that it takes by itself: it "
-            "needs --model FILE, and goes with neither --hardware nor both --weight-dtype and "
-            "--kv-dtype"
-        )
-    model = find_model(args.model, plan_fleet.given_shapes(args)) if args.model else None
-    if model is not None:
+    if args.model:
+        model = find_model(args.model, plan_fleet.given_shapes(args))
         if served is not None:
             weights = weights or (None if args.weight_dtype else served.weight_bytes)
             per_token = per_token or (None if args.kv_dtype else served.kv_bytes_per_token)
         per_weight = _BYTES[args.weight_dtype] if args.weight_dtype else model.bytes_per_weight
         weights = weights or model.num_parameters * per_weight
         per_token = per_token or model.kv_bytes_per_token(_BYTES[args.kv_dtype or "bfloat16"])
-    memory: float | None = args.memory
-    if memory is None and args.hardware:
-        memory = HardwareCard.named(args.hardware).memory
-    values: dict[str, float | None] = {
-        "memory": memory and memory * args.gpus,
-        "weights": weights,
-        "kv-per-token": per_token,
-        "max-len": args.max_len,
-        "mean-len": args.mean_len,
-        "utilization": args.utilization,
-    }
-    if preset is not None:
-        defaults = (
-            preset.memory_bytes,
-            preset.weight_bytes,
-            preset.kv_bytes_per_token,
-            preset.max_len,
-            preset.mean_len,
-            preset.utilization,
+    return weights, per_token
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryQuestion:
+    """A question for ``plan_memory``, whose numbers are the flags', else the model's, else the
+    preset's."""
+
+    args: argparse.Namespace
+    # bytes for the rest of the processes
+    reserve: float
+    # by the keys of _NUMBERS
+    numbers: dict[str, float]
+    # memory of a checkpoint as ``serve`` would take it here; None: not asked
+    served: ServedMemory | None
+    # memory of the model that guesses; None: there is none
+    draft: ServedMemory | None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> MemoryQuestion:
+        """Fill in what flags leave open. Raises ConfigError for flags that do not go together, or
+        where numbers are missing."""
+        from paceline.sim.plan import PRESETS
+        from paceline.sim.step_times.roofline import HardwareCard
+
+        served = _served(args) if args.model else None
+        if served is None and args.device:
+            raise ConfigError(
+                "--device is where serve computes a checkpoint in formats that it takes by itself: "
+                "it needs --model FILE, and goes with neither --hardware nor both --weight-dtype "
+                "and --kv-dtype"
+            )
+        weights, per_token = _of_model(args, served)
+        memory: float | None = args.memory
+        if memory is None and args.hardware:
+            memory = HardwareCard.named(args.hardware).memory
+        given = (
+            memory and memory * args.gpus, weights, per_token, args.max_len, args.mean_len,
+            args.utilization,
+        )  # fmt: skip
+        preset = PRESETS[args.preset] if args.preset else None
+        numbers: dict[str, float | None] = dict(zip(_NUMBERS, given, strict=True))
+        for flag, of_preset in _NUMBERS.items() if preset else ():
+            if numbers[flag] is None:
+                numbers[flag] = getattr(preset, of_preset)
+        if numbers["utilization"] is None:
+            numbers["utilization"] = 0.9
+        if missing := [f"--{flag}" for flag, value in numbers.items() if value is None]:
+            raise ConfigError(
+                f"needs {', '.join(missing)}; --model gives weights and KV, --preset gives all"
+            )
+        known = {flag: float(value) for flag, value in numbers.items() if value is not None}
+        reserve = args.reserve or 0
+        if args.reserve is None and served is not None:
+            reserve = served.process_bytes
+        return cls(args, reserve, known, served, _draft(args, known["kv-per-token"]))
+
+    @property
+    def draft_bytes(self) -> tuple[float, float]:
+        """Bytes of the draft model's weights, and of a token in its KV cache."""
+        draft = self.draft
+        return (draft.weight_bytes, draft.kv_bytes_per_token) if draft else (0.0, 0.0)
+
+    @property
+    def _has_served_values(self) -> bool:
+        return self.served is not None and not (self.args.kv_per_token or self.args.kv_dtype)
+
+    def plan(self) -> MemoryPlan:
+        """Answer the question."""
+        from paceline.sim.plan import plan_memory
+
+        numbers, (draft_weights, draft_per_token) = self.numbers, self.draft_bytes
+        windowed = self.served if self._has_served_values and self.draft is None else None
+        return plan_memory(
+            memory_bytes=numbers["memory"],
+            weight_bytes=numbers["weights"] + draft_weights,
+            kv_bytes_per_token=numbers["kv-per-token"] + draft_per_token,
+            max_len=int(numbers["max-len"]),
+            mean_len=numbers["mean-len"],
+            utilization=numbers["utilization"],
+            reserve_bytes=self.reserve,
+            block_size=self.args.block_size,
+            max_num_seqs=self.args.max_num_seqs,
+            window=0 if windowed is None else windowed.window,
+            window_bytes_per_token=0.0 if windowed is None else windowed.window_bytes_per_token,
         )
-        for name, default in zip(values, defaults, strict=True):
-            values[name] = default if values[name] is None else values[name]
-    values["utilization"] = 0.9 if values["utilization"] is None else values["utilization"]
-    missing = [f"--{name}" for name, value in values.items() if value is None]
-    if missing:
-        raise ConfigError(
-            f"needs {', '.join(missing)}; --model gives weights and KV, --preset gives all"
-        )
-    reserve: float = args.reserve or 0
-    if args.reserve is None and served is not None:
-        reserve = served.process_bytes
-    known = {name: float(value) for name, value in values.items() if value is not None}
-    draft_weights = draft_per_token = 0.0
-    of_draft: list[tuple[str, str]] = []
-    if (draft := _draft(args)) is not None:
-        guesser, itself = draft
-        draft_weights = guesser.weight_bytes
-        draft_per_token = known["kv-per-token"] if itself else guesser.kv_bytes_per_token
-        text = f"{draft_weights / 1e9:.3f} GB in {guesser.dtype}, {draft_per_token / 1024:.0f} KiB"
-        of_draft.append(("  draft model", f"{text} a token, both counted here"))
-    windows: dict[str, Any] = {}
-    if served is not None and draft is None and not (args.kv_per_token or args.kv_dtype):
-        windows["window"] = served.window
-        windows["window_bytes_per_token"] = served.window_bytes_per_token
-    plan = plan_memory(
-        memory_bytes=known["memory"],
-        weight_bytes=known["weights"] + draft_weights,
-        kv_bytes_per_token=known["kv-per-token"] + draft_per_token,
-        max_len=int(known["max-len"]),
-        mean_len=known["mean-len"],
-        utilization=known["utilization"],
-        reserve_bytes=reserve,
-        block_size=args.block_size,
-        max_num_seqs=args.max_num_seqs,
-        **windows,
-    )
-    of_windows: list[tuple[str, str]] = []
-    if plan.num_window_blocks:
-        text = (
-            f"{plan.num_window_blocks}, {plan.window_bytes / 1e9:.3f} GB for layers with a window"
-        )
-        of_windows.append(("  window blocks", text))
-    of_weights = of_values = ""
-    where = "here" if served is None or served.device == "cpu" else f"on {served.device}"
-    if served is not None and not (args.weights or args.weight_dtype):
-        of_weights = f" in {served.dtype}, as serve takes it {where}"
-    if served is not None and not (args.kv_per_token or args.kv_dtype):
-        of_values = f" in {served.kv_dtype}, as serve takes it {where}"
-    rows = [
-        ("memory", f"{plan.memory_bytes / 1e9:.1f} GB, of which {known['utilization']:.0%} used"),
-        (
-            "weights",
-            f"{plan.weight_bytes / 1e9:.{1 if plan.weight_bytes >= 1e9 else 3}f} GB{of_weights}",
-        ),
-        *of_draft,
-        ("reserved", f"{reserve / 1e9:.2f} GB for the rest of the processes"),
-        ("keys and values", f"{plan.kv_bytes / 1e9:.1f} GB"),
-        ("  per token", f"{plan.kv_bytes_per_token / 1024:.0f} KiB{of_values}"),
-        ("  blocks", f"{plan.num_blocks} of {plan.block_size} tokens"),
-        *of_windows,
-        ("preallocated", _sequences(plan.preallocated, plan.max_len, plan.preallocated_waste)),
-        ("paged", _sequences(plan.paged, plan.mean_len, plan.paged_waste)),
-        ("paged is", f"{plan.gain:.1f}x"),
-    ]
+
+    def rows(self, plan: MemoryPlan) -> list[tuple[str, str]]:
+        """Return the answer's table, for users."""
+        served, weights, values = self.served, "", ""
+        if served is not None:
+            where = "here" if served.device == "cpu" else f"on {served.device}"
+            if not (self.args.weights or self.args.weight_dtype):
+                weights = f" in {served.dtype}, as serve takes it {where}"
+            if self._has_served_values:
+                values = f" in {served.kv_dtype}, as serve takes it {where}"
+        share, digits = self.numbers["utilization"], 1 if plan.weight_bytes >= 1e9 else 3
+        rows = [
+            ("memory", f"{plan.memory_bytes / 1e9:.1f} GB, of which {share:.0%} used"),
+            ("weights", f"{plan.weight_bytes / 1e9:.{digits}f} GB{weights}"),
+            ("reserved", f"{self.reserve / 1e9:.2f} GB for the rest of the processes"),
+            ("keys and values", f"{plan.kv_bytes / 1e9:.1f} GB"),
+            ("  per token", f"{plan.kv_bytes_per_token / 1024:.0f} KiB{values}"),
+            ("  blocks", f"{plan.num_blocks} of {plan.block_size} tokens"),
+            ("preallocated", _sequences(plan.preallocated, plan.max_len, plan.preallocated_waste)),
+            ("paged", _sequences(plan.paged, plan.mean_len, plan.paged_waste)),
+            ("paged is", f"{plan.gain:.1f}x"),
+        ]
+        if plan.num_window_blocks:
+            size = f"{plan.window_bytes / 1e9:.3f} GB for layers with a window"
+            rows.insert(6, ("  window blocks", f"{plan.num_window_blocks}, {size}"))
+        if self.draft is not None:
+            weight_bytes, per_token = self.draft_bytes
+            text = f"{weight_bytes / 1e9:.3f} GB in {self.draft.dtype}, {per_token / 1024:.0f} KiB"
+            rows.insert(2, ("  draft model", f"{text} a token, both counted here"))
+        return rows
+
+
+def _run_memory(args: argparse.Namespace) -> int:
+    question = MemoryQuestion.of(args)
+    plan = question.plan()
+    draft_weights, draft_per_token = question.draft_bytes
     derived = {
         "preallocated_waste": plan.preallocated_waste,
         "paged_waste": plan.paged_waste,
-        "reserve_bytes": reserve,
+        "reserve_bytes": question.reserve,
         "draft_weight_bytes": draft_weights,
         "draft_kv_bytes_per_token": draft_per_token,
         "gain": plan.gain,
     }
-    return _report(args, rows, asdict(plan) | derived)
+    return _report(args, question.rows(plan), asdict(plan) | derived)
 
 
 def _sequences(count: int, length: float, waste: float) -> str:

@@ -367,7 +367,7 @@ def test_kv_dtype_sets_how_many_tokens_fit(llama_folder: Path) -> None:
 @native
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
 def test_sizing_counts_what_the_library_takes(kv_dtype: str) -> None:
-    from paceline.backends.native import NativeModel
+    from paceline.backends.native import NativeModel, NativeSettings
     from paceline.backends.native.step import native_block_bytes
     from tests.backends.native.reference import random_weights, rope_tables
 
@@ -377,11 +377,9 @@ def test_sizing_counts_what_the_library_takes(kv_dtype: str) -> None:
             PLAIN,
             weights.items(),
             rope_tables(PLAIN, 64),
-            dtype="int8",
-            kv_dtype=kv_dtype,
-            num_blocks=2,
-            block_size=block_size,
-            threads=1,
+            NativeSettings(
+                dtype="int8", kv_dtype=kv_dtype, num_blocks=2, block_size=block_size, threads=1
+            ),
         )
         assert native_block_bytes(PLAIN, block_size, kv_dtype) == model.kv_bytes_per_block
         model.close()

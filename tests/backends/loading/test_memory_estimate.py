@@ -13,6 +13,7 @@ import transformers
 from paceline.backends.loading.memory_estimate import served_memory
 from paceline.backends.native import (
     NativeModel,
+    NativeSettings,
     checkpoint_tensors,
     choose_kinds,
     packed_bytes,
@@ -40,10 +41,9 @@ def packed(checkpoint: Checkpoint, dtype: str) -> int:
         checkpoint.config,
         checkpoint_tensors(checkpoint),
         rotary_tables(checkpoint.config, 32),
-        dtype=dtype,
-        num_blocks=1,
-        threads=1,
-        kinds=choose_kinds(checkpoint, dtype).numbers,
+        NativeSettings(
+            dtype=dtype, num_blocks=1, threads=1, kinds=choose_kinds(checkpoint, dtype).numbers
+        ),
     )
     found = model.weight_bytes
     model.close()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from paceline.backends.native import NativeModel, unavailable_reason, variants
+from paceline.backends.native import NativeModel, NativeSettings, unavailable_reason, variants
 from paceline.backends.native.library import limits
 from paceline.backends.native.single_kernels import attend, cache_bytes
 from tests.backends.native import reference
@@ -55,12 +55,14 @@ class Harness:
             config,
             random_weights(config, 0).items(),
             (still, still * 0),
-            dtype="float32",
-            kv_dtype=kv_dtype,
-            num_blocks=BLOCKS,
-            block_size=block_size,
-            threads=threads,
-            isa=isa,
+            NativeSettings(
+                dtype="float32",
+                kv_dtype=kv_dtype,
+                num_blocks=BLOCKS,
+                block_size=block_size,
+                threads=threads,
+                isa=isa,
+            ),
         )
         # a NaN in float32 and bfloat16; int8 values cannot be NaN, their scales can
         cache_bytes(self.model)[:] = 0xFF

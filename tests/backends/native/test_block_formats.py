@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from paceline.backends.native import (
     NativeModel,
+    NativeSettings,
     RawTensor,
     checkpoint_tensors,
     choose_kinds,
@@ -256,7 +257,8 @@ def _logits(
 ) -> NDArray[np.float32]:
     model = NativeModel(
         checkpoint.config, checkpoint_tensors(checkpoint), rotary_tables(checkpoint.config, 32),
-        dtype=dtype, kv_dtype="float32", num_blocks=2, threads=2, kinds=kinds, isa=isa,
+        NativeSettings(dtype=dtype, kv_dtype="float32", num_blocks=2, threads=2, kinds=kinds,
+            isa=isa),
     )  # fmt: skip
     rows = np.arange(5)
     out = model.forward(rows * 13 % VOCAB, rows, np.array([0, 5]), np.array([[1, 0]]), rows).copy()
@@ -337,7 +339,7 @@ def test_a_table_that_is_no_head_stays_in_its_bits(tmp_path: Path, kind: Q) -> N
     assert np.sqrt(((out - exact) ** 2).mean()) < 0.1 * exact.std()
     model = NativeModel(
         checkpoint.config, checkpoint_tensors(checkpoint), rotary_tables(checkpoint.config, 32),
-        dtype="q4", num_blocks=2, threads=1, kinds=kinds.numbers,
+        NativeSettings(dtype="q4", num_blocks=2, threads=1, kinds=kinds.numbers),
     )  # fmt: skip
     told = packed_bytes(checkpoint, "q4")
     assert 0 <= model.weight_bytes - told <= 64 * 2 * (6 * LAYERS + 2)
@@ -401,8 +403,8 @@ def test_bytes_are_told_without_packing(tmp_path: Path, dtype: str, has_head: bo
     checkpoint = _file(tmp_path / "m.gguf", mixed)
     model = NativeModel(
         checkpoint.config, checkpoint_tensors(checkpoint), rotary_tables(checkpoint.config, 32),
-        dtype="q4" if dtype == "native" else dtype, num_blocks=2, threads=1,
-        kinds=choose_kinds(checkpoint, dtype).numbers, has_head=has_head,
+        NativeSettings(dtype="q4" if dtype == "native" else dtype, num_blocks=2, threads=1,
+            kinds=choose_kinds(checkpoint, dtype).numbers, has_head=has_head),
     )  # fmt: skip
     # each matrix and each row of scales begins at a multiple of 64 bytes
     told = packed_bytes(checkpoint, dtype, has_head=has_head)
@@ -415,7 +417,7 @@ def test_memory_is_that_of_the_file(tmp_path: Path) -> None:
     numbers = choose_kinds(checkpoint, "native").numbers
     model = NativeModel(
         checkpoint.config, checkpoint_tensors(checkpoint), rotary_tables(checkpoint.config, 32),
-        dtype="q4", num_blocks=2, threads=1, kinds=numbers,
+        NativeSettings(dtype="q4", num_blocks=2, threads=1, kinds=numbers),
     )  # fmt: skip
     stored = sum(
         checkpoint.raw_tensor(name)[0].nbytes

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.backends.native import NativeModel, unavailable_reason, variants
+from paceline.backends.native import NativeModel, NativeSettings, unavailable_reason, variants
 from paceline.backends.native.packed import PackedCopies
 from paceline.backends.native.single_kernels import cache_bytes
 from paceline.checkpoints.model.config import ModelConfig
@@ -46,8 +46,8 @@ def make(
     shape: ModelConfig, weights: Weights, dtype: str, *, isa: str | None = None, threads: int = 2
 ) -> NativeModel:
     model = NativeModel(
-        shape, weights.items(), rope_tables(shape, 256), dtype=dtype, num_blocks=16, isa=isa,
-        threads=threads,
+        shape, weights.items(), rope_tables(shape, 256),
+        NativeSettings(dtype=dtype, num_blocks=16, isa=isa, threads=threads),
     )  # fmt: skip
     cache_bytes(model)[:] = 0xFF
     return model
@@ -154,8 +154,8 @@ def test_a_model_starts_from_its_copy(tmp_path: Path, dtype: str) -> None:
 
     def start(tensors: Weights) -> NDArray[np.float32]:
         model = NativeModel(
-            shape, tensors.items(), rope_tables(shape, 256), dtype=dtype, num_blocks=8,
-            threads=2, copies=copies,
+            shape, tensors.items(), rope_tables(shape, 256),
+            NativeSettings(dtype=dtype, num_blocks=8, threads=2), copies=copies,
         )  # fmt: skip
         return run(model, IDS)
 
@@ -175,8 +175,8 @@ def test_sinks_of_any_size(isa: str, kv: str) -> None:
 
     def last(config: ModelConfig, tensors: Weights, kv: str = kv) -> NDArray[np.float32]:
         model = NativeModel(
-            config, tensors.items(), rope_tables(config, 300), dtype="float32", kv_dtype=kv,
-            num_blocks=19, isa=isa, threads=2,
+            config, tensors.items(), rope_tables(config, 300),
+            NativeSettings(dtype="float32", kv_dtype=kv, num_blocks=19, isa=isa, threads=2),
         )  # fmt: skip
         cache_bytes(model)[:] = 0xFF
         starts, tables = np.array([0, 300]), np.arange(19)[None]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.backends.native import NativeModel, unavailable_reason
+from paceline.backends.native import NativeModel, NativeSettings, unavailable_reason
 from paceline.backends.native.single_kernels import cache_bytes
 from paceline.checkpoints.model.config import ModelConfig
 from tests.backends.native.reference import levels, random_weights, rope_tables, tiny_config
@@ -117,11 +117,9 @@ def _make(config: ModelConfig, isa: str, dtype: str, kv: str, threads: int) -> N
         config,
         random_weights(config, 5).items(),
         rope_tables(config, LENGTH),
-        dtype=dtype,
-        kv_dtype=kv,
-        isa=isa,
-        threads=threads,
-        num_blocks=BLOCKS + OTHERS,
+        NativeSettings(
+            dtype=dtype, kv_dtype=kv, isa=isa, threads=threads, num_blocks=BLOCKS + OTHERS
+        ),
     )
 
 

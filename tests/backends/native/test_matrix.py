@@ -14,7 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from paceline.backends.native import NativeModel, RawTensor, unavailable_reason, variants
+from paceline.backends.native import (
+    NativeModel,
+    NativeSettings,
+    RawTensor,
+    unavailable_reason,
+    variants,
+)
 from paceline.backends.native.packed import PackedCopies
 from paceline.backends.native.single_kernels import PackedMatrix, traits
 from paceline.checkpoints.model.config import ModelConfig
@@ -176,8 +182,8 @@ class _Kept(PackedCopies):
 def _packed(weights: Weights, config: ModelConfig, isa: str) -> list[bytes]:
     kept = _Kept(Path("nowhere"), 0, "")
     NativeModel(
-        config, weights.items(), rope_tables(config, 16), dtype="int8", num_blocks=1, threads=1,
-        isa=isa, copies=kept,
+        config, weights.items(), rope_tables(config, 16),
+        NativeSettings(dtype="int8", num_blocks=1, threads=1, isa=isa), copies=kept,
     ).close()  # fmt: skip
     return kept.packed
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.backends.native import (
     NativeModel,
+    NativeSettings,
     library,
     unavailable_reason,
     unsupported_reason,
@@ -57,8 +58,7 @@ def _make(config: ModelConfig, weights: Weights, dtype: str, **options: object) 
         config,
         weights.items(),
         rope_tables(config, 256),
-        dtype=dtype,
-        **(values | options),  # type: ignore[arg-type]
+        NativeSettings(dtype=dtype, **(values | options)),  # type: ignore[arg-type]
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.backends.native import NativeModel, packed, unavailable_reason
+from paceline.backends.native import NativeModel, NativeSettings, packed, unavailable_reason
 from paceline.backends.native.packed import PackedCopies, fingerprint
 from tests.backends.native.reference import random_weights, rope_tables, tiny_config
 
@@ -198,8 +198,9 @@ def test_a_model_starts_from_its_copy(
 
     def logits() -> np.ndarray:
         model = NativeModel(
-            config, tensors(), rope_tables(config, 64), dtype=dtype, num_blocks=2, threads=2,
-            screen_head=dtype == "int8", copies=copies,
+            config, tensors(), rope_tables(config, 64),
+            NativeSettings(dtype=dtype, num_blocks=2, threads=2, screen_head=dtype == "int8"),
+            copies=copies,
         )  # fmt: skip
         rows = np.arange(9)
         step = (rows, rows, np.array([0, 9]), np.array([[0]]), rows)

@@ -14,7 +14,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.backends.native import NativeModel, sampling, unavailable_reason, variants
+from paceline.backends.native import (
+    NativeModel,
+    NativeSettings,
+    sampling,
+    unavailable_reason,
+    variants,
+)
 from paceline.backends.native.sampling import NativeSampler, token_logprobs
 from paceline.backends.runner.sampling import PreparedSampling, SampleRow
 from paceline.core.sampling_params import SamplingParams
@@ -59,10 +65,7 @@ def sampler_of(isa: str | None = None, threads: int = 2) -> Iterator[NativeSampl
         config,
         random_weights(config, 0).items(),
         rope_tables(config, 16),
-        dtype="float32",
-        num_blocks=1,
-        threads=threads,
-        isa=isa,
+        NativeSettings(dtype="float32", num_blocks=1, threads=threads, isa=isa),
     )
     yield NativeSampler(model)
     model.close()

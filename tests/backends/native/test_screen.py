@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.backends.native import NativeModel, unavailable_reason, variants
+from paceline.backends.native import NativeModel, NativeSettings, unavailable_reason, variants
 from paceline.checkpoints.model.config import ModelConfig
 from tests.backends.native.reference import Weights, random_weights, rope_tables, tiny_config
 
@@ -25,7 +25,7 @@ def _make(weights: Weights, config: ModelConfig = CONFIG, **options: object) -> 
         config,
         weights.items(),
         rope_tables(config, 64),
-        **(values | options),  # type: ignore[arg-type]
+        NativeSettings(**(values | options)),  # type: ignore[arg-type]
     )
 
 

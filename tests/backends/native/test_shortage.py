@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.backends.native import NativeModel, unavailable_reason
+from paceline.backends.native import NativeModel, NativeSettings, unavailable_reason
 from paceline.errors import ConfigError
 from tests.backends.native.reference import random_weights, rope_tables, tiny_config
 
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.backends.native import NativeModel
+from paceline.backends.native import NativeModel, NativeSettings
 from paceline.errors import ConfigError
 from tests.backends.native.reference import random_weights, rope_tables, tiny_config
 
@@ -38,8 +38,8 @@ def allow(more):
 
 
 def make(config, weights, threads):
-    return NativeModel(config, weights, rope_tables(config, 16), dtype="float32", num_blocks=1,
-                       threads=threads)
+    return NativeModel(config, weights, rope_tables(config, 16),
+                       NativeSettings(dtype="float32", num_blocks=1, threads=threads))
 """
 
 THREADS = """
@@ -115,7 +115,5 @@ def test_a_cache_larger_than_memory(num_blocks: int, message: str) -> None:
             config,
             random_weights(config, 0).items(),
             rope_tables(config, 16),
-            dtype="float32",
-            num_blocks=num_blocks,
-            threads=1,
+            NativeSettings(dtype="float32", num_blocks=num_blocks, threads=1),
         )
