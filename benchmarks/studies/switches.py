@@ -95,7 +95,7 @@ SWITCHES: Final[Mapping[str, Switch]] = {
     # order
     "the policy's order": _set(policy="fcfs"),
     "bypassing": _set(bypass_window=0),
-    "displacement": _swap(step__limits__make_way=_zero, pacing__paced__make_way=_zero),
+    "displacement": _swap(step__limits__displace=_zero, pacing__paced__displace=_zero),
     # size of steps
     "adaptive budget": _set(adaptive_token_budget=False, max_num_batched_tokens=512),
     "the knee": _swap(predict__chunk__ChunkSize__knee=_whole_budget),

@@ -210,8 +210,8 @@ class Scheduler:
         self._last.version += 1
         requests = self._steps.pop(plan, result, now)
         if self._speculation is not None:
-            self._speculation.take_in(plan, requests, result, now)
-        updates = self._updates.take_in(plan, requests, result, now, tell_all=tell_all)
+            self._speculation.apply_result(plan, requests, result, now)
+        updates = self._updates.apply_result(plan, requests, result, now, tell_all=tell_all)
         self._running.prune()
         return updates
 

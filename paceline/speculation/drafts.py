@@ -145,7 +145,7 @@ class Drafts:
             and min(_room(request) - 1, request.asked.max_draft_tokens) > 0
         )
 
-    def take_in(
+    def apply_result(
         self, plan: SchedulerOutput, requests: list[Request], result: StepResult, now: float
     ) -> None:
         """Take in a step's result, before its tokens are appended to the ``requests`` of its rows.
@@ -160,7 +160,7 @@ class Drafts:
                 guesser.force(requests[index].num_tokens + len(result.sampled[index]), token_ids)
 
     def _settle(self, plan: SchedulerOutput, requests: list[Request], result: StepResult) -> int:
-        """Do ``take_in`` for rows with drafts. Returns how many draft tokens were verified."""
+        """Do ``apply_result`` for rows with drafts. Returns how many draft tokens were verified."""
         made, num_guesses, busy = dict(result.made), 0, sum(result.caught_up) >= _MANY
         caught_up = dict(zip(made, result.caught_up, strict=False))
         behind = dict(zip(made, result.behind, strict=False))

@@ -7,7 +7,7 @@ At the start of each step, in this order:
 2. *Budget*: how many tokens and seconds the step may take (``budget``, the memory-pressure
    valve).
 3. *Settle the tiers of waiting requests*: triage.
-4. *Make way* for the first waiting request, if it beats running ones.
+4. *Displace* running requests that the first waiting request beats.
 5. *Passes*: ordinary requests, then best effort tier by tier.
 
 The result is a ``PacedStep``, a new one for each step.
@@ -30,7 +30,7 @@ from paceline.core.pacing.tpot_guard import TpotGuard
 from paceline.core.pacing.view import RunningView
 from paceline.core.pacing.waiting_targets import WaitingTargets
 from paceline.core.request import Request
-from paceline.core.step.displacement import make_way
+from paceline.core.step.displacement import displace
 from paceline.core.step.limits import Pass
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
@@ -71,11 +71,11 @@ class Paced:
         reserved = max(0, min(waiting_favoured, left))
         background_seconds = self.share.background_seconds(view)
         others, guard = feasibility.others(view, now), self._guard(view)
-        made_way_for: Request | None = None
+        displaced_for: Request | None = None
         if not held and len(state.waiting):
             feasibility.triage(view, starts)
-            made_way_for, lacking = self._make_way(guard, others, now)
-            if made_way_for is not None:
+            displaced_for, lacking = self._displace(guard, others, now)
+            if displaced_for is not None:
                 reserved = max(reserved, lacking)
                 view = RunningView.of(state.running.requests)
                 view = replace(view, must_run=self._deadlines.must_run(view))
@@ -96,7 +96,7 @@ class Paced:
             model=state.step_time, feasibility=feasibility, share=self.share, guard=guard,
             kept=min(self.share.tokens(view), max(0, tokens - view.num_running)),
             added_seconds=self.budget.added_seconds(view), others=others,
-            made_way_for=made_way_for,
+            displaced_for=displaced_for,
         )  # fmt: skip
         self.share.planned(step)
         return step
@@ -131,8 +131,8 @@ class Paced:
 
     def _favourable_tokens(self, view: RunningView, head: Request | None) -> int:
         """Return the prompt tokens that the first waiting request lacks once it is admitted; 0 if
-        it is not favoured, or if a lack of slots or memory would keep it out: others must not make
-        way for it in vain."""
+        it is not favoured, or if a lack of slots or memory would keep it out: others must not be
+        displaced for it in vain."""
         state, num_running = self._state, view.num_running
         if (
             head is None
@@ -148,7 +148,7 @@ class Paced:
                 return 0
         return state.kv.num_lacking(head)
 
-    def _make_way(
+    def _displace(
         self, guard: TpotGuard | None, others: Others, now: float
     ) -> tuple[Request | None, int]:
         """Preempt running requests that keep a better waiting one out, if any do. Returns that one,
@@ -164,7 +164,7 @@ class Paced:
         ):
             return None, 0
         displaces = self._displaces_though_late if late else state.policy.displaces
-        lacking = make_way(state, head, now, displaces)
+        lacking = displace(state, head, now, displaces)
         return (head, lacking) if lacking else (None, 0)
 
     def _displaces_though_late(self, waiting: Request, running: Request) -> bool:

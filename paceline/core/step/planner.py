@@ -97,7 +97,7 @@ class Planner:
         num_must_run = len(step.rows) - num_rows
         if held_by is None and len(self._waiting):
             step.budget -= later
-            held_by = self._admission.let_in(step, part.last)
+            held_by = self._admission.admit_waiting(step, part.last)
             step.budget += later
         if held_by is None and preempted:
             held_by = Reason.MEMORY

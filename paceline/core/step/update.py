@@ -46,7 +46,7 @@ class Updates:
         # most policies do not count tokens served
         self._counts = overrides(state.policy, "served", "sampled")
 
-    def take_in(
+    def apply_result(
         self,
         plan: SchedulerOutput,
         requests: list[Request],

@@ -44,7 +44,7 @@ class Noting:
         self.calls.append("forces")
         return ()
 
-    def take_in(
+    def apply_result(
         self, plan: SchedulerOutput, requests: list[Request], result: StepResult, now: float
     ) -> None:
         self.calls.append(f"take in {plan.step_id} of {requests[0].num_output_tokens} tokens")

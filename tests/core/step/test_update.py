@@ -53,7 +53,7 @@ class Taking:
             request.num_pending_tokens += samples
         plan = SchedulerOutput(1, rows, (), (), (), num_tokens=len(rows))
         tokens = tuple(map(tuple, sampled))
-        return self.updates.take_in(
+        return self.updates.apply_result(
             plan,
             list(self.requests),
             StepResult(1, tokens, errors=errors, **result),
