@@ -106,7 +106,7 @@ class Scheduler:
         self._num_added += 1
         self._requests[request.request_id] = request
         if self._tenants is not None:
-            self._tenants.came(request.asked.tenant)
+            self._tenants.on_arrival(request.asked.tenant)
         if request.targets.aims or request.best_effort:
             self._pacing = self._paced
         if self._speculation is None and request.asked.prediction_token_ids:
@@ -241,7 +241,7 @@ class Scheduler:
         self.kv.host.forget(request)
         del self._requests[request.request_id]
         if self._tenants is not None:
-            self._tenants.went(request.asked.tenant)
+            self._tenants.on_finish(request.asked.tenant)
         if not self._requests:
             self._rest()
 

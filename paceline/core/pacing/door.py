@@ -128,7 +128,7 @@ class Door:
         if state.valve.level >= Pressure.REFUSE and num_waiting:
             why = f"KV memory is nearly full and {num_waiting} requests wait for it"
             raise self._refusal("pressure", why, predicted)
-        self.forecast.came(request)
+        self.forecast.on_arrival(request)
 
     def _room_in(self, request: Request, predicted: float, now: float) -> float:
         """Return the seconds until a request that would wait too long can be accepted: after those

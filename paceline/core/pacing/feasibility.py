@@ -149,7 +149,7 @@ class Feasibility:
     def triage(self, view: RunningView, starts: float) -> None:
         """Demote the fewest waiting requests so that the others are on time if the next step begins
         at ``starts``. After changes of the queue and every few steps: predictions move slowly."""
-        room, targets = self._state.waiting, self._targets
+        waiting, targets = self._state.waiting, self._targets
         if not targets.targeted or not self._enabled or not self._state.step_time.ready:
             return
         self._since_triage += 1
@@ -161,7 +161,7 @@ class Feasibility:
             request.num_uncomputed_tokens for request in view.wide if request.tier is Tier.ORDINARY
         )
         # otherwise no request will be late in any order
-        if starts + (unfinished + room.num_tokens[Tier.ORDINARY]) * per_token > targets.dues[0]:
+        if starts + (unfinished + waiting.num_tokens[Tier.ORDINARY]) * per_token > targets.dues[0]:
             first = list(islice(self._state.policy.service_order(targets.targeted), _MAX_TRIAGED))
             # a target tighter than the default makes a request run sooner, not be left out sooner
             judged = sorted(first, key=_standing) if any(map(_ahead, first)) else first
@@ -174,7 +174,7 @@ class Feasibility:
                 targets.group,
             )
             for loser in self._that_yield(losers, first, view, starts):
-                room.move(loser, self.demote)
+                waiting.move(loser, self.demote)
         self._triaged_at = targets.num_changes
 
     def _that_yield(

@@ -148,7 +148,7 @@ class FirstTokenForecast:
         """Forget when slots were taken: the last request has ended."""
         self._taken_since = None
 
-    def came(self, request: Request) -> None:
+    def on_arrival(self, request: Request) -> None:
         """Count a newcomer that was queued."""
         now, key, arrivals = request.asked.arrival_time, request.key, self._arrivals
         if self._displaces and self._state.step_time.ready:

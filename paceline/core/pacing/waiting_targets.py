@@ -51,10 +51,10 @@ def _change(members: list[Any], member: Any, more: int, key: Any = None) -> None
 
 
 class WaitingTargets:
-    """Indices of the waiting room, which reports members that come and go; public, read-only."""
+    """Indices of the waiting queues, which report members that come and go; public, read-only."""
 
     def __init__(self, state: SchedulerState) -> None:
-        self._room = state.waiting
+        self._queues = state.waiting
         # all requests are one group unless tenants are kept apart
         apart = state.policy.keeps_tenants_apart
         self.group = attrgetter("asked.tenant") if apart else lambda _: ""
@@ -67,7 +67,7 @@ class WaitingTargets:
         self.num_changes = 0
         # best-effort requests with a deadline that can still be met, sorted
         self.promised: list[Promise] = []
-        self._room.on_change = self._count
+        self._queues.on_change = self._count
 
     def _count(self, request: Request, more: int) -> None:
         """Update the indices for a request that comes (1) or goes (-1)."""
@@ -84,10 +84,10 @@ class WaitingTargets:
             _change(self.promised, promise_of(request), more)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the indices agree with the waiting room."""
-        assert self.promised == sorted(map(promise_of, filter(is_promised, self._room)))
+        """Raise AssertionError unless the indices agree with the queues."""
+        assert self.promised == sorted(map(promise_of, filter(is_promised, self._queues)))
         targeted: dict[str, list[Request]] = {}
-        for request in sorted(filter(_is_targeted, self._room.ordinary), key=_ORDER):
+        for request in sorted(filter(_is_targeted, self._queues.ordinary), key=_ORDER):
             targeted.setdefault(self.group(request), []).append(request)
         assert self.targeted == targeted
         assert self.dues == sorted(map(_first_token_due, chain(*targeted.values())))

@@ -14,10 +14,10 @@ from paceline.core.queues.wait_clocks import WaitClocks
 from paceline.core.request import Request
 from paceline.core.tier import Tier
 
-__all__ = ["WaitingRoom"]
+__all__ = ["WaitingQueues"]
 
 
-class WaitingRoom:
+class WaitingQueues:
     """All requests that could be admitted next. Requests that wait for an event are in ``forks``.
 
     Args:

@@ -22,7 +22,7 @@ from paceline.core.predict.step_time import StepTimeModel
 from paceline.core.queues.forks import Forks
 from paceline.core.queues.running import RunningList
 from paceline.core.queues.wait_clocks import REASONS, Reason
-from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.queues.waiting import WaitingQueues
 from paceline.core.request import Request, RequestStatus
 from paceline.core.stats import SchedulerStats
 from paceline.core.step.in_flight import StepsInFlight
@@ -97,7 +97,7 @@ class SchedulerState:
         adaptive = config.adaptive_token_budget
         self.chunk = ChunkSize(self.step_time, tokens, adaptive=adaptive, gap=gap)
         self.kv, self.valve = KVCacheManager(cache), PressureValve(config.pressure_threshold)
-        self.waiting = WaitingRoom(policy.make_queue, self.kv)
+        self.waiting = WaitingQueues(policy.make_queue, self.kv)
         self.forks = Forks()
         self.running = RunningList(config, cache, self.kv, self.waiting, self.work)
         self.steps, self.last = StepsInFlight(self.step_time, config.plan_lead_s), LastPlan(tokens)
