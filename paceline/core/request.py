@@ -95,7 +95,7 @@ class RequestSpec:
 @dataclass(slots=True, eq=False)
 class History:
     """Measurements of a request, for metrics and explanations, each written by the part of the
-    scheduler that acts. No plan depends on it; only the door reads its forecast back."""
+    scheduler that acts. No plan depends on it; only ``RequestAdmission`` reads its forecast."""
 
     # seconds waited so far, reason by reason (``queues.wait_clocks``)
     waits: list[float] = field(default_factory=list)

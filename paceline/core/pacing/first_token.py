@@ -1,6 +1,7 @@
 """Forecasts of the time to first token of arriving requests, corrected by the outcomes.
 
-Called by ``Door`` between steps, and often, so running requests are looked at once per step.
+Called by ``RequestAdmission`` between steps, and often, so running requests are looked at once per
+step.
 
 This module does not decide what becomes of the request.
 """

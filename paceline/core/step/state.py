@@ -44,7 +44,7 @@ class LastPlan:
     # ``History.forecast``, the seconds that it really took, and whether the request had been
     # demoted, of all that had their first token since forecasts were last made
     first_tokens: list[tuple[Any, float, bool]] = field(default_factory=list)
-    # requests that were demoted since the door last read this
+    # requests that were demoted since ``RequestAdmission`` read this
     demoted: list[Request] = field(default_factory=list)
 
 

@@ -71,7 +71,7 @@ def test_what_was_cached_on_arrival_and_is_no_more_is_late() -> None:
     assert relegated(machine, "again")
 
 
-def test_the_door_predicts_what_is_left_to_compute() -> None:
+def test_what_is_left_to_compute_is_predicted_on_arrival() -> None:
     machine = machine_that_knows_it()
     cached = make_request("cached", PROMPT, 2, arrival=machine.now)
     machine.add(cached)

@@ -336,7 +336,7 @@ def test_refused_requests_do_not_come() -> None:
     driver.add(make_request("b", 4, 40))
     with pytest.raises(QueueFullError):
         driver.add(make_request("c", 4, 40))
-    assert len(driver.scheduler._door.forecast._arrivals) == 2
+    assert len(driver.scheduler._admission.forecast._arrivals) == 2
 
 
 def test_what_is_off_by_much_in_a_short_time_counts_little() -> None:

@@ -172,7 +172,7 @@ def test_a_wait_predicted_to_be_too_long_is_refused_with_the_rest_of_it() -> Non
     with pytest.raises(QueueFullError, match="limit is 30 s") as error:
         for index in range(20):
             driver.add(make_request(f"c{index}", 4, 50))
-    predicted = driver.scheduler._door.forecast.predict(make_request("d", 4, 50))
+    predicted = driver.scheduler._admission.forecast.predict(make_request("d", 4, 50))
     assert predicted is not None
     assert error.value.retry_after == pytest.approx(predicted - 30.0)
     assert error.value.reason == "predicted-wait"
@@ -239,7 +239,7 @@ def test_retry_after_of_a_full_queue_is_the_predicted_wait() -> None:
     driver.add(make_request("b", 4, 40))
     with pytest.raises(QueueFullError) as error:
         driver.add(make_request("c", 4, 40))
-    forecast = driver.scheduler._door.forecast
+    forecast = driver.scheduler._admission.forecast
     assert error.value.retry_after == forecast.predict(make_request("d", 4, 40))
     driver.run()
 
@@ -282,7 +282,7 @@ def test_requests_that_ended_are_not_kept_for_as_long_as_they_might_have_waited(
     for index in range(1000):
         driver.add(make_request(f"r{index}", 4, 1))
         driver.abort(f"r{index}")
-    assert len(driver.scheduler._door._limits) <= 100
+    assert len(driver.scheduler._admission._limits) <= 100
 
 
 def test_a_preempted_request_does_not_expire() -> None:

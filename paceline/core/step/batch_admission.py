@@ -19,10 +19,10 @@ from paceline.core.step.rows import Rows
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
-__all__ = ["Admission"]
+__all__ = ["BatchAdmission"]
 
 
-class Admission:
+class BatchAdmission:
     """Admits waiting requests into steps."""
 
     def __init__(self, state: SchedulerState, rows: Rows) -> None:
