@@ -200,7 +200,7 @@ class Request:
     # seconds after which the first token is late enough for the request to yield
     late_after: float = field(init=False)
     # the tenant had far less than an equal share when the request arrived
-    favoured: bool = False
+    boosted: bool = False
     # the request runs on the share of best effort, and keeps slot and blocks while that lasts
     granted: bool = False
     # predicted final number of output tokens; valid while there are fewer
@@ -235,8 +235,8 @@ class Request:
             ValueError: the table has no such move.
         """
         self.tier = after(self.tier, move)
-        if move is Move.FAVOUR:
-            self.favoured = True
+        if move is Move.BOOST:
+            self.boosted = True
         elif move is Move.DEMOTE:
             # the first token is late, so its target is given up
             if self.targets.ttft is not None:

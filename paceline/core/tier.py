@@ -4,7 +4,7 @@
 *Rejoin*: no request that can meet its target gains by that any more: the request is ordinary again,
 without the target that it missed. It asked for more than others did, and gets no less.
 *Restore*: a best-effort request with a deadline was demoted, and there is time for it after all.
-*Favour*: the tenant has far less than an equal share when the request arrives.
+*Boost*: the tenant has far less than an equal share when the request arrives.
 
 This module does not know requests, queues or when a move is due.
 """
@@ -39,11 +39,11 @@ class Move(enum.Enum):
     DEMOTE = "demote"
     REJOIN = "rejoin"
     RESTORE = "restore"
-    FAVOUR = "favour"
+    BOOST = "boost"
 
 
 _ORDINARY, _PROMISED, _RELEGATED, _BACKGROUND = Tier
-# where each move leads from a tier: demote, rejoin, restore, favour
+# where each move leads from a tier: demote, rejoin, restore, boost
 _AFTER: Final[Mapping[Tier, Sequence[Tier | None]]] = {
     _ORDINARY: (_RELEGATED, None, None, _ORDINARY),
     _PROMISED: (_RELEGATED, None, None, _PROMISED),

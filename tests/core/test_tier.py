@@ -26,9 +26,9 @@ ALLOWED = {
     (PROMISED, Move.DEMOTE): RELEGATED,
     (RELEGATED, Move.RESTORE): PROMISED,
     (RELEGATED, Move.REJOIN): ORDINARY,
-    (ORDINARY, Move.FAVOUR): ORDINARY,
-    (PROMISED, Move.FAVOUR): PROMISED,
-    (BACKGROUND, Move.FAVOUR): BACKGROUND,
+    (ORDINARY, Move.BOOST): ORDINARY,
+    (PROMISED, Move.BOOST): PROMISED,
+    (BACKGROUND, Move.BOOST): BACKGROUND,
 }
 REFUSED = [(tier, move) for tier in Tier for move in Move if (tier, move) not in ALLOWED]
 
@@ -45,11 +45,11 @@ def test_every_other_move_is_refused_by_name_and_changes_nothing(tier: Tier, mov
     if tier is RELEGATED:
         request.move(Move.DEMOTE)
     assert request.tier is tier
-    before = request.targets, request.favoured, request.history.demoted
+    before = request.targets, request.boosted, request.history.demoted
     with pytest.raises(ValueError, match=f"tier {tier.name} cannot {move.value}"):
         request.move(move)
     assert request.tier is tier
-    assert before == (request.targets, request.favoured, request.history.demoted)
+    assert before == (request.targets, request.boosted, request.history.demoted)
 
 
 def test_targets_decide_where_a_request_begins() -> None:
@@ -83,15 +83,15 @@ def test_a_late_first_token_is_aimed_at_no_more() -> None:
     assert request.history.demoted and request.told, "it is late all the same"
 
 
-def test_one_that_is_favoured_stays_in_its_tier() -> None:
+def test_one_that_is_boosted_stays_in_its_tier() -> None:
     request = make_request("r", 4, slo=PACED)
-    request.move(Move.FAVOUR)
-    assert request.tier is ORDINARY and request.favoured and request.targets is PACED
+    request.move(Move.BOOST)
+    assert request.tier is ORDINARY and request.boosted and request.targets is PACED
 
 
 # ------------------------------------------------------------------ who may change it
 
-GUARDED = {"tier", "targets", "asked", "favoured"}
+GUARDED = {"tier", "targets", "asked", "boosted"}
 
 
 def assigned(node: ast.AST, within: str = "") -> Iterator[tuple[str, str]]:
@@ -136,10 +136,10 @@ class C:
         def g():
             r.history.targets += 1
         r.tiers = tier = 3
-        del r.favoured
+        del r.boosted
 """
 
 
 def test_what_counts_as_changing_it() -> None:
     found = sorted(assigned(ast.parse(SOURCE)))
-    assert found == [("C.f", "asked"), ("C.f", "favoured"), ("C.f", "tier"), ("C.f.g", "targets")]
+    assert found == [("C.f", "asked"), ("C.f", "boosted"), ("C.f", "tier"), ("C.f.g", "targets")]

@@ -280,7 +280,7 @@ def census_line(scheduler: Any) -> str:
 def tier(request: Any) -> str:
     """What a live request has to lose by waiting, and what lets it go before others."""
     flags = ["promoted"] * _one_of(request, "granted", "aged", "promoted")
-    flags += ["favoured"] * request.favoured
+    flags += ["favoured"] * _one_of(request, "boosted", "favoured")
     return " ".join([_one_of(request, "tier", "band").name.lower(), *flags])
 
 

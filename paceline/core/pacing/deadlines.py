@@ -176,7 +176,7 @@ class Deadlines:
             runs = request.status is RequestStatus.RUNNING
             if number < room and not runs:
                 self._left_out[request] = promise_of(request)
-            if not request.favoured:
+            if not request.boosted:
                 (self._state.running if runs else self._state.waiting).move(request, self._demote)
                 found = found or runs
         for request in back:

@@ -6,7 +6,7 @@ effort that cannot meet its deadline is found by ``deadlines``.
 
 A late request yields only to requests whose targets it endangers: it is demoted while there are
 any, and if it still waits once there are none, it rejoins the ordinary requests at its old
-position. So a caller with targets never gets less than callers without. Favoured requests are not
+position. So a caller with targets never gets less than callers without. Boosted requests are not
 demoted, or a light tenant's late request would wait for all of another tenant's flood.
 
 This module does not know what else fills a step.
@@ -68,7 +68,7 @@ class Feasibility:
         if (
             request.tier is not Tier.ORDINARY
             or request.targets.ttft is None
-            or request.favoured
+            or request.boosted
             or request.first_token_time is not None
             or request.num_pending_tokens
             or not self._enabled
@@ -188,7 +188,7 @@ class Feasibility:
             if len(late) == len(self._state.waiting.ordinary) and not others.num:
                 # no request can be on time, so the first need not yield
                 late = [request for request in late if request is not first[0]]
-        return [request for request in late if not request.favoured]
+        return [request for request in late if not request.boosted]
 
 
 def _is_aimless(request: Request) -> bool:

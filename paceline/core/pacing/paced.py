@@ -62,13 +62,13 @@ class Paced:
 
     def begin(self, now: float, starts: float, *, held: bool) -> PacedStep:
         state, feasibility = self._state, self.feasibility
-        view, waiting_favoured = self._settle(starts)
+        view, waiting_boosted = self._settle(starts)
         self.share.begin(view, starts)
         num_running, allowance = view.num_running, self.budget.allow(view, starts)
         tokens = state.valve.cap(allowance.tokens, num_running)
-        # if the step is too short for all favoured prompts, running requests come first
-        left = tokens - num_running - (view.favoured - waiting_favoured)
-        reserved = max(0, min(waiting_favoured, left))
+        # if the step is too short for all boosted prompts, running requests come first
+        left = tokens - num_running - (view.boosted - waiting_boosted)
+        reserved = max(0, min(waiting_boosted, left))
         background_seconds = self.share.background_seconds(view)
         others, guard = feasibility.others(view, now), self._guard(view)
         displaced_for: Request | None = None
@@ -117,26 +117,26 @@ class Paced:
             moved = self.feasibility.settle(view, starts)
             if self._deadlines.look(view, starts) or moved:
                 view = RunningView.of(running, shared=shared)
-        must_run, favoured, waiting = self._deadlines.must_run(view), 0, 0
+        must_run, boosted, waiting = self._deadlines.must_run(view), 0, 0
         if tenants is not None:
-            waiting = self._favourable_tokens(view, state.waiting.ordinary.peek())
-            favoured = waiting + sum(r.num_uncomputed_tokens for r in view.wide if r.favoured)
-        if must_run or favoured:
-            view = replace(view, must_run=must_run, favoured=favoured)
+            waiting = self._boosted_tokens(view, state.waiting.ordinary.peek())
+            boosted = waiting + sum(r.num_uncomputed_tokens for r in view.wide if r.boosted)
+        if must_run or boosted:
+            view = replace(view, must_run=must_run, boosted=boosted)
         return view, waiting
 
     def _guard(self, view: RunningView) -> TpotGuard | None:
         state = self._state
         return TpotGuard(view, state.step_time) if state.config.pace_admission else None
 
-    def _favourable_tokens(self, view: RunningView, head: Request | None) -> int:
+    def _boosted_tokens(self, view: RunningView, head: Request | None) -> int:
         """Return the prompt tokens that the first waiting request lacks once it is admitted; 0 if
-        it is not favoured, or if a lack of slots or memory would keep it out: others must not be
+        it is not boosted, or if a lack of slots or memory would keep it out: others must not be
         displaced for it in vain."""
         state, num_running = self._state, view.num_running
         if (
             head is None
-            or not head.favoured
+            or not head.boosted
             or head.num_pending_tokens
             or num_running >= state.config.max_num_seqs
             or state.kv.shortfall(head, beside_others=num_running > 0) > 0
@@ -175,10 +175,10 @@ class Paced:
 
 
 def _passes(view: RunningView, evicted: Request | None, *, pressing: bool) -> tuple[Pass, ...]:
-    """Return the passes: ordinary requests, favoured ones first, then best effort by tiers."""
+    """Return the passes: ordinary requests, boosted ones first, then best effort by tiers."""
     ordinary = view.ordinary
-    if view.favoured:
-        ordinary = sorted(ordinary, key=lambda request: not request.favoured)
+    if view.boosted:
+        ordinary = sorted(ordinary, key=lambda request: not request.boosted)
     best_effort = view.best_effort
     if view.must_run or evicted is not None:
         apart = {evicted, *view.must_run}

@@ -99,7 +99,7 @@ class RequestAdmission:
         least_ttft = (state.config.default_ttft_s or 0.0) * max(1.0, patience(request))
         request.aim(state.policy.assumed(request), least_ttft)
         if self._tenants is not None and self._tenants.is_light(asked.tenant):
-            request.move(Move.FAVOUR)
+            request.move(Move.BOOST)
         if asked.fork_of is not None or asked.resumed is not None:
             # the queue had places for all forks when their parent arrived, and callers were
             # promised the rest of answers that have begun

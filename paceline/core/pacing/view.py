@@ -43,7 +43,7 @@ class RunningView:
     # narrow best-effort ones that must not skip this step
     must_run: tuple[Request, ...] = ()
     # prompt tokens of light tenants, which must not wait for the pace of others
-    favoured: int = 0
+    boosted: int = 0
 
     @classmethod
     def of(cls, running: Iterable[Request], *, shared: bool = False) -> RunningView:

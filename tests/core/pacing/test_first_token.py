@@ -22,7 +22,7 @@ from tests.driving import Driver, make_request
 NEWCOMER = make_request("new", 100)
 # its prompt: one step of 10 ms + 100 tokens at 0.1 ms
 OWN = 0.02
-KIND = ForecastKind(Tier.ORDINARY, 0, favoured=False, late=False)
+KIND = ForecastKind(Tier.ORDINARY, 0, boosted=False, late=False)
 
 
 def state_with(
@@ -375,27 +375,27 @@ def test_a_newcomer_waits_for_the_rest_of_the_step_under_way() -> None:
     )
 
 
-def test_a_favoured_request_is_computed_whole_before_what_others_lack() -> None:
+def test_a_boosted_request_is_computed_whole_before_what_others_lack() -> None:
     """4,000 tokens of others are lacking, 100 in a step, and a place is free at once."""
     state = state_with(ahead=4000)
-    other, favoured = make_request("other", 400), make_request("favoured", 400)
-    favoured.favoured = True
+    other, boosted = make_request("other", 400), make_request("boosted", 400)
+    boosted.boosted = True
     forecast = forecast_of(state)
-    longer, shorter = forecast.predict(other), forecast.predict(favoured)
+    longer, shorter = forecast.predict(other), forecast.predict(boosted)
     assert longer is not None and shorter is not None
     # one step of 10 ms + 400 tokens at 0.1 ms
     assert 0.045 < shorter < 0.055 and longer > 0.8
     # until a place comes free, steps compute what others lack
     state = state_with(places=0, ahead=4000)
-    until = forecast_of(state).predict(favoured)
+    until = forecast_of(state).predict(boosted)
     assert until is not None and 0.88 < until - shorter < 0.92
 
 
-def test_a_favoured_prompt_that_no_step_has_room_for_takes_several() -> None:
+def test_a_boosted_prompt_that_no_step_has_room_for_takes_several() -> None:
     state = state_with()
     most = state.config.max_num_batched_tokens
     short, long = make_request("short", most), make_request("long", 3 * most)
-    short.favoured = long.favoured = True
+    short.boosted = long.boosted = True
     forecast = forecast_of(state)
     one, three = forecast.predict(short), forecast.predict(long)
     # steps of 10 ms and 0.1 ms a token
@@ -403,20 +403,20 @@ def test_a_favoured_prompt_that_no_step_has_room_for_takes_several() -> None:
     assert three - one > 2 * (0.010 + 1e-4 * most) - 0.002
 
 
-def test_what_becomes_of_favoured_requests_says_nothing_of_the_others() -> None:
+def test_what_becomes_of_boosted_requests_says_nothing_of_the_others() -> None:
     forecast = forecast_of(state_with())
-    other, favoured = make_request("other", 100), make_request("favoured", 100)
-    favoured.favoured = True
+    other, boosted = make_request("other", 100), make_request("boosted", 100)
+    boosted.boosted = True
     # until one has had its first token, they are as others are
     assert forecast.note(other, math.inf) is not None and other.history.forecast is not None
     forecast._learn(other.history.forecast, 1.0)
-    said, kind = forecast.note(favoured, math.inf), favoured.history.forecast
+    said, kind = forecast.note(boosted, math.inf), boosted.history.forecast
     assert said is not None and kind is not None and said > 1.01 * kind.seconds
     forecast._learn(kind, kind.seconds)
-    before = forecast.predict(favoured)
+    before = forecast.predict(boosted)
     for _ in range(50):
         assert forecast.note(other, math.inf) is not None and other.history.forecast is not None
         forecast._learn(other.history.forecast, 1.0)
     after = forecast.predict(other)
-    assert before is not None and forecast.predict(favoured) == before
+    assert before is not None and forecast.predict(boosted) == before
     assert after is not None and after > 5.0 * before

@@ -208,15 +208,15 @@ def test_a_light_tenants_wait_is_predicted_with_those_of_its_kind() -> None:
     assert flood(driver, "a", 100) == {"taken": 100}
     ours = [make_request(f"b{i}", 4, 20, tenant="b", arrival=driver.now) for i in range(20)]
     driver.add(*ours)
-    assert all(request.favoured for request in ours)
+    assert all(request.boosted for request in ours)
     predicted = [request.history.predicted_ttft or 0.0 for request in ours]
     assert predicted == sorted(predicted)
     # a place is free when the one before has ended, which takes longer than what was said of those
-    # before, and no favoured one has taught another thing
+    # before, and no boosted one has taught another thing
     assert predicted[-1] - predicted[0] > 190.0
     other = make_request("c", 4, 20, tenant="c", arrival=driver.now)
     driver.add(other)
-    assert other.favoured
+    assert other.boosted
     assert other.history.predicted_ttft == pytest.approx(
         2 * predicted[-1] - predicted[-2], rel=0.01
     )

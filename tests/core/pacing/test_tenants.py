@@ -160,7 +160,7 @@ def test_nobody_makes_way_for_a_light_tenants_request_that_memory_keeps_out(
     assert rows(driver) == {"heavy0": 64}
     driver.add(make_request("light", 80, 120, arrival=driver.now, tenant="light"))
     light = driver.scheduler._requests["light"]
-    assert light.favoured and driver.scheduler._waiting.ordinary.peek() is light
+    assert light.boosted and driver.scheduler._waiting.ordinary.peek() is light
     assert driver.scheduler.kv.shortfall(light, beside_others=True) == 0, "free for now"
     outlooks = []
 
@@ -187,7 +187,7 @@ def test_what_is_cached_of_a_light_tenants_prompt_is_not_kept_free_for_it() -> N
     driver.step()
     assert rows(driver) == {"heavy0": 80}
     driver.add(make_request("light", prompt, 2, arrival=driver.now, tenant="light"))
-    assert driver.scheduler._requests["light"].favoured
+    assert driver.scheduler._requests["light"].boosted
     driver.step()
     # 60 of its 61 tokens are cached: 79 are left, not 19
     assert rows(driver) == {"heavy0": 79, "light": 1}

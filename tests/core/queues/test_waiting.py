@@ -68,20 +68,20 @@ def test_a_missed_target_comes_before_promises_by_order_unless_deadlines_press()
 
 
 def test_sums_follow_those_that_come_go_and_move() -> None:
-    favoured = numbered("favoured", 0, 10)
-    favoured.favoured = True
+    boosted = numbered("boosted", 0, 10)
+    boosted.boosted = True
     plain, night = numbered("plain", 1, 7), numbered("night", 2, 5, slo=NIGHT)
-    queues = queues_of(favoured, plain, night)
+    queues = queues_of(boosted, plain, night)
     assert (len(queues), queues.num_tokens[0], sum(queues.num_tokens)) == (3, 17, 22)
     newcomer = numbered("new", 9, 1)
     assert queues.ahead_of(newcomer, newcomer.tier) == (2, 17)
-    newcomer.favoured = True
+    newcomer.boosted = True
     assert queues.ahead_of(newcomer, newcomer.tier) == (1, 10), (
-        "before a favoured one only favoured ones"
+        "before a boosted one only boosted ones"
     )
     background = numbered("background", 9, 1, slo=NIGHT)
     assert queues.ahead_of(background, background.tier) == (3, 22)
-    queues.remove(favoured)
+    queues.remove(boosted)
     assert (len(queues), queues.num_tokens[0], sum(queues.num_tokens)) == (2, 7, 12)
     queues.move(plain, relegated)
     assert plain in queues and queues.num_tokens[0] == 0 and sum(queues.num_tokens) == 12
