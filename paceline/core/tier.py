@@ -26,9 +26,9 @@ class Tier(enum.IntEnum):
     # the request is not best effort, with or without targets
     ORDINARY = 0
     # it is best effort with targets that can still be met
-    PROMISED = 1
+    DEADLINE_BATCH = 1
     # a target of the request was missed or cannot be met any more
-    RELEGATED = 2
+    DEMOTED = 2
     # it is best effort without targets
     BACKGROUND = 3
 
@@ -42,12 +42,12 @@ class Move(enum.Enum):
     BOOST = "boost"
 
 
-_ORDINARY, _PROMISED, _RELEGATED, _BACKGROUND = Tier
+_ORDINARY, _DEADLINE_BATCH, _DEMOTED, _BACKGROUND = Tier
 # where each move leads from a tier: demote, rejoin, restore, boost
 _AFTER: Final[Mapping[Tier, Sequence[Tier | None]]] = {
-    _ORDINARY: (_RELEGATED, None, None, _ORDINARY),
-    _PROMISED: (_RELEGATED, None, None, _PROMISED),
-    _RELEGATED: (None, _ORDINARY, _PROMISED, None),
+    _ORDINARY: (_DEMOTED, None, None, _ORDINARY),
+    _DEADLINE_BATCH: (_DEMOTED, None, None, _DEADLINE_BATCH),
+    _DEMOTED: (None, _ORDINARY, _DEADLINE_BATCH, None),
     _BACKGROUND: (None, None, None, _BACKGROUND),
 }
 
@@ -56,7 +56,7 @@ def tier_of(slo: Slo) -> Tier:
     """Return the tier of a request that arrives with these targets."""
     if not slo.best_effort:
         return Tier.ORDINARY
-    return Tier.BACKGROUND if slo.background else Tier.PROMISED
+    return Tier.BACKGROUND if slo.background else Tier.DEADLINE_BATCH
 
 
 def after(tier: Tier, move: Move) -> Tier:

@@ -16,18 +16,18 @@ from tests.driving import make_request
 
 CORE = Path(paceline.core.__file__).parent
 
-ORDINARY, PROMISED, RELEGATED, BACKGROUND = Tier
+ORDINARY, DEADLINE_BATCH, DEMOTED, BACKGROUND = Tier
 PROMISE = Slo(slo_class="batch", best_effort=True, deadline=60.0)
 NIGHT = Slo(slo_class="night", best_effort=True)
 PACED = Slo(slo_class="chat", ttft=1.0, tpot=0.1)
 
 ALLOWED = {
-    (ORDINARY, Move.DEMOTE): RELEGATED,
-    (PROMISED, Move.DEMOTE): RELEGATED,
-    (RELEGATED, Move.RESTORE): PROMISED,
-    (RELEGATED, Move.REJOIN): ORDINARY,
+    (ORDINARY, Move.DEMOTE): DEMOTED,
+    (DEADLINE_BATCH, Move.DEMOTE): DEMOTED,
+    (DEMOTED, Move.RESTORE): DEADLINE_BATCH,
+    (DEMOTED, Move.REJOIN): ORDINARY,
     (ORDINARY, Move.BOOST): ORDINARY,
-    (PROMISED, Move.BOOST): PROMISED,
+    (DEADLINE_BATCH, Move.BOOST): DEADLINE_BATCH,
     (BACKGROUND, Move.BOOST): BACKGROUND,
 }
 REFUSED = [(tier, move) for tier in Tier for move in Move if (tier, move) not in ALLOWED]
@@ -40,9 +40,9 @@ def test_a_move_leads_where_the_table_says(tier: Tier, move: Move) -> None:
 
 @pytest.mark.parametrize(("tier", "move"), REFUSED)
 def test_every_other_move_is_refused_by_name_and_changes_nothing(tier: Tier, move: Move) -> None:
-    slo = {ORDINARY: PACED, PROMISED: PROMISE, RELEGATED: PROMISE, BACKGROUND: NIGHT}[tier]
+    slo = {ORDINARY: PACED, DEADLINE_BATCH: PROMISE, DEMOTED: PROMISE, BACKGROUND: NIGHT}[tier]
     request = make_request("r", 4, slo=slo)
-    if tier is RELEGATED:
+    if tier is DEMOTED:
         request.move(Move.DEMOTE)
     assert request.tier is tier
     before = request.targets, request.boosted, request.history.demoted
@@ -54,7 +54,7 @@ def test_every_other_move_is_refused_by_name_and_changes_nothing(tier: Tier, mov
 
 def test_targets_decide_where_a_request_begins() -> None:
     assert tier_of(NO_SLO) is tier_of(PACED) is ORDINARY
-    assert tier_of(PROMISE) is PROMISED
+    assert tier_of(PROMISE) is DEADLINE_BATCH
     assert tier_of(NIGHT) is BACKGROUND
 
 
@@ -62,11 +62,11 @@ def test_a_demotion_is_told_and_can_be_taken_back() -> None:
     request = make_request("r", 4, slo=PROMISE)
     request.told = True
     request.move(Move.DEMOTE)
-    assert request.tier is RELEGATED and request.targets is PROMISE
+    assert request.tier is DEMOTED and request.targets is PROMISE
     assert request.history.demoted and not request.told
     request.told = True
     request.move(Move.RESTORE)
-    assert request.tier is PROMISED and request.targets is PROMISE
+    assert request.tier is DEADLINE_BATCH and request.targets is PROMISE
     assert not request.history.demoted
     assert request.told, "there is nothing to tell that the caller has to know"
 

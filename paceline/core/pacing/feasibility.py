@@ -104,7 +104,7 @@ class Feasibility:
         aimless = len(waiting.ordinary) > len(self._targets.dues) or any(map(_is_aimless, passed))
         if not aimless and not others.aimless:
             return True
-        if others.urgent or self._targets.promised:
+        if others.urgent or self._targets.deadline_batch:
             return True
         # the last in order are the likeliest to be on time
         those = chain(passed, *map(reversed, self._targets.targeted.values()))
@@ -115,9 +115,9 @@ class Feasibility:
 
     def others(self, view: RunningView, now: float) -> Others:
         """Sum up the ordinary prompts of a step that begins at ``now``."""
-        promised = Tier.PROMISED
+        deadline_batch = Tier.DEADLINE_BATCH
         ordinary = [request for request in view.wide if request.tier is Tier.ORDINARY]
-        urgent = any(request.tier is promised for request in view.best_effort) or (
+        urgent = any(request.tier is deadline_batch for request in view.best_effort) or (
             view.urgent
             and any(r.targets.ttft is not None and not self.is_late(r, now) for r in ordinary)
         )
@@ -131,7 +131,7 @@ class Feasibility:
             request.order = (request.order[0] + later, request.order[1])
         request.move(Move.DEMOTE)
         self._state.last.demoted.append(request)
-        self._state.totals.num_relegated += 1
+        self._state.totals.num_demoted += 1
 
     # ------------------------------------------------------------------ all of them
 

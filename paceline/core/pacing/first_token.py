@@ -252,7 +252,7 @@ class FirstTokenForecast:
     def _outside(self, request: Request, wait: float) -> float:
         """Return the seconds that ordinary work adds for a best-effort or late request: its like
         ahead of it in the queue, and then ``wait``, are served from what ordinary work leaves."""
-        waiting, tier = self._state.waiting, max(request.tier, Tier.PROMISED)
+        waiting, tier = self._state.waiting, max(request.tier, Tier.DEADLINE_BATCH)
         num, tokens = waiting.ahead_of(request, tier)
         num, tokens = num - len(waiting.ordinary), tokens - waiting.num_tokens[Tier.ORDINARY]
         own = self._until(num, max(0, tokens), boosted=False) + wait

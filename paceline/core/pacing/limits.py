@@ -120,7 +120,7 @@ class PacedStep(Step):
         """Make a late request ordinary again, in its order among requests without targets, once it
         endangers no target and a slot is free."""
         state = self.state
-        late = state.waiting.relegated.peek()
+        late = state.waiting.demoted.peek()
         if (
             late is None
             or late.asked.slo.best_effort

@@ -38,7 +38,7 @@ from paceline.core.tier import Tier
 __all__ = ["Paced"]
 
 # tiers that get rows and are admitted together, in order: (first, last)
-_BEST_EFFORT: Final = ((Tier.PROMISED, Tier.RELEGATED), (Tier.BACKGROUND, Tier.BACKGROUND))
+_BEST_EFFORT: Final = ((Tier.DEADLINE_BATCH, Tier.DEMOTED), (Tier.BACKGROUND, Tier.BACKGROUND))
 # the same while deadlines press
 _PRESSED: Final = tuple((tier, tier) for tier in Tier if tier is not Tier.ORDINARY)
 

@@ -29,7 +29,7 @@ class WaitingQueues:
         self._queues = tuple(make_queue() for _ in Tier)
         # public, for reading alone
         self.ordinary = self._queues[Tier.ORDINARY]
-        self.relegated = self._queues[Tier.RELEGATED]
+        self.demoted = self._queues[Tier.DEMOTED]
         self._kv = kv
         # members that hold blocks: forks
         self._holders: dict[str, Request] = {}
@@ -143,8 +143,8 @@ class WaitingQueues:
     def peek_best_effort(self, *, pressing: bool) -> Request | None:
         """Return the first best-effort request. Those without targets come last; among the others
         order decides, but while deadlines press, requests that have missed theirs come later."""
-        _, promised, relegated, background = self._queues
-        first, second = promised.peek(), relegated.peek()
+        _, deadline_batch, demoted, background = self._queues
+        first, second = deadline_batch.peek(), demoted.peek()
         if first is None or second is None:
             return first or second or background.peek()
         return second if second.order < first.order and not pressing else first

@@ -63,7 +63,7 @@ class Step:
     reserved: int
     # prompt tokens kept for a running request of a later pass
     kept: int = 0
-    # promised best-effort requests come before those that missed their targets
+    # best effort with deadlines comes before those that missed their targets
     pressing: bool = False
     # a best-effort request to preempt before anything is planned
     evicted: Request | None = None

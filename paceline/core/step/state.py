@@ -53,7 +53,7 @@ class Totals:
     """Counters from the start on, over all requests."""
 
     num_recomputed_tokens: int = 0
-    num_relegated: int = 0
+    num_demoted: int = 0
     # requests that have had their first tokens, and tokens of their prompts
     num_first_tokens: int = 0
     num_prompt_tokens: int = 0
@@ -125,7 +125,7 @@ def take_stats(state: SchedulerState) -> SchedulerStats:
         drafted=tuple(totals.drafted.items()), accepted=tuple(totals.accepted.items()),
         accepted_by_place=tuple((str(i), n) for i, n in totals.accepted_by_place.items()),
         prefix_cache_queries=kv.num_queried_tokens, prefix_cache_hits=kv.num_hit_tokens,
-        num_recomputed_tokens=totals.num_recomputed_tokens, num_relegated=totals.num_relegated,
+        num_recomputed_tokens=totals.num_recomputed_tokens, num_demoted=totals.num_demoted,
         num_swapped_out_blocks=host.num_swapped_out, num_swapped_in_blocks=host.num_swapped_in,
         num_discarded_tokens=totals.num_discarded_tokens, refused=tuple(totals.refused.items()),
         waited=tuple(zip(REASONS, waiting.clocks.reading(), strict=True)),

@@ -1,4 +1,4 @@
-"""Refusals that say when to come back, limits on waiting, relegation, and memory looked ahead."""
+"""Refusals that say when to come back, limits on waiting, demotion, and memory looked ahead."""
 
 from __future__ import annotations
 
@@ -304,10 +304,10 @@ def test_a_request_that_cannot_be_on_time_lets_the_others_pass() -> None:
     assert first["fine"] < first["hopeless"]
     timeline = driver.finished["hopeless"].timeline
     assert timeline is not None and timeline.relegated
-    assert driver.scheduler.stats().num_relegated == 1
+    assert driver.scheduler.stats().num_demoted == 1
 
 
-def test_relegation_can_be_turned_off() -> None:
+def test_demotion_can_be_turned_off() -> None:
     driver = warm(max_num_seqs=1, relegate_late=False)
     start = driver.now
     driver.add(make_request("hopeless", 20, 4, arrival=start, slo=Slo(ttft=2.0)))

@@ -243,7 +243,7 @@ def p99(policy: str, heavy: float, seed: int = 5) -> tuple[float, float]:
 
 @pytest.mark.parametrize("heavy", [4.0, 10.0])
 @pytest.mark.parametrize("seed", [5, 6, 7])
-def test_a_flood_neither_delays_nor_relegates_a_light_tenant(heavy: float, seed: int) -> None:
+def test_a_flood_neither_delays_nor_demotes_a_light_tenant(heavy: float, seed: int) -> None:
     alone, _ = p99("fair", 0.0, seed)
     beside, on_time = p99("fair", heavy, seed)
     assert beside <= 1.5 * alone

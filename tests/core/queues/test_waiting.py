@@ -25,9 +25,9 @@ def queues_of(*requests: Request, policy: str = "fcfs") -> WaitingQueues:
     return queues
 
 
-def relegated(request: Request) -> Request:
+def demoted(request: Request) -> Request:
     request.move(Move.DEMOTE)
-    assert request.tier is Tier.RELEGATED
+    assert request.tier is Tier.DEMOTED
     return request
 
 
@@ -55,8 +55,8 @@ def test_only_the_first_of_a_tier_can_be_taken() -> None:
         queues.take(late)
 
 
-def test_a_missed_target_comes_before_promises_by_order_unless_deadlines_press() -> None:
-    missed = relegated(numbered("missed", 0, 4, slo=PROMISE))
+def test_a_missed_target_comes_before_deadlines_by_order_unless_deadlines_press() -> None:
+    missed = demoted(numbered("missed", 0, 4, slo=PROMISE))
     promise = numbered("promise", 1, 4, slo=PROMISE)
     queues = queues_of(promise, missed)
     later = queues_of(promise, missed, policy="deadline")
@@ -64,7 +64,7 @@ def test_a_missed_target_comes_before_promises_by_order_unless_deadlines_press()
     assert later.peek_best_effort(pressing=False) is missed
     assert later.peek_best_effort(pressing=True) is promise
     assert list(queues.best_effort_heads()) == [promise, missed]
-    assert queues.num_tokens[Tier.PROMISED] and not queues.num_tokens[Tier.ORDINARY]
+    assert queues.num_tokens[Tier.DEADLINE_BATCH] and not queues.num_tokens[Tier.ORDINARY]
 
 
 def test_sums_follow_those_that_come_go_and_move() -> None:
@@ -83,7 +83,7 @@ def test_sums_follow_those_that_come_go_and_move() -> None:
     assert queues.ahead_of(background, background.tier) == (3, 22)
     queues.remove(boosted)
     assert (len(queues), queues.num_tokens[0], sum(queues.num_tokens)) == (2, 7, 12)
-    queues.move(plain, relegated)
+    queues.move(plain, demoted)
     assert plain in queues and queues.num_tokens[0] == 0 and sum(queues.num_tokens) == 12
     queues.check_integrity()
 
@@ -170,8 +170,8 @@ def test_sums_and_places_hold_whatever_happens(policy: str) -> None:
             members[request.request_id] = request
         elif members:
             request = rng.choice(list(members.values()))
-            if rng.random() < 0.4 and request.tier in (Tier.ORDINARY, Tier.PROMISED):
-                queues.move(request, relegated)
+            if rng.random() < 0.4 and request.tier in (Tier.ORDINARY, Tier.DEADLINE_BATCH):
+                queues.move(request, demoted)
             else:
                 queues.remove(members.pop(request.request_id))
         queues.check_integrity()
