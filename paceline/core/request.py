@@ -220,9 +220,9 @@ class Request:
         lengths = num_prompt.bit_length(), sampling.max_tokens.bit_length()
         self.label = (asked.slo.slo_class, *lengths)
         self.tier = tier_of(asked.slo)
-        self.aim(asked.slo)
+        self.set_targets(asked.slo)
 
-    def aim(self, slo: Slo, least_ttft: float = 0.0) -> None:
+    def set_targets(self, slo: Slo, least_ttft: float = 0.0) -> None:
         """Set the targets from now on. The request, which must not wait in a queue yet, does not
         count as late before ``least_ttft`` seconds."""
         self.slo = self.targets = slo

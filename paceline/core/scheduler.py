@@ -107,7 +107,7 @@ class Scheduler:
         self._requests[request.request_id] = request
         if self._tenants is not None:
             self._tenants.on_arrival(request.asked.tenant)
-        if request.targets.aims or request.best_effort:
+        if request.targets.has_targets or request.best_effort:
             self._pacing = self._paced
         if self._speculation is None and request.asked.prediction_token_ids:
             self._begin_guesses(request)

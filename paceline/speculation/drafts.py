@@ -255,7 +255,7 @@ class Drafts:
     def _choose(self, step: Step, guesses: list[Guess]) -> Sequence[int]:
         """Return the number of draft tokens of each row that pay; (): none at all."""
         model, requests = self._step_time, step.requests
-        if not model.ready and any(request.targets.aims for request in requests):
+        if not model.ready and any(request.targets.has_targets for request in requests):
             return ()
         self._num_steps += 1
         known = model.ready and self._num_lengthened >= _UNPRICED

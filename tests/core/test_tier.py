@@ -123,7 +123,10 @@ def test_only_a_move_changes_the_tier_and_the_targets_of_a_request() -> None:
         for where, attribute in assigned(ast.parse(path.read_text()))
     }
     # the others have their values from the fields' defaults
-    born = {("request.py:Request.__post_init__", "tier"), ("request.py:Request.aim", "targets")}
+    born = {
+        ("request.py:Request.__post_init__", "tier"),
+        ("request.py:Request.set_targets", "targets"),
+    }
     moved = {("request.py:Request.move", name) for name in GUARDED - {"asked"}}
     assert found == born | moved
 

@@ -45,7 +45,7 @@ class Others(NamedTuple):
     # one of them can still meet its target, or best effort with a deadline runs
     urgent: bool
     # one of them has no target for its first token
-    aimless: bool
+    without_ttft_target: bool
 
 
 class Feasibility:
@@ -101,8 +101,8 @@ class Feasibility:
         runs = late.status is RequestStatus.RUNNING and late.tier is Tier.ORDINARY
         if not passed and not num_waiting and others.num <= runs:
             return False
-        aimless = len(waiting.ordinary) > len(self._targets.dues) or any(map(_is_aimless, passed))
-        if not aimless and not others.aimless:
+        untargeted = len(waiting.ordinary) > len(self._targets.dues) or others.without_ttft_target
+        if not untargeted and not any(map(_without_ttft_target, passed)):
             return True
         if others.urgent or self._targets.deadline_batch:
             return True
@@ -121,7 +121,7 @@ class Feasibility:
             view.urgent
             and any(r.targets.ttft is not None and not self.is_late(r, now) for r in ordinary)
         )
-        return Others(len(ordinary), urgent, any(map(_is_aimless, ordinary)))
+        return Others(len(ordinary), urgent, any(map(_without_ttft_target, ordinary)))
 
     def demote(self, request: Request) -> None:
         """Move the request, which must be in no sorted queue, to the tier of late requests."""
@@ -191,7 +191,7 @@ class Feasibility:
         return [request for request in late if not request.boosted]
 
 
-def _is_aimless(request: Request) -> bool:
+def _without_ttft_target(request: Request) -> bool:
     """Whether the request never had a target for its first token."""
     return request.slo.ttft is None
 

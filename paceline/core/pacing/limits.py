@@ -133,7 +133,7 @@ class PacedStep(Step):
             # one at a time, and in order
             if head.slo.ttft is not None or head.order < late.order:
                 return
-        elif not self.others.aimless:
+        elif not self.others.without_ttft_target:
             return
         if not self.feasibility.endangers(late, self.now, self.others):
             state.waiting.move(late, _REJOIN)

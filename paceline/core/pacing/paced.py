@@ -169,7 +169,7 @@ class Paced:
 
     def _displaces_though_late(self, waiting: Request, running: Request) -> bool:
         """Whether a late request displaces a running one: none that has a target to meet."""
-        if not running.best_effort and running.targets.aims:
+        if not running.best_effort and running.targets.has_targets:
             return False
         return self._state.policy.displaces(waiting, running)
 

@@ -97,7 +97,7 @@ class RequestAdmission:
         check_admissible(request, live, state.config, state.cache)
         # a request with its own target yields no sooner than it would without one
         least_ttft = (state.config.default_ttft_s or 0.0) * max(1.0, patience(request))
-        request.aim(state.policy.assumed(request), least_ttft)
+        request.set_targets(state.policy.assumed(request), least_ttft)
         if self._tenants is not None and self._tenants.is_light(asked.tenant):
             request.move(Move.BOOST)
         if asked.fork_of is not None or asked.resumed is not None:
