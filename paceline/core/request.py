@@ -175,7 +175,7 @@ class Request:
     # more is planned for the request
     num_draft_tokens: int = 0
     # state of ``step.speculation`` for it; None: the request was never considered for drafts
-    guesser: Any = None
+    draft_state: Any = None
 
     # memory: position p lives in block_ids[p // block_size]
     block_ids: list[int] = field(default_factory=list)

@@ -81,7 +81,7 @@ class Scheduler:
         # the given source, and the one in use: while there are no drafts, no step calls it
         self._given_speculation = make_speculation(state, speculation)
         self._speculation: Speculation | None = None
-        self._begin_guesses(None)
+        self._begin_drafts(None)
         self._requests: dict[str, Request] = {}
         self._expired: list[Expired] = []
         # time until which the policy holds all waiting requests back; None: it does not
@@ -110,7 +110,7 @@ class Scheduler:
         if request.targets.has_targets or request.best_effort:
             self._pacing = self._paced
         if self._speculation is None and request.asked.prediction_token_ids:
-            self._begin_guesses(request)
+            self._begin_drafts(request)
         if request.asked.fork_of is None:
             if request.asked.resumed is None:
                 self._admission.watch(request)
@@ -256,7 +256,7 @@ class Scheduler:
         # requests without targets need no pacing where tenants are not kept apart
         self._pacing = self._plain if self._tenants is None else self._paced
 
-    def _begin_guesses(self, request: Request | None) -> None:
+    def _begin_drafts(self, request: Request | None) -> None:
         if self._given_speculation is not None and self._given_speculation.begins(request):
             self._speculation = self._given_speculation
 

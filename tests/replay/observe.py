@@ -42,7 +42,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Core:
-    """The modules of one core, found by their package, and the package of what guesses for it."""
+    """The modules of one core, found by their package, and the package of its speculation."""
 
     package: str = "paceline.core"
     speculation: str = "paceline.speculation"
@@ -74,7 +74,7 @@ def make_scheduler(core: Core, config: Mapping[str, Any], cache: Mapping[str, An
     make_cache = core.find("CacheConfig", "config")
     values = make_config(**config), make_cache(**cache)
     if "speculation" not in inspect.signature(scheduler).parameters:
-        # an older core makes guesses itself
+        # an older core drafts itself
         return scheduler(*values)
     drafts = importlib.import_module(f"{core.speculation}.drafts").Drafts
     return scheduler(*values, speculation=drafts)
@@ -165,11 +165,11 @@ def plan_lines(plan: Any) -> Iterator[str]:
 
 
 def rows(plan: Any) -> Iterator[tuple[str, int, int, bool, tuple[int, ...]]]:
-    """(request, first position, tokens before guesses, whether the last of them is sampled from,
-    guesses)."""
-    guesses = {draft.row: tuple(draft.token_ids) for draft in plan.drafts}
+    """(request, first position, tokens before drafts, whether the last of them is sampled from,
+    drafts)."""
+    drafts = {draft.row: tuple(draft.token_ids) for draft in plan.drafts}
     for index, row in enumerate(plan.rows):
-        own = guesses.get(index, ())
+        own = drafts.get(index, ())
         yield row.request_id, row.start, row.num_tokens - len(own), row.samples, own
 
 

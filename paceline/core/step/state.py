@@ -67,12 +67,12 @@ class Totals:
     accepted: Counter[str] = field(default_factory=Counter)
     accepted_by_place: Counter[int] = field(default_factory=Counter)
 
-    def note_draft(self, source: str, num_guesses: int, num_right: int) -> None:
-        """Count a row of ``num_guesses`` draft tokens, the first ``num_right`` of them right."""
+    def note_draft(self, source: str, num_tokens: int, num_right: int) -> None:
+        """Count a row of ``num_tokens`` draft tokens, the first ``num_right`` of them right."""
         self.num_drafts += 1
-        self.drafted[source] += num_guesses
+        self.drafted[source] += num_tokens
         self.accepted[source] += num_right
-        for place in range(num_guesses):
+        for place in range(num_tokens):
             self.accepted_by_place[place] += place < num_right
 
 
@@ -163,7 +163,7 @@ def check_integrity(state: SchedulerState, live: Mapping[str, Request]) -> None:
         flying = state.steps.num_rows(request)
         assert 0 <= request.num_pending_tokens <= flying, "a pending token of no step"
         assert request.num_tokens + request.num_pending_tokens <= request.max_total_tokens
-        assert not request.num_draft_tokens or flying, "guesses of no step"
+        assert not request.num_draft_tokens or flying, "draft tokens of no step"
     for fork in forks:
         assert fork.asked.fork_of in live, "a fork waits for no request"
     state.running.check_integrity()
