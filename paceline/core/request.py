@@ -149,8 +149,8 @@ class Request:
     stop_reason: int | None = None
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
-    # whether the caller has been sent the history since it last changed
-    told: bool = False
+    # whether the caller has been sent the timeline since it last changed
+    timeline_sent: bool = False
     # prompt tokens served from the prefix cache at first admission
     num_cached_tokens: int = 0
     # the policy's key, and the key with the number of arrival; smaller runs sooner
@@ -242,7 +242,7 @@ class Request:
             if self.targets.ttft is not None:
                 self.targets = replace(self.targets, ttft=None)
             # the caller gets the timeline with the next tokens
-            self.history.demoted, self.told = True, False
+            self.history.demoted, self.timeline_sent = True, False
         elif move is Move.RESTORE:
             self.targets = self.slo
             self.order = (self.key, self.order[1])

@@ -81,7 +81,7 @@ class Drafts:
         # planned once that step's tokens are known
         self.awaits_tokens = False
         # mean pipeline bubble, s: tokens received -> plan made with them; time of the last tokens
-        self._bubble = self._told_at = 0.0
+        self._bubble = self._received_at = 0.0
         # seconds of the draft model's pass over all rows, and per known token that it reads; most
         # such tokens in a step
         self._pass_seconds = self._token_seconds = 0.0
@@ -150,7 +150,7 @@ class Drafts:
     ) -> None:
         """Take in a step's result, before its tokens are appended to the ``requests`` of its rows.
         Counts computed tokens of wrong drafts as not computed: the next row overwrites them."""
-        self._told_at = now
+        self._received_at = now
         num_verified = self._settle(plan, requests, result) if plan.drafts else 0
         planned_rows = len(plan.rows) + sum(len(token_ids) for _, token_ids, _ in plan.drafts)
         if plan.num_tokens == planned_rows and result.elapsed > 0.0:
@@ -183,7 +183,7 @@ class Drafts:
                 verified, so_far = request.history.drafts.get(source, (0, 0))
                 request.history.drafts[source] = verified + len(token_ids), so_far + counted
             # the caller gets the timeline with the next tokens
-            request.told = False
+            request.timeline_sent = False
             # 0 if the request has ended or been preempted: its blocks are gone
             if request.num_draft_tokens:
                 request.num_computed_tokens -= len(planned) - right
@@ -296,7 +296,7 @@ class Drafts:
         if not self.awaits_tokens or not requests or requests[0].num_pending_tokens != 1:
             self._bubble *= _FORGETTING
             return
-        waited, step = now - self._told_at, self._price(len(requests))[0]
+        waited, step = now - self._received_at, self._price(len(requests))[0]
         # longer than two steps: there was no request
         if waited < 2 * step:
             self._bubble += _NEWEST * (waited - self._bubble)

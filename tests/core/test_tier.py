@@ -60,15 +60,15 @@ def test_targets_decide_where_a_request_begins() -> None:
 
 def test_a_demotion_is_told_and_can_be_taken_back() -> None:
     request = make_request("r", 4, slo=PROMISE)
-    request.told = True
+    request.timeline_sent = True
     request.move(Move.DEMOTE)
     assert request.tier is DEMOTED and request.targets is PROMISE
-    assert request.history.demoted and not request.told
-    request.told = True
+    assert request.history.demoted and not request.timeline_sent
+    request.timeline_sent = True
     request.move(Move.RESTORE)
     assert request.tier is DEADLINE_BATCH and request.targets is PROMISE
     assert not request.history.demoted
-    assert request.told, "there is nothing to tell that the caller has to know"
+    assert request.timeline_sent, "there is nothing to tell that the caller has to know"
 
 
 def test_a_late_first_token_is_aimed_at_no_more() -> None:
@@ -76,11 +76,11 @@ def test_a_late_first_token_is_aimed_at_no_more() -> None:
     request.key, request.order = 3.0, (3.0, 7)
     request.move(Move.DEMOTE)
     assert request.targets == replace(PACED, ttft=None) and request.asked.slo is PACED
-    request.told = True
+    request.timeline_sent = True
     request.move(Move.REJOIN)
     assert request.tier is ORDINARY and request.targets.ttft is None
     assert request.order == (3.0, 7), "the place that it had"
-    assert request.history.demoted and request.told, "it is late all the same"
+    assert request.history.demoted and request.timeline_sent, "it is late all the same"
 
 
 def test_one_that_is_boosted_stays_in_its_tier() -> None:

@@ -66,7 +66,7 @@ class RunningList:
     def start(self, request: Request) -> None:
         """Add an admitted request, which has its blocks."""
         request.status = RequestStatus.RUNNING
-        request.told = False
+        request.timeline_sent = False
         self.most_tokens[request.tier] += request.max_total_tokens + self._cache.block_size
         insort(self.requests, request, key=place)
 
