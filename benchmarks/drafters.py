@@ -41,8 +41,8 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.engine.core import EngineCore
 from paceline.engine.fanout import add_to_core
 from paceline.engine.types import GenerationRequest
+from paceline.speculation.draft_tokens import Drafter, DraftTokens
 from paceline.speculation.drafts import DrafterMaker
-from paceline.speculation.guess import Drafter, Guess
 from paceline.speculation.ngram import NgramDrafter
 
 __all__ = ["Answer", "Count", "Curve", "play"]
@@ -141,8 +141,8 @@ class _Recorded:
         return self._texts[int(request_id.partition("-")[0])]
 
     def execute(self, plan: SchedulerOutput) -> Future[StepResult]:
-        guesses = {draft.row: draft.token_ids for draft in plan.drafts}
-        sampled = tuple(self._says(row, guesses.get(r, ())) for r, row in enumerate(plan.rows))
+        drafts = {draft.row: draft.token_ids for draft in plan.drafts}
+        sampled = tuple(self._says(row, drafts.get(r, ())) for r, row in enumerate(plan.rows))
         seconds = self._curve(plan.num_tokens)
         self._free = max(self._free, self._clock.now) + seconds
         result = StepResult(step_id=plan.step_id, sampled=sampled, elapsed=seconds)
@@ -151,12 +151,12 @@ class _Recorded:
     def close(self) -> None:
         """Do nothing."""
 
-    def _says(self, row: ScheduledRow, guesses: Sequence[int]) -> tuple[int, ...]:
+    def _says(self, row: ScheduledRow, drafts: Sequence[int]) -> tuple[int, ...]:
         if not row.samples:
             return ()
-        text, known = self.text_of(row.request_id), row.start + row.num_tokens - len(guesses)
+        text, known = self.text_of(row.request_id), row.start + row.num_tokens - len(drafts)
         right = 0
-        while right < len(guesses) and guesses[right] == text[known + right]:
+        while right < len(drafts) and drafts[right] == text[known + right]:
             right += 1
         return tuple(text[known : known + right + 1])
 
@@ -167,14 +167,14 @@ class _Known:
     def __init__(self, drafter: Drafter, text: Sequence[int]) -> None:
         self._drafter, self._text = drafter, text
 
-    def propose(self, tokens: Sequence[int], count: int) -> Guess:
-        guess = self._drafter.propose(tokens, count)
+    def propose(self, tokens: Sequence[int], count: int) -> DraftTokens:
+        draft = self._drafter.propose(tokens, count)
         right, known = 0, len(tokens)
-        for token, comes in zip(guess.token_ids, self._text[known:], strict=False):
+        for token, comes in zip(draft.token_ids, self._text[known:], strict=False):
             if token != comes:
                 break
             right += 1
-        return guess._replace(token_ids=guess.token_ids[:right])
+        return draft._replace(token_ids=draft.token_ids[:right])
 
 
 # makes the drafter of a request, given its text to come

@@ -13,7 +13,7 @@ from paceline.core.backend import ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.memory.windows import window_blocks_needed
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepResult, Timeline
-from paceline.core.pacing.door import Expired
+from paceline.core.pacing.request_admission import Expired
 from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams

@@ -1,9 +1,9 @@
 """Paceline itself: the engine in the worker's process, without HTTP, and ``paceline serve``.
 
 Its settings are its own defaults but for precision, the number of threads and the KV cache's size,
-like the other engines', and it guesses no tokens: prompts of random ids have answers that repeat
-themselves, so guesses would gain from them what texts do not give, and no other engine guesses.
-What guesses bring is ``benchmarks.speculation``'s to say. The library's worker has no second
+like the other engines', and it drafts no tokens: prompts of random ids have answers that repeat
+themselves, so drafts would gain from them what texts do not give, and no other engine drafts.
+What drafts bring is ``benchmarks.speculation``'s to say. The library's worker has no second
 process, and nothing turns its tokens into text.
 """
 
@@ -28,7 +28,7 @@ _BLOCK: Final = 16
 # tokens of all requests of the largest row at once, and of the longest request
 _POOL_TOKENS: Final = 80_000
 _MAX_LENGTH: Final = 2304
-_NO_GUESSES: Final = {"method": "off"}
+_NO_DRAFTS: Final = {"method": "off"}
 
 
 class Paceline:
@@ -80,7 +80,7 @@ class Paceline:
             (sys.executable, "-m", "paceline.cli.main", "serve", str(self._places.model),
              "--host", "127.0.0.1", "--port", str(port),
              "--threads", str(len(self._places.cpus)),
-             "--speculative-config", json.dumps(_NO_GUESSES), *told),
+             "--speculative-config", json.dumps(_NO_DRAFTS), *told),
         )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def _load() -> tuple[_Engine, dict[str, Any]]:
             max_model_len=_MAX_LENGTH,
             enable_prefix_caching=bool(int(prefix_caching)),
             threads=int(threads),
-            speculative_config=_NO_GUESSES,
+            speculative_config=_NO_DRAFTS,
         )
     )
     about = {"version": __version__, "precision": f"{info.dtype}/{info.kv_dtype}"}

@@ -1,1 +1,1 @@
-"""What guessing tokens brings; ``python -m benchmarks.speculation``."""
+"""What drafting tokens brings; ``python -m benchmarks.speculation``."""

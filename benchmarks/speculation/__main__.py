@@ -1,4 +1,4 @@
-"""What guessing tokens brings: the same requests with --speculative-config and without, in turns.
+"""What drafting tokens brings: the same requests with --speculative-config and without, in turns.
 
 Two engines of the same model in this process, on and off, take turns with each group of prompts,
 so both see the machine in the same state. A ratio is the seconds without over the seconds with, the
@@ -12,17 +12,17 @@ median of the turns, with the lowest and the highest, and the 95 % interval of t
     t07_extraction     one stream at temperature 0.7, of the group "extraction"
     eight_code_edit    8 streams at once of the group "code_edit"
     sixtyfour          64 streams at once, of all groups
-    draft_bf16         one stream at a time of all groups, weights in bfloat16, with guesses by the
+    draft_bf16         one stream at a time of all groups, weights in bfloat16, with drafts by the
                        same weights in 4 bits and without; null where native kernels do not serve it
     tpot_attainment    streams of "code_edit", one at a time, with a target of 0.7 of a plain step:
                        the share that met it
     goodput            requests of all groups that come by chance, at several rates: those that met
-                       their targets with guesses over those without, with the 95 % interval
+                       their targets with drafts over those without, with the 95 % interval
                        (bootstrap over requests); ``goodput_min_ratio`` is that at the worst rate.
                        No long row: both sides have the same queue, and it ends with the requests;
                        loads that last are ``make bench NAME=overload``'s
     steps              no model: microseconds that the scheduler takes for a step of 1, 8 and 64
-                       rows without and with guesses, and calls of functions in it, of texts in
+                       rows without and with drafts, and calls of functions in it, of texts in
                        which no token comes twice, of words that come as often as in a language, in
                        no order, and of a passage that comes again and again, a little edited
     identical          the share of answers whose tokens are the same; below 1 for formats whose

@@ -67,10 +67,10 @@ class Pair:
                     played[engine is self.on] = play_prompts(
                         engine, prompts, count, turn, temperature, salt
                     )
-            without, guessed = played[False], played[True]
+            without, drafted = played[False], played[True]
             off.append(without[0])
-            on.append(guessed[0])
-            pairs = list(zip(without[1], guessed[1], strict=True))
+            on.append(drafted[0])
+            pairs = list(zip(without[1], drafted[1], strict=True))
             self.same += sum(a == b for a, b in pairs)
             self.total += len(pairs)
         after = self.on.core.stats()
@@ -155,7 +155,7 @@ def play_prompts(
     began = time.perf_counter()
     outputs = [
         output
-        # of salts of their own, as answers of the same are guessed from
+        # of salts of their own, as answers of the same are drafted from
         for number, batch in enumerate(batches)
         for output in engine.llm.generate(
             [

@@ -1,4 +1,4 @@
-"""What guessing costs the scheduler alone, without a model."""
+"""What drafting costs the scheduler alone, without a model."""
 
 from __future__ import annotations
 
@@ -110,12 +110,12 @@ def step_cost(config: dict[str, Any], texts: list[list[int]], *, calls: bool = F
     random, now = Random(5), 0.0
     meter = _Calls() if calls else _Clock()
 
-    def says(row: ScheduledRow, guesses: tuple[int, ...]) -> tuple[int, ...]:
+    def says(row: ScheduledRow, drafts: tuple[int, ...]) -> tuple[int, ...]:
         if not row.samples:
             return ()
-        text, known = texts[int(row.request_id)], row.start + row.num_tokens - len(guesses)
+        text, known = texts[int(row.request_id)], row.start + row.num_tokens - len(drafts)
         right = 0
-        while right < len(guesses) and guesses[right] == text[known + right]:
+        while right < len(drafts) and drafts[right] == text[known + right]:
             right += 1
         return tuple(text[known : known + right + 1])
 
@@ -125,11 +125,11 @@ def step_cost(config: dict[str, Any], texts: list[list[int]], *, calls: bool = F
             meter.spent = 0.0
         with meter:
             plan = scheduler.schedule(now)
-        guessed = {draft.row: draft.token_ids for draft in plan.drafts}
+        drafted = {draft.row: draft.token_ids for draft in plan.drafts}
         seconds = STEP_SECONDS + plan.num_tokens * 2e-5 + random.gauss(0.0, 1e-4)
         result = StepResult(
             step_id=plan.step_id,
-            sampled=tuple(says(row, guessed.get(r, ())) for r, row in enumerate(plan.rows)),
+            sampled=tuple(says(row, drafted.get(r, ())) for r, row in enumerate(plan.rows)),
             elapsed=seconds,
         )
         now += seconds

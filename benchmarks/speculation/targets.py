@@ -1,4 +1,4 @@
-"""Targets that are met: the shares of requests with guesses and without."""
+"""Targets that are met: the shares of requests with drafts and without."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Guessing tokens: what it gains, by how often guesses are right, and where it loses.
+"""Drafting tokens: what it gains, by how often drafts are right, and where it loses.
 
 A CPU whose steps wait for the weights up to seven rows and cost what their rows cost beyond, which
 is about what int8 does on the machines that were measured; the scheduler's own rule says how many
-guesses are verified, from step times and rates that it learns as it does when it serves.
+drafts are verified, from step times and rates that it learns as it does when it serves.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Cpu:
 
 
 CPU = Cpu()
-# how often the first guess of a row is right, and each behind a right one
+# how often the first draft of a row is right, and each behind a right one
 KINDS: dict[str, tuple[float, float]] = {
     "code edit": (0.86, 0.95),
     "extraction": (0.75, 0.90),
@@ -48,18 +48,18 @@ KINDS: dict[str, tuple[float, float]] = {
     "open chat": (0.12, 0.50),
     "always wrong": (0.0, 0.0),
 }
-GUESSES = 8
+DRAFT_TOKENS = 8
 STREAMS = (1, 2, 4, 8, 16, 64)
 PROMPT, OUTPUT, ROUNDS = 128, 200, 6
 
 
 def _spec(kind: str | None, policy: str = "fcfs") -> ReplicaSpec:
-    """Without guesses, or with those of a kind of text."""
+    """Without drafts, or with those of a kind of text."""
     spec = replica(CPU, max_num_batched_tokens=512, policy=policy)
     if kind is None:
         return spec
     first, later = KINDS[kind]
-    acceptance = (first, *[later] * (GUESSES - 1))
+    acceptance = (first, *[later] * (DRAFT_TOKENS - 1))
     return replace(spec, config=replace(spec.config, acceptance=acceptance))
 
 
@@ -82,14 +82,14 @@ def _streams() -> list[list[str]]:
     rows = [["times as fast as without", *(f"{count} at once" for count in STREAMS)]]
     plain = [_tpot(serve(_at_once(count), _spec(None))) for count in STREAMS]
     for kind in KINDS:
-        guessed = [_tpot(serve(_at_once(count), _spec(kind))) for count in STREAMS]
-        ratios = (off / on for off, on in zip(plain, guessed, strict=True))
+        drafted = [_tpot(serve(_at_once(count), _spec(kind))) for count in STREAMS]
+        ratios = (off / on for off, on in zip(plain, drafted, strict=True))
         rows.append([kind, *(f"{ratio:.2f}" for ratio in ratios)])
     return rows
 
 
 def _load() -> list[list[str]]:
-    """Requests that come by chance, of which a machine without guesses serves 2.3 a second."""
+    """Requests that come by chance, of which a machine without drafts serves 2.3 a second."""
     head = ["requests/s", "", "TTFT p50", "TTFT p99", "TPOT mean", "TPOT p99", "E2E p99"]
     rows = [head]
     for rate in (0.5, 1.0, 2.0, 3.0, 4.0):
@@ -118,7 +118,7 @@ def _targets() -> list[list[str]]:
 
 
 def tables() -> dict[str, str]:
-    """How much faster, under load, and with targets that need guesses."""
+    """How much faster, under load, and with targets that need drafts."""
     return {
         "streams": text_table(_streams()),
         "load": text_table(_load()),

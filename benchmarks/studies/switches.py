@@ -95,7 +95,7 @@ SWITCHES: Final[Mapping[str, Switch]] = {
     # order
     "the policy's order": _set(policy="fcfs"),
     "bypassing": _set(bypass_window=0),
-    "displacement": _swap(step__limits__make_way=_zero, pacing__paced__make_way=_zero),
+    "displacement": _swap(step__limits__displace=_zero, pacing__paced__displace=_zero),
     # size of steps
     "adaptive budget": _set(adaptive_token_budget=False, max_num_batched_tokens=512),
     "the knee": _swap(predict__chunk__ChunkSize__knee=_whole_budget),
@@ -133,7 +133,7 @@ SWITCHES: Final[Mapping[str, Switch]] = {
     "light tenants": _swap(pacing__tenants__TenantShares__is_light=_no),
     "short steps while shared": _swap(pacing__budget__StepBudget___shared_seconds=_infinite),
     "saved tokens": _swap(policies__fair___SAVED_STEPS=0.0),
-    "queue share": _swap(pacing__door___PER_PLACE=_NEVER),
+    "queue share": _swap(pacing__request_admission___PER_PLACE=_NEVER),
     # what is learned
     "learned lengths": _swap(predict__output_length__LengthHistory__observe=_nothing),
     "learned bias of forecasts": _swap(pacing__first_token__FirstTokenForecast___learn=_nothing),

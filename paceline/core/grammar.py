@@ -71,7 +71,7 @@ class TokenMatcher(Protocol):
         """
         ...
 
-    def look_ahead(self, guesses: Sequence[int]) -> list[bytes]:
+    def look_ahead(self, drafts: Sequence[int]) -> list[bytes]:
         """Return the result of ``allowed`` now, and what it would be after the first draft token,
         after two, and so on, while these are tokens, allowed and do not end the output. The matcher
         does not advance. Raises RequestFailedError like ``allowed``; if only a later mask fails,

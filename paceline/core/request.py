@@ -95,7 +95,7 @@ class RequestSpec:
 @dataclass(slots=True, eq=False)
 class History:
     """Measurements of a request, for metrics and explanations, each written by the part of the
-    scheduler that acts. No plan depends on it; only the door reads its forecast back."""
+    scheduler that acts. No plan depends on it; only ``RequestAdmission`` reads its forecast."""
 
     # seconds waited so far, reason by reason (``queues.wait_clocks``)
     waits: list[float] = field(default_factory=list)
@@ -149,8 +149,8 @@ class Request:
     stop_reason: int | None = None
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
-    # whether the caller has been sent the history since it last changed
-    told: bool = False
+    # whether the caller has been sent the timeline since it last changed
+    timeline_sent: bool = False
     # prompt tokens served from the prefix cache at first admission
     num_cached_tokens: int = 0
     # the policy's key, and the key with the number of arrival; smaller runs sooner
@@ -175,7 +175,7 @@ class Request:
     # more is planned for the request
     num_draft_tokens: int = 0
     # state of ``step.speculation`` for it; None: the request was never considered for drafts
-    guesser: Any = None
+    draft_state: Any = None
 
     # memory: position p lives in block_ids[p // block_size]
     block_ids: list[int] = field(default_factory=list)
@@ -200,7 +200,7 @@ class Request:
     # seconds after which the first token is late enough for the request to yield
     late_after: float = field(init=False)
     # the tenant had far less than an equal share when the request arrived
-    favoured: bool = False
+    boosted: bool = False
     # the request runs on the share of best effort, and keeps slot and blocks while that lasts
     granted: bool = False
     # predicted final number of output tokens; valid while there are fewer
@@ -220,9 +220,9 @@ class Request:
         lengths = num_prompt.bit_length(), sampling.max_tokens.bit_length()
         self.label = (asked.slo.slo_class, *lengths)
         self.tier = tier_of(asked.slo)
-        self.aim(asked.slo)
+        self.set_targets(asked.slo)
 
-    def aim(self, slo: Slo, least_ttft: float = 0.0) -> None:
+    def set_targets(self, slo: Slo, least_ttft: float = 0.0) -> None:
         """Set the targets from now on. The request, which must not wait in a queue yet, does not
         count as late before ``least_ttft`` seconds."""
         self.slo = self.targets = slo
@@ -235,14 +235,14 @@ class Request:
             ValueError: the table has no such move.
         """
         self.tier = after(self.tier, move)
-        if move is Move.FAVOUR:
-            self.favoured = True
+        if move is Move.BOOST:
+            self.boosted = True
         elif move is Move.DEMOTE:
             # the first token is late, so its target is given up
             if self.targets.ttft is not None:
                 self.targets = replace(self.targets, ttft=None)
             # the caller gets the timeline with the next tokens
-            self.history.demoted, self.told = True, False
+            self.history.demoted, self.timeline_sent = True, False
         elif move is Move.RESTORE:
             self.targets = self.slo
             self.order = (self.key, self.order[1])

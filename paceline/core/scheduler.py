@@ -8,7 +8,7 @@ catch up: there is no prefill and no decode (``request``). In order:
 2. *Rows* (``step.rows``) for running requests, in the policy's order. Each is sure of one token, so
    a long prompt cannot freeze the others; what is left of the tokens goes to requests that are
    further behind. When the pool is empty, one of those not yet served gives its blocks up.
-3. *Admission* (``step.admission``) of waiting requests, in the policy's order, if none was
+3. *Admission* (``step.batch_admission``) of waiting requests, in the policy's order, if none was
    preempted. A head that does not fit may be passed by a bounded number of others, a bounded number
    of times.
 4. Best-effort requests come last in both: 2 and 3 again for them, tier by tier, with what is left.
@@ -26,8 +26,8 @@ from collections.abc import Collection, Iterable
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote, StepResult
-from paceline.core.pacing.door import Door, Expired
 from paceline.core.pacing.paced import Paced
+from paceline.core.pacing.request_admission import Expired, RequestAdmission
 from paceline.core.pacing.tenants import TenantShares
 from paceline.core.policies import SchedulingPolicy
 from paceline.core.request import FinishReason, Request, RequestStatus
@@ -75,13 +75,13 @@ class Scheduler:
         self._planner = Planner(state)
         self._plain = Plain(state)
         self._paced = paced = Paced(state, self._tenants)
-        self._door = Door(state, self._tenants, paced.share, paced.waiting_targets)
+        self._admission = RequestAdmission(state, self._tenants, paced.share, paced.waiting_targets)
         self._pacing: Pacing = self._plain
         self._updates = Updates(state, self._finish)
         # the given source, and the one in use: while there are no drafts, no step calls it
         self._given_speculation = make_speculation(state, speculation)
         self._speculation: Speculation | None = None
-        self._begin_guesses(None)
+        self._begin_drafts(None)
         self._requests: dict[str, Request] = {}
         self._expired: list[Expired] = []
         # time until which the policy holds all waiting requests back; None: it does not
@@ -95,25 +95,25 @@ class Scheduler:
     # ------------------------------------------------------------------ events in
 
     def add_request(self, request: Request) -> None:
-        """Queue a request, or refuse it at the door.
+        """Queue a request, or refuse it.
 
         Raises:
-            NeverFitsError, InvalidRequestError: it can never be served, see ``check_door``.
-            QueueFullError: it cannot be served soon, see ``Door.check``.
+            NeverFitsError, InvalidRequestError: it can never be served, see ``check_admissible``.
+            QueueFullError: it cannot be served soon, see ``RequestAdmission.check``.
         """
-        self._door.check(request, self._requests)
+        self._admission.check(request, self._requests)
         request.order = (request.key, self._num_added)
         self._num_added += 1
         self._requests[request.request_id] = request
         if self._tenants is not None:
-            self._tenants.came(request.asked.tenant)
-        if request.targets.aims or request.best_effort:
+            self._tenants.on_arrival(request.asked.tenant)
+        if request.targets.has_targets or request.best_effort:
             self._pacing = self._paced
         if self._speculation is None and request.asked.prediction_token_ids:
-            self._begin_guesses(request)
+            self._begin_drafts(request)
         if request.asked.fork_of is None:
             if request.asked.resumed is None:
-                self._door.watch(request)
+                self._admission.watch(request)
             self._waiting.arrive(request)
             return
         parent = self._requests[request.asked.fork_of]
@@ -160,8 +160,8 @@ class Scheduler:
         """
         running = self._running.requests
         self._waiting.begin_plan(now)
-        if now >= self._door.next_expiry or self._last.demoted:
-            self._expired += self._door.drop(now, self._finish)
+        if now >= self._admission.next_expiry or self._last.demoted:
+            self._expired += self._admission.drop(now, self._finish)
         if self.valve.threshold < 1.0:
             self.valve.update(1.0 - self.kv.pool.num_free / self.cache.num_blocks)
         starts = self._steps.starts(now)
@@ -210,8 +210,8 @@ class Scheduler:
         self._last.version += 1
         requests = self._steps.pop(plan, result, now)
         if self._speculation is not None:
-            self._speculation.take_in(plan, requests, result, now)
-        updates = self._updates.take_in(plan, requests, result, now, tell_all=tell_all)
+            self._speculation.apply_result(plan, requests, result, now)
+        updates = self._updates.apply_result(plan, requests, result, now, tell_all=tell_all)
         self._running.prune()
         return updates
 
@@ -228,7 +228,7 @@ class Scheduler:
         for child in self._forks.take(request):
             # the fork goes on as a request of its own: nothing of it was started
             self._waiting.arrive(child)
-            self._door.watch(child)
+            self._admission.watch(child)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         if reason is FinishReason.STOP or reason is FinishReason.LENGTH:
@@ -241,7 +241,7 @@ class Scheduler:
         self.kv.host.forget(request)
         del self._requests[request.request_id]
         if self._tenants is not None:
-            self._tenants.went(request.asked.tenant)
+            self._tenants.on_finish(request.asked.tenant)
         if not self._requests:
             self._rest()
 
@@ -251,12 +251,12 @@ class Scheduler:
         self.valve.update(0.0)
         self._waiting.rest()
         self._paced.rest()
-        self._door.rest()
+        self._admission.rest()
         self._last.held_by = None
         # requests without targets need no pacing where tenants are not kept apart
         self._pacing = self._plain if self._tenants is None else self._paced
 
-    def _begin_guesses(self, request: Request | None) -> None:
+    def _begin_drafts(self, request: Request | None) -> None:
         if self._given_speculation is not None and self._given_speculation.begins(request):
             self._speculation = self._given_speculation
 

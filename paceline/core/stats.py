@@ -44,7 +44,7 @@ class SchedulerStats:
     num_recomputed_tokens: int = _counter()
     num_swapped_out_blocks: int = _counter()
     num_swapped_in_blocks: int = _counter()
-    num_relegated: int = _counter()
+    num_demoted: int = _counter()
     # tokens that were computed for requests that were aborted or failed
     num_discarded_tokens: int = _counter()
     # refused requests by QueueFullError.reason

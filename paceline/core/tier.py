@@ -4,7 +4,7 @@
 *Rejoin*: no request that can meet its target gains by that any more: the request is ordinary again,
 without the target that it missed. It asked for more than others did, and gets no less.
 *Restore*: a best-effort request with a deadline was demoted, and there is time for it after all.
-*Favour*: the tenant has far less than an equal share when the request arrives.
+*Boost*: the tenant has far less than an equal share when the request arrives.
 
 This module does not know requests, queues or when a move is due.
 """
@@ -26,9 +26,9 @@ class Tier(enum.IntEnum):
     # the request is not best effort, with or without targets
     ORDINARY = 0
     # it is best effort with targets that can still be met
-    PROMISED = 1
+    DEADLINE_BATCH = 1
     # a target of the request was missed or cannot be met any more
-    RELEGATED = 2
+    DEMOTED = 2
     # it is best effort without targets
     BACKGROUND = 3
 
@@ -39,15 +39,15 @@ class Move(enum.Enum):
     DEMOTE = "demote"
     REJOIN = "rejoin"
     RESTORE = "restore"
-    FAVOUR = "favour"
+    BOOST = "boost"
 
 
-_ORDINARY, _PROMISED, _RELEGATED, _BACKGROUND = Tier
-# where each move leads from a tier: demote, rejoin, restore, favour
+_ORDINARY, _DEADLINE_BATCH, _DEMOTED, _BACKGROUND = Tier
+# where each move leads from a tier: demote, rejoin, restore, boost
 _AFTER: Final[Mapping[Tier, Sequence[Tier | None]]] = {
-    _ORDINARY: (_RELEGATED, None, None, _ORDINARY),
-    _PROMISED: (_RELEGATED, None, None, _PROMISED),
-    _RELEGATED: (None, _ORDINARY, _PROMISED, None),
+    _ORDINARY: (_DEMOTED, None, None, _ORDINARY),
+    _DEADLINE_BATCH: (_DEMOTED, None, None, _DEADLINE_BATCH),
+    _DEMOTED: (None, _ORDINARY, _DEADLINE_BATCH, None),
     _BACKGROUND: (None, None, None, _BACKGROUND),
 }
 
@@ -56,7 +56,7 @@ def tier_of(slo: Slo) -> Tier:
     """Return the tier of a request that arrives with these targets."""
     if not slo.best_effort:
         return Tier.ORDINARY
-    return Tier.BACKGROUND if slo.background else Tier.PROMISED
+    return Tier.BACKGROUND if slo.background else Tier.DEADLINE_BATCH
 
 
 def after(tier: Tier, move: Move) -> Tier:

@@ -22,7 +22,7 @@ from paceline.core.outputs import (
     StepResult,
     TokenLogprobs,
 )
-from paceline.core.pacing.door import Expired
+from paceline.core.pacing.request_admission import Expired
 from paceline.core.request import FinishReason, Request
 from paceline.core.scheduler import Scheduler
 from paceline.core.stats import SchedulerStats

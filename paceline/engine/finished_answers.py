@@ -27,7 +27,7 @@ import numpy as np
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote
 from paceline.core.request import FinishReason, Request
 from paceline.errors import ConfigError
-from paceline.speculation.guess import NO_GUESS, Guess
+from paceline.speculation.draft_tokens import NO_DRAFT, DraftTokens
 
 __all__ = ["SOURCE", "AnswerDrafter", "FinishedAnswers", "Owner"]
 
@@ -128,7 +128,7 @@ class _Ring:
         self._tokens[last - 1] = _END
         self._index(first, last)
 
-    def find(self, tokens: Sequence[int], count: int) -> Guess:
+    def find(self, tokens: Sequence[int], count: int) -> DraftTokens:
         """Return up to ``count`` tokens after the latest occurrence of the longest match."""
         self._catch_up()
         tail = list(tokens[-_LENGTHS[-1] :])
@@ -150,8 +150,8 @@ class _Ring:
                 following = following[: following.index(_END)]
             if following:
                 self.was_of_use = True
-                return Guess(following, length, SOURCE)
-        return NO_GUESS
+                return DraftTokens(following, length, SOURCE)
+        return NO_DRAFT
 
     def _catch_up(self) -> None:
         first, end = self._left
@@ -189,7 +189,7 @@ class AnswerDrafter:
         self._answers = answers
         self.owner = owner
 
-    def propose(self, tokens: Sequence[int], count: int) -> Guess:
+    def propose(self, tokens: Sequence[int], count: int) -> DraftTokens:
         return self._answers.find(self.owner, tokens, count)
 
 
@@ -232,11 +232,11 @@ class FinishedAnswers:
         kept."""
         return AnswerDrafter(self, Owner(tenant, salt))
 
-    def find(self, owner: Owner, tokens: Sequence[int], count: int) -> Guess:
+    def find(self, owner: Owner, tokens: Sequence[int], count: int) -> DraftTokens:
         """Return drafts like ``Drafter.propose``, from this owner's answers alone."""
         ring = self._rings.get(owner)
         if ring is None:
-            return NO_GUESS
+            return NO_DRAFT
         self._rings.move_to_end(owner)
         return ring.find(tokens, count)
 

@@ -31,7 +31,7 @@ from paceline.engine.process.loop import engine_info
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.text.grammar import GrammarCompiler
 from paceline.errors import InvalidRequestError
-from paceline.speculation.guess import Guess
+from paceline.speculation.draft_tokens import DraftTokens
 from paceline.timeline.tap import TimelineTap
 
 __all__ = ["ByteTokenizer", "ForeignDrafter", "ScriptedDrafter", "null_client", "null_core"]
@@ -230,16 +230,16 @@ class ScriptedDrafter:
         self.wrong = wrong
         self._extra = extra
 
-    def propose(self, tokens: Sequence[int], count: int) -> Guess:
-        guesses = list(self._text[len(tokens) : len(tokens) + count + self._extra])
+    def propose(self, tokens: Sequence[int], count: int) -> DraftTokens:
+        drafts = list(self._text[len(tokens) : len(tokens) + count + self._extra])
         for place in self.wrong:
-            if place < len(guesses):
-                guesses[place] = (guesses[place] + 1) % self._vocab_size
-        return Guess(guesses, 1)
+            if place < len(drafts):
+                drafts[place] = (drafts[place] + 1) % self._vocab_size
+        return DraftTokens(drafts, 1)
 
 
 class ForeignDrafter:
     """Drafts ids that are no tokens."""
 
-    def propose(self, tokens: Sequence[int], count: int) -> Guess:
-        return Guess([_NO_TOKEN] * count, 1)
+    def propose(self, tokens: Sequence[int], count: int) -> DraftTokens:
+        return DraftTokens([_NO_TOKEN] * count, 1)

@@ -41,8 +41,8 @@ class ReplicaConfig:
     # max_tokens of requests whose outputs end earlier; None: exactly the tokens that they will get,
     # so that policies know their number
     max_tokens: int | None = None
-    # probability that a guess is right, by its index in the row, given that those before it are; at
-    # most this many guesses are made; (): none, whatever the engine's settings say
+    # probability that a draft is right, by its index in the row, given that those before it are; at
+    # most this many drafts are made; (): none, whatever the engine's settings say
     acceptance: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class ReplicaConfig:
 
     @property
     def scheduling(self) -> SchedulerConfig:
-        """Return the scheduler's settings, with guesses only where their acceptance is given."""
+        """Return the scheduler's settings, with drafts only where their acceptance is given."""
         config: Mapping[str, Any] | None = None
         if self.acceptance:
             config = self.scheduler.speculative_config or {"method": "auto"}

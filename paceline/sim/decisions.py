@@ -36,7 +36,7 @@ class DecisionLog:
         ]
         rows = [tuple(row) for row in plan.rows]
         moved: tuple[object, ...] = (plan.block_copies, plan.swaps, plan.released)
-        # sources and numbers of guesses: a simulation does not know which tokens they are
+        # sources and numbers of drafts: a simulation does not know which tokens they are
         drafts = [(draft.row, len(draft.token_ids)) for draft in plan.drafts]
         moved = (*moved, drafts) if drafts else moved
         decided = (plan.step_id, f"{now:.6f}", rows, new, moved, plan.num_tokens)

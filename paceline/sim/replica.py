@@ -270,9 +270,9 @@ class Replica:
     def _sample(self, plan: SchedulerOutput) -> tuple[tuple[int, ...], ...]:
         """Return the tokens that the step samples, by row."""
         if plan.drafts:
-            guessed = {draft.row: draft.token_ids for draft in plan.drafts}
+            drafted = {draft.row: draft.token_ids for draft in plan.drafts}
             return tuple(
-                self._verify(row, guessed.get(index, ())) for index, row in enumerate(plan.rows)
+                self._verify(row, drafted.get(index, ())) for index, row in enumerate(plan.rows)
             )
         if self.config.max_tokens is None:
             rows = plan.rows
@@ -292,16 +292,16 @@ class Replica:
         job = self._jobs.get(request_id)
         return job is None or length - job.arrival.prompt_tokens >= job.output_tokens - 1
 
-    def _verify(self, row: ScheduledRow, guesses: Sequence[int]) -> tuple[int, ...]:
-        """Return a row's sampled tokens: one, and one more for each guess that is right."""
+    def _verify(self, row: ScheduledRow, drafts: Sequence[int]) -> tuple[int, ...]:
+        """Return a row's sampled tokens: one, and one more for each draft that is right."""
         if not row.samples:
             return ()
         drawn: list[int] = []
-        known = row.start + row.num_tokens - len(guesses)
-        for place in range(len(guesses) + 1):
+        known = row.start + row.num_tokens - len(drafts)
+        for place in range(len(drafts) + 1):
             ends = self.config.max_tokens is not None and self._ends(row.request_id, known + place)
             drawn.append(_END if ends else _TOKEN[0])
-            if place == len(guesses) or guesses[place] != drawn[place]:
+            if place == len(drafts) or drafts[place] != drawn[place]:
                 break
         return tuple(drawn)
 

@@ -1,7 +1,7 @@
-"""Guesses in a simulation: the share that is right is an input, not a result.
+"""Drafts in a simulation: the share that is right is an input, not a result.
 
-A simulated text has no words to guess from. So a drafter that knows the coming tokens spoils some
-guesses: the guess at index ``i`` is right with the ``i``-th of the given probabilities, if those
+A simulated text has no words to draft from. So a drafter that knows the coming tokens spoils some
+drafts: the draft at index ``i`` is right with the ``i``-th of the given probabilities, if those
 before it are right. Which are spoilt follows from the request, its length and the index alone, so a
 live engine over the null backend with the same drafter decides alike.
 
@@ -16,8 +16,8 @@ from typing import Final
 
 from paceline.core.request import MOST_DRAFT_TOKENS, Request
 from paceline.errors import ConfigError
+from paceline.speculation.draft_tokens import DraftTokens
 from paceline.speculation.drafts import DrafterMaker
-from paceline.speculation.guess import Guess
 
 __all__ = ["Truth", "check_acceptance", "drafter_maker"]
 
@@ -33,16 +33,16 @@ class _Drafter:
         self._request = request
         self._truth = truth
 
-    def propose(self, tokens: Sequence[int], count: int) -> Guess:
+    def propose(self, tokens: Sequence[int], count: int) -> DraftTokens:
         known = len(tokens)
-        guesses = list(self._truth(self._request, known, min(count, len(self._acceptance))))
-        for place in range(len(guesses)):
+        drafts = list(self._truth(self._request, known, min(count, len(self._acceptance))))
+        for place in range(len(drafts)):
             name = f"{self._request.request_id} {known} {place}"
             if zlib.crc32(name.encode()) >= self._acceptance[place] * _CHANCES:
-                # a wrong guess; tokens after it do not matter
-                guesses[place] += 2
+                # a wrong draft; tokens after it do not matter
+                drafts[place] += 2
                 break
-        return Guess(guesses, 1)
+        return DraftTokens(drafts, 1)
 
 
 def drafter_maker(acceptance: Sequence[float], truth: Truth) -> DrafterMaker:
@@ -51,10 +51,10 @@ def drafter_maker(acceptance: Sequence[float], truth: Truth) -> DrafterMaker:
 
 
 def check_acceptance(acceptance: Sequence[float]) -> None:
-    """Raise ConfigError unless these are probabilities, of no more guesses than are allowed."""
+    """Raise ConfigError unless these are probabilities, of no more drafts than are allowed."""
     most = MOST_DRAFT_TOKENS
     if len(acceptance) > most or not all(0.0 <= chance <= 1.0 for chance in acceptance):
         raise ConfigError(
-            f"acceptance must be up to {most} chances from 0 to 1, one for each guess of a "
+            f"acceptance must be up to {most} chances from 0 to 1, one for each draft of a "
             f"row, got {', '.join(f'{chance:g}' for chance in acceptance[:40])}"
         )

@@ -115,7 +115,7 @@ class DraftChoice:
             for made in zip_longest(*map(survivals.__getitem__, costs.catching_up), fillvalue=0.0)
         ]
         if self.behind:
-            ranked = sorted(ranked, key=lambda guess: guess[1] not in self.behind)
+            ranked = sorted(ranked, key=lambda draft: draft[1] not in self.behind)
         for unlikely, index in ranked:
             if index in closed:
                 continue

@@ -21,8 +21,8 @@ from paceline.core.request import Request
 from paceline.core.step.limits import Step
 from paceline.core.step.state import SchedulerState
 from paceline.speculation.draft_choice import DraftChoice, StepCosts, likeliest_first
-from paceline.speculation.guess import NO_GUESS, Drafter, Guess, ModelDrafter
-from paceline.speculation.guesser import Acceptance, Guesser
+from paceline.speculation.draft_state import Acceptance, DraftState
+from paceline.speculation.draft_tokens import NO_DRAFT, Drafter, DraftTokens, ModelDrafter
 from paceline.speculation.ngram import NgramDrafter
 from paceline.speculation.prediction import PredictionDrafter
 from paceline.speculation.row_price import RowPrice
@@ -81,7 +81,7 @@ class Drafts:
         # planned once that step's tokens are known
         self.awaits_tokens = False
         # mean pipeline bubble, s: tokens received -> plan made with them; time of the last tokens
-        self._bubble = self._told_at = 0.0
+        self._bubble = self._received_at = 0.0
         # seconds of the draft model's pass over all rows, and per known token that it reads; most
         # such tokens in a step
         self._pass_seconds = self._token_seconds = 0.0
@@ -94,7 +94,7 @@ class Drafts:
     def begins(self, request: Request | None) -> bool:
         """Whether there may be drafts: for all requests, or for one with an expected output."""
         if request is None:
-            return self._make is not None or self._settings.guesses_alone
+            return self._make is not None or self._settings.drafts_alone
         return self._settings.predictions and len(request.asked.prediction_token_ids) > 0
 
     def add(self, step: Step) -> tuple[Draft, ...]:
@@ -104,8 +104,8 @@ class Drafts:
         self.awaits_tokens, self.making_seconds = False, 0.0
         if not requests or step.wide_tokens or not self._has_room(step):
             return ()
-        guesses = [self._guesses(request) for request in requests]
-        counts = self._choose(step, guesses) if any(map(_TOKEN_IDS, guesses)) else ()
+        proposed = [self._propose(request) for request in requests]
+        counts = self._choose(step, proposed) if any(map(_TOKEN_IDS, proposed)) else ()
         self.awaits_tokens = not any(counts) and self._worth_waiting(step)
         drafts = []
         for index, count in enumerate(counts):
@@ -115,8 +115,8 @@ class Drafts:
             # drafts cannot follow a token of an earlier step that is not known yet
             if requests[index].num_pending_tokens == 1:
                 self._lengthen(step, index, count)
-                guess = guesses[index]
-                drafts.append(Draft(index, tuple(guess.token_ids[:count]), guess.source))
+                draft = proposed[index]
+                drafts.append(Draft(index, tuple(draft.token_ids[:count]), draft.source))
         if drafts and self._num_steps >= self._try_at:
             self._try_every = min(_MOST_TRY, 2 * self._try_every) if self._tried else _TRY
             self._try_at = self._num_steps + self._try_every
@@ -145,37 +145,37 @@ class Drafts:
             and min(_room(request) - 1, request.asked.max_draft_tokens) > 0
         )
 
-    def take_in(
+    def apply_result(
         self, plan: SchedulerOutput, requests: list[Request], result: StepResult, now: float
     ) -> None:
         """Take in a step's result, before its tokens are appended to the ``requests`` of its rows.
         Counts computed tokens of wrong drafts as not computed: the next row overwrites them."""
-        self._told_at = now
-        num_guesses = self._settle(plan, requests, result) if plan.drafts else 0
+        self._received_at = now
+        num_verified = self._settle(plan, requests, result) if plan.drafts else 0
         planned_rows = len(plan.rows) + sum(len(token_ids) for _, token_ids, _ in plan.drafts)
         if plan.num_tokens == planned_rows and result.elapsed > 0.0:
-            self._row_price.observe(len(plan.rows) + num_guesses, result.elapsed)
+            self._row_price.observe(len(plan.rows) + num_verified, result.elapsed)
         for index, token_ids in result.forced:
-            if (guesser := self._guesser(requests[index])) is not None:
-                guesser.force(requests[index].num_tokens + len(result.sampled[index]), token_ids)
+            if (state := self._draft_state(requests[index])) is not None:
+                state.force(requests[index].num_tokens + len(result.sampled[index]), token_ids)
 
     def _settle(self, plan: SchedulerOutput, requests: list[Request], result: StepResult) -> int:
-        """Do ``take_in`` for rows with drafts. Returns how many draft tokens were verified."""
-        made, num_guesses, busy = dict(result.made), 0, sum(result.caught_up) >= _MANY
+        """Do ``apply_result`` for rows with drafts. Returns how many draft tokens were verified."""
+        made, num_verified, busy = dict(result.made), 0, sum(result.caught_up) >= _MANY
         caught_up = dict(zip(made, result.caught_up, strict=False))
         behind = dict(zip(made, result.behind, strict=False))
-        guesser: Guesser | None
+        state: DraftState | None
         for index, planned, source in plan.drafts:
             request, sampled = requests[index], result.sampled[index]
             token_ids = planned if source != DRAFT_MODEL else made.get(index, ())
-            if source == DRAFT_MODEL and (guesser := request.guesser) is not None:
+            if source == DRAFT_MODEL and (state := request.draft_state) is not None:
                 left = behind.get(index, 0)
                 # tokens that it skips without reading
-                passed = guesser.num_unseen - caught_up.get(index, 0) - left
+                passed = state.num_unseen - caught_up.get(index, 0) - left
                 if passed >= _MANY and (token_ids or left):
                     self._most_seen = max(self._most_seen, request.num_tokens - passed)
-                guesser.learn(token_ids, left, busy)
-            num_guesses += len(token_ids)
+                state.learn(token_ids, left, busy)
+            num_verified += len(token_ids)
             right = max(0, len(sampled) - 1)
             if token_ids:
                 counted = min(right, _until_end(request, sampled))
@@ -183,15 +183,15 @@ class Drafts:
                 verified, so_far = request.history.drafts.get(source, (0, 0))
                 request.history.drafts[source] = verified + len(token_ids), so_far + counted
             # the caller gets the timeline with the next tokens
-            request.told = False
+            request.timeline_sent = False
             # 0 if the request has ended or been preempted: its blocks are gone
             if request.num_draft_tokens:
                 request.num_computed_tokens -= len(planned) - right
                 request.num_draft_tokens = 0
-        self._num_lengthened += bool(num_guesses or made)
+        self._num_lengthened += bool(num_verified or made)
         if made:
             self._learn_making(max(map(len, made.values())), result)
-        return num_guesses
+        return num_verified
 
     def _learn_making(self, passes: int, result: StepResult) -> None:
         """Learn from the time that the backend's model took for its passes and for known tokens."""
@@ -206,37 +206,37 @@ class Drafts:
 
     def _predict_making(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> None:
         passes = unseen = 0
-        guesser: Guesser | None
+        state: DraftState | None
         for row, token_ids, source in drafts:
-            if source == DRAFT_MODEL and (guesser := requests[row].guesser) is not None:
-                passes, unseen = max(passes, len(token_ids)), unseen + self._unseen(guesser)
+            if source == DRAFT_MODEL and (state := requests[row].draft_state) is not None:
+                passes, unseen = max(passes, len(token_ids)), unseen + self._unseen(state)
         taken = min(unseen, self._most_taken) * self._token_seconds
         self.making_seconds = passes * self._pass_seconds + taken
 
-    def _unseen(self, guesser: Guesser) -> int:
+    def _unseen(self, state: DraftState) -> int:
         """Return the known tokens that the backend's model is expected to read."""
-        return min(guesser.num_unseen, self._most_seen or guesser.num_unseen)
+        return min(state.num_unseen, self._most_seen or state.num_unseen)
 
-    def _guesses(self, request: Request) -> Guess:
+    def _propose(self, request: Request) -> DraftTokens:
         most = min(self._settings.num_tokens, _room(request), request.asked.max_draft_tokens)
         if most <= 0 or request.shares_tail:
-            return NO_GUESS
-        guesser: Guesser | None = request.guesser or self._guesser(request)
+            return NO_DRAFT
+        state: DraftState | None = request.draft_state or self._draft_state(request)
         known = request.num_prompt_tokens, request.output_token_ids
-        return NO_GUESS if guesser is None else guesser.guess(*known, most)
+        return NO_DRAFT if state is None else state.propose(*known, most)
 
-    def _guesser(self, request: Request) -> Guesser | None:
-        """Return the request's guesser; None: there is no source of drafts."""
-        guesser: Guesser | None = request.guesser
-        if guesser is None:
+    def _draft_state(self, request: Request) -> DraftState | None:
+        """Return the request's drafts so far; None: there is no source of drafts."""
+        state: DraftState | None = request.draft_state
+        if state is None:
             drafters = self._drafters(request)
             forced = self._settings.grammars and request.asked.sampling.grammar is not None
             if drafters or forced:
                 prompt = request.asked.prompt_token_ids
-                guesser = request.guesser = Guesser(drafters, prompt, self._acceptance)
+                state = request.draft_state = DraftState(drafters, prompt, self._acceptance)
                 self._try_every = _TRY
                 self._try_at = min(self._try_at, self._num_steps + _TRY)
-        return guesser
+        return state
 
     def _drafters(self, request: Request) -> list[Drafter]:
         if self._make is not None:
@@ -252,24 +252,24 @@ class Drafts:
             drafters.append(ModelDrafter())
         return drafters
 
-    def _choose(self, step: Step, guesses: list[Guess]) -> Sequence[int]:
+    def _choose(self, step: Step, proposed: list[DraftTokens]) -> Sequence[int]:
         """Return the number of draft tokens of each row that pay; (): none at all."""
         model, requests = self._step_time, step.requests
-        if not model.ready and any(request.targets.aims for request in requests):
+        if not model.ready and any(request.targets.has_targets for request in requests):
             return ()
         self._num_steps += 1
         known = model.ready and self._num_lengthened >= _UNPRICED
         due, plain = self._num_steps >= self._try_at, self._price(len(requests))[0]
         survivals: list[Sequence[float]] = [()] * len(requests)
         catching_up: dict[int, float] = {}
-        guesser: Guesser | None
-        for index, guess in enumerate(guesses):
-            if not guess.token_ids or (guesser := (request := requests[index]).guesser) is None:
+        state: DraftState | None
+        for index, draft in enumerate(proposed):
+            if not draft.token_ids or (state := (request := requests[index]).draft_state) is None:
                 continue
-            survivals[index] = guesser.acceptance.survivals(guess)
-            if guess.source == DRAFT_MODEL:
+            survivals[index] = state.acceptance.survivals(draft)
+            if draft.source == DRAFT_MODEL:
                 left = max(1, self._work.output_tokens(request) - request.num_output_tokens)
-                catching_up[index] = self._unseen(guesser) * self._token_seconds / left
+                catching_up[index] = self._unseen(state) * self._token_seconds / left
         if not (ranked := likeliest_first(survivals, catching_up if due else ())):
             self._tried = False
             return ()
@@ -296,7 +296,7 @@ class Drafts:
         if not self.awaits_tokens or not requests or requests[0].num_pending_tokens != 1:
             self._bubble *= _FORGETTING
             return
-        waited, step = now - self._told_at, self._price(len(requests))[0]
+        waited, step = now - self._received_at, self._price(len(requests))[0]
         # longer than two steps: there was no request
         if waited < 2 * step:
             self._bubble += _NEWEST * (waited - self._bubble)
@@ -305,7 +305,7 @@ class Drafts:
         """Whether drafts of the next step are likely to gain more time than delaying its plan until
         this step's tokens are known costs."""
         shares: list[float] = [
-            r.guesser.acceptance.share for r in step.requests if r.guesser is not None
+            r.draft_state.acceptance.share for r in step.requests if r.draft_state is not None
         ]
         share = sum(shares) / max(1, len(shares))
         if share <= _WORTH_WAITING:

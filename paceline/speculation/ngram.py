@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from paceline.speculation.guess import NO_GUESS, Guess
+from paceline.speculation.draft_tokens import NO_DRAFT, DraftTokens
 
 __all__ = ["NgramDrafter"]
 
@@ -30,7 +30,7 @@ class NgramDrafter:
         # by position, the previous position where the same pair ends; 0: none
         self._earlier = [0]
 
-    def propose(self, tokens: Sequence[int], count: int) -> Guess:
+    def propose(self, tokens: Sequence[int], count: int) -> DraftTokens:
         total, latest, earlier = len(tokens), self._latest, self._earlier
         for end in range(len(earlier), min(total, len(earlier) + _INDEXED)):
             pair = tokens[end - 2] if end > 1 else -1, tokens[end - 1]
@@ -50,9 +50,9 @@ class NgramDrafter:
         if not found and total:
             match, found = 1, latest.get(tokens[-1], 0)
         if not found or match < self._least:
-            return NO_GUESS
-        guesses = list(tokens[found : found + count])
+            return NO_DRAFT
+        drafts = list(tokens[found : found + count])
         # a text that repeats itself is assumed to go on doing so
-        while len(guesses) < count:
-            guesses += guesses[: count - len(guesses)]
-        return Guess(guesses, match)
+        while len(drafts) < count:
+            drafts += drafts[: count - len(drafts)]
+        return DraftTokens(drafts, match)

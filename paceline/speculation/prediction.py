@@ -20,7 +20,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Final
 
-from paceline.speculation.guess import NO_GUESS, PREDICTION, Guess
+from paceline.speculation.draft_tokens import NO_DRAFT, PREDICTION, DraftTokens
 
 __all__ = ["PredictionDrafter"]
 
@@ -52,7 +52,7 @@ class PredictionDrafter:
         self._match = 0
         self._num_read = num_prompt
 
-    def propose(self, tokens: Sequence[int], count: int) -> Guess:
+    def propose(self, tokens: Sequence[int], count: int) -> DraftTokens:
         first, self._num_indexed = self._num_indexed, self._num_indexed + _INDEXED
         for end, token in enumerate(self._prediction[first : self._num_indexed], first + 1):
             self._ends.setdefault(token, []).append(end)
@@ -60,8 +60,8 @@ class PredictionDrafter:
         for end in range(first + 1, self._num_read + 1):
             self._read(tokens, end)
         if self._num_read < len(tokens):
-            return NO_GUESS
-        return Guess(self._prediction[self._at : self._at + count], self._match, PREDICTION)
+            return NO_DRAFT
+        return DraftTokens(self._prediction[self._at : self._at + count], self._match, PREDICTION)
 
     def _read(self, tokens: Sequence[int], end: int) -> None:
         """Move the finger over the token before ``end``."""

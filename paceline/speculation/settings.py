@@ -47,7 +47,7 @@ class SpeculationSettings:
     models: bool = False
 
     @property
-    def guesses_alone(self) -> bool:
+    def drafts_alone(self) -> bool:
         """Whether requests get drafts that bring no source of their own."""
         return self.lookup_min is not None or self.grammars or self.models
 

@@ -14,7 +14,7 @@ from paceline.core.grammar import ConstrainedBackend
 from paceline.core.outputs import DRAFT_MODEL
 from paceline.engine.text.grammar import GrammarCompiler
 from paceline.speculation import draft_choice
-from paceline.speculation.guess import GRAMMAR
+from paceline.speculation.draft_tokens import GRAMMAR
 from tests.contract.ascii import VOCAB, Ascii
 from tests.contract.test_backends import (
     GREEDY,
@@ -24,8 +24,8 @@ from tests.contract.test_backends import (
     load_folder,
     load_tiny,
 )
+from tests.contract.test_drafts import _add, _answers
 from tests.contract.test_grammar import GRAMMARS
-from tests.contract.test_guesses import _add, _answers
 from tests.driving import make_request
 
 AUTO = {"method": "auto", "model": "another", "num_speculative_tokens": 5}
@@ -110,7 +110,7 @@ def test_answers_are_the_same(
 ) -> None:
     if backend.info.name == "null" and sampling is SAMPLED:
         pytest.skip("it draws as if it were greedy")
-    # all guesses are verified, however unlikely
+    # all drafts are verified, however unlikely
     monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
     monkeypatch.setattr(draft_choice, "_UNLIKELY", 0.0)
     driver = drive(backend)

@@ -1,8 +1,8 @@
-"""What every source of guesses keeps to, whatever becomes of its guesses on the way.
+"""What every source of drafts keeps to, whatever becomes of its drafts on the way.
 
-Each guesses alone: as it does, and with what it made replaced by guesses that are right, wrong, no
+Each drafts alone: as it does, and with what it made replaced by drafts that are right, wrong, no
 tokens, more than were asked for, or nothing that the grammar allows. Answers are those without
-guesses, no row has more guesses than may be, and nothing is left of a request that has ended.
+drafts, no row has more drafts than may be, and nothing is left of a request that has ended.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from paceline.core.request import FinishReason, Request
 from paceline.engine.finished_answers import SOURCE, AnswerDrafter, FinishedAnswers
 from paceline.engine.text.grammar import GrammarCompiler
 from paceline.speculation import draft_choice
-from paceline.speculation.drafts import Drafts
-from paceline.speculation.guess import (
+from paceline.speculation.draft_state import DraftState
+from paceline.speculation.draft_tokens import (
     GRAMMAR,
     NGRAM,
     PREDICTION,
     Drafter,
-    Guess,
+    DraftTokens,
     ModelDrafter,
 )
-from paceline.speculation.guesser import Guesser
+from paceline.speculation.drafts import Drafts
 from paceline.speculation.ngram import NgramDrafter
 from paceline.speculation.prediction import PredictionDrafter
 from tests.contract.ascii import END, VOCAB, Ascii
@@ -52,10 +52,10 @@ FOREIGN = 10**9
 
 @dataclass(frozen=True)
 class Source:
-    """Who guesses, as it is called in accounts, and what serves it."""
+    """Who drafts, as it is called in accounts, and what serves it."""
 
     name: str
-    # of the drafters that a request has, this alone guesses; None: none, what a grammar forces does
+    # of the drafters that a request has, this alone drafts; None: none, what a grammar forces does
     drafter: type[Drafter] | None
     load: Callable[[Path], ModelBackend] = make_null
 
@@ -70,7 +70,7 @@ SOURCES = {
     "MTP": Source(DRAFT_MODEL, ModelDrafter, load_mtp),
 }
 
-# (what was guessed, what is right there, as many): what is verified instead
+# (what was drafted, what is right there, as many): what is verified instead
 Way = Callable[[list[int], list[int]], list[int]]
 WAYS: dict[str, Way] = {
     "as made": lambda made, right: made,
@@ -99,7 +99,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def source(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Any]:
-    """A source, a backend that has it, and what each request's tokens are without guesses."""
+    """A source, a backend that has it, and what each request's tokens are without drafts."""
     found = SOURCES[request.param]
     with ExitStack() as stack:
         backend = found.load(tmp_path_factory.mktemp("model"))
@@ -128,20 +128,20 @@ def _requests() -> list[Request]:
 
 
 class _Spoilt:
-    """A drafter whose guesses become others."""
+    """A drafter whose drafts become others."""
 
     def __init__(self, drafter: Drafter, spoil: Callable[[int, Sequence[int]], list[int]]) -> None:
         self._drafter, self._spoil = drafter, spoil
 
-    def propose(self, tokens: Sequence[int], count: int) -> Guess:
-        guess = self._drafter.propose(tokens, count)
-        if guess.source == DRAFT_MODEL or not guess.token_ids:
-            return guess
-        return guess._replace(token_ids=self._spoil(len(tokens), guess.token_ids))
+    def propose(self, tokens: Sequence[int], count: int) -> DraftTokens:
+        draft = self._drafter.propose(tokens, count)
+        if draft.source == DRAFT_MODEL or not draft.token_ids:
+            return draft
+        return draft._replace(token_ids=self._spoil(len(tokens), draft.token_ids))
 
 
 class _Rig:
-    """Lets one source guess alone and spoils its guesses.
+    """Lets one source draft alone and spoils its drafts.
 
     Args:
         texts: prompt and answer by request.
@@ -151,10 +151,10 @@ class _Rig:
         self, source: Source, way: Way, texts: dict[str, list[int]], patch: pytest.MonkeyPatch
     ) -> None:
         self.source, self.way, self.texts = source, way, texts
-        self.guessers: list[weakref.ref[Guesser]] = []
-        owners: weakref.WeakKeyDictionary[Guesser, str] = weakref.WeakKeyDictionary()
-        drafters_of, guesser_of, force, make = (
-            Drafts._drafters, Drafts._guesser, Guesser.force, Drafting.make,
+        self.states: list[weakref.ref[DraftState]] = []
+        owners: weakref.WeakKeyDictionary[DraftState, str] = weakref.WeakKeyDictionary()
+        drafters_of, state_of, force, make = (
+            Drafts._drafters, Drafts._draft_state, DraftState.force, Drafting.make,
         )  # fmt: skip
 
         def drafters(drafts: Drafts, request: Request) -> list[Drafter]:
@@ -162,16 +162,16 @@ class _Rig:
             found = drafters_of(drafts, request)
             return [_Spoilt(each, spoil) for each in found if type(each) is source.drafter]
 
-        def guesser(drafts: Drafts, request: Request) -> Guesser | None:
-            found = guesser_of(drafts, request)
+        def state(drafts: Drafts, request: Request) -> DraftState | None:
+            found = state_of(drafts, request)
             if found is not None and found not in owners:
                 owners[found] = request.request_id
-                self.guessers.append(weakref.ref(found))
+                self.states.append(weakref.ref(found))
             return found
 
-        def forced(guesser: Guesser, start: int, token_ids: Sequence[int]) -> None:
+        def forced(state: DraftState, start: int, token_ids: Sequence[int]) -> None:
             if source.drafter is None:
-                force(guesser, start, self._spoil(owners[guesser])(start, token_ids))
+                force(state, start, self._spoil(owners[state])(start, token_ids))
 
         def made(drafting: Drafting, rows: Sequence[DraftRow]) -> list[Made]:
             found = make(drafting, rows)
@@ -182,10 +182,10 @@ class _Rig:
             return found
 
         patch.setattr(Drafts, "_drafters", drafters)
-        patch.setattr(Drafts, "_guesser", guesser)
-        patch.setattr(Guesser, "force", forced)
+        patch.setattr(Drafts, "_draft_state", state)
+        patch.setattr(DraftState, "force", forced)
         patch.setattr(Drafting, "make", made)
-        # all guesses are verified, however unlikely
+        # all drafts are verified, however unlikely
         patch.setattr(draft_choice, "_LIKELY", 0.0)
         patch.setattr(draft_choice, "_UNLIKELY", 0.0)
 
@@ -215,7 +215,7 @@ class _Rig:
 
 
 @pytest.mark.parametrize(("source", "way", "depth"), CASES, indirect=["source"])
-def test_no_guess_changes_an_answer(
+def test_no_draft_changes_an_answer(
     source: tuple[Source, ModelBackend, dict[str, list[int]]],
     way: str,
     depth: int,
@@ -243,7 +243,7 @@ def test_no_guess_changes_an_answer(
         # what is no token is verified as the first one, which may be right by chance
         assert accepted.get(who.name, 0) <= sum(each.count(0) for each in answers.values())
     assert max(len(draft.token_ids) for plan in driver.plans for draft in plan.drafts) <= MOST
-    # nothing is left of what guessed for a request
+    # nothing is left of what drafted for a request
     gc.collect()
-    assert len(rig.guessers) >= 3
-    assert not [guesser for guesser in rig.guessers if guesser() is not None]
+    assert len(rig.states) >= 3
+    assert not [state for state in rig.states if state() is not None]

@@ -169,8 +169,8 @@ class Faulty:
             def allowed(self) -> bytes:
                 return real.allowed()
 
-            def look_ahead(self, guesses: Sequence[int]) -> Any:
-                return real.look_ahead(guesses)
+            def look_ahead(self, drafts: Sequence[int]) -> Any:
+                return real.look_ahead(drafts)
 
             def forced(self, most: int) -> Any:
                 return real.forced(most)

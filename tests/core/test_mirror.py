@@ -36,7 +36,7 @@ ELSEWHERE = {
 
 ELSEWHERE_IN_SPECULATION = {
     "draft_choice.py": "test_drafts.py and test_model_drafts.py",
-    "guess.py": "a value and a protocol: tests/contract/test_guesses.py",
+    "draft_tokens.py": "a value and a protocol: tests/contract/test_drafts.py",
 }
 
 

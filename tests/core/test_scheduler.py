@@ -84,7 +84,7 @@ def test_config_refuses_a_budget_below_the_number_of_sequences() -> None:
         Driver(max_num_batched_tokens=4, max_num_seqs=8)
 
 
-# ---------------------------------------------------------------- the door
+# ---------------------------------------------------------------- admission of requests
 
 
 def test_a_request_longer_than_the_context_is_refused_with_the_numbers() -> None:

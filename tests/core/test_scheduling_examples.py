@@ -26,7 +26,7 @@ from paceline.core.predict.output_length import LengthHistory, WorkEstimator
 from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.queues.request_queue import RequestQueue
 from paceline.core.queues.running import RunningList
-from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.queues.waiting import WaitingQueues
 from paceline.core.request import Request
 from paceline.core.slo import NO_SLO, Slo
 from paceline.core.step.in_flight import StepsInFlight
@@ -250,7 +250,7 @@ def test_victims_and_swaps(model: StepTimeModel) -> None:
         )
         kv = KVCacheManager(cache)
         work = WorkEstimator(model, LengthHistory())
-        waiting = WaitingRoom(RequestQueue, kv)
+        waiting = WaitingQueues(RequestQueue, kv)
         return RunningList(SchedulerConfig(), cache, kv, waiting, work), kv
 
     def running(tokens: int) -> Request:

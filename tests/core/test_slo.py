@@ -17,11 +17,11 @@ def test_a_target_is_a_time_of_at_most_a_day(name: str, seconds: float) -> None:
     assert getattr(Slo(**{name: 86_400.0}), name) == 86_400.0
 
 
-def test_what_aims_and_what_is_background() -> None:
-    assert not NO_SLO.aims and not NO_SLO.background
+def test_what_has_targets_and_what_is_background() -> None:
+    assert not NO_SLO.has_targets and not NO_SLO.background
     for name in ("ttft", "tpot", "itl", "deadline"):
         targets = Slo(best_effort=True, **{name: 1.0})
-        assert targets.aims and not targets.background
+        assert targets.has_targets and not targets.background
     # how long it may wait is no target for its tokens
     assert Slo(best_effort=True, queue_ttl=1.0).background
 

@@ -106,14 +106,14 @@ def test_a_plain_step_enters_few_files_and_functions(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("guesses", [False, True])
-def test_a_step_without_guesses_enters_nothing_that_guesses(guesses: bool) -> None:
-    """The scheduler of the driver is given what guesses, which begins where that is asked for."""
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_step_without_drafts_enters_nothing_that_drafts(drafts: bool) -> None:
+    """The scheduler of the driver is given what drafts, which begins where that is asked for."""
     config = PLAIN_STEPS["defaults"][0]
-    if guesses:
+    if drafts:
         config = config | {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
     files = {file for part in plain_step(config) for file, _ in part}
-    assert any(file.startswith("speculation/") for file in files) is guesses, files
+    assert any(file.startswith("speculation/") for file in files) is drafts, files
 
 
 # ------------------------------------------------------------------ every function

@@ -1,4 +1,4 @@
-"""Guesses from finished answers: found, bounded, nobody else's, and no answer is another."""
+"""Drafts from finished answers: found, bounded, nobody else's, and no answer is another."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def _keep(answers: FinishedAnswers, owner: Owner, prompt: list[int], output: lis
 
 
 def _found(answers: FinishedAnswers, owner: Owner, tokens: list[int]) -> tuple[list[int], int]:
-    guess = answers.drafter(*owner).propose(tokens, 4)
-    return list(guess.token_ids), guess.match
+    draft = answers.drafter(*owner).propose(tokens, 4)
+    return list(draft.token_ids), draft.match
 
 
 def test_the_longest_match_goes_on_as_it_did() -> None:
@@ -220,7 +220,7 @@ def _request(prompt: list[int], max_tokens: int = 60, **fields: Any) -> Generati
 
 
 def _right(llm: _Engine, *requests: GenerationRequest) -> int:
-    """Right guesses from finished answers, of requests that run one after the other."""
+    """Right drafts from finished answers, of requests that run one after the other."""
     core = llm.core
     # by likelihood alone: how long steps take is another matter every time
     core.scheduler.step_time._min_observations = 10**9
@@ -237,7 +237,7 @@ def _right(llm: _Engine, *requests: GenerationRequest) -> int:
 PROMPT = [9, 3, 250, 17, 4, 88]
 
 
-def test_the_same_question_again_is_guessed() -> None:
+def test_the_same_question_again_is_drafted() -> None:
     with closing(_llm(AUTO)) as llm:
         assert _right(llm, _request(PROMPT)) == 0
         assert _right(llm, _request(PROMPT)) > 30
@@ -273,7 +273,7 @@ def test_it_is_told_in_the_request_s_account() -> None:
         ({"cache_salt": "s"}, {"cache_salt": "t"}, False),
         ({"cache_salt": "s"}, {}, False),
         ({"tenant": "a", "cache_salt": "s"}, {"tenant": "b", "cache_salt": "s"}, False),
-        # who wants nothing guessed or kept neither gives nor takes
+        # who wants nothing drafted or kept neither gives nor takes
         ({"max_draft_tokens": 0}, {}, False),
         ({}, {"max_draft_tokens": 0}, False),
         ({"store": False}, {}, False),
@@ -346,7 +346,7 @@ def test_a_model_answers_as_without(
             return outputs, dict(core.stats().accepted).get(SOURCE, 0)
 
     without, none = play(0)
-    guessed, right = play(finished_answers._USUAL_BYTES)
-    assert [o.choices[0].token_ids for o in guessed] == [o.choices[0].token_ids for o in without]
+    drafted, right = play(finished_answers._USUAL_BYTES)
+    assert [o.choices[0].token_ids for o in drafted] == [o.choices[0].token_ids for o in without]
     assert none == 0
     assert right > 60

@@ -1,4 +1,4 @@
-"""Answers with guesses and without are the same, through the engine and real compute paths."""
+"""Answers with drafts and without are the same, through the engine and real compute paths."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_answers_are_the_same(
 ) -> None:
     if compute == "native" and unavailable_reason() is not None:
         pytest.skip(str(unavailable_reason()))
-    # a model without training repeats itself rarely: more wrong guesses are verified
+    # a model without training repeats itself rarely: more wrong drafts are verified
     monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
     off = _answers(folder, compute, formats, size, blocks)
     on = _answers(folder, compute, formats, size, blocks, speculative_config=NGRAM)
@@ -282,7 +282,7 @@ def test_a_draft_model_that_fails_costs_nobody_an_answer(
     guess = DraftModel.guess
 
     def fails(draft: DraftModel, rows: Sequence[DraftRow]) -> list[int]:
-        # what is told about tokens is not asked of guesses
+        # what is told about tokens is not asked of drafts
         assert all(row.sampling.params.logprobs is None for row in rows)
         if all_fail or any(row.request_id.startswith("penalties") for row in rows):
             raise RuntimeError("of one of them")

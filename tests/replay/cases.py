@@ -262,7 +262,7 @@ CASES: dict[str, dict[str, Any]] = {
             {"best_effort": True},
         ),
     },
-    # few at a time, whose next tokens are guessed
+    # few at a time, whose next tokens are drafted
     "guesses": {
         "num_blocks": 60,
         "depth": 2,

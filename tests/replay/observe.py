@@ -42,7 +42,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Core:
-    """The modules of one core, found by their package, and the package of what guesses for it."""
+    """The modules of one core, found by their package, and the package of its speculation."""
 
     package: str = "paceline.core"
     speculation: str = "paceline.speculation"
@@ -74,7 +74,7 @@ def make_scheduler(core: Core, config: Mapping[str, Any], cache: Mapping[str, An
     make_cache = core.find("CacheConfig", "config")
     values = make_config(**config), make_cache(**cache)
     if "speculation" not in inspect.signature(scheduler).parameters:
-        # an older core makes guesses itself
+        # an older core drafts itself
         return scheduler(*values)
     drafts = importlib.import_module(f"{core.speculation}.drafts").Drafts
     return scheduler(*values, speculation=drafts)
@@ -165,11 +165,11 @@ def plan_lines(plan: Any) -> Iterator[str]:
 
 
 def rows(plan: Any) -> Iterator[tuple[str, int, int, bool, tuple[int, ...]]]:
-    """(request, first position, tokens before guesses, whether the last of them is sampled from,
-    guesses)."""
-    guesses = {draft.row: tuple(draft.token_ids) for draft in plan.drafts}
+    """(request, first position, tokens before drafts, whether the last of them is sampled from,
+    drafts)."""
+    drafts = {draft.row: tuple(draft.token_ids) for draft in plan.drafts}
     for index, row in enumerate(plan.rows):
-        own = guesses.get(index, ())
+        own = drafts.get(index, ())
         yield row.request_id, row.start, row.num_tokens - len(own), row.samples, own
 
 
@@ -212,8 +212,9 @@ def expired_names(expired: Any) -> tuple[str, ...]:
     return (expired.request_id, *expired.fork_ids)
 
 
-# words of replay, and the attribute of the core's statistics. Left out is what the rig had told the
-# core, seconds that steps took and sizes of memory, and what adds up the rows of plans
+# words of replay, and the core's statistics by attribute, the newest first. Left out is what the
+# rig had told the core, seconds that steps took and sizes of memory, and what adds up the rows of
+# plans
 _STATS: Final = {
     "held": "held_by",
     "running": "num_running",
@@ -229,7 +230,7 @@ _STATS: Final = {
     "recomputed": "num_recomputed_tokens",
     "swapped-out": "num_swapped_out_blocks",
     "swapped-in": "num_swapped_in_blocks",
-    "relegated": "num_relegated",
+    "relegated": "num_demoted num_relegated",
     "discarded": "num_discarded_tokens",
     "predicted-s": "predicted_step_seconds",
 }
@@ -238,7 +239,7 @@ _STATS: Final = {
 def statistics(scheduler: Any) -> dict[str, Any]:
     """What the scheduler says of itself, numbers but for what held the head of the queue up."""
     stats = scheduler.stats()
-    found = {word: getattr(stats, name) for word, name in _STATS.items()}
+    found = {word: _one_of(stats, *names.split()) for word, names in _STATS.items()}
     # an IntEnum has a name, which is not ours
     found["pressure"] = int(stats.pressure_level)
     for reason, seconds in stats.waited:
@@ -277,11 +278,16 @@ def census_line(scheduler: Any) -> str:
     return " ".join("{}={}+{}/{}".format(name, *own) for name, own in sorted(counts.items()))
 
 
+# words of the recordings for tiers that were renamed since
+_TIERS: Final = {"DEADLINE_BATCH": "promised", "DEMOTED": "relegated"}
+
+
 def tier(request: Any) -> str:
     """What a live request has to lose by waiting, and what lets it go before others."""
     flags = ["promoted"] * _one_of(request, "granted", "aged", "promoted")
-    flags += ["favoured"] * request.favoured
-    return " ".join([_one_of(request, "tier", "band").name.lower(), *flags])
+    flags += ["favoured"] * _one_of(request, "boosted", "favoured")
+    name = _one_of(request, "tier", "band").name
+    return " ".join([_TIERS.get(name, name.lower()), *flags])
 
 
 def predicted_ttft(request: Any) -> str:

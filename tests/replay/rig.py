@@ -149,9 +149,9 @@ class Rig:
         sampled: list[tuple[int, ...]] = []
         errors: list[tuple[str, str]] = []
         wide = narrow = 0
-        for name, start, num_tokens, samples, guesses in rows:
+        for name, start, num_tokens, samples, drafts in rows:
             if num_tokens == 1:
-                narrow += 1 + len(guesses)
+                narrow += 1 + len(drafts)
             else:
                 wide += num_tokens
             prompt, output, fails_at = self._outputs[name]
@@ -160,8 +160,8 @@ class Rig:
                 self._failed.add(name)
                 errors.append((name, f"output token {index} cannot be computed"))
             got = samples and name not in self._failed
-            # guesses that are right bring a token more each
-            right = len(list(takewhile(bool, map(eq, guesses, output[index:]))))
+            # drafts that are right bring a token more each
+            right = len(list(takewhile(bool, map(eq, drafts, output[index:]))))
             if fails_at is not None and fails_at > index:
                 right = min(right, fails_at - index - 1)
             sampled.append(tuple(output[index : index + 1 + right]) if got else ())

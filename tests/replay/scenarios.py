@@ -3,7 +3,7 @@
 Three walks, two of them after those of tests/property. ``_wander`` calls a small scheduler in any
 order and lets the clock do what it likes. ``_serve`` is an engine that does its turns on a machine
 whose step times follow a law, under bursts and pauses, long enough for what learns to have learned.
-``_guess`` is one that few use at a time, so that next tokens are guessed.
+``_speculate`` is one that few use at a time, so that next tokens are drafted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def play_rig(core: Core, policy: str, seed: int) -> Rig:
     """The same, with the scheduler as the scenario leaves it."""
     rng = random.Random(f"{policy} {seed}")
     if seed % 5 == 4:
-        return _guess(core, policy, rng)
+        return _speculate(core, policy, rng)
     return (_wander if seed % 2 else _serve)(core, policy, rng)
 
 
@@ -265,10 +265,10 @@ def _ask(rig: Rig, rng: random.Random, name: str) -> list[str]:
     return taken
 
 
-# ------------------------------------------------------------------ an engine that guesses
+# ------------------------------------------------------------------ an engine that speculates
 
 
-def _guess(core: Core, policy: str, rng: random.Random) -> Rig:
+def _speculate(core: Core, policy: str, rng: random.Random) -> Rig:
     by_itself = {
         "method": rng.choice(("ngram", "auto")),
         "num_speculative_tokens": rng.choice((1, 4, 8)),

@@ -56,7 +56,7 @@ def test_a_difference_is_told_by_its_step(base: Core, monkeypatch: pytest.Monkey
     assert "--- base" in told and "--- working tree" in told
 
 
-def test_what_guesses_is_compared_too(base: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_drafts_is_compared_too(base: Core, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the base and of the working tree each has its own."""
     monkeypatch.setattr(draft_choice, "_LIKELY", 2.0)
     told = compare(base, ("fcfs", 14)).difference

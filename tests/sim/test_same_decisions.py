@@ -105,32 +105,32 @@ def test_identical_decisions_where_blocks_are_moved_to_host_memory_and_back(dept
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("num_blocks", [400, 16], ids=["roomy", "starved"])
 @pytest.mark.parametrize("policy", ["fcfs", "deadline"])
-def test_identical_decisions_where_tokens_are_guessed(
+def test_identical_decisions_where_tokens_are_drafted(
     policy: str, num_blocks: int, depth: int
 ) -> None:
     settings = replace(config(policy, num_blocks, depth=depth), acceptance=(0.9, 0.8, 0.7, 0.6))
-    # few enough at a time for guesses
+    # few enough at a time for drafts
     settings = replace(settings, scheduler=replace(settings.scheduler, max_num_seqs=4))
     live = run_live(bursty(COUNT), settings, TIMES, prefix_block=32)
-    guessed = Guessed()
+    drafted = Drafted()
     simulator = Simulator(
-        Pool.single(settings, TIMES), lambda _: None, prefix_block=32, on_plan=guessed
+        Pool.single(settings, TIMES), lambda _: None, prefix_block=32, on_plan=drafted
     )
     simulator.run(bursty(COUNT))
-    assert guessed.num_guesses > 50
-    assert (guessed.log.num_plans, guessed.log.digest()) == (live.num_plans, live.digest())
+    assert drafted.num_drafts > 50
+    assert (drafted.log.num_plans, drafted.log.digest()) == (live.num_plans, live.digest())
 
 
-class Guessed:
-    """Decisions, and guesses in them."""
+class Drafted:
+    """Decisions, and drafts in them."""
 
     def __init__(self) -> None:
         self.log = DecisionLog()
-        self.num_guesses = 0
+        self.num_drafts = 0
 
     def __call__(self, _: int, plan: SchedulerOutput, now: float, start: float, end: float) -> None:
         self.log.add(plan, now)
-        self.num_guesses += sum(len(draft.token_ids) for draft in plan.drafts)
+        self.num_drafts += sum(len(draft.token_ids) for draft in plan.drafts)
 
 
 class Moved:

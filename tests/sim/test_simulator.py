@@ -208,7 +208,7 @@ def test_decode_replicas_need_a_prefix_cache() -> None:
         KVTransfer(1.0, 0.0)
 
 
-def test_what_is_said_of_guesses_is_checked_where_none_are_made_too() -> None:
+def test_what_is_said_of_drafts_is_checked_where_none_are_made_too() -> None:
     config = engine()
     unknown = replace(config.scheduler, speculative_config={"method": "oracle"})
     with pytest.raises(ConfigError, match="speculative_config: method must be one of"):

@@ -1,4 +1,4 @@
-"""Guesses change no answer, whoever makes them, and stay out of the way of others."""
+"""Drafts change no answer, whoever makes them, and stay out of the way of others."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from paceline.core.predict.step_time import StepShape
 from paceline.core.request import FinishReason, Request
 from paceline.core.slo import Slo
 from paceline.engine.testing import ForeignDrafter, ScriptedDrafter
+from paceline.speculation.draft_tokens import PREDICTION, Drafter
 from paceline.speculation.drafts import DrafterMaker
-from paceline.speculation.guess import PREDICTION, Drafter
 from tests.driving import Driver, ask, make_request
 
 VOCAB = 97
@@ -46,14 +46,14 @@ def _drafted(driver: Driver) -> list[int]:
     return [len(draft.token_ids) for plan in driver.plans for draft in plan.drafts]
 
 
-def test_right_guesses_bring_several_tokens_a_step() -> None:
+def test_right_drafts_bring_several_tokens_a_step() -> None:
     driver = _driver(_knowing())
     driver.add(make_request("a", PROMPT, 21))
     driver.run()
     assert driver.tokens["a"] == expected_tokens(PROMPT, 21, VOCAB)
     stats = driver.scheduler.stats()
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
-    # without guesses a token takes a step
+    # without drafts a token takes a step
     assert len(driver.plans) < 12
 
 
@@ -74,7 +74,7 @@ def test_no_drafter_changes_an_answer(drafter: DrafterMaker, depth: int) -> None
     assert all(count <= 4 for count in _drafted(driver))
 
 
-def test_wrong_guesses_are_soon_no_longer_verified() -> None:
+def test_wrong_drafts_are_soon_no_longer_verified() -> None:
     driver = _driver(_knowing(0))
     driver.add(make_request("a", PROMPT, 40))
     driver.run()
@@ -83,14 +83,14 @@ def test_wrong_guesses_are_soon_no_longer_verified() -> None:
     assert stats.num_accepted_tokens == 0
 
 
-def test_a_drafter_that_is_given_guesses_whatever_is_configured() -> None:
+def test_a_drafter_that_is_given_drafts_whatever_is_configured() -> None:
     driver = Driver(vocab_size=VOCAB, drafter=_knowing())
     driver.add(make_request("a", PROMPT, 12))
     driver.run()
     assert driver.scheduler.stats().num_accepted_tokens > 0
 
 
-def test_a_request_may_ask_for_no_guesses_or_few() -> None:
+def test_a_request_may_ask_for_no_drafts_or_few() -> None:
     for most in (0, 2):
         driver = _driver(_knowing())
         driver.add(ask(make_request("a", PROMPT, 20), max_draft_tokens=most))
@@ -99,7 +99,7 @@ def test_a_request_may_ask_for_no_guesses_or_few() -> None:
         assert max(_drafted(driver), default=0) == most
 
 
-def test_the_next_step_waits_for_tokens_while_guesses_come_true() -> None:
+def test_the_next_step_waits_for_tokens_while_drafts_come_true() -> None:
     def waits(drafter: DrafterMaker) -> bool:
         driver = _driver(drafter)
         driver.add(make_request("a", PROMPT, 60))
@@ -112,7 +112,7 @@ def test_the_next_step_waits_for_tokens_while_guesses_come_true() -> None:
     assert not waits(_knowing(0))
 
 
-def test_a_new_request_waits_for_tokens_if_others_were_guessed() -> None:
+def test_a_new_request_waits_for_tokens_if_others_were_drafted() -> None:
     def waits(*wrong: int) -> int:
         """Of the first steps of the last request, those that the next plan waits for."""
         driver = _driver(_knowing(*wrong))
@@ -132,7 +132,7 @@ def test_a_new_request_waits_for_tokens_if_others_were_guessed() -> None:
 
 
 def test_no_step_waits_for_tokens_while_blocks_are_short() -> None:
-    # from the eighth block on guesses may only have places of blocks that are held
+    # from the eighth block on drafts may only have places of blocks that are held
     driver = _driver(_knowing(), num_blocks=12, block_size=4)
     driver.add(make_request("a", PROMPT, 40))
     waited = []
@@ -145,7 +145,7 @@ def test_no_step_waits_for_tokens_while_blocks_are_short() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 9))
-def test_guesses_end_where_the_answer_does(max_tokens: int) -> None:
+def test_drafts_end_where_the_answer_does(max_tokens: int) -> None:
     driver = _driver(_knowing(), max_model_len=len(PROMPT) + max_tokens)
     driver.add(make_request("a", PROMPT, max_tokens))
     driver.run()
@@ -154,7 +154,7 @@ def test_guesses_end_where_the_answer_does(max_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("place", range(9))
-def test_a_stop_token_among_right_guesses_ends_the_answer(place: int) -> None:
+def test_a_stop_token_among_right_drafts_ends_the_answer(place: int) -> None:
     answer = expected_tokens(PROMPT, 9, VOCAB)
     first = answer.index(answer[place])
     driver = _driver(_knowing())
@@ -196,7 +196,7 @@ def test_stop_tokens_before_the_minimum_end_no_count() -> None:
     driver.add(make_request("a", PROMPT, 30, stop_token_ids=stop, min_tokens=20))
     driver.run()
     assert driver.tokens["a"] == expected_tokens(PROMPT, 20, VOCAB)
-    # all tokens but the first of each row were guessed
+    # all tokens but the first of each row were drafted
     rows = sum(row.samples for plan in driver.plans for row in plan.rows)
     assert driver.scheduler.stats().num_accepted_tokens >= 20 - rows > 10
 
@@ -212,7 +212,7 @@ def test_a_grammar_is_asked_only_where_its_word_can_be_used() -> None:
             plan.rows[index].request_id == "a" for plan in driver.plans for index in plan.forces
         )
 
-    # behind the last but one nothing is guessed any more
+    # behind the last but one nothing is drafted any more
     assert forced(4) == 10
     assert forced(0) == 0
     # somebody waits, or what is left over is best effort's
@@ -221,7 +221,7 @@ def test_a_grammar_is_asked_only_where_its_word_can_be_used() -> None:
     assert forced(4, make_request("b", PROMPT, 40, slo=free), policy="deadline") < 10
 
 
-def test_poison_that_was_guessed_fails_as_without() -> None:
+def test_poison_that_was_drafted_fails_as_without() -> None:
     answer = expected_tokens(PROMPT, 20, VOCAB)
     told = []
     for count in (0, 4):
@@ -232,20 +232,20 @@ def test_poison_that_was_guessed_fails_as_without() -> None:
     assert told[0] == told[1] == (answer[:8], FinishReason.ERROR)
 
 
-def test_no_guesses_while_a_prompt_is_computed_or_many_run() -> None:
+def test_no_drafts_while_a_prompt_is_computed_or_many_run() -> None:
     driver = _driver(_knowing(), max_num_seqs=16, num_blocks=256)
     for index in range(12):
         driver.add(make_request(f"r{index}", (index, 1, 2), 12 if index else 40))
     driver.run()
     for plan in driver.plans:
         if plan.drafts:
-            guessed = {draft.row for draft in plan.drafts}
+            drafted = {draft.row for draft in plan.drafts}
             assert len(plan.rows) <= 8
-            assert all(row.num_tokens == 1 for i, row in enumerate(plan.rows) if i not in guessed)
+            assert all(row.num_tokens == 1 for i, row in enumerate(plan.rows) if i not in drafted)
     assert _drafted(driver), "the last one runs alone"
 
 
-def test_guesses_preempt_nobody() -> None:
+def test_drafts_preempt_nobody() -> None:
     preempted = []
     for count in (0, 4):
         driver = _driver(_knowing(0), **({} if count else OFF), num_blocks=12, block_size=2)
@@ -261,12 +261,12 @@ def _seconds(shape: StepShape) -> float:
 
 
 @pytest.mark.parametrize(
-    ("slo", "guessed"),
+    ("slo", "drafted"),
     # a plain step of two rows takes 1.2
     [(Slo(tpot=10.0), True), (Slo(tpot=1.25), False), (Slo(itl=1.25), False), (Slo(itl=2.0), True)],
 )
-def test_a_target_of_another_that_guesses_would_break_keeps_them_out(
-    slo: Slo, guessed: bool
+def test_a_target_of_another_that_drafts_would_break_keeps_them_out(
+    slo: Slo, drafted: bool
 ) -> None:
     driver = _driver(_knowing(), policy="deadline", seconds=_seconds)
     driver.add(make_request("warm", PROMPT, 60))
@@ -277,11 +277,11 @@ def test_a_target_of_another_that_guesses_would_break_keeps_them_out(
     driver.add(ask(other, max_draft_tokens=0))
     driver.run()
     assert driver.tokens["a"] == expected_tokens((9, 9, 1), 30, VOCAB)
-    assert (len(_drafted(driver)) > before) is guessed
+    assert (len(_drafted(driver)) > before) is drafted
 
 
-def test_a_pace_that_no_plain_step_keeps_is_kept_by_guesses() -> None:
-    # a guess costs more than it brings to two requests, so that none is made for the sake of speed
+def test_a_pace_that_no_plain_step_keeps_is_kept_by_drafts() -> None:
+    # a draft costs more than it brings to two requests, so that none is made for the sake of speed
     def seconds(shape: StepShape) -> float:
         return 0.2 + shape.narrow_rows + shape.wide_tokens
 
@@ -299,12 +299,12 @@ def test_a_pace_that_no_plain_step_keeps_is_kept_by_guesses() -> None:
         assert driver.tokens["a"] == expected_tokens((9, 9, 1), 60, VOCAB)
         return sum(0.2 + plan.num_tokens for plan in driver.plans[before + 1 :]) / 59
 
-    # 2.2 a token without guesses
+    # 2.2 a token without drafts
     assert pace(Slo(tpot=5.0)) > 2.1
     assert pace(Slo(tpot=1.8)) < 1.8
 
 
-def test_costly_guesses_are_not_verified() -> None:
+def test_costly_drafts_are_not_verified() -> None:
     # a row takes as long as a step of its own would
     driver = _driver(_knowing(3), seconds=lambda shape: shape.narrow_rows + shape.wide_tokens)
     driver.add(make_request("a", PROMPT, 160))
@@ -319,7 +319,7 @@ def _nearly_free(shape: StepShape) -> float:
     return 1.0 + 0.01 * (shape.narrow_rows + shape.wide_tokens)
 
 
-def test_guesses_that_make_plans_wait_too_long_are_not_verified() -> None:
+def test_drafts_that_make_plans_wait_too_long_are_not_verified() -> None:
     def drafted(pause: float) -> int:
         """Seconds pass between a step's tokens and the next plan, as where each is sent first."""
         driver = _driver(_knowing(1), seconds=_nearly_free)
@@ -329,7 +329,7 @@ def test_guesses_that_make_plans_wait_too_long_are_not_verified() -> None:
         assert driver.tokens["a"] == expected_tokens(PROMPT, 180, VOCAB)
         return len(_drafted(driver))
 
-    # one of four guesses is right; the driver itself takes no time from a step's end to a plan
+    # one of four drafts is right; the driver itself takes no time from a step's end to a plan
     often = drafted(0.0)
     assert often > 80
     assert drafted(1.5) < 0.7 * often
@@ -337,14 +337,14 @@ def test_guesses_that_make_plans_wait_too_long_are_not_verified() -> None:
     assert drafted(50.0) == often
 
 
-def test_nothing_is_guessed_by_default() -> None:
+def test_nothing_is_drafted_by_default() -> None:
     driver = Driver(vocab_size=VOCAB)
     driver.add(make_request("a", (1, 2, 1, 2, 1, 2), 20))
     driver.run()
     assert not _drafted(driver)
 
 
-def test_what_a_request_expects_is_guessed_with_and_without_a_configuration() -> None:
+def test_what_a_request_expects_is_drafted_with_and_without_a_configuration() -> None:
     answer = tuple(expected_tokens(PROMPT, 60, VOCAB))
     # what is expected lacks a token, has one too many, and has one that is another
     expected = (*answer[:10], *answer[11:20], 0, *answer[20:30], 1, *answer[31:])
@@ -366,7 +366,7 @@ def test_what_a_request_expects_is_guessed_with_and_without_a_configuration() ->
         assert not driver.finished["b"].timeline.drafts
     for tried, right in (counts[0][PREDICTION], counts[1][PREDICTION]):
         assert 35 < right < tried < 70
-    # guesses of others are none of the request's that expects nothing
+    # drafts of others are none of the request's that expects nothing
     assert counts[2] == {}
 
 
@@ -378,7 +378,7 @@ def test_what_a_request_expects_is_guessed_with_and_without_a_configuration() ->
     host=st.sampled_from([0, 20]),
 )
 @settings(deadline=None, max_examples=150)
-def test_small_pools_and_wrong_guesses(
+def test_small_pools_and_wrong_drafts(
     prompts: list[list[int]], wrong: set[int], blocks: int, depth: int, host: int
 ) -> None:
     driver = _driver(

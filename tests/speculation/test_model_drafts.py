@@ -1,4 +1,4 @@
-"""Guesses that the backend's draft model makes when they are verified."""
+"""Drafts that the backend's draft model makes when they are verified."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.core.outputs import DRAFT_MODEL, ScheduledRow, SchedulerOutput, St
 from paceline.core.predict.step_time import StepShape
 from paceline.core.slo import NO_SLO, Slo
 from paceline.speculation.draft_choice import DraftChoice, StepCosts, likeliest_first
-from paceline.speculation.guess import NGRAM, UNMADE
+from paceline.speculation.draft_tokens import NGRAM, UNMADE
 from tests.driving import Driver, ask, make_request
 
 VOCAB = 97
@@ -65,14 +65,14 @@ def test_no_draft_model_changes_an_answer(wrong: tuple[int, ...], depth: int, mo
     assert stats.num_draft_tokens <= most * stats.num_drafts
 
 
-def test_wrong_guesses_are_soon_no_longer_made() -> None:
+def test_wrong_drafts_are_soon_no_longer_made() -> None:
     driver = _driver((0,))
     driver.add(make_request("a", PROMPT, 60))
     driver.run()
     assert 0 < driver.scheduler.stats().num_draft_tokens < 12
 
 
-def test_others_guess_first_where_they_are_sure() -> None:
+def test_others_draft_first_where_they_are_sure() -> None:
     config = {"method": "auto", "model": "another", "num_speculative_tokens": 4}
     driver = _driver(speculative_config=config)
     # the text repeats itself, and then does not
@@ -200,8 +200,8 @@ def test_one_for_whom_nothing_is_made_is_asked_less_beside_others() -> None:
 
 
 def test_what_the_model_has_not_seen_is_part_of_the_price() -> None:
-    def guessed(token_seconds: float, max_tokens: int) -> float:
-        """The share of tokens guessed of requests with prompts of 200 tokens, once it is known."""
+    def drafted(token_seconds: float, max_tokens: int) -> float:
+        """The share of tokens drafted of requests with prompts of 200 tokens, once it is known."""
         driver, before = _dear(0.05, token_seconds=token_seconds), 0
         for number in range(12):
             if number == 8:
@@ -212,15 +212,15 @@ def test_what_the_model_has_not_seen_is_part_of_the_price() -> None:
             driver.run()
         return (driver.scheduler.stats().num_accepted_tokens - before) / (4 * max_tokens)
 
-    assert guessed(0.0, 12) > 0.5
+    assert drafted(0.0, 12) > 0.5
     # 40 steps for the sake of 12 tokens, and of 400
-    assert guessed(0.2, 12) < 0.2
-    assert guessed(0.2, 400) > 0.5
+    assert drafted(0.2, 12) < 0.2
+    assert drafted(0.2, 400) > 0.5
 
 
 class _Head(_Timed):
     """Keeps hidden states of the latest tokens alone, and enters so many of them in a step before
-    it guesses, as ``backends.drafting.draft_head`` does."""
+    it drafts, as ``backends.drafting.draft_head`` does."""
 
     keeps, at_once = 128, 64
 
@@ -268,7 +268,7 @@ def test_a_head_is_priced_by_what_it_takes_in_and_not_by_the_prompt() -> None:
     assert min(accepted[3:]) > 12, accepted
 
 
-def test_making_guesses_is_part_of_predicted_steps() -> None:
+def test_making_drafts_is_part_of_predicted_steps() -> None:
     driver = _dear(0.25)
     driver.add(make_request("a", PROMPT, 200))
     beyond: list[tuple[float, float]] = []
@@ -284,7 +284,7 @@ def test_making_guesses_is_part_of_predicted_steps() -> None:
 
 
 def _chosen(*survivals: Sequence[float], slo: Slo = NO_SLO) -> list[int]:
-    """Guesses of each row, where a step takes 1 second, a row more nothing and a pass 0.5."""
+    """Drafts of each row, where a step takes 1 second, a row more nothing and a pass 0.5."""
     requests = [make_request(str(index), (1, 2), slo=slo) for index in range(len(survivals))]
     costs = StepCosts(
         seconds=1.0,
@@ -299,7 +299,7 @@ def _chosen(*survivals: Sequence[float], slo: Slo = NO_SLO) -> list[int]:
     return choice.counts
 
 
-def test_a_pass_is_paid_by_the_guesses_made_in_it() -> None:
+def test_a_pass_is_paid_by_the_drafts_made_in_it() -> None:
     # the second pass would be for one of two rows alone: 0.9 * 1.5 is less than 3.8 * 0.5
     assert _chosen([0.9] * 4, [0.9]) == [1, 1]
     assert _chosen([0.9] * 4, [0.9] * 4) > [1, 1]
@@ -307,12 +307,12 @@ def test_a_pass_is_paid_by_the_guesses_made_in_it() -> None:
     # who opens a pass takes all of its time
     assert _chosen([0.9], [0.9], slo=Slo(itl=1.4)) == [0, 0]
     assert _chosen([0.9], [0.9], slo=Slo(itl=1.6)) == [1, 1]
-    # a guess that is never verified pays for nothing: 2 * 0.5 is more than 0.8
+    # a draft that is never verified pays for nothing: 2 * 0.5 is more than 0.8
     assert _chosen([0.8], [0.05]) == [0, 0]
     assert _chosen([0.8], [0.8]) == [1, 1]
 
 
-def test_a_request_may_ask_for_no_guesses() -> None:
+def test_a_request_may_ask_for_no_drafts() -> None:
     driver = _driver()
     driver.add(ask(make_request("a", PROMPT, 20), max_draft_tokens=0))
     driver.run()

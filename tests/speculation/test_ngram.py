@@ -11,7 +11,7 @@ from paceline.speculation.ngram import NgramDrafter
 
 
 @pytest.mark.parametrize(
-    ("tokens", "guesses"),
+    ("tokens", "drafts"),
     [
         ([1, 2, 3, 9, 1, 2], [3, 9, 1, 2]),
         # the latest of two
@@ -23,12 +23,12 @@ from paceline.speculation.ngram import NgramDrafter
         ([1], []),
     ],
 )
-def test_ngrams(tokens: list[int], guesses: list[int]) -> None:
-    assert list(NgramDrafter(2, 3).propose(tokens, 4).token_ids) == guesses
+def test_ngrams(tokens: list[int], drafts: list[int]) -> None:
+    assert list(NgramDrafter(2, 3).propose(tokens, 4).token_ids) == drafts
     # one made as the tokens came says the same
     slow = NgramDrafter(2, 3)
     answers = [list(slow.propose(tokens[: n + 1], 4).token_ids) for n in range(len(tokens))]
-    assert answers[-1] == guesses
+    assert answers[-1] == drafts
 
 
 class _Watched(list[int]):

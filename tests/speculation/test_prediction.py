@@ -10,7 +10,7 @@ from paceline.speculation.prediction import PredictionDrafter
 
 
 @pytest.mark.parametrize(
-    ("output", "guesses"),
+    ("output", "drafts"),
     [
         ([], [1, 2, 3, 4]),
         ([1, 2], [3, 4, 5, 1]),
@@ -24,15 +24,15 @@ from paceline.speculation.prediction import PredictionDrafter
         ([6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6], []),
     ],
 )
-def test_the_finger_in_the_prediction(output: list[int], guesses: list[int]) -> None:
+def test_the_finger_in_the_prediction(output: list[int], drafts: list[int]) -> None:
     prediction, prompt = (1, 2, 3, 4, 5, 1, 2, 7, 8, 3), (4, 5, 1, 2, 7)
     at_once = PredictionDrafter(prediction, len(prompt))
-    assert list(at_once.propose([*prompt, *output], 4).token_ids) == guesses
+    assert list(at_once.propose([*prompt, *output], 4).token_ids) == drafts
     # one that saw the tokens come says the same
     slow = PredictionDrafter(prediction, len(prompt))
     for length in range(len(output) + 1):
         said = slow.propose([*prompt, *output[:length]], 4)
-    assert list(said.token_ids) == guesses
+    assert list(said.token_ids) == drafts
 
 
 def test_a_long_prediction_is_indexed_bit_by_bit() -> None:
@@ -49,7 +49,7 @@ def test_a_long_prediction_is_indexed_bit_by_bit() -> None:
 
 
 def test_a_long_output_is_read_bit_by_bit() -> None:
-    # so long nothing was guessed, as others waited
+    # so long nothing was drafted, as others waited
     prediction = list(range(1_000))
     drafter = PredictionDrafter(prediction, 0)
     output = prediction[:500]

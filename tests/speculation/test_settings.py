@@ -69,4 +69,4 @@ def test_who_needs_a_draft_model() -> None:
     assert models(method="mtp", num_speculative_tokens=3)
     assert not models(method="auto")
     assert not models(method="ngram", num_speculative_tokens=3)
-    assert SpeculationSettings.of({"method": "self"}).guesses_alone
+    assert SpeculationSettings.of({"method": "self"}).drafts_alone

@@ -119,7 +119,7 @@ class Watched:
         assert told - untold == {r.request_id for r in running}
         assert len(set(model.lanes) - {0}) == len(told)
         rows = {row.request_id: row for row in self.plans[-1].rows} if self.plans else {}
-        guessed = (
+        drafted = (
             {self.plans[-1].rows[d.row].request_id for d in self.plans[-1].drafts} if rows else ()
         )
         for seen in model.running():
@@ -133,7 +133,7 @@ class Watched:
                 # it has had rows before, or would not run
                 assert seen.state is State.SKIPPED, named(seen)
             else:
-                wide = row.num_tokens > 1 and named(seen) not in guessed
+                wide = row.num_tokens > 1 and named(seen) not in drafted
                 assert seen.state is (State.CHUNK if wide else State.DECODE)
             if request.told:
                 assert seen.relegated == request.history.demoted

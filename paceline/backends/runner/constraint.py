@@ -32,7 +32,7 @@ class OutputConstraint:
         """Output tokens the matcher has taken in."""
         return self._num_read
 
-    def masks(self, new_tokens: Sequence[int], guesses: Sequence[int] = ()) -> list[bytes]:
+    def masks(self, new_tokens: Sequence[int], drafts: Sequence[int] = ()) -> list[bytes]:
         """Return the masks after the output and after each guess; see ``TokenMatcher.look_ahead``.
 
         Args:
@@ -44,7 +44,7 @@ class OutputConstraint:
         with self._failing_alone():
             if self._failure is not None:
                 raise self._failure
-            return self._read(new_tokens).look_ahead(guesses)
+            return self._read(new_tokens).look_ahead(drafts)
 
     def forced(self, new_tokens: Sequence[int], most: int) -> Sequence[int]:
         """Return tokens that must follow (``TokenMatcher.forced``), or () where that fails. An

@@ -35,8 +35,8 @@ __all__ = ["Extension", "KVCacheManager", "blocks_for", "hash_block"]
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Return the number of blocks for ``num_tokens`` tokens. The only such formula: start-up sizing
-    calls it for ``max_model_len``, the door for prompt + max_tokens, admission for known tokens."""
+    """Return the number of blocks for ``num_tokens`` tokens. The only such formula, for
+    start-up sizing, for requests that arrive (prompt + max_tokens) and for those admitted."""
     return -(-num_tokens // block_size)
 
 

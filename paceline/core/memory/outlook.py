@@ -1,6 +1,6 @@
 """Forecast of memory: does it last until the running requests have ended?
 
-This module does not decide; ``step.admission`` does.
+This module does not decide; ``step.batch_admission`` does.
 """
 
 from __future__ import annotations

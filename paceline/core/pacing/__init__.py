@@ -1,2 +1,2 @@
 """All code for latency targets, tenants and forecasts, behind the interface ``step.limits``; and
-``Door``, which refuses requests by these forecasts."""
+``RequestAdmission``, which refuses requests by these forecasts."""

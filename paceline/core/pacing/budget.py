@@ -103,7 +103,7 @@ class StepBudget:
         if not self._model.ready:
             return Allowance(chunk.untrained(num_running, careful=gap < math.inf), math.inf)
         start = max((request.num_computed_tokens for request in view.wide), default=0)
-        if tokens := view.favoured:
+        if tokens := view.boosted:
             # the pace of others does not count, as their tenants had more than their share
             if gap < math.inf:
                 tokens = min(tokens, chunk.within(view.base, start, self._most, gap=gap))

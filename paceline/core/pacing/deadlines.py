@@ -21,7 +21,12 @@ from typing import Final
 from paceline.core.pacing.budget import PACE_SHARE, StepBudget, least_target
 from paceline.core.pacing.triage import all_in_time, triage
 from paceline.core.pacing.view import NO_VIEW, RunningView
-from paceline.core.pacing.waiting_targets import Promise, WaitingTargets, is_promised, promise_of
+from paceline.core.pacing.waiting_targets import (
+    DueEntry,
+    WaitingTargets,
+    due_entry,
+    is_deadline_batch,
+)
 from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Request, RequestStatus
 from paceline.core.step.state import SchedulerState
@@ -68,7 +73,7 @@ class Deadlines:
         self._targets = targets
         self._demote = demote
         # requests left out that may be restored
-        self._left_out: dict[Request, Promise] = {}
+        self._left_out: dict[Request, DueEntry] = {}
         self.rest()
 
     def rest(self) -> None:
@@ -89,21 +94,21 @@ class Deadlines:
         self._steps_until_look -= 1
         if self._steps_until_look > 0:
             return False
-        running = list(map(promise_of, filter(is_promised, view.best_effort)))
+        running = list(map(due_entry, filter(is_deadline_batch, view.best_effort)))
         left_before = self._that_may_come_back(now)
-        if not running and not self._targets.promised and not left_before:
+        if not running and not self._targets.deadline_batch and not left_before:
             self.pressing, self._hurried = False, ()
             return False
         if not self._state.step_time.ready:
             return False
         self._steps_until_look = _STEPS_BETWEEN_LOOKS
         # most of them are in order already, so sorting is quick
-        first = sorted(self._targets.promised[:_MAX_LOOKED_AT] + running)[:_MAX_LOOKED_AT]
+        first = sorted(self._targets.deadline_batch[:_MAX_LOOKED_AT] + running)[:_MAX_LOOKED_AT]
         jobs = sorted(first + left_before)
         late = self._judge(jobs, view, now)
         return self._change(late, [request for _, _, request in left_before if request not in late])
 
-    def _judge(self, jobs: list[Promise], view: RunningView, now: float) -> Mapping[Request, None]:
+    def _judge(self, jobs: list[DueEntry], view: RunningView, now: float) -> Mapping[Request, None]:
         """Return the requests to leave out so that the others are in time. Also find out whether
         the others press, and which of them must run."""
         requests = [request for _, _, request in jobs]
@@ -124,7 +129,7 @@ class Deadlines:
         return late
 
     def _work_of(
-        self, jobs: list[Promise], lefts: list[int], num_running: int, now: float, full: float
+        self, jobs: list[DueEntry], lefts: list[int], num_running: int, now: float, full: float
     ) -> tuple[list[float], list[float]]:
         """Return the engine's seconds that each job needs, and when it must have got them.
 
@@ -175,8 +180,8 @@ class Deadlines:
         for number, request in enumerate(leave):
             runs = request.status is RequestStatus.RUNNING
             if number < room and not runs:
-                self._left_out[request] = promise_of(request)
-            if not request.favoured:
+                self._left_out[request] = due_entry(request)
+            if not request.boosted:
                 (self._state.running if runs else self._state.waiting).move(request, self._demote)
                 found = found or runs
         for request in back:
@@ -213,14 +218,14 @@ class Deadlines:
 
         return those[: bisect_right(range(1, len(those) + 1), most, key=seconds)]
 
-    def _that_may_come_back(self, now: float) -> list[Promise]:
+    def _that_may_come_back(self, now: float) -> list[DueEntry]:
         """Return the requests left out that still wait in that tier, and forget the others."""
         self._left_out = {
-            request: promise
-            for request, promise in self._left_out.items()
+            request: entry
+            for request, entry in self._left_out.items()
             if request.status is RequestStatus.WAITING
-            and request.tier is Tier.RELEGATED
-            and now <= promise[0]
+            and request.tier is Tier.DEMOTED
+            and now <= entry[0]
             and not request.num_pending_tokens
         }
         return list(self._left_out.values())

@@ -6,7 +6,7 @@ effort that cannot meet its deadline is found by ``deadlines``.
 
 A late request yields only to requests whose targets it endangers: it is demoted while there are
 any, and if it still waits once there are none, it rejoins the ordinary requests at its old
-position. So a caller with targets never gets less than callers without. Favoured requests are not
+position. So a caller with targets never gets less than callers without. Boosted requests are not
 demoted, or a light tenant's late request would wait for all of another tenant's flood.
 
 This module does not know what else fills a step.
@@ -45,7 +45,7 @@ class Others(NamedTuple):
     # one of them can still meet its target, or best effort with a deadline runs
     urgent: bool
     # one of them has no target for its first token
-    aimless: bool
+    without_ttft_target: bool
 
 
 class Feasibility:
@@ -68,7 +68,7 @@ class Feasibility:
         if (
             request.tier is not Tier.ORDINARY
             or request.targets.ttft is None
-            or request.favoured
+            or request.boosted
             or request.first_token_time is not None
             or request.num_pending_tokens
             or not self._enabled
@@ -101,10 +101,10 @@ class Feasibility:
         runs = late.status is RequestStatus.RUNNING and late.tier is Tier.ORDINARY
         if not passed and not num_waiting and others.num <= runs:
             return False
-        aimless = len(waiting.ordinary) > len(self._targets.dues) or any(map(_is_aimless, passed))
-        if not aimless and not others.aimless:
+        untargeted = len(waiting.ordinary) > len(self._targets.dues) or others.without_ttft_target
+        if not untargeted and not any(map(_without_ttft_target, passed)):
             return True
-        if others.urgent or self._targets.promised:
+        if others.urgent or self._targets.deadline_batch:
             return True
         # the last in order are the likeliest to be on time
         those = chain(passed, *map(reversed, self._targets.targeted.values()))
@@ -115,13 +115,13 @@ class Feasibility:
 
     def others(self, view: RunningView, now: float) -> Others:
         """Sum up the ordinary prompts of a step that begins at ``now``."""
-        promised = Tier.PROMISED
+        deadline_batch = Tier.DEADLINE_BATCH
         ordinary = [request for request in view.wide if request.tier is Tier.ORDINARY]
-        urgent = any(request.tier is promised for request in view.best_effort) or (
+        urgent = any(request.tier is deadline_batch for request in view.best_effort) or (
             view.urgent
             and any(r.targets.ttft is not None and not self.is_late(r, now) for r in ordinary)
         )
-        return Others(len(ordinary), urgent, any(map(_is_aimless, ordinary)))
+        return Others(len(ordinary), urgent, any(map(_without_ttft_target, ordinary)))
 
     def demote(self, request: Request) -> None:
         """Move the request, which must be in no sorted queue, to the tier of late requests."""
@@ -131,7 +131,7 @@ class Feasibility:
             request.order = (request.order[0] + later, request.order[1])
         request.move(Move.DEMOTE)
         self._state.last.demoted.append(request)
-        self._state.totals.num_relegated += 1
+        self._state.totals.num_demoted += 1
 
     # ------------------------------------------------------------------ all of them
 
@@ -149,7 +149,7 @@ class Feasibility:
     def triage(self, view: RunningView, starts: float) -> None:
         """Demote the fewest waiting requests so that the others are on time if the next step begins
         at ``starts``. After changes of the queue and every few steps: predictions move slowly."""
-        room, targets = self._state.waiting, self._targets
+        waiting, targets = self._state.waiting, self._targets
         if not targets.targeted or not self._enabled or not self._state.step_time.ready:
             return
         self._since_triage += 1
@@ -161,7 +161,7 @@ class Feasibility:
             request.num_uncomputed_tokens for request in view.wide if request.tier is Tier.ORDINARY
         )
         # otherwise no request will be late in any order
-        if starts + (unfinished + room.num_tokens[Tier.ORDINARY]) * per_token > targets.dues[0]:
+        if starts + (unfinished + waiting.num_tokens[Tier.ORDINARY]) * per_token > targets.dues[0]:
             first = list(islice(self._state.policy.service_order(targets.targeted), _MAX_TRIAGED))
             # a target tighter than the default makes a request run sooner, not be left out sooner
             judged = sorted(first, key=_standing) if any(map(_ahead, first)) else first
@@ -174,7 +174,7 @@ class Feasibility:
                 targets.group,
             )
             for loser in self._that_yield(losers, first, view, starts):
-                room.move(loser, self.demote)
+                waiting.move(loser, self.demote)
         self._triaged_at = targets.num_changes
 
     def _that_yield(
@@ -188,10 +188,10 @@ class Feasibility:
             if len(late) == len(self._state.waiting.ordinary) and not others.num:
                 # no request can be on time, so the first need not yield
                 late = [request for request in late if request is not first[0]]
-        return [request for request in late if not request.favoured]
+        return [request for request in late if not request.boosted]
 
 
-def _is_aimless(request: Request) -> bool:
+def _without_ttft_target(request: Request) -> bool:
     """Whether the request never had a target for its first token."""
     return request.slo.ttft is None
 

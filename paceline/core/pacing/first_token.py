@@ -1,6 +1,7 @@
 """Forecasts of the time to first token of arriving requests, corrected by the outcomes.
 
-Called by ``Door`` between steps, and often, so running requests are looked at once per step.
+Called by ``RequestAdmission`` between steps, and often, so running requests are looked at once per
+step.
 
 This module does not decide what becomes of the request.
 """
@@ -62,7 +63,7 @@ class ForecastKind(NamedTuple):
 
     tier: Tier
     priority: int
-    favoured: bool
+    boosted: bool
     # the first token is predicted to be late, so that the request yields
     late: bool
 
@@ -148,7 +149,7 @@ class FirstTokenForecast:
         """Forget when slots were taken: the last request has ended."""
         self._taken_since = None
 
-    def came(self, request: Request) -> None:
+    def on_arrival(self, request: Request) -> None:
         """Count a newcomer that was queued."""
         now, key, arrivals = request.asked.arrival_time, request.key, self._arrivals
         if self._displaces and self._state.step_time.ready:
@@ -172,9 +173,9 @@ class FirstTokenForecast:
         return min(MAX_SECONDS, self.bias(forecast.kind) * forecast.seconds)
 
     def bias(self, kind: ForecastKind) -> float:
-        """Return the recent ratio of actual to predicted time for a kind of request; for a favoured
-        kind the ratio of the same kind without favour, until one has had its first token."""
-        known = self.outcomes.get(kind) or self.outcomes.get(kind._replace(favoured=False))
+        """Return the recent ratio of actual to predicted time for a kind of request; for a boosted
+        kind the ratio of the same kind without boost, until one has had its first token."""
+        known = self.outcomes.get(kind) or self.outcomes.get(kind._replace(boosted=False))
         came, said = known or (1.0, 1.0)
         return came / said
 
@@ -196,7 +197,7 @@ class FirstTokenForecast:
             self._seen = last.version
             self._look()
         predict, step = state.step_time.predict, self._tokens_per_step
-        if request.favoured:
+        if request.boosted:
             # its prompt is computed whole if a step has room for it, whatever the others lack
             room = state.config.max_num_batched_tokens - self._base.narrow_rows
             step = max(2, min(request.num_new_tokens, room))
@@ -205,7 +206,7 @@ class FirstTokenForecast:
         prompt = rest + (num_steps - 1) * predict(self._base.plus(0, step))
         prompt += predict(self._base.plus(0, last_tokens))
         priority = max(-_LEVELS, min(_LEVELS, request.asked.priority))
-        kind = ForecastKind(request.tier, priority, request.favoured, late=False)
+        kind = ForecastKind(request.tier, priority, request.boosted, late=False)
         bias = self.bias(kind)
         wait, alone, most = self._wait(request, bias)
         seconds = wait + prompt
@@ -227,7 +228,7 @@ class FirstTokenForecast:
 
     def _yields(self, late: Request) -> bool:
         """Whether a request that will be late yields to other waiting requests."""
-        return bool(self._state.config.relegate_late and self._targets.dues and not late.favoured)
+        return bool(self._state.config.relegate_late and self._targets.dues and not late.boosted)
 
     def seconds_each(self, request: Request) -> float:
         """Return the seconds between requests like this one if they are served one after another
@@ -244,17 +245,17 @@ class FirstTokenForecast:
         now, dues = request.asked.arrival_time, self._targets.dues[:_MAX_JUDGED]
         served, each = 0, tokens / max(1, num)
         for due in dues:
-            served += now + self._until(served, each * served, favoured=False) <= due
+            served += now + self._until(served, each * served, boosted=False) <= due
         num = max(0, num - (len(dues) - served))
-        return self._until(num, each * num, favoured=False)
+        return self._until(num, each * num, boosted=False)
 
     def _outside(self, request: Request, wait: float) -> float:
         """Return the seconds that ordinary work adds for a best-effort or late request: its like
         ahead of it in the queue, and then ``wait``, are served from what ordinary work leaves."""
-        waiting, tier = self._state.waiting, max(request.tier, Tier.PROMISED)
+        waiting, tier = self._state.waiting, max(request.tier, Tier.DEADLINE_BATCH)
         num, tokens = waiting.ahead_of(request, tier)
         num, tokens = num - len(waiting.ordinary), tokens - waiting.num_tokens[Tier.ORDINARY]
-        own = self._until(num, max(0, tokens), favoured=False) + wait
+        own = self._until(num, max(0, tokens), boosted=False) + wait
         return own * (1.0 / self._share.left_over(request, request.asked.arrival_time) - 1.0)
 
     def _wait(self, request: Request, bias: float) -> tuple[float, float, float]:
@@ -262,7 +263,7 @@ class FirstTokenForecast:
         computed; the same if no later request overtakes it; and for how many seconds some will."""
         num, tokens = self._num_ahead(request)
         self._overtakes = num < len(self._state.waiting)
-        seconds = alone = self._until(num, tokens, favoured=request.favoured)
+        seconds = alone = self._until(num, tokens, boosted=request.boosted)
         span, overtakers = self._overtakers(request)
         if not overtakers:
             return seconds, alone, 0.0
@@ -278,19 +279,19 @@ class FirstTokenForecast:
             more = (work_of[ended] + (tokens_of[-1] - tokens_of[ended]) * wait) / span
             come = (seconds_of[ended] + (len(longest) - ended) * wait) / span
             more += self._again * come
-            longer = self._until(num + come, tokens + more, favoured=request.favoured)
+            longer = self._until(num + come, tokens + more, boosted=request.boosted)
             if longer <= _GROWS * seconds:
                 break
             seconds = longer
         return seconds, alone, longest[-1]
 
-    def _until(self, num: float, tokens: float, *, favoured: bool) -> float:
+    def _until(self, num: float, tokens: float, *, boosted: bool) -> float:
         """Return the seconds until ``num`` requests and one more have slots, and ``tokens`` prompt
         tokens are computed, as well as those that running requests lack: of these, before a
-        favoured request, only what fits into the steps until it has a slot."""
+        boosted request, only what fits into the steps until it has a slot."""
         step = self._tokens_per_step
         steps = self._steps_until(num + 1 - self._free_places)
-        tokens += min(self._num_lacking, steps * step) if favoured else self._num_lacking
+        tokens += min(self._num_lacking, steps * step) if boosted else self._num_lacking
         return self._pace * self._lasting(steps, tokens)
 
     def _lasting(self, steps: float, tokens: float) -> float:

@@ -55,7 +55,7 @@ class PacedStep(Step):
     # the ordinary requests in the step that a late one may have to yield to
     others: Others
     # the request for which others were preempted
-    made_way_for: Request | None
+    displaced_for: Request | None
     # requests that this step demoted as late
     _num_demoted: int = 0
     # the waiting request that is tried at the expense of others, at most one per step; and the
@@ -102,7 +102,7 @@ class PacedStep(Step):
         head = waiting.ordinary.peek()
         if (
             self._turn is None
-            and (head is None or head is not self.made_way_for)
+            and (head is None or head is not self.displaced_for)
             and self.state.valve.level < Pressure.HOLD_BEST_EFFORT
             and (turn := self.share.turn()) is not None
             # it need not pay if the step has room for it and no ordinary request waits
@@ -120,7 +120,7 @@ class PacedStep(Step):
         """Make a late request ordinary again, in its order among requests without targets, once it
         endangers no target and a slot is free."""
         state = self.state
-        late = state.waiting.relegated.peek()
+        late = state.waiting.demoted.peek()
         if (
             late is None
             or late.asked.slo.best_effort
@@ -133,7 +133,7 @@ class PacedStep(Step):
             # one at a time, and in order
             if head.slo.ttft is not None or head.order < late.order:
                 return
-        elif not self.others.aimless:
+        elif not self.others.without_ttft_target:
             return
         if not self.feasibility.endangers(late, self.now, self.others):
             state.waiting.move(late, _REJOIN)

@@ -7,7 +7,7 @@ At the start of each step, in this order:
 2. *Budget*: how many tokens and seconds the step may take (``budget``, the memory-pressure
    valve).
 3. *Settle the tiers of waiting requests*: triage.
-4. *Make way* for the first waiting request, if it beats running ones.
+4. *Displace* running requests that the first waiting request beats.
 5. *Passes*: ordinary requests, then best effort tier by tier.
 
 The result is a ``PacedStep``, a new one for each step.
@@ -30,7 +30,7 @@ from paceline.core.pacing.tpot_guard import TpotGuard
 from paceline.core.pacing.view import RunningView
 from paceline.core.pacing.waiting_targets import WaitingTargets
 from paceline.core.request import Request
-from paceline.core.step.displacement import make_way
+from paceline.core.step.displacement import displace
 from paceline.core.step.limits import Pass
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
@@ -38,7 +38,7 @@ from paceline.core.tier import Tier
 __all__ = ["Paced"]
 
 # tiers that get rows and are admitted together, in order: (first, last)
-_BEST_EFFORT: Final = ((Tier.PROMISED, Tier.RELEGATED), (Tier.BACKGROUND, Tier.BACKGROUND))
+_BEST_EFFORT: Final = ((Tier.DEADLINE_BATCH, Tier.DEMOTED), (Tier.BACKGROUND, Tier.BACKGROUND))
 # the same while deadlines press
 _PRESSED: Final = tuple((tier, tier) for tier in Tier if tier is not Tier.ORDINARY)
 
@@ -62,20 +62,20 @@ class Paced:
 
     def begin(self, now: float, starts: float, *, held: bool) -> PacedStep:
         state, feasibility = self._state, self.feasibility
-        view, waiting_favoured = self._settle(starts)
+        view, waiting_boosted = self._settle(starts)
         self.share.begin(view, starts)
         num_running, allowance = view.num_running, self.budget.allow(view, starts)
         tokens = state.valve.cap(allowance.tokens, num_running)
-        # if the step is too short for all favoured prompts, running requests come first
-        left = tokens - num_running - (view.favoured - waiting_favoured)
-        reserved = max(0, min(waiting_favoured, left))
+        # if the step is too short for all boosted prompts, running requests come first
+        left = tokens - num_running - (view.boosted - waiting_boosted)
+        reserved = max(0, min(waiting_boosted, left))
         background_seconds = self.share.background_seconds(view)
         others, guard = feasibility.others(view, now), self._guard(view)
-        made_way_for: Request | None = None
+        displaced_for: Request | None = None
         if not held and len(state.waiting):
             feasibility.triage(view, starts)
-            made_way_for, lacking = self._make_way(guard, others, now)
-            if made_way_for is not None:
+            displaced_for, lacking = self._displace(guard, others, now)
+            if displaced_for is not None:
                 reserved = max(reserved, lacking)
                 view = RunningView.of(state.running.requests)
                 view = replace(view, must_run=self._deadlines.must_run(view))
@@ -96,7 +96,7 @@ class Paced:
             model=state.step_time, feasibility=feasibility, share=self.share, guard=guard,
             kept=min(self.share.tokens(view), max(0, tokens - view.num_running)),
             added_seconds=self.budget.added_seconds(view), others=others,
-            made_way_for=made_way_for,
+            displaced_for=displaced_for,
         )  # fmt: skip
         self.share.planned(step)
         return step
@@ -117,26 +117,26 @@ class Paced:
             moved = self.feasibility.settle(view, starts)
             if self._deadlines.look(view, starts) or moved:
                 view = RunningView.of(running, shared=shared)
-        must_run, favoured, waiting = self._deadlines.must_run(view), 0, 0
+        must_run, boosted, waiting = self._deadlines.must_run(view), 0, 0
         if tenants is not None:
-            waiting = self._favourable_tokens(view, state.waiting.ordinary.peek())
-            favoured = waiting + sum(r.num_uncomputed_tokens for r in view.wide if r.favoured)
-        if must_run or favoured:
-            view = replace(view, must_run=must_run, favoured=favoured)
+            waiting = self._boosted_tokens(view, state.waiting.ordinary.peek())
+            boosted = waiting + sum(r.num_uncomputed_tokens for r in view.wide if r.boosted)
+        if must_run or boosted:
+            view = replace(view, must_run=must_run, boosted=boosted)
         return view, waiting
 
     def _guard(self, view: RunningView) -> TpotGuard | None:
         state = self._state
         return TpotGuard(view, state.step_time) if state.config.pace_admission else None
 
-    def _favourable_tokens(self, view: RunningView, head: Request | None) -> int:
+    def _boosted_tokens(self, view: RunningView, head: Request | None) -> int:
         """Return the prompt tokens that the first waiting request lacks once it is admitted; 0 if
-        it is not favoured, or if a lack of slots or memory would keep it out: others must not make
-        way for it in vain."""
+        it is not boosted, or if a lack of slots or memory would keep it out: others must not be
+        displaced for it in vain."""
         state, num_running = self._state, view.num_running
         if (
             head is None
-            or not head.favoured
+            or not head.boosted
             or head.num_pending_tokens
             or num_running >= state.config.max_num_seqs
             or state.kv.shortfall(head, beside_others=num_running > 0) > 0
@@ -148,7 +148,7 @@ class Paced:
                 return 0
         return state.kv.num_lacking(head)
 
-    def _make_way(
+    def _displace(
         self, guard: TpotGuard | None, others: Others, now: float
     ) -> tuple[Request | None, int]:
         """Preempt running requests that keep a better waiting one out, if any do. Returns that one,
@@ -164,21 +164,21 @@ class Paced:
         ):
             return None, 0
         displaces = self._displaces_though_late if late else state.policy.displaces
-        lacking = make_way(state, head, now, displaces)
+        lacking = displace(state, head, now, displaces)
         return (head, lacking) if lacking else (None, 0)
 
     def _displaces_though_late(self, waiting: Request, running: Request) -> bool:
         """Whether a late request displaces a running one: none that has a target to meet."""
-        if not running.best_effort and running.targets.aims:
+        if not running.best_effort and running.targets.has_targets:
             return False
         return self._state.policy.displaces(waiting, running)
 
 
 def _passes(view: RunningView, evicted: Request | None, *, pressing: bool) -> tuple[Pass, ...]:
-    """Return the passes: ordinary requests, favoured ones first, then best effort by tiers."""
+    """Return the passes: ordinary requests, boosted ones first, then best effort by tiers."""
     ordinary = view.ordinary
-    if view.favoured:
-        ordinary = sorted(ordinary, key=lambda request: not request.favoured)
+    if view.boosted:
+        ordinary = sorted(ordinary, key=lambda request: not request.boosted)
     best_effort = view.best_effort
     if view.must_run or evicted is not None:
         apart = {evicted, *view.must_run}

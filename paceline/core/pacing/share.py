@@ -1,6 +1,6 @@
 """The guaranteed share: time for best effort on an engine that ordinary work would fill alone.
 
-Best effort is served from what ordinary work, the promised one, leaves. While it waits for more, it
+Best effort is served from what ordinary work leaves. While it waits for more, it
 earns ``best_effort_share`` of the engine's seconds, and may spend them at the expense of ordinary
 work: on a free slot before the first ordinary request, or on rows and chunks beyond the time that
 others' targets leave. So its wait is bounded by the work before it divided by the share, and the
@@ -68,7 +68,7 @@ class GuaranteedShare:
         self._charged = 0.0
         self._last: Step | None = None
         # seconds of the engine for ordinary work, exponentially decayed, and their time
-        self._promised_seconds = self._as_of = 0.0
+        self._ordinary_seconds = self._as_of = 0.0
         # number of steps since ordinary requests run without a pause
         self._steps_beside = 0
 
@@ -93,7 +93,7 @@ class GuaranteedShare:
         charged, self._charged = self._charged, 0.0
         waiting = self._state.waiting
         if last is not None:
-            self._note_promised(view, last, starts)
+            self._note_ordinary(view, last, starts)
         if not self._share or not (view.ordinary or len(waiting.ordinary)):
             # there is no ordinary work to take time from
             self.credit = min(self.credit, 0.0) if view.best_effort else 0.0
@@ -131,22 +131,22 @@ class GuaranteedShare:
         waits = any(head.tier is tier for head in state.waiting.best_effort_heads())
         return waits or bool(state.running.most_tokens[tier])
 
-    def _note_promised(self, view: RunningView, last: Step, starts: float) -> None:
+    def _note_ordinary(self, view: RunningView, last: Step, starts: float) -> None:
         """Count the seconds that the last step spent on ordinary work."""
-        self._promised_seconds *= math.exp(min(0.0, self._as_of - starts) / _LATELY)
+        self._ordinary_seconds *= math.exp(min(0.0, self._as_of - starts) / _LATELY)
         self._as_of = starts
         if last.rows and self._model.ready:
             seconds = self._model.predict(last.shape)
             time = seconds if last.ordinary_seconds is None else last.ordinary_seconds
             places = seconds * self._part(view.ordinary)
-            self._promised_seconds += max(places, time * (not places))
+            self._ordinary_seconds += max(places, time * (not places))
 
     def left_over(self, request: Request, now: float) -> float:
         """Return the part of the engine that a best-effort or late request and its like get now."""
         state = self._state
         if not state.running.most_tokens[Tier.ORDINARY] and not len(state.waiting.ordinary):
             return 1.0
-        lately = self._promised_seconds * math.exp(min(0.0, self._as_of - now) / _LATELY) / _LATELY
+        lately = self._ordinary_seconds * math.exp(min(0.0, self._as_of - now) / _LATELY) / _LATELY
         least = self._share if self.has_share(request) else 0.0
         return max(least, _LEAST_LEFT, 1.0 - lately)
 

@@ -29,7 +29,7 @@ class TenantShares:
         # number of the last arrival of each recent tenant, the earliest first
         self._lately: dict[str, int] = {}
 
-    def came(self, tenant: str) -> None:
+    def on_arrival(self, tenant: str) -> None:
         """Count a request of the tenant that was queued."""
         self._unfinished[tenant] += 1
         self._num_unfinished += 1
@@ -40,7 +40,7 @@ class TenantShares:
         if self._lately[earliest] <= self._num_arrivals - _LATELY:
             del self._lately[earliest]
 
-    def went(self, tenant: str) -> None:
+    def on_finish(self, tenant: str) -> None:
         """Count a request of the tenant that ended."""
         self._num_unfinished -= 1
         self._unfinished[tenant] -= 1

@@ -39,7 +39,7 @@ class TpotGuard:
 
     def allows(self, request: Request) -> bool:
         """Whether ``request`` may join those running."""
-        if request.tier is not Tier.ORDINARY or request.favoured or not self._rows:
+        if request.tier is not Tier.ORDINARY or request.boosted or not self._rows:
             return True
         tightest = min(self._tightest, self._within_reach(request.targets.tpot))
         if tightest == math.inf or not self._model.ready:

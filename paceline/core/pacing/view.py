@@ -43,7 +43,7 @@ class RunningView:
     # narrow best-effort ones that must not skip this step
     must_run: tuple[Request, ...] = ()
     # prompt tokens of light tenants, which must not wait for the pace of others
-    favoured: int = 0
+    boosted: int = 0
 
     @classmethod
     def of(cls, running: Iterable[Request], *, shared: bool = False) -> RunningView:
@@ -69,19 +69,19 @@ class RunningView:
             if not is_wide:
                 rows += 1
                 keys += computed
-            aims = request.targets
-            if aims is no_slo:
+            own = request.targets
+            if own is no_slo:
                 continue
-            tpot = aims.tpot
+            tpot = own.tpot
             if tpot is not None:
                 targets.add(tpot)
                 if not is_wide and request.first_token_time is not None:
                     paced.append(request)
                     paces.add(tpot)
             if is_wide:
-                urgent = urgent or aims.ttft is not None
-            elif aims.itl is not None and aims.itl < gap:
-                gap = aims.itl
+                urgent = urgent or own.ttft is not None
+            elif own.itl is not None and own.itl < gap:
+                gap = own.itl
         return cls(
             ordinary=ordinary, best_effort=best_effort, wide=wide,
             narrow_rows=rows, narrow_keys=keys, paced=paced, paces=paces, targets=targets,

@@ -14,10 +14,10 @@ from paceline.core.request import Request
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
-__all__ = ["Promise", "WaitingTargets", "is_promised", "promise_of"]
+__all__ = ["DueEntry", "WaitingTargets", "due_entry", "is_deadline_batch"]
 
 # (deadline, number of arrival, request); sorts by deadline
-Promise = tuple[float, int, Request]
+DueEntry = tuple[float, int, Request]
 
 _ORDER: Final = attrgetter("order")
 
@@ -31,12 +31,12 @@ def _first_token_due(request: Request) -> float:
     return request.asked.arrival_time + request.late_after
 
 
-def is_promised(request: Request) -> bool:
+def is_deadline_batch(request: Request) -> bool:
     """Whether the request is best effort with a deadline that can still be met."""
-    return request.targets.deadline is not None and request.tier is Tier.PROMISED
+    return request.targets.deadline is not None and request.tier is Tier.DEADLINE_BATCH
 
 
-def promise_of(request: Request) -> Promise:
+def due_entry(request: Request) -> DueEntry:
     """Return the entry of a best-effort request; no two are equal, so no requests are compared."""
     due = request.asked.arrival_time + (request.targets.deadline or 0.0)
     return due, request.order[1], request
@@ -51,10 +51,10 @@ def _change(members: list[Any], member: Any, more: int, key: Any = None) -> None
 
 
 class WaitingTargets:
-    """Indices of the waiting room, which reports members that come and go; public, read-only."""
+    """Indices of the waiting queues, which report members that come and go; public, read-only."""
 
     def __init__(self, state: SchedulerState) -> None:
-        self._room = state.waiting
+        self._queues = state.waiting
         # all requests are one group unless tenants are kept apart
         apart = state.policy.keeps_tenants_apart
         self.group = attrgetter("asked.tenant") if apart else lambda _: ""
@@ -66,8 +66,8 @@ class WaitingTargets:
         # number of times that one of these came or went
         self.num_changes = 0
         # best-effort requests with a deadline that can still be met, sorted
-        self.promised: list[Promise] = []
-        self._room.on_change = self._count
+        self.deadline_batch: list[DueEntry] = []
+        self._queues.on_change = self._count
 
     def _count(self, request: Request, more: int) -> None:
         """Update the indices for a request that comes (1) or goes (-1)."""
@@ -80,14 +80,16 @@ class WaitingTargets:
                 if not own:
                     del self.targeted[group]
                 _change(self.dues, _first_token_due(request), more)
-        elif is_promised(request):
-            _change(self.promised, promise_of(request), more)
+        elif is_deadline_batch(request):
+            _change(self.deadline_batch, due_entry(request), more)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the indices agree with the waiting room."""
-        assert self.promised == sorted(map(promise_of, filter(is_promised, self._room)))
+        """Raise AssertionError unless the indices agree with the queues."""
+        assert self.deadline_batch == sorted(
+            map(due_entry, filter(is_deadline_batch, self._queues))
+        )
         targeted: dict[str, list[Request]] = {}
-        for request in sorted(filter(_is_targeted, self._room.ordinary), key=_ORDER):
+        for request in sorted(filter(_is_targeted, self._queues.ordinary), key=_ORDER):
             targeted.setdefault(self.group(request), []).append(request)
         assert self.targeted == targeted
         assert self.dues == sorted(map(_first_token_due, chain(*targeted.values())))

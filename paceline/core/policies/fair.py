@@ -27,7 +27,7 @@ _SAVED_STEPS: Final = 4.0
 # most tenants that a forecast considers: each costs microseconds, in nearly every step. A request
 # is left out only for others of its tenant, so other tenants can be judged later as well
 _MAX_LOOKS: Final = 64
-# seconds by which a favoured request counts as arrived earlier: ahead of all that run by then
+# seconds by which a boosted request counts as arrived earlier: ahead of all that run by then
 _EARLY: Final = 60.0
 _TENANT: Final = attrgetter("asked.tenant")
 
@@ -59,7 +59,7 @@ class FairPolicy(FcfsPolicy):
         self._queues: list[FairQueue] = []
 
     def key(self, request: Request) -> float:
-        return super().key(request) - (_EARLY if request.favoured else 0.0)
+        return super().key(request) - (_EARLY if request.boosted else 0.0)
 
     def make_queue(self) -> WaitingQueue:
         step = self._context.config.max_num_batched_tokens

@@ -208,7 +208,7 @@ class FairQueue:
             self._level = max(self._level, least)
         own = self.counter(tenant)
         saved = 0.0
-        if request.favoured:
+        if request.boosted:
             sharing = self._weights.sum_of(self._tenants, self._ahead)
             saved = self._saved / (sharing or self._weights.of(tenant))
         counter = max(own, min(self._level - saved, self._largest))

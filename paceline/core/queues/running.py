@@ -19,7 +19,7 @@ from typing import Final
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.memory.kv_cache import KVCacheManager, blocks_for
 from paceline.core.predict.output_length import WorkEstimator
-from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.queues.waiting import WaitingQueues
 from paceline.core.request import Request, RequestStatus
 from paceline.core.tier import Tier
 
@@ -47,7 +47,7 @@ class RunningList:
         config: SchedulerConfig,
         cache: CacheConfig,
         kv: KVCacheManager,
-        waiting: WaitingRoom,
+        waiting: WaitingQueues,
         work: WorkEstimator,
     ) -> None:
         self._mode, self._cache = config.preemption, cache
@@ -66,7 +66,7 @@ class RunningList:
     def start(self, request: Request) -> None:
         """Add an admitted request, which has its blocks."""
         request.status = RequestStatus.RUNNING
-        request.told = False
+        request.timeline_sent = False
         self.most_tokens[request.tier] += request.max_total_tokens + self._cache.block_size
         insort(self.requests, request, key=place)
 

@@ -14,10 +14,10 @@ from paceline.core.queues.wait_clocks import WaitClocks
 from paceline.core.request import Request
 from paceline.core.tier import Tier
 
-__all__ = ["WaitingRoom"]
+__all__ = ["WaitingQueues"]
 
 
-class WaitingRoom:
+class WaitingQueues:
     """All requests that could be admitted next. Requests that wait for an event are in ``forks``.
 
     Args:
@@ -29,7 +29,7 @@ class WaitingRoom:
         self._queues = tuple(make_queue() for _ in Tier)
         # public, for reading alone
         self.ordinary = self._queues[Tier.ORDINARY]
-        self.relegated = self._queues[Tier.RELEGATED]
+        self.demoted = self._queues[Tier.DEMOTED]
         self._kv = kv
         # members that hold blocks: forks
         self._holders: dict[str, Request] = {}
@@ -40,9 +40,9 @@ class WaitingRoom:
         self.on_change: Callable[[Request, int], None] | None = None
         # prompt tokens by tier that were not in the prefix cache when their request arrived
         self.num_tokens = [0] * len(Tier)
-        # favoured members by tier, and their tokens of the same kind
-        self._num_favoured = [0] * len(Tier)
-        self._favoured_tokens = [0] * len(Tier)
+        # boosted members by tier, and their tokens of the same kind
+        self._num_boosted = [0] * len(Tier)
+        self._boosted_tokens = [0] * len(Tier)
         self._size = 0
 
     def __len__(self) -> int:
@@ -129,9 +129,9 @@ class WaitingRoom:
         tier, tokens = request.tier, more * request.num_new_tokens
         self._size += more
         self.num_tokens[tier] += tokens
-        if request.favoured:
-            self._num_favoured[tier] += more
-            self._favoured_tokens[tier] += tokens
+        if request.boosted:
+            self._num_boosted[tier] += more
+            self._boosted_tokens[tier] += tokens
         if more < 0:
             self._holders.pop(request.request_id, None)
         targets = request.targets
@@ -143,8 +143,8 @@ class WaitingRoom:
     def peek_best_effort(self, *, pressing: bool) -> Request | None:
         """Return the first best-effort request. Those without targets come last; among the others
         order decides, but while deadlines press, requests that have missed theirs come later."""
-        _, promised, relegated, background = self._queues
-        first, second = promised.peek(), relegated.peek()
+        _, deadline_batch, demoted, background = self._queues
+        first, second = deadline_batch.peek(), demoted.peek()
         if first is None or second is None:
             return first or second or background.peek()
         return second if second.order < first.order and not pressing else first
@@ -160,11 +160,11 @@ class WaitingRoom:
     def ahead_of(self, request: Request, tier: Tier) -> tuple[int, int]:
         """Return (requests, new prompt tokens) expected to be served before a newcomer to a tier:
         those of its own tier that the policy's queue puts first, and all of earlier tiers; for a
-        favoured one only favoured ones. Best effort with targets counts as one tier."""
+        boosted one only boosted ones. Best effort with targets counts as one tier."""
         between = Tier.ORDINARY < tier < Tier.BACKGROUND
-        if request.favoured:
+        if request.boosted:
             tiers = Tier.BACKGROUND if between else tier + 1
-            return sum(self._num_favoured[:tiers]), sum(self._favoured_tokens[:tiers])
+            return sum(self._num_boosted[:tiers]), sum(self._boosted_tokens[:tiers])
         before = Tier.BACKGROUND if between else tier
         requests, tokens = sum(map(len, self._queues[:before])), sum(self.num_tokens[:before])
         own = self._queues[tier]
@@ -183,7 +183,7 @@ class WaitingRoom:
         for tier, queue in enumerate(self._queues):
             assert all(request.tier == tier for request in queue)
             assert sum(request.num_new_tokens for request in queue) == self.num_tokens[tier]
-            favoured = [request.num_new_tokens for request in queue if request.favoured]
-            assert len(favoured) == self._num_favoured[tier]
-            assert sum(favoured) == self._favoured_tokens[tier]
+            boosted = [request.num_new_tokens for request in queue if request.boosted]
+            assert len(boosted) == self._num_boosted[tier]
+            assert sum(boosted) == self._boosted_tokens[tier]
             queue.check_integrity()

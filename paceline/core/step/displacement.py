@@ -15,13 +15,13 @@ from paceline.core.request import Request
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
-__all__ = ["make_way"]
+__all__ = ["displace"]
 
 # (waiting, running): whether the second is preempted to admit the first
 Displaces = Callable[[Request, Request], bool]
 
 
-def make_way(state: SchedulerState, head: Request, now: float, displaces: Displaces) -> int:
+def displace(state: SchedulerState, head: Request, now: float, displaces: Displaces) -> int:
     """Preempt the running requests that keep ``head`` out, the first waiting request, if nothing
     but slots and memory is known to keep it out.
 

@@ -24,7 +24,7 @@ from paceline.core.policies import overrides
 from paceline.core.predict.step_time import StepShape
 from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Request
-from paceline.core.step.displacement import make_way
+from paceline.core.step.displacement import displace
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
@@ -63,7 +63,7 @@ class Step:
     reserved: int
     # prompt tokens kept for a running request of a later pass
     kept: int = 0
-    # promised best-effort requests come before those that missed their targets
+    # best effort with deadlines comes before those that missed their targets
     pressing: bool = False
     # a best-effort request to preempt before anything is planned
     evicted: Request | None = None
@@ -202,7 +202,7 @@ class Plain:
         running = state.running.requests
         num_running, tokens = len(running), state.chunk.plain_tokens(running)
         head = state.waiting.ordinary.peek() if self._displaces and not held else None
-        reserved = 0 if head is None else make_way(state, head, now, state.policy.displaces)
+        reserved = 0 if head is None else displace(state, head, now, state.policy.displaces)
         return Step(
             budget=state.valve.cap(tokens, num_running), state=state, now=now,
             chunk_tokens=tokens - num_running, reserved=reserved,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Request, RequestStatus
-from paceline.core.step.admission import Admission
+from paceline.core.step.batch_admission import BatchAdmission
 from paceline.core.step.limits import Pass, Step
 from paceline.core.step.rows import Rows
 from paceline.core.step.state import SchedulerState
@@ -29,7 +29,7 @@ class Planner:
         self._state = state
         self._waiting, self._running = state.waiting, state.running
         self._rows = Rows(state)
-        self._admission = Admission(state, self._rows)
+        self._admission = BatchAdmission(state, self._rows)
 
     def fill(self, step: Step, *, held: bool) -> Reason | None:
         """Plan rows, and return why the head of the queue is held up; None if it is not.
@@ -97,7 +97,7 @@ class Planner:
         num_must_run = len(step.rows) - num_rows
         if held_by is None and len(self._waiting):
             step.budget -= later
-            held_by = self._admission.let_in(step, part.last)
+            held_by = self._admission.admit_waiting(step, part.last)
             step.budget += later
         if held_by is None and preempted:
             held_by = Reason.MEMORY

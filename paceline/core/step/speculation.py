@@ -7,11 +7,11 @@ changes a request's tokens, and a scheduler without ``Speculation`` plans none.
 ::
 
     schedule    rows, admission; then add(step), forces(step); making_seconds is part of the step
-    update      take_in(...), then the tokens are appended
+    update      apply_result(...), then the tokens are appended
 
 Core keeps for it, and passes on unread: ``drafter``, ``prediction_token_ids`` and
-``max_draft_tokens`` of the caller's request, ``Request.guesser``, and ``speculative_config`` of the
-scheduler's settings.
+``max_draft_tokens`` of the caller's request, ``Request.draft_state``, and ``speculative_config`` of
+the scheduler's settings.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Speculation(Protocol):
         """Return ``SchedulerOutput.forces`` for a step with all its rows."""
         ...
 
-    def take_in(
+    def apply_result(
         self, plan: SchedulerOutput, requests: list[Request], result: StepResult, now: float
     ) -> None:
         """Take in a step's result, before its tokens are appended to the ``requests`` of its rows.
@@ -73,7 +73,7 @@ def make_speculation(state: SchedulerState, make: SpeculationMaker | None) -> Sp
         return make(state)
     if (config := state.config.speculative_config) is not None:
         raise ConfigError(
-            f"speculative_config={dict(config)} says how to guess tokens, and the scheduler was "
+            f"speculative_config={dict(config)} says how to draft tokens, and the scheduler was "
             "given no speculation to do so"
         )
     return None

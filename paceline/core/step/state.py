@@ -22,7 +22,7 @@ from paceline.core.predict.step_time import StepTimeModel
 from paceline.core.queues.forks import Forks
 from paceline.core.queues.running import RunningList
 from paceline.core.queues.wait_clocks import REASONS, Reason
-from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.queues.waiting import WaitingQueues
 from paceline.core.request import Request, RequestStatus
 from paceline.core.stats import SchedulerStats
 from paceline.core.step.in_flight import StepsInFlight
@@ -44,7 +44,7 @@ class LastPlan:
     # ``History.forecast``, the seconds that it really took, and whether the request had been
     # demoted, of all that had their first token since forecasts were last made
     first_tokens: list[tuple[Any, float, bool]] = field(default_factory=list)
-    # requests that were demoted since the door last read this
+    # requests that were demoted since ``RequestAdmission`` read this
     demoted: list[Request] = field(default_factory=list)
 
 
@@ -53,7 +53,7 @@ class Totals:
     """Counters from the start on, over all requests."""
 
     num_recomputed_tokens: int = 0
-    num_relegated: int = 0
+    num_demoted: int = 0
     # requests that have had their first tokens, and tokens of their prompts
     num_first_tokens: int = 0
     num_prompt_tokens: int = 0
@@ -67,12 +67,12 @@ class Totals:
     accepted: Counter[str] = field(default_factory=Counter)
     accepted_by_place: Counter[int] = field(default_factory=Counter)
 
-    def note_draft(self, source: str, num_guesses: int, num_right: int) -> None:
-        """Count a row of ``num_guesses`` draft tokens, the first ``num_right`` of them right."""
+    def note_draft(self, source: str, num_tokens: int, num_right: int) -> None:
+        """Count a row of ``num_tokens`` draft tokens, the first ``num_right`` of them right."""
         self.num_drafts += 1
-        self.drafted[source] += num_guesses
+        self.drafted[source] += num_tokens
         self.accepted[source] += num_right
-        for place in range(num_guesses):
+        for place in range(num_tokens):
             self.accepted_by_place[place] += place < num_right
 
 
@@ -97,7 +97,7 @@ class SchedulerState:
         adaptive = config.adaptive_token_budget
         self.chunk = ChunkSize(self.step_time, tokens, adaptive=adaptive, gap=gap)
         self.kv, self.valve = KVCacheManager(cache), PressureValve(config.pressure_threshold)
-        self.waiting = WaitingRoom(policy.make_queue, self.kv)
+        self.waiting = WaitingQueues(policy.make_queue, self.kv)
         self.forks = Forks()
         self.running = RunningList(config, cache, self.kv, self.waiting, self.work)
         self.steps, self.last = StepsInFlight(self.step_time, config.plan_lead_s), LastPlan(tokens)
@@ -125,7 +125,7 @@ def take_stats(state: SchedulerState) -> SchedulerStats:
         drafted=tuple(totals.drafted.items()), accepted=tuple(totals.accepted.items()),
         accepted_by_place=tuple((str(i), n) for i, n in totals.accepted_by_place.items()),
         prefix_cache_queries=kv.num_queried_tokens, prefix_cache_hits=kv.num_hit_tokens,
-        num_recomputed_tokens=totals.num_recomputed_tokens, num_relegated=totals.num_relegated,
+        num_recomputed_tokens=totals.num_recomputed_tokens, num_demoted=totals.num_demoted,
         num_swapped_out_blocks=host.num_swapped_out, num_swapped_in_blocks=host.num_swapped_in,
         num_discarded_tokens=totals.num_discarded_tokens, refused=tuple(totals.refused.items()),
         waited=tuple(zip(REASONS, waiting.clocks.reading(), strict=True)),
@@ -163,7 +163,7 @@ def check_integrity(state: SchedulerState, live: Mapping[str, Request]) -> None:
         flying = state.steps.num_rows(request)
         assert 0 <= request.num_pending_tokens <= flying, "a pending token of no step"
         assert request.num_tokens + request.num_pending_tokens <= request.max_total_tokens
-        assert not request.num_draft_tokens or flying, "guesses of no step"
+        assert not request.num_draft_tokens or flying, "draft tokens of no step"
     for fork in forks:
         assert fork.asked.fork_of in live, "a fork waits for no request"
     state.running.check_integrity()

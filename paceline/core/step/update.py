@@ -46,7 +46,7 @@ class Updates:
         # most policies do not count tokens served
         self._counts = overrides(state.policy, "served", "sampled")
 
-    def take_in(
+    def apply_result(
         self,
         plan: SchedulerOutput,
         requests: list[Request],
@@ -76,7 +76,7 @@ class Updates:
                 len(token_ids) == 1
                 and total < request.max_total_tokens
                 and token_ids[0] not in request.stop_ids
-                and request.told
+                and request.timeline_sent
                 and not failed
             ):
                 # the short way for nearly all rows; the code below would do the same
@@ -138,7 +138,7 @@ class Updates:
         """Yield the update of a request with these new tokens, if it is to be sent."""
         if tell_all or request.finish_reason is not None:
             yield update_of(request, token_ids, logprobs)
-        request.told = True
+        request.timeline_sent = True
 
 
 def update_of(
@@ -146,7 +146,7 @@ def update_of(
 ) -> RequestUpdate:
     """Return the update of a request with these new tokens, with its timeline if this is the last
     update or the caller was not sent the timeline since it changed."""
-    tells = request.finish_reason is not None or not request.told
+    tells = request.finish_reason is not None or not request.timeline_sent
     # tokens after the one that ended the request are dropped
     kept = None if logprobs is None else logprobs[: len(token_ids)]
     news = (

@@ -238,12 +238,12 @@ class Matcher:
             return bytes(bits)
         return mask
 
-    def look_ahead(self, guesses: Sequence[int]) -> list[bytes]:
+    def look_ahead(self, drafts: Sequence[int]) -> list[bytes]:
         masks = [self.allowed()]
-        if guesses:
+        if drafts:
             # an error cannot be rolled back, so a copy looks ahead
             ahead = Matcher(self._matcher.deep_copy(), self._ends, self._vocab_size)
-            for token_id in guesses:
+            for token_id in drafts:
                 if not ahead.takes(token_id):
                     break
                 try:

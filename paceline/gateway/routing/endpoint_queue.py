@@ -15,7 +15,7 @@ from typing import Final
 
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput, StepResult
-from paceline.core.pacing.door import Expired
+from paceline.core.pacing.request_admission import Expired
 from paceline.core.request import Request, RequestSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.scheduler import Scheduler

@@ -216,8 +216,8 @@ def test_a_fork_that_comes_when_its_window_has_moved_on_starts_by_itself() -> No
     assert starts[0] == 17 and right(each, "d", prompt(18), 60)
 
 
-def test_guesses_are_covered() -> None:
-    """Wrong guesses are computed again, in a window that has not moved on."""
+def test_drafts_are_covered() -> None:
+    """Wrong drafts are computed again, in a window that has not moved on."""
     config = {"method": "auto", "num_speculative_tokens": 5, "model": "another"}
     each = driver(window=3, block_size=1, speculative_config=config, draft_wrong=(1,))
     ask(each, "a", prompt(30), 90)

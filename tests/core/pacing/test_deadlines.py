@@ -16,7 +16,7 @@ from tests.core.machine import Machine, seconds
 from tests.driving import Driver, ask, make_request
 
 
-def relegated(machine: Driver, request_id: str) -> bool:
+def demoted(machine: Driver, request_id: str) -> bool:
     timeline = machine.finished[request_id].timeline
     assert timeline is not None
     return timeline.relegated
@@ -25,12 +25,12 @@ def relegated(machine: Driver, request_id: str) -> bool:
 def test_bands() -> None:
     machine = Machine()
     batch, chat = machine.batch("batch", 80, 9.0), machine.late("chat", 600)
-    assert (batch.tier, chat.tier) == (Tier.PROMISED, Tier.ORDINARY)
+    assert (batch.tier, chat.tier) == (Tier.DEADLINE_BATCH, Tier.ORDINARY)
     assert make_request("night", 8, slo=Slo(best_effort=True)).tier is Tier.BACKGROUND
     machine.add(batch, chat, make_request("other", 8, slo=Slo(ttft=9.0)))
     machine.step()
-    assert chat.tier is Tier.RELEGATED
-    assert batch.tier is Tier.PROMISED
+    assert chat.tier is Tier.DEMOTED
+    assert batch.tier is Tier.DEADLINE_BATCH
 
 
 @pytest.mark.parametrize(("deadline", "first"), [(80.0, "late"), (8.0, "batch")])
@@ -103,7 +103,7 @@ def test_when_not_all_can_be_done_in_time_the_fewest_are_late() -> None:
     ends = machine.until_done()
     assert len(ends) == 24, "left out is not lost"
     in_time = {name for name, end in ends.items() if end <= 5.0}
-    left_out = {name for name in ends if relegated(machine, name)}
+    left_out = {name for name in ends if demoted(machine, name)}
     assert left_out == {name for name in ends if name not in in_time and int(name[1:]) % 2}
     # in order, the large ones first, it would be eight
     assert len(in_time) >= 15
@@ -126,13 +126,13 @@ def test_many_hopeless_are_left_out_a_few_at_a_time() -> None:
     machine.add(make_request("chat", 4, 100, arrival=machine.now))
     machine.step()
     machine.add(*(machine.batch(f"b{i}", 600, 0.2) for i in range(100)))
-    relegated_by = []
+    demoted_by = []
     for _ in range(20):
         machine.step()
-        relegated_by.append(machine.scheduler.stats().num_relegated)
-    at_once = [after - before for before, after in pairwise([0, *relegated_by])]
+        demoted_by.append(machine.scheduler.stats().num_demoted)
+    at_once = [after - before for before, after in pairwise([0, *demoted_by])]
     assert max(at_once) == 32, "or the step of whoever runs would wait for it"
-    assert relegated_by[-1] == 100
+    assert demoted_by[-1] == 100
     first = at_once.index(32)
     assert sum(at_once[first : first + 7]) == 100, "the rest does not wait for long"
     machine.until_done()
@@ -149,7 +149,7 @@ def test_tenants_that_are_kept_apart_are_not_left_out_for_one_another() -> None:
             ask(flood, tenant="heavy")
             machine.add(flood)
         ends = machine.until_done()
-        return {name for name in ends if relegated(machine, name)}
+        return {name for name in ends if demoted(machine, name)}
 
     assert "one" in missed("deadline"), "it is the largest"
     assert "one" not in missed("fair")
@@ -212,8 +212,8 @@ def beside_others(until: float, deadline: float, num: int) -> tuple[int, int, in
         step()
     names = [f"b{i}" for i in range(num)]
     in_time = sum(ends[name] <= due for name in names)
-    left_out = sum(relegated(machine, name) for name in names)
-    return in_time, left_out, machine.scheduler.stats().num_relegated
+    left_out = sum(demoted(machine, name) for name in names)
+    return in_time, left_out, machine.scheduler.stats().num_demoted
 
 
 def test_what_others_take_is_not_counted_on() -> None:

@@ -26,7 +26,7 @@ def machine_that_knows_it(**config: object) -> Machine:
     return machine
 
 
-def relegated(machine: Machine, request_id: str) -> bool:
+def demoted(machine: Machine, request_id: str) -> bool:
     timeline = machine.finished[request_id].timeline
     assert timeline is not None
     return timeline.relegated
@@ -41,9 +41,9 @@ def test_a_prompt_that_is_cached_is_not_late(policy: str) -> None:
     start = machine.now
     machine.until_done()
     for request in requests:
-        assert not relegated(machine, request.request_id)
+        assert not demoted(machine, request.request_id)
         assert machine.finished[request.request_id].num_cached_tokens == 1996
-    assert relegated(machine, "unknown"), "its prompt takes four times as long as it has"
+    assert demoted(machine, "unknown"), "its prompt takes four times as long as it has"
     assert machine.now - start >= 2.0
 
 
@@ -55,7 +55,7 @@ def test_the_same_for_best_effort_with_a_deadline() -> None:
     )
     machine.add(cached)
     machine.until_done()
-    assert not relegated(machine, "cached")
+    assert not demoted(machine, "cached")
 
 
 def test_what_was_cached_on_arrival_and_is_no_more_is_late() -> None:
@@ -68,10 +68,10 @@ def test_what_was_cached_on_arrival_and_is_no_more_is_late() -> None:
     other = make_request("other", range(9000, 9010), 2, arrival=machine.now, slo=Slo(ttft=60.0))
     machine.add(other)
     machine.until_done()
-    assert relegated(machine, "again")
+    assert demoted(machine, "again")
 
 
-def test_the_door_predicts_what_is_left_to_compute() -> None:
+def test_what_is_left_to_compute_is_predicted_on_arrival() -> None:
     machine = machine_that_knows_it()
     cached = make_request("cached", PROMPT, 2, arrival=machine.now)
     machine.add(cached)
@@ -133,7 +133,7 @@ def test_one_that_runs_and_is_late_by_now_makes_way_as_well(enabled: bool, on_ti
         machine.step()
     assert (machine.now <= due) is on_time
     machine.until_done()
-    assert relegated(machine, "late") is enabled
+    assert demoted(machine, "late") is enabled
 
 
 def beside_batch_work(**config: object) -> tuple[Machine, Request]:
@@ -264,11 +264,11 @@ def test_a_queue_of_late_ones_is_sorted_out_in_steps_that_take_others_in(
     machine.now += 5.0
     fine = make_request("fine", 8, 2, arrival=machine.now, slo=Slo(ttft=5.0))
     machine.add(fine)
-    numbers = [machine.scheduler.stats().num_relegated]
+    numbers = [machine.scheduler.stats().num_demoted]
     for _ in range(30):
         machine.plan()
         assert machine._flying, "nobody got the step"
-        numbers.append(machine.scheduler.stats().num_relegated)
+        numbers.append(machine.scheduler.stats().num_demoted)
         machine.settle()
         machine.now += 0.05
     found = [after - before for before, after in pairwise(numbers)]
@@ -295,4 +295,4 @@ def test_who_comes_when_is_asked_only_if_somebody_could_be_late(
     machine.add(*(make_request(f"r{i}", 600, 2, slo=Slo(ttft=ttft)) for i in range(6)))
     machine.until_done()
     assert bool(asked) == looks
-    assert any(relegated(machine, f"r{i}") for i in range(6)) == looks
+    assert any(demoted(machine, f"r{i}") for i in range(6)) == looks

@@ -22,7 +22,7 @@ from tests.driving import Driver, make_request
 NEWCOMER = make_request("new", 100)
 # its prompt: one step of 10 ms + 100 tokens at 0.1 ms
 OWN = 0.02
-KIND = ForecastKind(Tier.ORDINARY, 0, favoured=False, late=False)
+KIND = ForecastKind(Tier.ORDINARY, 0, boosted=False, late=False)
 
 
 def state_with(
@@ -139,7 +139,7 @@ def test_those_that_are_likely_to_come_and_go_first_count() -> None:
     for second in range(1, 11):
         request = make_request(f"r{second}", 100, arrival=float(second))
         request.key = second / 60.0
-        forecast.came(request)
+        forecast.on_arrival(request)
     longer = forecast.predict(low)
     assert longer is not None and longer > 2.0 * alone
     assert forecast.predict(high) == pytest.approx(alone, rel=1e-6), "none goes before it"
@@ -149,7 +149,7 @@ def test_no_forecast_is_longer_than_a_target_may_be() -> None:
     """As that of a request whose priority lets all others pass would be."""
     forecast = forecast_of(state_with(places=0, policy="priority", outputs=500))
     for second in range(1, 11):
-        forecast.came(newcomer(second / 20.0))
+        forecast.on_arrival(newcomer(second / 20.0))
     last = newcomer(1.0, priority=2**63 - 1)
     assert forecast.predict(last) == MAX_SECONDS
     assert forecast.note(last, math.inf) == last.history.predicted_ttft == MAX_SECONDS
@@ -191,7 +191,7 @@ def test_the_pace_of_a_queue_is_what_came_by_what_was_foreseen() -> None:
         for number in range(200):
             state.totals.num_first_tokens += 1
             assert forecast.predict(newcomer(number * seconds)) is not None
-            forecast.came(newcomer(number * seconds))
+            forecast.on_arrival(newcomer(number * seconds))
         assert forecast._pace == pytest.approx(1.0 + 0.86 * (seconds / 3.75 - 1.0), rel=0.02)
         # it came first, so none of those goes before it
         after = forecast.predict(newcomer(0.0))
@@ -208,7 +208,7 @@ def test_time_in_which_places_are_free_says_nothing_of_the_pace() -> None:
         state.last.version += 1
         state.totals.num_first_tokens += 1
         assert forecast.predict(newcomer(100.0 * number)) is not None
-        forecast.came(newcomer(100.0 * number))
+        forecast.on_arrival(newcomer(100.0 * number))
     assert forecast._pace == 1.0
 
 
@@ -218,9 +218,9 @@ def test_a_pause_makes_a_queue_no_slower_than_that() -> None:
     for number in range(20):
         state.totals.num_first_tokens += 1
         assert forecast.predict(newcomer(3.75 * number)) is not None
-        forecast.came(newcomer(3.75 * number))
+        forecast.on_arrival(newcomer(3.75 * number))
     assert forecast.predict(newcomer(1e6)) is not None
-    forecast.came(newcomer(1e6))
+    forecast.on_arrival(newcomer(1e6))
     assert forecast._pace == 8.0
 
 
@@ -235,7 +235,7 @@ def test_those_that_go_first_make_prompts_be_computed_again() -> None:
         for number in range(30):
             state.totals.num_recomputed_tokens += again
             assert forecast.predict(newcomer(7.5 * number)) is not None
-            forecast.came(newcomer(7.5 * number))
+            forecast.on_arrival(newcomer(7.5 * number))
         assert forecast._again == again
         said.append(forecast.predict(newcomer(7.5 * 30, priority=1)))
     before, after = said
@@ -260,7 +260,7 @@ def test_where_nobody_displaces_nothing_is_measured() -> None:
     for number in range(50):
         state.totals.num_recomputed_tokens += 100
         assert forecast.predict(newcomer(10.0 * number)) is not None
-        forecast.came(newcomer(10.0 * number))
+        forecast.on_arrival(newcomer(10.0 * number))
     assert (forecast._pace, forecast._again) == (1.0, 0.0)
 
 
@@ -272,7 +272,7 @@ def test_where_tenants_are_kept_apart_keys_do_not_tell_who_overtakes() -> None:
         alone = forecast.predict(low)
         assert alone is not None
         for second in range(1, 11):
-            forecast.came(make_request(f"r{second}", 100, arrival=float(second)))
+            forecast.on_arrival(make_request(f"r{second}", 100, arrival=float(second)))
         longer = forecast.predict(low)
         assert longer is not None and (longer > 1.5 * alone) is overtaken
 
@@ -280,10 +280,10 @@ def test_where_tenants_are_kept_apart_keys_do_not_tell_who_overtakes() -> None:
 def test_those_of_long_ago_do_not_tell_who_comes() -> None:
     forecast = forecast_of(state_with(places=0, policy="deadline", outputs=500))
     for second in range(1, 11):
-        forecast.came(make_request(f"r{second}", 100, arrival=float(second)))
+        forecast.on_arrival(make_request(f"r{second}", 100, arrival=float(second)))
     late = make_request("late", 100, arrival=200.0)
     late.key = 210.0
-    forecast.came(late)
+    forecast.on_arrival(late)
     longer = forecast.predict(late)
     assert longer is not None and longer == forecast.predict(make_request("again", 100))
 
@@ -305,7 +305,7 @@ def test_what_is_kept_of_arrivals_is_what_is_said_of_them(seed: int) -> None:
         request.tier = draw.choice(tuple(Tier))
         request.key = draw.choice((0.0, 0.0, 1.0, -1.0)) + draw.choice((0.0, now / 60.0))
         grows = state.policy.key_per_second
-        forecast.came(request)
+        forecast.on_arrival(request)
         came.append((now, request.tier, request.key - grows * now, request.num_new_tokens))
         recent = [each for each in came[-256:] if each[0] >= now - 60.0]
         most, fewest = max(most, len(recent)), min(fewest, len(recent) - len(came[-256:]))
@@ -336,7 +336,7 @@ def test_refused_requests_do_not_come() -> None:
     driver.add(make_request("b", 4, 40))
     with pytest.raises(QueueFullError):
         driver.add(make_request("c", 4, 40))
-    assert len(driver.scheduler._door.forecast._arrivals) == 2
+    assert len(driver.scheduler._admission.forecast._arrivals) == 2
 
 
 def test_what_is_off_by_much_in_a_short_time_counts_little() -> None:
@@ -375,27 +375,27 @@ def test_a_newcomer_waits_for_the_rest_of_the_step_under_way() -> None:
     )
 
 
-def test_a_favoured_request_is_computed_whole_before_what_others_lack() -> None:
+def test_a_boosted_request_is_computed_whole_before_what_others_lack() -> None:
     """4,000 tokens of others are lacking, 100 in a step, and a place is free at once."""
     state = state_with(ahead=4000)
-    other, favoured = make_request("other", 400), make_request("favoured", 400)
-    favoured.favoured = True
+    other, boosted = make_request("other", 400), make_request("boosted", 400)
+    boosted.boosted = True
     forecast = forecast_of(state)
-    longer, shorter = forecast.predict(other), forecast.predict(favoured)
+    longer, shorter = forecast.predict(other), forecast.predict(boosted)
     assert longer is not None and shorter is not None
     # one step of 10 ms + 400 tokens at 0.1 ms
     assert 0.045 < shorter < 0.055 and longer > 0.8
     # until a place comes free, steps compute what others lack
     state = state_with(places=0, ahead=4000)
-    until = forecast_of(state).predict(favoured)
+    until = forecast_of(state).predict(boosted)
     assert until is not None and 0.88 < until - shorter < 0.92
 
 
-def test_a_favoured_prompt_that_no_step_has_room_for_takes_several() -> None:
+def test_a_boosted_prompt_that_no_step_has_room_for_takes_several() -> None:
     state = state_with()
     most = state.config.max_num_batched_tokens
     short, long = make_request("short", most), make_request("long", 3 * most)
-    short.favoured = long.favoured = True
+    short.boosted = long.boosted = True
     forecast = forecast_of(state)
     one, three = forecast.predict(short), forecast.predict(long)
     # steps of 10 ms and 0.1 ms a token
@@ -403,20 +403,20 @@ def test_a_favoured_prompt_that_no_step_has_room_for_takes_several() -> None:
     assert three - one > 2 * (0.010 + 1e-4 * most) - 0.002
 
 
-def test_what_becomes_of_favoured_requests_says_nothing_of_the_others() -> None:
+def test_what_becomes_of_boosted_requests_says_nothing_of_the_others() -> None:
     forecast = forecast_of(state_with())
-    other, favoured = make_request("other", 100), make_request("favoured", 100)
-    favoured.favoured = True
+    other, boosted = make_request("other", 100), make_request("boosted", 100)
+    boosted.boosted = True
     # until one has had its first token, they are as others are
     assert forecast.note(other, math.inf) is not None and other.history.forecast is not None
     forecast._learn(other.history.forecast, 1.0)
-    said, kind = forecast.note(favoured, math.inf), favoured.history.forecast
+    said, kind = forecast.note(boosted, math.inf), boosted.history.forecast
     assert said is not None and kind is not None and said > 1.01 * kind.seconds
     forecast._learn(kind, kind.seconds)
-    before = forecast.predict(favoured)
+    before = forecast.predict(boosted)
     for _ in range(50):
         assert forecast.note(other, math.inf) is not None and other.history.forecast is not None
         forecast._learn(other.history.forecast, 1.0)
     after = forecast.predict(other)
-    assert before is not None and forecast.predict(favoured) == before
+    assert before is not None and forecast.predict(boosted) == before
     assert after is not None and after > 5.0 * before

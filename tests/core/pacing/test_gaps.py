@@ -83,6 +83,6 @@ def test_other_policies_have_no_bound_of_their_own() -> None:
 
 def test_a_gap_counts_as_missed() -> None:
     slo = Slo(itl=0.1, tpot=1.0)
-    assert slo.aims
+    assert slo.has_targets
     assert slo.violations(0.0, 1.0, 2.0, 11, longest_gap=0.2) == ("itl",)
     assert slo.violations(0.0, 1.0, 2.0, 11, longest_gap=0.1) == ()

@@ -182,7 +182,7 @@ def test_no_tier_waits_for_ever_behind_another(tenants: int) -> None:
     number, added = 0, False
     while night.request_id not in machine.finished and machine.now < 120.0:
         state = machine.scheduler.state
-        while len(state.waiting.ordinary) < 3 or state.waiting.num_tokens[Tier.PROMISED] < 20:
+        while len(state.waiting.ordinary) < 3 or state.waiting.num_tokens[Tier.DEADLINE_BATCH] < 20:
             number += 1
             name, tenant = f"r{number}", f"t{number % tenants}"
             promised = Slo(slo_class="b", best_effort=True, deadline=1000.0)

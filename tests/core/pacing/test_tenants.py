@@ -25,46 +25,46 @@ def test_light_is_at_most_half_an_equal_share() -> None:
     shares = TenantShares(TenantWeights({}))
     assert not shares.is_light("a"), "nobody else is there"
     for _ in range(7):
-        shares.came("b")
+        shares.on_arrival("b")
     # with one more each, 8 requests of two tenants: an equal share is 4, half of it 2
     assert shares.is_light("a")
-    shares.came("a")
-    shares.came("b")
+    shares.on_arrival("a")
+    shares.on_arrival("b")
     assert shares.is_light("a")
-    shares.came("a")
+    shares.on_arrival("a")
     assert not shares.is_light("a")
     assert not shares.is_light("b")
     for _ in range(8):
-        shares.went("b")
+        shares.on_finish("b")
     assert not shares.is_light("a"), "nobody else is there any more"
 
 
 def test_light_is_at_most_half_the_share_that_weights_give() -> None:
     shares = TenantShares(TenantWeights({"a": 3.0}))
     for _ in range(7):
-        shares.came("b")
+        shares.on_arrival("b")
     # with one more, 8 requests: a's share is 6, half of it 3
     for _ in range(4):
         assert shares.is_light("a")
-        shares.came("a")
+        shares.on_arrival("a")
     # of 12 it is 9, half of it 4.5, and this would be the fifth
     assert not shares.is_light("a")
     for _ in range(6):
-        shares.went("b")
+        shares.on_finish("b")
     assert not shares.is_light("b"), "two of six are more than half of a quarter"
 
 
 def test_several_tenants_lately() -> None:
     shares = TenantShares(TenantWeights({}))
-    shares.came("a")
+    shares.on_arrival("a")
     assert not shares.are_several
-    shares.came("b")
-    shares.went("b")
+    shares.on_arrival("b")
+    shares.on_finish("b")
     assert shares.are_several, "it was there lately"
     assert shares.has_others("a") and shares.has_others("b") and shares.has_others("c")
     for _ in range(300):
-        shares.came("a")
-        shares.went("a")
+        shares.on_arrival("a")
+        shares.on_finish("a")
     assert not shares.are_several, "it has not come for long"
     assert not shares.has_others("a")
     assert shares.has_others("b")
@@ -88,12 +88,12 @@ def test_triage_goes_through_as_many_rows_as_there_are_tenants_to_tell_apart(
 
 def test_somebody_whose_requests_last_long_is_still_there() -> None:
     shares = TenantShares(TenantWeights({}))
-    shares.came("b")
+    shares.on_arrival("b")
     for _ in range(300):
-        shares.came("a")
-        shares.went("a")
+        shares.on_arrival("a")
+        shares.on_finish("a")
     assert shares.has_others("a")
-    shares.went("b")
+    shares.on_finish("b")
     assert not shares.has_others("a")
 
 
@@ -160,7 +160,7 @@ def test_nobody_makes_way_for_a_light_tenants_request_that_memory_keeps_out(
     assert rows(driver) == {"heavy0": 64}
     driver.add(make_request("light", 80, 120, arrival=driver.now, tenant="light"))
     light = driver.scheduler._requests["light"]
-    assert light.favoured and driver.scheduler._waiting.ordinary.peek() is light
+    assert light.boosted and driver.scheduler._waiting.ordinary.peek() is light
     assert driver.scheduler.kv.shortfall(light, beside_others=True) == 0, "free for now"
     outlooks = []
 
@@ -187,7 +187,7 @@ def test_what_is_cached_of_a_light_tenants_prompt_is_not_kept_free_for_it() -> N
     driver.step()
     assert rows(driver) == {"heavy0": 80}
     driver.add(make_request("light", prompt, 2, arrival=driver.now, tenant="light"))
-    assert driver.scheduler._requests["light"].favoured
+    assert driver.scheduler._requests["light"].boosted
     driver.step()
     # 60 of its 61 tokens are cached: 79 are left, not 19
     assert rows(driver) == {"heavy0": 79, "light": 1}
@@ -245,7 +245,7 @@ def p99(policy: str, heavy: float, seed: int = 5) -> tuple[float, float]:
 @pytest.mark.parametrize(
     "seed", [5, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (6, 7))]
 )
-def test_a_flood_neither_delays_nor_relegates_a_light_tenant(heavy: float, seed: int) -> None:
+def test_a_flood_neither_delays_nor_demotes_a_light_tenant(heavy: float, seed: int) -> None:
     alone, _ = p99("fair", 0.0, seed)
     beside, on_time = p99("fair", heavy, seed)
     assert beside <= 1.5 * alone

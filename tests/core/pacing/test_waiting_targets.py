@@ -39,7 +39,7 @@ def test_first_tokens_that_are_due_are_known_by_group_and_by_time() -> None:
     targets.check_integrity()
 
 
-def test_promises_are_known_by_their_deadlines() -> None:
+def test_deadline_batches_are_known_by_their_deadlines() -> None:
     requests = [
         numbered(f"r{i}", i, 4, slo=Slo(best_effort=True, deadline=deadline), arrival=1.0)
         for i, deadline in enumerate((30.0, 10.0, 20.0))
@@ -48,13 +48,13 @@ def test_promises_are_known_by_their_deadlines() -> None:
     room, targets = state.waiting, WaitingTargets(state)
     for request in requests:
         room.push(request)
-    assert [(due, request.request_id) for due, _, request in targets.promised] == [
+    assert [(due, request.request_id) for due, _, request in targets.deadline_batch] == [
         (11.0, "r1"),
         (21.0, "r2"),
         (31.0, "r0"),
     ]
     room.move(requests[1], lambda request: request.move(Move.DEMOTE))
-    assert [request.request_id for _, _, request in targets.promised] == ["r2", "r0"]
+    assert [request.request_id for _, _, request in targets.deadline_batch] == ["r2", "r0"]
     targets.check_integrity()
 
 

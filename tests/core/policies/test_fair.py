@@ -378,7 +378,7 @@ def test_who_has_many_waiting_does_not_wait_for_all_who_ask_once(num_tokens: int
     fill()
     machine.step()
     fill()
-    assert any(r.favoured for r in machine.scheduler._waiting if r.asked.tenant != "own")
+    assert any(r.boosted for r in machine.scheduler._waiting if r.asked.tenant != "own")
     before = 0
     for name in own[:10]:
         while name not in machine.finished:

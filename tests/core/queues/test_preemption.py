@@ -13,7 +13,7 @@ from paceline.core.predict.output_length import LengthHistory, WorkEstimator
 from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.queues.request_queue import RequestQueue
 from paceline.core.queues.running import RunningList
-from paceline.core.queues.waiting import WaitingRoom
+from paceline.core.queues.waiting import WaitingQueues
 from paceline.core.request import Request
 from paceline.core.slo import Slo
 from tests.driving import Driver, make_request
@@ -121,7 +121,7 @@ def chooser(*, seconds_per_token: float, swap_block_seconds: float) -> RunningLi
         shape = StepShape().plus(0, 8 + index)
         step_time.observe(shape, seconds_per_token * shape.wide_tokens)
     kv = KVCacheManager(cache)
-    waiting = WaitingRoom(RequestQueue, kv)
+    waiting = WaitingQueues(RequestQueue, kv)
     work = WorkEstimator(step_time, LengthHistory())
     return RunningList(SchedulerConfig(), cache, kv, waiting, work)
 

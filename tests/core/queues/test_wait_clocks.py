@@ -118,7 +118,7 @@ def test_the_story_so_far_is_told_whenever_it_may_have_changed(depth: int) -> No
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_who_is_relegated_while_it_streams_is_told_with_the_next_token(depth: int) -> None:
+def test_who_is_demoted_while_it_streams_is_told_with_the_next_token(depth: int) -> None:
     machine = Machine(depth=depth)
     slo = Slo(slo_class="batch", best_effort=True, deadline=5.0)
     machine.add(request := make_request("batch", 20, 40, arrival=machine.now, slo=slo))

@@ -11,7 +11,7 @@ import pytest
 from paceline.core.pacing import paced
 from paceline.core.request import Request, RequestStatus
 from paceline.core.slo import Slo
-from paceline.core.step.displacement import Displaces, make_way
+from paceline.core.step.displacement import Displaces, displace
 from paceline.core.step.state import SchedulerState
 from tests.driving import Driver, make_request
 
@@ -112,13 +112,13 @@ class Displacements(Driver):
 
         def watching(state: SchedulerState, head: Request, now: float, displaces: Displaces) -> int:
             before = list(self.scheduler._running.requests)
-            lacking = make_way(state, head, now, displaces)
+            lacking = displace(state, head, now, displaces)
             if lacking:
                 gone = [r for r in before if r.status is RequestStatus.WAITING]
                 self.pairs.update((head, loser) for loser in gone)
             return lacking
 
-        patch.setattr(paced, "make_way", watching)
+        patch.setattr(paced, "displace", watching)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -10,7 +10,7 @@ import pytest
 from paceline.core.outputs import DRAFT_MODEL, Draft, SchedulerOutput, StepResult
 from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.step.in_flight import StepsInFlight
-from paceline.speculation.guess import NGRAM, UNMADE
+from paceline.speculation.draft_tokens import NGRAM, UNMADE
 from tests.driving import make_request
 
 SHAPE = StepShape(8, 32.0, 2, 10)
@@ -99,12 +99,12 @@ def test_a_step_teaches_what_ran_of_it() -> None:
     drafts = (Draft(0, (UNMADE,) * 4, DRAFT_MODEL), Draft(1, (7, 8), NGRAM))
     result = StepResult(1, (), made=((0, (5,)),), elapsed=0.1)
     steps.pop(replace(plan(1), drafts=drafts), result, 1.0)
-    # of four guesses the draft model made one
+    # of four drafts the draft model made one
     assert shapes == [StepShape(0, 0.0, 2 + 1 + 2, 10)]
     assert steps.num_decode_tokens == 5
 
 
-def test_making_guesses_is_part_of_a_step() -> None:
+def test_making_drafts_is_part_of_a_step() -> None:
     steps = StepsInFlight(trained(), 0.0)
     steps.push(1, [], SHAPE, 0.0, 0.5, None, 0.2)
     steps.pop(plan(1), StepResult(1, (), elapsed=0.02, drafting=0.3), 1.0)

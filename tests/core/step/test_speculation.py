@@ -1,4 +1,4 @@
-"""The seam to what guesses: when the scheduler asks it, with a ``Speculation`` that notes it."""
+"""The seam to what drafts: when the scheduler asks it, with a ``Speculation`` that notes it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CACHE = CacheConfig(block_size=4, num_blocks=64)
 
 
 class Noting:
-    """Guesses nothing."""
+    """Drafts nothing."""
 
     def __init__(self, *, begins: bool = False) -> None:
         self.awaits_tokens = False
@@ -44,7 +44,7 @@ class Noting:
         self.calls.append("forces")
         return ()
 
-    def take_in(
+    def apply_result(
         self, plan: SchedulerOutput, requests: list[Request], result: StepResult, now: float
     ) -> None:
         self.calls.append(f"take in {plan.step_id} of {requests[0].num_output_tokens} tokens")
@@ -55,7 +55,7 @@ def step(scheduler: Scheduler, backend: NullBackend) -> None:
     scheduler.update(plan, backend.execute(plan).result(), 0.0)
 
 
-def test_nothing_but_begins_is_called_until_a_request_brings_something_to_guess_from() -> None:
+def test_nothing_but_begins_is_called_until_a_request_brings_something_to_draft_from() -> None:
     noting, backend = Noting(), NullBackend(vocab_size=97, num_blocks=64, block_size=4)
     scheduler = Scheduler(SchedulerConfig(), CACHE, speculation=noting)
     scheduler.add_request(make_request("plain", [1, 2, 3], 9))
@@ -84,11 +84,11 @@ def test_it_may_begin_with_the_scheduler() -> None:
     ]  # fmt: skip
 
 
-def test_a_scheduler_that_is_given_none_serves_and_refuses_to_be_told_how_to_guess() -> None:
+def test_a_scheduler_that_is_given_none_serves_and_refuses_to_be_told_how_to_draft() -> None:
     backend = NullBackend(vocab_size=97, num_blocks=64, block_size=4)
     scheduler = Scheduler(SchedulerConfig(), CACHE)
     scheduler.add_request(ask(make_request("told", [4, 5], 9), prediction_token_ids=(7, 8)))
     step(scheduler, backend)
     assert not scheduler.awaits_tokens and not scheduler.schedule(0.0).drafts
-    with pytest.raises(ConfigError, match=r"\{'method': 'off'\} says how to guess"):
+    with pytest.raises(ConfigError, match=r"\{'method': 'off'\} says how to draft"):
         Scheduler(SchedulerConfig(speculative_config={"method": "off"}), CACHE)

@@ -53,7 +53,7 @@ class Taking:
             request.num_pending_tokens += samples
         plan = SchedulerOutput(1, rows, (), (), (), num_tokens=len(rows))
         tokens = tuple(map(tuple, sampled))
-        return self.updates.take_in(
+        return self.updates.apply_result(
             plan,
             list(self.requests),
             StepResult(1, tokens, errors=errors, **result),
@@ -99,7 +99,7 @@ def test_the_short_way_of_a_token_is_the_long_way() -> None:
 def test_a_chunk_that_samples_nothing_says_nothing() -> None:
     taking = Taking(parts(), numbered("a", 0, 50))
     assert taking.take((), samples=False) == ()
-    assert taking.requests[0].num_tokens == 50 and not taking.requests[0].told
+    assert taking.requests[0].num_tokens == 50 and not taking.requests[0].timeline_sent
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_policy_that_counts_is_given_every_token_once() -> None:
 def test_an_update_by_itself_tells_the_story_at_the_end_or_where_it_is_not_told() -> None:
     request = numbered("a", 0, 5)
     assert update_of(request, (1,), None).timeline is not None
-    request.told = True
+    request.timeline_sent = True
     assert update_of(request, (1,), None).timeline is None
     request.finish_reason = FinishReason.ABORT
     told = update_of(request, (), None, "gone")

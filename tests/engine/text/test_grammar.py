@@ -62,7 +62,7 @@ def test_every_end_of_output_will_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("guesses", "masks"),
+    ("drafts", "masks"),
     [
         (b"", [b"bc"]),
         (b"bcd", [b"bc", b"c", b"d", b"x"]),
@@ -74,12 +74,12 @@ def test_every_end_of_output_will_do() -> None:
     ],
 )
 def test_looking_ahead_leaves_the_matcher_where_it_is(
-    compiler: GrammarCompiler, guesses: bytes | list[int], masks: list[bytes]
+    compiler: GrammarCompiler, drafts: bytes | list[int], masks: list[bytes]
 ) -> None:
     matcher = compiler.matcher(Grammar("regex", "ab?cdx"))
     matcher.consume(b"a")
     for _ in range(2):
-        assert [allowed(mask) for mask in matcher.look_ahead(guesses)] == [set(m) for m in masks]
+        assert [allowed(mask) for mask in matcher.look_ahead(drafts)] == [set(m) for m in masks]
     matcher.consume(b"cdx")
     assert allowed(matcher.allowed()) == {END}
 
@@ -110,7 +110,7 @@ def test_what_must_follow_is_what_the_masks_leave(compiler: GrammarCompiler) -> 
     assert not matcher.forced(32) and allowed(matcher.allowed()) == {END}
 
 
-def test_a_failure_behind_a_guess_is_not_one_yet(compiler: GrammarCompiler) -> None:
+def test_a_failure_behind_a_draft_is_not_one_yet(compiler: GrammarCompiler) -> None:
     constraint = OutputConstraint(compiler, Grammar("regex", "ab?c"))
     assert len(constraint.masks(b"", b"ab")) == 3
     # what fails while nobody looks is told by the next mask

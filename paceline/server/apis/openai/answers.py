@@ -30,7 +30,7 @@ from paceline.server.protocol.responses import (
     UnsetType,
     Usage,
 )
-from paceline.speculation.guess import PREDICTION
+from paceline.speculation.draft_tokens import PREDICTION
 
 __all__ = [
     "AnswerHead",

@@ -196,7 +196,7 @@ class EngineMetrics:
             counter,
             "paceline:requests_relegated",
             "Times a request made way: its first token, or best-effort deadline, would be late.",
-            "num_relegated",
+            "num_demoted",
         )
         each(
             counter,

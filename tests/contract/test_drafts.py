@@ -1,5 +1,5 @@
-"""Guesses change no answer, on every backend: with each setting that looks at tokens made before,
-within grammars and outside, whoever guesses, however the requests are scheduled.
+"""Drafts change no answer, on every backend: with each setting that looks at tokens made before,
+within grammars and outside, whoever drafts, however the requests are scheduled.
 
 The settings are those that crashed or were ignored beside speculation elsewhere (CVE-2026-44223 and
 the like): each penalty alone, all of them, and the rest that goes by tokens or positions.
@@ -16,8 +16,8 @@ from paceline.core.backend import ModelBackend
 from paceline.core.grammar import Grammar
 from paceline.engine.testing import ForeignDrafter, ScriptedDrafter
 from paceline.speculation import draft_choice
+from paceline.speculation.draft_tokens import GRAMMAR, Drafter, DraftTokens
 from paceline.speculation.drafts import DrafterMaker
-from paceline.speculation.guess import GRAMMAR, Drafter, Guess
 from tests.contract.ascii import END
 from tests.contract.test_backends import GREEDY, SAMPLED, drive
 from tests.contract.test_grammar import GRAMMARS, backend
@@ -67,9 +67,9 @@ class _Invalid:
     def __init__(self, text: Sequence[int], right: int) -> None:
         self._text, self._right = text, right
 
-    def propose(self, tokens: Sequence[int], count: int) -> Guess:
+    def propose(self, tokens: Sequence[int], count: int) -> DraftTokens:
         good = list(self._text[len(tokens) : len(tokens) + min(self._right, count)])
-        return Guess((good + [0] * count)[:count], 1)
+        return DraftTokens((good + [0] * count)[:count], 1)
 
 
 def _drafters(reference: dict[str, Any], vocab_size: int) -> dict[str, DrafterMaker | None]:
@@ -97,7 +97,7 @@ def test_answers_are_the_same(
 ) -> None:
     if backend.info.name in ("null", "simulated") and sampling is SAMPLED:
         pytest.skip("it draws as if it were greedy")
-    # all guesses are verified, however unlikely
+    # all drafts are verified, however unlikely
     monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
     monkeypatch.setattr(draft_choice, "_UNLIKELY", 0.0)
     driver = drive(backend)

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, Protocol
 from paceline.core.outputs import DRAFT_MODEL
 
 __all__ = [
-    "GRAMMAR", "NGRAM", "NO_GUESS", "PREDICTION", "UNMADE", "Drafter", "Guess",
+    "GRAMMAR", "NGRAM", "NO_DRAFT", "PREDICTION", "UNMADE", "DraftTokens", "Drafter",
     "ModelDrafter",
 ]  # fmt: skip
 
@@ -20,7 +20,7 @@ GRAMMAR: Final = "grammar"
 UNMADE: Final = -1
 
 
-class Guess(NamedTuple):
+class DraftTokens(NamedTuple):
     """Draft tokens that may come next."""
 
     token_ids: Sequence[int]
@@ -29,13 +29,13 @@ class Guess(NamedTuple):
     source: str = NGRAM
 
 
-NO_GUESS: Final = Guess((), 0)
+NO_DRAFT: Final = DraftTokens((), 0)
 
 
 class Drafter(Protocol):
     """A source of draft tokens for one sequence."""
 
-    def propose(self, tokens: Sequence[int], count: int) -> Guess:
+    def propose(self, tokens: Sequence[int], count: int) -> DraftTokens:
         """Return up to ``count`` draft tokens, most often fewer or none.
 
         Args:
@@ -47,5 +47,5 @@ class Drafter(Protocol):
 class ModelDrafter:
     """Leaves drafting to the backend's draft model."""
 
-    def propose(self, tokens: Sequence[int], count: int) -> Guess:
-        return Guess([UNMADE] * count, 0, DRAFT_MODEL)
+    def propose(self, tokens: Sequence[int], count: int) -> DraftTokens:
+        return DraftTokens([UNMADE] * count, 0, DRAFT_MODEL)

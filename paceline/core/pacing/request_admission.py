@@ -1,9 +1,9 @@
 """Refusal of requests before they are queued, and dropping of requests before they are started.
 
-``check_door`` refuses requests that can never be served. ``Door`` refuses, with an honest time to
-come back, requests that cannot be served soon: the queue is full, the memory-pressure valve is wide
-open, or the first token is predicted to take longer than the server allows. It drops requests that
-waited past their limit, and late ones that would now be refused.
+``check_admissible`` refuses requests that can never be served. ``RequestAdmission`` refuses,
+with an honest time to come back, requests that cannot be served soon: the queue is full, the
+memory-pressure valve is wide open, or the first token is predicted to take longer than the server
+allows. It drops requests that waited past their limit, and late ones that would now be refused.
 
 This module does not know the order of the queue.
 """
@@ -29,7 +29,7 @@ from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Move
 from paceline.errors import InvalidRequestError, NeverFitsError, QueueFullError
 
-__all__ = ["Door", "Expired", "check_door"]
+__all__ = ["Expired", "RequestAdmission", "check_admissible"]
 
 # advised wait, s, before anything was measured
 _RETRY_SECONDS: Final = 1.0
@@ -55,7 +55,7 @@ class Expired(NamedTuple):
     fork_ids: tuple[str, ...] = ()
 
 
-class Door:
+class RequestAdmission:
     """Accepts or refuses requests, and limits how long they wait. One per scheduler.
 
     Args:
@@ -90,16 +90,16 @@ class Door:
         request is refused for lack of places while none waits.
 
         Raises:
-            NeverFitsError, InvalidRequestError: it can never be served, see ``check_door``.
+            NeverFitsError, InvalidRequestError: it can never be served, see ``check_admissible``.
             QueueFullError: it cannot be served soon.
         """
         state, asked = self._state, request.asked
-        check_door(request, live, state.config, state.cache)
+        check_admissible(request, live, state.config, state.cache)
         # a request with its own target yields no sooner than it would without one
         least_ttft = (state.config.default_ttft_s or 0.0) * max(1.0, patience(request))
-        request.aim(state.policy.assumed(request), least_ttft)
+        request.set_targets(state.policy.assumed(request), least_ttft)
         if self._tenants is not None and self._tenants.is_light(asked.tenant):
-            request.move(Move.FAVOUR)
+            request.move(Move.BOOST)
         if asked.fork_of is not None or asked.resumed is not None:
             # the queue had places for all forks when their parent arrived, and callers were
             # promised the rest of answers that have begun
@@ -128,7 +128,7 @@ class Door:
         if state.valve.level >= Pressure.REFUSE and num_waiting:
             why = f"KV memory is nearly full and {num_waiting} requests wait for it"
             raise self._refusal("pressure", why, predicted)
-        self.forecast.came(request)
+        self.forecast.on_arrival(request)
 
     def _room_in(self, request: Request, predicted: float, now: float) -> float:
         """Return the seconds until a request that would wait too long can be accepted: after those
@@ -257,7 +257,7 @@ def _never_started(request: Request) -> bool:
     return request.status is RequestStatus.WAITING and request.first_scheduled_time is None
 
 
-def check_door(
+def check_admissible(
     request: Request, live: Mapping[str, Request], config: SchedulerConfig, cache: CacheConfig
 ) -> None:
     """Return if an empty engine could serve ``request``.

@@ -1,4 +1,4 @@
-"""Refusals that say when to come back, limits on waiting, relegation, and memory looked ahead."""
+"""Refusals that say when to come back, limits on waiting, demotion, and memory looked ahead."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_wait_predicted_to_be_too_long_is_refused_with_the_rest_of_it() -> Non
     with pytest.raises(QueueFullError, match="limit is 30 s") as error:
         for index in range(20):
             driver.add(make_request(f"c{index}", 4, 50))
-    predicted = driver.scheduler._door.forecast.predict(make_request("d", 4, 50))
+    predicted = driver.scheduler._admission.forecast.predict(make_request("d", 4, 50))
     assert predicted is not None
     assert error.value.retry_after == pytest.approx(predicted - 30.0)
     assert error.value.reason == "predicted-wait"
@@ -208,15 +208,15 @@ def test_a_light_tenants_wait_is_predicted_with_those_of_its_kind() -> None:
     assert flood(driver, "a", 100) == {"taken": 100}
     ours = [make_request(f"b{i}", 4, 20, tenant="b", arrival=driver.now) for i in range(20)]
     driver.add(*ours)
-    assert all(request.favoured for request in ours)
+    assert all(request.boosted for request in ours)
     predicted = [request.history.predicted_ttft or 0.0 for request in ours]
     assert predicted == sorted(predicted)
     # a place is free when the one before has ended, which takes longer than what was said of those
-    # before, and no favoured one has taught another thing
+    # before, and no boosted one has taught another thing
     assert predicted[-1] - predicted[0] > 190.0
     other = make_request("c", 4, 20, tenant="c", arrival=driver.now)
     driver.add(other)
-    assert other.favoured
+    assert other.boosted
     assert other.history.predicted_ttft == pytest.approx(
         2 * predicted[-1] - predicted[-2], rel=0.01
     )
@@ -239,7 +239,7 @@ def test_retry_after_of_a_full_queue_is_the_predicted_wait() -> None:
     driver.add(make_request("b", 4, 40))
     with pytest.raises(QueueFullError) as error:
         driver.add(make_request("c", 4, 40))
-    forecast = driver.scheduler._door.forecast
+    forecast = driver.scheduler._admission.forecast
     assert error.value.retry_after == forecast.predict(make_request("d", 4, 40))
     driver.run()
 
@@ -282,7 +282,7 @@ def test_requests_that_ended_are_not_kept_for_as_long_as_they_might_have_waited(
     for index in range(1000):
         driver.add(make_request(f"r{index}", 4, 1))
         driver.abort(f"r{index}")
-    assert len(driver.scheduler._door._limits) <= 100
+    assert len(driver.scheduler._admission._limits) <= 100
 
 
 def test_a_preempted_request_does_not_expire() -> None:
@@ -304,10 +304,10 @@ def test_a_request_that_cannot_be_on_time_lets_the_others_pass() -> None:
     assert first["fine"] < first["hopeless"]
     timeline = driver.finished["hopeless"].timeline
     assert timeline is not None and timeline.relegated
-    assert driver.scheduler.stats().num_relegated == 1
+    assert driver.scheduler.stats().num_demoted == 1
 
 
-def test_relegation_can_be_turned_off() -> None:
+def test_demotion_can_be_turned_off() -> None:
     driver = warm(max_num_seqs=1, relegate_late=False)
     start = driver.now
     driver.add(make_request("hopeless", 20, 4, arrival=start, slo=Slo(ttft=2.0)))

@@ -19,10 +19,10 @@ from paceline.core.step.rows import Rows
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
-__all__ = ["Admission"]
+__all__ = ["BatchAdmission"]
 
 
-class Admission:
+class BatchAdmission:
     """Admits waiting requests into steps."""
 
     def __init__(self, state: SchedulerState, rows: Rows) -> None:
@@ -35,7 +35,7 @@ class Admission:
         self._charges = overrides(state.policy, "served")
         self._capacity = capacity(state.cache)
 
-    def let_in(self, step: Step, last: Tier) -> Reason | None:
+    def admit_waiting(self, step: Step, last: Tier) -> Reason | None:
         """Admit requests up to tier ``last`` until something runs out, and return what."""
         window, most, tried = self._config.bypass_window, self._config.max_bypasses, 0
         passed: list[Request] = []

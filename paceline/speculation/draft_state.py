@@ -19,9 +19,9 @@ from operator import eq, mul
 from typing import Final
 
 from paceline.core.outputs import DRAFT_MODEL
-from paceline.speculation.guess import GRAMMAR, NO_GUESS, UNMADE, Drafter, Guess
+from paceline.speculation.draft_tokens import GRAMMAR, NO_DRAFT, UNMADE, Drafter, DraftTokens
 
-__all__ = ["Acceptance", "Guesser"]
+__all__ = ["Acceptance", "DraftState"]
 
 # prior probability that a draft token is right, and its weight in observations
 _PRIOR: Final = 0.6
@@ -79,16 +79,16 @@ class Acceptance:
         if self._others is not None:
             self._others.note_place(hit)
 
-    def survivals(self, guess: Guess) -> list[float]:
+    def survivals(self, draft: DraftTokens) -> list[float]:
         """Return each draft token's probability of being right together with those before it."""
-        token_ids, match, source = guess
+        token_ids, match, source = draft
         if not token_ids or source == GRAMMAR:
             return [1.0] * len(token_ids)
         first, later = self.rate(source, match, True), self.rate(source, match, False)
         return list(accumulate(repeat(later, len(token_ids) - 1), mul, initial=first))
 
 
-class Guesser:
+class DraftState:
     """Drafts of one request; made when it might first get some.
 
     Args:
@@ -101,9 +101,9 @@ class Guesser:
         self._drafters = drafters
         self._tokens = list(prompt)
         # the last drafts of all drafters, the position where they start, and the chosen one
-        self._guesses: list[Guess] = []
+        self._proposed: list[DraftTokens] = []
         self._from = 0
-        self._chosen = NO_GUESS
+        self._chosen = NO_DRAFT
         # tokens that the grammar forces, and the position where they start
         self._forced: Sequence[int] = ()
         self._forced_from = 0
@@ -123,13 +123,13 @@ class Guesser:
     def learn(self, token_ids: Sequence[int], behind: int, busy: bool) -> None:
         """Take in the chosen tokens of the backend's draft model, and how many known tokens it
         still has to read. No tokens count as a wrong one, unless the model was ``busy`` reading."""
-        self._chosen = Guess(token_ids, 0, DRAFT_MODEL)
-        self._guesses = [g for g in self._guesses if g.source != DRAFT_MODEL] + [self._chosen]
+        self._chosen = DraftTokens(token_ids, 0, DRAFT_MODEL)
+        self._proposed = [d for d in self._proposed if d.source != DRAFT_MODEL] + [self._chosen]
         self._seen = len(self._tokens) - behind
         if not token_ids and not busy:
             self.acceptance.note(DRAFT_MODEL, 0, True, False)
 
-    def guess(self, num_prompt: int, output: Sequence[int], count: int) -> Guess:
+    def propose(self, num_prompt: int, output: Sequence[int], count: int) -> DraftTokens:
         """Learn from the new known tokens, and draft up to ``count`` tokens that follow them.
 
         Args:
@@ -141,31 +141,32 @@ class Guesser:
         if new and self._from:
             self._judge()
         if new or not self._chosen.token_ids:
-            self._propose(count)
+            self._ask_drafters(count)
         token_ids, match, source = chosen = self._chosen
-        return chosen if len(token_ids) <= count else Guess(token_ids[:count], match, source)
+        return chosen if len(token_ids) <= count else DraftTokens(token_ids[:count], match, source)
 
-    def _propose(self, count: int) -> None:
+    def _ask_drafters(self, count: int) -> None:
         tokens = self._tokens
         self._from = len(tokens)
-        guesses = [g for d in self._drafters if (g := d.propose(tokens, count)).token_ids]
+        drafts = (drafter.propose(tokens, count) for drafter in self._drafters)
+        proposed = [draft for draft in drafts if draft.token_ids]
         passed = len(tokens) - self._forced_from
         if 0 <= passed < len(self._forced):
             forced = self._forced[passed : passed + count]
             # drafts that the grammar forbids are dropped, however long they are
-            guesses = [guess for guess in guesses if all(map(eq, guess.token_ids, forced))]
-            guesses.append(Guess(forced, 0, GRAMMAR))
-        worth, self._guesses = self._worth if len(guesses) > 1 else len, guesses
-        self._chosen = max(guesses, key=worth, default=NO_GUESS)
+            proposed = [draft for draft in proposed if all(map(eq, draft.token_ids, forced))]
+            proposed.append(DraftTokens(forced, 0, GRAMMAR))
+        worth, self._proposed = self._worth if len(proposed) > 1 else len, proposed
+        self._chosen = max(proposed, key=worth, default=NO_DRAFT)
 
-    def _worth(self, guess: Guess) -> float:
+    def _worth(self, draft: DraftTokens) -> float:
         """Return the expected tokens; the draft model's are capped, as they cost time."""
-        worth = sum(self.acceptance.survivals(guess))
-        return min(worth, _MADE) if guess.source == DRAFT_MODEL else worth
+        worth = sum(self.acceptance.survivals(draft))
+        return min(worth, _MADE) if draft.source == DRAFT_MODEL else worth
 
     def _judge(self) -> None:
         known = self._tokens[self._from :]
-        for token_ids, match, source in self._guesses:
+        for token_ids, match, source in self._proposed:
             if not token_ids or token_ids[0] == UNMADE:
                 continue
             rights = list(map(eq, token_ids, known))
