@@ -21,7 +21,14 @@ def test_every_command_parses() -> None:
         assert callable(parser.parse_args(shlex.split(line)).run), line
 
 
-@pytest.mark.parametrize("line", [x for x in COMMANDS if x.startswith(("plan", "simulate"))])
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=pytest.mark.thorough if line.startswith("simulate") else ())
+        for line in COMMANDS
+        if line.startswith(("plan", "simulate"))
+    ],
+)
 def test_commands_run(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(shlex.split(line)) == 0
     assert capsys.readouterr().out

@@ -91,7 +91,13 @@ def _drafters(reference: dict[str, Any], vocab_size: int) -> dict[str, DrafterMa
     }
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(GREEDY, id="greedy"),
+        pytest.param(SAMPLED, id="sampled", marks=pytest.mark.thorough),
+    ],
+)
 def test_answers_are_the_same(
     backend: ModelBackend, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def printed(steps: list[Step], words: str) -> str:
     return step.printed
 
 
+@pytest.mark.docs
 @pytest.mark.skipif(shutil.which("curl") is None, reason="this machine has no curl")
 def test_a_newcomer_gets_there(tmp_path: Path) -> None:
     (tmp_path / ".venv").symlink_to(programs(tmp_path).parent)

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(una
 COUNT = 20
 FORMATS = [
     ("float32", "float32"),
-    ("bfloat16", "bfloat16"),
-    ("bfloat16", "int8"),
-    ("int8", "bfloat16"),
+    pytest.param("bfloat16", "bfloat16", marks=pytest.mark.thorough),
+    pytest.param("bfloat16", "int8", marks=pytest.mark.thorough),
+    pytest.param("int8", "bfloat16", marks=pytest.mark.thorough),
     ("int8", "int8"),
 ]
 

@@ -111,7 +111,13 @@ def told(response: httpx.Response) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.thorough),
+    ],
+)
 async def test_every_stream_ends_as_if_nothing_had_happened(
     dies: LiveServer, lives: LiveServer, uncut: list[dict[str, Any]], how: signal.Signals
 ) -> None:

@@ -252,7 +252,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield server
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_schemathesis_finds_nothing(live: LiveServer, tmp_path: Path) -> None:
     # the enumerated phase takes a minute: `make test-clients` runs it
     done = check_document(live.url, tmp_path, examples=5, phases="examples,fuzzing,stateful")

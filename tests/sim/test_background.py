@@ -61,7 +61,7 @@ def people(ttft: float | None, tpot: float | None, gap: float) -> list[Arrival]:
     ]
 
 
-@pytest.mark.parametrize("busy", [0.0, 4.0, 12.0])
+@pytest.mark.parametrize("busy", [pytest.param(0.0, marks=pytest.mark.thorough), 4.0, 12.0])
 @pytest.mark.parametrize("targets", [(1.0, 0.1), (None, None)], ids=["interactive", "standard"])
 def test_everybody_is_served(busy: float, targets: tuple[float | None, float | None]) -> None:
     rng = random.Random(1)

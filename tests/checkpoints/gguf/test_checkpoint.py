@@ -289,7 +289,7 @@ def test_larger_alignment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     np.testing.assert_array_equal(wide.tensor("model.norm.weight"), plain)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_smollm2(smollm2_path: Path) -> None:
     checkpoint = GGUFCheckpoint(smollm2_path)
     config = checkpoint.config

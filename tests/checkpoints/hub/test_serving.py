@@ -10,8 +10,6 @@ import pytest
 from tests.checkpoints.hub_server import hub_server
 from tests.cli.servers import start_server
 
-pytestmark = pytest.mark.slow
-
 TOKEN = "hf_SecretSecretSecret"
 
 
@@ -32,6 +30,7 @@ def split(path: Path, target: Path) -> list[Path]:
     return sorted(target.parent.glob(f"{target.stem}-*.gguf"))
 
 
+@pytest.mark.thorough
 def test_a_split_model_is_pulled_and_answers_as_the_whole(
     smollm2_path: Path, tmp_path: Path
 ) -> None:

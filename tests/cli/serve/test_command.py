@@ -150,8 +150,10 @@ def test_what_was_chosen_is_said_and_why() -> None:
     assert ";" not in ready_line(INFO, "m", "127.0.0.1", 80).partition(" - try:")[0]
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "TERM"), (signal.SIGINT, "INT")])
-def test_a_signal_drains_what_runs(number: signal.Signals, name: str) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)]
+)
+def test_a_signal_drains_what_runs(number: signal.Signals) -> None:
     with start_server(*NULL, "--null-step-time", "0.02") as server:
         answers: list[tuple[int, Any]] = []
         thread = threading.Thread(target=lambda: answers.append(complete(server, max_tokens=50)))
@@ -177,7 +179,7 @@ def test_drain_timeout_ends_what_does_not_end() -> None:
         assert (code, time.monotonic() - started < 15) == (0, True)
 
 
-@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize("restarts", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_max_engine_restarts(restarts: int) -> None:
     flags = ("--null-step-time", "0.01", "--max-engine-restarts", str(restarts))
     with start_server(*NULL, *flags) as server:
@@ -319,7 +321,9 @@ def test_a_taken_port_is_found_before_anything_is_loaded() -> None:
     assert "--port" in done.stderr
 
 
-@pytest.mark.parametrize("flags", [(), ("--no-timeline",), ("--no-ui",)])
+@pytest.mark.parametrize(
+    "flags", [(), ("--no-timeline",), pytest.param(("--no-ui",), marks=pytest.mark.thorough)]
+)
 def test_the_timeline_comes_from_the_engines_process(flags: tuple[str, ...]) -> None:
     """And is told by no engine whose server does not show it."""
     with start_server(*NULL, *flags, "--timeline-history", "1MiB") as server:

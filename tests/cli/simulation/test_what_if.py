@@ -77,6 +77,7 @@ def test_it_ends_with_whoever_started_it(tmp_path: Path) -> None:
     assert not tmp_path.exists()
 
 
+@pytest.mark.thorough
 def test_it_cleans_up_though_nobody_listens(tmp_path: Path) -> None:
     """Both pipes end with a server that is killed, and the folder takes its time."""
     root = tmp_path / "root"
@@ -191,7 +192,9 @@ def test_a_server_simulates_itself() -> None:
         assert server.stop()[0] == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.thorough)]
+)
 def test_it_is_gone_with_the_server(number: signal.Signals, tmp_path: Path) -> None:
     env = {"TMPDIR": str(tmp_path)}
     with start_server("--backend", "null", env=env) as server:
@@ -209,6 +212,7 @@ def test_it_is_gone_with_the_server(number: signal.Signals, tmp_path: Path) -> N
         eventually(lambda: not list(tmp_path.glob("paceline-what-if-*")), 30)
 
 
+@pytest.mark.thorough
 def test_what_a_killed_server_leaves_the_next_one_takes_away(tmp_path: Path) -> None:
     """A trace, and nobody who simulates it and could take it away."""
     env = {"TMPDIR": str(tmp_path)}

@@ -212,7 +212,9 @@ def first_token_beside_batch_work(ttft: float, **config: Any) -> tuple[Request, 
     ],
     ids=["places", "memory", "memory-ahead"],
 )
-@pytest.mark.parametrize("policy", ["fcfs", "deadline", "priority"])
+@pytest.mark.parametrize(
+    "policy", ["fcfs", "deadline", pytest.param("priority", marks=pytest.mark.thorough)]
+)
 def test_late_by_a_hair_displaces_best_effort_as_if_it_were_not(
     short: dict[str, Any], policy: str
 ) -> None:

@@ -79,7 +79,7 @@ def is_plain(scheduler: Scheduler) -> bool:
     return scheduler._pacing is scheduler._plain
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("adaptive", [pytest.param(False, marks=pytest.mark.thorough), True])
 @pytest.mark.parametrize("future_memory_check", [False, True])
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])
 def test_steps_without_targets_do_not_enter_pacing(

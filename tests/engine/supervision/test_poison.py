@@ -40,7 +40,9 @@ def right(request: GenerationRequest) -> tuple[int, ...]:
 
 
 # what the second brings, the first or one far behind brings as well
-@pytest.mark.parametrize("die_at", [0, pytest.param(1, marks=pytest.mark.thorough), 40])
+@pytest.mark.parametrize(
+    "die_at", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 40))]
+)
 async def test_poison_beside_streams_and_a_queue(die_at: int) -> None:
     """At its first token, its second, or far into its answer. The engine has room for eight."""
     core = {"max_num_seqs": 8}

@@ -160,7 +160,7 @@ class TestReplacing:
             assert len(tokens(answer)) == 2
             assert client.faults.num_resent == 1
 
-    @pytest.mark.parametrize("stall_timeout", [0.5, 60.0])
+    @pytest.mark.parametrize("stall_timeout", [0.5, pytest.param(60.0, marks=pytest.mark.thorough)])
     async def test_stall_timeout_ends_a_hanging_step(self, stall_timeout: float) -> None:
         async with supervised(stall_timeout=stall_timeout, hang_on=HANG) as client:
             tasks = spawn(client, make("hangs", (HANG, 1)))

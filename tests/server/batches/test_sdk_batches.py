@@ -125,6 +125,7 @@ def test_a_batch(sdk: openai.OpenAI) -> None:
             sdk.files.content(file_id)
 
 
+@pytest.mark.thorough
 def test_two_thousand_lines_and_two_kills(tmp_path: Path) -> None:
     lines = [chat_line(f"{i}", f"number {i}") for i in range(2000)]
     settings: dict[str, Any] = {

@@ -39,7 +39,7 @@ async def answers(server: Server, batch: dict[str, Any]) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("hold", [60.0, 0.05])
+@pytest.mark.parametrize("hold", [pytest.param(60.0, marks=pytest.mark.thorough), 0.05])
 async def test_an_engine_killed_under_a_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: float
 ) -> None:

@@ -85,6 +85,7 @@ async def test_what_it_may_take(ask: Ask) -> None:
     assert (await starved.ended())["error"] == "it needs more than 90 MiB"
 
 
+@pytest.mark.thorough
 async def test_it_yields_to_everything_else(ask: Ask) -> None:
     asker = ask()
     await asker.send(MANY)
