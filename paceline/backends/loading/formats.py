@@ -113,25 +113,17 @@ def choose_formats(
         reason = _native_refusal(config, block_size, device)
         if reason is not None:
             raise ConfigError(f"--compute native {reason}; --compute torch serves it")
-    if compute == "native":
-        if dtype not in ("auto", *DTYPES, OWN_BITS):
-            known = ", ".join((*DTYPES, OWN_BITS))
-            raise ConfigError(f"--compute native computes in {known}, not {dtype}")
-        if dtype == OWN_BITS and config.stored_dtype not in BLOCKS:
-            raise ConfigError(
-                f"--dtype {OWN_BITS} keeps blocks of {', '.join(BLOCKS)} in their bits, and this "
-                f"file is of {config.stored_dtype}: leave it out, or name int8 or bfloat16"
+        formats = _of_native(config, dtype, kv_dtype, levels, reasons)
+        kept = _UNROUNDED.get(config.stored_dtype, formats.dtype)
+        if pooled and dtype == "auto" and kept != formats.dtype:
+            return Formats(
+                compute,
+                kept,
+                _KV_BESIDE[kept][0] if kv_dtype == "auto" else kv_dtype,
+                f"native, in {kept} as the file is not rounded either",
+                _levels_for(isa, config, kept)[0],
             )
-        chosen, kv = dtype, kv_dtype
-        if "auto" in (dtype, kv_dtype):
-            chosen, kv, why = _native_formats(config, dtype, kv_dtype, levels)
-            reasons.append(why)
-        kept = _UNROUNDED.get(config.stored_dtype, chosen)
-        if pooled and dtype == "auto" and kept != chosen:
-            levels = _levels_for(isa, config, kept)
-            kv = _KV_BESIDE[kept][0] if kv_dtype == "auto" else kv_dtype
-            chosen, reasons = kept, [f"native, in {kept} as the file is not rounded either"]
-        return Formats(compute, chosen, kv, "; ".join(reasons), levels[0])
+        return formats
     if isa is not None:
         raise ConfigError(
             f"--isa {isa} chooses native kernels, and here PyTorch computes"
@@ -140,9 +132,38 @@ def choose_formats(
     if not planned and not has_torch():
         why = reasons[0] if reasons else "--compute torch was asked for"
         raise ConfigError(f"{why}, and {NO_TORCH}")
+    return _of_torch(dtype, kv_dtype, device, torch_dtype, reasons)
+
+
+def _of_native(
+    config: ModelConfig, dtype: str, kv_dtype: str, levels: Sequence[str], reasons: list[str]
+) -> Formats:
+    """Settle the formats of the native path, chosen for ``reasons``."""
+    if dtype not in ("auto", *DTYPES, OWN_BITS):
+        known = ", ".join((*DTYPES, OWN_BITS))
+        raise ConfigError(f"--compute native computes in {known}, not {dtype}")
+    if dtype == OWN_BITS and config.stored_dtype not in BLOCKS:
+        raise ConfigError(
+            f"--dtype {OWN_BITS} keeps blocks of {', '.join(BLOCKS)} in their bits, and this "
+            f"file is of {config.stored_dtype}: leave it out, or name int8 or bfloat16"
+        )
+    if "auto" in (dtype, kv_dtype):
+        dtype, kv_dtype, why = _native_formats(config, dtype, kv_dtype, levels)
+        reasons = [*reasons, why]
+    return Formats("native", dtype, kv_dtype, "; ".join(reasons), levels[0])
+
+
+def _of_torch(
+    dtype: str,
+    kv_dtype: str,
+    device: str,
+    torch_dtype: Callable[[str], str],
+    reasons: list[str],
+) -> Formats:
+    """Settle the formats of the PyTorch path, chosen for ``reasons``: one for everything."""
     if dtype == "auto":
         dtype = torch_dtype("auto")
-        reasons.append(_multiplies(dtype, device))
+        reasons = [*reasons, _multiplies(dtype, device)]
     else:
         if dtype in (*DTYPES, OWN_BITS) and dtype not in ("float32", "bfloat16"):
             raise ConfigError(
@@ -156,7 +177,7 @@ def choose_formats(
             f"weights' {dtype}"
             + (f" (computed by PyTorch because {reasons[0]})" if reasons else "")
         )
-    return Formats(compute, dtype, dtype, "; ".join(reasons))
+    return Formats("torch", dtype, dtype, "; ".join(reasons))
 
 
 def usable_levels(isa: str | None) -> tuple[str, ...]:

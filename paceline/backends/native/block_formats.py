@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from typing import Final
@@ -55,6 +55,22 @@ class Kinds:
     note: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Matrices that are one in memory, or experts of one layer, and share a kind."""
+
+    # the file's type of each, and its columns
+    matrices: list[tuple[str, int]] = field(default_factory=list)
+
+    def own_kind(self, blocks: Mapping[str, str]) -> str | None:
+        """Return the one of ``blocks``, by types, that holds all of them in their bits; None: there
+        is none, or rows are not whole blocks."""
+        types = {stored for stored, _ in self.matrices}
+        kind = blocks.get(types.pop()) if len(types) == 1 else None
+        broken = kind and any(columns % _GROUP_BYTES[kind][0] for _, columns in self.matrices)
+        return None if broken else kind
+
+
 def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = False) -> Kinds:
     """Keep a file's blocks in their bits, and decode the others to int8.
 
@@ -79,70 +95,53 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = Fals
     blocks = {
         stored: kind for stored, kind in BLOCKS.items() if dtype == OWN_BITS or stored in KEPT
     }
-    layers = [[Counter[str]() for _ in _MATRICES] for _ in range(config.num_hidden_layers)]
-    tables: dict[int, str] = {}
-    # (layer, place) of matrices not taken as stored; and of those that no kernel reads as stored
-    others: set[tuple[int, int]] = set()
-    broken: set[tuple[int, int]] = set()
-    for name in checkpoint.tensor_names():
-        shape = checkpoint.tensor_shape(name)
-        if len(shape) != 2:
-            continue
-        kind, layer, _ = locate(name)
-        stored = checkpoint.tensor_type(name)
-        if kind == ROUTER:
-            continue
-        if kind not in _PLACES:
-            tables[kind] = stored
-            # rows of a table that is not the head are looked up, which takes as long in any bits
-            looked_up = kind == _EMBEDDING and not config.tie_word_embeddings
-            if not _fits(BLOCKS, stored, shape[1]) or not (dtype == OWN_BITS or looked_up):
-                others.add((-1, kind))
-            continue
-        place = _PLACES[kind]
-        layers[layer][place][stored] += 1
-        if not _fits(blocks, stored, shape[1]):
-            others.add((layer, place))
-        if not _fits(BLOCKS, stored, shape[1]):
-            broken.add((layer, place))
-    kept, decoded, numbers = Counter[str](), Counter[str](), bytearray()
-    for index, of_layer in enumerate(layers):
-        own = [
-            _INT8 if len(types) != 1 or (index, place) in others else blocks[next(iter(types))]
-            for place, types in enumerate(of_layer)
-        ]
-        if _INT8 in own[_TOGETHER]:
-            taken = own[0] != _INT8 and all(
-                len(types) == 1 and (index, place) not in broken
-                for place, types in enumerate(of_layer[_TOGETHER])
-            )
-            own[_TOGETHER] = [
-                BLOCKS[next(iter(types))] if taken else _INT8 for types in of_layer[_TOGETHER]
-            ]
-        for types, kind_name in zip(of_layer, own, strict=True):
-            (decoded if kind_name == _INT8 else kept).update(types)
-        numbers += bytes(PACKED[name] for name in own)
+    layers, tables = _groups(checkpoint)
+    chosen = [pair for layer in layers for pair in zip(layer, _decide(layer, blocks), strict=True)]
     for place in (_HEAD, _EMBEDDING):
         # tied embedding and head are one matrix
-        source = _EMBEDDING if config.tie_word_embeddings else place
-        head = place == _HEAD or config.tie_word_embeddings
-        own_bits = source in tables and (-1, source) not in others and not (screen_head and head)
-        name = BLOCKS[tables[source]] if own_bits else _INT8
-        numbers.append(PACKED[name])
-        if place in tables:
-            (decoded if name == _INT8 else kept)[tables[place]] += 1
+        tied = config.tie_word_embeddings
+        source, is_head = _EMBEDDING if tied else place, tied or place == _HEAD
+        # rows of a table that is not the head are looked up, which takes as long in any bits
+        may_keep = not is_head or (dtype == OWN_BITS and not screen_head)
+        kind = tables.get(source, _Group()).own_kind(BLOCKS) if may_keep else None
+        chosen.append((tables.get(place, _Group()), kind or _INT8))
+    kept, decoded = Counter[str](), Counter[str]()
+    for group, kind in chosen:
+        (decoded if kind == _INT8 else kept).update(stored for stored, _ in group.matrices)
     note = f"{_counted(kept)} in their own bits"
     if decoded:
         note += f", {_counted(decoded)} as int8"
     if set(kept) & set(decoded):
         note += " (tables, what is multiplied together with other types, and rows of broken blocks)"
-    return Kinds(bytes(numbers), note)
+    return Kinds(bytes(PACKED[kind] for _, kind in chosen), note)
 
 
-def _fits(blocks: Mapping[str, str], stored: str, columns: int) -> bool:
-    """Whether a kind holds the type, and rows are whole blocks of that kind."""
-    kind = blocks.get(stored)
-    return kind is not None and columns % _GROUP_BYTES[kind][0] == 0
+def _groups(checkpoint: Checkpoint) -> tuple[list[list[_Group]], dict[int, _Group]]:
+    """Return the groups of each layer, in the order of _MATRICES, and the tables by their kinds."""
+    layers = [[_Group() for _ in _MATRICES] for _ in range(checkpoint.config.num_hidden_layers)]
+    tables: dict[int, _Group] = {}
+    for name in checkpoint.tensor_names():
+        shape = checkpoint.tensor_shape(name)
+        if len(shape) != 2:
+            continue
+        kind, layer, _ = locate(name)
+        if kind == ROUTER:
+            continue
+        place = _PLACES.get(kind)
+        group = tables.setdefault(kind, _Group()) if place is None else layers[layer][place]
+        group.matrices.append((checkpoint.tensor_type(name), shape[1]))
+    return layers, tables
+
+
+def _decide(layer: Sequence[_Group], blocks: Mapping[str, str]) -> list[str]:
+    """Return the kind of each group: of ``blocks`` if one holds it, else int8. What is multiplied
+    with q takes any kind of its own next to a q that has one, or all three become int8."""
+    kinds = [group.own_kind(blocks) or _INT8 for group in layer]
+    if _INT8 in kinds[_TOGETHER]:
+        own = [group.own_kind(BLOCKS) or _INT8 for group in layer[_TOGETHER]]
+        taken = kinds[0] != _INT8 and _INT8 not in own
+        kinds[_TOGETHER] = own if taken else [_INT8] * len(own)
+    return kinds
 
 
 def _decoded(checkpoint: Checkpoint) -> str:
