@@ -116,13 +116,9 @@ def choose_formats(
         formats = _of_native(config, dtype, kv_dtype, levels, reasons)
         kept = _UNROUNDED.get(config.stored_dtype, formats.dtype)
         if pooled and dtype == "auto" and kept != formats.dtype:
-            return Formats(
-                compute,
-                kept,
-                _KV_BESIDE[kept][0] if kv_dtype == "auto" else kv_dtype,
-                f"native, in {kept} as the file is not rounded either",
-                _levels_for(isa, config, kept)[0],
-            )
+            kv = _KV_BESIDE[kept][0] if kv_dtype == "auto" else kv_dtype
+            why = f"native, in {kept} as the file is not rounded either"
+            return Formats(compute, kept, kv, why, _levels_for(isa, config, kept)[0])
         return formats
     if isa is not None:
         raise ConfigError(
@@ -154,11 +150,7 @@ def _of_native(
 
 
 def _of_torch(
-    dtype: str,
-    kv_dtype: str,
-    device: str,
-    torch_dtype: Callable[[str], str],
-    reasons: list[str],
+    dtype: str, kv_dtype: str, device: str, torch_dtype: Callable[[str], str], reasons: list[str]
 ) -> Formats:
     """Settle the formats of the PyTorch path, chosen for ``reasons``: one for everything."""
     if dtype == "auto":

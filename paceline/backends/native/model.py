@@ -127,11 +127,8 @@ class NativeModel(Owner):
         try:
             self._fill(tensors, settings, copies)
             for index, (cos, sin) in enumerate(ropes):
-                check(
-                    self._library.paceline_set_rope(
-                        self._handle, index, cos.ctypes.data, sin.ctypes.data
-                    )
-                )
+                addresses = cos.ctypes.data, sin.ctypes.data
+                check(self._library.paceline_set_rope(self._handle, index, *addresses))
             check(self._library.paceline_ready(self._handle))
         except BaseException:
             self.close()

@@ -238,12 +238,13 @@ class NativeLoader:
             weight = self.checkpoint.tensor("model.norm.weight") + np.float32(config.norm_offset)
             # epsilon for the sum as the library keeps it, see NativeModel
             norm = weight, config.rms_norm_eps / config.residual_scale**2
-        sliding = config.sliding_rope
+        kinds = choose_kinds(self.checkpoint, self.dtype, screen_head=self.screen_head)
+        tables, sliding = partial(rotary_tables, config, self.max_model_len), config.sliding_rope
         model = NativeModel(
             config,
             self.tensors(),
-            rotary_tables(config, self.max_model_len),
-            settings=NativeSettings(
+            tables(),
+            NativeSettings(
                 # for "native", the kinds below give each matrix its bits
                 dtype="q4" if self.dtype == OWN_BITS else self.dtype,
                 kv_dtype=self.kv_dtype,
@@ -252,15 +253,11 @@ class NativeLoader:
                 threads=self.threads,
                 isa=self.isa,
                 screen_head=self.screen_head,
-                kinds=choose_kinds(
-                    self.checkpoint, self.dtype, screen_head=self.screen_head
-                ).numbers,
+                kinds=kinds.numbers,
                 has_head=self.has_head,
                 num_window_blocks=num_window_blocks,
             ),
-            sliding_rope=None
-            if sliding is None
-            else rotary_tables(config, self.max_model_len, sliding),
+            sliding_rope=None if sliding is None else tables(sliding),
             copies=self.copies,
         )
 
