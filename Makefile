@@ -46,12 +46,12 @@ test: check $(READY) model ## every day's tests, in 7 minutes: no Debian package
 quick: $(READY) check ## under a minute: make check and the tests that need no process and no model
 	@$(PYTEST) -n $(WORKERS) -m "not slow and $(DAILY)" $(QUICK_TESTS)
 
-check: $(STAMP) ## style, types, layers and sizes only
+check: $(STAMP) ## style, types, layers, sizes and words only
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python scripts/check_sizes.py
+	$(BIN)/python scripts/check_sizes.py && $(BIN)/python scripts/plain_words.py --limit
 
 test-ui: $(READY) ## the page at /ui in Chromium, which apt-get installs, its bundle and types (node and npm)
 	@scripts/test-services chromium:chromium && scripts/vendor-ui --check

@@ -1,1 +1,1 @@
-"""From a checkpoint to a backend: device, formats, sizes, and what loads it."""
+"""Loading of a checkpoint into a backend: device, formats, sizes, loaders."""

@@ -1,4 +1,4 @@
-"""What is settled of a model before its weights are read, and the loader that follows from it."""
+"""Decisions on a model that precede its weights, and the loader that follows from them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What this machine offers: processors, nodes, memory, and who computes where."""
+"""The machine as it is: processors, nodes, memory, and the placement of threads."""

@@ -1,4 +1,4 @@
-"""What drafts tokens inside a step, as the runner knows it: rows in, drafts written behind them."""
+"""The runner's interface to drafting inside a step: rows in, draft tokens written behind them."""
 
 from __future__ import annotations
 

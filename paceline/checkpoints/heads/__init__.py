@@ -1,1 +1,1 @@
-"""What lies beside or behind a model: heads that draft tokens, heads that pool."""
+"""Heads that draft tokens or pool, in a model's files or in files of their own."""

@@ -1,1 +1,1 @@
-"""From what a user calls a model to files on disk: names, caches, downloads."""
+"""Model names resolved to files on disk: names, caches, downloads."""

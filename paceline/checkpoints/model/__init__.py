@@ -1,1 +1,1 @@
-"""What a model is, whatever its files: config, tensors, and what every checkpoint offers."""
+"""The model that any files describe: config, tensors, and the interface of checkpoints."""

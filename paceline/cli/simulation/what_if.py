@@ -76,13 +76,13 @@ def main() -> int:
     checks = sys.argv[1:] == ["check"]
     # a user waits for the check of a trace, so it gets more than idle time
     _bound(int(job["memory"]), int(job["seconds"]), idle=not checks)
-    whoever = threading.Thread(target=_end_with_whoever_started_this, args=(job,), daemon=True)
-    whoever.start()
+    parent = threading.Thread(target=_end_with_parent, args=(job,), daemon=True)
+    parent.start()
     try:
         return _tell_all(job, checks=checks)
     except BrokenPipeError:
         # the server has ended: the interpreter must not exit before the thread has cleaned up
-        whoever.join()
+        parent.join()
         return 1
 
 
@@ -140,7 +140,7 @@ def _bound(memory: int, seconds: int, *, idle: bool) -> None:
     os.nice(19)
 
 
-def _end_with_whoever_started_this(job: Mapping[str, Any]) -> None:
+def _end_with_parent(job: Mapping[str, Any]) -> None:
     # os.read, since a thread may not hold a buffered reader's lock when the interpreter exits
     while os.read(0, 4096):
         pass

@@ -1,1 +1,1 @@
-"""What commands print: log lines, progress bars, tables."""
+"""Output of commands: log lines, progress bars, tables."""

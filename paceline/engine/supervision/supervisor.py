@@ -260,7 +260,7 @@ class SupervisedEngineClient:
                 async for output in outputs:
                     if suspect.on_trial and suspect.is_past(output.num_output_tokens):
                         suspect.on_trial = False
-                        assert place is not None, "whoever is on trial has a place"
+                        assert place is not None, "a request on trial has a place"
                         self._quarantine.leave(place)
                     yield output
         except EngineDeadError:

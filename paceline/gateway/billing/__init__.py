@@ -1,1 +1,1 @@
-"""What keys may spend and have spent: reservations, budgets, the ledger."""
+"""Money of keys: reservations, budgets, the ledger."""

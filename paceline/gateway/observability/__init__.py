@@ -1,1 +1,1 @@
-"""What the gateway tells of its requests: metrics and traces."""
+"""Metrics and traces of the gateway's requests."""

@@ -1,1 +1,1 @@
-"""From a model's name to one engine: routes, the choice among them, and flow control."""
+"""Choice of an engine for a model's name: routes, the picker, flow control."""

@@ -1,1 +1,1 @@
-"""What the gateway's file says, checked: engines, models, prices, and kinds of engines as data."""
+"""The gateway's configuration file, checked: engines, models, prices, engine types."""

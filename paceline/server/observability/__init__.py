@@ -1,1 +1,1 @@
-"""What is counted and traced of requests, and readings of these counts."""
+"""Metrics and traces of requests, and readings of these metrics."""

@@ -1,1 +1,1 @@
-"""What a server is told at start."""
+"""Settings of a server."""
