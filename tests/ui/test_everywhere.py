@@ -202,7 +202,7 @@ def troubles(page: Any, server: LiveServer) -> None:
         ("notice", {"kind": "draining"}),
     ):
         page.evaluate("(frame) => pacelineTimeline.take(frame)", {"frame": frame, "told": told})
-    page.get_by_text("The engine was lost").wait_for()
+    page.locator(".notice.bad").get_by_text("The engine was lost").wait_for()
     page.get_by_text("The server is shutting down").wait_for()
     page.get_by_role("button", name="Table of steps").click()
 
