@@ -18,30 +18,30 @@ MOST_OF_A_FILE: Final = 550
 # room: limit, then patterns below paceline/, where "-" takes files away; a room that is yet to be
 # made has its limit already. Aimed at are the numbers in the last column
 ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
-    "core": (8_336, ("core/**/*",), 7_800),
+    "core": (8_247, ("core/**/*",), 7_800),
     # what is read to follow a step without targets
     "core: plain step": (
-        2_913,
+        2_914,
         ("core/scheduler", "core/request", "core/step/*", "core/queues/*", "core/memory/block_pool",
          "core/memory/kv_cache", "core/policies/fcfs", "-core/step/speculation",
          "-core/queues/fair_queue"),
         2_900,
     ),
     "speculation": (1_089, ("speculation/**/*",), 1_000),
-    "checkpoints": (7_288, ("checkpoints/**/*",), 6_900),
-    "backends": (9_869, ("backends/**/*",), 9_600),
+    "checkpoints": (7_258, ("checkpoints/**/*",), 6_900),
+    "backends": (9_983, ("backends/**/*",), 9_600),
     "timeline": (2_140, ("timeline/**/*", "timeline/**/*"), 1_700),
-    "engine": (7_351, ("engine/**/*", "-engine/timeline/**/*"), 7_000),
-    "http": (3_561, ("http/**/*",), 3_000),
-    "routing": (1_241, ("routing/**/*",), 1_200),
-    "server, web": (21_466, ("server/**/*", "web/**/*"), 18_900),
-    "gateway": (10_920, ("gateway/**/*",), 8_300),
+    "engine": (7_343, ("engine/**/*", "-engine/timeline/**/*"), 7_000),
+    "http": (3_560, ("http/**/*",), 3_000),
+    "routing": (1_236, ("routing/**/*",), 1_200),
+    "server, web": (21_463, ("server/**/*", "web/**/*"), 18_900),
+    "gateway": (11_034, ("gateway/**/*",), 8_300),
     "client": (1_867, ("client/**/*",), 1_800),
-    "bench": (1_382, ("bench/**/*",), 1_200),
-    "sim": (7_053, ("sim/**/*",), 6_700),
-    "cli": (7_700, ("cli/**/*",), 7_400),
+    "bench": (1_380, ("bench/**/*",), 1_200),
+    "sim": (7_047, ("sim/**/*",), 6_700),
+    "cli": (7_765, ("cli/**/*",), 7_400),
     "benchmarks": (18_492, ("../benchmarks/**/*",), 13_500),
-    "tests": (90_960, ("../tests/**/*",), 83_000),
+    "tests": (91_229, ("../tests/**/*",), 83_000),
 }  # fmt: skip
 
 

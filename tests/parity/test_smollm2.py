@@ -183,7 +183,7 @@ def test_chunked(
 ) -> None:
     tokens, driver = generate(backend, prompts, FEWER_TOKENS, max_num_batched_tokens=96)
     assert tokens == {name: expected[:FEWER_TOKENS] for name, expected in batched.items()}
-    assert sum(not row.samples for plan in driver.plans for row in plan.rows) > 10
+    assert sum(not row.samples for plan in driver.plans for row in plan.rows) >= 10
     # chunks and single tokens in one step
     assert any({row.samples for row in plan.rows} == {True, False} for plan in driver.plans)
 

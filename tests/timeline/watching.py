@@ -135,7 +135,7 @@ class Watched:
             else:
                 wide = row.num_tokens > 1 and named(seen) not in drafted
                 assert seen.state is (State.CHUNK if wide else State.DECODE)
-            if request.told:
+            if request.timeline_sent:
                 assert seen.relegated == request.history.demoted
         for seen in model.waiting():
             request = known[named(seen)]

@@ -75,7 +75,8 @@ async def test_a_request_is_a_span_with_its_phases_inside() -> None:
     assert before - 1e6 <= root.start_time_unix_nano == times[0]
     assert times[-1] <= root.end_time_unix_nano <= after + 1e6
     decode = phases[2].end_time_unix_nano - phases[2].start_time_unix_nano
-    assert decode >= 6 * 5e6
+    # the first token may have been seen late
+    assert decode >= 5 * 5e6
     assert found["gen_ai.latency.time_to_first_token"] == pytest.approx(
         (times[3] - times[0]) / 1e9, abs=1e-5
     )
