@@ -7,7 +7,7 @@
     GET /ui/v/VERSION/PATH     a file, cached by the browser for good
     GET /ui/api/timeline       the engine's timeline, for a key of scope admin
     GET /ui/api/promises       targets met, waits, steps and their cost, likewise
-    * /ui/api/what-if...       see ``what_if_routes``, likewise
+    * /ui/api/what-if...       see ``what_if.routes``, likewise
     GET /ui/api/operations     keys, limits, models, settings and state, likewise
 
 The files need no key: they are this package's public code. The page's data comes from the API, with

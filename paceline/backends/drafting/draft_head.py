@@ -59,7 +59,7 @@ Features: TypeAlias = Any
 
 
 class HeadModel(Protocol):
-    """A loaded head and its KV cache, similar to ``steps.StepModel``. Logits are over the served
+    """A loaded head and its KV cache, similar to ``interface.StepModel``. Logits are over the served
     model's vocabulary, valid until the next call."""
 
     def start(
@@ -401,7 +401,7 @@ class HeadDraft(Drafting):
 
 
 class FeatureTap:
-    """A ``steps.StepModel`` that runs the served model and passes its features to a head."""
+    """A ``interface.StepModel`` that runs the served model and passes its features to a head."""
 
     def __init__(self, model: FeatureModel, layers: tuple[int, ...], draft: HeadDraft) -> None:
         self.served = model

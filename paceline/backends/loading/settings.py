@@ -56,7 +56,7 @@ class BackendSettings:
     # tokens per KV block
     block_size: int = 16
     # the KV pool's size in blocks or at most in bytes, not both; neither: see
-    # ``machine.choose_num_blocks``
+    # ``cpu.choose_num_blocks``
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
     # bytes of host memory for swapped KV blocks; None: half the KV pool's size, taken as it is

@@ -63,7 +63,7 @@ class NativeSettings:
     # a key of ``KV_DTYPES``; None: float32 for float32 weights, else bfloat16
     kv_dtype: str | None = None
     block_size: int = _TILE
-    # None: as ``machine.choose_threads`` chooses
+    # None: as ``cpu.choose_threads`` chooses
     threads: int | None = None
     # a name of ``variants()``; None: the best
     isa: str | None = None

@@ -81,7 +81,7 @@ def native_step_bytes(config: ModelConfig, tokens: int, rows: int) -> int:
 
 
 class NativeStep:
-    """A ``steps.StepModel``. Its logits are numpy arrays in float32.
+    """A ``interface.StepModel``. Its logits are numpy arrays in float32.
 
     The first ``num_blocks`` of the model's blocks are the pool; swapped blocks lie behind them,
     since the CPU has only host memory. Window blocks lie there too, so a model has either swapped
@@ -187,7 +187,7 @@ class NativeStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeLoader:
-    """A ``steps.ModelLoader`` for formats settled by ``choose_formats``."""
+    """A ``interface.ModelLoader`` for formats settled by ``choose_formats``."""
 
     checkpoint: Checkpoint
     dtype: str

@@ -29,7 +29,7 @@ _NEVER: Final = -1e30
 
 
 class Eagle3Step(TorchHead):
-    """An EAGLE-3 head as a ``head_drafting.HeadModel``.
+    """An EAGLE-3 head as a ``draft_head.HeadModel``.
 
     Args:
         embedding: the served model's, [vocab, hidden].

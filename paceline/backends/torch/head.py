@@ -33,7 +33,7 @@ class HeadSettings(NamedTuple):
 
 
 class TorchHead(ABC):
-    """Base of heads that are a ``head_drafting.HeadModel``.
+    """Base of heads that are a ``draft_head.HeadModel``.
 
     Args:
         config: configuration of its layers.

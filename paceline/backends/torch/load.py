@@ -31,7 +31,7 @@ _PINNED_BYTES: Final = 4 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchLoader:
-    """A ``steps.ModelLoader`` for formats settled by ``choose_formats``."""
+    """A ``interface.ModelLoader`` for formats settled by ``choose_formats``."""
 
     checkpoint: Checkpoint
     dtype: str

@@ -55,7 +55,7 @@ class _Input(NamedTuple):
 
 
 class MTPStep(TorchHead):
-    """A checkpoint's MTP layers as a ``head_drafting.HeadModel``.
+    """A checkpoint's MTP layers as a ``draft_head.HeadModel``.
 
     Args:
         served: the served model's weights.

@@ -328,7 +328,7 @@ def _logprobs(
 def token_logprobs(
     logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """A ``steps.Scorer`` of tensors; ``counts`` are ``MAX_LOGPROBS`` at most."""
+    """A ``interface.Scorer`` of tensors; ``counts`` are ``MAX_LOGPROBS`` at most."""
     result: list[TokenLogprobs] = []
     # fixed, not the largest of the counts: the order of ties must not depend on other rows
     most = min(MAX_LOGPROBS, logits.shape[1])

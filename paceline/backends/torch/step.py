@@ -19,13 +19,13 @@ __all__ = ["TorchSampler", "TorchStep"]
 
 
 class TorchStep:
-    """A ``steps.StepModel``. Its logits are tensors on ``device``."""
+    """A ``interface.StepModel``. Its logits are tensors on ``device``."""
 
     # the sampler finds the likeliest tokens itself
     likeliest = None
 
     def __init__(self, decoder: Decoder, attention: AttentionBackend, device: torch.device) -> None:
-        # see ``head_drafting.FeatureModel``
+        # see ``draft_head.FeatureModel``
         self.feature_layers: tuple[int, ...] = ()
         self._decoder = decoder
         self._attention = attention
@@ -33,7 +33,7 @@ class TorchStep:
 
     @property
     def features(self) -> torch.Tensor:
-        """Implement ``head_drafting.FeatureModel.features``."""
+        """Implement ``draft_head.FeatureModel.features``."""
         return torch.cat(self._decoder.kept, dim=-1)
 
     @property
@@ -99,7 +99,7 @@ class TorchStep:
 
 
 class TorchSampler:
-    """A ``steps.Sampler`` of tensors."""
+    """A ``interface.Sampler`` of tensors."""
 
     @torch.inference_mode()
     def sample(

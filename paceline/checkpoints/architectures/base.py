@@ -59,13 +59,13 @@ class Architecture:
     gguf_interleaved: bool = False
     # tensor name in a layer of a GGUF file -> name in a Hugging Face folder, or ours
     gguf_names: Mapping[str, str] = field(default_factory=dict)
-    # keys that change the arithmetic and that ``gguf_knobs`` reads; see ``gguf_config.NEUTRAL``
+    # keys that change the arithmetic and that ``gguf_knobs`` reads; see ``gguf.config.NEUTRAL``
     gguf_reads: frozenset[str] = frozenset()
     # arguments of ModelConfig that override those common to all GGUF files
     gguf_knobs: Callable[[GGUFFields], Mapping[str, Any]] = _no_gguf_knobs
     # defaults of transformers' configuration class, for fields that a config leaves out
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    # fields that change the arithmetic and that ``knobs`` reads; see ``hf_config.NEUTRAL``
+    # fields that change the arithmetic and that ``knobs`` reads; see ``hf.config.NEUTRAL``
     reads: frozenset[str] = frozenset()
     # arguments of ModelConfig that override those common to all architectures
     knobs: Callable[[Fields], Mapping[str, Any]] = _no_knobs

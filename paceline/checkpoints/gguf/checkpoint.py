@@ -86,14 +86,14 @@ def _our_name(name: str, parts: Mapping[str, str]) -> str:
 
 
 class GGUFCheckpoint:
-    """An opened ``.gguf`` file, with all parts of a split one; see ``base.Checkpoint`` for the
+    """An opened ``.gguf`` file, with all parts of a split one; see ``model.checkpoint`` for the
     contract.
 
     Args:
         parts: result of ``read_gguf_parts``; None: it is read here.
 
     Raises:
-        CheckpointError: malformed (see ``gguf_format``), without one of its parts, of an
+        CheckpointError: malformed (see ``container``), without one of its parts, of an
             architecture that is not supported, or with metadata and tensors that disagree.
     """
 
@@ -147,7 +147,7 @@ class GGUFCheckpoint:
         return self._reorder(name, self._data.values(self._find(name)))
 
     def raw_tensor(self, name: str) -> tuple[NDArray[np.uint8], str]:
-        """Return stored rows, see ``base.Checkpoint``. Read-only and backed by the file, except for
+        """Return stored rows, see ``model.checkpoint``. Read-only and backed by the file, except for
         q and k of the ``llama`` architecture, which are copies."""
         tensor = self._find(name)
         if len(tensor.shape) != 2:

@@ -26,7 +26,7 @@ SUPPORTED_ARCHITECTURES: Final = tuple(
 )
 
 # keys, without their architecture, that change the arithmetic, and the values at which they do not:
-# see ``hf_config.NEUTRAL``
+# see ``hf.config.NEUTRAL``
 NEUTRAL: Final[Mapping[str, Any]] = MappingProxyType(
     {
         "attention.causal": True,

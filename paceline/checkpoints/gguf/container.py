@@ -75,7 +75,7 @@ class GGUFTensor:
     # first byte, counted from the start of the file
     start: int
     num_bytes: int
-    # index of the file that holds it, in a split model (``gguf_parts``)
+    # index of the file that holds it, in a split model (``shards``)
     part: int = 0
 
     @property

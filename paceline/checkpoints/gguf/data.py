@@ -74,7 +74,7 @@ _PLAIN: Final[Mapping[GGUFType, _Decoder]] = {
 
 
 def _decoder(kind: GGUFType) -> _Decoder:
-    """Return the ``gguf`` package's decoder; ``gguf_types`` tells why it is imported here."""
+    """Return the ``gguf`` package's decoder; ``types`` tells why it is imported here."""
     from gguf import GGMLQuantizationType, quants
 
     return partial(quants.dequantize, qtype=GGMLQuantizationType(kind))

@@ -51,7 +51,7 @@ MAX_SHARDS: Final = 4096
 
 
 class HFCheckpoint:
-    """An opened Hugging Face folder; see ``base.Checkpoint`` for the contract.
+    """An opened Hugging Face folder; see ``model.checkpoint`` for the contract.
 
     Raises:
         CheckpointError: no or unsupported config, no safetensors, malformed or missing shards, or

@@ -23,7 +23,7 @@ class CatalogueRow:
     """One model in the catalogue."""
 
     name: str
-    # name for ``hub_names``: "org/repo" or "org/repo:Q4_K_M"
+    # name for ``names``: "org/repo" or "org/repo:Q4_K_M"
     hub: str
     # title for users
     title: str

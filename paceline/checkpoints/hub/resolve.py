@@ -1,7 +1,7 @@
 """Resolution of a user's name of a model to the files on disk.
 
 A name is tried as, in this order: an alias (``smollm2-135m``), an existing folder or ``.gguf``
-file, a short name of the catalogue, a name on the hub (``hub_names``). Names may come from a config
+file, a short name of the catalogue, a name on the hub (``names``). Names may come from a config
 file or a caller, so none may leave a folder: ``..``, encoded slashes and control characters are
 refused before the disk is read.
 """

@@ -41,7 +41,7 @@ __all__ = ["FP8", "INSTEAD", "MXFP4", "Q4", "Quantisation", "QuantisedMatrix"]
 # stored types of matrices: floating-point bytes; 8-bit integers; 4 bits in blocks that GGUF has
 # too; and 4 bits in another order, or with scales that are not halves
 FP8: Final = "FP8"
-# 4-bit floating point, for experts alone; see ``stacked``
+# 4-bit floating point, for experts alone; see ``stacked_experts``
 MXFP4: Final = "MXFP4"
 _INT8: Final = "INT8"
 Q4: Final = "Q4_1"

@@ -30,7 +30,7 @@ _MOST_HEADER: Final = 512
 
 
 class HarmonyReader:
-    """A ``thoughts.Reader``.
+    """A ``reasoning_reader.Reader``.
 
     Args:
         thinking: the prompt has left the channel ``analysis`` open.

@@ -139,7 +139,7 @@ class Thinking:
 
 
 class ThoughtReader:
-    """A ``thoughts.Reader`` for two marks.
+    """A ``reasoning_reader.Reader`` for two marks.
 
     Args:
         thinking, goes_on: see ``ReasoningFormat.reader``.

@@ -70,7 +70,7 @@ _LINKS: Final = {
         ),
     ),
 }
-# sent before a request and its path are known (``connections.py``)
+# sent before a request and its path are known (``http/connections.py``)
 _OF_THE_CONNECTION: Final = frozenset({"408", "431"})
 
 

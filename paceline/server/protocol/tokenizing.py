@@ -1,4 +1,4 @@
-"""Bodies of ``/tokenize`` and ``/detokenize``; ``llama_info`` has those of llama-server."""
+"""Bodies of ``/tokenize`` and ``/detokenize``; ``llama_cpp.info`` has those of llama-server."""
 
 from __future__ import annotations
 

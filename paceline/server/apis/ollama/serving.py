@@ -1,7 +1,7 @@
 """Ollama's API: ``/api/chat``, ``/api/generate``, and endpoints about models.
 
 Answers stream as lines of JSON unless ``stream`` is false; the last line has the counts and times,
-in nanoseconds. Bodies become those of chat and completions (``ollama_request``).
+in nanoseconds. Bodies become those of chat and completions (``protocol``).
 """
 
 from __future__ import annotations

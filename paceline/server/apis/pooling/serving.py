@@ -59,7 +59,7 @@ _QWEN3_INSTRUCTION: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Endpoint(Generic[_P]):
-    """A ``vector_routes.Kind``."""
+    """A ``routes.Kind``."""
 
     parse: Callable[[dict[str, Any], RequestRules, str, PoolingInfo | None], _P]
     # makes the body of an answer from a parsed request, its id, and its arrival time
