@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Generator
@@ -22,6 +23,11 @@ settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
+
+
+# a process that has all tests has a million objects: to look through them for garbage as often as
+# Python does by itself takes a tenth of its time
+gc.set_threshold(10_000, 20, 20)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

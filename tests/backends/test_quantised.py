@@ -33,9 +33,14 @@ from tests.backends.torch.models import make_model
 
 NATIVE: Final = unavailable_reason() is None
 Q4_1: Final = GGMLQuantizationType.Q4_1
+# one of each format every day
+FORMATS: Final = [
+    pytest.param(name, marks=() if name in ("gptq", "awq", "fp8-blocks") else pytest.mark.thorough)
+    for name in LAYOUTS
+]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", FORMATS)
 def test_logits_are_those_of_the_weights_that_are_meant(layout: str, tmp_path: Path) -> None:
     model = write(tmp_path, layout)
     checkpoint = open_checkpoint(tmp_path)
@@ -144,7 +149,7 @@ def test_the_ready_line_says_what_became_of_it(layout: str, said: str, tmp_path:
 
 
 @pytest.mark.skipif(not NATIVE, reason=str(unavailable_reason()))
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", FORMATS)
 def test_auto_takes_no_more_bits_than_the_file_has(layout: str, tmp_path: Path) -> None:
     write(tmp_path, layout)
     backend = load(tmp_path, dtype="auto", compute="auto", block_size=16)

@@ -106,7 +106,7 @@ def check(model: Any, driver: Told, name: str, tokens: list[int]) -> None:
     [
         pytest.param("gemma3", "torch", marks=pytest.mark.thorough),
         pytest.param("gpt-oss", "torch", marks=pytest.mark.thorough),
-        ("mistral-sliding", "torch"),
+        pytest.param("mistral-sliding", "torch", marks=pytest.mark.thorough),
         pytest.param("gemma3", "native", marks=NATIVE),
         pytest.param("mistral-sliding", "native", marks=NATIVE),
     ],

@@ -65,6 +65,7 @@ class _Forgetful(NullBackend):
         pass
 
 
+@pytest.mark.thorough
 def test_a_block_that_is_not_moved_shows_in_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     tight = int(pressure.SHARE * pressure.NEEDED)
     options = {"num_host_blocks": tight // 2, "future_memory_check": False}

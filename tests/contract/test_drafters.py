@@ -84,7 +84,9 @@ WAYS: dict[str, Way] = {
 
 
 def _daily(source: Source, way: str, depth: int) -> bool:
-    return depth == 2 and (source.name != DRAFT_MODEL or way in ("as made", "wrong later"))
+    if source.name == DRAFT_MODEL:
+        return depth == 2 and way in ("as made", "wrong later")
+    return depth == 2 and way in ("as made", "right", "wrong later", "against the grammar")
 
 
 # a model that wrote more than were asked for would break what ``Drafting.guess`` promises

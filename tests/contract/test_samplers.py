@@ -164,7 +164,7 @@ def _check_logprobs(logits: NDArray[np.float32], row: SampleRow, entry: Any, tok
 
 
 @settings(
-    max_examples=150,
+    max_examples=50,
     deadline=None,
     # the sampler keeps nothing that a later example could see
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

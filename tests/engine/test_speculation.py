@@ -167,7 +167,7 @@ def test_answers_are_the_same(
 @pytest.mark.parametrize(
     ("compute", "formats", "draft", "mirrors"),
     [
-        ("torch", ("float32", "float32"), "float32", False),
+        pytest.param("torch", ("float32", "float32"), "float32", False, marks=pytest.mark.thorough),
         ("native", ("float32", "float32"), "auto", False),
         # the model itself, in other weights: its KV cache is a copy
         ("native", ("float32", "float32"), "bfloat16", True),
@@ -207,7 +207,9 @@ def test_answers_are_those_without_a_draft_model(
         assert on.accepted > 0
 
 
-@pytest.mark.parametrize("head", ["eagle3", "mimo", "qwen3"])
+@pytest.mark.parametrize(
+    "head", ["eagle3", "mimo", pytest.param("qwen3", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize(
     ("size", "blocks", "chunk"),
     [

@@ -83,7 +83,7 @@ async def test_streams_asked_for_ahead_come_one_after_the_other(
         assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.thorough), True])
 @pytest.mark.parametrize("fails", [(), (pieces(0),), (refused(503), refused(503))])
 async def test_a_request_is_no_work_for_the_garbage_collector(
     stream: bool, fails: tuple[Step, ...]

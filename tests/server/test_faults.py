@@ -145,7 +145,7 @@ def lazy(server: LiveServer, *, stream: bool = True, **fields: Any) -> socket.so
     return made
 
 
-@pytest.mark.parametrize("timeout", [0.5, 0.0])
+@pytest.mark.parametrize("timeout", [0.5, pytest.param(0.0, marks=pytest.mark.thorough)])
 def test_slow_readers(tmp_path: Path, timeout: float) -> None:
     config = {"slow_reader_timeout": timeout}
     with live_server(tmp_path / "log", process=True, config=config) as server:

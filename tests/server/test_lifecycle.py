@@ -41,7 +41,9 @@ def post_in_background(server: LiveServer, body: dict[str, Any]) -> list[httpx.R
     return answers
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)]
+)
 def test_drain_lets_requests_end(tmp_path: Path, number: signal.Signals) -> None:
     with live_server(tmp_path / "log", backend=SLOW) as server:
         answers = post_in_background(server, long_body(max_tokens=60))

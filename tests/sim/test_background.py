@@ -62,7 +62,13 @@ def people(ttft: float | None, tpot: float | None, gap: float) -> list[Arrival]:
 
 
 @pytest.mark.parametrize("busy", [pytest.param(0.0, marks=pytest.mark.thorough), 4.0, 12.0])
-@pytest.mark.parametrize("targets", [(1.0, 0.1), (None, None)], ids=["interactive", "standard"])
+@pytest.mark.parametrize(
+    "targets",
+    [
+        pytest.param((1.0, 0.1), id="interactive"),
+        pytest.param((None, None), id="standard", marks=pytest.mark.thorough),
+    ],
+)
 def test_everybody_is_served(busy: float, targets: tuple[float | None, float | None]) -> None:
     rng = random.Random(1)
     lines = [Arrival(0.0, rng.randint(32, 256), 64, slo_class="batch") for _ in range(LINES)]

@@ -19,13 +19,13 @@ from paceline.backends.native import (
     choose_kinds,
     packed_bytes,
     unavailable_reason,
-    variants,
 )
 from paceline.backends.native.single_kernels import PackedMatrix
 from paceline.backends.native.tensors import BLOCKS, PACKED
 from paceline.backends.runner.rope import rotary_tables
 from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 from paceline.errors import ConfigError
+from tests.backends.native.reference import levels
 from tests.checkpoints.builders import llama_metadata
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
@@ -116,7 +116,7 @@ def test_q4_rounds_nothing_of_q4_k_but_scales() -> None:
     assert error.max() > 0
 
 
-@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("isa", levels())
 @pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.name)
 def test_products_are_those_of_the_values(kind: Q, isa: str) -> None:
     # of many rows as many as 16 blocks of Q4_K are taken together
@@ -139,7 +139,7 @@ def test_products_are_those_of_the_values(kind: Q, isa: str) -> None:
         np.testing.assert_array_equal(matrix.multiply(x[:rows]), whole[:rows])
 
 
-@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("isa", levels())
 @pytest.mark.parametrize("bits", [0, 255])
 @pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.name)
 def test_the_largest_sums_there_are(kind: Q, bits: int, isa: str) -> None:
@@ -165,7 +165,7 @@ def test_the_largest_sums_there_are(kind: Q, bits: int, isa: str) -> None:
     np.testing.assert_array_equal(matrix.multiply(x[:1]), out[:1])
 
 
-@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("isa", levels())
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("kind", KEPT, ids=lambda kind: kind.name)
 def test_what_is_no_number_is_not_hidden(kind: Q, bad: float, isa: str) -> None:
@@ -184,7 +184,7 @@ def test_what_is_no_number_is_not_hidden(kind: Q, bad: float, isa: str) -> None:
     assert not np.isfinite(eight[[2, 4, 5]]).any()
 
 
-@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("isa", levels())
 def test_a_row_s_product_is_the_same_whatever_is_beside_it(isa: str) -> None:
     """Of the kind that ``auto`` takes beside q4 and int8, whose rows benchmarks.levels compares."""
     matrix = PackedMatrix(RawTensor(_blocks(Q.MXFP4, 70, 768, 4), "MXFP4", 768), "mxfp4", isa=isa)
@@ -266,7 +266,7 @@ def _logits(
     return out
 
 
-@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("isa", levels())
 def test_a_mixed_file_keeps_the_kind_of_each_matrix(tmp_path: Path, isa: str) -> None:
     checkpoint = _file(
         tmp_path / "m.gguf", {"token_embd": Q.Q6_K, "1.attn_v": Q.Q6_K, "ffn_down": Q.Q5_K}
@@ -293,7 +293,7 @@ def test_a_mixed_file_keeps_the_kind_of_each_matrix(tmp_path: Path, isa: str) ->
         assert rounded > 1.4 * kept
 
 
-@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("isa", levels())
 def test_experts_keep_their_kind(tmp_path: Path, isa: str) -> None:
     checkpoint = _file(tmp_path / "m.gguf", {"ffn_down": Q.Q6_K}, experts=3)
     kinds = choose_kinds(checkpoint, "native")

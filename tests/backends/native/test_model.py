@@ -24,6 +24,7 @@ from paceline.checkpoints.model.config import ModelConfig
 from paceline.errors import CheckpointError, ConfigError
 from tests.backends.native.reference import (
     Weights,
+    levels,
     logits,
     random_weights,
     rope_tables,
@@ -73,7 +74,7 @@ def _error(out: NDArray[np.float32], expected: NDArray[np.float64]) -> float:
 
 
 @native
-@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("isa", levels())
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits(isa: str, dtype: str, family: str) -> None:
@@ -183,7 +184,7 @@ def test_members_with_rows_of_their_own(dtype: str, rows: int) -> None:
 
 
 @native
-@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("isa", levels())
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
 def test_a_sequence_does_not_depend_on_those_beside_it(isa: str, dtype: str, kv_dtype: str) -> None:
@@ -212,7 +213,7 @@ def test_a_sequence_does_not_depend_on_those_beside_it(isa: str, dtype: str, kv_
 
 
 @native
-@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("isa", levels())
 def test_weights_of_four_bits_take_the_memory_of_five(isa: str) -> None:
     config = tiny_config(hidden_size=768, intermediate_size=3072, num_hidden_layers=3)
     weights = random_weights(config, 1)
@@ -225,7 +226,7 @@ def test_weights_of_four_bits_take_the_memory_of_five(isa: str) -> None:
 
 
 @native
-@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("isa", levels())
 def test_likeliest_is_the_first_of_the_largest(isa: str) -> None:
     config = tiny_config(vocab_size=700, tie_word_embeddings=False)
     weights = random_weights(config, 13)
@@ -245,7 +246,7 @@ def test_likeliest_is_the_first_of_the_largest(isa: str) -> None:
 
 
 @native
-@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("isa", levels())
 @pytest.mark.parametrize("softcap", [1e-6, 0.01, 30.0, 1e6])
 def test_soft_capped_logits(isa: str, softcap: float) -> None:
     """Each is the function of what it is without a cap: far below the cap, bent, at it."""
@@ -263,7 +264,7 @@ def test_soft_capped_logits(isa: str, softcap: float) -> None:
 
 
 @native
-@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("isa", levels())
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_a_soft_cap_hides_no_fault(isa: str, value: float) -> None:
     config = tiny_config(logits_softcap=5.0, tie_word_embeddings=False)

@@ -14,13 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.backends.native import (
-    NativeModel,
-    NativeSettings,
-    sampling,
-    unavailable_reason,
-    variants,
-)
+from paceline.backends.native import NativeModel, NativeSettings, sampling, unavailable_reason
 from paceline.backends.native.sampling import NativeSampler, token_logprobs
 from paceline.backends.runner.sampling import PreparedSampling, SampleRow
 from paceline.core.sampling_params import SamplingParams
@@ -28,6 +22,7 @@ from paceline.errors import ConfigError
 from tests.backends.native.reference import random_weights, rope_tables, tiny_config
 from tests.backends.sampling_reference import (
     allowed_tokens,
+    levels,
     likeliest_of,
     make_row,
     reshaped,
@@ -83,7 +78,7 @@ def make_rows(vocab: int, each: int) -> list[SampleRow]:
     ]
 
 
-@pytest.mark.parametrize("isa", variants())
+@pytest.mark.parametrize("isa", levels())
 @pytest.mark.parametrize("vocab", [100, 5000, 50_257])
 def test_every_variant_draws_by_the_rules(isa: str, vocab: int) -> None:
     rows = make_rows(vocab, 3)
@@ -305,7 +300,7 @@ class TestReshaped:
         with pytest.raises(ValueError, match=r"shape \[21\] and type bool .* 20 logits"):
             NativeSampler().sample(logits, [row], likeliest_of(logits))
 
-    @pytest.mark.parametrize("isa", variants())
+    @pytest.mark.parametrize("isa", levels())
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     def test_masks(self, isa: str, temperature: float) -> None:
         """Of a grammar, of allowed tokens and of both; over the likeliest token or beside it."""
@@ -343,7 +338,7 @@ class TestReshaped:
 
 
 class TestTokenLogprobs:
-    @pytest.mark.parametrize("isa", variants())
+    @pytest.mark.parametrize("isa", levels())
     @pytest.mark.parametrize("vocab", [1, 5, 100, 1025, 5000])
     @pytest.mark.parametrize("kind", ["normal", "ties", "constant"])
     def test_against_float64(self, isa: str, vocab: int, kind: str) -> None:

@@ -143,7 +143,7 @@ def test_split_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no card for hardware 'abacus'" in refused(capsys, *SPLIT, "--hardware", "abacus")
 
 
-LOAD = "synthetic:rate=40,prompt=fixed(1500),output=uniform(5,20),n=80"
+LOAD = "synthetic:rate=40,prompt=fixed(1500),output=uniform(5,20),n=40"
 FLEET = ("fleet", "--model", "llama-3.1-8b", "--hardware", "h100-sxm", "--ttft", "500ms")
 FLEET = (*FLEET, "--workload", LOAD)
 # the answer without a change, which is found once

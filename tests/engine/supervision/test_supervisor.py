@@ -192,6 +192,7 @@ class TestPoison:
             assert client.faults.num_poisoned == 1
             assert tokens(await whole(client, make("after", max_tokens=100))) == unfaulted
 
+    @pytest.mark.thorough
     async def test_not_to_blame_for_a_suspect(self) -> None:
         """The first request of the second engine ends it; whoever came fresh is tried on."""
         async with supervised(die_on=DIE, later=lambda n: {"step_time": 0.05}) as client:
@@ -204,7 +205,7 @@ class TestPoison:
 
 
 class TestGivingUp:
-    @pytest.mark.parametrize("max_restarts", [0, 2])
+    @pytest.mark.parametrize("max_restarts", [0, pytest.param(2, marks=pytest.mark.thorough)])
     async def test_after_so_many_restarts(self, max_restarts: int) -> None:
         async with supervised(max_restarts=max_restarts) as client:
             deaths: list[EngineDeadError] = []
@@ -225,6 +226,7 @@ class TestGivingUp:
                     if asked is not None:
                         await asked
 
+    @pytest.mark.thorough
     async def test_a_start_that_fails_is_a_restart(self) -> None:
         def later(number: int) -> dict[str, Any]:
             if number == 1:
@@ -282,6 +284,7 @@ class TestEnding:
             with pytest.raises(EngineDrainingError):
                 await whole(client, make("late"))
 
+    @pytest.mark.thorough
     async def test_a_drain_that_runs_out_of_time(self) -> None:
         async with supervised(later=lambda _: {"on_load": "hang"}) as client:
             tasks = spawn(client, make("runs", max_tokens=1900, whole=True))
