@@ -59,8 +59,8 @@ Features: TypeAlias = Any
 
 
 class HeadModel(Protocol):
-    """A loaded head and its KV cache, similar to ``interface.StepModel``. Logits are over the served
-    model's vocabulary, valid until the next call."""
+    """A loaded head and its KV cache, similar to ``interface.StepModel``. Logits are over the
+    served model's vocabulary, valid until the next call."""
 
     def start(
         self,
