@@ -59,7 +59,7 @@ Features: TypeAlias = Any
 
 
 class HeadModel(Protocol):
-    """A loaded head and its KV cache, similar to ``interface.StepModel``. Logits are over the served
+    """A loaded head and its KV cache, like ``interface.StepModel``. Logits are over the served
     model's vocabulary, valid until the next call."""
 
     def start(

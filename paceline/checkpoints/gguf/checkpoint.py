@@ -147,7 +147,7 @@ class GGUFCheckpoint:
         return self._reorder(name, self._data.values(self._find(name)))
 
     def raw_tensor(self, name: str) -> tuple[NDArray[np.uint8], str]:
-        """Return stored rows, see ``model.checkpoint``. Read-only and backed by the file, except for
+        """Return stored rows, see ``Checkpoint``. Read-only and backed by the file, except for
         q and k of the ``llama`` architecture, which are copies."""
         tensor = self._find(name)
         if len(tensor.shape) != 2:

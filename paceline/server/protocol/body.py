@@ -10,8 +10,8 @@
     schema_of(DetokenizeBody, rules)             its JSON schema, with the bounds of this server
     fields_of(DetokenizeBody)                    the rows of its table in docs/use/api.md
 
-A function of ``field_types`` makes each field; subclasses inherit the fields of their bases. JSON null
-counts as absent. Of several faults the first in class order is reported, own fields first.
+A function of ``field_types`` makes each field; subclasses inherit the fields of their bases. JSON
+null counts as absent. Of several faults the first in class order is reported, own fields first.
 """
 
 from __future__ import annotations
