@@ -15,8 +15,7 @@ from typing import Final
 ROOT: Final = Path(__file__).parents[1]
 # lines of one file of the package: a longer one has something that belongs elsewhere
 MOST_OF_A_FILE: Final = 550
-# room: limit, then patterns below paceline/, where "-" takes files away; a room that is yet to be
-# made has its limit already. Aimed at are the numbers in the last column
+# room: limit, then patterns below paceline/, where "-" takes files away, and the number aimed at
 ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
     "core": (8_247, ("core/**/*",), 7_800),
     # what is read to follow a step without targets
@@ -30,8 +29,8 @@ ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
     "speculation": (1_089, ("speculation/**/*",), 1_000),
     "checkpoints": (7_258, ("checkpoints/**/*",), 6_900),
     "backends": (9_983, ("backends/**/*",), 9_600),
-    "timeline": (2_140, ("timeline/**/*", "timeline/**/*"), 1_700),
-    "engine": (7_343, ("engine/**/*", "-engine/timeline/**/*"), 7_000),
+    "timeline": (2_140, ("timeline/**/*",), 1_700),
+    "engine": (7_343, ("engine/**/*",), 7_000),
     "http": (3_560, ("http/**/*",), 3_000),
     "routing": (1_236, ("routing/**/*",), 1_200),
     "server, web": (21_463, ("server/**/*", "web/**/*"), 18_900),
@@ -50,6 +49,7 @@ def lines_of(patterns: tuple[str, ...]) -> int:
     found: set[Path] = set()
     for pattern in patterns:
         paths = set((ROOT / "paceline").glob(f"{pattern.removeprefix('-')}.py"))
+        assert paths, f"no file matches {pattern}"
         found = found - paths if pattern.startswith("-") else found | paths
     return sum(path.read_bytes().count(b"\n") for path in found)
 

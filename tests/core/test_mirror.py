@@ -19,7 +19,7 @@ ELSEWHERE = {
     "pacing/paced.py": "puts the rest of pacing/ together: tests/core/pacing, tests/property",
     "pacing/tpot_guard.py": "an example of docs/understand/scheduling.md: "
     "test_scheduling_examples.py",
-    "pacing/view.py": "what the rest of pacing/ looks at: test_ageing.py, test_budget.py",
+    "pacing/view.py": "what the rest of pacing/ looks at: test_budget.py",
     "pooling.py": "settings and facts, checked by tests/pooling",
     "policies/base.py": "a protocol: policies/test_policies.py runs on every policy",
     "policies/deadline.py": "policies/test_policies.py and policies/test_defaults.py",

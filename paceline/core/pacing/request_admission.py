@@ -72,7 +72,7 @@ class RequestAdmission:
         self._state = state
         self._tenants = tenants
         self.forecast = FirstTokenForecast(state, share, targets)
-        # latest time at which a request refused for its predicted wait was asked to come back
+        # latest time at which a refused caller was asked to come back; idle or not, they all do
         self._comes_back_at = 0.0
         # a heap of limits on waiting: (time, order of arrival, request)
         self._limits: list[tuple[float, int, Request]] = []

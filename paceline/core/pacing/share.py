@@ -9,8 +9,8 @@ ordinary tasks next to real-time ones.
 
 Seconds are predicted seconds of steps. A request that holds one of ``max_num_seqs`` slots while all
 are taken, or blocks while requests wait for memory, costs that part of every step. Best effort that
-is served from what others leave counts as paid, for some seconds in advance too: under bursts it is
-served between them and costs ordinary work nothing.
+is served from what others leave counts as paid, for some seconds in advance too, unless background
+work is here: under bursts it is served between them and costs ordinary work nothing.
 
 A late request that was never started is not best effort by its caller's choice: if its wait is
 bounded by ``queue_timeout_s``, it has no share, and gets what is left over until then.
@@ -117,14 +117,14 @@ class GuaranteedShare:
                 time = (seconds - last.ordinary_seconds) * len(own) / num_running
                 left_over = max(left_over, time)
             free = max(0.0, left_over - spent - charged)
-            least = 0.0 if self._steady() else -_AHEAD * self._share
+            least = 0.0 if self._background_is_here() else -_AHEAD * self._share
             self.credit = max(min(self.credit, least), self.credit - free)
         self.credit = max(-_DEBT * self._share, min(self.credit, self._most(own)))
         for request in granted:
             lost = min(self._state.running.seconds_lost(request), _OWED * self._share)
             request.granted = self.credit > -max(_SAVED * self._share, lost)
 
-    def _steady(self) -> bool:
+    def _background_is_here(self) -> bool:
         """Whether background work needs its share every few seconds: unlike that of work with
         targets, its wait is bounded by nothing else."""
         state, tier = self._state, Tier.BACKGROUND
