@@ -19,10 +19,9 @@ from paceline.backends.native.sampling import NativeSampler, token_logprobs
 from paceline.backends.runner.sampling import PreparedSampling, SampleRow
 from paceline.core.sampling_params import SamplingParams
 from paceline.errors import ConfigError
-from tests.backends.native.reference import random_weights, rope_tables, tiny_config
+from tests.backends.native.reference import levels, random_weights, rope_tables, tiny_config
 from tests.backends.sampling_reference import (
     allowed_tokens,
-    levels,
     likeliest_of,
     make_row,
     reshaped,
