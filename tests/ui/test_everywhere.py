@@ -325,7 +325,13 @@ def test_a_chart_is_dragged_through_time(whole: LiveServer, open_page: OpenPage)
     stream.start()
     stream.join()
     eventually(lambda: page.evaluate("pacelineTimeline.history.count > 50"))
-    page.wait_for_timeout(300)
+
+    def stands_still() -> bool:
+        before = page.evaluate("pacelineTimeline.view.end")
+        page.wait_for_timeout(300)
+        return bool(before == page.evaluate("pacelineTimeline.view.end"))
+
+    eventually(stands_still)
     end = page.evaluate("pacelineTimeline.view.end")
     box = page.locator(".chart canvas").bounding_box()
     x, y = box["x"] + 200, box["y"] + 60
