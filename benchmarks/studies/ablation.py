@@ -1,14 +1,14 @@
-"""Each mechanism of the scheduler off in turn: what it is worth when it is needed.
+"""Each mechanism of the scheduler off in turn: its gain in situations that need it.
 
 A two-core CPU that serves a 135M model: 4 ms a step, 0.4 ms a token, 1 us a key read; and the
 textbook GPU of the other studies where the memory-bound region is the question. A third of the
 requests each is interactive (TTFT 1 s, TPOT 100 ms), standard (3 s, 150 ms) and batch (best effort,
-done within 60 s), and a fourth class has no targets at all, or what the situation says. Steps take
-what they are predicted to take, times a random factor (10 %). ``max_tokens`` is 512 for all, so
-lengths have to be learned.
+done within 60 s), and a fourth class has no targets at all, or the situation's own. Steps take
+their predicted time, times a random factor (10 %). ``max_tokens`` is 512 for all, so lengths have
+to be learned.
 
-A run lasts one to two minutes, since each is made for many switches, situations and seeds; what
-becomes of a queue that grows for longer is shown by ``make bench-overload``.
+A run lasts one to two minutes, since each is made for many switches, situations and seeds;
+``make bench-overload`` shows the effect of a queue that grows for longer.
 
 Every run is made with and without the mechanism for the same arrivals, over ``SEEDS`` of them: the
 tables give the mean difference (off minus on) and its standard error.
@@ -57,7 +57,7 @@ CLASSES = (
     "classes=interactive(1,ttft=1,tpot=100ms)+standard(1,ttft=3,tpot=150ms)+batch(1,deadline=60)"
 )
 SOON = CLASSES.replace("deadline=60", "deadline=30")
-# what is left with everything off
+# settings with all mechanisms off
 BASELINE: dict[str, Any] = {
     "policy": "fcfs",
     "adaptive_token_budget": False,
@@ -71,7 +71,7 @@ BASELINE: dict[str, Any] = {
 
 
 class _Cpu:
-    """See the module."""
+    """Step times of the two-core CPU, see the module's docstring."""
 
     def seconds(self, plan: SchedulerOutput) -> float:
         keys = sum(start + num_tokens / 2 for _, start, num_tokens, _, _ in plan.rows)
@@ -82,7 +82,7 @@ CPU = _Cpu()
 
 
 class _Rows:
-    """The capacity study's, where a row of one token takes as long as two tokens of a prompt."""
+    """Step times of the capacity study: a row of one token takes as long as two of a prompt."""
 
     def seconds(self, plan: SchedulerOutput) -> float:
         narrow = sum(num_tokens == 1 for _, _, num_tokens, _, _ in plan.rows)
@@ -91,7 +91,7 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class Noisy:
-    """Steps take what ``times`` says, times a random factor."""
+    """Step times of ``times``, each multiplied by a random factor."""
 
     times: StepTimes
     random: random.Random
@@ -102,7 +102,7 @@ class Noisy:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What is served, by what."""
+    """A workload, and the engine that serves it."""
 
     workload: str
     num_blocks: int = 8000
@@ -115,14 +115,14 @@ SITUATIONS: Final[Mapping[str, Situation]] = {
     "bursts": Situation(f"rate=6,cv=4,{LENGTHS},{CLASSES}"),
     "little-memory": Situation(f"rate=5,cv=1,{LENGTHS},{CLASSES}", num_blocks=160),
     "little-memory-bursts": Situation(f"rate=4,cv=4,{LENGTHS},{CLASSES}", num_blocks=160),
-    # batch work is due within 30 s, and there is more to do than can be done
+    # batch work is due within 30 s, and the load is beyond capacity
     "beyond-capacity": Situation(f"rate=8,cv=1,{LENGTHS},{SOON}", times=_Rows()),
     "beyond-capacity-bursts": Situation(f"rate=7,cv=4,{LENGTHS},{SOON}", times=_Rows()),
     "streams": Situation(
         "rate=12,cv=1,prompt=lognormal(40,0.6),output=lognormal(120,0.6),"
         "classes=stream(2,ttft=2,tpot=25ms)+standard(1)+best-effort(1)",
     ),
-    # more than the machine can do, and a third of it without targets
+    # a load beyond capacity, a third of it without targets
     "overload": Situation(
         f"rate=9,cv=2,{LENGTHS},classes=interactive(1,ttft=1,tpot=100ms)+tight(1,ttft=0.4)"
         "+batch(1,deadline=30)+standard(2)+best-effort(1)",
@@ -140,7 +140,7 @@ SITUATIONS: Final[Mapping[str, Situation]] = {
         settings={"policy": "fcfs", "max_num_batched_tokens": 2048, "max_num_seqs": 64},
     ),
 }
-# seconds and shares that the tables show: (head, digits)
+# columns of the tables, seconds and shares: (head, digits)
 _COLUMNS: Final = (
     ("attainment %", 1),
     ("TTFT p50 ms", 0),
@@ -160,8 +160,8 @@ def _run(
     num_requests: int,
     watch: Callable[[str], None] | None = None,
 ) -> tuple[str, list[float]]:
-    """The digest of all decisions, and the columns. ``watch`` is given the digest after each
-    plan; what it raises ends the run."""
+    """Return the digest of all decisions, and the columns. ``watch`` gets the digest after each
+    plan; an exception in it ends the run."""
     settings: dict[str, Any] = {"policy": "deadline", "max_model_len": 4096}
     num_blocks = situation.num_blocks
     with switch.off():
@@ -207,7 +207,7 @@ def _run(
 
 
 def plans_of(situation: str, switch: Switch) -> list[str]:
-    """A digest after every plan that is made for the last seed's arrivals."""
+    """Return a digest after every plan that is made for the last seed's arrivals."""
     digests: list[str] = []
     _run(SITUATIONS[situation], switch, SEEDS[-1], NUM_REQUESTS, digests.append)
     return digests
@@ -218,7 +218,7 @@ class _OtherPlanError(Exception):
 
 
 def same_plans(situation: str, switch: Switch, plans: Sequence[str]) -> bool:
-    """Whether ``plans_of`` says the same. Ends with the first plan that differs."""
+    """Whether ``plans_of`` returns the same. Ends with the first plan that differs."""
     place = itertools.count()
 
     def compare(digest: str) -> None:
@@ -242,7 +242,7 @@ def _job(job: tuple[str, str, int]) -> tuple[str, list[float]]:
 def _row(
     name: str, on: Sequence[tuple[str, list[float]]], off: Sequence[tuple[str, list[float]]]
 ) -> list[str] | None:
-    """Differences and their standard errors; None if no plan differs."""
+    """Return differences and their standard errors; None if no plan differs."""
     if all(a[0] == b[0] for a, b in zip(on, off, strict=True)):
         return None
     cells = [name]
@@ -256,7 +256,7 @@ def _row(
 
 
 def tables() -> dict[str, str]:
-    """Per situation: the means with everything on, then differences by mechanism."""
+    """Return per situation the means with everything on, then differences by mechanism."""
     names = ["everything on", "all off", *SWITCHES]
     jobs = [(s, name, seed) for s in SITUATIONS for name in names for seed in SEEDS]
     with ProcessPoolExecutor(os.cpu_count()) as executor:

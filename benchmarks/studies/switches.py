@@ -1,7 +1,7 @@
 """A switch for each mechanism of the scheduler, so that the ablation can turn it off.
 
-Some are settings. The others have no setting, for no server is better off without them: they are
-replaced inside the core, for as long as a run takes.
+Some are settings. The others have no setting, as no server would gain without them: they are
+replaced inside the core for the time of a run.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _NEVER: Final = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """How one mechanism is turned off."""
+    """The way to turn one mechanism off."""
 
     # fields of ``SchedulerConfig`` that replace the situation's own
     settings: Mapping[str, Any] = field(default_factory=dict)
-    # attributes of modules and classes below ``paceline.core``, and what takes their place
+    # attributes of modules and classes below ``paceline.core``, and their replacements
     replaced: Mapping[str, Any] = field(default_factory=dict)
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """The core without the mechanism."""
+        """Run with a core without the mechanism."""
         with ExitStack() as stack:
             for path, value in self.replaced.items():
                 stack.enter_context(patch(f"paceline.core.{path}", value))
@@ -73,12 +73,12 @@ def _whole_budget(self: ChunkSize) -> int:
 
 
 def _pace_alone(self: StepBudget, paced: Sequence[Request], now: float) -> float:
-    """Every step keeps the tightest pace, however far ahead of it requests are."""
+    """Return the tightest pace for every step, however far ahead of it requests are."""
     return min((PACE_SHARE * (r.targets.tpot or math.inf) for r in paced), default=math.inf)
 
 
 def _last(self: object, candidates: Sequence[Request], expendable: object) -> Request:
-    """The last in order gives its blocks up, as in vLLM."""
+    """Choose the last in order to give its blocks up, as in vLLM."""
     return candidates[-1]
 
 
@@ -90,7 +90,7 @@ def _swap(**replaced: Any) -> Switch:
     return Switch(replaced={path.replace("__", "."): value for path, value in replaced.items()})
 
 
-# by the words of docs/scheduling.md
+# mechanisms by their names in docs/scheduling.md
 SWITCHES: Final[Mapping[str, Switch]] = {
     # order
     "the policy's order": _set(policy="fcfs"),
@@ -110,7 +110,7 @@ SWITCHES: Final[Mapping[str, Switch]] = {
     "memory-bound region": _swap(predict__memory_bound__Hinge__look=_nothing),
     "exploration of chunks": _swap(predict__chunk___AROUND=_NEVER),
     "short steps of best effort": _set(best_effort_step_s=3600.0),
-    # who yields
+    # yielding
     "yielding of late requests": _set(relegate_late=False),
     "triage": _swap(pacing__feasibility__Feasibility__triage=_nothing),
     "yielding while running": _swap(pacing__feasibility__Feasibility__settle=_no),
@@ -127,14 +127,14 @@ SWITCHES: Final[Mapping[str, Switch]] = {
     "look ahead at memory": _set(future_memory_check=False),
     "swapping": _set(preemption="recompute"),
     "victim by work lost": _swap(queues__running__RunningList__victim=_last),
-    # the other way round: it is closed by default
+    # inverted, as it is closed by default
     "(a valve at 88 %, closed by default)": _set(pressure_threshold=0.88),
     # tenants
     "light tenants": _swap(pacing__tenants__TenantShares__is_light=_no),
     "short steps while shared": _swap(pacing__budget__StepBudget___shared_seconds=_infinite),
     "saved tokens": _swap(policies__fair___SAVED_STEPS=0.0),
     "queue share": _swap(pacing__door___PER_PLACE=_NEVER),
-    # what is learned
+    # learning
     "learned lengths": _swap(predict__output_length__LengthHistory__observe=_nothing),
     "learned bias of forecasts": _swap(pacing__first_token__FirstTokenForecast___learn=_nothing),
 }
