@@ -56,7 +56,7 @@ class Outcome(NamedTuple):
     all: tuple[int, int]
     # requests that arrived for the first time, in the time in which returns are judged
     newcomers: tuple[int, int]
-    # seconds that clients were told to wait
+    # seconds of every ``Retry-After``
     told: list[float]
 
 

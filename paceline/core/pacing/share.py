@@ -1,11 +1,11 @@
 """The guaranteed share: time for best effort on an engine that ordinary work would fill alone.
 
-Best effort is served from what ordinary work, the promised one, leaves. While it waits for more, it
-earns ``best_effort_share`` of the engine's seconds, and may spend them at the expense of ordinary
-work: on a free slot before the first ordinary request, or on rows and chunks beyond the time that
-others' targets leave. So its wait is bounded by the work before it divided by the share, and the
-cost to ordinary work by the share. The deadline server of Linux's scheduler does the same for
-ordinary tasks next to real-time ones.
+Best effort is served from what ordinary ("promised") work leaves. While it waits for more, it earns
+``best_effort_share`` of the engine's seconds, and may spend them at the expense of ordinary work:
+on a free slot before the first ordinary request, or on rows and chunks beyond the time that others'
+targets leave. So its wait is bounded by the work before it divided by the share, and the cost to
+ordinary work by the share. The deadline server of Linux's scheduler does the same for ordinary
+tasks next to real-time ones.
 
 Seconds are predicted seconds of steps. A request that holds one of ``max_num_seqs`` slots while all
 are taken, or blocks while requests wait for memory, costs that part of every step. Best effort that

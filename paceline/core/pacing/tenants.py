@@ -1,6 +1,6 @@
 """Tenants that have requests or had some lately, and tenants that have far fewer than others.
 
-This module does not know the policy, or what runs.
+This module does not know the policy, or which requests run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LATELY: Final = 256
 
 
 class TenantShares:
-    """Counts unfinished requests by tenant, and knows which tenants asked lately."""
+    """Counts unfinished requests by tenant, and knows which tenants had arrivals lately."""
 
     def __init__(self, weights: TenantWeights) -> None:
         self._weights = weights
