@@ -29,7 +29,7 @@ class Tally:
     asked: int = 0
     # ended by themselves; the others were cut off at the limit
     completed: int = 0
-    # completed ones that are not what was asked for
+    # completed ones that do not match their grammar
     invalid: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 

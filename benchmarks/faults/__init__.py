@@ -1,1 +1,1 @@
-"""What clients see when something breaks; run with ``python -m benchmarks.faults``."""
+"""Faults and their effects on clients; run with ``python -m benchmarks.faults``."""

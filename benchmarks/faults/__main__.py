@@ -1,24 +1,24 @@
-"""What clients see when something breaks, and how long until all is well again.
+"""Effects of faults on clients, and the time until the server has recovered.
 
-Method: one ``paceline serve`` on the default model, as it comes but for a few flags (a small KV
+Method: one ``paceline serve`` on the default model, with defaults but for a few flags (a small KV
 cache, room for all restarts, short bounds for hanging steps and slow readers). First every prompt
-is answered while nothing is wrong; those token ids are what every later answer is held against. A
-token lost or doubled is an answer that differs, or a broken one that is not the beginning. Then one
-fault after the other, each seen from its clients' side:
+is answered without any fault; every later answer is compared with those token ids. A whole answer
+that differs, or a broken one that is not the beginning, has lost, doubled or changed tokens. Then
+one fault after the other, each seen from its clients' side:
 
 * the engine process killed (SIGKILL) and stopped (SIGSTOP) under 64 streams and 16 requests that
-  are not streamed, TIMES (1) times each; recovery is from the signal until ``/health/ready`` says
-  200. They are greedy and drawn, with penalties, with a JSON schema and of two choices, by turns;
-* ``/metrics`` ten times a second beside 64 streams;
-* 1,000 connections that say nothing beside 200 streams;
-* 100 callers who ask for much and read nothing, beside 16 who read;
-* 10,000 malformed requests of a dozen kinds, beside 16 good ones;
+    are not streamed, TIMES (1) times each; recovery is from the signal to 200 of ``/health/ready``.
+    They are greedy and sampled, with penalties, with a JSON schema and of two choices, by turns;
+  * ``/metrics`` ten times a second during 64 streams;
+  * 1,000 silent connections during 200 streams;
+  * 100 callers who request long answers and read nothing, next to 16 who read;
+  * 10,000 malformed requests of a dozen kinds, next to 16 good ones;
 * SIGTERM under load;
 * on a second server, whose batch folder is a file system of its own of 8 MiB: the disk full in the
   middle of a batch of 200 lines, then not; the Redis that counts for rate limits killed, then back.
 
-Memory is the resident size of the API process. ``--rows`` takes some of them. Prints a table and,
-last, one JSON line.
+Memory is the resident size of the API process. ``--rows`` selects some of the faults. Prints a
+table and, last, one JSON line.
 
     python -m benchmarks.faults
 """
@@ -71,7 +71,7 @@ def storage_rows(
     results: dict[str, Row],
     unmeasured: Unmeasured,
 ) -> None:
-    """The two rows that need a disk and a Redis to take away; told where there is none."""
+    """Measure the two rows that need a disk and a Redis to break; report where there is none."""
     disk = folder / "disk"
     disk.mkdir()
     around = small_disk(disk)
@@ -101,7 +101,7 @@ def storage_rows(
 def run(
     model: str, names: list[str], flags: Sequence[str], unmeasured: Unmeasured
 ) -> dict[str, Row]:
-    """The rows that could be measured; ``unmeasured`` is told of the others."""
+    """Return the rows that could be measured; ``unmeasured`` gets the others."""
     results: dict[str, Row] = {}
     with tempfile.TemporaryDirectory(prefix="faults-") as made:
         folder = Path(made)

@@ -1,4 +1,4 @@
-"""Clients that write down what they saw: the status, every token, how it ended."""
+"""Clients that record their exchanges: the status, every token, and the end."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _LIMIT = 1 << 20
 class Seen:
     """One exchange from the client's side."""
 
-    # of HTTP; 0: the connection broke before there was one
+    # HTTP status; 0: the connection broke before there was one
     status: int = 0
     token_ids_of: dict[int, list[int]] = field(default_factory=dict)
-    # every choice ended, and the stream with [DONE]
+    # every choice ended, and the stream ended with [DONE]
     finished: bool = False
     # status in the error, as an event or a body; 0: none
     error: int = 0
@@ -39,12 +39,12 @@ class Seen:
 
     @property
     def token_ids(self) -> list[int]:
-        """Of all choices, one after the other."""
+        """Token ids of all choices, one after the other."""
         return [i for index in sorted(self.token_ids_of) for i in self.token_ids_of[index]]
 
     @property
     def outcome(self) -> str:
-        """In a few words, to be counted."""
+        """Kind of outcome in a few words, for counting."""
         if self.status == 200 and self.finished and not self.error:
             return "200 complete"
         if self.status == 200:
@@ -53,7 +53,7 @@ class Seen:
 
 
 async def ask(port: int, body: Mapping[str, Any], *, timeout: float = 60.0) -> Seen:
-    """POST a completion with ``return_token_ids``; never raises for what the server does."""
+    """POST a completion with ``return_token_ids``; never raises for errors of the server."""
     seen = Seen()
     try:
         async with asyncio.timeout(timeout):
@@ -108,13 +108,13 @@ def _note(seen: Seen, event: dict[str, Any]) -> None:
 
 
 def counted(seen: Iterable[Seen]) -> dict[str, int]:
-    """How many ended how."""
+    """Count exchanges by outcome."""
     return dict(sorted(Counter(each.outcome for each in seen).items()))
 
 
 def mismatches(seen: Iterable[tuple[Seen, list[int]]]) -> int:
-    """Answers with a token lost, doubled or changed: whole ones that are not the expected one, and
-    broken ones that are not its beginning."""
+    """Count answers with a token lost, doubled or changed: whole ones that are not the expected
+    one, and broken ones that are not its beginning."""
     return sum(
         each.token_ids != expected[: len(each.token_ids)]
         or (each.finished and len(each.token_ids) != len(expected))

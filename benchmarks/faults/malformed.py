@@ -1,4 +1,4 @@
-"""Requests that should never be answered with anything but a refusal."""
+"""Malformed requests, which a server must refuse."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _BAD_FIELDS: tuple[dict[str, object], ...] = (
 
 
 def malformed(count: int, rng: random.Random) -> list[bytes]:
-    """``count`` requests as bytes, of a dozen kinds in equal shares."""
+    """Return ``count`` requests as bytes, of a dozen kinds in equal shares."""
     kinds = (
         _bad_json, _bad_utf8, _not_an_object, _bad_field, _bad_field, _deep, _wrong_method,
         _unknown_path, _wrong_type, _bad_length, _garbage, _bad_chunk, _long_header,
@@ -43,8 +43,8 @@ def malformed(count: int, rng: random.Random) -> list[bytes]:
 
 
 async def send(port: int, request: bytes) -> str:
-    """The status it got, or how the connection ended without one. The connection is left to a
-    request that cannot be complete for a second at most."""
+    """Send a request; return its status, or the way the connection ended without one. An incomplete
+    request keeps the connection for a second at most."""
     writer = None
     try:
         async with asyncio.timeout(5.0):

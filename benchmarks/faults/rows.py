@@ -1,4 +1,4 @@
-"""The faults, one function each: hurt the server, tell what its clients saw."""
+"""The faults, one function each: break something, and report the effect on clients."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = ["ROWS", "Load", "Row", "reference"]
 Row = dict[str, Any]
 
 STREAMS = 64
-# engines that are killed, and as many that are stopped
+# number of engines that are killed, and of engines that are stopped
 TIMES = int(os.environ.get("TIMES") or 1)
-# requests beside the streams whose answers are not streamed
+# requests in addition to the streams whose answers are not streamed
 WHOLE = 16
 TOKENS = 32
-# settings that look at what is out already: draws, penalties, a grammar, several choices
+# settings that depend on earlier output: sampling, penalties, a grammar, several choices
 KINDS: tuple[Row, ...] = (
     {"temperature": 0, "ignore_eos": True},
     {"temperature": 0.8, "seed": 7, "ignore_eos": True},
@@ -63,7 +63,7 @@ MALFORMED = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Prompts with the answers of a server that nobody hurts."""
+    """Prompts with the answers of a server without faults."""
 
     prompts: list[str]
     answers: list[list[int]]
@@ -82,12 +82,12 @@ class Load:
         return self.answers[index % len(self.answers)]
 
     def wrong(self, seen: Sequence[Seen], first: int = 0) -> int:
-        """See ``mismatches``; ``seen[i]`` answers prompt ``first + i``."""
+        """Count ``mismatches``; ``seen[i]`` answers prompt ``first + i``."""
         return mismatches((each, self.answer(first + i)) for i, each in enumerate(seen))
 
 
 async def reference(server: FaultyServer) -> Load:
-    """Answers of every kind. The prompts count."""
+    """Get answers of every kind. The prompts are sequences of numbers."""
     prompts = [
         ", ".join(str(number) for number in range(10 * first, 10 * first + 15)) + ","
         for first in range(1, STREAMS + WHOLE + 1)
@@ -101,7 +101,7 @@ async def reference(server: FaultyServer) -> Load:
 
 
 async def engine_lost(server: FaultyServer, load: Load, number: signal.Signals) -> Row:
-    """The engine gets a signal in the middle of its work."""
+    """Send the engine a signal in the middle of its work."""
     before = server.rss_mb()
     streams = [
         asyncio.create_task(ask(server.port, load.body(i, stream=True))) for i in range(STREAMS)
@@ -128,7 +128,7 @@ async def engine_lost(server: FaultyServer, load: Load, number: signal.Signals) 
     green = await server.until("/health/ready", lambda status: status == 200, 60.0)
     fresh = await ask(server.port, load.body(0, stream=True))
     streamed, answered = await asyncio.gather(*streams), await asyncio.gather(*whole)
-    # as a client library does: whoever was told to try again does
+    # as client libraries do: retry all requests that did not finish
     again = [i for i, each in enumerate(streamed) if not each.finished]
     retried = await asyncio.gather(*(ask(server.port, load.body(i, stream=True)) for i in again))
     watching.cancel()
@@ -153,7 +153,7 @@ async def engine_lost(server: FaultyServer, load: Load, number: signal.Signals) 
 
 
 def together(runs: Sequence[Row]) -> Row:
-    """Rows of the same fault as one: counts added up, of times the median and the longest."""
+    """Merge rows of the same fault: counts are added up, times become median and longest."""
     row: Row = {}
     for name, value in runs[0].items():
         values = [run[name] for run in runs]
@@ -176,7 +176,7 @@ async def stopped(server: FaultyServer, load: Load) -> Row:
 
 
 async def scraped(server: FaultyServer, load: Load) -> Row:
-    """Prometheus ten times a second at full load."""
+    """Scrape like Prometheus, ten times a second, at full load."""
     before = server.rss_mb()
     seconds: list[float] = []
     statuses: Counter[int] = Counter()
@@ -213,7 +213,7 @@ async def scraped(server: FaultyServer, load: Load) -> Row:
 
 
 async def crowded(server: FaultyServer, load: Load) -> Row:
-    """Many connections that say nothing, and some that do."""
+    """Open many silent connections, next to some with requests."""
     before = server.rss_mb()
     idle = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(IDLE)]
     crowd = server.rss_mb()
@@ -221,7 +221,7 @@ async def crowded(server: FaultyServer, load: Load) -> Row:
         *(ask(server.port, load.body(i, stream=True), timeout=120.0) for i in range(ACTIVE))
     )
     busy = server.rss_mb()
-    # somebody who said nothing so far is answered all the same
+    # a connection that was silent so far is answered all the same
     reader, writer = idle[-1]
     writer.write(b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
     late = await asyncio.wait_for(reader.readline(), 5.0)
@@ -240,7 +240,7 @@ async def crowded(server: FaultyServer, load: Load) -> Row:
 
 
 async def unread(server: FaultyServer, load: Load) -> Row:
-    """Callers who ask for much and read nothing, beside some who read."""
+    """Request long answers without reading them, next to callers who read."""
     cut = metric(await server.scrape(), "paceline:slow_readers_cut_total")
     before = server.rss_mb()
     # log-probabilities make events large, so that buffers fill up within seconds
@@ -285,7 +285,7 @@ async def unread(server: FaultyServer, load: Load) -> Row:
 
 
 async def nonsense(server: FaultyServer, load: Load) -> Row:
-    """Ten thousand requests that are not, beside a few that are."""
+    """Send ten thousand malformed requests, next to a few good ones."""
     before = server.rss_mb()
     cases = malformed(MALFORMED, random.Random(0))
     answers: Counter[str] = Counter()
@@ -313,7 +313,7 @@ async def nonsense(server: FaultyServer, load: Load) -> Row:
 
 
 async def drained(server: FaultyServer, load: Load) -> Row:
-    """SIGTERM under load; the last row, since the server ends with it."""
+    """Send SIGTERM under load; the last row, since the server ends with it."""
     running = [
         asyncio.create_task(ask(server.port, load.body(i, stream=i % 2 == 0)))
         for i in range(STREAMS)

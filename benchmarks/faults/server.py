@@ -1,4 +1,4 @@
-"""A ``paceline serve`` to be hurt, and what can be seen of it from outside."""
+"""A ``paceline serve`` to inject faults into, and its state as seen from outside."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FaultyServer(PacelineServer):
 
     @property
     def engine_pid(self) -> int:
-        """Of the engine process that is there now. LookupError if there is none."""
+        """Return the pid of the present engine process. Raises LookupError if there is none."""
         for entry in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 fields = entry.read_text().rpartition(")")[2].split()
@@ -46,7 +46,7 @@ class FaultyServer(PacelineServer):
         raise LookupError("the server has no engine process")
 
     def rss_mb(self) -> float:
-        """Resident memory of the API process, MiB."""
+        """Return the resident memory of the API process, MiB."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         found = re.search(r"VmRSS:\s+(\d+) kB", status)
         assert found is not None, "a running process has a resident size"
@@ -62,14 +62,14 @@ class FaultyServer(PacelineServer):
         return body.decode()
 
     async def until(self, path: str, wanted: Callable[[int], bool], seconds: float) -> float:
-        """When ``path``'s status was first as ``wanted``; TimeoutError after so many seconds."""
+        """Return when ``path``'s status was first ``wanted``. TimeoutError after ``seconds``."""
         async with asyncio.timeout(seconds):
             while not wanted((await get(self.port, path))[0]):
                 await asyncio.sleep(0.02)
         return time.monotonic()
 
     async def at_rest(self) -> float:
-        """Wait until nothing runs; the share of KV blocks still taken, which should be 0."""
+        """Wait until nothing runs; return the share of KV blocks still taken, which should be 0."""
         async with asyncio.timeout(60.0):
             while True:
                 text = await self.scrape()
@@ -80,7 +80,7 @@ class FaultyServer(PacelineServer):
 
 
 def metric(text: str, name: str) -> float:
-    """The sum of a metric's samples; KeyError if there are none."""
+    """Return the sum of a metric's samples. Raises KeyError if there are none."""
     found = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.M)
     if not found:
         raise KeyError(name)

@@ -1,4 +1,4 @@
-"""Faults of what a server keeps things in: the disk under a batch, the Redis behind its limits."""
+"""Faults of a server's storage: the disk under a batch, the Redis behind its rate limits."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _MODEL_TIMEOUT = 120.0
 
 
 def small_disk(folder: Path) -> tuple[str, ...] | None:
-    """A command that runs another one where ``folder`` is a file system of DISK_BYTES, which no
-    other process sees; None where that is not allowed."""
+    """Return a prefix for a command in whose view alone ``folder`` is a file system of DISK_BYTES;
+    None if that is not allowed."""
     program = shutil.which("unshare")
     if program is None:
         return None
@@ -42,7 +42,7 @@ def small_disk(folder: Path) -> tuple[str, ...] | None:
 
 
 class Redis:
-    """A redis-server of our own; None of it is left when the block ends."""
+    """A private redis-server, removed when the block ends."""
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as free:
@@ -102,7 +102,7 @@ async def _upload(http: httpx.AsyncClient, data: bytes) -> httpx.Response:
 
 
 async def disk_full(server: FaultyServer, load: Load, folder: Path) -> Row:
-    """The disk fills up in the middle of a batch, and is made room on.
+    """Fill the disk up in the middle of a batch, then free it again.
 
     Args:
         folder: the server's ``--batch-dir`` as the server sees it, a ``small_disk``.
@@ -127,7 +127,7 @@ async def disk_full(server: FaultyServer, load: Load, folder: Path) -> Row:
         online = asyncio.gather(
             *(ask(server.port, load.body(i, stream=True)) for i in range(WHOLE))
         )
-        # every answer that is under way meets the full disk
+        # so that every answer that is under way meets the full disk
         await asyncio.sleep(2.0)
         stuck = (await done())[1]
         await asyncio.sleep(1.0)
@@ -167,7 +167,7 @@ def _with(seen: list[Any], load: Load) -> list[tuple[Any, list[int]]]:
 
 
 def _ids(choices: list[Any]) -> list[int]:
-    """Of all choices, as ``Seen.token_ids`` has them."""
+    """Return token ids of all choices, in the order of ``Seen.token_ids``."""
     return [each for choice in choices for each in choice["token_ids"]]
 
 
@@ -184,7 +184,7 @@ def _fill(path: Path) -> None:
 
 
 async def redis_gone(server: FaultyServer, load: Load, redis: Redis) -> Row:
-    """Redis is killed under streams whose rate it counts, and comes back."""
+    """Kill Redis under streams whose rate it counts, and start it again."""
     before = server.rss_mb()
 
     async def streams() -> list[Any]:
@@ -199,7 +199,7 @@ async def redis_gone(server: FaultyServer, load: Load, redis: Redis) -> Row:
         await asyncio.sleep(0.02)
     redis.kill()
     gone = time.monotonic()
-    # the first to come pays for finding out
+    # the first request waits until the loss is noticed
     first = await ask(server.port, load.body(0, stream=True, tokens=1))
     noticed = (first.first_token or 0.0) - gone
     under_way, while_gone = await running, await streams()

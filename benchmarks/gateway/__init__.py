@@ -1,1 +1,1 @@
-"""The gateway beside direct access and LiteLLM's proxy; see ``__main__``."""
+"""The gateway compared with direct access and LiteLLM's proxy; see ``__main__``."""

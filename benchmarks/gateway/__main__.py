@@ -1,12 +1,12 @@
-"""The gateway: what it adds and costs, what becomes of streams whose engine dies, who gets what.
+"""The gateway: its latency and cost, its choice of engines, and streams whose engine dies.
 
 Four parts, each of which can be run alone (``PARTS=overhead,routing,live_routing,failover``):
 
-* ``overhead``: beside direct access and LiteLLM's proxy, in turns; see ``overhead``. LiteLLM is
-  given as ``LITELLM=install``, which sets it up in an environment of its own, or as
+* ``overhead``: compared with direct access and LiteLLM's proxy, in turns; see ``overhead``.
+  LiteLLM is given as ``LITELLM=install``, which sets it up in an environment of its own, or as
   ``LITELLM=COMMAND``; without either it is left out, and the first line says so.
-  ``ROUTERS=install`` does the same for sglang-router and vllm-router. Function calls a chunk: see
-  ``calls``;
+  ``ROUTERS=install`` does the same for sglang-router and vllm-router. Function calls per chunk:
+  see ``calls``;
 * ``routing``: policies in the simulator, on pools with names and on random ones (``POOLS=N,SEED``);
   see ``routing``;
 * ``live_routing``: the same policies before three servers of the default model, in int8, q4 and
@@ -20,14 +20,14 @@ of which the streamed half lasts a second longer), LiteLLM one more and each of 
 a half more; ``live_routing`` less than 4 (two loads of 16 turns of 5 s, and 10 s of closed loops);
 ``routing`` as long as the processors need for 288 simulations of 1,500 requests; and ``failover``
 ``MINUTES`` (6) of its own, whatever the others took: then each fault has happened at least once
-with each engine, and no further one begins; ``times`` says how many there were. All ``TIMES`` and
-``MODEL_TIMES`` need ``MINUTES=40``. ``seconds`` in the result says what each part took. QUICK=1
-takes one turn and one time of each. Prints what it finds on standard error as it goes and, last,
-one JSON line, of which ``unmeasured`` names what could not be measured, and why.
+with each engine, and no further one begins; ``times`` is the number of each. All ``TIMES`` and
+``MODEL_TIMES`` need ``MINUTES=40``. ``seconds`` in the result is the time of each part. QUICK=1
+takes one turn and one time of each. Prints its findings on standard error as it goes and, last,
+one JSON line, in which ``unmeasured`` names the parts that could not be measured, and why.
 
-Goodput (``routing``, ``live_routing``) is that of loads at or below what the engines bear together,
-where no queue grows with time, so it has no long row: 1,500 requests, or turns of 5 s, are compared
-with the same requests under another policy. What a queue does under a load that lasts is the
+Goodput (``routing``, ``live_routing``) is that of loads at or below the engines' joint capacity,
+where no queue grows with time, so there is no long run: 1,500 requests, or turns of 5 s, are
+compared with the same requests under another policy. Queues under lasting overload are the
 engine's matter: ``make bench NAME=overload``.
 
     python -m benchmarks.gateway
@@ -66,7 +66,7 @@ _NULL = ("--backend", "null", "--null-step-time", "0.02")
 
 
 def _litellm(options: Options) -> str | None:
-    """Its command, set up if that was asked for; what is measured is told first."""
+    """Return LiteLLM's command, set up if wanted, and print whether it is measured."""
     if "overhead" not in options.parts:
         return None
     command, why = litellm_command(options.litellm, _peers() / "litellm")
@@ -75,7 +75,7 @@ def _litellm(options: Options) -> str | None:
 
 
 def _routers(options: Options) -> dict[str, Path]:
-    """By name, interpreters of others in whose environments they are; see ``_litellm``."""
+    """Return, by name, the interpreters of other routers' environments; see ``_litellm``."""
     if "overhead" not in options.parts:
         return {}
     found, missing = router_pythons(options.routers, _peers())
@@ -98,7 +98,7 @@ def _overhead(
 ) -> dict[str, Any]:
     turns = 1 if options.quick else _TURNS
     found = overhead(turns, _SECONDS, litellm, routers, folder, unmeasured)
-    # at the rate at which requests come often enough to keep a core awake
+    # at this rate requests arrive often enough to keep a core awake
     ours = found["added_ms"].get("paceline 200/s")
     told = {
         "overhead_ms": ours and {name: ours[name]["median"] for name in ("p50", "p99")},
@@ -113,7 +113,7 @@ def _overhead(
 
 
 def _failover(options: Options, folder: Path, unmeasured: Unmeasured) -> dict[str, Any]:
-    """Those that take longest share what time is left of ``options.minutes`` from now."""
+    """Measure failover; the slowest parts share the rest of ``options.minutes`` from now."""
     deadline = time.monotonic() + 60.0 * options.minutes
     rows = {}
     formats = ("int8", "bfloat16") if options.model_times else ()

@@ -1,10 +1,10 @@
-"""Function calls that a relayed chunk costs: the same on a busy machine as on a quiet one.
+"""Function calls per relayed chunk, which are the same on a busy machine as on a quiet one.
 
 Streams go one after the other through a gateway in this process, chunk by chunk, from the engine
-that computes nothing. Counted is every call, of Python's functions and of built-in ones, from an
-engine's bytes having been read until they are written to the caller's connection. Two figures: a
-chunk like the one before it, in the middle (the median), and a chunk on average, with what the
-first and the last ones of a stream of ``TOKENS`` cost beside them.
+that computes nothing. Every call counts, of Python's functions and of built-in ones, from the time
+an engine's bytes have been read until they are written to the caller's connection. Two figures: a
+chunk in the middle of a stream (the median), and a chunk on average, which includes the additional
+cost of the first and the last ones of a stream of ``TOKENS``.
 
     python -m benchmarks.gateway.calls
 """
@@ -33,12 +33,12 @@ __all__ = ["calls_per_chunk"]
 
 STREAMS = 8
 TOKENS = 60
-# seconds between two chunks: enough for the one before to be through
+# seconds between two chunks, so that the one before has been relayed
 _GAP = 0.002
 
 
 def calls_per_chunk() -> dict[str, float]:
-    """``middle`` and ``mean``; see above."""
+    """Return ``middle`` and ``mean``; see the module's docstring."""
     return uvloop.run(_measure())
 
 
@@ -53,7 +53,7 @@ async def _measure() -> dict[str, float]:
 
 
 async def _relayed(gateway: Gateway, counts: list[int]) -> int:
-    """How many chunks came, and ``counts`` of those."""
+    """Relay streams, fill ``counts``, and return the number of chunks."""
     server = make_server(gateway)
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
@@ -63,7 +63,7 @@ async def _relayed(gateway: Gateway, counts: list[int]) -> int:
         while not server.started:
             await asyncio.sleep(0.005)
         await _stream(port)
-        # less what only the first request costs
+        # calls of the first request alone do not count
         counts.clear()
         return sum([await _stream(port) for _ in range(STREAMS)])
     finally:
@@ -74,8 +74,8 @@ async def _relayed(gateway: Gateway, counts: list[int]) -> int:
 
 @contextmanager
 def _counted() -> Iterator[list[int]]:
-    """Calls of each read in which an engine's events came; polls are left out. Of connections that
-    are made from here on: an event loop asks a protocol for its method once."""
+    """Count the calls of each read with an engine's events; polls are left out. It works only for
+    connections made from here on, as an event loop asks a protocol for its method once."""
     counts: list[int] = []
     really = Connection.data_received
 
@@ -94,7 +94,7 @@ def _counted() -> Iterator[list[int]]:
             really(self, data)
         finally:
             sys.setprofile(None)
-        # less the one that ended it
+        # the call that ended the count is left out
         counts.append(calls - 1)
 
     Connection.data_received = counted  # type: ignore[method-assign]
@@ -105,7 +105,7 @@ def _counted() -> Iterator[list[int]]:
 
 
 async def _stream(port: int) -> int:
-    """How many chunks came."""
+    """Send one streamed request, and return the number of chunks."""
     body = json.dumps(
         {
             "model": "mock",

@@ -1,10 +1,10 @@
 """Streams whose engine is killed, stopped or cut off under them, through the gateway.
 
 Two servers of one model, a gateway before them, and before one of them a relay that can cut all its
-connections. 64 streams of six kinds: greedy, drawn, with penalties, held to a JSON schema, a tool
-call, two choices. Each is asked once of an unhurt server; then again through the gateway, and the
-first server is hurt while they run. A token lost, doubled or changed is an answer whose ids differ
-from the unhurt one's. A pause is the longest time without a token after the fault.
+connections. 64 streams of six kinds: greedy, sampled, with penalties, held to a JSON schema, a tool
+call, two choices. Each is sent once to a server without faults; then again through the gateway, and
+the fault hits the first server while they run. Answers whose ids differ from those without faults
+have lost, doubled or changed tokens. A pause is the longest time without a token after the fault.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TOOL = {
         },
     },
 }
-# those of a single server's faults, and a tool call
+# the kinds of a single server's faults, and a tool call
 KINDS: tuple[dict[str, Any], ...] = (
     *SERVER_KINDS,
     {
@@ -129,7 +129,7 @@ def _note(seen: Seen, event: dict[str, Any]) -> None:
 
 
 class _Relay:
-    """TCP before a server, to be cut."""
+    """TCP relay before a server, whose connections can be cut."""
 
     def __init__(self, port: int) -> None:
         self._to = port
@@ -176,9 +176,9 @@ def failover(
     log_dir: Path,
     unmeasured: Unmeasured,
 ) -> dict[str, Any]:
-    """Servers are started with ``flags``; each fault happens ``times`` times, or as often as there
-    is time for until ``until`` (of ``time.monotonic()``), once at least. ``unmeasured`` is told of
-    faults that could not be played. Raises Unavailable where nothing could be."""
+    """Play each fault ``times`` times on servers started with ``flags``, or as often as possible
+    until ``until`` (of ``time.monotonic()``), at least once. ``unmeasured`` gets the faults that
+    could not be played. Raises Unavailable if none could be."""
     return asyncio.run(_failover(flags, times, faults, until, log_dir, unmeasured))
 
 
@@ -208,7 +208,7 @@ async def _failover(
         unhurt = await asyncio.gather(*(_stream(second.port, i) for i in range(STREAMS)))
         if any(not each.done for each in unhurt):
             raise Unavailable(f"an unhurt server failed: {[e.error for e in unhurt if e.error]}")
-        # in turns, so that what there is no time for is missing from all alike
+        # in turns, so that a lack of time affects all faults alike
         longest = 0.0
         for number in range(times):
             began = time.monotonic()
@@ -249,7 +249,7 @@ def _count(row: dict[str, int], seen: Seen, expected: Seen) -> None:
 
 
 def _pause(seen: Seen, at: float) -> float:
-    """The longest time without a token after ``at``."""
+    """Return the longest time without a token after ``at``."""
     after = [b - a for a, b in zip(seen.times, seen.times[1:], strict=False) if b > at]
     return max(after, default=0.0)
 
@@ -266,7 +266,7 @@ def _pauses(found: Sequence[float]) -> dict[str, float]:
 async def _once(
     flags: Sequence[str], second: int, fault: str, log: Path
 ) -> tuple[list[Seen], float]:
-    """One fault under all streams; what they saw, and when it was."""
+    """Play one fault under all streams; return what they received, and the fault's time."""
     first = await asyncio.to_thread(PacelineServer, *flags, log=log)
     relay = _Relay(first.port)
     gateway = None
@@ -298,7 +298,7 @@ async def _once(
 
 
 async def _half_way(port: int) -> None:
-    """Until the streams at the first engine are well under way."""
+    """Wait until the streams at the first engine are well under way."""
     await asyncio.sleep(0.2)
     deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline:
@@ -312,7 +312,7 @@ async def _half_way(port: int) -> None:
 
 
 def _differs(seen: Seen, expected: Seen) -> tuple[int, int]:
-    """Tokens that are missing or others, and tokens too many."""
+    """Return the numbers of missing or wrong tokens, and of surplus tokens."""
     lost = doubled = 0
     for index, ids in expected.ids.items():
         mine = seen.ids.get(index, [])

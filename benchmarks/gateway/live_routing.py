@@ -1,29 +1,29 @@
-"""Policies to choose an engine, live: the gateway's beside others, before the default model in
-int8, q4 and bfloat16.
+"""Policies to choose an engine, live: the gateway's compared with others, before the default model
+in int8, q4 and bfloat16.
 
 Three servers of one thread each, pinned to the cores there are, one after the other: on a machine
-of two cores the first and the third share one, which the line of engines says. Every policy sends
-through the same gateway: its own by a model that all three serve, others by a model for each
-engine, which the caller chooses as the policy says. So the way is equally long for all, and polls
+of two cores the first and the third share one, as the line of engines shows. Every policy sends
+through the same gateway: the gateway's own by a model that all three serve, others by a model for
+each engine, which the caller chooses by the policy. So the way is equally long for all, and polls
 are a quarter of a second apart, as they are by default.
 
-Loads are those of the simulator's part (mixed, and long prefixes that many share), smaller; a load
-comes at ``SHARE`` of what the three bear together, measured before, at the same time, in closed
-loops: what ended within the time, by the time, which on a slow machine is until each engine has
-ended a request. A load is left out where one fails there. Arrivals, prompts and lengths of a turn
-are the same for all policies, but for a mark of fixed width at the beginning of each prompt, so
-that no policy finds what another one left in the caches. Policies come in turns, in an order that
-moves on by one, as many turns as policies, so that each goes first once.
+Loads are those of the simulator's part (mixed, and long prefixes that many share), smaller; their
+rate is ``SHARE`` of the three engines' joint capacity, measured before, at the same time, in closed
+loops: requests that ended within the time, by the time, which on a slow machine is until each
+engine has ended a request. A load is left out if a request fails there. Arrivals, prompts and
+lengths of a turn are the same for all policies, but for a mark of fixed width at the beginning of
+each prompt, so that no policy finds another one's prefixes in the caches. Policies take turns, in
+an order that moves on by one, as many turns as policies, so that each goes first once.
 
-All policies keep what they learned from turn to turn, and all begin with what the closed loops
-showed: the gateway saw those requests pass, the others are told of the same ones. The gateway also
-sees requests of other policies' turns, and its prediction of an engine learns from them. The guard
-of prefix affinity is set for the load: three mean prompts more than elsewhere are too many.
+All policies keep what they learned from turn to turn, and all begin with the results of the closed
+loops: the gateway relayed those requests, the others get the same ones to learn from. The gateway
+also sees requests of other policies' turns, and its prediction of an engine learns from them. The
+guard of prefix affinity is set for the load: three mean prompts more than elsewhere are too many.
 
-Targets are made from what was measured in the closed loops. Goodput is the share of requests that
-meet both of theirs. Ratios are of sums over turns, with the 95 % interval of the same ratio over
-turns drawn again in pairs; with four turns it is a coarse one. A ratio to a policy whose requests
-all missed their targets is null, and ``undefined`` names the load.
+Targets are set from times measured in the closed loops. Goodput is the share of requests that meet
+both of theirs. Ratios are of sums over turns, with the 95 % interval of a bootstrap over pairs of
+turns; with four turns it is coarse. A ratio to a policy whose requests all missed their targets is
+null, and ``undefined`` names the load.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ SHARE: Final = 0.7
 OURS: Final = "gateway"
 POLICIES: Final = (OURS, "round-robin", "least-outstanding", "prefix-affinity")
 LOADS: Final = ("mixed", "shared")
-# each policy goes first in as many of them as every other
+# as many as policies, so that each goes first equally often
 TURNS: Final = len(POLICIES)
 # callers of each engine in a closed loop, as many as make it busy
 _CALLERS: Final = 4
@@ -76,14 +76,14 @@ _PIECE: Final = 256
 _PREFIX_PIECES: Final = 4
 _PREFIXES: Final = 8
 _TIMEOUT: Final = 60.0
-# of what was seen at engines as busy as they can be: targets of those who read along, and of others
+# targets of callers that read along, and of others, as factors on (TTFT, TPOT) of busy engines
 _TIGHT: Final = (0.5, 1.0)
 _WIDE: Final = (2.0, 1.6)
-# seconds of a closed loop, at least: a request takes a good part of one
+# least seconds of a closed loop, as a request takes a good part of a second
 _LEAST_SECONDS: Final = 6.0
 _BYTES_PER_TOKEN: Final = 4
-# mean prompts by which an engine may have more than the least loaded one before prefix affinity
-# leaves it: its default suits engines that bear hundreds of requests, these bear a dozen
+# mean prompts that an engine may have more than the least loaded one before prefix affinity leaves
+# it: the default suits engines for hundreds of requests, these serve a dozen
 _SPREAD_PROMPTS: Final = 3.0
 
 
@@ -100,14 +100,14 @@ class Asked:
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """As policies see the prompt."""
+        """Return the hashes of the prompt's pieces, by which policies know it."""
         whole = range(0, len(self.text) - _PIECE + 1, _PIECE)
         return tuple(hash(self.text[start : start + _PIECE]) for start in whole)
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Seconds to the first token and for each one after it."""
+    """Targets in seconds: to the first token, and for each token after it."""
 
     tight: tuple[float, float]
     wide: tuple[float, float]
@@ -118,8 +118,8 @@ class Targets:
 
 @dataclass(slots=True)
 class Outstanding:
-    """What policies see of the engines: tokens of unfinished requests, outputs as they were on
-    average so far."""
+    """Load of the engines that policies see: tokens of unfinished requests, with outputs of the
+    average length so far."""
 
     tokens: list[float] = field(default_factory=lambda: [0.0] * len(DTYPES))
     num_ended: int = 0
@@ -139,14 +139,14 @@ class Outstanding:
 
 
 class Chooser:
-    """A policy outside the gateway, and what it knows; kept for all turns of a load."""
+    """A policy outside the gateway and its knowledge, kept for all turns of a load."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
         self._outstanding = Outstanding()
 
     def begin(self, asked: Asked) -> tuple[int, float]:
-        """The engine's index, and what ``end`` is to be given."""
+        """Choose an engine; return its index, and the amount to pass to ``end``."""
         index = self._router.choose(asked.pieces, self._outstanding.tokens)
         return index, self._outstanding.add(index, asked)
 
@@ -154,7 +154,7 @@ class Chooser:
         self._outstanding.end(index, amount, output)
 
     def learn(self, index: int, asked: Asked, output: int) -> None:
-        """Take in a request that went to the engine ``index`` by its name and ended there."""
+        """Learn from a request that went to the engine ``index`` by its name and ended there."""
         # the engine is the only one that is not full, so the router remembers the prompt there
         full = [0.0 if other == index else float("inf") for other in range(len(DTYPES))]
         self._router.choose(asked.pieces, full)
@@ -163,12 +163,12 @@ class Chooser:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the closed loops showed."""
+    """Results of the closed loops."""
 
     # requests a second of each engine that ended within the time
     rates: Mapping[str, float]
     targets: Targets
-    # all of them, in the order in which they ended: engine, request, tokens made
+    # all requests in the order in which they ended: engine, request, tokens generated
     ended: Sequence[tuple[int, Asked, int]]
 
     @property
@@ -177,16 +177,16 @@ class Measured:
 
 
 def mark(who: int, turn: int) -> str:
-    """What begins the prompts of one turn of one policy, or of one engine's closed loops; as wide
-    for all, so that prompts are as long for all."""
+    """Return the beginning of all prompts of one turn of one policy, or of one engine's closed
+    loops; equally wide for all, so that prompts are equally long."""
     if not (0 <= who < 100 and 0 <= turn < 1000):
         raise ValueError(f"a mark has two digits and three, got {who} and {turn}")
     return f"{who:02d}-{turn:03d}"
 
 
 def plan(load: str, rate: float, seconds: float, seed: int, begins: str) -> list[Asked]:
-    """The requests of one turn; each prompt begins with ``begins`` (see ``mark``), which makes it
-    nobody else's."""
+    """Return the requests of one turn; each prompt begins with ``begins`` (see ``mark``), which
+    makes it unique to the turn."""
     rng = random.Random(f"{load} {seed}")
     found: list[Asked] = []
     at = rng.expovariate(rate)
@@ -213,12 +213,12 @@ def _words(rng: random.Random, length: int) -> str:
 def live_routing(
     seconds: float, turns: int, log_dir: Path, unmeasured: Unmeasured
 ) -> dict[str, Any]:
-    """Goodput of each policy by load, and ratios of the gateway's. ``unmeasured`` is told of loads
-    that these engines do not bear.
+    """Return goodput of each policy by load, and ratios of the gateway's. ``unmeasured`` gets the
+    loads that these engines cannot serve.
 
     Args:
-        seconds: of arrivals in one turn.
-        turns: of each policy; a multiple of ``TURNS``, or else some go first more often.
+        seconds: length of the arrivals in one turn.
+        turns: number for each policy; a multiple of ``TURNS``, or else some go first more often.
     """
     with ExitStack() as stack:
         cores = _cores()
@@ -246,8 +246,8 @@ def live_routing(
 
 
 def ratios(goodput: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Of the gateway's goodput in each turn, to round robin's and to the best other policy's; null
-    where the other policy had none in any turn."""
+    """Return ratios of the gateway's goodput over turns to round robin's and to the best other
+    policy's; null if the other policy had none in any turn."""
     means = {name: statistics.fmean(values) for name, values in goodput.items()}
     best = max((name for name in goodput if name != OURS), key=means.__getitem__)
     told: dict[str, Any] = {"best_other": best}
@@ -262,10 +262,10 @@ def ratios(goodput: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def headline(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The worst load's ratio, with its interval, of each kind; loads without a ratio are named.
+    """Return the worst load's ratio of each kind, with its interval; loads without one are named.
 
     Args:
-        rows: by load, what ``ratios`` told.
+        rows: results of ``ratios`` by load.
     """
     told: dict[str, Any] = {}
     for name in ("vs_round_robin", "vs_best_other"):
@@ -281,7 +281,7 @@ def headline(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _cores() -> list[int]:
-    """A core for each engine; where there are fewer, some share one."""
+    """Return a core for each engine; with fewer cores, some share one."""
     cores = sorted(os.sched_getaffinity(0))
     return [cores[number % len(cores)] for number in range(len(DTYPES))]
 
@@ -346,9 +346,9 @@ async def _load(port: int, load: str, seconds: float, turns: int) -> dict[str, A
 
 
 async def _measure(port: int, load: str, seconds: float) -> Measured:
-    """Engines while all are busy; no request begins after ``seconds``, or on a slow machine after
-    one has ended at each engine. What the gateway's prediction learns from at first, it learns
-    here. Raises Unavailable where a request fails."""
+    """Measure the engines while all are busy; no request begins after ``seconds``, or on a slow
+    machine after one has ended at each engine. The gateway's prediction learns from these requests
+    first. Raises Unavailable if a request fails."""
     found: dict[str, list[Timing]] = {name: [] for name in DTYPES}
     ends: dict[str, list[float]] = {name: [] for name in DTYPES}
     ended: list[tuple[int, Asked, int]] = []
@@ -382,8 +382,8 @@ async def _measure(port: int, load: str, seconds: float) -> Measured:
 
 
 def _endless(load: str, seed: int, who: int) -> Iterator[Asked]:
-    """A plan that begins again when it is over, with another mark: prompts are in no cache."""
-    # made at once, since it takes time that no engine should be charged for
+    """Yield a plan repeatedly, each time with another mark, so that no prompt is in a cache."""
+    # made now, since its time must not count for an engine
     first = plan(load, 1.0, 60.0, seed, mark(who, 0))
     laps = (plan(load, 1.0, 60.0, seed, mark(who, lap)) for lap in itertools.count(1))
     return itertools.chain(first, itertools.chain.from_iterable(laps))
@@ -392,8 +392,8 @@ def _endless(load: str, seed: int, who: int) -> Iterator[Asked]:
 async def _turn(
     port: int, asked: Sequence[Asked], chooser: Chooser | None, targets: Targets
 ) -> Sequence[Timing]:
-    """All of a plan's requests, when they are due; ends when all have ended. Without ``chooser``
-    the gateway chooses."""
+    """Send all requests of a plan when they are due, and wait until all have ended. Without
+    ``chooser`` the gateway chooses."""
     began = time.monotonic()
 
     async def one(each: Asked) -> Timing:
@@ -411,7 +411,7 @@ async def _turn(
 
 
 def _chooser(policy: str, measured: Measured) -> Chooser | None:
-    """It knows what was measured. None: the gateway chooses itself."""
+    """Return a policy that has learned from ``measured``. None: the gateway chooses itself."""
     router: Router
     match policy:
         case "round-robin":

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gateway.load PORT MODEL RATE SECONDS TOKENS STREAM
 
-prints one JSON line. In a process of its own, so that it can have a core of its own.
+prints one JSON line. It is a separate process, so that it can have a core of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KEY = (b"authorization", b"Bearer sk-benchmark")
 
 
 class _Timed:
-    """A sink that notes when the first content and the end came."""
+    """A sink that records the times of the first content and of the end."""
 
     def __init__(self) -> None:
         self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -83,7 +83,7 @@ async def _run(
         except TimeoutError:
             good = False
         if good:
-            # since it was due: a request that a busy sender sends late has waited all the same
+            # from the time it was due: a request that a busy sender sends late has waited too
             firsts.append(sink.first - due)
             ends.append(time.perf_counter() - due)
             chunks += sink.chunks

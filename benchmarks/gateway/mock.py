@@ -1,7 +1,7 @@
-"""An engine that computes nothing: OpenAI's chat completions at once, or a chunk now and then.
+"""An engine that computes nothing: OpenAI's chat completions at once, or in chunks with gaps.
 
-As little work a request as possible, so that what is measured beside it is the gateway. Answers
-look like a Paceline engine's, token ids included where they are asked for.
+It does as little work per request as possible, so that the gateway before it is measured. Answers
+look like a Paceline engine's, token ids included if requested.
 
     python -m benchmarks.gateway.mock GAP_SECONDS
 """
@@ -133,7 +133,7 @@ class _Mock(asyncio.Protocol):
 
 
 async def serve_mock(gap: float) -> tuple[asyncio.Server, int]:
-    """In the running event loop, ``gap`` seconds between two chunks; and its port."""
+    """Serve in the running event loop, ``gap`` seconds between chunks; return server and port."""
     _Mock.gap = gap
     server = await asyncio.get_running_loop().create_server(_Mock, "127.0.0.1", 0, backlog=2048)
     return server, server.sockets[0].getsockname()[1]

@@ -1,4 +1,4 @@
-"""What the environment asks of ``make bench NAME=gateway``, looked at before anything starts."""
+"""Options of ``make bench NAME=gateway`` from the environment, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = [
 ]
 
 PARTS = ("overhead", "routing", "live_routing", "failover")
-# the release that docs/lab-log/ has figures of
+# the release whose figures are in docs/lab-log/
 _LITELLM = "litellm[proxy]==1.106.2"
-# by name, the package
+# packages by name
 ROUTERS: Mapping[str, str] = {
     "sglang-router": "sglang-router==0.3.2",
     "vllm-router": "vllm-router==0.1.17",
@@ -39,12 +39,12 @@ _T = TypeVar("_T")
 
 
 class OptionsError(Exception):
-    """A variable that holds what it may not; the text says which, and what it may."""
+    """A variable has an invalid value; the text names it, and the valid values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of one run."""
+    """Options of one run."""
 
     parts: tuple[str, ...] = PARTS
     # one turn and one time of each
@@ -53,17 +53,17 @@ class Options:
     litellm: str | None = None
     # whether ROUTERS are set up and measured, too
     routers: bool = False
-    # how often each fault happens: with the null backend, and with the model in each format
+    # number of times of each fault: with the null backend, and with the model in each format
     times: int = 20
     model_times: int = 5
-    # minutes of failover alone, after which no fault is begun that happened once already
+    # minutes of failover alone, after which no fault begins a second time
     minutes: float = 6.0
-    # random pools beside those with names, and their seed
+    # number of random pools in addition to those with names, and their seed
     pools: tuple[int, int] = (8, 99)
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Options:
-        """Raises OptionsError."""
+        """Read the environment. Raises OptionsError."""
 
         def read(name: str, default: _T, parse: Callable[[str], _T]) -> _T:
             text = environ.get(name, "").strip()
@@ -87,11 +87,11 @@ class Options:
 
 
 def litellm_command(wanted: str | None, folder: Path) -> tuple[str | None, str]:
-    """The command, and without one why it is left out.
+    """Return the command, or None and the reason why it is left out.
 
     Args:
         wanted: see ``Options``.
-        folder: of the cache, for its environment.
+        folder: the cache's folder for its environment.
     """
     if wanted is None:
         return None, f"LITELLM is not set: {LITELLM_HELP}"
@@ -106,10 +106,10 @@ def litellm_command(wanted: str | None, folder: Path) -> tuple[str | None, str]:
 
 
 def router_pythons(wanted: bool, folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
-    """By name, the interpreter of each router's environment, and why others are left out.
+    """Return, by name, the interpreter of each router's environment, and why others are left out.
 
     Args:
-        folder: of the cache; each has one of its own in it.
+        folder: the cache's folder, with one of its own for each router.
     """
     if not wanted:
         why = "ROUTERS is not set: ROUTERS=install sets it up in an environment of its own"

@@ -1,14 +1,14 @@
-"""What a gateway adds to a request, and what it costs: direct access, a bare relay of bytes (what
-anything in Python costs on this machine), this gateway, LiteLLM's proxy, sglang-router and
-vllm-router in turns, before the same engine that computes nothing.
+"""Latency that a gateway adds to a request, and its cost: direct access, a bare relay of bytes (the
+least cost in Python on this machine), this gateway, LiteLLM's proxy, sglang-router and vllm-router
+in turns, before the same engine that computes nothing.
 
-The gateway at hand is pinned to one core; engine and callers share the others.
+The measured gateway is pinned to one core; engine and callers share the others.
 
 * added time: requests in an open loop (Poisson), streamed, first content since they were due; the
   median and the 99th percentile less those of direct access in the same turn;
-* requests a second a core: answers that are not streamed, by processor seconds of the gateway;
-* microseconds of processor a relayed chunk: streams of many chunks that come one by one, less the
-  price of their requests. What an idle gateway spends (polls) is taken off both.
+* requests a second per core: answers that are not streamed, by processor seconds of the gateway;
+* microseconds of processor per relayed chunk: streams of many chunks that come one by one, less
+  the cost of their requests. The cost of an idle gateway (polls) is subtracted from both.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from benchmarks.common.unmeasured import Unmeasured
 
 __all__ = ["overhead"]
 
-# requests a second of the runs for added time (the first is what all sides can bear), and for
-# processor time
+# requests a second of the runs for added time (all sides can serve the first), and for processor
+# time
 _RATES = (10.0, 200.0)
 _CPU_RATE = 600.0
 _CHUNK_TOKENS = 60
 _CHUNK_RATE = 20.0
-# of one that bears less
+# rates for sides that cannot serve these
 _SLOW_RATES = {"litellm": (60.0, 3.0)}
 _GAP = 0.02
 _IDLE_SECONDS = 4.0
@@ -49,14 +49,14 @@ _START_SECONDS = 120.0
 
 @dataclass
 class Side:
-    """Where callers send to."""
+    """A target that callers send to."""
 
     name: str
     port: int
     model: str
-    # None: there is nothing between
+    # None: direct access
     pid: int | None = None
-    # processor seconds a second while nobody asks
+    # processor seconds per second without requests
     idle: float = 0.0
 
 
@@ -68,7 +68,7 @@ def overhead(
     log_dir: Path,
     unmeasured: Unmeasured,
 ) -> dict[str, Any]:
-    """All figures that could be had; ``unmeasured`` is told of the others.
+    """Return all figures that could be measured; ``unmeasured`` gets the others.
 
     Args:
         litellm: its ``litellm`` command; None: it is left out.
@@ -116,7 +116,7 @@ def overhead(
 
 
 def _idle(sides: Sequence[Side]) -> None:
-    """What each costs while nobody asks."""
+    """Measure the cost of each side without requests."""
     pids = {side.pid: _cpu(side.pid) for side in sides if side.pid is not None}
     began = time.monotonic()
     time.sleep(_IDLE_SECONDS)
@@ -226,7 +226,7 @@ def _load(side: Side, rate: float, seconds: float, tokens: int, *, stream: bool)
 
 
 def _others() -> str:
-    """Cores that no gateway is pinned to."""
+    """Return the cores that no gateway is pinned to."""
     cores = sorted(os.sched_getaffinity(0))
     return ",".join(map(str, cores[:-1] or cores))
 
@@ -259,7 +259,7 @@ def _bare(engine: int, log: Path) -> ReadyServer:
 
 
 def _litellm(command: str, engine: int, log: Path) -> _Other:
-    """As its own documentation sets it up for speed: no database, no logging of requests."""
+    """Start it as its own documentation advises for speed: no database, no logging of requests."""
     port = free_port()
     config = Path(tempfile.mkdtemp(dir=log.parent)) / "config.yaml"
     config.write_text(
@@ -271,7 +271,7 @@ def _litellm(command: str, engine: int, log: Path) -> _Other:
         *_pinned(_gateway_core()), command, "--config", str(config), "--port", str(port),
         "--host", "127.0.0.1", "--num_workers", "1",
     )  # fmt: skip
-    # its list of prices comes with it, and it does not start without a key
+    # it uses the list of prices that is part of it, and it does not start without a key
     env = (
         ("LITELLM_LOCAL_MODEL_COST_MAP", "True"),
         ("LITELLM_LOG", "ERROR"),
@@ -281,7 +281,7 @@ def _litellm(command: str, engine: int, log: Path) -> _Other:
 
 
 def _router(name: str, python: Path, engine: int, log: Path) -> _Other:
-    """The plainest that it does: one worker, in turn, no logging of requests."""
+    """Start it in its simplest mode: one worker, round robin, no logging of requests."""
     port = free_port()
     argv = (
         *_pinned(_gateway_core()), str(python), "-m", f"{name.replace('-', '_')}.launch_router",
@@ -292,8 +292,8 @@ def _router(name: str, python: Path, engine: int, log: Path) -> _Other:
 
 
 class _Other(Process):
-    """Somebody else's gateway, on the port that it was given. It is ready once it answers: some
-    take connections before they know their engine."""
+    """Another project's gateway, on the port that it was given. It is ready once it answers: some
+    accept connections before they know their engine."""
 
     def __init__(
         self, name: str, argv: Sequence[str], env: tuple[tuple[str, str], ...], port: int, log: Path
@@ -323,6 +323,6 @@ class _Other(Process):
 
 
 def _cpu(pid: int) -> float:
-    """Processor seconds of all threads of a process that live, to the nanosecond."""
+    """Return the processor seconds of all live threads of a process, to the nanosecond."""
     tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9

@@ -1,13 +1,13 @@
-"""Policies to choose an engine, in the simulator: the gateway's beside others, the same arrivals.
+"""Policies to choose an engine, in the simulator: the gateway's against others, on same arrivals.
 
-Engines differ: seconds a step and blocks of KV cache of each are in ``POOLS``. The load is a share
-of what they can do together: the tokens that all slots make in a second, or memory bears, whichever
+Engines differ: seconds per step and blocks of KV cache of each are in ``POOLS``. The load is a
+share of their joint capacity: tokens a second of all slots, or as many as memory allows, whichever
 is less. Two loads: mixed (every prompt its own) and shared (sixteen long prefixes, half the
-requests of the four commonest). Beside them random pools of two to six engines; POOLS=N,SEED says
-how many and which. Goodput is the share of requests that meet both their targets.
+requests of the four commonest). In addition random pools of two to six engines, set by
+POOLS=N,SEED. Goodput is the share of requests that meet both their targets.
 
-The engine is asked how it is at staleness 0, 0.25 and 1 s; other policies count their own requests
-and know no staleness.
+The state of engines that the gateway's policy sees is 0, 0.25 or 1 s old; other policies count
+their own requests, whose state is never old.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.sim.step_times.base import FixedStepTimes
 __all__ = ["routing"]
 
 BLOCK = 16
-# as tokens of a prompt cost something, too: seconds each, as a share of the step
+# time of a prompt token, as a share of the step's seconds
 _PER_TOKEN = 0.002
 _SEQUENCES = 64
 _OUTPUT = 128
@@ -44,14 +44,14 @@ _POLICIES = (
 
 @dataclass(frozen=True)
 class Engine:
-    """Seconds a step, blocks."""
+    """Seconds per step and KV blocks of an engine."""
 
     step: float
     blocks: int
 
     @property
     def rate(self) -> float:
-        """Requests a second that it bears about: by its memory, its slots and its steps."""
+        """Approximate capacity in requests a second, by its memory, its slots and its steps."""
         held = (_PROMPT + _OUTPUT) / BLOCK
         running = min(_SEQUENCES, self.blocks / held)
         seconds = self.step * (1.0 + _PER_TOKEN * running) * _OUTPUT
@@ -68,7 +68,7 @@ POOLS = {
 
 
 def random_pools(count: int, seed: int) -> list[tuple[str, tuple[Engine, ...], str, float]]:
-    """Pools that nothing was chosen on: what they are, their load, and its share of their rate."""
+    """Return pools on which nothing was tuned: name, engines, load, and its share of their rate."""
     rng = random.Random(seed)
     found = []
     for number in range(count):
@@ -87,11 +87,11 @@ def random_pools(count: int, seed: int) -> list[tuple[str, tuple[Engine, ...], s
 def routing(
     num_requests: int, share: float, seeds: Sequence[int], pools: tuple[int, int]
 ) -> dict[str, Any]:
-    """Goodput of each policy by pool and load; ratios of the gateway's.
+    """Return goodput of each policy by pool and load, and ratios of the gateway's.
 
     Args:
-        share: of what a pool of ``POOLS`` can do.
-        pools: how many random ones beside those, and their seed.
+        share: load of a pool of ``POOLS`` as a share of its capacity.
+        pools: number of random pools in addition to those, and their seed.
     """
     rows: dict[str, Any] = {}
     asked = [(name, engines, load, share) for name, engines in POOLS.items()
@@ -118,7 +118,7 @@ def routing(
 
 
 def _row(goodput: Mapping[str, float]) -> dict[str, float]:
-    """Of one pool and load: each policy's, and the ratios of the worst of the gateway's."""
+    """Return each policy's goodput on one pool and load, and ratios of the gateway's worst."""
     others = {n: v for n, v in goodput.items() if not n.startswith("predicted")}
     ours = min(v for n, v in goodput.items() if n.startswith("predicted"))
     return {
@@ -183,7 +183,7 @@ def _arrivals(load: str, rate: float, count: int, seed: int) -> Iterator[Arrival
     for number in range(count):
         at += rng.expovariate(rate)
         output = max(8, min(512, round(rng.lognormvariate(4.6, 0.7))))
-        # half want tokens fast, as somebody reads along; the others an answer some time
+        # half want tokens fast, as if read while they arrive; the others have looser targets
         tight = rng.random() < 0.5
         ttft, tpot = (1.0, 0.05) if tight else (4.0, 0.12)
         prefix: tuple[int, ...] = (-number - 1,)

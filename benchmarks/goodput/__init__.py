@@ -1,1 +1,1 @@
-"""Requests served as promised: streams of them, rates to ask, and what answers come to."""
+"""Requests that meet their targets: streams of requests, search over rates, and figures."""

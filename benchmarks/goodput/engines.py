@@ -1,4 +1,4 @@
-"""The sets of flags that are compared."""
+"""Sets of flags to compare."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["class_flags", "fixed"]
 
 
 def fixed(budget: int, policy: str = "fcfs") -> tuple[str, ...]:
-    """Flags of the baselines: an order and a token budget."""
+    """Return flags of the baselines: an order and a token budget."""
     return (
         "--scheduling-policy", policy, "--default-ttft-ms", "0", "--default-tpot-ms", "0",
         "--no-adaptive-token-budget", "--no-relegate-late",
@@ -19,7 +19,7 @@ def fixed(budget: int, policy: str = "fcfs") -> tuple[str, ...]:
 
 
 def class_flags() -> tuple[str, ...]:
-    """Flags that tell a server what TARGETS says."""
+    """Return flags that give a server the classes of TARGETS."""
     flags: list[str] = []
     for name, targets in TARGETS.items():
         parts = [

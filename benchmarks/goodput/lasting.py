@@ -1,4 +1,4 @@
-"""The long row of ``benchmarks.goodput``: loads beyond capacity that last, minute by minute."""
+"""The long row of ``make bench NAME=goodput``: lasting loads beyond capacity, minute by minute."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from benchmarks.goodput.loads import Load, missed, play, stream
 
 __all__ = ["LOADS", "by_minute", "lasting"]
 
-# of what the server holds
+# as multiples of the server's capacity
 LOADS: Final = (1.2, 2.0)
 _MINUTE: Final = 60.0
 
 
 def by_minute(loads: Sequence[Load], timings: Sequence[Timing], minutes: int) -> list[float]:
-    """Shares within, of those that came in each minute."""
+    """Return the share within, of the requests that arrived in each minute."""
     kept: list[list[bool]] = [[] for _ in range(minutes)]
     for load, timing in zip(loads, timings, strict=True):
         kept[int(load.at // _MINUTE)].append(not missed(load, timing))
@@ -25,7 +25,7 @@ def by_minute(loads: Sequence[Load], timings: Sequence[Timing], minutes: int) ->
 
 
 def lasting(server: Server, capacity: float, minutes: int, vocab_size: int) -> dict[str, Any]:
-    """By load: the shares of all minutes, and the worst of those after the first by the first."""
+    """Return, by load, the shares of all minutes, and the worst later one over the first."""
     found: dict[str, Any] = {}
     for load in LOADS:
         loads = stream(load * capacity, 1.0, minutes * _MINUTE, vocab_size, seed=7)

@@ -1,4 +1,4 @@
-"""Streams of requests, sent at their times to a live server, and who of them was served in time."""
+"""Streams of requests, sent at their times to a live server, and whether each was in time."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ __all__ = [
     "ttft",
 ]
 
-# seconds a caller waits for the whole answer
+# seconds that a caller waits for the whole answer
 PATIENCE = 40.0
-# seconds: first token, each token after it, the whole
+# seconds: to the first token, for each token after it, for the whole answer
 TARGETS: dict[str, tuple[float | None, float | None, float | None]] = {
     "interactive": (1.0, 0.1, None),
     "standard": (3.0, 0.15, None),
@@ -48,27 +48,27 @@ TARGETS: dict[str, tuple[float | None, float | None, float | None]] = {
 }
 _FIRST_ID = 100
 _AT = attrgetter("at")
-# for a server to notice who has hung up, seconds
+# seconds for a server to notice that callers have hung up
 _SETTLE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A request to come."""
+    """A request of a stream."""
 
     at: float
     prompt: list[int]
     output: int
     slo_class: str
     tenant: str = ""
-    # whether its answer counts; the others are there for those that do
+    # whether its answer counts; other requests are only load for those that do
     judged: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Seconds of a run: before those that are judged come, while they do, and while others go on
-    coming until they have ended, at the longest."""
+    """Seconds of a run: before the judged requests arrive, while they arrive, and the longest time
+    for which others arrive until the judged ones have ended."""
 
     before: float
     judged: float
@@ -84,8 +84,8 @@ def stream(
     names: Sequence[str] = tuple(TARGETS),
     tenant: str = "",
 ) -> list[Load]:
-    """Gamma gaps, stretched so that exactly ``rate * seconds`` requests come; lengths from the
-    trace; classes drawn evenly."""
+    """Return a stream with gamma gaps, stretched so that exactly ``rate * seconds`` requests
+    arrive; lengths from the trace; classes drawn evenly."""
     rng = random.Random(seed)
     shape = 1.0 / cv**2
     count = max(1, round(rate * seconds))
@@ -106,8 +106,8 @@ def stream(
 
 
 def steady(rate: float, cv: float, span: Span, vocab_size: int, seed: int) -> list[Load]:
-    """Three streams of one rate on end, of which the middle one is judged: it finds the work that
-    those before it have left, and those after it go on while it is being served."""
+    """Return three streams of one rate in a row, of which the middle one is judged: it meets the
+    backlog of the first, and the last one goes on while it is being served."""
     loads: list[Load] = []
     begin = 0.0
     for part, seconds in enumerate((span.before, span.judged, span.after)):
@@ -121,7 +121,7 @@ def steady(rate: float, cv: float, span: Span, vocab_size: int, seed: int) -> li
 
 
 def burst(count: int, vocab_size: int) -> list[Load]:
-    """All at once."""
+    """Return requests that arrive all at once."""
     rng = random.Random(0)
     return [
         Load(0.0, [rng.randrange(_FIRST_ID, vocab_size) for _ in range(prompt)], output, "batch")
@@ -130,7 +130,7 @@ def burst(count: int, vocab_size: int) -> list[Load]:
 
 
 def loop_ms() -> float:
-    """Milliseconds of a loop of fixed work: how quick one thread of the machine is just now."""
+    """Return milliseconds of a loop of fixed work: the present speed of one thread."""
     spent = []
     for _ in range(9):
         began = time.perf_counter()
@@ -140,15 +140,15 @@ def loop_ms() -> float:
 
 
 class Pair(NamedTuple):
-    """A stream whose requests count, and one that is there to be in their way."""
+    """A stream whose requests count, and one that competes with it."""
 
     light: list[Load]
     heavy: list[Load]
 
 
 def flood(unit: float, seconds: float, vocab_size: int, seed: int) -> Pair:
-    """An interactive stream, and one of batch work of more than a server can do that works a burst
-    off at ``unit``."""
+    """Return an interactive stream, and one of batch work beyond the capacity of a server that
+    works a burst off at the rate ``unit``."""
     return Pair(
         stream(0.25 * unit, 1.0, seconds, vocab_size, 2 * seed, names=("interactive",)),
         stream(2.0 * unit, 1.0, seconds, vocab_size, 2 * seed + 1, names=("batch",)),
@@ -156,7 +156,7 @@ def flood(unit: float, seconds: float, vocab_size: int, seed: int) -> Pair:
 
 
 def tenants(unit: float, seconds: float, vocab_size: int, seed: int) -> Pair:
-    """The same of two tenants that both are interactive."""
+    """Return the same for two tenants that both are interactive."""
     names = ("interactive",)
     return Pair(
         stream(0.2 * unit, 1.0, seconds, vocab_size, 2 * seed, names=names, tenant="light"),
@@ -165,9 +165,9 @@ def tenants(unit: float, seconds: float, vocab_size: int, seed: int) -> Pair:
 
 
 def reworded(loads: Sequence[Load], seed: str) -> list[Load]:
-    """The same with other prompts of the same lengths; none like those of another seed."""
+    """Return the same requests with other prompts of equal length, different for each seed."""
     rng = random.Random(f"reworded {seed}")
-    # token ids below this are taken to be in the vocabulary: they were in the prompts
+    # token ids up to this are assumed to be in the vocabulary, as they were in the prompts
     most = max((max(load.prompt) for load in loads), default=_FIRST_ID)
     return [
         replace(load, prompt=[rng.randint(_FIRST_ID, most) for _ in load.prompt]) for load in loads
@@ -210,8 +210,8 @@ async def _replay(
 def play(
     server: Server, loads: Sequence[Load], *, classes: bool, ends: float = float("inf")
 ) -> list[Timing]:
-    """Send every request at its time, and nothing else meanwhile. Answers of those that are judged;
-    once all of these are there, or after ``ends`` seconds, the others hang up."""
+    """Send every request at its time, and return the answers to the judged ones; once all of these
+    are there, or after ``ends`` seconds, the others hang up."""
     server.thaw()
     try:
         limit = min(ends, max(load.at for load in loads) + 2 * PATIENCE)
@@ -221,7 +221,7 @@ def play(
 
 
 def missed(load: Load, timing: Timing) -> str:
-    """What was not kept first; "" when all was."""
+    """Return the first target that was missed; "" if all were met."""
     if timing.error:
         return "answer"
     first, tpot, deadline = TARGETS[load.slo_class]
@@ -235,7 +235,7 @@ def missed(load: Load, timing: Timing) -> str:
 
 
 def figures(loads: Sequence[Load], timings: Sequence[Timing], seconds: float) -> dict[str, Any]:
-    """Of the judged requests, that came within so many seconds, and their answers."""
+    """Return figures of the judged requests, which arrived within ``seconds``."""
     judged = [load for load in loads if load.judged]
     misses = [missed(load, timing) for load, timing in zip(judged, timings, strict=True)]
     kept = [not miss for miss in misses]
@@ -255,13 +255,13 @@ def figures(loads: Sequence[Load], timings: Sequence[Timing], seconds: float) ->
 
 
 def ttft(timings: Sequence[Timing], share: float) -> float:
-    """A percentile, in seconds. Whoever got no token waited as long as anybody waits for one."""
+    """Return a percentile in seconds; a failed request counts as PATIENCE seconds."""
     return percentile([PATIENCE if t.error else t.ttft for t in timings], share)
 
 
 def beside(server: Server, pair: Pair, salt: str) -> tuple[list[Timing], list[Timing]]:
-    """Answers to the light stream alone, and beside the heavy one. The prefix cache knows none of
-    the prompts, unless the server was asked with this ``salt`` before."""
+    """Return the answers to the light stream alone, and next to the heavy one. No prompt is in the
+    prefix cache, unless this ``salt`` was used on the server before."""
     alone = play(server, reworded(pair.light, f"light alone {salt}"), classes=True)
     both = reworded(pair.light, f"light beside {salt}")
     both += [replace(load, judged=False) for load in reworded(pair.heavy, f"heavy {salt}")]

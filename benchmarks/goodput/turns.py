@@ -1,4 +1,4 @@
-"""Parts of ``make bench NAME=goodput`` by turns, so that what differs is not the machine's speed.
+"""Parts of ``make bench NAME=goodput`` by turns, so that changes of the machine's speed cancel out.
 
 ::
 
@@ -6,9 +6,9 @@
     python -m benchmarks.goodput.turns tenants now= longer="--best-effort-step-ms 50"
     python -m benchmarks.goodput.turns rates --rates 11.1,13.6,22
 
-``flood`` and ``tenants``: TTFT of a light stream alone and beside a heavy one, of our server with
-each set of flags (``NAME=FLAGS``; none: as it comes). ``rates``: who is served in time at each of
-these rates.
+``flood`` and ``tenants``: TTFT of a light stream alone and next to a heavy one, of our server with
+each set of flags (``NAME=FLAGS``; none: its defaults). ``rates``: the share served in time at each
+of these rates.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> int:
             found: dict[str, tuple[list[Timing], list[Timing]]] = {}
             for turn in range(args.turns):
                 pair = make(args.unit, SECONDS, vocab, turn)
-                # the first of two is not the first of the next two
+                # alternate which of two comes first
                 for name, server in list(servers.items())[:: -1 if turn % 2 else 1]:
                     answers = beside(server, pair, f"{turn} {name}")
                     ratios(f"turn {turn}, {name}: loop {loop_ms()} ms,", *answers)

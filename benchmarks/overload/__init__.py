@@ -1,1 +1,1 @@
-"""Overload that lasts: what a server keeps of its promises for as long as it lasts."""
+"""Lasting overload: the share of targets that a server meets for as long as it lasts."""

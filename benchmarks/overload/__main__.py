@@ -1,24 +1,24 @@
-"""Overload that lasts: are promises kept for hours, or for a minute?
+"""Lasting overload: are targets met for hours, or for a minute?
 
-Method, of all parts but the last: ``paceline serve`` as it comes, in virtual time, with the
+Method of all parts but the last: ``paceline serve`` by its defaults, in virtual time, with the
 simulator, whose decisions are a live server's. Equal requests want their first token within a
-second; eight are served at once, each for a second, so just under 8/s can be done, of which a load
-is a multiple. Arrivals are Poisson where nothing else is said. A minute is judged by what its own
-arrivals allow: all of them, or as many as there is room for. An ideal server takes requests in
-order of arrival, but none that would be late: no order serves more.
+second; eight are served at once, each for a second, so the capacity is just under 8/s, of which a
+load is a multiple. Arrivals are Poisson where nothing else is said. A minute is judged against the
+requests that could be served in it: all its own, or as many as the capacity. An ideal server takes
+requests in order of arrival, but none that would be late: no order serves more.
 
-* ``rates``: every policy at constant loads. The worst minute of all seeds; how many waited at once;
-  the forecast of the first token on arrival over what came, of the requests that were served: the
-  median, and the factor within which nine in ten lie, of all and of those that were late. For some
-  policies the same while best effort waits all the time, and best effort's share of the work in the
-  worst ten seconds. ``fcfs-bounded`` is ``fcfs`` that drops what has waited for 0.9 s.
+* ``rates``: every policy at constant loads. The worst minute of all seeds; the most requests that
+  waited at once; the predicted over the actual time to first token of served requests: the median,
+  and the factor within which nine in ten lie, of all and of late ones. For some policies the same
+  while best effort waits all the time, and best effort's share of the work in the worst ten
+  seconds. ``fcfs-bounded`` is ``fcfs`` that drops requests after a wait of 0.9 s.
 * ``changes``: loads that go up and down, bursts, and recovery: the minute that begins half a minute
   after an overload, over the same minute without one before it.
 * ``mixes``: classes, priorities, tenants and prompts of 10 to 4,000 tokens, on a machine where
   tokens cost time. One minute is repeated; every minute is compared with the first, and all with
-  what no order of service exceeds.
-* ``returns``: clients that come back when ``Retry-After`` says, and how many of them are taken.
-* ``live``: a server over the null backend, asked for twice what it can do, through HTTP.
+  a bound on any order of service.
+* ``returns``: clients that come back after ``Retry-After``, and the share of them that is accepted.
+* ``live``: a server over the null backend, under twice its capacity, through HTTP.
 
 Prints tables and, last, one JSON line. QUICK=1: fewer loads, one seed, four minutes, and a live run
 of one. PARTS=rates,... POLICIES=deadline,... LOADS=1.2,... SEEDS=number and MINUTES=number choose.
@@ -59,14 +59,14 @@ LOADS = [float(each) for each in _chosen("LOADS", "1.2,2" if QUICK else "0.9,1.1
 SEEDS = range(1, 1 + int(os.environ.get("SEEDS") or ("1" if QUICK else "5")))
 MINUTES = int(os.environ.get("MINUTES") or ("4" if QUICK else "10"))
 LIVE_MINUTES = min(MINUTES, 1 if QUICK else 5)
-# policies of which these are asked under loads that change, and with clients that come back
+# policies that are run under changing loads and with returning clients too
 _BESIDE = [policy for policy in POLICIES if policy in rates.BESIDE]
 
 Job = tuple[Callable[[Any], Any], Any]
 
 
 def jobs() -> list[Job]:
-    """All runs in virtual time; each is a function of its argument."""
+    """Return all runs in virtual time; each is a function and its argument."""
     found: list[Job] = []
     if "mixes" in PARTS:
         found += [
@@ -119,7 +119,7 @@ def main() -> int:
 
 
 def report(found: dict[Callable[[Any], Any], dict[Any, Any]]) -> dict[str, Any]:
-    """Tables, printed, and results, of the runs by what made them."""
+    """Print tables of the runs, which are given by their function, and return the results."""
     results: dict[str, Any] = {}
     shares: list[float] = []
     if rated := found.get(rates.rate):

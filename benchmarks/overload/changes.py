@@ -1,8 +1,8 @@
-"""Loads that rise and fall, of equal requests: how soon a server is itself again.
+"""Loads that rise and fall, of equal requests: how soon a server recovers.
 
 *Recovery*: two minutes at 1.5, then 0.9. The minute that begins half a minute after the step down
 is compared with the same minute, of the same requests, with 0.9 before it too. *Steps*: a load for
-each minute, up and down; each is judged by what its own arrivals allow, as at constant rates.
+each minute, up and down; each minute is judged by its own arrivals, as at constant rates.
 *Bursts*: gaps of a coefficient of variation of 4, at 1.5.
 """
 
@@ -32,7 +32,7 @@ __all__ = ["CHANGES", "Change", "Outcome", "change", "figures", "recovery", "tab
 
 Parts = tuple[tuple[float, float], ...]
 BEFORE: Final = 2 * MINUTE
-# after the step down, until the minute begins that is compared
+# seconds from the step down to the minute that is compared
 RECOVERY: Final = 30.0
 _STEPS: Final = (0.5, 2.0, 0.7, 1.5, 0.9, 3.0, 0.9, 1.2, 0.5, 2.0)
 # seconds and loads in turn, and the coefficient of variation of gaps
@@ -53,14 +53,14 @@ class Change(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of it."""
+    """Results of a run."""
 
-    # by the minute: served in time, and of what an ideal server serves of them
+    # by the minute: share served in time, and ratio to an ideal server's share
     attained: list[float]
     of_ideal: list[float]
-    # of what was possible, by the minute
+    # share of the possible requests, by the minute
     shares: list[float]
-    # in time, of the minute that begins ``RECOVERY`` after the first change
+    # share in time of the minute that begins ``RECOVERY`` after the first change
     after: float
     most_waiting: int
 
@@ -89,8 +89,8 @@ def change(asked: Change) -> Outcome:
 
 
 def recovery(found: Mapping[Change, Outcome]) -> dict[str, float]:
-    """By server: the mean over seeds of the minute with the overload before it, over that
-    without."""
+    """Return by server the ratio of the minute with the overload before it to that without, as a
+    mean over seeds."""
     ratios: dict[str, list[float]] = {}
     for asked, outcome in found.items():
         if asked.name == "overload before":
@@ -100,7 +100,7 @@ def recovery(found: Mapping[Change, Outcome]) -> dict[str, float]:
 
 
 def figures(found: Mapping[Change, Outcome]) -> dict[str, dict[str, Any]]:
-    """By server and change, over all seeds."""
+    """Return figures by server and change, over all seeds."""
     results: dict[str, dict[str, Any]] = {}
     for server, name in dict.fromkeys((asked.server, asked.name) for asked in found):
         runs = _runs(found, server, name)
@@ -117,7 +117,7 @@ def _runs(found: Mapping[Change, Outcome], server: str, name: str) -> list[Outco
 
 
 def table(found: Mapping[Change, Outcome]) -> str:
-    """For people; minutes are those of the first seed."""
+    """Return a table for people; minutes are those of the first seed."""
     rows = [["", "", "worst of ideal", "of possible", "waiting", "minutes %", "of ideal %"]]
     for server, changes in figures(found).items():
         for name, entry in changes.items():

@@ -1,4 +1,4 @@
-"""What runs come to: shares by the minute, forecasts beside what came, best effort's share."""
+"""Figures of runs: shares by the minute, forecasts against outcomes, best effort's share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MINUTE = 60.0
 
 
 class Minute(NamedTuple):
-    """Requests that came in it, and those of them that were served in time."""
+    """Number of requests that arrived in a minute, and of those that were served in time."""
 
     came: int
     kept: int
@@ -35,7 +35,7 @@ class Minute(NamedTuple):
 def by_minute(
     moments: Iterable[tuple[float, bool]], count: int, begin: float = 0.0
 ) -> list[Minute]:
-    """Of (when it came, whether it was served in time), the minutes from ``begin`` on."""
+    """Count requests, (arrival, whether it was served in time), by minutes from ``begin`` on."""
     came, kept = [0] * count, [0] * count
     for at, ok in moments:
         index = int((at - begin) // MINUTE)
@@ -46,18 +46,18 @@ def by_minute(
 
 
 def of_possible(minutes: Sequence[Minute], capacity: float) -> list[float]:
-    """Served in time, of what that minute's own arrivals allow: all, or what there is room for at
-    ``capacity`` requests a second. Minutes in which none came are left out."""
+    """Return each minute's share served in time of the possible: its own arrivals, or at most
+    ``capacity`` requests a second. Minutes without arrivals are left out."""
     return [each.kept / min(each.came, capacity * MINUTE) for each in minutes if each.came]
 
 
 def ideal(moments: Sequence[float], places: int, service: float, patience: float) -> list[bool]:
-    """Which of equal requests have a place in time if each takes the first one that comes free, in
-    order of arrival, and those that would be too late take none: no order serves more of them.
+    """Return which of equal requests get a slot in time if each takes the first free one, in order
+    of arrival, and requests that would be late take none: no order serves more of them.
 
     Args:
-        moments: in order.
-        service: seconds for which a request holds a place.
+        moments: times of arrival, in order.
+        service: seconds for which a request holds a slot.
         patience: seconds for which it may wait.
     """
     free = [0.0] * places
@@ -71,8 +71,8 @@ def ideal(moments: Sequence[float], places: int, service: float, patience: float
 
 
 class Ratios(NamedTuple):
-    """Forecasts of first tokens over what came: the median, and by what factor at most nine in ten
-    were off, either way. None of no requests."""
+    """Predicted over actual times to first token: the median, and the factor by which at most nine
+    in ten were off, either way. None: there were no requests."""
 
     p50: float | None
     p90: float | None
@@ -87,7 +87,7 @@ class Ratios(NamedTuple):
 
 
 def ratios(outcomes: Iterable[Served | None], kind: Callable[[Served], bool]) -> list[float]:
-    """The forecast over what came, of requests of a kind that were served."""
+    """Return predicted over actual times to first token, for served requests of a kind."""
     return [
         max(1e-9, each.predicted_ttft) / each.ttft
         for each in outcomes
@@ -96,12 +96,12 @@ def ratios(outcomes: Iterable[Served | None], kind: Callable[[Served], bool]) ->
 
 
 class Shares:
-    """Which share of the work was best effort's, in every window of so many seconds; sees every
-    plan. The seconds of a step are divided among its rows by what each takes.
+    """Best effort's share of the work in every window of ``window`` seconds; called with every
+    plan. The seconds of a step are divided among its rows by the time that each takes.
 
     Args:
         arrivals: in order, as they are served.
-        seconds_of: of a row of so many tokens.
+        seconds_of: seconds of a row by its number of tokens.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Shares:
             if arrival.slo_class in ("best-effort", "batch")
         }
         self._window, self._seconds_of = window, seconds_of
-        # seconds of best effort, and all, by window
+        # seconds of best effort, and of all work, by window
         self._spent: list[list[float]] = []
 
     def __call__(
@@ -135,6 +135,6 @@ class Shares:
         self._spent[index][1] += end - start
 
     def least(self, begin: float, end: float) -> float:
-        """The least share of a window within these seconds."""
+        """Return the least share of a window within these seconds."""
         first, last = round(begin / self._window), round(end / self._window)
         return min(own / whole for own, whole in self._spent[first:last] if whole)

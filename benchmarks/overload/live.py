@@ -1,9 +1,9 @@
-"""The same of a live server: ``paceline serve`` over the null backend, asked through HTTP.
+"""The same for a live server: ``paceline serve`` over the null backend, through HTTP.
 
-The client is ``paceline bench``. What the server can do is measured first, by more callers than it
-has places who each ask again as soon as they are answered. Then requests come at LOAD times that
-rate. Forecasts are those that the server writes beside what came into its log, and how many wait is
-read of ``/metrics`` every second.
+The client is ``paceline bench``. The server's capacity is measured first, by more callers than it
+has slots, each of which sends its next request as soon as it has an answer. Then requests arrive at
+LOAD times that rate. Forecasts and outcomes are read from the server's log, and the number of
+waiting requests from ``/metrics`` every second.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ LOAD: Final = 2.0
 STEP: Final = 0.02
 OUTPUT: Final = 50
 _LOGGED: Final = re.compile(r"predicted_ttft=([\d.]+) ttft=([\d.]+)")
-# seconds of the run that says what the server can do
+# seconds of the run that measures the server's capacity
 _MEASURED: Final = 20
 
 
 class _Watch:
-    """Reads how many requests wait, every second."""
+    """Reads the number of waiting requests every second."""
 
     def __init__(self, port: int) -> None:
         self.most = 0
@@ -58,7 +58,7 @@ class _Watch:
 
 
 def _ask(port: int, output: Path, *flags: str) -> dict[str, Any]:
-    """A run of the client."""
+    """Run the client."""
     assert CHAT.ttft is not None
     target = ("--slo-ttft-ms", f"{1e3 * CHAT.ttft:g}", "--send-slo")
     argv = (
@@ -74,13 +74,13 @@ def _ask(port: int, output: Path, *flags: str) -> dict[str, Any]:
 
 
 def told_and_came(log: str) -> list[float]:
-    """Forecasts over what came, of the requests in a server's log."""
+    """Return predicted over actual times to first token, from a server's log."""
     pairs = ((float(told), float(came)) for told, came in _LOGGED.findall(log))
     return [max(1e-9, told) / came for told, came in pairs if came]
 
 
 def live(minutes: int) -> dict[str, Any]:
-    """Figures of so many minutes."""
+    """Run for ``minutes`` minutes, and return the figures."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         server = PacelineServer(
@@ -112,7 +112,7 @@ def live(minutes: int) -> dict[str, Any]:
 def figures(
     found: dict[str, Any], capacity: float, minutes: int, waiting: int, forecasts: Sequence[float]
 ) -> dict[str, Any]:
-    """What a run of the client comes to."""
+    """Return the figures of a run of the client."""
     assert CHAT.ttft is not None
     judged = by_minute(
         (

@@ -1,11 +1,11 @@
-"""Mixes and bursts beyond capacity: nothing decays, and which share of the bound is served in time.
+"""Mixes and bursts beyond capacity: the share of the bound served in time, which must not decay.
 
-A minute of each mix is repeated on end, so every minute asks for the same, and so does the bound
-(``benchmarks/studies/bound.py``), which is for streams that are repeated. The machine is its too.
-The first minute begins with an empty engine, and what it puts off is done in the second. So
-whatever the order of service, it can be better than the others: by 0 to 15 %, which its own bound
-tells. ``worst_of_first_minute`` compares shares of these two bounds; shares of the one bound are
-``worst_of_first_minute_same_bound``, and the worst minute beside the second is printed too.
+A minute of each mix is repeated on end, so every minute has the same work, and so has the bound
+(``benchmarks/studies/bound.py``), which is for repeated streams. The machine is that module's too.
+The first minute begins with an empty engine, and work that it puts off is done in the second. So
+with any order of service it can be better than the others: by 0 to 15 %, which its own bound
+shows. ``worst_of_first_minute`` compares shares of these two bounds; shares of the one bound are
+``worst_of_first_minute_same_bound``, and the worst minute over the second is printed too.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from paceline.sim.workload import open_workload
 
 __all__ = ["MIXES", "Mix", "Mixed", "Outcome", "figures", "minute_of", "mixed", "share", "table"]
 
-# means 305 and 55 tokens, of which the machine serves six requests a second
+# means of 305 and 55 tokens; the machine serves six such requests a second
 PROMPTS: Final = "lognormal(255,0.6)"
 ANSWERS: Final = "lognormal(40,0.8)"
 CHAT: Final = "ttft=1,tpot=100ms"
 CLASSES: Final = f"interactive(1,{CHAT})+standard(1,ttft=3,tpot=150ms)+batch(1,deadline=30)"
-# what a request gets under ``deadline`` that asks for nothing
+# targets under ``deadline`` of a request that has none of its own
 DEFAULT: Final = Slo(ttft=1.0, tpot=0.1)
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What comes in every minute, and to which server."""
+    """Requests of every minute, and the server that they are sent to."""
 
     # requests a second
     rate: float
@@ -49,15 +49,15 @@ class Mix:
     # tokens of prompts are drawn evenly on a logarithmic scale instead
     prompts: tuple[int, int] | None = None
     tenants: str = ""
-    # the one tenant whose requests are judged, and bound as if it were alone
+    # the one tenant whose requests are judged, with a bound as if it were alone
     judged: str = ""
     # requests at once; None: as served
     places: int | None = None
-    # besides, once a minute
+    # an additional request, once a minute
     background: Arrival | None = None
 
 
-# half a minute's work for one of eight places
+# half a minute's work for one of eight slots
 JOB: Final = Arrival(30.0, 500, 2000, slo_class="best-effort")
 BESIDE: Final = f"chat(3,{CHAT})+best-effort(1)"
 FLOOD: Final = Mix(13.5, f"chat(1,{CHAT})", policy="fair", tenants="flood(8)+light(1)")
@@ -83,7 +83,7 @@ MIXES: Final[dict[str, Mix]] = {
 
 
 def minute_of(mix: Mix, seed: int) -> list[Arrival]:
-    """What comes in a minute."""
+    """Return the requests of a minute."""
     tenants = f",tenants={mix.tenants}" if mix.tenants else ""
     spec = f"synthetic:rate={mix.rate},cv={mix.cv},prompt={PROMPTS},output={ANSWERS},seconds=60"
     found = list(open_workload(f"{spec},classes={mix.classes}{tenants}", seed=seed))
@@ -98,7 +98,7 @@ def minute_of(mix: Mix, seed: int) -> list[Arrival]:
 
 
 def _slo(arrival: Arrival) -> Slo | None:
-    """What a request is judged by; None: it is not."""
+    """Return the targets by which a request is judged; None: it is not."""
     if arrival.slo_class == "best-effort":
         return None
     if arrival.ttft is None and arrival.deadline is None:
@@ -115,25 +115,25 @@ class Mixed(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of it."""
+    """Results of a run."""
 
-    # served in time, by the minute, and what no order exceeds
+    # share served in time, by the minute, and the bound on any order of service
     shares: list[float]
     bound: float
     # the same for the first minute, which begins with an empty engine and may end late
     first_bound: float
     most_waiting: int
-    # forecasts over what came, of all that were served
+    # predicted over actual times to first token of all served requests
     forecasts: list[float]
-    # best effort's in the worst ten seconds; None: no best effort came all the time
+    # best effort's share in the worst ten seconds; None: it did not wait all the time
     best_effort: float | None
 
 
 def mixed(asked: Mixed) -> Outcome:
-    """Repeat the minute."""
+    """Repeat the minute, and return the results."""
     mix = MIXES[asked.mix]
     minute = minute_of(mix, asked.seed)
-    # one more, or the last would have no others after it
+    # one more, or no requests would follow those of the last
     arrivals = [
         replace(each, at=each.at + MINUTE * number)
         for number in range(asked.minutes + 1)
@@ -164,7 +164,7 @@ def mixed(asked: Mixed) -> Outcome:
 
 
 def figures(found: Mapping[Mixed, Outcome]) -> dict[str, dict[str, Any]]:
-    """By mix, over all seeds."""
+    """Return figures by mix, over all seeds."""
     results: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(asked.mix for asked in found):
         runs = [outcome for asked, outcome in found.items() if asked.mix == name]
@@ -186,25 +186,25 @@ def figures(found: Mapping[Mixed, Outcome]) -> dict[str, dict[str, Any]]:
 
 
 def _by_minute(runs: Sequence[Outcome]) -> list[float]:
-    """Of the bound, the mean of all runs."""
+    """Return each minute's share of the bound, as the mean of all runs."""
     of_bound = [[share / run.bound for share in run.shares] for run in runs]
     return [fmean(minute) for minute in zip(*of_bound, strict=True)]
 
 
 def _first(runs: Sequence[Outcome]) -> float:
-    """The first minute's share of its own bound, the mean of all runs."""
+    """Return the first minute's share of its own bound, as the mean of all runs."""
     return fmean(run.shares[0] / run.first_bound for run in runs)
 
 
 def share(found: Mapping[Mixed, Outcome]) -> float | None:
-    """Best effort's in the worst ten seconds of all runs."""
+    """Return best effort's share in the worst ten seconds of all runs."""
     return min(
         (each.best_effort for each in found.values() if each.best_effort is not None), default=None
     )
 
 
 def table(found: Mapping[Mixed, Outcome]) -> str:
-    """For people."""
+    """Return a table for people."""
     head = ["", "worst of first minute", "same bound", "of second", "of bound", "bound", "waiting",
             "forecast p50", "p90", "best effort min", "minutes, % of bound"]  # fmt: skip
     rows = [head]

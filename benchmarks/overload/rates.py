@@ -1,5 +1,5 @@
-"""Equal requests at constant rates: the worst minute, who waits, and forecasts; with and without
-best effort that waits all the time."""
+"""Equal requests at constant rates: the worst minute, waiting requests, and forecasts; with and
+without best effort that waits all the time."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from paceline.sim.report import text_table
 
 __all__ = ["BESIDE", "FEWER", "Outcome", "Rate", "figures", "rate", "tables"]
 
-# servers that are asked beside best effort too
+# servers that are also run while best effort waits
 BESIDE = ("deadline", "priority", "fair")
-# of these so many seeds are enough: their figures are shown, and bound by nothing
+# number of seeds for these policies: few are enough, as their figures have no limits
 FEWER = {"sjf": 2, "phase-aligned": 2}
 
 
@@ -53,23 +53,23 @@ class Rate(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of it."""
+    """Results of a run."""
 
-    # of what was possible, by the minute; of the minutes of all requests; and of an ideal server
+    # shares by the minute: of the possible requests, of all requests, and of an ideal server
     shares: list[float]
     attained: list[float]
     ideal: list[float]
     most_waiting: int
     refused: int
-    # forecasts over what came, by kind: all but best effort, those of them that were late, and best
-    # effort
+    # predicted over actual times to first token, by kind: all but best effort, the late ones among
+    # these, and best effort
     forecasts: dict[str, list[float]]
-    # best effort's, in the worst ten seconds; None: none waited
+    # best effort's share in the worst ten seconds; None: no best effort waited
     share: float | None
 
 
 def rate(asked: Rate) -> Outcome:
-    """Serve so many minutes, and a few seconds more, or the last would have no others after it."""
+    """Serve the minutes, and a few seconds more, or no requests would follow those of the last."""
     end = asked.minutes * MINUTE
     stream = chats(times([(end + 5.0, asked.load)], asked.seed))
     both = [*stream, *(best_effort(end + 5.0, asked.seed) if asked.beside else ())]
@@ -111,7 +111,7 @@ def _is_late(served: Served) -> bool:
 
 
 def figures(found: Mapping[Rate, Outcome]) -> dict[str, dict[str, dict[str, Any]]]:
-    """By server and load, over all seeds."""
+    """Return figures by server and load, over all seeds."""
     results: dict[str, dict[str, dict[str, Any]]] = {}
     for server, load in dict.fromkeys((asked.server, asked.load) for asked in found):
         alone = _of(found, server, load, beside=False)
@@ -158,12 +158,12 @@ def _entry(runs: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _of_ideal(run: Outcome) -> float:
-    """The worst minute beside an ideal server's."""
+    """Return the worst ratio of a minute to an ideal server's."""
     return min(own / best for own, best in zip(run.shares, run.ideal, strict=True) if best)
 
 
 def tables(found: Mapping[Rate, Outcome]) -> str:
-    """For people: figures, and the minutes of the first seed in per cent of all requests."""
+    """Return a table for people, with the first seed's minutes in per cent of all requests."""
     head = ["", "load", "worst minute", "mean", "ideal", "of ideal", "beside best effort",
             "its share min", "waiting", "refused", "forecast p50", "p90", "late p50", "p90",
             "minutes %"]  # fmt: skip

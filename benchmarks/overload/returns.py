@@ -1,11 +1,11 @@
-"""Clients that come back when they are told to: do they find room?
+"""Clients that come back after ``Retry-After``: are they accepted?
 
 *Ends*: two minutes at 1.5, then 0.7. *Burst*: 0.7 all the time, and BURST requests at once after a
-minute. All clients that are refused come back when ``Retry-After`` says, MOST times if need be;
-judged are those who come once the overload is over, by the first time they do. ``clients`` is the
-share of all that were refused who were taken in the end. *Lasts*: the load stays at 2, and one in
-ten of those refused comes back, once: beside them, newcomers. A request is taken that is neither
-refused at the door nor dropped later.
+minute. All refused clients come back after ``Retry-After``, at most MOST times; those that come
+back once the overload is over are judged, by the first time they do. ``clients`` is the share of
+all refused clients that were accepted in the end. *Lasts*: the load stays at 2, and one in ten
+refused clients comes back, once, next to newcomers. A request counts as taken if it is neither
+refused on arrival nor dropped later.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ SITUATIONS: Final[dict[str, tuple[tuple[tuple[float, float], ...], float]]] = {
     "burst": (((6 * MINUTE, 0.7),), MINUTE),
     "lasts": (((8 * MINUTE, 2.0),), MINUTE),
 }
-# of clients that are refused under an overload that lasts, one in so many comes back
+# one in this many refused clients comes back under a lasting overload
 _SAMPLE: Final = 10
-# seconds before the end of a run after which it is not waited for what becomes of a request
+# seconds before the end of a run from which on requests are not judged, as they may not end in it
 _REST: Final = 90.0
 
 
@@ -46,7 +46,7 @@ class Returned(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of it: how many, and how many of them were taken."""
+    """Results of a run: pairs are numbers of clients or requests, and of those that were taken."""
 
     refused: int
     # clients that were refused at first
@@ -54,17 +54,17 @@ class Outcome(NamedTuple):
     # clients' first returns once the overload was over, and all returns
     judged: tuple[int, int]
     all: tuple[int, int]
-    # requests that came for the first time, as long as the former are judged
+    # requests that arrived for the first time, in the time in which returns are judged
     newcomers: tuple[int, int]
-    # seconds that clients were told to wait
+    # seconds of every ``Retry-After``
     told: list[float]
 
 
 class Returns:
-    """The clients of a run: which requests are returns, and of which client.
+    """Clients of a run: which requests are returns, and of which client.
 
     Args:
-        sampled: one in so many comes back, and only once; None: all do, MOST times if need be.
+        sampled: one in this many comes back, and only once; None: all do, at most MOST times.
     """
 
     def __init__(self, sampled: int | None) -> None:
@@ -77,7 +77,7 @@ class Returns:
         self.told: list[float] = []
 
     def again(self, record: Served, now: float) -> Arrival | None:
-        """For ``Simulator``."""
+        """Return the client's next request if it comes back; called by ``Simulator``."""
         arrival = record.arrival
         client, number = self.clients.get(id(arrival), (arrival, 0))
         if number:
@@ -101,7 +101,7 @@ def _taken(served: Served | None) -> bool:
 
 
 def returns(asked: Returned) -> Outcome:
-    """Serve, and ask again."""
+    """Serve the requests and the returns of refused clients."""
     parts, over = SITUATIONS[asked.situation]
     end = sum(seconds for seconds, _ in parts)
     arrivals = chats(times(parts, asked.seed))
@@ -138,7 +138,7 @@ def returns(asked: Returned) -> Outcome:
 
 
 def figures(found: Mapping[Returned, Outcome]) -> dict[str, dict[str, dict[str, Any]]]:
-    """By server and situation, over all seeds. Shares of none are None."""
+    """Return figures by server and situation, over all seeds. The share of no requests is None."""
     results: dict[str, dict[str, dict[str, Any]]] = {}
     for server, name in dict.fromkeys((asked.server, asked.situation) for asked in found):
         runs = [
@@ -163,7 +163,7 @@ def _share(counts: list[tuple[int, int]]) -> float | None:
 
 
 def kept(found: Mapping[Returned, Outcome]) -> float | None:
-    """The least share taken, of all servers, after overloads that end."""
+    """Return the least share taken of all servers after overloads that end."""
     shares = [
         entry["taken"]
         for situations in figures(found).values()
@@ -174,7 +174,7 @@ def kept(found: Mapping[Returned, Outcome]) -> float | None:
 
 
 def table(found: Mapping[Returned, Outcome]) -> str:
-    """For people."""
+    """Return a table for people."""
     rows = [["", "", "refused", "came back", "taken", "clients", "of all returns",
              "newcomers", "Retry-After median s"]]  # fmt: skip
     for server, situations in figures(found).items():

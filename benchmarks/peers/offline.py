@@ -19,15 +19,15 @@ from benchmarks.peers.rows import Row, make_job, parse_row
 
 __all__ = ["Contender", "Measured", "Team", "by_variant", "run_rows", "summary"]
 
-# a contender that took this long for a row is not asked again in later rounds
+# seconds for a row above which a contender does not run it again in later rounds
 SLOW_SECONDS = 60.0
-# a contender that has spent less on a row runs it again: so short a time says little by itself
+# seconds in all below which a contender runs a row again, as short times vary, and rounds then
 SHORT_SECONDS = 2.0
 SHORT_ROUNDS = 5
-# how long an engine is left alone before and while it is looked at whether it idles: what it still
-# does in the background has ended then
+# seconds without work before and during the measurement of idling, so that background work of
+# loading has ended
 IDLE_SECONDS = 1.0
-# also touches a part of the KV cache for the first time
+# the row that warms up, which also touches a part of the KV cache for the first time
 WARM_UP = "16x128x4"
 
 
@@ -60,7 +60,7 @@ class Measured:
     failed: dict[Contender, str] = field(default_factory=dict)
 
     def best(self) -> dict[str, tuple[str, float, int]]:
-        """By peer: its fastest variant, the median of its seconds, and of how many rounds."""
+        """Return by peer its fastest variant, its median seconds, and the number of rounds."""
         best: dict[str, tuple[str, float, int]] = {}
         for contender, seconds in self.seconds.items():
             median = statistics.median(seconds)
@@ -70,10 +70,10 @@ class Measured:
 
 
 class Team:
-    """All workers of a run: each loaded when it is first asked for, and frozen but for its turns.
+    """All workers of a run: each is loaded on first use, and frozen except in its turns.
 
-    ``startup`` and ``idle`` are what loading and then leaving each alone showed, by label: seconds
-    from the process's start to its first token, and cores kept busy before it was frozen.
+    ``startup`` and ``idle`` are measured while each is loaded, by label: seconds from the process's
+    start to its first token, and cores kept busy without work before it was frozen.
     """
 
     def __init__(self, logs: Path, vocab_size: int, *, idle_seconds: float = IDLE_SECONDS) -> None:
@@ -89,7 +89,7 @@ class Team:
         self.about: dict[str, dict[str, Any]] = {}
 
     def worker(self, label: str, command: Command) -> Worker:
-        """The worker of a command, loaded. Raises Unavailable, every time alike."""
+        """Return the loaded worker of a command. Raises Unavailable, on every call alike."""
         if command in self._failed:
             raise Unavailable(self._failed[command])
         worker = self._workers.get(command)
@@ -123,21 +123,21 @@ class Team:
         return worker
 
     def job(self, command: Command, row: Row) -> Job:
-        """The next job of a row for a worker, with prompts that it has not had: two contenders may
-        be one worker, which would answer the second from its prefix cache. Workers that have had
-        equally many of a row get the same."""
+        """Return the next job of a row for a worker, with prompts new to it: two contenders may
+        share a worker, which would answer the second from its prefix cache. Workers that have had
+        equally many jobs of a row get the same."""
         seed = self._given[command, row.name]
         self._given[command, row.name] += 1
         return make_job(row, self._vocab_size, seed=seed)
 
     def drop(self, command: Command, reason: str) -> None:
-        """End a worker that failed; asking for it again raises Unavailable. Idempotent."""
+        """End a worker that failed; ``worker`` raises Unavailable for it afterwards. Idempotent."""
         self._failed[command] = reason
         if command in self._workers:
             self._workers.pop(command).close()
 
     def peak_rss_mb(self) -> dict[str, float]:
-        """By label; of workers that still run."""
+        """Return the peak resident memory, MiB, of workers that still run, by label."""
         return {self._labels[key]: worker.peak_rss_mb() for key, worker in self._workers.items()}
 
     def close(self) -> None:
@@ -155,13 +155,13 @@ def run_rows(
     skip: Callable[[Contender, Row], str | None] = lambda contender, row: None,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Measured]:
-    """Every row on every contender, A B C B C A, with prompts that no worker has seen before.
+    """Run every row on every contender, A B C B C A, with prompts that are new to all workers.
 
-    Prefix caching is asked for in the rows that share one.
+    Prefix caching is on in rows with a shared prefix.
 
     Args:
-        rounds: at least, but see ``SLOW_SECONDS`` and ``SHORT_SECONDS``.
-        skip: why a contender is left out of a row, or None.
+        rounds: least number of rounds, but see ``SLOW_SECONDS`` and ``SHORT_SECONDS``.
+        skip: returns why a contender is left out of a row, or None.
         report: called with a line for every measurement.
     """
     contenders = [(Contender(peer.name, name), peer) for peer in peers for name in peer.variants]
@@ -183,7 +183,7 @@ def run_rows(
                 commands[contender] = command
         for number in range(max(rounds, SHORT_ROUNDS)):
             turns = list(commands.items())
-            # who comes first, on a machine that has just rested, is another in each round
+            # another contender begins each round, as the machine has just rested then
             first = number % max(1, len(turns))
             for contender, command in turns[first:] + turns[:first]:
                 spent = measured.seconds.get(contender, [])
@@ -192,7 +192,7 @@ def run_rows(
                 if number >= rounds and sum(spent) > SHORT_SECONDS:
                     continue
                 try:
-                    # another contender's turn may have ended a worker that both have
+                    # another contender's turn may have ended a worker that both share
                     worker = team.worker(contender.label, command)
                     done = worker.run(team.job(command, row))
                 except Unavailable as error:
@@ -212,13 +212,13 @@ def run_rows(
 
 
 def _label(contender: Contender, command: Command, peer: Peer) -> str:
-    """Names a worker; the ones with prefix caching say so where that makes them another."""
+    """Name a worker; with "prefix" if prefix caching makes it another one."""
     plain = peer.worker(contender.variant, prefix_caching=False)
     return contender.label if command == plain else f"{contender.label} prefix"
 
 
 def summary(measured: Measured) -> dict[str, Any]:
-    """What the JSON says of a row: by peer its best variant's rates, or why there are none."""
+    """Return a row's part of the JSON: by peer its best variant's rates, or why there are none."""
     row = measured.row
     values: dict[str, Any] = {}
     ran = Counter(contender.peer for contender in measured.seconds)
@@ -228,7 +228,7 @@ def summary(measured: Measured) -> dict[str, Any]:
             "total_tps": round(row.total_tokens / seconds, 1),
             "seconds": round(seconds, 3),
             "variant": variant,
-            # the best of so many variants that ran
+            # number of variants that ran
             "best_of": ran[peer],
             "rounds": rounds,
         }
@@ -238,7 +238,7 @@ def summary(measured: Measured) -> dict[str, Any]:
 
 
 def by_variant(measured: Measured) -> dict[str, list[float]]:
-    """All seconds of a row by contender's label, in the order of the rounds."""
+    """Return all seconds of a row by contender's label, in the order of the rounds."""
     return {
         contender.label: [round(value, 3) for value in seconds]
         for contender, seconds in measured.seconds.items()

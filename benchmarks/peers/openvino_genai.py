@@ -1,8 +1,8 @@
 """OpenVINO GenAI's ContinuousBatchingPipeline, which reads the GGUF file itself.
 
-Its settings are its own defaults but for the number of threads, room in the KV cache for every
-row, and the tokens of a step: 2048 as the other engines have, which prompts want, or its default of
-256. It has no HTTP server of its own.
+Its settings are its own defaults but for the number of threads, a KV cache large enough for every
+row, and the tokens per step: 2048 as for the other engines, which is good for prompts, or its
+default of 256. It has no HTTP server of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PACKAGE = "openvino-genai>=2026.4"
 _CACHE_GB = 3
 # set by ``levels.impose``
 _LIMIT = "ONEDNN_MAX_CPU_ISA"
-# of its CPU device, as they are without being set
+# reported properties of its CPU device, at their defaults
 _PROPERTIES = (
     "INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATION_GROUP_SIZE",
     "EXECUTION_MODE_HINT", "ENABLE_CPU_PINNING", "ENABLE_HYPER_THREADING",
@@ -32,8 +32,8 @@ _PROPERTIES = (
 
 
 class OpenVino:
-    """See ``base.Peer``. A variant is the most tokens of a step; a quick run has the first, which
-    is the better one for prompts (docs/lab-log) and the same for few rows."""
+    """The ``Peer``. A variant is the most tokens per step; a quick run has the first, which is the
+    better one for prompts (docs/lab-log/) and the same for few rows."""
 
     name = "openvino-genai"
     variants: tuple[str, ...] = ("2048", "256")
@@ -68,9 +68,9 @@ class _Pipeline:
         config.enable_prefix_caching = bool(int(prefix_caching))
         self._genai = genai
         properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": int(threads)}
-        # It asks the processor whether to multiply in bfloat16 and to quantise activations, finds
-        # no such kernel below oneDNN's limit and fails. A processor of these levels has float32,
-        # and one without VNNI no quantised activations.
+        # It decides by the processor whether to multiply in bfloat16 and to quantise activations,
+        # finds no such kernel below oneDNN's limit and fails. A processor of these levels has
+        # float32, and one without VNNI no quantised activations.
         limit = os.environ.get(_LIMIT, "")
         if limit.startswith("AVX2"):
             properties["INFERENCE_PRECISION_HINT"] = "f32"
@@ -84,7 +84,7 @@ class _Pipeline:
         self.about = {
             "version": importlib.import_module("importlib.metadata").version("openvino-genai"),
             "weights": Path(model).name,
-            # the file's kind, multiplied in another where it is decompressed
+            # weights are in the file's format, and multiplied in another if they are decompressed
             "precision": f"file in {multiplied}/{kept}",
             "properties": told,
         }

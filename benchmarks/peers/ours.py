@@ -1,10 +1,10 @@
 """Paceline itself: the engine in the worker's process, without HTTP, and ``paceline serve``.
 
 Its settings are its own defaults but for precision, the number of threads and the KV cache's size,
-like the other engines', and it drafts no tokens: prompts of random ids have answers that repeat
-themselves, so drafts would gain from them what texts do not give, and no other engine drafts.
-What drafts bring is ``benchmarks.speculation``'s to say. The library's worker has no second
-process, and nothing turns its tokens into text.
+like the other engines', and draft tokens are off: prompts of random ids have answers that repeat
+themselves, so drafts would gain more than with real texts, and no other engine uses them.
+``benchmarks.speculation`` measures their gain. The library's worker has no second process, and
+does not turn tokens into text.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _NO_DRAFTS: Final = {"method": "off"}
 
 
 class Paceline:
-    """See ``base.Peer``.
+    """The ``Peer``.
 
     Args:
-        formats: the variants: "weights/KV cache", as ``--dtype`` and ``--kv-dtype`` take them;
-            "auto/auto" is what ``paceline serve`` takes by itself.
+        formats: the variants: "weights/KV cache", as for ``--dtype`` and ``--kv-dtype``;
+            "auto/auto" is the default of ``paceline serve``.
         prefix_caching: on, as by default, in all rows; or off in all.
-        served: what the server is told of them.
+        served: the formats of the server.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Paceline:
         return self.command(self._places.model, variant)
 
     def command(self, model: Path, formats: str) -> Command:
-        """A worker that has loaded ``model``."""
+        """Return the command of a worker with ``model``."""
         arguments = (str(model), formats, str(int(self._prefix_caching)))
         return Command((sys.executable, "-m", __name__, *arguments, str(len(self._places.cpus))))
 

@@ -1,4 +1,4 @@
-"""Processes of peers that answer jobs."""
+"""Worker processes of peers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Worker"]
 class Worker(Process):
     """A process that answers jobs; see ``jobs.serve``.
 
-    ``about`` is what it said of itself. Loading it has taken until the constructor returns.
+    ``about`` is its own report. It is loaded when the constructor returns.
 
     Raises Unavailable when the engine does not load.
     """
@@ -35,7 +35,7 @@ class Worker(Process):
 
     def run(self, job: Job, timeout: float = 600.0) -> Done:
         """Do a job. Raises Unavailable when the worker fails or takes longer than ``timeout``
-        seconds; it is of no further use then."""
+        seconds; it must not be used after that."""
         assert self._process.stdin is not None
         self.thaw()
         try:

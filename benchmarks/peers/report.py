@@ -18,7 +18,7 @@ def _cell(value: Any, key: str) -> str:
 
 
 def _ratio(values: dict[str, Any], key: str, rivals: Sequence[str]) -> str:
-    """Ours over the best of ``rivals``, whose name follows."""
+    """Return ours over the best of ``rivals``, with that one's name."""
     known = {name: values[name][key] for name in rivals if key in values.get(name, {})}
     if not known or key not in values.get(OURS, {}):
         return "-"
@@ -29,12 +29,12 @@ def _ratio(values: dict[str, Any], key: str, rivals: Sequence[str]) -> str:
 def offline_table(
     offline: dict[str, dict[str, Any]], names: Sequence[str], precisions: Mapping[str, str]
 ) -> str:
-    """Output tokens/s, or all tokens/s where a row has one output token a request; each engine's
-    best of the precisions that its column's head lists. The last column is ours over the best
+    """Return a table of output tokens/s, or all tokens/s if a row has one output token per request;
+    each engine's best of the precisions in its column's head. The last column is ours over the best
     engine whose name does not start with ours.
 
     Args:
-        precisions: weights/KV cache of what ran, by label ("engine variant").
+        precisions: weights/KV cache of the variants that ran, by label ("engine variant").
     """
     rivals = [name for name in names if not name.startswith(OURS)]
     heads = {
@@ -65,7 +65,7 @@ def _rate(row: str, seconds: Sequence[float]) -> float:
 def format_table(
     seconds: Mapping[str, Mapping[str, Sequence[float]]], precisions: Mapping[str, str]
 ) -> str:
-    """Every engine in every variant: a line each, a column for each row, tokens/s as above."""
+    """Return a table with a line for every engine and variant, and a column for each row."""
     labels = list(dict.fromkeys(label for of_row in seconds.values() for label in of_row))
     first = 2 + max(map(len, ["engine and variant", *labels]))
     second = 2 + max(map(len, ["weights/KV", *precisions.values()]))
@@ -87,7 +87,7 @@ def equal_table(
     precisions: Mapping[str, str],
     weights: str = "bfloat16",
 ) -> str:
-    """Ours over each other engine, both with weights in the same precision, each at its best."""
+    """Return ours over each other engine, weights in the same precision, each at its best."""
     alike = [label for label, p in precisions.items() if p.split("/")[0] == weights]
     lines = []
     for row, of_row in seconds.items():
@@ -104,7 +104,7 @@ def equal_table(
 
 
 def online_table(online: dict[str, dict[str, Any]], served: Mapping[str, str]) -> str:
-    """A line for every server and rate.
+    """Return a table with a line for every server and rate.
 
     Args:
         served: weights/KV cache of each.

@@ -1,4 +1,4 @@
-"""The offline work: rows by name, and their prompts."""
+"""Offline work: rows by name, and their prompts."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ class Row:
 
     name: str
     count: int
-    # ids that all prompts start with, and ids of their own
+    # number of ids that all prompts start with, and of ids of each one's own
     shared: int
     own: int
     output: int
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all requests together."""
+        """Prompt tokens of all requests together."""
         return self.count * (self.shared + self.own)
 
     @property
     def total_tokens(self) -> int:
-        """Prompts and outputs."""
+        """Tokens of prompts and outputs."""
         return self.prompt_tokens + self.count * self.output
 
 
 def parse_row(name: str) -> Row:
-    """Raises ValueError for what is not a row's name."""
+    """Return the row of a name. Raises ValueError for a name of another form."""
     match = _PATTERN.fullmatch(name)
     if match is None or name.startswith("prefix-") != bool(match[2]):
         raise ValueError(
@@ -62,8 +62,8 @@ def parse_row(name: str) -> Row:
 
 
 def make_job(row: Row, vocab_size: int, seed: int) -> Job:
-    """Random ids. Prompts of different seeds share nothing, so no cache helps from one to the
-    next."""
+    """Make a job of random ids. Prompts of different seeds share no prefix, so a cache does not
+    help."""
     rng = random.Random(f"{row.name} {seed}")
 
     def ids(length: int) -> list[int]:

@@ -1,6 +1,6 @@
 """transformers' ``generate()``, in bfloat16: all requests of a row as one padded batch.
 
-The prompts of a row are equally long, so nothing is padded in fact.
+The prompts of a row are equally long, so there is no padding in fact.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PACKAGES: Final = ("torch==2.13.0", "transformers>=5.17", "numpy", "safetensors
 
 
 class Transformers:
-    """See ``base.Peer``."""
+    """The ``Peer``."""
 
     name = "transformers"
     variants: tuple[str, ...] = ("bfloat16",)

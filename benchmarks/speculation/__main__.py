@@ -1,4 +1,4 @@
-"""What drafting tokens brings: the same requests with --speculative-config and without, in turns.
+"""Gain by draft tokens: the same requests with --speculative-config and without, in turns.
 
 Two engines of the same model in this process, on and off, take turns with each group of prompts,
 so both see the machine in the same state. A ratio is the seconds without over the seconds with, the
@@ -7,32 +7,32 @@ median of the turns, with the lowest and the highest, and the 95 % interval of t
 
     single             one stream at a time, by group
     same_question_again
-                       the same where each question was asked and answered just before, by the same
-                       caller: what finished answers are kept for
+                       the same if each question was asked and answered just before, by the same
+                       caller: the gain by finished answers
     t07_extraction     one stream at temperature 0.7, of the group "extraction"
     eight_code_edit    8 streams at once of the group "code_edit"
     sixtyfour          64 streams at once, of all groups
     draft_bf16         one stream at a time of all groups, weights in bfloat16, with drafts by the
-                       same weights in 4 bits and without; null where native kernels do not serve it
+                       same weights in 4 bits and without; null if native kernels cannot serve it
     tpot_attainment    streams of "code_edit", one at a time, with a target of 0.7 of a plain step:
                        the share that met it
-    goodput            requests of all groups that come by chance, at several rates: those that met
+    goodput            requests of all groups in Poisson arrivals, at several rates: those that met
                        their targets with drafts over those without, with the 95 % interval
                        (bootstrap over requests); ``goodput_min_ratio`` is that at the worst rate.
                        No long row: both sides have the same queue, and it ends with the requests;
-                       loads that last are ``make bench NAME=overload``'s
-    steps              no model: microseconds that the scheduler takes for a step of 1, 8 and 64
-                       rows without and with drafts, and calls of functions in it, of texts in
-                       which no token comes twice, of words that come as often as in a language, in
-                       no order, and of a passage that comes again and again, a little edited
+                       lasting loads are in ``make bench NAME=overload``
+    steps              no model: microseconds of the scheduler for a step of 1, 8 and 64 rows
+                       without and with drafts, and function calls in it, for texts without a
+                       repeated token, for words as frequent as in a language, in random order,
+                       and for a passage that is repeated with small edits
     identical          the share of answers whose tokens are the same; below 1 for formats whose
                        logits depend on how many rows are computed (docs/understand/accuracy.md)
 
 PROMPTS=FILE names a JSON file {"group": ["prompt", ...]} that replaces the prompts, MODEL=FOLDER
-the model, DTYPE=NAME its format, TOKENS=N what an answer has at most: it ends where the model ends
-it, as on a server. TURNS=N is how many turns there are; QUICK=1 is one short turn.
+the model, DTYPE=NAME its format, TOKENS=N the most tokens of an answer: it ends where the model
+ends it, as on a server. TURNS=N is the number of turns; QUICK=1 is one short turn.
 PARTS=NAME[:TURNS],... plays these parts alone (a group's name is its part of "single"), the others
-are null. The last line is JSON. Whether "auto" loses anything where it can gain nothing:
+are null. The last line is JSON. To see whether "auto" loses anything where it can gain nothing:
 
     make bench NAME=speculation PARTS=open_chat:80,sixtyfour:20,goodput:4,steps
 
@@ -51,7 +51,7 @@ from benchmarks.speculation.steps import measure_steps
 from benchmarks.speculation.targets import RATES, attainment, goodput, goodput_ratio
 from paceline.core.slo import Slo
 
-# besides the groups of prompts
+# parts in addition to the groups of prompts
 PARTS = (
     "t07_extraction", "eight_code_edit", "sixtyfour", "tpot_attainment", "goodput", "draft_bf16",
     "same_question_again", "steps",
@@ -59,7 +59,7 @@ PARTS = (
 
 
 def chosen_parts(groups: dict[str, list[str]]) -> dict[str, int]:
-    """Parts that are played, with their turns."""
+    """Return the parts to play, with their turns."""
     known = [*groups, *PARTS]
     found: dict[str, int] = {}
     for entry in filter(None, os.environ.get("PARTS", "").split(",")):
@@ -124,7 +124,7 @@ def main() -> int:
         )
     results["goodput_min_ratio"] = None
     if "goodput" in turns:
-        # as many tokens a second as a reader wants, and a first one soon
+        # targets: a reader's pace, and a first token soon
         slo = Slo(ttft=40 * plain, tpot=3 * plain)
         results["goodput"] = {}
         for number, share in enumerate(RATES, 1):
@@ -133,7 +133,7 @@ def main() -> int:
             for turn in range(turns["goodput"]):
                 for side in (0, 1) if turn % 2 == 0 else (1, 0):
                     engine = (pair.off, pair.on)[side]
-                    # of its own salt, as what was computed before is found again
+                    # a salt of its own, as computed prefixes would be found in the cache
                     named = 1_000 * number + turn
                     sides[side].extend(goodput(engine, everything, rate, slo, named))
             entry = show(f"goodput at {rate:.2f}/s", goodput_ratio(*sides))

@@ -1,4 +1,4 @@
-"""What the environment asks for: the model, turns, lengths and prompts."""
+"""Options from the environment: the model, turns, lengths and prompts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ GROUPS: dict[str, list[str]] = {
 
 
 def model_path() -> Path:
-    """Raises SystemExit where there is none."""
+    """Return the model's path. Raises SystemExit if there is none."""
     path = Path(MODEL) if MODEL else find_local("smollm2-135m")
     if path is None:
         raise SystemExit("no model: run make model, or set MODEL")
@@ -58,7 +58,7 @@ def model_path() -> Path:
 
 
 def prompt_groups() -> dict[str, list[str]]:
-    """As ``PROMPTS`` has them."""
+    """Return groups of prompts, from the file that ``PROMPTS`` names if it is set."""
     file = os.environ.get("PROMPTS")
     if not file:
         return GROUPS

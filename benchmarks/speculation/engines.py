@@ -1,4 +1,4 @@
-"""The engines that take turns, and requests of the same texts."""
+"""The engines that take turns, and their requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.engine.types import GenerationRequest
 
 
 class Pair:
-    """The two engines, and what became of all answers so far."""
+    """The two engines, and the results of all answers so far."""
 
     def __init__(
         self, path: Path, config: dict[str, Any] = SPECULATION, dtype: str = DTYPE
@@ -40,7 +40,7 @@ class Pair:
         self.on.close()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Prompts as the model's chat template has them."""
+        """Encode prompts by the model's chat template."""
         return encode(self.tokenizer, texts)
 
     def ratio(
@@ -52,15 +52,15 @@ class Pair:
         *,
         again: bool = False,
     ) -> Entry:
-        """The seconds without over those with, in turns; with ``again`` of the second time that
-        the prompts are played."""
+        """Return the seconds without drafts over those with, in turns; with ``again`` for the
+        second time that the prompts are played."""
         off, on = [], []
         self._num_ratios += 1
         before = self.on.core.stats()
         for turn in range(turns):
             order = (self.off, self.on) if turn % 2 == 0 else (self.on, self.off)
             played = {}
-            # nothing that was answered before is of use here
+            # a new salt, so that earlier answers are of no use
             salt = f"{self._num_ratios} {turn}"
             for engine in order:
                 for _ in range(1 + again):
@@ -90,7 +90,7 @@ class Pair:
 class Engine(NamedTuple):
     llm: LLM
     core: EngineCore
-    # an answer ends with one of these, as it does on a server
+    # tokens that end an answer, as on a server
     ends: frozenset[int]
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class Engine(NamedTuple):
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Prompts as the model's chat template has them."""
+    """Encode prompts by the model's chat template."""
     chats = [tokenizer.render_chat([{"role": "user", "content": text}]) for text in texts]
     return [tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
 
@@ -148,14 +148,14 @@ def play_prompts(
     temperature: float,
     salt: str = "",
 ) -> tuple[float, list[Any]]:
-    """Seconds, and the tokens of each answer."""
+    """Play prompts; return seconds, and the tokens of each answer."""
     batches = [[prompt] for prompt in prompts]
     if size > 1:
         batches = [[prompts[index % len(prompts)] for index in range(size)]]
     began = time.perf_counter()
     outputs = [
         output
-        # of salts of their own, as answers of the same are drafted from
+        # salts of their own, as answers under the same salt are sources of drafts
         for number, batch in enumerate(batches)
         for output in engine.llm.generate(
             [

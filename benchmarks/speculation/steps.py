@@ -1,4 +1,4 @@
-"""What drafting costs the scheduler alone, without a model."""
+"""Cost of draft tokens to the scheduler alone, without a model."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from paceline.core.scheduler import Scheduler
 from paceline.engine.finished_answers import FinishedAnswers
 from paceline.speculation.drafts import Drafts
 
-# of the scheduler alone: rows, steps of each that are timed, and seconds that one is said to take
+# numbers of rows, timed steps of each, and reported seconds of a step
 ROWS = (1, 8, 64)
 STEPS = 100 if QUICK else 400
 STEP_SECONDS = 0.005
-# tokens of a passage that comes again, and of those so many that are others each time
+# tokens of a repeated passage, and number of them that are changed each time
 PASSAGE = 120
 EDITS = 6
 KINDS = ("distinct", "words", "repeats")
 
 
 def texts_of(kind: str, count: int, length: int, turn: int) -> list[list[int]]:
-    """Texts without a model."""
+    """Make texts without a model."""
     random = Random(turn)
     if kind == "distinct":
         return [list(range(i * length, (i + 1) * length)) for i in range(count)]
     if kind == "repeats":
         return [_repeated(random, length) for _ in range(count)]
-    # the n-th word comes 1 / n as often as the first
+    # the n-th word is 1 / n as frequent as the first
     weights = [1.0 / rank for rank in range(1, 20_001)]
     return [random.choices(range(20_000), weights, k=length) for _ in range(count)]
 
 
 def _repeated(random: Random, length: int) -> list[int]:
-    """A passage again and again, as in code that is edited."""
+    """Repeat a passage with small changes, as in code that is edited."""
     passage = [random.randrange(20_000) for _ in range(PASSAGE)]
     text = list(passage)
     while len(text) < length:
@@ -53,7 +53,7 @@ def _repeated(random: Random, length: int) -> list[int]:
 
 
 class _Clock:
-    """Seconds within ``with``."""
+    """Measures the seconds within ``with``."""
 
     def __init__(self) -> None:
         self.spent = self._began = 0.0
@@ -66,7 +66,7 @@ class _Clock:
 
 
 class _Calls:
-    """Calls of functions within ``with``, those written in C too: no machine is busy in them."""
+    """Counts function calls within ``with``, C functions too; it does not depend on other load."""
 
     def __init__(self) -> None:
         self.spent = 0.0
@@ -76,7 +76,7 @@ class _Calls:
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
-        # this method, and what it calls
+        # leaves out this method and its call
         self.spent -= 2
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:
@@ -84,8 +84,8 @@ class _Calls:
 
 
 def step_cost(config: dict[str, Any], texts: list[list[int]], *, calls: bool = False) -> float:
-    """Mean seconds of the scheduler for a step of all texts, whose prompts are 64 tokens, or calls
-    of functions in that."""
+    """Return the scheduler's mean seconds for a step of all texts, whose prompts are 64 tokens, or
+    its function calls."""
     answers = FinishedAnswers(16 << 20)
     scheduler = Scheduler(
         SchedulerConfig(max_model_len=8192, policy="fcfs", speculative_config=config),
@@ -102,7 +102,7 @@ def step_cost(config: dict[str, Any], texts: list[list[int]], *, calls: bool = F
                     prompt_token_ids=prompt,
                     sampling=sampling,
                     arrival_time=0.0,
-                    # as the engine adds it, which keeps no answers here
+                    # as an engine adds it, but without finished answers
                     drafter=answers.drafter("", None) if config == SPECULATION else None,
                 )
             )
@@ -119,7 +119,7 @@ def step_cost(config: dict[str, Any], texts: list[list[int]], *, calls: bool = F
             right += 1
         return tuple(text[known : known + right + 1])
 
-    # the first steps learn, and compute prompts
+    # the first steps compute prompts and train the models, and are not timed
     for step in range(100 + STEPS):
         if step == 100:
             meter.spent = 0.0
@@ -139,8 +139,8 @@ def step_cost(config: dict[str, Any], texts: list[list[int]], *, calls: bool = F
 
 
 def measure_steps(turns: int) -> Entry:
-    """Microseconds of a step without and with, by kind of text and rows, in turns; and calls of
-    functions, which are the same in each turn but for the texts."""
+    """Return microseconds of a step without and with drafts, by kind of text and rows, in turns;
+    and function calls, which are the same in each turn but for the texts."""
     found: Entry = {}
     for kind in KINDS:
         for rows in ROWS:

@@ -1,4 +1,4 @@
-"""Targets that are met: the shares of requests with drafts and without."""
+"""Shares of requests that meet their targets with draft tokens and without."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from paceline.core.slo import Slo
 from paceline.engine.fanout import add_to_core
 from paceline.engine.types import GenerationOutput
 
-# requests that come by chance at each rate, by the rate that one stream at a time would serve; the
-# last ones are more than a full batch serves, where targets are missed
+# rates of Poisson arrivals, as multiples of the rate at which one stream at a time is served; the
+# last ones are more than a full batch serves, where targets are missed; then requests at each rate
 RATES = (0.7, 2.0, 4.0, 8.0)
 ARRIVALS = 8 if QUICK else 40
 
 
 def attainment(engine: Engine, prompts: list[list[int]], slo: Slo, turn: int) -> float:
-    """The share of requests, one at a time, that met their targets."""
+    """Return the share of requests, sent one at a time, that met their targets."""
     met = 0
     for prompt in prompts:
         (output,) = engine.llm.generate([request_of(engine, "r", prompt, turn, slo=slo)])
@@ -38,7 +38,7 @@ def _met(output: GenerationOutput, slo: Slo) -> bool:
 def goodput(
     engine: Engine, prompts: list[list[int]], rate: float, slo: Slo, turn: int
 ) -> list[bool]:
-    """Of requests that come by chance, whether each met its targets."""
+    """Send Poisson arrivals; return whether each request met its targets."""
     random = Random(turn)
     due, at = [], time.monotonic()
     for index in range(ARRIVALS):
@@ -52,7 +52,7 @@ def goodput(
         while due and due[0][0] <= time.monotonic():
             arrival, index = due.pop(0)
             prompt = prompts[index % len(prompts)]
-            # of salts of their own, as the same question comes again
+            # salts of their own, as the same question is repeated
             name = f"g{turn}-{index}"
             request = request_of(engine, name, prompt, turn, slo=slo, salt=name)
             add_to_core(core, structs.replace(request, arrival_time=arrival))
@@ -74,7 +74,7 @@ def goodput(
 
 
 def goodput_ratio(off: list[bool], on: list[bool]) -> Entry:
-    """Of the same requests without and with, how many more met their targets."""
+    """Return the ratio of requests that met their targets with drafts to those without."""
     random, pairs = Random(0), list(zip(off, on, strict=True))
     ratios = []
     for _ in range(2_000):

@@ -1,1 +1,1 @@
-"""Textbook claims about LLM serving, simulated with the scheduler that serves: docs/studies/."""
+"""Textbook claims about LLM serving, simulated with the real scheduler: docs/studies/."""

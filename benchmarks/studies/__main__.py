@@ -1,6 +1,6 @@
-"""``python -m benchmarks.studies [NAME ...] [--write]``: print a study's tables, or renew its page.
+"""``python -m benchmarks.studies [NAME ...] [--write]``: print a study's tables, or write its page.
 
-Without names: all of them. The last line is JSON: the seconds that each took.
+Without names: all of them. The last line is JSON: the seconds of each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAMES = (
 
 
 def load(name: str) -> Study:
-    """The study of that name."""
+    """Return the study of that name."""
     study = import_module(f"benchmarks.studies.{name}").STUDY
     assert isinstance(study, Study)
     return study

@@ -1,9 +1,9 @@
 """Static against continuous batching: outputs of one length, uniform, and half short half long.
 
 All requests are there at the start. Static: SLOTS of them start together, the next SLOTS when the
-longest has ended; *padded* computes on for those that have ended, *dropped* does not. Continuous:
-the scheduler fills a slot when it falls free. Static batching exists only here: each batch is a
-simulation of its own, and their times add up.
+longest has ended; *padded* computes on for requests that have ended, *dropped* does not.
+Continuous: the scheduler fills a slot when it falls free. Static batching exists only here: each
+batch is a simulation of its own, and their times add up.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _seconds(times: StepTimes, slots: int, outputs: Sequence[int]) -> float:
 
 
 def _rates(times: StepTimes, slots: int, outputs: Sequence[int]) -> tuple[float, float, float]:
-    """Output tokens per second: padded, dropped, continuous."""
+    """Return output tokens per second: padded, dropped, continuous."""
     batches = [outputs[i : i + slots] for i in range(0, len(outputs), slots)]
     longest: dict[int, float] = {}
     padded = 0.0
@@ -55,7 +55,7 @@ def _rates(times: StepTimes, slots: int, outputs: Sequence[int]) -> tuple[float,
 
 
 def _row_costs(slots: int, outputs: Sequence[int]) -> tuple[float, float]:
-    """Seconds of a step of the GPU whatever is in it, and for each row."""
+    """Return the fixed seconds of a step on the GPU, and the seconds of each row."""
     context = PROMPT + sum(outputs) // (2 * len(outputs))
     one = GPU.seconds(decode_step(1, context))
     row = (GPU.seconds(decode_step(slots, context)) - one) / max(1, slots - 1)
@@ -63,7 +63,7 @@ def _row_costs(slots: int, outputs: Sequence[int]) -> tuple[float, float]:
 
 
 def tables() -> dict[str, str]:
-    """Gains, measured and by arithmetic."""
+    """Return tables of the gains, measured and by arithmetic."""
     equal_steps = FixedStepTimes(0.010)
     head = (
         "outputs",

@@ -1,15 +1,15 @@
-"""A machine like the one whose figures docs/lab-log/ has, and what no order of service exceeds.
+"""A machine like the one of the figures in docs/lab-log/, and a bound on any order of service.
 
 The machine: two cores that serve a 135M model in int8, 4 ms a step, 0.39 ms a prompt token, 0.85 ms
 for a row of one token.
 
-The bound: somebody who knew all arrivals and lengths, and could serve parts of requests, would
-choose the amounts of work p_i <= w_i for which sum(p_i / w_i) is largest and which can be done: the
-work of requests whose windows (arrival to last token due) lie in an interval is no more than the
-interval is long, for every interval. Amounts that can be done are a polymatroid, so the greedy
-choice, the smallest w_i first, is the best one (Edmonds 1970). w_i is the prompt's tokens and the
-rows of its output; those of a request with a TPOT target take a share of the fixed part of their
-steps too, which last no longer on average than that target.
+The bound: a server that knew all arrivals and lengths, and could serve parts of requests, would
+choose the feasible amounts of work p_i <= w_i for which sum(p_i / w_i) is largest. Amounts are
+feasible if, for every interval, the work of requests whose windows (arrival to last token due) lie
+in it is no more than its length. Feasible amounts are a polymatroid, so the greedy choice, the
+smallest w_i first, is the best one (Edmonds 1970). w_i is the prompt's tokens and the rows of its
+output; those of a request with a TPOT target take a share of the fixed part of their steps too,
+which last no longer on average than that target.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROW: Final = 0.00085
 
 
 def own_seconds(num_tokens: int) -> float:
-    """What a row of so many tokens adds to a step."""
+    """Return the seconds that a row of ``num_tokens`` tokens adds to a step."""
     return ROW if num_tokens == 1 else TOKEN * num_tokens
 
 
@@ -46,18 +46,18 @@ class Steps:
 
 
 class Asked(NamedTuple):
-    """A request of a stream: when it came, its tokens, and what it needs."""
+    """A request of a stream: its arrival, tokens and targets."""
 
     at: float
     prompt_tokens: int
     output_tokens: int
-    # with a deadline, or with targets for both the first token and the pace
+    # a deadline, or targets for both the first token and the pace
     slo: Slo
 
 
 def share_in_time(stream: Sequence[Asked], seconds: float) -> float:
-    """Share of the requests of a stream of so many seconds that no order of service exceeds, were
-    the stream repeated on end; see the module."""
+    """Return the bound on the share of requests in time, in any order of service, if the stream of
+    ``seconds`` seconds is repeated on end; see the module's docstring."""
     total = seconds
     due, work = [], []
     for at, prompt, output, slo in stream:
@@ -67,7 +67,7 @@ def share_in_time(stream: Sequence[Asked], seconds: float) -> float:
         work.append(own / (1.0 - STEP / tpot) if tpot else own)
     begins = np.array([each.at for each in stream])
     starts, ends = np.unique(begins), np.unique(due)
-    # seconds of each interval that no chosen work takes; those that end before they begin hold none
+    # seconds of each interval that no chosen work takes; none if it ends before it begins
     left = np.maximum(0.0, ends[None, :] - starts[:, None])
     served = 0.0
     for index in np.argsort(work):

@@ -1,8 +1,8 @@
-"""The adaptive token budget where nobody has a target, against fixed budgets.
+"""The adaptive token budget against fixed budgets, for requests without targets.
 
 Only the budget differs: first come, first served, no look ahead, no triage. Two machines: the
 two-core CPU of the ablation (4 ms a step, 0.4 ms a token), and the textbook GPU, where a step of a
-token takes as long as one of two hundred. Each at about 70 % of what it can do, and with all
+token takes as long as one of two hundred. Each at about 70 % of its capacity, and with all
 requests there at once.
 """
 
@@ -24,7 +24,7 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
     **{f"fixed {size}": {"max_num_batched_tokens": size} for size in FIXED},
     "adaptive": {"max_num_batched_tokens": 2048, "adaptive_token_budget": True},
 }
-# requests a second; all at once
+# step times, and requests a second; 1e4: practically all at once
 CASES: Final[dict[str, tuple[StepTimes, float]]] = {
     "cpu": (CPU, 3.2),
     "cpu-at-once": (CPU, 1e4),
@@ -50,7 +50,7 @@ def _rows(machine: StepTimes, rate: float) -> list[list[str]]:
 
 
 def tables() -> dict[str, str]:
-    """Output tokens a second, and milliseconds."""
+    """Return tables of output tokens a second, and milliseconds."""
     return {name: text_table(_rows(*case)) for name, case in CASES.items()}
 
 

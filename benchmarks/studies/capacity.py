@@ -1,11 +1,11 @@
-"""Rates that are served in time, in virtual time, and what no order of service could exceed.
+"""Rates that are served in time, in virtual time, and a bound on any order of service.
 
 The streams and the judgement of ``make bench NAME=goodput`` (three classes; the requests in the
 middle of a run) on two cores that serve a 135M model.
 
 The bound, and the machine, are in ``benchmarks/studies/bound.py``. Runs last a minute and a half;
-the same classes on the same machine, beyond capacity for ten minutes and by the minute, are the
-mixes of ``make bench NAME=overload``.
+the mixes of ``make bench NAME=overload`` have the same classes on the same machine, beyond capacity
+for ten minutes and by the minute.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from paceline.sim.simulator import Pool, Simulator
 
 __all__ = ["STUDY"]
 
-# coefficient of variation of gaps; rates
+# coefficient of variation of gaps, and rates
 KINDS: Final[dict[str, tuple[float, tuple[float, ...]]]] = {
     "poisson": (1.0, (4, 5, 5.5, 6, 6.5, 7, 8, 12)),
     "bursty": (4.0, (0.25, 0.5, 1, 2, 3, 4, 5, 6, 7, 8, 12)),
 }
 SEEDS: Final = (1, 2, 3, 4)
-# seconds of the streams that the bound is about
+# seconds of the streams for the bound
 LONG: Final = 240.0
 SPAN: Final = Span(30.0, 30.0, 30.0)
 SLOS: Final = {
     name: Slo(slo_class=name, ttft=ttft, tpot=tpot, deadline=deadline)
     for name, (ttft, tpot, deadline) in TARGETS.items()
 }
-# requests to take the mean of
+# number of requests for the mean
 SAMPLE: Final = 2000
-# by name: fields of the scheduler's configuration, and whether requests say what they need
+# by name: fields of the scheduler's configuration, and whether requests have their targets
 SERVERS: Final[dict[str, tuple[dict[str, Any], bool]]] = {
     "everything on": ({"policy": "deadline"}, True),
     "deadline order, fixed budget": (
@@ -56,7 +56,7 @@ SERVERS: Final[dict[str, tuple[dict[str, Any], bool]]] = {
     ),
     "first come first served": (BASELINE | {"max_num_batched_tokens": 256}, False),
 }
-# what a caller of the chat gets that asks for nothing: fields of the configuration, and targets
+# targets of a chat, and by what its callers ask: fields of the configuration, and their targets
 CHAT: Final = Slo(ttft=1.0, tpot=0.1)
 ASKING: Final[dict[str, tuple[dict[str, Any], Slo]]] = {
     "for nothing, and no default": ({}, Slo()),
@@ -94,7 +94,7 @@ def _play(
     slos: Sequence[Slo | None],
     watch: Callable[[int, SchedulerOutput, float, float, float], None] | None = None,
 ) -> list[Served]:
-    """What becomes of a stream, in its order; ``watch`` sees every plan and when its step runs."""
+    """Serve a stream; return outcomes in its order. ``watch`` gets every plan and its times."""
     config = ReplicaConfig(
         scheduler=SchedulerConfig(**({"max_model_len": 4096} | options)),
         cache=CacheConfig(block_size=16, num_blocks=6000, enable_prefix_caching=False),
@@ -110,7 +110,7 @@ def _play(
 
 
 def _within(name: str, rate: float, cv: float, seed: int) -> list[bool]:
-    """Of each judged request, whether it was served in time."""
+    """Return whether each judged request was served in time."""
     options, named = SERVERS[name]
     loads = steady(rate, cv, SPAN, 40_000, seed)
     slos = [SLOS[load.slo_class] for load in loads]
@@ -121,13 +121,13 @@ def _within(name: str, rate: float, cv: float, seed: int) -> list[bool]:
 
 
 def _clairvoyant(loads: Sequence[Load], seconds: float) -> float:
-    """Share that no order of service exceeds, were the stream repeated on end."""
+    """Return the bound on the share in time, in any order, if the stream is repeated on end."""
     stream = [Asked(load.at, len(load.prompt), load.output, SLOS[load.slo_class]) for load in loads]
     return share_in_time(stream, seconds)
 
 
 def _rates(kind: str) -> str:
-    """Per cent within targets by rate, and the highest rate with 90 % within."""
+    """Return per cent within targets by rate, and the highest rate with 90 % within."""
     cv, rates = KINDS[kind]
     head = ["", *(f"{rate:g}/s" for rate in rates), "90 % up to"]
     rows = [head]
@@ -151,7 +151,7 @@ def _row(name: str, curve: Curve) -> list[str]:
 
 
 def _account(rate: float) -> str:
-    """Per cent of the time while requests come, and where it goes; with everything on."""
+    """Return the use of time while requests arrive, in per cent; with everything on."""
     options, _ = SERVERS["everything on"]
     kinds = ("work in time", "work too late", "fixed part of steps", "idle")
     rows = [[f"{rate:g}/s", *kinds, "too late: interactive", "standard", "batch"]]
@@ -192,8 +192,8 @@ def _account(rate: float) -> str:
 
 
 def _defaults() -> str:
-    """Per cent of judged requests that had their first token within 1 s and 100 ms a token, all
-    asking for the same."""
+    """Return per cent of judged requests with the first token within 1 s and 100 ms a token, where
+    all have the same targets."""
     head = ["asks", *(f"{rate:g}/s, cv {cv:g}" for cv, rate in ASKED)]
     rows = [head]
     for name, (options, slo) in ASKING.items():
@@ -212,10 +212,10 @@ def _defaults() -> str:
 
 
 def _bound() -> str:
-    """What requests take of the machine, were steps free: all, and the smallest nine tenths, by
-    request that comes."""
+    """Return the seconds of all requests, and of the smallest nine tenths, per arrival, if steps
+    had no fixed part."""
     lengths = read_lengths(TRACE, SAMPLE, 0)
-    # the last piece of a prompt brings the first token
+    # the last chunk of a prompt gives the first token
     seconds = sorted(TOKEN * prompt + ROW * (output - 1) for prompt, output in lengths)
     rows = [["lengths", "served", "ms for each that comes", "at most"]]
     for share in (1.0, 0.9):
@@ -227,7 +227,7 @@ def _bound() -> str:
 
 
 def _at_once() -> str:
-    """Without targets, all at once: tokens a second, and seconds."""
+    """Return tokens a second, and seconds, without targets and all at once."""
     rows = [["at once", "default", "tokens/s", "E2E mean s", "last first token s"]]
     for count in (64, 256):
         for name in ("for nothing, and no default", "for nothing"):
@@ -248,7 +248,7 @@ def _at_once() -> str:
 
 
 def tables() -> dict[str, str]:
-    """Requests a second, per cent, and milliseconds."""
+    """Return tables of requests a second, per cent, and milliseconds."""
     return {
         **{kind: _rates(kind) for kind in KINDS},
         "bound": _bound(),

@@ -1,7 +1,7 @@
 """Phase-aligned coalescing against chunked prefill.
 
 Coalescing holds arrivals up to a window and computes their prompts together, in steps of their own;
-chunked prefill lets single tokens ride along with every chunk. One GPU, the same requests, two
+chunked prefill computes single tokens together with every chunk. One GPU, the same requests, two
 loads; and once more on a GPU whose steps of mixed kinds take 15 ms longer.
 """
 
@@ -40,7 +40,7 @@ def _rows(machine: Machine, rate: int) -> list[list[str]]:
 
 
 def tables() -> dict[str, str]:
-    """Milliseconds at each load, and where mixed steps are slow."""
+    """Return tables of milliseconds at each load, and where mixed steps are slow."""
     found = {f"rate-{rate}": text_table(_rows(GPU, rate)) for rate in RATES}
     slow = Machine(mixed=0.015)
     return found | {"slow-mixed": text_table(_rows(slow, RATES[-1]))}

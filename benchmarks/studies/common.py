@@ -1,12 +1,12 @@
-"""What the studies share: a machine, a run, and the shape of a study.
+"""Code shared by the studies: a machine, a run, and the shape of a study.
 
-The machine is a textbook GPU, so that every number on the pages can be followed by hand; it is not
-a prediction of anybody's server (docs/understand/simulator.md says how those are made). One GPU
-with 80 GB serves Llama-3.1-8B in bfloat16. A step takes::
+The machine is a textbook GPU, so that every number on the pages can be checked by hand; it is not
+a prediction of a real server (docs/understand/simulator.md says how those are made). One GPU with 80 GB
+serves Llama-3.1-8B in bfloat16. A step takes::
 
     host + max(2 * parameters * tokens / FLOP/s, weight bytes / bandwidth) + KV bytes / bandwidth
 
-with H100 SXM's data sheet figures times what kernels usually reach of them.
+with H100 SXM's data sheet figures times the share of them that kernels usually reach.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = ["GPU", "KV_BYTES", "PLAIN", "Machine", "Run", "Study", "replica", "se
 
 _MODEL = ModelShape.named("Llama-3.1-8B")
 _PARAMETERS = _MODEL.num_parameters
-# of one token, in bfloat16
+# bytes of one token's keys and values, in bfloat16
 KV_BYTES = _MODEL.kv_bytes_per_token()
 BLOCK_SIZE = 16
-# chunked prefill, first come first served, and nothing that looks ahead: the textbooks' scheduler
+# the textbooks' scheduler: chunked prefill, first come first served, and no forecasts
 PLAIN: dict[str, Any] = {
     "adaptive_token_budget": False,
     "future_memory_check": False,
@@ -44,7 +44,7 @@ PLAIN: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """See the module; seconds and bytes."""
+    """Step times of the textbook GPU, see the module's docstring; seconds and bytes."""
 
     # dense bfloat16: 989 TFLOP/s, of which about 60 % are reached
     flops: float = 0.6 * 989e12
@@ -53,8 +53,8 @@ class Machine:
     # launches and bookkeeping of a step
     host: float = 1e-3
     weight_bytes: float = 2.0 * _PARAMETERS
-    # added to a step with both chunks of prompts and single tokens: kernels for mixed batches
-    # that are worse than those for one kind
+    # added to a step with both chunks of prompts and single tokens, if kernels for mixed batches
+    # are slower
     mixed: float = 0.0
 
     def seconds(self, plan: SchedulerOutput) -> float:
@@ -83,7 +83,7 @@ def replica(
     watermark: float = 0.01,
     **scheduler: Any,
 ) -> ReplicaSpec:
-    """One engine, ``PLAIN`` unless said otherwise; ``scheduler`` are fields of ``SchedulerConfig``.
+    """Return one engine, ``PLAIN`` by default; ``scheduler`` are fields of ``SchedulerConfig``.
     20,000 blocks of 16 tokens are 42 GB: a comfortable pool on 80 GB."""
     defaults: dict[str, Any] = {"max_model_len": 16_384, "max_num_batched_tokens": 2048}
     config = SchedulerConfig(**(PLAIN | defaults | scheduler))
@@ -98,7 +98,7 @@ def replica(
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What came of one simulation."""
+    """Results of one simulation."""
 
     metrics: Metrics
     totals: Totals
@@ -132,11 +132,11 @@ def serve(
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """A page of docs/studies and what fills it."""
+    """A page of docs/studies and the functions that fill it."""
 
     # the page's name
     name: str
-    # table name to Markdown
+    # Markdown by table name
     tables: Callable[[], dict[str, str]]
     # writes pictures into a folder, if the study has any
     plots: Callable[[Path], None] | None = None

@@ -2,10 +2,10 @@
 
 The figure is the highest rate at which 90 % of requests meet both targets (DistServe's goodput,
 OSDI'24), found by bisection over simulations. Colocated replicas do everything: *fixed* with the
-textbooks' scheduler, *paced* with all that Paceline does by default to meet targets. Divided ones
-hand each request's keys and values over after the first token. The GPUs are small ones (24 GB,
-300 GB/s, 121 TFLOP/s: an L4's data sheet, of which the same shares are reached): the same balance
-at a tenth of the simulated tokens.
+textbooks' scheduler, *paced* with Paceline's defaults to meet targets. Divided ones hand each
+request's keys and values over after the first token. The GPUs are small ones (24 GB, 300 GB/s,
+121 TFLOP/s: an L4's data sheet, of which the same shares are reached): the same balance at a tenth
+of the simulated tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WORKLOADS = {
     "chat": (800, 200),
     "writing": (150, 400),
 }
-# bytes a second: 100, 10 and 1 Gbit/s
+# bytes/s: 100, 10 and 1 Gbit/s
 FAST, NETWORK, SLOW = 12.5e9, 1.25e9, 0.125e9
 TARGET = Target(0.9)
 
@@ -80,7 +80,7 @@ WAYS = ("together, fixed", "together, paced", "1:3", "2:2", "3:1")
 
 
 def tables() -> dict[str, str]:
-    """Requests per second, and what the arithmetic expects of the best split."""
+    """Return tables of requests per second, and of the best split by arithmetic."""
     rows = [["requests/s", *WAYS, "arithmetic", "arithmetic, together"]]
     for workload, (prompt, output) in WORKLOADS.items():
         estimate = estimate_split(
@@ -103,7 +103,7 @@ def tables() -> dict[str, str]:
 
 
 def plots(folder: Path) -> None:
-    """Attained requests per second against offered ones, for chat."""
+    """Plot attained requests per second against offered ones, for chat."""
     rates = (2.0, 4.0, 6.0, 8.0, 10.0)
     curves = {
         way: [(rate, _run("chat", way, rate, NETWORK).attainment * rate) for rate in rates]

@@ -1,9 +1,9 @@
-"""What the server says of the first token on arrival, what becomes of it, and what could be known.
+"""Forecasts of the first token on arrival, compared with the outcomes and with the best possible.
 
 The two-core CPU of the ablation, with steps that take a random factor (10 %) and lengths that have
-to be learned. 16 places, so that requests wait: chats with targets, priorities and three tenants,
-in Poisson arrivals and in bursts, which never end. The floor is what futures say, drawn from the
-moment of the promise on (``futures``): the median and the mean of so many.
+to be learned. 16 slots, so that requests wait: chats with targets, priorities and three tenants,
+in Poisson arrivals and in bursts, which never end. The floor comes from futures, drawn from the
+moment of the promise on (``futures``): the median and the mean of FUTURES of them.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ __all__ = ["STUDY", "run_of"]
 
 POLICIES: Final = ("fcfs", "deadline", "sjf", "fair", "priority")
 ARRIVALS: Final = {"poisson": "rate=6,cv=1", "bursts": "rate=5,cv=3"}
-# more of them than any run takes
+# more requests than any run takes
 WORKLOAD: Final = (
     "synthetic:{},{},n=1000000,classes=a(1,priority=0)+b(1,priority=1)+c(1,priority=2),"
     "tenants=x(6)+y(2)+z(1)"
 )
-# constants were chosen on others
+# other seeds than those on which constants were chosen
 SEEDS: Final = range(21, 25)
-# requests that are judged: after the first have taught lengths and the bias
+# requests that are judged: after lengths and the bias were learned from the first ones
 JUDGED: Final = range(100, 600)
-# one in so many of these is asked for its futures, and for how many
+# one in this many of them has futures drawn, and the number of these
 EVERY: Final = 50
 FUTURES: Final = 9
-# seconds; what is off by less than a step or so is not off
+# seconds of a step: smaller errors do not count
 STEP: Final = 0.05
 
-# seconds that were said, that came, and the median and the mean of the futures, if any were drawn
+# predicted and actual seconds, and the median and the mean of the futures, if any were drawn
 _Row = tuple[float, float, float, float]
 
 
 def run_of(
     policy: str, kind: str, seed: int, *, judged: range = JUDGED, num_futures: int = 0
 ) -> list[Promise]:
-    """What was promised in one run, and what came."""
+    """Return the promises of one run, with their outcomes."""
     settings: dict[str, Any] = {"policy": policy, "max_num_seqs": 16, "max_model_len": 4096}
     if policy == "deadline":
         settings |= {"default_ttft_s": 1.0, "default_tpot_s": 0.1}
@@ -65,7 +65,7 @@ def run_of(
         Noisy(CPU, random.Random(seed)),
         seed=seed,
         judged=judged,
-        # not the same of every run
+        # other requests in every run
         sampled=lambda number: number % EVERY == 7 * seed % EVERY,
         num_futures=num_futures,
     ).serve()
@@ -81,7 +81,7 @@ def _job(job: tuple[str, str, int]) -> list[_Row]:
 
 
 def _errors(said: NDArray[np.float64], came: NDArray[np.float64]) -> list[str]:
-    """Median and 90th percentile of the errors, and the bias, in per cent."""
+    """Return median and 90th percentile of the errors, and the bias, in per cent."""
     off = np.maximum(0.0, np.abs(said - came) - STEP) / came
     median, most = 100 * np.percentile(off, [50, 90])
     bias = 100 * (said.sum() / came.sum() - 1.0)
@@ -89,7 +89,7 @@ def _errors(said: NDArray[np.float64], came: NDArray[np.float64]) -> list[str]:
 
 
 def _rows(policy: str, runs: Sequence[list[_Row]]) -> tuple[list[str], list[str]]:
-    """Of all promises, and of those with futures."""
+    """Return the rows for all promises, and for those with futures."""
     pairs = np.array([row for run in runs for row in run])
     said, came, middle, mean = pairs.T
     drawn = ~np.isnan(middle)
@@ -100,7 +100,7 @@ def _rows(policy: str, runs: Sequence[list[_Row]]) -> tuple[list[str], list[str]
 
 
 def tables() -> dict[str, str]:
-    """Seconds, and errors in per cent of what it took."""
+    """Return tables of seconds, and of errors in per cent of the actual time."""
     jobs = [(policy, kind, seed) for policy in POLICIES for kind in ARRIVALS for seed in SEEDS]
     with ProcessPoolExecutor(os.cpu_count()) as executor:
         results = dict(zip(jobs, executor.map(_job, jobs), strict=True))

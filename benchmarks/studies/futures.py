@@ -1,13 +1,13 @@
-"""What could be known of a first token on arrival: futures, drawn from that very moment on.
+"""The best possible forecast of a first token on arrival: futures, drawn from that moment on.
 
 ``Run`` serves a workload with one replica in virtual time, as ``Simulator`` does. At some promises
-it draws futures: the process forks, and each child goes on from exactly that state with what nobody
-can know drawn again: when others come and what they ask for, how long outputs are, and how long
-steps take, all from their true distributions. A child ends with the request's first token.
+it draws futures: the process forks, and each child goes on from exactly that state with everything
+unknown drawn again: later arrivals and their requests, lengths of outputs, and times of steps, all
+from their true distributions. A child ends with the request's first token.
 
-The load never ends: a run is over once all requests that are judged have their first tokens.
+The load never ends: a run is over once all judged requests have their first tokens.
 
-This module does not know what is said of these futures, or how right forecasts are.
+This module does not know how these futures are summed up, or how accurate forecasts are.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ from paceline.sim.workload import open_workload
 
 __all__ = ["Promise", "Run"]
 
-# lengths that stand for their distribution
+# number of lengths that represent their distribution
 _DRAWN: Final = 20_000
 _SECONDS: Final = struct.Struct("d")
 
 
 @dataclass(slots=True)
 class Promise:
-    """What was said of a request on arrival, and what came."""
+    """Forecast of a request on arrival, and its outcome."""
 
     request: Request
     predicted: float
-    # seconds to its first token in each of the futures that were drawn
+    # seconds to its first token in each future that was drawn
     futures: list[float] = field(default_factory=list)
 
     @property
     def actual(self) -> float:
-        """Seconds to the first token; known once the run is over."""
+        """Return the seconds to the first token; known once the run is over."""
         first = self.request.first_token_time
         assert first is not None, "the run is not over"
         return first - self.request.asked.arrival_time
 
 
 class Run:
-    """One run, see the module.
+    """One run, see the module's docstring.
 
     Args:
-        spec: of the workload, for ``open_workload``; arrivals are a renewal process, and more than
+        spec: the workload, for ``open_workload``; arrivals are a renewal process, and more than
             are needed.
         judged: numbers of the requests, in order of arrival, whose promises are returned.
-        config: with ``max_tokens``, since outputs end by themselves, without prefix caching, and
-            with no limit for which a request that could be served would be refused.
+        config: has ``max_tokens``, since outputs end by themselves, no prefix caching, and no
+            limit by which a request that could be served would be refused.
         times: its random source is the run's own.
         sampled: whether futures are drawn for the promise of this number.
-        num_futures: how many.
+        num_futures: number of futures for each of them.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class Run:
         self._replica = Replica(
             0, config, times, PromptMaker(distinct=False, prefix_block=512), self._ended
         )
-        # sorted
+        # known lengths, sorted
         self._lengths: list[int] = []
-        # in a child: where its answer goes, and the request it is about
+        # in a child: the pipe for its answer, and the request that it is about
         self._answer: tuple[int, Request] | None = None
         self.promises: list[Promise] = []
 
     def serve(self) -> list[Promise]:
-        """Serve, and return what was promised, in order of arrival."""
+        """Serve, and return the promises in order of arrival."""
         if self._num_futures:
             others = islice(open_workload(self._spec, seed=self._seed + 1_000_000), _DRAWN)
             self._lengths = sorted(arrival.output_tokens for arrival in others)
@@ -121,7 +121,7 @@ class Run:
         except BaseException:
             if self._answer is None:
                 raise
-            # a child that failed, of which its parent hears no answer
+            # a failed child sends its parent no answer
             traceback.print_exc()
             os._exit(1)
         return self.promises
@@ -144,7 +144,7 @@ class Run:
                     os._exit(0)
 
     def _is_over(self) -> bool:
-        """Whether the last of those that are judged has its first token."""
+        """Whether all judged requests have their first tokens."""
         if self._last_noted < self._judged.stop - 1 or self._answer is not None:
             return False
         return all(promise.request.first_token_time is not None for promise in self.promises)
@@ -161,7 +161,7 @@ class Run:
             self._replica.due = due
 
     def _ended(self, replica: Replica, job: Job, reason: str, now: float) -> None:
-        # one in a million of drawn prompts is refused, being longer than the context
+        # one in a million drawn prompts is refused, as it is longer than the context
         del self._jobs[f"{job.number}/0"]
 
     # ------------------------------------------------------------------ futures
@@ -183,13 +183,13 @@ class Run:
             promise.futures.append(_SECONDS.unpack(answer)[0])
 
     def _forget(self, rng: random.Random) -> None:
-        """Draw again what nobody can know."""
+        """Draw again all that is unknown at this moment."""
         self._times.random.seed(rng.random())
         lengths, known = self._lengths, self._config.max_tokens
         for job in self._jobs.values():
             request = job.request
             if request is None or request.asked.sampling.max_tokens != known:
-                # what it asked for tells its length
+                # its max_tokens gives its length
                 continue
             so_far = request.num_output_tokens + request.num_pending_tokens
             first, end = bisect_right(lengths, so_far), bisect_right(lengths, known)
@@ -199,7 +199,7 @@ class Run:
         self._next = next(self._arrivals)
 
     def _others(self, rng: random.Random) -> Iterator[Arrival]:
-        """Those who come from now on: the gap under way is longer than it has been already."""
+        """Yield arrivals from now on: the present gap is at least as long as it already is."""
         gone = self._now - self._last_arrival
         before, offset = 0.0, None
         for arrival in open_workload(self._spec, seed=rng.randrange(1 << 40)):

@@ -1,10 +1,10 @@
-"""A study's page: text by people, tables by the command, between markers.
+"""A study's page: text written by hand, and tables between markers, written by the command.
 
     <!-- begin NAME -->
     | ... |
     <!-- end NAME -->
 
-Whatever stands between the markers of a table is replaced by what the study prints.
+The text between the markers of a table is replaced by the study's output.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _TABLE = re.compile(r"(<!-- begin ([\w-]+) -->\n)(.*?)(<!-- end \2 -->)", re.DOT
 
 
 def tables_of(text: str) -> dict[str, str]:
-    """What stands between the markers, by name."""
+    """Return the tables between the markers, by name."""
     return {match[2]: match[3].strip() for match in _TABLE.finditer(text)}
 
 
 def fill(text: str, tables: Mapping[str, str]) -> str:
-    """``text`` with its tables replaced.
+    """Return ``text`` with its tables replaced.
 
     Raises:
         ValueError: the page's markers and ``tables`` are not the same names.

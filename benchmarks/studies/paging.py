@@ -1,9 +1,9 @@
-"""Paging waste at three scales: memory reserved for the longest against blocks.
+"""Paging waste at three scales: memory reserved for the longest sequence against blocks.
 
 Preallocation is the same scheduler with blocks as long as the longest sequence. All requests are
 there at the start and all steps take equally long, so that throughput is the number of sequences
-that run. Measured while requests are still waiting; waste is the share of held memory that holds
-no token yet, averaged over time.
+that run. It is measured while requests are still waiting; waste is the share of held memory that
+holds no token yet, averaged over time.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Held:
     def __call__(
         self, replica: int, plan: SchedulerOutput, made: float, start: float, end: float
     ) -> None:
-        # one that was preempted comes back with output tokens
+        # a preempted request comes back with output tokens
         self._left -= sum(len(new.token_ids) == new.num_prompt_tokens for new in plan.new_requests)
         if self._left <= 0:
             return
@@ -210,7 +210,7 @@ def _block_rows() -> list[list[str]]:
 
 
 def tables() -> dict[str, str]:
-    """Three scales, and block sizes on the one in the middle."""
+    """Return tables of three scales, and of block sizes on the middle one."""
     return {"scales": text_table(_scale_rows()), "blocks": text_table(_block_rows())}
 
 

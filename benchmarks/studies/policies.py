@@ -1,9 +1,9 @@
-"""Policies and tail latency: who is served first, and who pays.
+"""Policies and tail latency: which requests are served first, and which wait longer for it.
 
-One GPU at about 90 % of what it can do, bursty arrivals (cv 3), lognormal prompts and outputs, half
+One GPU at about 90 % of its capacity, bursty arrivals (cv 3), lognormal prompts and outputs, half
 of the requests with a TTFT target and half with a deadline. *Known* lengths: a request's max_tokens
-is what it will generate. *Learned*: max_tokens says nothing, and the scheduler learns lengths per
-class as they end.
+is its output's length. *Learned*: max_tokens does not depend on it, and the scheduler learns
+lengths per class as requests end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.sim.workload import open_workload
 
 __all__ = ["STUDY"]
 
-# fcfs with everything that PLAIN turns off
+# fcfs with all that PLAIN turns off
 DEFAULTS = "fcfs, defaults"
 POLICIES = ("fcfs", "sjf", "deadline", DEFAULTS)
 WORKLOAD = (
@@ -27,7 +27,7 @@ WORKLOAD = (
     "classes=chat(1,ttft=1,tpot=50ms)+report(1,deadline=20)"
 )
 MAX_TOKENS = 4096
-# too few: requests queue for them, not for the GPU
+# so few that requests queue for slots, not for the GPU
 SLOTS = 64
 SLOWER = ",speedup=0.8"
 
@@ -77,7 +77,7 @@ def _rows(known: bool, slots: int = 256) -> list[list[str]]:
 
 
 def tables() -> dict[str, str]:
-    """Seconds, with known and with learned lengths, and with known ones where slots are few."""
+    """Return tables of seconds, with known and learned lengths, and with few slots."""
     return {
         "known": text_table(_rows(True)),
         "learned": text_table(_rows(False)),
@@ -86,7 +86,7 @@ def tables() -> dict[str, str]:
 
 
 def plots(folder: Path) -> None:
-    """Distributions with known lengths."""
+    """Plot distributions with known lengths."""
     runs = {policy: _run(policy, True, SLOTS).metrics for policy in POLICIES}
     plot_cdfs(runs, folder / "policies.png")
 

@@ -1,11 +1,11 @@
-"""Minimal preemption: how much to admit when nobody knows how long outputs will be.
+"""Minimal preemption: how much to admit while the lengths of outputs are unknown.
 
-A pool that holds about 40 average sequences, outputs longer than prompts. *Optimistic* admits
-whoever's prompt fits and preempts when sequences grow; a *watermark* keeps a share of the pool free
-for growth; *reserving* admits only what fits if every sequence grows to its end; *future peak*, the
-default, admits what fits at the moment when most memory will be held (LightLLM's Past-Future
-scheduler, ASPLOS'25, arXiv 2507.10150), with lengths known or learned. Reserving lives in this
-study, as a policy of another package would.
+A pool that holds about 40 average sequences, outputs longer than prompts. *Optimistic* admits any
+request whose prompt fits and preempts when sequences grow; a *watermark* keeps a share of the pool
+free for growth; *reserving* admits requests that fit if every sequence grows to its end; *future
+peak*, the default, admits requests that fit at the moment when most memory will be held (LightLLM's
+Past-Future scheduler, ASPLOS'25, arXiv 2507.10150), with lengths known or learned. Reserving is
+part of this study, as a policy of another package would be.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from paceline.sim.workload import open_workload
 __all__ = ["STUDY"]
 
 BLOCKS = 1600
-# requests per second: what the pool just carries, and twice as many
+# requests per second: the pool's capacity, and twice as many
 RATES = (8, 16)
 WORKLOAD = "synthetic:rate={},cv=1,prompt=lognormal(200,0.6),output=lognormal(300,0.8),n=900"
 
-# what callers ask for where lengths are to be learned
+# max_tokens of requests whose lengths are to be learned
 MAX_TOKENS = 4096
 
 
 class _GatedQueue(RequestQueue):
-    """Shows nobody whom the gate does not pass."""
+    """A queue that hides its head while the gate does not pass it."""
 
     def __init__(self, passes: Callable[[Request], bool]) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _GatedQueue(RequestQueue):
 
 
 class _Reserving(FcfsPolicy):
-    """First come, first served, while all that run could grow to their ends."""
+    """First come, first served, while memory suffices for all to grow to their ends."""
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
@@ -67,7 +67,7 @@ class _Reserving(FcfsPolicy):
 
 
 class _Computed:
-    """Tokens that steps computed."""
+    """Counts the tokens that steps computed."""
 
     tokens = 0
 
@@ -78,7 +78,7 @@ class _Computed:
 
 
 def tables() -> dict[str, str]:
-    """What each way of admitting costs, at each rate."""
+    """Return tables of the cost of each way of admitting, at each rate."""
     return {f"rate-{rate}": text_table(_rows(rate)) for rate in RATES}
 
 

@@ -1,8 +1,8 @@
-"""Drafting tokens: what it gains, by how often drafts are right, and where it loses.
+"""Draft tokens: the gain by their rate of acceptance, and cases with a loss.
 
-A CPU whose steps wait for the weights up to seven rows and cost what their rows cost beyond, which
-is about what int8 does on the machines that were measured; the scheduler's own rule says how many
-drafts are verified, from step times and rates that it learns as it does when it serves.
+A CPU whose steps wait for the weights up to seven rows, and take the time of their rows beyond,
+which is about the case of int8 on the machines that were measured; the scheduler's own rule sets
+the number of draft tokens, from step times and rates that it learns as in a server.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Cpu:
 
     @property
     def seconds_of_a_row(self) -> float:
-        """Of a step of one row, at the length that these requests have half way."""
+        """Seconds of a step of one row, at half of these requests' output."""
         return self.host + self.weights + (PROMPT + OUTPUT / 2) * self.key
 
 
 CPU = Cpu()
-# how often the first draft of a row is right, and each behind a right one
+# rate at which the first draft token of a row is right, and each one after a right one
 KINDS: dict[str, tuple[float, float]] = {
     "code edit": (0.86, 0.95),
     "extraction": (0.75, 0.90),
@@ -54,7 +54,7 @@ PROMPT, OUTPUT, ROUNDS = 128, 200, 6
 
 
 def _spec(kind: str | None, policy: str = "fcfs") -> ReplicaSpec:
-    """Without drafts, or with those of a kind of text."""
+    """Return an engine without drafts, or with those of a kind of text."""
     spec = replica(CPU, max_num_batched_tokens=512, policy=policy)
     if kind is None:
         return spec
@@ -64,7 +64,7 @@ def _spec(kind: str | None, policy: str = "fcfs") -> ReplicaSpec:
 
 
 def _at_once(streams: int, tpot: float | None = None) -> list[Arrival]:
-    """So many at a time, in rounds that do not touch."""
+    """Return ``streams`` requests at a time, in rounds that do not overlap."""
     return [
         Arrival(at=20.0 * turn, prompt_tokens=PROMPT, output_tokens=OUTPUT, tpot=tpot)
         for turn in range(ROUNDS)
@@ -89,7 +89,7 @@ def _streams() -> list[list[str]]:
 
 
 def _load() -> list[list[str]]:
-    """Requests that come by chance, of which a machine without drafts serves 2.3 a second."""
+    """Measure Poisson arrivals, of which a machine without drafts serves 2.3 a second."""
     head = ["requests/s", "", "TTFT p50", "TTFT p99", "TPOT mean", "TPOT p99", "E2E p99"]
     rows = [head]
     for rate in (0.5, 1.0, 2.0, 3.0, 4.0):
@@ -105,7 +105,7 @@ def _load() -> list[list[str]]:
 
 
 def _targets() -> list[list[str]]:
-    """A pace that no plain step keeps: seven tenths of it."""
+    """Measure a TPOT target that no plain step meets: seven tenths of its time."""
     rows = [["met", *(f"{count} at once" for count in STREAMS[:4])]]
     target = 0.7 * CPU.seconds_of_a_row
     for kind in (None, *KINDS):
@@ -118,7 +118,7 @@ def _targets() -> list[list[str]]:
 
 
 def tables() -> dict[str, str]:
-    """How much faster, under load, and with targets that need drafts."""
+    """Return tables of the gain, alone, under load, and with targets that need drafts."""
     return {
         "streams": text_table(_streams()),
         "load": text_table(_load()),
