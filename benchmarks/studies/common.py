@@ -1,8 +1,8 @@
 """Code shared by the studies: a machine, a run, and the shape of a study.
 
 The machine is a textbook GPU, so that every number on the pages can be checked by hand; it is not
-a prediction of a real server (docs/understand/simulator.md says how those are made). One GPU with 80 GB
-serves Llama-3.1-8B in bfloat16. A step takes::
+a prediction of a real server (docs/understand/simulator.md says how those are made). One GPU with
+80 GB serves Llama-3.1-8B in bfloat16. A step takes::
 
     host + max(2 * parameters * tokens / FLOP/s, weight bytes / bandwidth) + KV bytes / bandwidth
 
