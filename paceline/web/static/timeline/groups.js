@@ -57,6 +57,7 @@ export class Names {
  */
 export function tinted(everybody, by, names, pixels) {
   const found = new Uint32Array(65536);
-  for (const seen of everybody) found[seen.number & 0xffff] = pixels[names.of(groupOf(seen, by))];
+  // by number: which name has which colour does not hang on how much was known when they were first drawn
+  for (const seen of [...everybody].sort((a, b) => a.number - b.number)) found[seen.number & 0xffff] = pixels[names.of(groupOf(seen, by))];
   return found;
 }
