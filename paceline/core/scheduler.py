@@ -14,8 +14,7 @@ catch up: there is no prefill and no decode (``request``). In order:
 4. Best-effort requests come last in both: 2 and 3 again for them, tier by tier, with what is left.
 
 Counters move when a step is planned, not when it ran, so ``schedule`` may be called again before
-``update``: a request whose last token is still unknown is planned by position, and the backend uses
-the token it sampled itself.
+``update``: a request whose last token is unknown is planned by position; the backend knows it.
 
 This module does not know time (``now`` is an argument), tensors, text or transport.
 """
@@ -29,7 +28,8 @@ from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote, Step
 from paceline.core.pacing.paced import Paced
 from paceline.core.pacing.request_admission import Expired, RequestAdmission
 from paceline.core.pacing.tenants import TenantShares
-from paceline.core.policies import SchedulingPolicy
+from paceline.core.policies import FcfsPolicy
+from paceline.core.queues.fair_queue import TenantWeights
 from paceline.core.request import FinishReason, Request, RequestStatus
 from paceline.core.stats import SchedulerStats
 from paceline.core.step.limits import Pacing, Plain
@@ -37,7 +37,6 @@ from paceline.core.step.planner import Planner
 from paceline.core.step.speculation import Speculation, SpeculationMaker, make_speculation
 from paceline.core.step.state import SchedulerState, check_integrity, take_stats
 from paceline.core.step.update import Updates, update_of
-from paceline.core.tenant_weights import TenantWeights
 
 __all__ = ["Scheduler"]
 
@@ -46,8 +45,6 @@ class Scheduler:
     """Decides every step. Single-threaded; every call is deterministic in its arguments.
 
     Args:
-        config: budgets, order and limits.
-        cache: size of the KV cache.
         policy: overrides ``config.policy``.
         speculation: makes the source of draft tokens (``paceline.speculation``); None: no drafts.
 
@@ -59,7 +56,7 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         cache: CacheConfig,
-        policy: SchedulingPolicy | None = None,
+        policy: FcfsPolicy | None = None,
         *,
         speculation: SpeculationMaker | None = None,
     ) -> None:
@@ -144,8 +141,8 @@ class Scheduler:
 
     @property
     def plan_at(self) -> float:
-        """Best time to plan the next step while one runs: as late as can be, so that requests which
-        arrive until then are in it, yet before that one ends. Minus infinity: at once."""
+        """Best time to plan the next step while one runs: shortly before that one ends, so that
+        requests which arrive until then are in it. Minus infinity: at once."""
         return self._steps.plan_at
 
     @property
@@ -154,10 +151,8 @@ class Scheduler:
         return self._speculation is not None and self._speculation.awaits_tokens
 
     def schedule(self, now: float) -> SchedulerOutput:
-        """Plan the next step and move the counters as if it had run.
-
-        An empty plan (no rows) is not to be executed and not to be passed to ``update``.
-        """
+        """Plan the next step and move the counters as if it had run. A plan without rows is not to
+        be executed and not to be passed to ``update``."""
         running = self._running.requests
         self._waiting.begin_plan(now)
         if now >= self._admission.next_expiry or self._last.demoted:
@@ -202,11 +197,8 @@ class Scheduler:
     def update(
         self, plan: SchedulerOutput, result: StepResult, now: float, *, tell_all: bool = True
     ) -> tuple[RequestUpdate, ...]:
-        """Apply the result of a step; plans are updated in the order they were made.
-
-        Tokens of requests that ended meanwhile are dropped. ``tell_all=False`` returns the updates
-        of ended requests alone, for simulators, which stream no tokens.
-        """
+        """Apply a step's result, in the order of plans; tokens of requests that ended meanwhile
+        are dropped. ``tell_all=False``: return the updates of ended requests alone."""
         self._last.version += 1
         requests = self._steps.pop(plan, result, now)
         if self._speculation is not None:
@@ -216,8 +208,7 @@ class Scheduler:
         return updates
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request and free its blocks; one that ran stays in the running list until that is
-        pruned."""
+        """End a request and free its blocks; the running list keeps it until that is pruned."""
         self._last.version += 1
         if request.status is RequestStatus.RUNNING:
             self._running.stop(request)
@@ -246,8 +237,7 @@ class Scheduler:
             self._rest()
 
     def _rest(self) -> None:
-        """Reset what the last plan measured of memory and requests: the last request has ended, and
-        it may be long until the next plan."""
+        """Reset what the last plan measured: the last request has ended."""
         self.valve.update(0.0)
         self._waiting.rest()
         self._paced.rest()

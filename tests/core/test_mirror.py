@@ -17,11 +17,8 @@ ELSEWHERE = {
     "grammar.py": "protocols: tests/contract/test_grammar.py, tests/engine/text/test_grammar.py",
     "outputs.py": "values without code, made and read by the tests of step/",
     "pacing/paced.py": "puts the rest of pacing/ together: tests/core/pacing, tests/property",
-    "pacing/tpot_guard.py": "an example of docs/understand/scheduling.md: "
-    "test_scheduling_examples.py",
     "pacing/view.py": "what the rest of pacing/ looks at: test_budget.py",
     "pooling.py": "settings and facts, checked by tests/pooling",
-    "policies/base.py": "a protocol: policies/test_policies.py runs on every policy",
     "policies/deadline.py": "policies/test_policies.py and policies/test_defaults.py",
     "policies/fcfs.py": "policies/test_policies.py; the base of the others",
     "policies/phase_aligned.py": "policies/test_policies.py; its steps: step/test_planner.py",

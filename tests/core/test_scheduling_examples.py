@@ -16,10 +16,9 @@ from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.memory.outlook import capacity, future_peak
 from paceline.core.memory.pressure import PressureValve
 from paceline.core.pacing import deadlines
-from paceline.core.pacing.budget import StepBudget
-from paceline.core.pacing.tpot_guard import TpotGuard
-from paceline.core.pacing.triage import all_in_time, triage
+from paceline.core.pacing.budget import StepBudget, TpotGuard
 from paceline.core.pacing.view import NO_VIEW, RunningView
+from paceline.core.pacing.waiting_targets import all_in_time, triage
 from paceline.core.policies import PolicyContext, make_policy
 from paceline.core.predict.chunk import ChunkSize
 from paceline.core.predict.output_length import LengthHistory, WorkEstimator

@@ -1,4 +1,4 @@
-"""Limits of a step while requests have targets: tokens to compute, and predicted seconds.
+"""Limits of a step while requests have targets: tokens to compute, predicted seconds, and requests.
 
 With ``adaptive_token_budget`` the least of these applies, else ``max_num_batched_tokens``:
 
@@ -6,9 +6,10 @@ With ``adaptive_token_budget`` the least of these applies, else ``max_num_batche
 * *slack*: the next token of a request with a TPOT target is due at a known time, so a step may last
   until the earliest of these times, and no longer (the dynamic chunk of Niyama, arXiv 2503.22562).
   So requests that are ahead of their schedule lend their time to waiting prompts;
-* short steps while only best effort runs, so that a new request is served soon (longer if late
-  requests stream, as far as their pace allows), and while tenants that are kept apart share the
-  engine.
+* short steps while only best effort runs, so that a new request is served soon, and while tenants
+  that are kept apart share the engine.
+
+``TpotGuard`` says whether one more running request would make the tokens of all late.
 
 This module does not know the queue, memory or the clock.
 """
@@ -25,8 +26,9 @@ from paceline.core.predict.chunk import LATE_QUANTILE, ChunkSize
 from paceline.core.predict.output_length import WorkEstimator
 from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.request import Request
+from paceline.core.tier import Tier
 
-__all__ = ["PACE_SHARE", "Allowance", "StepBudget", "least_target"]
+__all__ = ["PACE_SHARE", "Allowance", "StepBudget", "TpotGuard", "least_target"]
 
 # requests are paced to this share of their TPOT target, as half of them will miss their pace
 PACE_SHARE: Final = 0.9
@@ -53,18 +55,12 @@ class Allowance(NamedTuple):
 
 
 class StepBudget:
-    """Limits steps; called once a step, before anything is planned.
-
-    Args:
-        work: predicts the output tokens of requests.
-    """
+    """Limits steps; called once a step, before anything is planned."""
 
     def __init__(
         self, model: StepTimeModel, chunk: ChunkSize, work: WorkEstimator, config: SchedulerConfig
     ) -> None:
-        self._model = model
-        self._chunk = chunk
-        self._work = work
+        self._model, self._chunk, self._work = model, chunk, work
         self._adaptive = config.adaptive_token_budget
         self._most = config.max_num_batched_tokens
         # longest time, s, of a step while only best effort runs
@@ -161,3 +157,39 @@ class StepBudget:
                 pace = PACE_SHARE * min(view.paces)
                 tokens = max(chunk.floor, chunk.within(base, 0, chunk.knee(), seconds=pace))
         return self._model.predict(base.plus(0, max(2, tokens))) / tokens
+
+
+class TpotGuard:
+    """The guard of SCORPIO (arXiv 2505.23022) for one step, without its credits: requests are
+    admitted while a step that computes one token for each running request, and for the newcomer, is
+    predicted to take no longer than the tightest TPOT target among them.
+
+    Best-effort requests are neither counted nor kept out: they get rows only as far as the step is
+    not late for others. A target that even a single row cannot meet does not count.
+    """
+
+    def __init__(self, view: RunningView, model: StepTimeModel) -> None:
+        self._model = model
+        self._rows, self._keys = len(view.ordinary), view.narrow_keys
+        self._least = least_target(model)
+        self._tightest = min(map(self._within_reach, view.targets), default=math.inf)
+
+    def add(self, request: Request) -> None:
+        """Count a request that was admitted."""
+        self._rows += 1
+        self._keys += request.num_computed_tokens
+        self._tightest = min(self._tightest, self._within_reach(request.targets.tpot))
+
+    def allows(self, request: Request) -> bool:
+        """Whether ``request`` may join those running."""
+        if request.tier is not Tier.ORDINARY or request.boosted or not self._rows:
+            return True
+        tightest = min(self._tightest, self._within_reach(request.targets.tpot))
+        if tightest == math.inf or not self._model.ready:
+            return True
+        shape = StepShape(0, 0.0, self._rows + 1, self._keys + request.num_tokens)
+        return self._model.predict(shape) <= PACE_SHARE * tightest
+
+    def _within_reach(self, tpot: float | None) -> float:
+        """Return a target; infinity if there is none or no request could meet it."""
+        return tpot if tpot is not None and tpot >= self._least else math.inf

@@ -19,13 +19,14 @@ from operator import methodcaller
 from typing import Final
 
 from paceline.core.pacing.budget import PACE_SHARE, StepBudget, least_target
-from paceline.core.pacing.triage import all_in_time, triage
 from paceline.core.pacing.view import NO_VIEW, RunningView
 from paceline.core.pacing.waiting_targets import (
     DueEntry,
     WaitingTargets,
+    all_in_time,
     due_entry,
     is_deadline_batch,
+    triage,
 )
 from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Request, RequestStatus
@@ -55,11 +56,7 @@ _RESTORE: Final = methodcaller("move", Move.RESTORE)
 
 
 class Deadlines:
-    """Judges requests with deadlines; called by ``Paced`` at every step.
-
-    Args:
-        demote: see ``Feasibility``.
-    """
+    """Judges requests with deadlines; called by ``Paced`` at every step."""
 
     def __init__(
         self,
@@ -68,9 +65,7 @@ class Deadlines:
         targets: WaitingTargets,
         demote: Callable[[Request], None],
     ) -> None:
-        self._state = state
-        self._budget = budget
-        self._targets = targets
+        self._state, self._budget, self._targets = state, budget, targets
         self._demote = demote
         # requests left out that may be restored
         self._left_out: dict[Request, DueEntry] = {}
@@ -86,11 +81,8 @@ class Deadlines:
         self._hurried: Sequence[Request] = ()
 
     def look(self, view: RunningView, now: float) -> bool:
-        """Find the requests that can be in time if the next step begins at ``now``, and demote the
-        others. Only every few steps, as predictions move slowly.
-
-        Returns whether a running request changed its tier.
-        """
+        """Every few steps, demote the requests that cannot be in time if the next step begins at
+        ``now``, and restore others. Returns whether a running request changed its tier."""
         self._steps_until_look -= 1
         if self._steps_until_look > 0:
             return False
@@ -109,8 +101,7 @@ class Deadlines:
         return self._change(late, [request for _, _, request in left_before if request not in late])
 
     def _judge(self, jobs: list[DueEntry], view: RunningView, now: float) -> Mapping[Request, None]:
-        """Return the requests to leave out so that the others are in time. Also find out whether
-        the others press, and which of them must run."""
+        """Return the requests to leave out, and note whether the others press or must run."""
         requests = [request for _, _, request in jobs]
         beside = self._state.step_time.predict(view.base) if view.ordinary else 0.0
         full = beside + self._budget.full_step_seconds
@@ -131,12 +122,8 @@ class Deadlines:
     def _work_of(
         self, jobs: list[DueEntry], lefts: list[int], num_running: int, now: float, full: float
     ) -> tuple[list[float], list[float]]:
-        """Return the engine's seconds that each job needs, and when it must have got them.
-
-        Args:
-            lefts: steps until each job ends, one token a step.
-            full: seconds of a step filled up with prompts.
-        """
+        """Return the engine's seconds that each job needs, and when it must have got them. Jobs end
+        in ``lefts`` steps, and a step filled up with prompts takes ``full`` seconds."""
         per_token = self._budget.seconds_per_token(NO_VIEW)
         per_row = self._state.step_time.row_seconds(0)
         # seconds of a step of rows alone, and of all waiting prompts
@@ -167,8 +154,7 @@ class Deadlines:
         return seconds, latest
 
     def _change(self, late: Iterable[Request], back: list[Request]) -> bool:
-        """Demote the requests of ``late`` that are not left out yet, and restore ``back``. Returns
-        whether any running request was demoted."""
+        """Demote ``late`` requests and restore ``back``; return whether one that ran is demoted."""
         leave = [request for request in late if request not in self._left_out]
         if len(leave) > _MAX_LEFT_OUT:
             del leave[_MAX_LEFT_OUT:]
@@ -209,14 +195,9 @@ class Deadlines:
         most = min(most, own + _MUST_RUN_SHARE * (PACE_SHARE * tightest - own))
         if most == math.inf:
             return those
-        keys = list(accumulate(request.num_computed_tokens for request in those))
-
-        def seconds(num: int) -> float:
-            return self._state.step_time.predict(
-                StepShape(0, 0.0, rows + num, before + keys[num - 1])
-            )
-
-        return those[: bisect_right(range(1, len(those) + 1), most, key=seconds)]
+        keys = accumulate(request.num_computed_tokens for request in those)
+        shapes = [StepShape(0, 0.0, rows + num, before + own) for num, own in enumerate(keys, 1)]
+        return those[: bisect_right(shapes, most, key=self._state.step_time.predict)]
 
     def _that_may_come_back(self, now: float) -> list[DueEntry]:
         """Return the requests left out that still wait in that tier, and forget the others."""

@@ -20,9 +20,8 @@ from typing import Final, NamedTuple
 
 from paceline.core.pacing.budget import StepBudget
 from paceline.core.pacing.deadlines import Deadlines
-from paceline.core.pacing.triage import triage
 from paceline.core.pacing.view import RunningView
-from paceline.core.pacing.waiting_targets import WaitingTargets
+from paceline.core.pacing.waiting_targets import WaitingTargets, triage
 from paceline.core.request import Request, RequestStatus
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Move, Tier
@@ -60,8 +59,6 @@ class Feasibility:
         # number of changes of the queue at the last triage, and steps since then
         self._triaged_at = -1
         self._since_triage = 0
-
-    # ------------------------------------------------------------------ one request
 
     def is_late(self, request: Request, now: float) -> bool:
         """Whether it would miss its TTFT target even if nothing else were computed from now on."""
@@ -133,11 +130,8 @@ class Feasibility:
         self._state.last.demoted.append(request)
         self._state.totals.num_demoted += 1
 
-    # ------------------------------------------------------------------ all of them
-
     def settle(self, view: RunningView, now: float) -> bool:
-        """Demote running requests whose first token is late in any case, as long as other requests
-        gain by it. Returns whether any was demoted."""
+        """Demote running requests that are late and endanger others; return whether any are."""
         late = [request for request in view.wide if self.is_late(request, now)]
         if late:
             others = self.others(view, now)

@@ -6,8 +6,7 @@ others leave. For rows beyond that, and for a slot or tokens before others, it p
 guaranteed share (``share``), so it never stops altogether. Best effort without targets pays for
 every row in a step with other requests.
 
-This module does not know how the seconds are found (``budget``), nor which requests are late
-(``feasibility``).
+This module does not know how the seconds are found, nor which requests are late.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from operator import methodcaller
 from typing import Final
 
 from paceline.core.memory.pressure import Pressure
+from paceline.core.pacing.budget import TpotGuard
 from paceline.core.pacing.feasibility import Feasibility, Others
 from paceline.core.pacing.share import GuaranteedShare
-from paceline.core.pacing.tpot_guard import TpotGuard
 from paceline.core.predict.step_time import StepShape, StepTimeModel
 from paceline.core.queues.wait_clocks import Reason
 from paceline.core.request import Request
@@ -31,8 +30,7 @@ from paceline.core.tier import Move, Tier
 
 __all__ = ["PacedStep"]
 
-# factor on the limit of a step's seconds, so that rounding errors of predictions do not keep out a
-# row that is fully paid for
+# factor on the limit of a step's seconds, so that rounding errors keep out no row that is paid for
 _ROUNDING: Final = 1.001
 # tokens of which the chunks of best-effort requests are multiples
 _TILE: Final = 16
@@ -58,8 +56,7 @@ class PacedStep(Step):
     displaced_for: Request | None
     # requests that this step demoted as late
     _num_demoted: int = 0
-    # the waiting request that is tried at the expense of others, at most one per step; and the
-    # running one whose chunk is computed at their expense
+    # at most one waiting request that is tried, and a running one computed, at others' expense
     _turn: Request | None = None
     _paying: Request | None = None
     # predicted seconds of the step, and its number of rows then
@@ -67,8 +64,6 @@ class PacedStep(Step):
     _predicted_at: int = -1
     # seconds that best effort has added to the step, in its first pass or by admission
     _best_effort_cost: float = 0.0
-
-    # ------------------------------------------------------------------ admission
 
     def next(self, last: Tier, passed: Sequence[Request]) -> Request | Reason | None:
         state = self.state
@@ -121,21 +116,17 @@ class PacedStep(Step):
         endangers no target and a slot is free."""
         state = self.state
         late = state.waiting.demoted.peek()
-        if (
-            late is None
-            or late.asked.slo.best_effort
-            or self.budget <= 0
-            or len(state.running.requests) >= state.config.max_num_seqs
-        ):
+        if late is None or late.asked.slo.best_effort or self.budget <= 0:
+            return
+        if len(state.running.requests) >= state.config.max_num_seqs:
             return
         head = state.waiting.ordinary.peek()
-        if head is not None:
+        if head is None:
+            rejoins = self.others.without_ttft_target
+        else:
             # one at a time, and in order
-            if head.slo.ttft is not None or head.order < late.order:
-                return
-        elif not self.others.without_ttft_target:
-            return
-        if not self.feasibility.endangers(late, self.now, self.others):
+            rejoins = head.slo.ttft is None and late.order < head.order
+        if rejoins and not self.feasibility.endangers(late, self.now, self.others):
             state.waiting.move(late, _REJOIN)
 
     def demotes(self, request: Request, passed: Sequence[Request]) -> bool:
@@ -163,12 +154,10 @@ class PacedStep(Step):
             # its prompt must not wait for best-effort rows, like those of running requests
             self.seconds = 0.0
 
-    # ------------------------------------------------------------------ best effort
-
     def _limit(self, request: Request) -> float:
         """Return the predicted seconds of the step above which a best-effort request stays out."""
-        if self.background_seconds < self.seconds and request.tier is Tier.BACKGROUND:
-            return self.background_seconds
+        if request.tier is Tier.BACKGROUND:
+            return min(self.background_seconds, self.seconds)
         return self.seconds
 
     def _is_metered(self, request: Request) -> bool:
@@ -184,14 +173,11 @@ class PacedStep(Step):
         return own + self.added_seconds
 
     def _has_room(self, request: Request, most: float) -> bool:
-        """Whether the step stays within its limit, and ``most`` seconds, with the first tile of a
-        best-effort request added."""
+        """Whether the step has time, ``most`` seconds at most, for the request's first tile."""
         limit = min(most, self._limit(request))
-        return (
-            limit == math.inf
-            or not self.rows
-            or self.model.predict(self.shape.plus(0, _TILE)) <= limit
-        )
+        if limit == math.inf or not self.rows:
+            return True
+        return self.model.predict(self.shape.plus(0, _TILE)) <= limit
 
     def chunk(self, request: Request, *, admission: bool) -> int:
         limit, start = self._limit(request), request.num_computed_tokens

@@ -21,12 +21,11 @@ from dataclasses import replace
 from typing import Final
 
 from paceline.core.memory.pressure import Pressure
-from paceline.core.pacing.budget import StepBudget
+from paceline.core.pacing.budget import StepBudget, TpotGuard
 from paceline.core.pacing.feasibility import Feasibility, Others
 from paceline.core.pacing.limits import PacedStep
 from paceline.core.pacing.share import GuaranteedShare
 from paceline.core.pacing.tenants import TenantShares
-from paceline.core.pacing.tpot_guard import TpotGuard
 from paceline.core.pacing.view import RunningView
 from paceline.core.pacing.waiting_targets import WaitingTargets
 from paceline.core.request import Request
@@ -44,11 +43,7 @@ _PRESSED: Final = tuple((tier, tier) for tier in Tier if tier is not Tier.ORDINA
 
 
 class Paced:
-    """The ``Pacing`` for targets, best effort, and tenants that are kept apart.
-
-    Args:
-        tenants: None: tenants are not kept apart.
-    """
+    """The ``Pacing`` for targets, best effort, and tenants that are kept apart, if not None."""
 
     def __init__(self, state: SchedulerState, tenants: TenantShares | None) -> None:
         config, model, chunk = state.config, state.step_time, state.chunk
@@ -131,16 +126,12 @@ class Paced:
 
     def _boosted_tokens(self, view: RunningView, head: Request | None) -> int:
         """Return the prompt tokens that the first waiting request lacks once it is admitted; 0 if
-        it is not boosted, or if a lack of slots or memory would keep it out: others must not be
-        displaced for it in vain."""
+        it is not boosted, or if a lack of slots or memory would keep it out."""
         state, num_running = self._state, view.num_running
-        if (
-            head is None
-            or not head.boosted
-            or head.num_pending_tokens
-            or num_running >= state.config.max_num_seqs
-            or state.kv.shortfall(head, beside_others=num_running > 0) > 0
-        ):
+        if head is None or not head.boosted or head.num_pending_tokens:
+            return 0
+        is_full = num_running >= state.config.max_num_seqs
+        if is_full or state.kv.shortfall(head, beside_others=num_running > 0) > 0:
             return 0
         if state.config.future_memory_check and num_running:
             outlook = state.outlook(Tier.ORDINARY, view.ordinary)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-from paceline.core.tenant_weights import TenantWeights
+from paceline.core.queues.fair_queue import TenantWeights
 
 __all__ = ["TenantShares"]
 
@@ -61,8 +61,7 @@ class TenantShares:
         return self._unfinished[tenant]
 
     def is_light(self, tenant: str) -> bool:
-        """Whether a tenant with one more request would have at most half of its share of all
-        requests; shares are equal unless tenants have weights."""
+        """Whether a tenant with one more request has at most half of its share of all requests."""
         own = self._unfinished[tenant] + 1
         is_known = tenant in self._unfinished
         if len(self._unfinished) == is_known:

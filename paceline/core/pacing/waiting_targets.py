@@ -1,20 +1,27 @@
-"""Waiting requests that have targets to meet, and when they are due.
+"""Waiting requests that have targets to meet: when they are due, and the fewest to leave out.
 
-This module does not know what becomes of them.
+When more requests wait than can all be on time, serving them in order makes nearly all late: each
+is started just when it cannot be on time any more. Moore and Hodgson's rule (1968) instead keeps
+the most requests on time: go through them in order, add up their work, and whenever one would be
+late, leave out the largest so far, of its own group if groups must not pay for one another.
+
+This module does not know what becomes of the requests that are left out.
 """
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
-from itertools import chain
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, chain, islice
+from operator import attrgetter, gt
 from typing import Any, Final
 
 from paceline.core.request import Request
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
-__all__ = ["DueEntry", "WaitingTargets", "due_entry", "is_deadline_batch"]
+__all__ = ["DueEntry", "WaitingTargets", "all_in_time", "due_entry", "is_deadline_batch", "triage"]
 
 # (deadline, number of arrival, request); sorts by deadline
 DueEntry = tuple[float, int, Request]
@@ -58,8 +65,7 @@ class WaitingTargets:
         # all requests are one group unless tenants are kept apart
         apart = state.policy.keeps_tenants_apart
         self.group = attrgetter("asked.tenant") if apart else lambda _: ""
-        # ordinary requests with a TTFT target that were never started, by group, in order; no group
-        # is empty
+        # ordinary requests with a TTFT target that were never started, by nonempty group, in order
         self.targeted: dict[str, list[Request]] = {}
         # when their first tokens are due, sorted
         self.dues: list[float] = []
@@ -93,3 +99,49 @@ class WaitingTargets:
             targeted.setdefault(self.group(request), []).append(request)
         assert self.targeted == targeted
         assert self.dues == sorted(map(_first_token_due, chain(*targeted.values())))
+
+
+def all_in_time(now: float, seconds: Iterable[float], due: Iterable[float]) -> bool:
+    """Whether jobs done one after the other from ``now`` on are all done when they are due."""
+    ends = islice(accumulate(seconds, initial=now), 1, None)
+    return not any(map(gt, ends, due))
+
+
+def triage(
+    waiting: Sequence[Request],
+    now: float,
+    seconds: Sequence[float],
+    due: Sequence[float],
+    group: Callable[[Request], str] = lambda _: "",
+) -> list[Request]:
+    """Return the requests to leave out so that the others are done in time.
+
+    Args:
+        waiting: requests in the order in which they are to be judged.
+        now: when the first of them can be started.
+        seconds: work of each until it is done.
+        due: time at which each must be done.
+        group: requests are left out only for others of their group.
+    """
+    # this is nearly always so, and takes far less time to find out
+    if all_in_time(now, seconds, due):
+        return []
+    left_out: list[Request] = []
+    # by group, a heap of the requests kept: (-work, order of service, request), the largest first
+    groups: dict[str, list[tuple[float, int, Request]]] = {}
+    end = now
+    for number, (request, work, latest) in enumerate(zip(waiting, seconds, due, strict=True)):
+        kept = groups.setdefault(group(request), [])
+        if end + work <= latest:
+            end += work
+            heapq.heappush(kept, (-work, number, request))
+            continue
+        largest = -kept[0][0] if kept else 0.0
+        if largest > work and end + work - largest <= latest:
+            loser = heapq.heapreplace(kept, (-work, number, request))[2]
+            end += work - largest
+            left_out.append(loser)
+        else:
+            # this one is the largest, or late in any case
+            left_out.append(request)
+    return left_out

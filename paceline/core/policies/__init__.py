@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.core.policies.base import PolicyContext, SchedulingPolicy
 from paceline.core.policies.deadline import DeadlinePolicy
 from paceline.core.policies.fair import FairPolicy
-from paceline.core.policies.fcfs import FcfsPolicy, overrides
+from paceline.core.policies.fcfs import FcfsPolicy, PolicyContext, overrides
 from paceline.core.policies.phase_aligned import PhaseAlignedPolicy
 from paceline.core.policies.priority import PriorityPolicy
 from paceline.core.policies.sjf import SjfPolicy
@@ -16,16 +15,12 @@ from paceline.errors import ConfigError
 
 __all__ = [
     "POLICIES", "DeadlinePolicy", "FairPolicy", "FcfsPolicy", "PhaseAlignedPolicy", "PolicyContext",
-    "PriorityPolicy", "SchedulingPolicy", "SjfPolicy", "make_policy", "overrides",
+    "PriorityPolicy", "SjfPolicy", "make_policy", "overrides",
 ]  # fmt: skip
 
-# members that a policy written for an older version may lack
-_MEMBERS = sorted(
-    {*SchedulingPolicy.__annotations__}
-    | {name for name in vars(SchedulingPolicy) if not name.startswith("_")}
-)
+_MEMBERS = sorted(name for name in vars(FcfsPolicy) if not name.startswith("_"))
 
-POLICIES: dict[str, Callable[[PolicyContext], SchedulingPolicy]] = {
+POLICIES: dict[str, Callable[[PolicyContext], FcfsPolicy]] = {
     "fcfs": FcfsPolicy,
     "sjf": SjfPolicy,
     "priority": PriorityPolicy,
@@ -35,24 +30,22 @@ POLICIES: dict[str, Callable[[PolicyContext], SchedulingPolicy]] = {
 }
 
 
-def make_policy(context: PolicyContext) -> SchedulingPolicy:
+def make_policy(context: PolicyContext) -> FcfsPolicy:
     """Return the policy that ``context.config.policy`` names.
 
     Raises:
-        ConfigError: no such policy (the message lists them), or a policy from another package
-            that lacks a member.
+        ConfigError: no such policy, or one from another package that lacks a member.
     """
     name = context.config.policy
-    try:
-        make = POLICIES[name]
-    except KeyError:
+    if name not in POLICIES:
         known = ", ".join(sorted(POLICIES))
-        raise ConfigError(f"unknown scheduling policy {name!r}; known: {known}") from None
-    policy = make(context)
+        raise ConfigError(f"unknown scheduling policy {name!r}; known: {known}")
+    policy = POLICIES[name](context)
+    # one that was written for an older version, and is not derived from FcfsPolicy
     lacking = [member for member in _MEMBERS if not hasattr(policy, member)]
     if lacking:
         raise ConfigError(
             f"scheduling policy {name!r} ({type(policy).__qualname__}) has no "
-            f"{', '.join(lacking)}; derive it from FcfsPolicy, or see SchedulingPolicy"
+            f"{', '.join(lacking)}; derive it from FcfsPolicy"
         )
     return policy

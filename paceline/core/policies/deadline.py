@@ -17,8 +17,7 @@ _LEVELS = 4
 
 
 def patience(request: Request) -> float:
-    """Return the factor by which priority stretches the default time to first token: each level
-    doubles or halves it, so no level starves another."""
+    """Return the factor of priority on the default time to first token, 2 for each level."""
     return float(2.0 ** max(-_LEVELS, min(_LEVELS, request.asked.priority)))
 
 

@@ -9,23 +9,19 @@ from itertools import islice
 from operator import attrgetter
 from typing import Final
 
-from paceline.core.policies.base import PolicyContext
-from paceline.core.policies.fcfs import FcfsPolicy
-from paceline.core.queues.fair_queue import FairQueue
+from paceline.core.policies.fcfs import FcfsPolicy, PolicyContext
+from paceline.core.queues.fair_queue import FairQueue, TenantWeights
 from paceline.core.queues.request_queue import WaitingQueue
 from paceline.core.request import Request
-from paceline.core.tenant_weights import TenantWeights
 from paceline.core.tier import Tier
 
 __all__ = ["OUTPUT_WEIGHT", "PROMPT_WEIGHT", "FairPolicy"]
 
 PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
-# light tenants may save up the tokens of this many of the largest steps, as requests of one tenant
-# sometimes arrive close together
+# light tenants, whose requests may arrive close together, save up the tokens of so many full steps
 _SAVED_STEPS: Final = 4.0
-# most tenants that a forecast considers: each costs microseconds, in nearly every step. A request
-# is left out only for others of its tenant, so other tenants can be judged later as well
+# most tenants that a forecast considers, as each costs microseconds; others are judged later
 _MAX_LOOKS: Final = 64
 # seconds by which a boosted request counts as arrived earlier: ahead of all that run by then
 _EARLY: Final = 60.0
@@ -37,16 +33,13 @@ class FairPolicy(FcfsPolicy):
     2401.00588); ``tenant_weights`` are shares, as in its weighted form. Only uncached prompt tokens
     count, so sharing a prefix is rewarded, not charged.
 
-    A tenant that returns from idle is lifted to a level that rises with the tokens served, see
-    ``FairQueue``, or to the least counter of the waiting tenants if that is more. A light tenant is
-    lifted less high: it can save up the tokens of a few of the largest steps, shared among the
-    tenants that have requests. The counters of two tenants that always wait then differ by at most
+    A tenant that returns from idle is lifted to a level, see ``FairQueue``, and a light one less
+    high. The counters of two tenants that always wait then differ by at most
     ``2 * max(PROMPT_WEIGHT * longest prompt, OUTPUT_WEIGHT * tokens the cache holds)``, plus what
     one of them had saved up: each divided by its tenant's weight, like all tokens served. Each tier
     counts for itself. docs/adr/0015-virtual-time.md has the reasons.
 
-    Wins: a light tenant is served at once, however much a heavy one sends. Loses: order of arrival
-    across tenants, and some prefix hits.
+    Wins: a light tenant is served at once, however much a heavy one sends. Loses: some prefix hits.
     """
 
     keeps_tenants_apart = True
@@ -70,8 +63,7 @@ class FairPolicy(FcfsPolicy):
     def service_order(self, waiting: Mapping[str, Sequence[Request]]) -> Iterator[Request]:
         # assumes that each request is served completely before the next is chosen
         heads: list[tuple[float, tuple[float, int], str, int]] = []
-        # tenants are read while the first of all may be another tenant's; requests in question are
-        # ordinary, and so is the first
+        # tenants are read while the first of all, an ordinary request, may be another tenant's
         tenants = islice(self._queues[Tier.ORDINARY].in_order(), _MAX_LOOKS)
         following = next(tenants, None)
         while heads or following is not None:

@@ -12,12 +12,10 @@ class PhaseAlignedPolicy(FcfsPolicy):
     """Holds arrivals up to ``coalesce_window_s`` and computes them together.
 
     Arrivals are admitted when the oldest has waited the window, when ``coalesce_size`` are there,
-    or when nothing runs that they would interrupt. A step computes either prompts or single tokens,
-    never both.
+    or when nothing runs that they would interrupt.
 
     Wins: steps of one kind, where kernels do badly on mixed batches, and fewer interruptions of
-    streams. Loses: against chunked prefill it delays the first token by up to the window and stalls
-    every stream for whole prompts.
+    streams. Loses: the first token is later, and every stream stalls for whole prompts.
     """
 
     mixes = False

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.core.policies.base import PolicyContext
-from paceline.core.policies.fcfs import FcfsPolicy
+from paceline.core.policies.fcfs import FcfsPolicy, PolicyContext
 from paceline.core.request import Request
 
 __all__ = ["PriorityPolicy"]

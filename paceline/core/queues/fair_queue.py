@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 from typing import Final
 
 from paceline.core.queues.request_queue import RequestQueue
 from paceline.core.request import Request
-from paceline.core.tenant_weights import TenantWeights
 
-__all__ = ["FairQueue"]
+__all__ = ["FairQueue", "TenantWeights"]
 
 # most tenants whose tokens are counted, in addition to those that wait
 _MAX_TENANTS: Final = 10_000
@@ -20,6 +19,25 @@ _SAMPLED: Final = 256
 
 # a tenant's counter, the order of its first request, and its name: the smallest is served first
 _Entry = tuple[float, tuple[float, int], str]
+
+
+class TenantWeights:
+    """Shares of tenants: of two that both always wait, one of weight 3 is served three times the
+    tokens of one of weight 1. A tenant that ``weights`` does not name has weight 1."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._weights = dict(weights)
+
+    def of(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
+
+    def sum_of(self, *groups: Collection[str]) -> float:
+        """Return the total weight of the tenants in ``groups``, which must be disjoint."""
+        total = float(sum(map(len, groups)))
+        for tenant, weight in self._weights.items():
+            if any(tenant in group for group in groups):
+                total += weight - 1.0
+        return total
 
 
 class FairQueue:
@@ -33,12 +51,10 @@ class FairQueue:
     be above the level for a time, and later ones enter above it.
 
     Tokens served while no request waits are taken from no tenant: the level then becomes the
-    largest counter so far. No tenant enters above that, or below the level by more than it can save
-    up.
+    largest counter so far, above which no tenant enters.
 
     Args:
         saved: weighted tokens that light tenants may save up, divided among the sharing tenants.
-        weights: the tenants' shares.
     """
 
     def __init__(self, saved: float, weights: TenantWeights) -> None:
@@ -56,8 +72,7 @@ class FairQueue:
         # by tenant that had saved up tokens when it returned last: how much further below the level
         # than others it entered. Without that it has been served no more than its share
         self._lent: dict[str, float] = {}
-        # by tenant that does not wait, but was served more than its share until now: the level that
-        # reaches its counter, as it was when entered in the heap
+        # by tenant that does not wait but had more than its share: the level at its counter
         self._ahead: dict[str, float] = {}
         # a heap of (that level, tenant); stale if ``_ahead`` has another level or none
         self._reached: list[tuple[float, str]] = []
@@ -89,8 +104,7 @@ class FairQueue:
         return self._first(self._heap)
 
     def _first(self, heap: list[_Entry]) -> Request | None:
-        """Return the first request of a heap of entries, whose entry is then at index 0. Stale
-        entries before it are dropped, or brought up to date."""
+        """Return the first request, whose entry is then at index 0: no stale one is before it."""
         while heap:
             counter, order, tenant = heap[0]
             queue = self._tenants.get(tenant)
@@ -104,8 +118,7 @@ class FairQueue:
         return None
 
     def in_order(self) -> Iterator[_Entry]:
-        """Yield the entries of waiting tenants, least served first. Each costs O(log n), and the
-        first a copy of all entries."""
+        """Yield the entries of waiting tenants, least served first, from a copy of the heap."""
         heap, last = self._heap.copy(), None
         while self._first(heap) is not None:
             # a tenant may have several equal entries
@@ -114,18 +127,13 @@ class FairQueue:
 
     def num_ahead(self, request: Request) -> int:
         """Estimate as if tenants took turns: one request each, or as many as their weights."""
-        own = self._tenants.get(request.asked.tenant)
+        own, weights = self._tenants.get(request.asked.tenant), self._weights
         turns = 1 + (len(own) if own is not None else 0)
         sample = list(islice(self._tenants.items(), _SAMPLED))
         if not sample:
             return 0
-        weights = self._weights
         each = turns / weights.of(request.asked.tenant)
-        others = sum(
-            min(len(queue), each * weights.of(tenant))
-            for tenant, queue in sample
-            if queue is not own
-        )
+        others = sum(min(len(q), each * weights.of(name)) for name, q in sample if q is not own)
         return turns - 1 + round(others * len(self._tenants) / len(sample))
 
     def pop(self) -> Request | None:
@@ -159,8 +167,6 @@ class FairQueue:
         head = self._tenants[tenant].peek()
         assert head is not None
         return self.counter(tenant), head.order, tenant
-
-    # ------------------------------------------------------------------ virtual time
 
     def counter(self, tenant: str) -> float:
         """Return the weighted tokens served to a tenant, by its weight; lifts included."""

@@ -1,4 +1,4 @@
-"""Waiting requests: one queue of the policy's per tier, sums over them, and their wait clocks.
+"""Waiting requests: a queue of the policy's per tier, sums, and wait clocks; forks apart from them.
 
 This module does not know which policy orders the queues or what runs.
 """
@@ -14,18 +14,43 @@ from paceline.core.queues.wait_clocks import WaitClocks
 from paceline.core.request import Request
 from paceline.core.tier import Tier
 
-__all__ = ["WaitingQueues"]
+__all__ = ["Forks", "WaitingQueues"]
+
+
+class Forks:
+    """The other choices of ``n > 1`` by their parent's id, until its prompt is computed: then they
+    share its blocks. If the parent ends before that, they become requests of their own."""
+
+    def __init__(self) -> None:
+        # public, because it is empty in most steps and a plain step should not pay for a call
+        self.by_parent: dict[str, list[Request]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self.by_parent.values()))
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain.from_iterable(self.by_parent.values())
+
+    def add(self, parent: Request, child: Request) -> None:
+        self.by_parent.setdefault(parent.request_id, []).append(child)
+
+    def take(self, parent: Request) -> list[Request]:
+        """Take out all forks that wait for ``parent``."""
+        return self.by_parent.pop(parent.request_id, [])
+
+    def remove(self, child: Request) -> None:
+        """Take a fork out that ended while it waited."""
+        assert child.asked.fork_of is not None
+        siblings = self.by_parent[child.asked.fork_of]
+        siblings.remove(child)
+        if not siblings:
+            del self.by_parent[child.asked.fork_of]
 
 
 class WaitingQueues:
-    """All requests that could be admitted next. Requests that wait for an event are in ``forks``.
-
-    Args:
-        make_queue: the policy's; called once for each tier. Only this class changes the queues.
-    """
+    """All requests that could be admitted next. Only this class changes the policy's queues."""
 
     def __init__(self, make_queue: Callable[[], WaitingQueue], kv: KVCacheManager) -> None:
-        # a queue for each tier
         self._queues = tuple(make_queue() for _ in Tier)
         # public, for reading alone
         self.ordinary = self._queues[Tier.ORDINARY]
@@ -53,8 +78,6 @@ class WaitingQueues:
 
     def __contains__(self, request: Request) -> bool:
         return request in self._queues[request.tier]
-
-    # ------------------------------------------------------------------ coming and going
 
     def arrive(self, request: Request) -> None:
         """Add a request between two plans; until the next plan it waits for that alone."""
@@ -137,8 +160,6 @@ class WaitingQueues:
         targets = request.targets
         if self.on_change is not None and (targets.ttft or targets.deadline):
             self.on_change(request, more)
-
-    # ------------------------------------------------------------------ views
 
     def peek_best_effort(self, *, pressing: bool) -> Request | None:
         """Return the first best-effort request. Those without targets come last; among the others

@@ -1,7 +1,4 @@
-"""State that the parts of one scheduler share.
-
-This module does not decide anything.
-"""
+"""State that the parts of one scheduler share."""
 
 from __future__ import annotations
 
@@ -15,14 +12,13 @@ from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.memory.outlook import MemoryOutlook
 from paceline.core.memory.pressure import PressureValve
-from paceline.core.policies import PolicyContext, SchedulingPolicy, make_policy
+from paceline.core.policies import FcfsPolicy, PolicyContext, make_policy
 from paceline.core.predict.chunk import ChunkSize
 from paceline.core.predict.output_length import LengthHistory, WorkEstimator
 from paceline.core.predict.step_time import StepTimeModel
-from paceline.core.queues.forks import Forks
 from paceline.core.queues.running import RunningList
 from paceline.core.queues.wait_clocks import REASONS, Reason
-from paceline.core.queues.waiting import WaitingQueues
+from paceline.core.queues.waiting import Forks, WaitingQueues
 from paceline.core.request import Request, RequestStatus
 from paceline.core.stats import SchedulerStats
 from paceline.core.step.in_flight import StepsInFlight
@@ -77,14 +73,10 @@ class Totals:
 
 
 class SchedulerState:
-    """The parts, made at rest and owned by the scheduler; they change, the references do not.
-
-    Args:
-        policy: overrides ``config.policy``.
-    """
+    """The parts, made at rest and owned by the scheduler; they change, the references do not."""
 
     def __init__(
-        self, config: SchedulerConfig, cache: CacheConfig, policy: SchedulingPolicy | None = None
+        self, config: SchedulerConfig, cache: CacheConfig, policy: FcfsPolicy | None = None
     ) -> None:
         self.config, self.cache = config, cache
         # seconds of a step and lengths of outputs, learned online, and the work that follows
@@ -141,11 +133,7 @@ def take_stats(state: SchedulerState) -> SchedulerStats:
 
 
 def check_integrity(state: SchedulerState, live: Mapping[str, Request]) -> None:
-    """Raise AssertionError unless all invariants of requests, queues, tables and pool hold.
-
-    Args:
-        live: requests that have not ended, by id.
-    """
+    """Raise AssertionError unless all invariants of ``live`` requests, queues and memory hold."""
     forks, running = list(state.forks), state.running.requests
     waiting = [*state.waiting, *forks]
     known = [*running, *waiting]

@@ -12,9 +12,9 @@ from paceline.core.memory.outlook import MemoryOutlook
 from paceline.core.outputs import SchedulerOutput
 from paceline.core.pacing.tenants import TenantShares
 from paceline.core.predict.step_time import StepShape
+from paceline.core.queues.fair_queue import TenantWeights
 from paceline.core.slo import Slo
 from paceline.core.step import state
-from paceline.core.tenant_weights import TenantWeights
 from paceline.sim.arrival import Arrival, Served
 from paceline.sim.replica import ReplicaConfig
 from paceline.sim.simulator import Pool, Simulator

@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.pacing.triage import triage
+from paceline.core.pacing.waiting_targets import triage
 from paceline.core.request import Request
 from paceline.core.slo import Slo
 from tests.driving import Driver, make_request

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 
-from paceline.core.queues.fair_queue import FairQueue
+from paceline.core.queues.fair_queue import FairQueue, TenantWeights
 from paceline.core.request import Request
-from paceline.core.tenant_weights import TenantWeights
 from tests.driving import make_request
 
 

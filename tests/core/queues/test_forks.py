@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.queues.forks import Forks
+from paceline.core.queues.waiting import Forks
 from tests.driving import make_request
 
 PARENT, OTHER = make_request("p", 4), make_request("q", 4)

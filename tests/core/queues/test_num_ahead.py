@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.queues.fair_queue import FairQueue
+from paceline.core.queues.fair_queue import FairQueue, TenantWeights
 from paceline.core.queues.request_queue import RequestQueue
 from paceline.core.slo import Slo
-from paceline.core.tenant_weights import TenantWeights
 from tests.core.machine import Machine
 from tests.driving import make_request
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.core.tenant_weights import TenantWeights
+from paceline.core.queues.fair_queue import TenantWeights
 
 
 def test_who_is_not_named_weighs_one() -> None:
