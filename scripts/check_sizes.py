@@ -17,10 +17,10 @@ ROOT: Final = Path(__file__).parents[1]
 MOST_OF_A_FILE: Final = 550
 # room: limit, then patterns below paceline/, where "-" takes files away, and the number aimed at
 ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
-    "core": (8_247, ("core/**/*",), 7_800),
+    "core": (7_779, ("core/**/*",), 7_800),
     # what is read to follow a step without targets
     "core: plain step": (
-        2_914,
+        2_776,
         ("core/scheduler", "core/request", "core/step/*", "core/queues/*", "core/memory/block_pool",
          "core/memory/kv_cache", "core/policies/fcfs", "-core/step/speculation",
          "-core/queues/fair_queue"),
@@ -40,7 +40,7 @@ ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
     "sim": (7_047, ("sim/**/*",), 6_700),
     "cli": (7_765, ("cli/**/*",), 7_400),
     "benchmarks": (18_492, ("../benchmarks/**/*",), 13_500),
-    "tests": (91_270, ("../tests/**/*",), 83_000),
+    "tests": (91_264, ("../tests/**/*",), 83_000),
 }  # fmt: skip
 
 

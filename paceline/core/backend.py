@@ -55,22 +55,16 @@ class BackendInfo:
 
 @runtime_checkable
 class ModelBackend(Protocol):
-    """Runs plans. ``execute`` is called from one thread, in ``step_id`` order.
-
-    ``execute`` may return before the step has run; steps run in the order given, so a caller may
-    pass step N+1 before the result of step N is there.
-    """
+    """Runs plans. ``execute`` is called from one thread, in ``step_id`` order. It may return before
+    the step has run, and a caller may pass step N+1 before the result of step N is there."""
 
     @property
     def info(self) -> BackendInfo:
         """Capacity and shapes; valid from construction to close."""
-        ...
 
     def execute(self, plan: SchedulerOutput) -> Future[StepResult]:
         """Run one step. The future fails only if the whole backend is broken; a fault of one
         request is reported in ``StepResult.errors``."""
-        ...
 
     def close(self) -> None:
         """Free memory and threads; pending futures finish first. Idempotent."""
-        ...

@@ -28,8 +28,7 @@ class CacheConfig:
     # most blocks of cached prefixes that no request uses; beyond that the oldest is reused before a
     # block that was never used, whose memory the system may still have; None: no limit
     max_idle_blocks: Annotated[int | None, Range(0)] = None
-    # share of the pool kept free when a request is admitted while others run, so that their growth
-    # does not at once preempt one of them
+    # share of the pool kept free for the growth of running requests when another is admitted
     watermark: Annotated[float, Range(0, 1, below=True)] = 0.01
     # blocks of host memory that preempted requests may be moved to; 0: they are recomputed
     num_host_blocks: Annotated[int, Range(0)] = 0
@@ -81,19 +80,16 @@ class SchedulerConfig:
     policy: str = "fcfs"
     # policy "priority": waiting this long counts as one priority level
     priority_ageing_s: Annotated[float, Range(0, above=True)] = 60.0
-    # policy "phase-aligned": arrivals wait for each other this long, or until ``coalesce_size``
-    # came
+    # policy "phase-aligned": arrivals wait for each other this long, or for this many of them
     coalesce_window_s: Annotated[float, Range(0)] = 0.05
     coalesce_size: Annotated[int, Range(1)] = 16
-    # share of the engine's time that waiting best-effort work gets while other work is served; 0:
-    # only what the other work leaves
+    # share of the engine's time that best-effort work gets while it waits; 0: only what is left
     best_effort_share: Annotated[float, Range(0, 1, below=True)] = 0.05
     # number of waiting requests behind a head that does not fit that are tried in one step
     bypass_window: Annotated[int, Range(0)] = 8
     # number of times that a head may be passed before all others wait for it
     max_bypasses: Annotated[int, Range(0)] = 64
-    # admit a request only if memory is predicted to last until the running requests end; False: if
-    # its known tokens fit now
+    # admit a request only if memory is predicted to last; False: if its known tokens fit now
     future_memory_check: bool = True
     # hold requests back while one more would delay every token beyond the tightest TPOT target
     pace_admission: bool = True
@@ -111,8 +107,7 @@ class SchedulerConfig:
     # room, "recompute" drops it, "auto" does what is predicted to take less time
     preemption: str = "auto"
     # how draft tokens are made, several of which are verified in one row: read by the
-    # ``Speculation`` that the scheduler is given, and refused by a scheduler without one. None:
-    # that object's default
+    # ``Speculation`` that the scheduler is given, and refused without one. None: its default
     speculative_config: Mapping[str, Any] | None = None
     # share of the KV cache in use at which the pressure valve begins to open; 1.0: it stays closed.
     # Below 1.0 it is for work whose lengths cannot be predicted

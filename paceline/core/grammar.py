@@ -61,7 +61,6 @@ class TokenMatcher(Protocol):
     def consume(self, token_ids: Sequence[int]) -> None:
         """Advance by sampled tokens. Raises RequestFailedError if the grammar does not allow them
         or its limits are exceeded; the matcher must not be used after that."""
-        ...
 
     def allowed(self) -> bytes:
         """Return the tokens that may come next as a bit mask: id 0 is the first byte's lowest bit.
@@ -69,19 +68,15 @@ class TokenMatcher(Protocol):
         Ids beyond the last bit are not allowed. Where the output may end, the ids that end it are
         allowed too; where it must end, only they are. Raises RequestFailedError like ``consume``.
         """
-        ...
 
     def look_ahead(self, drafts: Sequence[int]) -> list[bytes]:
         """Return the result of ``allowed`` now, and what it would be after the first draft token,
         after two, and so on, while these are tokens, allowed and do not end the output. The matcher
-        does not advance. Raises RequestFailedError like ``allowed``; if only a later mask fails,
-        the list ends there."""
-        ...
+        does not advance. Raises RequestFailedError if the first mask fails; a later one ends it."""
 
     def forced(self, most: int) -> Sequence[int]:
         """Return up to ``most`` tokens that must come next in turn, as no others are allowed; none
         that ends the output. The matcher does not advance."""
-        ...
 
 
 class MatcherSource(Protocol):
@@ -91,18 +86,13 @@ class MatcherSource(Protocol):
     timeout: float
 
     def prepare(self, grammar: Grammar) -> Future[None]:
-        """Compile on another thread. The future holds an InvalidRequestError if the grammar is
-        not valid or too large."""
-        ...
+        """Compile on another thread. The future holds an InvalidRequestError for a bad grammar."""
 
     def matcher(self, grammar: Grammar) -> TokenMatcher:
-        """Return a matcher at the start of the output; quick for a prepared grammar. Raises
-        InvalidRequestError like ``prepare``."""
-        ...
+        """Return a matcher at the output's start; raise InvalidRequestError for a bad grammar."""
 
     def close(self) -> None:
         """Start no more compilations. Idempotent."""
-        ...
 
 
 @runtime_checkable
@@ -111,4 +101,3 @@ class ConstrainedBackend(Protocol):
 
     def constrain(self, matchers: MatcherSource) -> None:
         """Set the source of matchers; called once, before the first plan with a grammar in it."""
-        ...

@@ -6,8 +6,7 @@
     ModelBackend.execute(plan) -> StepResult        what that step sampled
     Scheduler.update(plan, result, now) -> tuple[RequestUpdate, ...]
 
-Rows and updates are NamedTuples, not dataclasses: a step has one per running request and a frozen
-dataclass costs several times as much to make.
+Rows and updates are NamedTuples: a step has one per running request, and they are quickly made.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ class ScheduledRow(NamedTuple):
     num_tokens: int
     # appended to the request's block table before the step runs
     new_block_ids: tuple[int, ...]
-    # whether a token is sampled from the last position's logits. False for a chunk that ends
-    # before the last known token
+    # whether the last position's logits are sampled; False if known tokens come after the chunk
     samples: bool
 
 
@@ -129,8 +127,7 @@ class SchedulerOutput:
     drafts: tuple[Draft, ...] = ()
     # rows whose request has a grammar, for which ``StepResult.forced`` is wanted
     forces: tuple[int, ...] = ()
-    # in this order, before anything of this step is written; () unless layers with a sliding window
-    # have blocks of their own
+    # the same; () unless layers with a sliding window have blocks of their own
     window_blocks: tuple[WindowBlock, ...] = ()
 
 
@@ -175,19 +172,15 @@ class StepResult:
     logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] = ()
     # (request id, message): requests that failed alone in this step, e.g. NaN logits
     errors: tuple[tuple[str, str], ...] = ()
-    # (request id, entries of all prompt tokens but the first), with the first token of requests
-    # that asked for them
+    # (request id, entries of all prompt tokens but the first), with the request's first token
     prompt_logprobs: tuple[tuple[str, tuple[TokenLogprobs, ...]], ...] = ()
-    # (request id, its vector in little-endian float32) of pooling requests, with the row that would
-    # have sampled
+    # (request id, vector in little-endian float32) of pooling requests whose prompt is computed
     pooled: tuple[tuple[str, bytes], ...] = ()
-    # (row, token ids) of ``plan.forces``: tokens that the grammar leaves no choice about after the
-    # sampled ones, for rows that have such tokens
+    # (row, token ids) of ``plan.forces`` whose grammar leaves no choice after the sampled tokens
     forced: tuple[tuple[int, tuple[int, ...]], ...] = ()
     # (row, token ids) of draft tokens that the backend made, as many as were verified
     made: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    # for each of ``made``, known tokens that the draft model read just now, and known tokens that
-    # it still has to read before it can draft; (): none
+    # for each of ``made``, known tokens that the draft model read now, and still has to; (): none
     caught_up: tuple[int, ...] = ()
     behind: tuple[int, ...] = ()
     # seconds that the backend spent on this step, and before that on making draft tokens
@@ -196,9 +189,8 @@ class StepResult:
 
 
 class Timeline(NamedTuple):
-    """History of a request and reasons for it: sent with its first token, with the first after each
-    preemption or demotion, with the tokens of rows with drafts, and at its end, so that the caller
-    has it wherever it stops reading."""
+    """History of a request and reasons for it: sent with its first token, the first after each
+    preemption or demotion, those of rows with drafts, and at its end, so that callers have it."""
 
     # (reason, seconds) spent waiting to be admitted, first or again; see ``queues.wait_clocks``
     waited: tuple[tuple[str, float], ...]

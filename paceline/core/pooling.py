@@ -33,8 +33,7 @@ class PoolingParams:
     # apply the model's last function: normalize an embedding to length 1, turn logits into
     # probabilities; None: as the model's files say
     use_activation: bool | None = None
-    # position of the first token of a pair's second text, for encoders that mark segments; None:
-    # there is one text
+    # position of a pair's second text, for encoders that mark segments; None: there is one text
     second_text: int | None = None
 
     def __post_init__(self) -> None:
@@ -56,8 +55,7 @@ class PoolingInfo:
     size: int
     # attention is bidirectional, so a prompt is computed in one step
     whole_prompts: bool = False
-    # embeddings are normalized to length 1, and logits turned into probabilities, unless the
-    # request says otherwise
+    # the default of ``PoolingParams.use_activation``
     use_activation: bool = True
     # embeddings may be cut to their first numbers, as the model was trained for it (Matryoshka);
     # ``dimensions`` are the allowed lengths, () with ``is_matryoshka``: any length
@@ -76,6 +74,5 @@ class PoolingInfo:
 
     @property
     def sees_all(self) -> bool:
-        """Whether a vector needs more hidden states than the last one; prompts for such vectors
-        must not take blocks from the prefix cache."""
+        """Whether a vector needs hidden states before the last, so that no prefix may be cached."""
         return self.whole_prompts or self.pooling != "last"

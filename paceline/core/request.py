@@ -4,8 +4,7 @@ There are no phases. A request owns ``num_tokens`` tokens (prompt + output so fa
 ``num_computed_tokens`` of them have their keys and values in the cache, or will have once the
 steps already planned have run. Prefill, chunked prefill, decode, a prefix-cache hit and recompute
 after preemption are all just values of that difference. ``num_pending_tokens`` counts tokens that
-planned steps will sample but whose ids are not known yet; with it, step N+1 can be planned while
-step N runs.
+planned steps will sample but whose ids are not known yet: step N+1 is planned while step N runs.
 
 This module does not know how requests are ordered, where blocks come from, or what time it is.
 """
@@ -72,8 +71,7 @@ class RequestSpec:
     priority: int = 0
     # requests share cached prefix blocks only under the same salt
     cache_salt: str | None = None
-    # id of the request whose prompt this one shares (n > 1): it waits for the parent's prompt and
-    # then takes over its blocks copy-on-write
+    # id of the request whose prompt this one waits for (n > 1), to share its blocks copy-on-write
     fork_of: str | None = None
     # number of forks of it that will be added next: the queue takes all of them or none
     num_forks: int = 0
@@ -113,8 +111,7 @@ class History:
     num_chunks: int = 0
     # the request was demoted, and not restored since
     demoted: bool = False
-    # predicted seconds from arrival to first token, made on arrival, and the parts of that
-    # forecast, for ``pacing.first_token`` alone to ask
+    # seconds to the first token as predicted on arrival, and the parts of that ``Forecast``
     predicted_ttft: float | None = None
     forecast: Any = None
     # draft tokens that were verified and draft tokens that were right, by source
@@ -164,15 +161,13 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     # known tokens: prompt and output
     num_tokens: int = field(init=False)
-    # prompt tokens that were not in the prefix cache when the request arrived, or that its parent
-    # has not computed
+    # prompt tokens that neither the prefix cache nor a parent had when the request arrived
     num_new_tokens: int = field(init=False)
     # tokens whose keys and values are cached, or will be once planned steps ran
     num_computed_tokens: int = 0
     # tokens that planned steps will sample, ids not known yet
     num_pending_tokens: int = 0
-    # draft tokens among num_computed_tokens whose step has not returned; until it does, nothing
-    # more is planned for the request
+    # draft tokens among num_computed_tokens; until their step returns, no other is planned
     num_draft_tokens: int = 0
     # state of ``step.speculation`` for it; None: the request was never considered for drafts
     draft_state: Any = None
@@ -223,17 +218,12 @@ class Request:
         self.set_targets(asked.slo)
 
     def set_targets(self, slo: Slo, least_ttft: float = 0.0) -> None:
-        """Set the targets from now on. The request, which must not wait in a queue yet, does not
-        count as late before ``least_ttft`` seconds."""
+        """Set the targets before the request is queued; it is not late before ``least_ttft``."""
         self.slo = self.targets = slo
         self.late_after = math.inf if slo.ttft is None else max(slo.ttft, least_ttft)
 
     def move(self, move: Move) -> None:
-        """Change the tier by the table of ``tier``; the request must be in no sorted queue.
-
-        Raises:
-            ValueError: the table has no such move.
-        """
+        """Change the tier by the table of ``tier``; the request must be in no sorted queue."""
         self.tier = after(self.tier, move)
         if move is Move.BOOST:
             self.boosted = True
@@ -265,7 +255,6 @@ class Request:
 
     @property
     def num_lacking_tokens(self) -> int:
-        """The same, less the tokens that a request which has not begun will find in the prefix
-        cache, as far as was known when it arrived."""
+        """The same, less what a request that has not begun found in the prefix cache on arrival."""
         found = self.num_computed_tokens or self.num_prompt_tokens - self.num_new_tokens
         return self.num_tokens + self.num_pending_tokens - found

@@ -24,8 +24,7 @@ _REPETITION: Final = Range(0, 100, above=True, too_low="greater than zero")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters of one sequence. Validated at birth; every field has vLLM's meaning, and
-    errors use vLLM's words, which clients know.
+    """Sampling parameters of one sequence, with vLLM's meanings and, in errors, vLLM's words.
 
     Raises:
         InvalidRequestError: a value outside its range, with the field in ``param``.
@@ -61,8 +60,7 @@ class SamplingParams:
     eos_token_ids: frozenset[int] = frozenset()
     # stop and eos ids cannot be sampled before this many output tokens
     min_tokens: Annotated[int, Range(0, too_low="greater than or equal to 0")] = 0
-    # the following stay out of repr: they may be long, and no plan depends on them
-    # the grammar that the output must match
+    # this and the rest stay out of repr, as they may be long: what the output must match
     grammar: Grammar | None = field(default=None, repr=False)
     # the only ids that may be sampled, those that end the output included; None: all
     allowed_token_ids: frozenset[int] | None = field(default=None, repr=False)
@@ -80,20 +78,15 @@ class SamplingParams:
     def _faults(self) -> Iterator[tuple[str, str]]:
         """Yield (field, message) for each fault other than a number outside its range."""
         if self.min_tokens > self.max_tokens:
-            yield (
-                "min_tokens",
-                f"min_tokens must be less than or equal to max_tokens={self.max_tokens}, got "
-                f"{self.min_tokens}",
-            )
+            most = f"less than or equal to max_tokens={self.max_tokens}"
+            yield "min_tokens", f"min_tokens must be {most}, got {self.min_tokens}"
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             yield "allowed_token_ids", "allowed_token_ids is empty: nothing could be sampled"
         total = sum(map(len, self.bad_words))
         if len(self.bad_words) > MAX_BAD_WORDS[0] or total > MAX_BAD_WORDS[1]:
-            yield (
-                "bad_words",
-                f"bad_words come to {len(self.bad_words)} sequences of {total} tokens; at most "
-                f"{MAX_BAD_WORDS[0]} of {MAX_BAD_WORDS[1]} tokens together",
-            )
+            most = f"at most {MAX_BAD_WORDS[0]} of {MAX_BAD_WORDS[1]} tokens together"
+            found = f"{len(self.bad_words)} sequences of {total} tokens"
+            yield "bad_words", f"bad_words come to {found}; {most}"
         if not all(self.bad_words):
             yield "bad_words", "bad_words holds an empty word"
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:

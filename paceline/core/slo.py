@@ -56,11 +56,6 @@ class Slo:
         """Whether there is a target for tokens."""
         return not self.ttft is self.tpot is self.itl is self.deadline is None
 
-    @property
-    def background(self) -> bool:
-        """Best effort without any target."""
-        return self.best_effort and not self.has_targets
-
     def violations(
         self,
         arrival: float,

@@ -56,15 +56,11 @@ def tier_of(slo: Slo) -> Tier:
     """Return the tier of a request that arrives with these targets."""
     if not slo.best_effort:
         return Tier.ORDINARY
-    return Tier.BACKGROUND if slo.background else Tier.DEADLINE_BATCH
+    return Tier.DEADLINE_BATCH if slo.has_targets else Tier.BACKGROUND
 
 
 def after(tier: Tier, move: Move) -> Tier:
-    """Return the tier after a move.
-
-    Raises:
-        ValueError: the table has no such move from this tier.
-    """
+    """Return the tier after a move; raise ValueError if the table has no such move from here."""
     found = dict(zip(Move, _AFTER[tier], strict=True))[move]
     if found is None:
         raise ValueError(f"a request of tier {tier.name} cannot {move.value}")

@@ -17,13 +17,12 @@ def test_a_target_is_a_time_of_at_most_a_day(name: str, seconds: float) -> None:
     assert getattr(Slo(**{name: 86_400.0}), name) == 86_400.0
 
 
-def test_what_has_targets_and_what_is_background() -> None:
-    assert not NO_SLO.has_targets and not NO_SLO.background
+def test_what_has_targets() -> None:
+    assert not NO_SLO.has_targets
     for name in ("ttft", "tpot", "itl", "deadline"):
-        targets = Slo(best_effort=True, **{name: 1.0})
-        assert targets.has_targets and not targets.background
+        assert Slo(best_effort=True, **{name: 1.0}).has_targets
     # how long it may wait is no target for its tokens
-    assert Slo(best_effort=True, queue_ttl=1.0).background
+    assert not Slo(best_effort=True, queue_ttl=1.0).has_targets
 
 
 def test_a_target_is_missed_by_more_and_not_by_as_much() -> None:

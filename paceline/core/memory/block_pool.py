@@ -1,7 +1,7 @@
 """KV blocks: reference counts, the prefix cache's index, and the order of eviction.
 
-A block is free exactly when no table references it. Free blocks keep their hash, so a later request
-with the same prefix can take them back; ``allocate`` takes from the front of the free queue::
+A block is free when no table references it. Free blocks keep their hash, so a later request with
+the same prefix can take them back; ``allocate`` takes from the front of the free queue::
 
     free queue   [ without hash | never used | least recently freed ... most recently freed ]
                    taken first                                            taken last
@@ -22,11 +22,8 @@ __all__ = ["BlockPool"]
 
 
 class BlockPool:
-    """``num_blocks`` blocks with ids 0 to num_blocks - 1.
-
-    Args:
-        max_idle_blocks: free blocks that keep a prefix while others were never used; None: all.
-    """
+    """``num_blocks`` blocks with ids from 0 on. At most ``max_idle_blocks`` free ones keep a prefix
+    while others were never used; None: all."""
 
     def __init__(self, num_blocks: int, max_idle_blocks: int | None = None) -> None:
         self.num_blocks = num_blocks
@@ -36,11 +33,9 @@ class BlockPool:
         self._cached: dict[bytes, int] = {}
         # ids from here on were never allocated
         self._num_used = 0
-        # blocks that were used, are free and have no hash: no lookup finds them, and the last one
-        # freed is the first one taken
+        # blocks that were used, are free and have no hash; the last one freed is taken first
         self._blank: list[int] = []
-        # free blocks with a hash, least recently freed first, as keys: an OrderedDict is a linked
-        # list with O(1) removal from the middle
+        # free blocks with a hash, least recently freed first; removal from the middle is O(1)
         self._findable: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -70,10 +65,7 @@ class BlockPool:
             self._blank.append(block_id)
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` free blocks with reference count 1, evicting what they cached.
-
-        The caller has checked ``num_free``; KeyError otherwise.
-        """
+        """Take ``count`` <= ``num_free`` blocks with a reference each; evict what they cached."""
         blank, ref_counts = self._blank, self._ref_counts
         taken: list[int] = []
         if blank:
@@ -114,12 +106,9 @@ class BlockPool:
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int], *, forget: bool = False) -> None:
-        """Drop a reference of each block of one table, given in table order.
-
-        Blocks that no other table holds become free. The tail is freed first, hence evicted
-        first: a prefix stays useful longer than what followed it. ``forget`` also drops them
-        from the prefix cache (their content is not to be trusted).
-        """
+        """Drop a reference of each block of one table, given in table order. Blocks that no other
+        table holds become free. The tail is freed first, hence evicted first: a prefix stays useful
+        longer than what followed it. ``forget``: their content is not to be trusted."""
         hashes, ref_counts = self._hashes, self._ref_counts
         for block_id in reversed(block_ids):
             ref_counts[block_id] -= 1
@@ -147,10 +136,7 @@ class BlockPool:
                 self._hashes[block_id] = block_hash
 
     def check_integrity(self, expected_refs: Mapping[int, int]) -> None:
-        """Raise AssertionError unless every invariant holds.
-
-        ``expected_refs`` counts how many block tables hold each block.
-        """
+        """Raise AssertionError unless all agree; ``expected_refs`` counts the tables of a block."""
         used, counts = self._num_used, self._ref_counts
         # a pool may have many blocks that were never taken
         assert not any(counts[used:]) and not any(self._hashes[used:]), "in use and never taken"

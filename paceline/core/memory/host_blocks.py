@@ -1,7 +1,6 @@
 """Host memory for the blocks of preempted requests, which are restored from there.
 
-This module does not decide which requests are copied (``queues.running``), and moves nothing
-itself: it adds the moves to the next plan.
+This module does not decide which requests are copied, and moves nothing itself: a plan does.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ class HostBlocks:
         self._pool, self._block_size = pool, config.block_size
         self._count = config.num_host_blocks
         self._free = list(range(self._count - 1, -1, -1))
-        # moves that the next plan carries out, in order; public, because most steps have none and a
-        # plain step should not pay for a call
+        # moves that the next plan carries out, in order; public, to be looked at without a call
         self.swaps: list[BlockSwap] = []
         self.num_swapped_out = 0
         self.num_swapped_in = 0
@@ -34,8 +32,7 @@ class HostBlocks:
         return len(self._free)
 
     def keep(self, request: Request) -> None:
-        """Copy the computed tokens of a running request, before its blocks are freed. The caller
-        has checked ``num_free``; IndexError otherwise."""
+        """Copy a request's tokens, to at most ``num_free`` blocks, before its own are freed."""
         request.num_swapped_tokens = computed = request.num_computed_tokens
         for block_id in request.block_ids[: -(-computed // self._block_size)]:
             host_id = self._free.pop()
@@ -44,8 +41,7 @@ class HostBlocks:
             self.num_swapped_out += 1
 
     def restore(self, request: Request) -> None:
-        """Give a request that starts with a cached prefix blocks for the rest of its copied tokens,
-        and forget the copies."""
+        """Give a request blocks for its copied tokens that are not in a cached prefix."""
         host_ids = request.host_block_ids[len(request.block_ids) :]
         block_ids = self._pool.allocate(len(host_ids))
         self.swaps += [

@@ -7,9 +7,8 @@ Memory of one request, ``block_size`` = 4::
                  `--------------'                        full blocks, hashed: others may share them
                                    `-----------'         written by this request alone
 
-A block that another request references is never written. Full prefix blocks are never written
-again; the one exception is the tail that forks of a prompt (``n > 1``) share, which the first to
-write it copies (copy-on-write).
+A block that another request references is never written. The tail that forks of a prompt
+(``n > 1``) share is copied by the first to write it (copy-on-write).
 
 This module does not know queues, budgets or time.
 """
@@ -35,16 +34,13 @@ __all__ = ["Extension", "KVCacheManager", "blocks_for", "hash_block"]
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Return the number of blocks for ``num_tokens`` tokens. The only such formula, for
-    start-up sizing, for requests that arrive (prompt + max_tokens) and for those admitted."""
+    """Return the number of blocks for ``num_tokens`` tokens."""
     return -(-num_tokens // block_size)
 
 
 def hash_block(parent: bytes, token_ids: Iterable[int]) -> bytes:
-    """Return SHA-256 of the parent's hash and the block's tokens: equal only for equal prefixes.
-
-    A cryptographic hash, because a collision would serve one caller with another's cache.
-    """
+    """Return SHA-256 of the parent's hash and the block's tokens: equal only for equal prefixes, or
+    one caller would be served with another's cache."""
     tokens = tuple(token_ids)
     return sha256(parent + _packer(len(tokens))(*tokens)).digest()
 
@@ -99,12 +95,8 @@ class KVCacheManager:
     def shortfall(
         self, request: Request, shared: list[int] | None = None, *, beside_others: bool
     ) -> int:
-        """Return the number of blocks missing for ``admit`` to succeed, or 0.
-
-        Args:
-            shared: its ``starting_blocks``, if the caller has them.
-            beside_others: keep the watermark free for requests that already run.
-        """
+        """Return the number of blocks missing for ``admit`` to succeed, or 0. ``shared`` are its
+        ``starting_blocks``; ``beside_others`` keeps the watermark free for running requests."""
         if shared is None:
             shared = self.starting_blocks(request)
         reserve = self._watermark_blocks if beside_others else 0
@@ -116,10 +108,8 @@ class KVCacheManager:
         return max(0, needed + reserve - self.pool.num_free)
 
     def admit(self, request: Request, *, beside_others: bool) -> bool:
-        """Give a waiting request blocks for all its known tokens, or change nothing.
-
-        It starts with ``starting_blocks``.
-        """
+        """Give a waiting request blocks for all its known tokens, ``starting_blocks`` first, or
+        change nothing. Returns whether it got them."""
         windows = self.windows
         if windows is not None and request.block_ids and not windows.can_start(request):
             self.free(request)
@@ -145,8 +135,7 @@ class KVCacheManager:
         return True
 
     def num_in_use(self, request: Request, without: Iterable[Request] = ()) -> int:
-        """Return how many of a waiting request's starting blocks are in use by requests other than
-        ``without``, which are about to leave."""
+        """Return how many of a waiting request's starting blocks others than ``without`` use."""
         gone = Counter(chain.from_iterable(other.block_ids for other in without))
         return sum(self.pool.ref_count(b) > gone[b] for b in self.starting_blocks(request))
 
@@ -169,11 +158,8 @@ class KVCacheManager:
         return max(0, blocks_for(stored, self.block_size) - len(request.block_ids))
 
     def extend(self, request: Request, num_tokens: int) -> Extension | None:
-        """Make ``num_tokens`` positions from ``num_computed_tokens`` on writable.
-
-        Returns the change to the block table, or None, with nothing changed, when the pool is
-        short of blocks.
-        """
+        """Make ``num_tokens`` positions from ``num_computed_tokens`` on writable, and return the
+        change to the block table; None, with nothing changed, when blocks are lacking."""
         start, windows = request.num_computed_tokens, self.windows
         end = start + num_tokens
         missing = blocks_for(end, self.block_size) - len(request.block_ids)
@@ -212,11 +198,8 @@ class KVCacheManager:
         self.pool.release([*held, *landed])
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Let ``child`` share the blocks of the prompt both have, all computed by ``parent``.
-
-        The last prompt token is computed again, for its logits; the first request to write to the
-        block that holds it copies that block.
-        """
+        """Let ``child`` share the blocks of a prompt that ``parent`` has computed; only the last
+        token is computed again, for its logits."""
         prompt_blocks = blocks_for(parent.num_prompt_tokens, self.block_size)
         child.block_ids = parent.block_ids[:prompt_blocks]
         self.pool.acquire(child.block_ids)
@@ -229,11 +212,8 @@ class KVCacheManager:
         child.shares_tail = parent.shares_tail = True
 
     def cache_computed(self, request: Request) -> None:
-        """Offer the request's newly full blocks to the prefix cache.
-
-        Called when a step is planned: steps run in order, so a later row may read what an earlier
-        row of the same step writes.
-        """
+        """Offer the request's newly full blocks to the prefix cache as a step is planned: a later
+        row may read what an earlier row of the same step writes."""
         if not self.config.enable_prefix_caching:
             return
         known = min(request.num_computed_tokens, request.num_tokens)

@@ -35,10 +35,8 @@ def future_peak(longest_first: Sequence[tuple[int, int]]) -> int:
     """Return the most tokens held at once if every sequence grows by one token a step to its end.
 
     Memory peaks just before one of them ends; with the longest-lived first, the first i + 1 are
-    alive when number i ends (LightLLM's Past-Future scheduler, ASPLOS'25, arXiv 2507.10150).
-
-    Args:
-        longest_first: (minus tokens still to come, tokens held now) of each, sorted.
+    alive when number i ends (LightLLM's Past-Future scheduler, ASPLOS'25, arXiv 2507.10150). Each
+    is (minus tokens still to come, tokens held now); they are sorted.
     """
     if not longest_first:
         return 0
@@ -53,10 +51,6 @@ class MemoryOutlook:
     """Forecast whether memory lasts until the running requests and one more end. Valid for a step.
 
     Blocks that several requests hold count once; a request's last block counts as full.
-
-    Args:
-        running: running requests; the list may change, but not before the outlook is dropped.
-        num_held_blocks: blocks in use.
     """
 
     def __init__(
@@ -85,8 +79,7 @@ class MemoryOutlook:
         self._held = num_held_blocks * self._block_size
 
     def admits(self, request: Request, num_shared_blocks: int) -> bool:
-        """Whether the cache will not overflow with ``request``, which shares ``num_shared_blocks``
-        blocks that are in use already."""
+        """Whether the cache will not overflow with a request that shares so many blocks in use."""
         if self._worst + request.max_total_tokens + self._block_size <= self._capacity:
             return True
         if self._sequences is None:
@@ -121,8 +114,7 @@ class MemoryOutlook:
         return minus_to_come, now - num_shared_blocks * self._block_size
 
     def _outlooks(self, requests: Iterable[Request]) -> list[tuple[int, int]]:
-        """Return (minus tokens still to grow, tokens of the blocks needed now, at least) of
-        each."""
+        """Return (minus tokens still to grow, least tokens of the blocks needed now) of each."""
         size, found = self._block_size, []
         # one call for each of hundreds of requests would take a tenth of the planning time
         for request in requests:

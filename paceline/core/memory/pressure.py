@@ -7,8 +7,7 @@
             smaller     best effort is   best effort is    no request is
             chunks      not admitted     preempted         queued (while others wait)
 
-A level ends once use is ``HYSTERESIS`` below where the level began (half the threshold if that is
-less, or it would never end), so the valve does not flutter.
+A level ends once use is ``HYSTERESIS`` below where the level began, so the valve does not flutter.
 This module does not know requests.
 """
 
@@ -40,6 +39,7 @@ class PressureValve:
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
+        # half the threshold if that is less, or a level would never end
         self._hysteresis = min(HYSTERESIS, threshold / 2)
         self.level = Pressure.CLOSED
 

@@ -40,15 +40,13 @@ def window_blocks_needed(config: SchedulerConfig, window: int, block_size: int) 
 
 
 class WindowBlocks:
-    """Window blocks of blocks, and how many requests hold each. Driven by ``KVCacheManager``
-    alone."""
+    """Window blocks, and how many requests hold each. Driven by ``KVCacheManager`` alone."""
 
     def __init__(self, config: CacheConfig, pool: BlockPool) -> None:
         self._pool, self._window, self._block_size = pool, config.window, config.block_size
         self._count = config.num_window_blocks
         self._max_idle = self._count if config.max_idle_blocks is None else config.max_idle_blocks
-        # the window block of each block, kept until another block takes it, and the number of
-        # requests that hold it
+        # the window block of each block, until another block takes it, and how many hold it
         self._places: dict[int, int] = {}
         self._holders: dict[int, int] = {}
         # blocks whose window block no request holds, least recently dropped first
@@ -89,8 +87,7 @@ class WindowBlocks:
         return max(0, wanted) + copies <= self.num_free
 
     def extend(self, request: Request, num_tokens: int, copy: BlockCopy | None) -> None:
-        """Assign window blocks for all positions that a row writes up to ``num_tokens``, after the
-        copy of a block, if there is one."""
+        """Assign window blocks for the positions up to ``num_tokens``, after a copy of a block."""
         if copy is not None:
             self._give(copy.dst, self._places[copy.src])
             self._drop([copy.src])
@@ -120,8 +117,7 @@ class WindowBlocks:
         self._drop(request.block_ids[held.start : held.stop][::-1])
 
     def prefer(self, block_ids: Sequence[int], block_hashes: Sequence[bytes]) -> None:
-        """Make the pool find these blocks instead of equal ones that have lost their window blocks:
-        those are forgotten before these are registered."""
+        """Forget equal blocks that have lost their window blocks, so that the pool finds these."""
         for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
             known = self._pool.lookup(block_hash)
             if known is not None and known not in self._places and block_id in self._places:
@@ -150,8 +146,7 @@ class WindowBlocks:
                 self._idle[block_id] = None
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Raise AssertionError unless no window block is lost, and requests hold those that their
-        rows will read, and few more."""
+        """Raise AssertionError unless requests hold what their rows will read, and few more."""
         holders: Counter[int] = Counter()
         for request in requests:
             held, where = request.window_indices, f"request {request.request_id}"
@@ -161,9 +156,8 @@ class WindowBlocks:
                 assert not held, f"{where} waits and holds window blocks {held}"
                 continue
             first = self._first(request.num_computed_tokens - request.num_draft_tokens)
-            covers = (
-                held.start <= first and held.stop * self._block_size >= request.num_computed_tokens
-            )
+            end = held.stop * self._block_size
+            covers = held.start <= first and request.num_computed_tokens <= end
             assert covers, f"{where} reads from block {first} on and holds {held}"
         assert holders == self._holders, "window blocks are held by requests that do not read them"
         assert self._idle.keys() == self._places.keys() - self._holders.keys(), "idle ones are lost"

@@ -1,7 +1,6 @@
 """Forecasts of the time to first token of arriving requests, corrected by the outcomes.
 
-Called by ``RequestAdmission`` between steps, and often, so running requests are looked at once per
-step.
+Called by ``RequestAdmission`` between steps, often: running requests are looked at once a step.
 
 This module does not decide what becomes of the request.
 """
@@ -37,8 +36,7 @@ _MOST_BIAS: Final = 8.0
 _MOST_WEIGHT: Final = 1.0
 # reasons that hold requests up until a running one ends
 _FULL: Final = frozenset((Reason.SLOTS, Reason.MEMORY, Reason.PACE))
-# number of equally likely lengths that are assumed for each output: the first of many running
-# requests ends long before half of their outputs end
+# number of equally likely lengths that are assumed for each output: the first of many ends early
 _PARTS: Final = 3
 # last arrivals that predict those to come, their greatest age in seconds, and their least number
 _ARRIVALS: Final = 256
@@ -48,8 +46,7 @@ _FEW: Final = 8
 _ROOM: Final = 0.25
 # most waiting requests that are checked for whether they will be late
 _MAX_JUDGED: Final = 256
-# factor on the time after which a request is late: one that is predicted to take longer is assumed
-# to yield, and one below may still be on time
+# factor on the time after which a request is late: one below may still be on time, and not yield
 _DOUBT: Final = 1.1
 # most rounds of adding requests that arrive during the wait, and a round's least factor of growth
 _ROUNDS: Final = 32
@@ -73,8 +70,7 @@ class Forecast(NamedTuple):
 
     kind: ForecastKind
     seconds: float
-    # the same if no later request overtook this one; seconds that overtakers add for each second
-    # of the wait; and the seconds of the wait during which there are any
+    # the same without overtakers; seconds that they add for each second of the wait, and how long
     alone: float
     overtaken: float
     overtaken_for: float
@@ -86,9 +82,8 @@ class FirstTokenForecast:
     It waits until prompt tokens are computed before its own, and for a slot, which a running
     request frees when it ends: both for the requests ahead of it in the policy's queue, and for
     those that are likely to arrive later and overtake it. The ratio of actual to predicted time is
-    learned for each kind of request, which corrects what the model leaves out. Its prediction
-    counts overtakers for as long as the wait really was: otherwise one wait that was predicted too
-    short, and so with too few of them, would make the next predictions too long.
+    learned for each kind of request, with as many overtakers as the real wait had: or one wait
+    that was predicted too short would make the next predictions too long.
 
     Where newcomers displace running requests, the outcome of a long wait is known too late to learn
     from. Instead the pace of the queue is measured, and prompts computed again, both seen at once.
@@ -99,8 +94,7 @@ class FirstTokenForecast:
     ) -> None:
         self._state, self._share, self._targets = state, share, targets
         self._displaces = overrides(state.policy, "displaces")
-        # factor on predicted waits, and tokens that are computed again per overtaker; then the
-        # decayed sums from which both follow, see ``_measure``
+        # factor on waits, tokens computed again per overtaker, and sums from which both follow
         self._pace, self._again = 1.0, 0.0
         self._lately = [0.0] * 5
         # counters at the last newcomer, and its time of arrival if all slots were taken
@@ -115,8 +109,7 @@ class FirstTokenForecast:
         # by tier: (key of an equal request that arrives at time 0, prompt tokens), sorted
         self._alike: tuple[list[tuple[float, int]], ...] = tuple([] for _ in Tier)
         # version of the plan at the last look, and findings: free slots, prompt tokens per step,
-        # the narrow rows and their seconds, seconds that a prompt token adds, and prompt tokens
-        # that running ordinary requests lack
+        # narrow rows and their seconds, those of a prompt token, and tokens that ordinary ones lack
         self._seen = -1
         self._free_places = 0
         self._tokens_per_step = 2
@@ -132,9 +125,8 @@ class FirstTokenForecast:
         self._whole_below = 1
 
     def note(self, request: Request, longest: float) -> float | None:
-        """Store a newcomer's forecast in it, and return the predicted seconds. A late one that is
-        accepted, as it takes at most ``longest`` seconds, may be on time after all: late requests
-        before it are then assumed to yield."""
+        """Store a newcomer's forecast in it, and return the predicted seconds. For a late one that
+        takes at most ``longest``, late requests before it are assumed to yield."""
         history, arrival = request.history, request.asked.arrival_time
         rest = self._state.steps.starts(arrival) - arrival
         history.forecast = self._forecast(request, rest)
@@ -162,8 +154,7 @@ class FirstTokenForecast:
         insort(self._alike[request.tier], newest)
 
     def predict(self, request: Request) -> float | None:
-        """Return the seconds to the first token if the request were queued between two steps; None
-        before anything was measured."""
+        """Return the seconds to the first token if it were queued now; None: it is unknown."""
         return self._seconds(self._forecast(request))
 
     def _seconds(self, forecast: Forecast | None) -> float | None:
@@ -300,8 +291,7 @@ class FirstTokenForecast:
         return steps * max(self._step_seconds, 1e-9) + tokens * self._token_seconds
 
     def _num_ahead(self, request: Request) -> tuple[int, int]:
-        """Return the requests, less the running ones that it displaces, as their slots are as good
-        as free, and the prompt tokens before it in the queue."""
+        """Return the requests, less those that it displaces, and the prompt tokens before it."""
         num, tokens = self._state.waiting.ahead_of(request, request.tier)
         if self._displaces:
             running, displaces = self._state.running.requests, self._state.policy.displaces
@@ -398,7 +388,5 @@ class FirstTokenForecast:
             waited = min(actual, forecast.overtaken_for)
             ratio = actual / (forecast.alone + forecast.overtaken * waited)
             ratio = min(_MOST_BIAS, max(1.0 / _MOST_BIAS, ratio))
-            self.outcomes[forecast.kind] = (
-                came + 0.05 * (weight * ratio - came),
-                said + 0.05 * (weight - said),
-            )
+            came += 0.05 * (weight * ratio - came)
+            self.outcomes[forecast.kind] = came, said + 0.05 * (weight - said)

@@ -1,7 +1,4 @@
-"""Running requests by kind, summed up once at the start of a step for all that limits it.
-
-This module does not decide anything.
-"""
+"""Running requests by kind, summed up once at the start of a step for all that limits it."""
 
 from __future__ import annotations
 
@@ -54,8 +51,7 @@ class RunningView:
         paces: set[float] = set()
         targets: set[float] = set()
         rows = keys = 0
-        gap = math.inf
-        urgent = False
+        gap, urgent = math.inf, False
         lowest, no_slo = Tier.ORDINARY, NO_SLO
         for request in running:
             computed = request.num_computed_tokens

@@ -1,8 +1,7 @@
 """Number of prompt tokens in a step that is best for throughput, whatever the targets.
 
 * *The knee*: chunks are no larger than it takes for the fixed part of a step's time to be a small
-  share. Beyond that a larger step computes no more tokens a second, and every token in it, and
-  every request that arrives meanwhile, waits for its end.
+  share. A larger step computes hardly more tokens a second, and all wait longer for its end.
 * *What is free*: where a step takes as long as reading the weights (``memory_bound``), the chunk
   next to running rows is as large as hides behind that.
 
@@ -39,8 +38,7 @@ class ChunkSize:
     Args:
         most: ``max_num_batched_tokens``.
         adaptive: False: always ``most``.
-        floor: a chunk of this size is allowed however late running requests are, or new requests
-            would starve.
+        floor: size of a chunk that is allowed however late running requests are.
         overhead: share of the fixed part in the time of the largest step.
         gap: longest time, s, of a step while answers are streamed.
     """
@@ -55,13 +53,9 @@ class ChunkSize:
         overhead: float = 0.02,
         gap: float = math.inf,
     ) -> None:
-        self.tile = _TILE
-        self.floor = floor
-        self._model = model
-        self._most = most
-        self._adaptive = adaptive
+        self._model, self._most, self._adaptive = model, most, adaptive
+        self.tile, self.floor, self.gap = _TILE, floor, gap
         self._overhead = overhead
-        self.gap = gap
         self._tiles = 1
         self._known_at = -1
         # chunks that were sized to hide behind the rows next to them
@@ -85,8 +79,7 @@ class ChunkSize:
         return self.total(chunk, num_running)
 
     def untrained(self, num_running: int, *, careful: bool) -> int:
-        """Return the tokens of a step before the step-time model is ready: few if the gap between
-        streamed tokens is limited, as the time of a larger step is not known yet."""
+        """Return the tokens of a step whose time is not known yet: few if gaps are limited."""
         most = 0 if careful else _UNTRAINED
         return min(self._most, max(most, num_running + self.floor))
 
@@ -95,8 +88,7 @@ class ChunkSize:
         return min(self._most, num_running + max(chunk, self.floor))
 
     def unpaced(self, num_running: int, num_narrow: int) -> int:
-        """Return the tokens of the next chunk next to rows without targets. Other sizes are tried
-        now and then, to keep learning which are free."""
+        """Return the chunk next to rows without targets; now and then other sizes are tried."""
         chunk = self.beside(num_running, num_narrow)
         if not self._model.free_tokens or not num_narrow:
             return chunk
@@ -109,8 +101,7 @@ class ChunkSize:
         return min(self.knee(), chunk)
 
     def beside(self, num_running: int, num_narrow: int) -> int:
-        """Return the chunk size that is best for throughput: the tokens that hide behind the time
-        of the rows next to it, if that is known, and the knee otherwise."""
+        """Return the tokens that hide behind the time of the rows next to them, else the knee."""
         knee, free = self.knee(), self._model.free_tokens
         if not free or not num_narrow:
             return knee
@@ -143,8 +134,7 @@ class ChunkSize:
     ) -> int:
         """Return the tokens of the largest chunk from position ``start`` on, up to ``most``, with
         which a step of shape ``base`` is predicted to take at most ``seconds``. With a ``gap``, its
-        rows wait no longer than that nine times in ten, and the chunk has at most twice the tokens
-        measured so far, as predictions beyond that are guesses."""
+        rows wait no longer nine times in ten, and it has at most twice the tokens ever measured."""
         if gap < math.inf:
             most = min(most, max(self.floor, 2 * self._model.most_wide_tokens))
             seconds = min(seconds, gap / max(1.0, self._model.quantile(LATE_QUANTILE)))

@@ -1,16 +1,13 @@
 """The size at which a step's time stops being hidden, found from measured steps.
 
 On some machines a step takes ``max(memory, arithmetic)``: reading the weights takes so long that
-the arithmetic of the first couple of hundred tokens costs nothing (the roofline of Williams et
-al., CACM 2009). On others, its time is a sum of parts. ``Hinge`` tells the two apart: in addition
-to the step-time model's features it tries ``max(0, tokens - k)``, for sizes k a quarter of an
-octave apart, and accepts the k that explains the measured steps best if
+the arithmetic of the first couple of hundred tokens costs nothing (the roofline of Williams et al.,
+CACM 2009). On others, its time is a sum of parts. ``Hinge`` tells the two apart: it adds
+``max(0, tokens - k)`` to the step-time model's features, and accepts the best of a few k if
 
 * it explains them clearly better than the model without it: by an F test far beyond what noise
   makes of the best of a few;
 * and by its fit, tokens below k cost little compared with tokens above k.
-
-Work is bounded: a few sums a step, and a small system of equations in some.
 
 This module does not know requests, budgets or the clock.
 """
@@ -47,10 +44,7 @@ _PER_TOKEN: Final = 1
 
 
 class Hinge:
-    """Search for the hinge, fed by the step-time model with its own sums.
-
-    Args:
-        size: number of the model's features.
+    """Search for the hinge, fed by the step-time model, of ``size`` features, with its own sums.
 
     ``free_tokens`` is the result: up to this number of tokens in a step cost almost nothing in
     addition to the rows that it has anyway; 0 if no hinge was found.
@@ -93,15 +87,14 @@ class Hinge:
         self._bins = [[value * shrink for value in sums] for sums in self._bins]
 
     def look(self, number: int, gram: list[list[float]], moment: list[float]) -> None:
-        """Continue the fit after observation ``number``, with the model's own sums of the same
-        observations. The newest one weighs 1 / seconds^2 whenever a fit begins."""
+        """Continue the fit after observation ``number``, with the model's sums of the same ones,
+        of which the newest weighs 1 / seconds^2 whenever a fit begins."""
         if number % (_EVERY if number < _MANY else _LATER) == 0:
             self._thinking = self._think([row.copy() for row in gram], moment.copy())
         next(self._thinking, None)
 
     def _think(self, gram: list[list[float]], moment: list[float]) -> Iterator[None]:
-        """Fit these sums without and with one more feature, the tokens beyond each size: one fit
-        per resumption, and the result after the last."""
+        """Fit these sums without and with one more feature, the tokens beyond each size in turn."""
         size, window = self._size, self._count
         total, beyond = [0.0] * len(self._bins[0]), []
         for sums in reversed(self._bins):

@@ -3,7 +3,6 @@
 One window of final output lengths per label (class of the request, buckets of its prompt's length
 and of its max_tokens), as in LightLLM's Past-Future scheduler (ASPLOS'25, arXiv 2507.10150): the
 length of a running request is the history's quantile among those longer than what it has already.
-Deterministic: quantiles, no sampling.
 
 This module does not know time or memory.
 """
@@ -45,12 +44,8 @@ class _Window:
 
 
 class LengthHistory:
-    """Final output lengths by label, falling back to all labels together.
-
-    Args:
-        window: lengths remembered per label.
-        min_samples: a label with fewer uses the history of all labels together.
-    """
+    """The last ``window`` final output lengths of each label. A label with fewer than
+    ``min_samples`` uses those of all labels together."""
 
     def __init__(self, *, window: int = 200, min_samples: int = 8) -> None:
         self._window = window
@@ -90,8 +85,8 @@ class WorkEstimator:
         return self._quantile(request, q) or request.asked.sampling.max_tokens
 
     def expected_tokens(self, request: Request, q: float) -> int:
-        """Like ``output_tokens``, but twice the present output if unknown: few callers that allow
-        thousands of tokens get them, and memory kept for all of these would lie idle."""
+        """Like ``output_tokens``, but twice the present output if unknown: few outputs reach
+        ``max_tokens``, and memory kept for that would lie idle."""
         most = request.asked.sampling.max_tokens
         return self._quantile(request, q) or min(most, max(_PRIOR, 2 * request.num_output_tokens))
 
@@ -138,8 +133,7 @@ class WorkEstimator:
         return found
 
     def _quantile(self, request: Request, q: float) -> int | None:
-        """Return a quantile of its final length, which is 1 or more; None while no length is known,
-        or none that long."""
+        """Return a quantile of its final length, 1 or more; None while none that long is known."""
         length = longer_than(request.num_output_tokens, self._lengths.known(request.label), q)
         return None if length is None else min(length, request.asked.sampling.max_tokens)
 

@@ -1,7 +1,6 @@
 """Seconds that a step will take, by its contents: fitted online, used by all predictions.
 
-The model is linear in six features of the batch (DistServe's estimator, OSDI'24, with the terms of
-mixed batches)::
+The model is linear in six features (DistServe's, OSDI'24, with the terms of mixed batches)::
 
     t = a0 + a1*T + a2*SUM_wide n*(s + n/2) + a3*R + a4*SUM_narrow s + a5*[T > 0]
 
@@ -61,12 +60,8 @@ class StepShape(NamedTuple):
             return StepShape(
                 self.wide_tokens, self.wide_keys, self.narrow_rows + 1, self.narrow_keys + start
             )
-        return StepShape(
-            self.wide_tokens + num_tokens,
-            self.wide_keys + num_tokens * (start + num_tokens / 2),
-            self.narrow_rows,
-            self.narrow_keys,
-        )
+        keys = self.wide_keys + num_tokens * (start + num_tokens / 2)
+        return StepShape(self.wide_tokens + num_tokens, keys, self.narrow_rows, self.narrow_keys)
 
     @classmethod
     def of(cls, rows: Iterable[ScheduledRow]) -> StepShape:
@@ -80,10 +75,7 @@ class StepShape(NamedTuple):
 
 
 class StepTimeModel:
-    """Weighted non-negative least squares with forgetting.
-
-    Observations are weighted by 1 / seconds^2, so that relative errors count and short steps are
-    predicted as well as long ones.
+    """Non-negative least squares, weighted by 1 / seconds^2 so that relative errors count.
 
     Args:
         forgetting: weight kept by an observation at each later one; 0.995 remembers ~200 steps.

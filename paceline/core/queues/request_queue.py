@@ -15,14 +15,12 @@ _SAMPLED: Final = 256
 
 
 class WaitingQueue(Protocol):
-    """Requests that wait for admission. The scheduler pops the first, tries it, and pushes it back
-    if it does not fit."""
+    """Waiting requests. The scheduler pops the first, and pushes it back if it does not fit."""
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Request]:
         """Yield all members, in no particular order."""
-        ...
 
     def __contains__(self, request: Request) -> bool: ...
 
@@ -30,24 +28,19 @@ class WaitingQueue(Protocol):
 
     def peek(self) -> Request | None:
         """Return the first request, or None when the queue is empty."""
-        ...
 
     def num_ahead(self, request: Request) -> int:
         """Return about how many members would be admitted before a newcomer, whose ``order[0]`` is
         set. Takes the same time for any number of members."""
-        ...
 
     def pop(self) -> Request | None:
         """Take the first request, or None when the queue is empty."""
-        ...
 
     def remove(self, request: Request) -> None:
         """Take a member out for good."""
-        ...
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every member can be popped exactly once."""
-        ...
 
 
 class RequestQueue:

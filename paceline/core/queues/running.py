@@ -1,10 +1,8 @@
-"""Running requests, in order; which of them are preempted when memory is short, and what is kept of
-their computed tokens.
+"""Running requests, in order; victims when memory is short, and what is kept of their tokens.
 
 The blocks of a preempted request go back to the pool with their hashes, tail first to be evicted.
 So only the tail that other requests really needed is lost, and the rest is found again (partial
-release). If host memory has room, a copy is kept there when moving it twice is predicted to take
-less time than computing it again.
+release). A copy is kept in host memory if that is predicted to be quicker.
 
 This module does not know which requests should run, or whose row lacks blocks.
 """
@@ -35,12 +33,7 @@ def place(request: Request) -> tuple[bool, tuple[float, int]]:
 
 
 class RunningList:
-    """The only place where requests begin to run, are preempted, and stop.
-
-    Args:
-        waiting: the queues in which preempted requests wait again.
-        work: predicts the seconds to compute tokens.
-    """
+    """The only place where requests begin to run, are preempted, and stop."""
 
     def __init__(
         self,
@@ -54,8 +47,7 @@ class RunningList:
         self._kv, self._waiting, self._work = kv, waiting, work
         # sorted by ``place``; always the same list object
         self.requests: list[Request] = []
-        # most tokens that running requests of each tier may occupy, with each last block counted as
-        # full
+        # most tokens that running requests of each tier may occupy; each last block counts as full
         self.most_tokens = [0] * len(Tier)
         # requests whose backend state is to be dropped by the next plan
         self._released: list[str] = []
@@ -71,8 +63,7 @@ class RunningList:
         insort(self.requests, request, key=place)
 
     def preempt(self, request: Request, now: float) -> None:
-        """Take a running request's blocks, and keep a copy in host memory if that pays; the request
-        waits again in the policy's order."""
+        """Make a request wait without blocks, and keep a copy in host memory if that pays."""
         # unverified tokens are not kept
         request.num_computed_tokens -= request.num_draft_tokens
         request.num_draft_tokens = 0
@@ -115,34 +106,25 @@ class RunningList:
         released, self._released = tuple(self._released), []
         return released
 
-    # ------------------------------------------------------------------ victims
-
     def victim(
         self,
         candidates: Sequence[Request],
         expendable: Callable[[Sequence[Request]], Sequence[Request]],
     ) -> Request:
         """Return the request that gives up its blocks: of the policy's ``expendable`` ones, the one
-        that loses least.
-
-        Args:
-            candidates: running requests in the policy's order, not empty. The first is spared
-                unless it is alone, so that one request always gets on.
-            expendable: the policy's.
-        """
+        that loses least. The first of the candidates, which are in order and not empty, is spared
+        unless it is alone, so that one request always gets on."""
         if len(candidates) == 1:
             return candidates[0]
         # among equals, the youngest
         return min(reversed(expendable(candidates[1:])), key=self.seconds_lost)
 
     def seconds_lost(self, request: Request) -> float:
-        """Return the later cost of preempting a request now: moving its tokens twice or computing
-        them again, times 1 + its preemptions so far."""
+        """Return the later cost of preempting a request now, times 1 + its preemptions so far."""
         return min(self._seconds(request)) * (1 + request.num_preemptions)
 
     def _seconds(self, request: Request) -> tuple[float, float]:
-        """Return the seconds to move a request's computed tokens twice (infinite: they cannot be
-        moved), and to compute them again."""
+        """Return the seconds to move a request's computed tokens twice, and to recompute them."""
         computed = request.num_computed_tokens
         num_blocks, moved = blocks_for(computed, self._cache.block_size), math.inf
         if self._mode != "recompute" and 0 < num_blocks <= self._kv.host.num_free:

@@ -39,10 +39,7 @@ REASONS: Final = tuple(reason.name.lower() for reason in Reason)
 
 
 class WaitClocks:
-    """One clock per reason, of which one runs at a time.
-
-    ``now`` must not go backwards.
-    """
+    """One clock per reason, of which one runs at a time; ``now`` must not go backwards."""
 
     def __init__(self) -> None:
         self._seconds = [0.0] * len(REASONS)
@@ -61,8 +58,7 @@ class WaitClocks:
         self._reason = reason
 
     def stop(self) -> None:
-        """Stop: no request waits any more, since an unknown time, so the time after the last
-        ``note`` is not counted."""
+        """Stop: no request waits any more, since some time after the last ``note``."""
         self._reason = None
 
     def reading(self) -> tuple[float, ...]:
@@ -70,15 +66,13 @@ class WaitClocks:
         return tuple(self._seconds)
 
     def since(self, reading: Sequence[float], waited: float) -> list[float]:
-        """Return a wait of ``waited`` seconds that began after ``reading``, by reason.
-
-        Time that no clock covers is ``Reason.STEP``; the sum is ``waited``.
-        """
+        """Return a wait of ``waited`` seconds that began after ``reading``, by reason."""
         spent = list(map(sub, self._seconds, reading))
         covered = sum(spent)
         if covered > waited:
             # the clock that was running had started before the wait began
             scale = waited / covered
             return [seconds * scale for seconds in spent]
+        # no clock covers the time before the first plan
         spent[Reason.STEP] += waited - covered
         return spent

@@ -1,8 +1,8 @@
 """Admission of waiting requests to the batch.
 
 Requests are admitted in the policy's order until something runs out: slots, memory now or as
-predicted, the pace of running requests, tokens of the step. A head that does not fit may be passed
-by a bounded number of others, a bounded number of times.
+predicted, the pace of running requests, tokens of the step. A bounded number of others may pass a
+head that does not fit.
 
 This module does not know the tokens of running requests, or which of them are preempted.
 """
@@ -74,8 +74,7 @@ class BatchAdmission:
         return held_by
 
     def _surely_lasts(self, request: Request, last: Tier) -> bool:
-        """Whether memory lasts with this request even if every output reaches its maximum, or need
-        not last; ``MemoryOutlook`` would give the same answer."""
+        """Whether memory need not last, or lasts even if every output reaches its maximum."""
         if not self._config.future_memory_check or not self._running.requests:
             return True
         most = request.max_total_tokens + self._kv.block_size
@@ -92,11 +91,8 @@ class BatchAdmission:
                 if not self._waiting.drop_blocks():
                     return Reason.MEMORY
             return None
-        if (
-            not self._config.enable_chunked_prefill
-            and step.rows
-            and request.num_tokens > step.budget
-        ):
+        is_whole = not self._config.enable_chunked_prefill
+        if is_whole and step.rows and request.num_tokens > step.budget:
             return Reason.BUDGET
         if (obstacle := step.obstacle(request)) is not None:
             return obstacle

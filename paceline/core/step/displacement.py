@@ -23,10 +23,8 @@ Displaces = Callable[[Request, Request], bool]
 
 def displace(state: SchedulerState, head: Request, now: float, displaces: Displaces) -> int:
     """Preempt the running requests that keep ``head`` out, the first waiting request, if nothing
-    but slots and memory is known to keep it out.
-
-    Returns the tokens that ``head`` lacks, to be kept for it in this step; 0: none was preempted.
-    """
+    but slots and memory is known to keep it out. Returns the tokens that it lacks, to be kept for
+    it in this step; 0: none was preempted."""
     if head.num_pending_tokens:
         # it is ready once its token is known
         return 0
@@ -45,18 +43,13 @@ def displace(state: SchedulerState, head: Request, now: float, displaces: Displa
 
 def _fewest(state: SchedulerState, head: Request, losers: Sequence[Request]) -> Sequence[Request]:
     """Return the first of ``losers`` that must go for ``head`` to have a slot and blocks now, and
-    for memory to last as predicted.
-
-    Empty when none keeps it out, or when even all of them would not free enough: no request is
-    preempted in vain.
-    """
+    as predicted. Empty when none keeps it out, or when even all of them would not free enough."""
     shortfall = state.kv.shortfall(head, beside_others=True) if losers else 0
     slots = state.config.max_num_seqs - len(state.running.requests)
     if slots > 0 and shortfall == 0 and head.tier is Tier.ORDINARY:
         # only predicted memory can be short, for which best effort is preempted later
         losers = [request for request in losers if request.tier is Tier.ORDINARY]
-    # this runs in every step in which a request waits: whether all of them together suffice is
-    # checked first, before blocks are counted one by one
+    # whether all of them together suffice is checked first, as counting blocks takes longer
     most = sum(len(request.block_ids) for request in losers)
     if not losers or not _lasts_without(state, losers, most, head):
         return ()
@@ -83,8 +76,7 @@ def _fewest(state: SchedulerState, head: Request, losers: Sequence[Request]) -> 
 def _lasts_without(
     state: SchedulerState, gone: Sequence[Request], freed: int, head: Request
 ) -> bool:
-    """Whether memory is predicted to last with ``head`` and without some running requests, which
-    give ``freed`` blocks back."""
+    """Whether memory is predicted to last with ``head`` and the ``freed`` blocks of those gone."""
     running = state.running.requests
     if not state.config.future_memory_check or len(gone) == len(running):
         return True

@@ -26,11 +26,8 @@ _SECONDS: Final = itemgetter(3)
 
 
 class StepsInFlight:
-    """Steps in order; their measured times train the step-time model.
-
-    Args:
-        lead_s: seconds before a step's likely end at which the next one is to be planned.
-    """
+    """Steps in order; their measured times train the step-time model. The next one is to be planned
+    ``lead_s`` seconds before the likely end of the last."""
 
     def __init__(self, step_time: StepTimeModel, lead_s: float) -> None:
         self._step_time = step_time
@@ -40,14 +37,11 @@ class StepsInFlight:
         # when the last of these steps is predicted to end
         self._busy_until = 0.0
         # predicted seconds of steps without best effort, exponentially decayed, and their time
-        self._ordinary_seconds = 0.0
-        self._as_of = 0.0
+        self._ordinary_seconds = self._as_of = 0.0
         # tokens computed in rows of several tokens, and in rows of one, by all steps with results
-        self.num_prefill_tokens = 0
-        self.num_decode_tokens = 0
+        self.num_prefill_tokens = self.num_decode_tokens = 0
         # seconds of the steps that could be predicted
-        self.predicted_seconds = 0.0
-        self.actual_seconds = 0.0
+        self.predicted_seconds = self.actual_seconds = 0.0
 
     def starts(self, now: float) -> float:
         """Return when a step planned now is predicted to start: when those before it have ended."""

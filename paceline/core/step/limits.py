@@ -1,8 +1,8 @@
 """A step and its limits: the interface between plain steps and all code for targets.
 
 A ``Pacing`` makes a new object for each step. ``Plain`` is the null object: its steps serve
-requests without targets, and no code for targets is on their call path; it does not know tenants or
-forecasts either. ``pacing.paced.Paced`` is the other one.
+requests without targets, and no code for targets or tenants is on their call path.
+``pacing.paced.Paced`` is the other one.
 
 ::
 
@@ -30,8 +30,7 @@ from paceline.core.tier import Tier
 
 __all__ = ["Pacing", "Pass", "Plain", "Step"]
 
-# calling tuple's constructor for a NamedTuple takes half the time of calling its own, and one is
-# made for every token of every request
+# calling tuple's constructor for a NamedTuple takes half the time of calling its own
 _new = tuple.__new__
 
 
@@ -67,10 +66,9 @@ class Step:
     pressing: bool = False
     # a best-effort request to preempt before anything is planned
     evicted: Request | None = None
-    # predicted seconds of the step above which best-effort rows stay out of it, after asking
-    # ``takes``; infinite: they need not ask
+    # predicted seconds of the step above which best-effort rows stay out; infinite: no limit
     seconds: float = math.inf
-    # the same for best effort without targets, whose rows are then metered; infinite: no limit
+    # the same for best effort without targets, whose rows are then metered
     background_seconds: float = math.inf
     # predicted seconds of ordinary rows alone; None: there are no other rows
     ordinary_seconds: float | None = None
@@ -86,8 +84,7 @@ class Step:
     requests: list[Request] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
-    # forks that got their blocks in this step: copies come before writes, so the forks may run from
-    # the next step on
+    # forks that got their blocks in this step, and may run from the next one on
     forked: list[Request] = field(default_factory=list)
 
     @property
@@ -122,15 +119,9 @@ class Step:
         self.narrow_rows += num_rows
         self.narrow_keys += num_keys
 
-    # ------------------------------------------------------------------ admission
-
     def next(self, last: Tier, passed: Sequence[Request]) -> Request | Reason | None:
-        """Return the waiting request to try next, or why none is tried in this pass.
-
-        Args:
-            last: the pass admits requests up to this tier.
-            passed: requests that were tried in this pass and not admitted.
-        """
+        """Return the waiting request to try next in a pass up to tier ``last``, or why none is
+        tried; ``passed`` were tried in this pass and not admitted."""
         state = self.state
         head = state.waiting.ordinary.peek()
         if head is None:
@@ -155,8 +146,6 @@ class Step:
     def admitted(self, request: Request) -> None:
         """Note that the request was admitted; it gets its first row next."""
 
-    # ------------------------------------------------------------------ rows of later passes
-
     def takes(self, request: Request) -> bool:
         """Whether a running request of a later pass gets a row."""
         return True
@@ -166,8 +155,7 @@ class Step:
         return max(1, self.budget)
 
     def lengthened(self, before: StepShape) -> None:
-        """Note that best-effort rows were added in the first pass, or that a best-effort request
-        was admitted; ``before`` is the step without that."""
+        """Note that best effort was added to the step, before which it had this shape."""
 
     def first_pass_done(self, num_must_run: int) -> None:
         """Note that the first of several passes is over; ``num_must_run`` rows are best effort."""
@@ -178,14 +166,9 @@ class Pacing(Protocol):
 
     def begin(self, now: float, starts: float, *, held: bool) -> Step:
         """Return the step that is planned now, without rows. Moves requests between tiers first,
-        and preempts running requests for a better waiting one. The step's budget is at least one
-        token for each running request, plus one.
-
-        Args:
-            starts: predicted start of the step.
-            held: the policy admits no request for now.
-        """
-        ...
+        and preempts running requests for a better waiting one. The budget is at least a token for
+        each running request, plus one. The step is predicted to begin at ``starts``; ``held``: the
+        policy admits no request for now."""
 
 
 class Plain:

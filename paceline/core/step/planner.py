@@ -1,10 +1,8 @@
 """Filling of a step in passes: rows for running requests, then admissions, tier by tier.
 
-A plain step has one pass. All state is in the arguments of the passes; the planner keeps none from
-one step to the next.
+A plain step has one pass. The planner keeps nothing from one step to the next.
 
-This module does not know how the passes are chosen, how requests arrive and end, nor what a step
-samples.
+This module does not know how the passes are chosen, or how requests arrive and end.
 """
 
 from __future__ import annotations
@@ -56,8 +54,7 @@ class Planner:
         return held_by
 
     def _choose_kind(self, step: Step, held: bool) -> None:
-        """Choose the kind of rows, for policies that do not mix: wide ones while there are any to
-        compute, or while a waiting request would add some."""
+        """Choose the kind of rows, for policies that do not mix: wide while any run or wait."""
         running = self._running.requests
         step.wide = any(request.num_uncomputed_tokens > 1 for request in running)
         if not step.wide and not held:

@@ -34,13 +34,9 @@ class Rows:
         self._caches = state.cache.enable_prefix_caching
 
     def extend(self, step: Step, running: list[Request], later: int, *, limited: bool) -> bool:
-        """Add rows for ``running``, in order, leaving a token for each of ``later`` others.
-        Requests that are preempted are taken out of the list. Returns whether any was.
-
-        Args:
-            running: best-effort requests alone, or ordinary ones alone.
-            limited: they get rows only within the step's limits for best effort.
-        """
+        """Add rows for ``running``, all or none ordinary, in order, leaving a token for each of
+        ``later`` others. Requests that are preempted are taken out of the list. Returns whether any
+        was. ``limited``: rows are within the step's limits for best effort."""
         preempted = False
         asks = limited and step.seconds < math.inf
         meters = limited and step.background_seconds < math.inf
@@ -88,12 +84,8 @@ class Rows:
 
     def _plain_rows(self, step: Step, running: list[Request], index: int, *, asks: bool) -> int:
         """Add rows of one token for the requests from ``index`` on, by the shortest way, up to the
-        first that needs more; ``extend`` would do the same for each. Most rows of most steps are
-        such. Returns the index where it stopped.
-
-        Args:
-            asks: ask the step before each row; else every request gets one.
-        """
+        first that needs more; ``extend`` would do the same for each. Returns the index where it
+        stopped. ``asks``: ask the step before each row; else every request gets one."""
         rows, requests = step.rows, step.requests
         pool, block_size, caches = self._kv.pool, self._block_size, self._caches
         first, num_keys, skipped = index, 0, 0
@@ -164,8 +156,7 @@ class Rows:
         return self._running.victim(candidates, self._expendable)
 
     def add(self, step: Step, request: Request, num_tokens: int, extension: Extension) -> None:
-        """Add a row of the next ``num_tokens`` tokens, for which the request has the blocks;
-        ``extension`` is the change of its block table for that."""
+        """Add a row of the next ``num_tokens`` tokens, for which a request has the blocks."""
         if extension.copy is not None:
             step.copies.append(extension.copy)
         step.add(request, num_tokens, extension.new_block_ids)

@@ -31,11 +31,7 @@ _Logprobs = tuple[TokenLogprobs, ...] | None
 
 
 class Updates:
-    """Applies results to requests.
-
-    Args:
-        finish: ends a request, which stays in the running list for now.
-    """
+    """Applies results to requests; ``finish`` ends one, which stays in the running list for now."""
 
     def __init__(
         self, state: SchedulerState, finish: Callable[[Request, FinishReason], None]
@@ -104,8 +100,7 @@ class Updates:
         return tuple(updates)
 
     def _append(self, request: Request, token_ids: tuple[int, ...], now: float) -> tuple[int, ...]:
-        """Append tokens until one ends the output; no tokens are the end of a pooling request.
-        Returns the tokens appended."""
+        """Append tokens until one ends the output, and return them; () ends a pooling request."""
         if request.first_token_time is None:
             request.first_token_time = now
             self._state.totals.num_first_tokens += 1

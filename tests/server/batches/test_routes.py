@@ -93,7 +93,8 @@ async def test_lines_are_best_effort_without_a_target(tmp_path: Path) -> None:
         slo = {"class": "interactive", "queue_ttl_ms": 1}
         await server.until(await server.submit([line("a"), line("b", slo=slo)]))
         assert len(seen) == 2
-        assert all(request.slo.background and request.slo.queue_ttl is None for request in seen)
+        slos = [request.slo for request in seen]
+        assert all(s.best_effort and not s.has_targets and s.queue_ttl is None for s in slos)
 
 
 class Counted:
