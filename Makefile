@@ -121,7 +121,7 @@ model: $(STAMP) ## download the default model
 bench: $(READY) model ## run benchmarks/NAME, for instance QUICK=1 make bench NAME=peers; without NAME, list them
 	@exec $(BIN)/python -m benchmarks$(if $(NAME),.$(NAME)) $(ARGS)
 bench-%:
-	@echo "make $@ is now make bench NAME=$(patsubst metrics,metrics_latency,$*)" >&2; exit 2
+	@echo "make $@ is now make bench NAME=$*" >&2; exit 2
 studies: $(STAMP) ## simulate the claims of docs/studies and renew its tables and plots
 	@$(BIN)/python -m benchmarks.studies --write
 

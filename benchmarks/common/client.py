@@ -6,12 +6,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["Timing", "body_lines", "complete", "get", "read_head"]
+from benchmarks.common.processes import Unavailable
+
+__all__ = ["Timing", "body_lines", "check_answered", "complete", "get", "read_head"]
 
 _LIMIT = 1 << 20
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
@@ -45,6 +47,13 @@ class Timing:
     def gaps(self) -> tuple[float, ...]:
         """Seconds between events."""
         return tuple(b - a for a, b in zip(self.events, self.events[1:], strict=False))
+
+
+def check_answered(timings: Iterable[Timing]) -> None:
+    """Raise Unavailable if a request failed."""
+    errors = [timing.error for timing in timings if timing.error]
+    if errors:
+        raise Unavailable(f"{len(errors)} requests failed: {errors[0]}")
 
 
 async def body_lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:

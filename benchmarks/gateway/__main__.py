@@ -1,6 +1,6 @@
 """The gateway: its latency and cost, its choice of engines, and streams whose engine dies.
 
-Four parts, each of which can be run alone (``PARTS=overhead,routing,live_routing,failover``):
+Three parts, each of which can be run alone (``PARTS=overhead,routing,failover``):
 
 * ``overhead``: compared with direct access and LiteLLM's proxy, in turns; see ``overhead``.
   LiteLLM is given as ``LITELLM=install``, which sets it up in an environment of its own, or as
@@ -9,26 +9,23 @@ Four parts, each of which can be run alone (``PARTS=overhead,routing,live_routin
   see ``calls``;
 * ``routing``: policies in the simulator, on pools with names and on random ones (``POOLS=N,SEED``);
   see ``routing``;
-* ``live_routing``: the same policies before three servers of the default model, in int8, q4 and
-  bfloat16; see ``live_routing``. Its figures are ``routing.live``;
 * ``failover``: engines killed, stopped and cut off under 64 streams, ``TIMES`` (20) each with the
   null backend, ``MODEL_TIMES`` (5) each with the default model in int8 and bfloat16; see
   ``failover``.
 
-Times: ``overhead`` takes about 4 minutes (runs of 4 s: 30 for added time, 20 for processor time,
-of which the streamed half lasts a second longer), LiteLLM one more and each of ``ROUTERS`` one and
-a half more; ``live_routing`` less than 4 (two loads of 16 turns of 5 s, and 10 s of closed loops);
-``routing`` as long as the processors need for 288 simulations of 1,500 requests; and ``failover``
-``MINUTES`` (6) of its own, whatever the others took: then each fault has happened at least once
-with each engine, and no further one begins; ``times`` is the number of each. All ``TIMES`` and
-``MODEL_TIMES`` need ``MINUTES=40``. ``seconds`` in the result is the time of each part. QUICK=1
-takes one turn and one time of each. Prints its findings on standard error as it goes and, last,
-one JSON line, in which ``unmeasured`` names the parts that could not be measured, and why.
+Times: ``overhead`` takes about 4 minutes (runs of 4 s: 30 for added time, 20 for processor time, of
+which the streamed half lasts a second longer), LiteLLM one more and each of ``ROUTERS`` one and a
+half more; ``routing`` as long as the processors need for 288 simulations of 1,500 requests; and
+``failover`` ``MINUTES`` (6) of its own, whatever the others took: then each fault has happened at
+least once with each engine, and no further one begins; ``times`` is the number of each. All
+``TIMES`` and ``MODEL_TIMES`` need ``MINUTES=40``. ``seconds`` in the result is the time of each
+part. QUICK=1 takes one turn and one time of each. Prints its findings on standard error as it goes
+and, last, one JSON line, in which ``unmeasured`` names the parts that could not be measured, and
+why.
 
-Goodput (``routing``, ``live_routing``) is that of loads at or below the engines' joint capacity,
-where no queue grows with time, so there is no long run: 1,500 requests, or turns of 5 s, are
-compared with the same requests under another policy. Queues under lasting overload are the
-engine's matter: ``make bench NAME=overload``.
+Goodput (``routing``) is that of loads at or below the engines' joint capacity, where no queue grows
+with time, so there is no long run: 1,500 requests are compared with the same requests under another
+policy. Queues under lasting overload are the engine's matter: ``make bench NAME=overload``.
 
     python -m benchmarks.gateway
 """
@@ -47,7 +44,6 @@ from benchmarks.common.processes import Unavailable
 from benchmarks.common.unmeasured import Unmeasured
 from benchmarks.gateway.calls import calls_per_chunk
 from benchmarks.gateway.failover import FAULTS, failover
-from benchmarks.gateway.live_routing import TURNS, live_routing
 from benchmarks.gateway.options import (
     ROUTERS,
     Options,
@@ -156,13 +152,7 @@ def main() -> int:
                     results |= _overhead(options, litellm, routers, folder, unmeasured)
                 elif part == "routing":
                     size = (500, (1,)) if options.quick else (1500, (1, 2, 3))
-                    found = routing(size[0], 0.7, size[1], options.pools)
-                    results[part] = found | results.get(part, {})
-                elif part == "live_routing":
-                    # seconds of arrivals in a turn, and turns
-                    length = (2.0, 1) if options.quick else (5.0, TURNS)
-                    live = live_routing(*length, folder, unmeasured)
-                    results["routing"] = results.get("routing", {}) | {"live": live}
+                    results[part] = routing(size[0], 0.7, size[1], options.pools)
                 else:
                     results[part] = _failover(options, folder, unmeasured)
             seconds[part] = round(time.monotonic() - began, 1)

@@ -22,7 +22,7 @@ __all__ = [
     "router_pythons",
 ]
 
-PARTS = ("overhead", "routing", "live_routing", "failover")
+PARTS = ("overhead", "routing", "failover")
 # the release whose figures are in docs/lab-log/
 _LITELLM = "litellm[proxy]==1.106.2"
 # packages by name

@@ -30,8 +30,7 @@ decide). The overload fraction is the least goodput at the rates from that of mo
 the most. Flood: percentiles of TTFT of an interactive stream
 next to a flood of batch work beyond the server's capacity, over the same alone, in turns of new
 lengths and prompts. Fairness: the same of a light tenant next to one that floods, under the fair
-policy. Pressure: the scheduler over the null backend at 30 % of the memory that its requests need;
-wasted tokens are those computed twice.
+policy.
 
 Prints tables and, last, one JSON line. All of it takes more than an hour: KINDS=poisson and
 KINDS=bursty select one kind of arrivals, in less than 45 minutes each. QUICK=1 takes two rates per
@@ -77,7 +76,6 @@ from benchmarks.goodput.loads import (
     ttft,
 )
 from benchmarks.peers.vllm_cpu import VllmCpu
-from benchmarks.pressure import wasted_tokens
 from paceline.bench.machine import machine
 
 QUICK = bool(os.environ.get("QUICK"))
@@ -239,8 +237,6 @@ def main() -> int:
         for server in servers.values():
             server.close()
 
-    pressure = wasted_tokens()
-    print(f"pressure: {pressure}\n")
     results = {
         **summary(curves),
         "flood_ttft_p99_ratio": flooded.get(0.99),
@@ -249,7 +245,6 @@ def main() -> int:
         "fairness_ttft_p99_ratio": shared.get(0.99),
         "fairness_ttft_p90_ratio": shared.get(0.9),
         "fairness_ttft_p50_ratio": shared.get(0.5),
-        "pressure": pressure,
         "long": long,
         "best_fixed_budget": best,
         "lengths": name_lengths(TRACE),

@@ -1,4 +1,4 @@
-"""The parts of the fault and overhead benchmarks that are arithmetic."""
+"""The parts of the fault benchmark that are arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from benchmarks.faults.callers import Seen, ask, counted, mismatches
 from benchmarks.faults.malformed import malformed
 from benchmarks.faults.server import metric
-from benchmarks.overhead import Cost, group, split, typical
 
 
 def test_a_lost_or_doubled_token_is_found() -> None:
@@ -95,28 +94,3 @@ def test_samples_of_a_metric_add_up() -> None:
     assert (metric(text, "a_total"), metric(text, "b")) == (5.5, 1.0)
     with pytest.raises(KeyError):
         metric(text, "c")
-
-
-def test_requests_and_tokens_are_separated() -> None:
-    # 2 ms a request and 0.5 ms a token
-    short = Cost(loop=10 * (2 + 8 * 0.5) / 1e3, others=0.0, requests=10, tokens=80)
-    long = Cost(loop=0.04, others=10 * (2 + 16 * 0.5) / 1e3 - 0.04, requests=10, tokens=160)
-    request, token = split(short, long)
-    assert request == pytest.approx(2.0)
-    assert token == pytest.approx(0.5)
-
-
-def test_the_run_in_the_middle_counts() -> None:
-    runs = [Cost(loop, 0.1, requests=1, tokens=64) for loop in (0.9, 0.2, 0.4)]
-    assert typical(runs).loop == 0.4
-    assert typical(runs[:2]).loop == 0.2
-    assert typical(runs[:1]).loop == 0.9
-
-
-def test_where_time_goes() -> None:
-    assert group("/x/paceline/http/sse.py") == "build answers"
-    assert group("/x/paceline/http/connections.py") == "HTTP and sockets"
-    assert group("/x/paceline/server/observability/metrics/requests.py") == "metrics and logs"
-    assert group("/x/site-packages/uvicorn/server.py") == "HTTP and sockets"
-    assert group("~") == "event loop"
-    assert group("/somewhere/else.py") == "other"

@@ -13,9 +13,8 @@ rate meanwhile is printed next to its rate alone.
 The client shares the processors with the server, in A as in B, and has four streams to read; it
 does nothing else while they run.
 
-The target is a ratio of 1.2 at most. Prints a table and, last, one JSON line. QUICK=1 takes fewer
-and shorter rounds. A round lasts about half a minute; LONG=1 takes one round instead, A B, of more
-than five minutes each.
+The target is a ratio of 1.2 at most. A round lasts about half a minute; LONG=1 takes one round
+instead, A B, of more than five minutes each.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common.client import Timing, complete
-from benchmarks.common.ours import Ours, our_places
-from benchmarks.common.processes import Unavailable
+from benchmarks.common.client import Timing, check_answered, complete
+from benchmarks.common.ours import Ours
+from benchmarks.common.processes import free_port
 from benchmarks.common.server import Server
+from benchmarks.common.setup import Places
 from benchmarks.common.statistics import percentile
 from benchmarks.common.unmeasured import Unmeasured
 
@@ -153,9 +152,7 @@ def play(server: Server, vocab_size: int, seed: int, slo: str, half: str) -> lis
 
 def figures(timings: Sequence[Timing]) -> dict[str, float]:
     """Return the figures, in ms. Raises Unavailable for requests that failed."""
-    errors = [timing.error for timing in timings if timing.error]
-    if errors:
-        raise Unavailable(f"{len(errors)} requests failed: {errors[0]}")
+    check_answered(timings)
     tpots = [timing.tpot for timing in timings if timing.tpot is not None]
     ttfts = [timing.ttft for timing in timings]
     return {
@@ -167,7 +164,7 @@ def figures(timings: Sequence[Timing]) -> dict[str, float]:
     }
 
 
-def measure(server: Server, vocab: int, slo: str) -> dict[str, Any]:
+def compare(server: Server, vocab: int, slo: str) -> dict[str, Any]:
     """Measure A B A B for one class of requests."""
     alone: list[Timing] = []
     beside: list[Timing] = []
@@ -194,13 +191,9 @@ def measure(server: Server, vocab: int, slo: str) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    from benchmarks.common.processes import free_port
-    from paceline.bench.machine import machine
-
-    places, vocab = our_places()
+def measure(places: Places, vocab: int, unmeasured: Unmeasured) -> dict[str, Any]:
+    """Return the figures by class of requests, and print them."""
     results: dict[str, dict[str, Any]] = {}
-    unmeasured = Unmeasured()
     with tempfile.TemporaryDirectory() as folder:
         peer = Ours("background", places, ("--batch-dir", folder))
         server = Server(peer, free_port(), places.folder("logs") / "background.log", vocab)
@@ -214,29 +207,15 @@ def main() -> int:
             print(f"in {server.served}, the batch alone does {pace:.2f} lines/s\n", flush=True)
             for slo in CLASSES:
                 with unmeasured.part(slo):
-                    results[slo] = measure(server, vocab, slo)
+                    results[slo] = compare(server, vocab, slo)
         finally:
             server.close()
     # None: no class was measured
     ratio = max((result["tpot_p99_ratio"] for result in results.values()), default=None)
-    print(
-        json.dumps(
-            {
-                "bench": "background",
-                "tpot_p99_ratio": ratio,
-                "within_target": ratio and ratio <= TARGET,
-                "batch_alone_lines_per_s": round(pace, 3),
-                "formats": server.served,
-                **results,
-                "unmeasured": unmeasured.reasons,
-                "quick": QUICK,
-                "long": LONG,
-                "machine": machine(places.cpus),
-            }
-        )
-    )
-    return unmeasured.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return {
+        "tpot_p99_ratio": ratio,
+        "within_target": ratio and ratio <= TARGET,
+        "batch_alone_lines_per_s": round(pace, 3),
+        "formats": server.served,
+        **results,
+    }

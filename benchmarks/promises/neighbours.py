@@ -18,8 +18,8 @@ only if running ones keep their targets; missed targets are counted
 two events of a stream by the client's clock. The client shares the processors with the server.
 
 If no control group can be made, the server is stopped for 25 of every 100 ms instead, and the
-report says so. Prints a table and, last, one JSON line. QUICK=1 takes shorter windows, LONG=1 ones
-of five minutes. A caller's next request follows its last answer, so no queue grows.
+report says so. LONG=1 takes windows of five minutes. A caller's next request follows its last
+answer, so no queue grows.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from benchmarks.common.client import Timing, complete, get
-from benchmarks.common.ours import our_places
+from benchmarks.common.client import Timing, check_answered, complete, get
 from benchmarks.common.processes import Process, Unavailable
 from benchmarks.common.server import PacelineServer
+from benchmarks.common.setup import Places
 from benchmarks.common.statistics import percentile
 from benchmarks.common.unmeasured import Unmeasured
 from paceline.server.observability.snapshot.frame import make_frame
@@ -232,9 +232,7 @@ class Played:
 def figures(before: Scrape, after: Scrape, timings: Sequence[Timing]) -> dict[str, Any]:
     """Return the figures between two readings; times in milliseconds. Raises Unavailable for
     requests that failed, and for a window without steps."""
-    errors = [timing.error for timing in timings if timing.error]
-    if errors:
-        raise Unavailable(f"{len(errors)} requests failed: {errors[0]}")
+    check_answered(timings)
     inside = [each for each in timings if before.time <= each.events[-1] <= after.time]
     frame = make_frame(before, after)
     if not inside or not frame.step_seconds or frame.predicted_step_seconds is None:
@@ -294,13 +292,9 @@ def beside(
     return found
 
 
-def main() -> int:
-    from paceline.bench.machine import machine
-
-    places, vocab = our_places()
+def measure(places: Places, vocab: int, unmeasured: Unmeasured) -> dict[str, Any]:
+    """Return the figures by situation, and print them."""
     logs = places.folder("logs")
-    about = machine(places.cpus)
-    unmeasured = Unmeasured()
     played = Played(places.model, vocab, logs / "neighbours.log")
     try:
         threads = {"alone": played.threads}
@@ -330,28 +324,17 @@ def main() -> int:
     print("\n".join(f"{name}: {said}" for name, said in threads.items()))
     # the last one is only for comparison
     judged = [row for name, row in results.items() if name != "quota 1.5, 2 threads"]
-    print(
-        json.dumps(
-            {
-                "bench": "neighbours",
-                "predicted_within": bool(judged) and all(
-                    abs(row["predicted_by_measured_tpot"] - 1.0) <= WITHIN for row in judged
-                ),
-                "promises_broken": sum(sum(row["missed"].values()) for row in judged),
-                "targets": TARGETS,
-                "callers": CALLERS,
-                "control_group": "made" if "stopped_s" in results.get("quota 1.5", {}) else
-                "played by stopping the server for 25 of every 100 ms",
-                "threads": threads,
-                "results": results,
-                "unmeasured": unmeasured.reasons,
-                "quick": QUICK,
-                "long": LONG,
-                "machine": about,
-            }
-        )
-    )  # fmt: skip
-    return unmeasured.exit_code
+    made = "stopped_s" in results.get("quota 1.5", {})
+    return {
+        "predicted_within": bool(judged)
+        and all(abs(row["predicted_by_measured_tpot"] - 1.0) <= WITHIN for row in judged),
+        "promises_broken": sum(sum(row["missed"].values()) for row in judged),
+        "targets": TARGETS,
+        "callers": CALLERS,
+        "control_group": "made" if made else "played by stopping the server for 25 of every 100 ms",
+        "threads": threads,
+        "results": results,
+    }
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -363,7 +346,3 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     for name, row in results.items():
         lines.append(f"{name:24}" + "".join(f"{row[column]!s:>11}" for column in columns))
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

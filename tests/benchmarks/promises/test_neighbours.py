@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.common.client import Timing
 from benchmarks.common.processes import Unavailable
-from benchmarks.neighbours import ControlGroup, Neighbour, figures
+from benchmarks.promises.neighbours import ControlGroup, Neighbour, figures
 from paceline.server.observability.snapshot.scrape import Scrape
 
 

@@ -7,24 +7,21 @@ default) and not (0), in turns A B A B, each turn on a server of its own, so tha
 prompt after start is in every turn. A gap is the time between two events of a stream by the
 client's clock; the client shares the processors with the server. Cost: the prompts' mean time to
 first token, and the prompt tokens per second that follow from it.
-
-Prints a table and, last, one JSON line. QUICK=1 takes fewer turns and prompts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import statistics
-import sys
 from collections.abc import Sequence
 
-from benchmarks.common.client import Timing, complete
-from benchmarks.common.ours import Ours, our_places
-from benchmarks.common.processes import Unavailable
+from benchmarks.common.client import Timing, check_answered, complete
+from benchmarks.common.ours import Ours
+from benchmarks.common.processes import free_port
 from benchmarks.common.server import Server
+from benchmarks.common.setup import Places
 from benchmarks.common.statistics import percentile
 from benchmarks.common.unmeasured import Unmeasured
 
@@ -74,9 +71,7 @@ def play(server: Server, vocab_size: int, seed: int) -> tuple[list[Timing], list
 
 def figures(streams: Sequence[Timing], prompts: Sequence[Timing]) -> dict[str, float]:
     """Return ms and tokens a second. Raises Unavailable for requests that failed."""
-    errors = [timing.error for timing in (*streams, *prompts) if timing.error]
-    if errors:
-        raise Unavailable(f"{len(errors)} requests failed: {errors[0]}")
+    check_answered((*streams, *prompts))
     gaps = [gap for timing in streams for gap in timing.gaps]
     tpots = [timing.tpot for timing in streams if timing.tpot is not None]
     ttft = statistics.mean(timing.ttft for timing in prompts)
@@ -92,12 +87,8 @@ def figures(streams: Sequence[Timing], prompts: Sequence[Timing]) -> dict[str, f
     }
 
 
-def main() -> int:
-    from benchmarks.common.processes import free_port
-    from paceline.bench.machine import machine
-
-    places, vocab = our_places()
-    unmeasured = Unmeasured()
+def measure(places: Places, vocab: int, unmeasured: Unmeasured) -> dict[str, dict[str, float]]:
+    """Return the figures by bound, and print them."""
     found: dict[str, tuple[list[Timing], list[Timing]]] = {name: ([], []) for name in BOUNDS}
     for turn in range(TURNS):
         for name, flags in BOUNDS.items():
@@ -112,10 +103,4 @@ def main() -> int:
     results = {name: figures(*timings) for name, timings in found.items() if timings[0]}
     for name, row in results.items():
         print(f"{name:10} {row}", flush=True)
-    report = {"bench": "gaps", **results, "quick": QUICK, "machine": machine(places.cpus)}
-    print(json.dumps(report | {"unmeasured": unmeasured.reasons}))
-    return unmeasured.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return results

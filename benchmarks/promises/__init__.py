@@ -1,0 +1,1 @@
+"""Promises to callers while something else happens; see ``__main__``."""
