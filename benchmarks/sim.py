@@ -103,8 +103,8 @@ def documentation() -> list[int]:
 def recorded_run(load: Load, text: Sequence[int], folder: Path) -> tuple[Recording, list[Seen]]:
     """Serve a load; return the server's recording, and the callers' times."""
     path = folder / f"{load.seed}.jsonl"
-    with serving(path) as (host, port):
-        seen = measure(host, port, make_load(load), text)
+    with serving(path) as port:
+        seen = measure(port, make_load(load), text)
     recording = Recording.read(path)
     requests = recording.requests[WARM_UP:]
     begin = requests[0].arrival

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.common.client import complete
 from benchmarks.common.server import PacelineServer
 from paceline.sim.arrival import Arrival
 
 __all__ = ["Load", "Seen", "make_load", "measure", "serving"]
 
 MODEL = "smollm2-135m"
+# seconds for a whole answer, after which the run fails
+_PATIENCE = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +61,16 @@ def make_load(load: Load) -> list[Arrival]:
 
 
 @contextlib.contextmanager
-def serving(record: Path) -> Iterator[tuple[str, int]]:
+def serving(record: Path) -> Iterator[int]:
     """Run ``paceline serve`` with its defaults, prefix caching off (prompts share nothing), and
-    record. Yields host and port; drained at the end, so that the recording is complete."""
+    record. Yields the port; drained at the end, so that the recording is complete."""
     flags = ("--record", str(record), "--no-enable-prefix-caching", "--log-level", "warning")
     with PacelineServer(MODEL, *flags, log=record.with_suffix(".log")) as server:
-        yield "127.0.0.1", server.port
+        yield server.port
         server.close(grace=60.0)
 
 
-def measure(host: str, port: int, arrivals: Sequence[Arrival], text: Sequence[int]) -> list[Seen]:
+def measure(port: int, arrivals: Sequence[Arrival], text: Sequence[int]) -> list[Seen]:
     """Send every request at its time, open loop; ``text`` is a long token sequence that prompts
     are cut from. Raises RuntimeError if any request fails."""
     rng = random.Random(0)
@@ -79,54 +81,23 @@ def measure(host: str, port: int, arrivals: Sequence[Arrival], text: Sequence[in
 
     prompts = [prompt(arrival.prompt_tokens) for arrival in arrivals]
 
+    async def ask(arrival: Arrival, tokens: list[int]) -> Seen:
+        found = await complete(port, MODEL, tokens, arrival.output_tokens, timeout=_PATIENCE)
+        if found.error:
+            raise RuntimeError(found.error)
+        return Seen(arrival, found.sent, found.events[0], found.events[-1])
+
     async def run() -> list[Seen]:
         # leaves out the work that a server does only once
         for length in (8, 64, 256, 512):
-            await _ask(host, port, Arrival(0.0, length, 8), prompt(length), time.monotonic)
+            await ask(Arrival(0.0, length, 8), prompt(length))
         begin = time.monotonic() + 0.5
 
         async def one(arrival: Arrival, tokens: list[int]) -> Seen:
             await asyncio.sleep(max(0.0, begin + arrival.at - time.monotonic()))
-            return await _ask(host, port, arrival, tokens, time.monotonic)
+            return await ask(arrival, tokens)
 
         pairs = zip(arrivals, prompts, strict=True)
         return await asyncio.gather(*(one(arrival, tokens) for arrival, tokens in pairs))
 
     return asyncio.run(run())
-
-
-async def _ask(
-    host: str, port: int, arrival: Arrival, tokens: list[int], clock: Callable[[], float]
-) -> Seen:
-    """Send one streamed completion over a connection of its own."""
-    fields = {
-        "model": MODEL,
-        "prompt": tokens,
-        "max_tokens": arrival.output_tokens,
-        "ignore_eos": True,
-        "stream": True,
-        "temperature": 0.0,
-    }
-    body = json.dumps(fields).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    )
-    sent = clock()
-    reader, writer = await asyncio.open_connection(host, port)
-    first = last = 0.0
-    try:
-        writer.write(head.encode() + body)
-        status = (await reader.readline()).decode(errors="replace")
-        if " 200 " not in status:
-            detail = (await reader.read()).decode(errors="replace")
-            raise RuntimeError(f"the server answered {status.strip()}: {detail[-300:]}")
-        while line := await reader.readline():
-            if line.startswith(b"data: {") and b'"text"' in line:
-                last = clock()
-                first = first or last
-    finally:
-        writer.close()
-    if not first:
-        raise RuntimeError("the server sent no token")
-    return Seen(arrival, sent, first, last)

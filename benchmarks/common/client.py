@@ -1,9 +1,10 @@
-"""A client: one streamed completion over HTTP, timed, or any GET. It does as little work per token
-as possible, because client and server share the processors."""
+"""A client: one streamed completion over HTTP, timed, or any exchange. It does as little work
+per token as possible, because client and server share the processors."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -13,10 +14,11 @@ from typing import Any
 
 from benchmarks.common.processes import Unavailable
 
-__all__ = ["Timing", "body_lines", "check_answered", "complete", "get", "read_head"]
+__all__ = ["Answered", "Timing", "check_answered", "complete", "exchange", "get"]
 
 _LIMIT = 1 << 20
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
+_Parts = AsyncIterator[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,57 @@ def check_answered(timings: Iterable[Timing]) -> None:
         raise Unavailable(f"{len(errors)} requests failed: {errors[0]}")
 
 
-async def body_lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
-    """Yield the lines of a body, without their ends."""
-    rest = b""
-    while True:
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The head of an answer, and its body as it comes."""
+
+    status: int
+    # names and values in lower case
+    headers: Mapping[bytes, bytes]
+    _parts: _Parts
+
+    async def body(self) -> bytes:
+        """Return the body."""
+        return b"".join([part async for part in self._parts])
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """Yield the lines of the body, without their ends."""
+        rest = b""
+        async for part in self._parts:
+            *lines, rest = (rest + part).split(b"\n")
+            for line in lines:
+                yield line.rstrip(b"\r")
+        if rest:
+            yield rest
+
+
+@contextlib.asynccontextmanager
+async def exchange(
+    port: int, path: str, body: object = None, headers: Mapping[str, str] = NO_FIELDS
+) -> AsyncIterator[Answered]:
+    """Send a GET, or a POST of ``body`` as JSON, over a connection of its own, which is closed when
+    the block ends. Raises OSError, ValueError or IncompleteReadError for an answer that is none."""
+    data = b"" if body is None else json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=_LIMIT)
+    try:
+        fields = {"Host": "127.0.0.1", "Connection": "close", **headers}
+        if body is not None:
+            fields |= {"Content-Type": "application/json", "Content-Length": str(len(data))}
+        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        method = "GET" if body is None else "POST"
+        writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + data)
+        await writer.drain()
+        status, found = await _read_head(reader)
+        yield Answered(status, found, _body(reader, found))
+    finally:
+        writer.close()
+
+
+async def _body(reader: asyncio.StreamReader, headers: Mapping[bytes, bytes]) -> _Parts:
+    chunked = headers.get(b"transfer-encoding") == b"chunked"
+    # negative: until the connection ends
+    left = int(headers.get(b"content-length", b"-1"))
+    while left:
         if chunked:
             size = int((await reader.readline()).split(b";")[0] or b"0", 16)
             data = await reader.readexactly(size) if size else b""
@@ -68,11 +117,10 @@ async def body_lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterat
             data = await reader.read(1 << 16)
         if not data:
             break
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            yield line.rstrip(b"\r")
-    if rest:
-        yield rest
+        left -= len(data)
+        yield data
+    if left > 0:
+        raise asyncio.IncompleteReadError(b"", left)
 
 
 async def complete(
@@ -109,38 +157,23 @@ async def _complete(
     max_tokens: int,
     sent: float,
     fields: Mapping[str, Any],
-    extra: Mapping[str, str],
+    headers: Mapping[str, str],
 ) -> Timing:
-    body = json.dumps(
-        {
-            "model": model,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **fields,
-        }
-    ).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=_LIMIT)
-    try:
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
-            b"Content-Type: application/json\r\n"
-            + "".join(f"{name}: {value}\r\n" for name, value in extra.items()).encode()
-            + b"Content-Length: %d\r\n\r\n" % len(body)
-            + body
-        )
-        await writer.drain()
-        status, headers = await read_head(reader)
-        chunked = headers.get(b"transfer-encoding") == b"chunked"
-        if status != 200:
-            text = b" ".join([part async for part in body_lines(reader, chunked)])
-            raise ValueError(f"status {status} {text.decode(errors='replace')[:200]}")
-        return await _read_events(body_lines(reader, chunked), sent, max_tokens)
-    finally:
-        writer.close()
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **fields,
+    }
+    async with exchange(port, "/v1/completions", body, headers) as answer:
+        if answer.status != 200:
+            text = (await answer.body()).decode(errors="replace")
+            raise ValueError(f"status {answer.status} {text[:200]}")
+        return await _read_events(answer.lines(), sent, max_tokens)
 
 
 async def _read_events(lines: AsyncIterator[bytes], sent: float, max_tokens: int) -> Timing:
@@ -162,7 +195,7 @@ async def _read_events(lines: AsyncIterator[bytes], sent: float, max_tokens: int
     return Timing(sent, tuple(events), tokens)
 
 
-async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, bytes]]:
+async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, bytes]]:
     """Read status and headers, in lower case. Raises ConnectionError if the server sent nothing."""
     line = await reader.readline()
     if not line:
@@ -177,17 +210,7 @@ async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[bytes, byte
 async def get(port: int, path: str, *, timeout: float = 5.0) -> tuple[int, bytes]:
     """Return status and body; status 0 if there was no answer in time."""
     try:
-        async with asyncio.timeout(timeout):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=_LIMIT)
-            try:
-                writer.write(
-                    f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode()
-                )
-                status, headers = await read_head(reader)
-                if b"content-length" in headers:
-                    return status, await reader.readexactly(int(headers[b"content-length"]))
-                return status, await reader.read()
-            finally:
-                writer.close()
+        async with asyncio.timeout(timeout), exchange(port, path) as answer:
+            return answer.status, await answer.body()
     except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
         return 0, b""

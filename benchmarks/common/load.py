@@ -20,7 +20,7 @@ from benchmarks.common.statistics import percentile
 __all__ = [
     "FIRST_ID",
     "TRACE",
-    "Arrival",
+    "Load",
     "arrivals",
     "describe",
     "name_lengths",
@@ -43,16 +43,23 @@ MAX_OUTPUT = 500
 DRAIN_SECONDS = 30.0
 # token ids below this may be special
 FIRST_ID = 100
+# seconds for a server to notice that callers have hung up
+_SETTLE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request of the plan."""
+class Load:
+    """A request of a plan."""
 
     # seconds after the start
     at: float
     prompt: list[int]
     output: int
+    # the latency class that it names; "": none
+    slo_class: str = ""
+    tenant: str = ""
+    # whether its answer counts; other requests are only load for those that do
+    judged: bool = True
 
 
 def read_lengths(trace: Path | None, count: int, seed: int) -> list[tuple[int, int]]:
@@ -96,7 +103,7 @@ def name_lengths(trace: Path | None) -> str:
 
 def arrivals(
     rate: float, seconds: float, trace: Path | None, vocab_size: int, seed: int
-) -> list[Arrival]:
+) -> list[Load]:
     """Return a Poisson stream of ``rate`` requests/s with random prompts of realistic lengths."""
     rng = random.Random(seed)
     count = max(1, round(rate * seconds))
@@ -105,21 +112,52 @@ def arrivals(
     for prompt, output in read_lengths(trace, count, seed):
         at += rng.expovariate(rate)
         ids = [rng.randrange(FIRST_ID, vocab_size) for _ in range(prompt)]
-        result.append(Arrival(at, ids, output))
+        result.append(Load(at, ids, output))
     return result
 
 
-async def replay(port: int, model: str, plan: Sequence[Arrival]) -> list[Timing]:
-    """Send every request at its time, whether earlier ones are done or not; in ``plan``'s order."""
+async def replay(
+    port: int,
+    model: str,
+    loads: Sequence[Load],
+    *,
+    timeout: float | None = None,
+    ends: float = math.inf,
+) -> list[Timing]:
+    """Send every request at its time, whether earlier ones are done or not. Returns the answers to
+    the judged ones, in their order; once all of these are there, or after ``ends`` seconds, the
+    others hang up.
+
+    Args:
+        timeout: seconds for each answer; None: until DRAIN_SECONDS after the last arrival.
+    """
     began = time.monotonic()
-    last = plan[-1].at
+    last = max(load.at for load in loads)
 
-    async def one(arrival: Arrival) -> Timing:
-        await asyncio.sleep(max(0.0, began + arrival.at - time.monotonic()))
-        left = last + DRAIN_SECONDS - arrival.at
-        return await complete(port, model, arrival.prompt, arrival.output, timeout=left)
+    async def one(load: Load) -> Timing:
+        await asyncio.sleep(max(0.0, began + load.at - time.monotonic()))
+        return await complete(
+            port,
+            model,
+            load.prompt,
+            load.output,
+            timeout=last + DRAIN_SECONDS - load.at if timeout is None else timeout,
+            fields={"slo": load.slo_class} if load.slo_class else {},
+            headers={"x-llm-d-inference-fairness-id": load.tenant} if load.tenant else {},
+        )
 
-    return list(await asyncio.gather(*(one(arrival) for arrival in plan)))
+    tasks = [asyncio.create_task(one(load)) for load in loads]
+    awaited = [task for task, load in zip(tasks, loads, strict=True) if load.judged]
+    if awaited:
+        await asyncio.wait(awaited, timeout=None if ends == math.inf else ends)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    if any(task.cancelled() for task in tasks):
+        await asyncio.sleep(_SETTLE)
+    return [
+        Timing(began, (), 0, "cut off") if task.cancelled() else task.result() for task in awaited
+    ]
 
 
 def describe(timings: Sequence[Timing]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.client import complete, get
-from benchmarks.common.load import FIRST_ID, Arrival, arrivals, describe, replay
+from benchmarks.common.load import FIRST_ID, Load, arrivals, describe, replay
 from benchmarks.common.processes import REPOSITORY, Command, Process, Unavailable
 from benchmarks.common.setup import Peer
 
@@ -113,7 +113,7 @@ class Server(Process):
             time.sleep(_POLL_SECONDS)
         raise Unavailable(f"the server gave no token: {error}: {self.tail()}")
 
-    def measure(self, plan: Sequence[Arrival]) -> dict[str, Any]:
+    def measure(self, plan: Sequence[Load]) -> dict[str, Any]:
         """Replay a plan and return its figures; see ``describe``."""
         self.thaw()
         figures = describe(asyncio.run(replay(self.port, self.model, plan)))

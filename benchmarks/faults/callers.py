@@ -10,11 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.common.client import body_lines, read_head
+from benchmarks.common.client import exchange
 
 __all__ = ["Seen", "ask", "counted", "mismatches"]
-
-_LIMIT = 1 << 20
 
 
 @dataclass(slots=True)
@@ -23,24 +21,32 @@ class Seen:
 
     # HTTP status; 0: the connection broke before there was one
     status: int = 0
-    token_ids_of: dict[int, list[int]] = field(default_factory=dict)
+    # by choice: token ids, and finish reasons
+    ids: dict[int, list[int]] = field(default_factory=dict)
+    ends: dict[int, str] = field(default_factory=dict)
+    # names and arguments of tool calls, one after the other
+    calls: str = ""
     # every choice ended, and the stream ended with [DONE]
     finished: bool = False
+    # whether a gateway continued it at another engine
+    resumed: bool = False
     # status in the error, as an event or a body; 0: none
     error: int = 0
     message: str = ""
     retry_after: float | None = None
-    # seconds of time.monotonic(): first token, end
-    first_token: float | None = None
-    last_token: float = 0.0
+    # seconds of time.monotonic(): of each event with tokens, and the end
+    times: list[float] = field(default_factory=list)
     ended: float = 0.0
-    # seconds between two events with tokens
-    longest_gap: float = 0.0
 
     @property
     def token_ids(self) -> list[int]:
         """Token ids of all choices, one after the other."""
-        return [i for index in sorted(self.token_ids_of) for i in self.token_ids_of[index]]
+        return [i for index in sorted(self.ids) for i in self.ids[index]]
+
+    def longest_gap(self, after: float = 0.0) -> float:
+        """Return the longest time without a token, of those that ended after ``after``."""
+        gaps = (b - a for a, b in zip(self.times, self.times[1:], strict=False) if b > after)
+        return max(gaps, default=0.0)
 
     @property
     def outcome(self) -> str:
@@ -52,59 +58,50 @@ class Seen:
         return str(self.status) if self.status else "no answer"
 
 
-async def ask(port: int, body: Mapping[str, Any], *, timeout: float = 60.0) -> Seen:
-    """POST a completion with ``return_token_ids``; never raises for errors of the server."""
+async def ask(
+    port: int, body: Mapping[str, Any], *, path: str = "/v1/completions", timeout: float = 60.0
+) -> Seen:
+    """POST a request with ``return_token_ids``; never raises for errors of the server."""
     seen = Seen()
     try:
         async with asyncio.timeout(timeout):
-            await _ask(port, body, seen)
+            await _ask(port, path, body, seen)
     except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
         seen.message = seen.message or f"{type(error).__name__}: {error}"
     seen.ended = time.monotonic()
     return seen
 
 
-async def _ask(port: int, body: Mapping[str, Any], seen: Seen) -> None:
-    data = json.dumps({"return_token_ids": True, **body}).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=_LIMIT)
-    try:
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
-            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data) + data
-        )
-        await writer.drain()
-        status, headers = await read_head(reader)
-        seen.status = status
-        if b"retry-after" in headers:
-            seen.retry_after = float(headers[b"retry-after"])
-        lines = body_lines(reader, headers.get(b"transfer-encoding") == b"chunked")
-        if status == 200 and body.get("stream"):
-            async for line in lines:
+async def _ask(port: int, path: str, body: Mapping[str, Any], seen: Seen) -> None:
+    async with exchange(port, path, {"return_token_ids": True, **body}) as answer:
+        seen.status = answer.status
+        if b"retry-after" in answer.headers:
+            seen.retry_after = float(answer.headers[b"retry-after"])
+        if answer.status == 200 and body.get("stream"):
+            async for line in answer.lines():
                 if line == b"data: [DONE]":
                     seen.finished = not seen.error
                 elif line.startswith(b"data: "):
                     _note(seen, json.loads(line[6:]))
             return
-        text = b"\n".join([line async for line in lines])
-        _note(seen, json.loads(text))
-        seen.finished = status == 200
-    finally:
-        writer.close()
+        _note(seen, json.loads(await answer.body()))
+        seen.finished = answer.status == 200
 
 
 def _note(seen: Seen, event: dict[str, Any]) -> None:
     if "error" in event:
-        seen.error, seen.message = event["error"]["code"], event["error"]["message"]
+        seen.error, seen.message = event["error"].get("code") or 500, event["error"]["message"]
+    seen.resumed = seen.resumed or "resumed" in (event.get("paceline") or {})
     for choice in event.get("choices", ()):
         ids = choice.get("token_ids") or ()
         if ids:
-            now = time.monotonic()
-            if seen.first_token is None:
-                seen.first_token = now
-            else:
-                seen.longest_gap = max(seen.longest_gap, now - seen.last_token)
-            seen.last_token = now
-        seen.token_ids_of.setdefault(choice["index"], []).extend(ids)
+            seen.times.append(time.monotonic())
+        seen.ids.setdefault(choice["index"], []).extend(ids)
+        for call in (choice.get("delta") or {}).get("tool_calls") or ():
+            seen.calls += call["function"].get("name") or ""
+            seen.calls += call["function"].get("arguments") or ""
+        if choice.get("finish_reason"):
+            seen.ends[choice["index"]] = choice["finish_reason"]
 
 
 def counted(seen: Iterable[Seen]) -> dict[str, int]:

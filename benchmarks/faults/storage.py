@@ -201,7 +201,7 @@ async def redis_gone(server: FaultyServer, load: Load, redis: Redis) -> Row:
     gone = time.monotonic()
     # the first request waits until the loss is noticed
     first = await ask(server.port, load.body(0, stream=True, tokens=1))
-    noticed = (first.first_token or 0.0) - gone
+    noticed = (first.times or [0.0])[0] - gone
     under_way, while_gone = await running, await streams()
     down = metric(await server.scrape(), "paceline:rate_limit_storage_up")
     ready = await server.until("/health", lambda status: status == 200, 5.0) > 0

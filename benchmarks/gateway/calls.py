@@ -21,7 +21,7 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.common.client import body_lines, read_head
+from benchmarks.common.client import exchange
 from benchmarks.gateway.mock import serve_mock
 from paceline.gateway import EngineConfig, Gateway, GatewayConfig
 from paceline.gateway.lifecycle import make_server
@@ -106,29 +106,17 @@ def _counted() -> Iterator[list[int]]:
 
 async def _stream(port: int) -> int:
     """Send one streamed request, and return the number of chunks."""
-    body = json.dumps(
-        {
-            "model": "mock",
-            "messages": [{"role": "user", "content": "Why is the sky blue?"}],
-            "max_tokens": TOKENS,
-            "stream": True,
-        }
-    ).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-        )
-        status, headers = await read_head(reader)
-        chunked = headers.get(b"transfer-encoding") == b"chunked"
-        lines: list[Any] = [line async for line in body_lines(reader, chunked)]
-        if status != 200 or lines[-2:].count(b"data: [DONE]") != 1:
-            raise RuntimeError(f"status {status}: {lines[-2:]}")
-        return sum(line.startswith(b"data: {") for line in lines)
-    finally:
-        writer.close()
-        await writer.wait_closed()
+    body = {
+        "model": "mock",
+        "messages": [{"role": "user", "content": "Why is the sky blue?"}],
+        "max_tokens": TOKENS,
+        "stream": True,
+    }
+    async with exchange(port, "/v1/chat/completions", body) as answer:
+        lines: list[Any] = [line async for line in answer.lines()]
+    if answer.status != 200 or lines[-2:].count(b"data: [DONE]") != 1:
+        raise RuntimeError(f"status {answer.status}: {lines[-2:]}")
+    return sum(line.startswith(b"data: {") for line in lines)
 
 
 if __name__ == "__main__":

@@ -11,21 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.client import body_lines, get, read_head
+from benchmarks.common.client import get
 from benchmarks.common.processes import Unavailable
 from benchmarks.common.server import PacelineServer, ReadyServer
 from benchmarks.common.statistics import percentile
 from benchmarks.common.unmeasured import Unmeasured
+from benchmarks.faults.callers import Seen, ask
 from benchmarks.faults.rows import KINDS as SERVER_KINDS
 
 __all__ = ["FAULTS", "failover"]
@@ -59,73 +58,18 @@ KINDS: tuple[dict[str, Any], ...] = (
 )
 
 
-@dataclass
-class Seen:
-    """One stream."""
-
-    ids: dict[int, list[int]] = field(default_factory=dict)
-    calls: str = ""
-    ends: dict[int, str] = field(default_factory=dict)
-    error: str = ""
-    done: bool = False
-    resumed: bool = False
-    times: list[float] = field(default_factory=list)
-
-
-def _body(index: int) -> bytes:
+def _body(index: int) -> dict[str, Any]:
     numbers = ", ".join(str(number) for number in range(10 * index, 10 * index + 12))
-    fields = {
+    return {
         "messages": [{"role": "user", "content": f"Go on: {numbers},"}],
         "max_tokens": TOKENS,
         "stream": True,
-        "return_token_ids": True,
         **KINDS[index % len(KINDS)],
     }
-    return json.dumps(fields).encode()
 
 
 async def _stream(port: int, index: int) -> Seen:
-    seen = Seen()
-    body = _body(index)
-    try:
-        async with asyncio.timeout(120):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
-            try:
-                writer.write(
-                    b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-                    b"Connection: close\r\nContent-Type: application/json\r\n"
-                    b"Content-Length: %d\r\n\r\n" % len(body) + body
-                )
-                status, headers = await read_head(reader)
-                chunked = headers.get(b"transfer-encoding") == b"chunked"
-                async for line in body_lines(reader, chunked):
-                    if status != 200:
-                        seen.error += line.decode(errors="replace")[:200]
-                    elif line == b"data: [DONE]":
-                        seen.done = True
-                    elif line.startswith(b"data: "):
-                        _note(seen, json.loads(line[6:]))
-            finally:
-                writer.close()
-    except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
-        seen.error = seen.error or f"{type(error).__name__}: {error}"
-    return seen
-
-
-def _note(seen: Seen, event: dict[str, Any]) -> None:
-    if "error" in event:
-        seen.error = str(event["error"]["message"])
-    seen.resumed = seen.resumed or "resumed" in (event.get("paceline") or {})
-    for choice in event.get("choices", ()):
-        ids = choice.get("token_ids") or ()
-        if ids:
-            seen.times.append(time.monotonic())
-            seen.ids.setdefault(choice["index"], []).extend(ids)
-        for call in choice["delta"].get("tool_calls") or ():
-            seen.calls += call["function"].get("name") or ""
-            seen.calls += call["function"].get("arguments") or ""
-        if choice.get("finish_reason"):
-            seen.ends[choice["index"]] = choice["finish_reason"]
+    return await ask(port, _body(index), path="/v1/chat/completions", timeout=120)
 
 
 class _Relay:
@@ -206,8 +150,9 @@ async def _failover(
     pauses: dict[str, list[float]] = {fault: [] for fault in faults}
     try:
         unhurt = await asyncio.gather(*(_stream(second.port, i) for i in range(STREAMS)))
-        if any(not each.done for each in unhurt):
-            raise Unavailable(f"an unhurt server failed: {[e.error for e in unhurt if e.error]}")
+        if any(not each.finished for each in unhurt):
+            messages = [each.message for each in unhurt if each.message]
+            raise Unavailable(f"an unhurt server failed: {messages}")
         # in turns, so that a lack of time affects all faults alike
         longest = 0.0
         for number in range(times):
@@ -222,7 +167,7 @@ async def _failover(
                     for each, expected in zip(seen, unhurt, strict=True):
                         _count(rows[fault], each, expected)
                         if each.resumed:
-                            pauses[fault].append(_pause(each, at))
+                            pauses[fault].append(each.longest_gap(at))
             longest = max(longest, time.monotonic() - began)
     finally:
         second.close(grace=0.0)
@@ -242,16 +187,10 @@ def _count(row: dict[str, int], seen: Seen, expected: Seen) -> None:
     row["streams"] += 1
     row["lost_tokens"] += lost
     row["doubled_tokens"] += doubled
-    whole = seen.done and not seen.error
+    whole = seen.finished and not seen.message
     same = seen.calls == expected.calls and seen.ends == expected.ends
     row["failed"] += not (whole and same)
     row["resumed"] += seen.resumed
-
-
-def _pause(seen: Seen, at: float) -> float:
-    """Return the longest time without a token after ``at``."""
-    after = [b - a for a, b in zip(seen.times, seen.times[1:], strict=False) if b > at]
-    return max(after, default=0.0)
 
 
 def _pauses(found: Sequence[float]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import statistics
 import time
@@ -13,8 +14,8 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from benchmarks.common.client import Timing, complete
-from benchmarks.common.load import TRACE, read_lengths
+from benchmarks.common.client import Timing
+from benchmarks.common.load import FIRST_ID, TRACE, Load, read_lengths, replay
 from benchmarks.common.server import Server
 from benchmarks.common.statistics import percentile
 
@@ -46,23 +47,7 @@ TARGETS: dict[str, tuple[float | None, float | None, float | None]] = {
     "standard": (3.0, 0.15, None),
     "batch": (None, None, 30.0),
 }
-_FIRST_ID = 100
 _AT = attrgetter("at")
-# seconds for a server to notice that callers have hung up
-_SETTLE = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """A request of a stream."""
-
-    at: float
-    prompt: list[int]
-    output: int
-    slo_class: str
-    tenant: str = ""
-    # whether its answer counts; other requests are only load for those that do
-    judged: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +81,7 @@ def stream(
     return [
         Load(
             when,
-            [rng.randrange(_FIRST_ID, vocab_size) for _ in range(prompt)],
+            [rng.randrange(FIRST_ID, vocab_size) for _ in range(prompt)],
             output,
             rng.choice(names),
             tenant,
@@ -124,7 +109,7 @@ def burst(count: int, vocab_size: int) -> list[Load]:
     """Return requests that arrive all at once."""
     rng = random.Random(0)
     return [
-        Load(0.0, [rng.randrange(_FIRST_ID, vocab_size) for _ in range(prompt)], output, "batch")
+        Load(0.0, [rng.randrange(FIRST_ID, vocab_size) for _ in range(prompt)], output, "batch")
         for prompt, output in read_lengths(TRACE, count, 0)
     ]
 
@@ -168,54 +153,23 @@ def reworded(loads: Sequence[Load], seed: str) -> list[Load]:
     """Return the same requests with other prompts of equal length, different for each seed."""
     rng = random.Random(f"reworded {seed}")
     # token ids up to this are assumed to be in the vocabulary, as they were in the prompts
-    most = max((max(load.prompt) for load in loads), default=_FIRST_ID)
+    most = max((max(load.prompt) for load in loads), default=FIRST_ID)
     return [
-        replace(load, prompt=[rng.randint(_FIRST_ID, most) for _ in load.prompt]) for load in loads
-    ]
-
-
-async def _replay(
-    server: Server, loads: Sequence[Load], *, classes: bool, ends: float
-) -> list[Timing]:
-    began = time.monotonic()
-
-    async def one(load: Load) -> Timing:
-        await asyncio.sleep(max(0.0, began + load.at - time.monotonic()))
-        return await complete(
-            server.port,
-            server.model,
-            load.prompt,
-            load.output,
-            timeout=PATIENCE,
-            fields={"slo": load.slo_class} if classes else {},
-            headers={"x-llm-d-inference-fairness-id": load.tenant} if load.tenant else {},
-        )
-
-    tasks = [asyncio.create_task(one(load)) for load in loads]
-    awaited = [task for task, load in zip(tasks, loads, strict=True) if load.judged]
-    if awaited:
-        await asyncio.wait(awaited, timeout=ends)
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-    if any(task.cancelled() for task in tasks):
-        await asyncio.sleep(_SETTLE)
-    return [
-        Timing(began, (), 0, "cut off") if task.cancelled() else task.result()
-        for task, load in zip(tasks, loads, strict=True)
-        if load.judged
+        replace(load, prompt=[rng.randint(FIRST_ID, most) for _ in load.prompt]) for load in loads
     ]
 
 
 def play(
-    server: Server, loads: Sequence[Load], *, classes: bool, ends: float = float("inf")
+    server: Server, loads: Sequence[Load], *, classes: bool, ends: float = math.inf
 ) -> list[Timing]:
-    """Send every request at its time, and return the answers to the judged ones; once all of these
-    are there, or after ``ends`` seconds, the others hang up."""
+    """Send every request at its time, see ``replay``; with ``classes`` it names its class."""
+    if not classes:
+        loads = [replace(load, slo_class="") for load in loads]
     server.thaw()
     try:
         limit = min(ends, max(load.at for load in loads) + 2 * PATIENCE)
-        return asyncio.run(_replay(server, loads, classes=classes, ends=limit))
+        sent = replay(server.port, server.model, loads, timeout=PATIENCE, ends=limit)
+        return asyncio.run(sent)
     finally:
         server.freeze()
 

@@ -16,7 +16,7 @@ def test_a_lost_or_doubled_token_is_found() -> None:
     expected = [1, 2, 3, 4]
 
     def seen(ids: list[int], finished: bool = True) -> int:
-        return mismatches([(Seen(status=200, token_ids_of={0: ids}, finished=finished), expected)])
+        return mismatches([(Seen(status=200, ids={0: ids}, finished=finished), expected)])
 
     assert seen([1, 2, 3, 4]) == 0
     # broken off: what came has to be the beginning

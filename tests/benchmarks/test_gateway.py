@@ -14,10 +14,11 @@ import pytest
 import benchmarks.gateway.options as gateway_options
 from benchmarks.common.processes import Unavailable
 from benchmarks.common.unmeasured import Unmeasured
+from benchmarks.faults.callers import Seen
 from benchmarks.gateway import __main__ as command
 from benchmarks.gateway.__main__ import main
 from benchmarks.gateway.calls import calls_per_chunk
-from benchmarks.gateway.failover import Seen, _count, _pause, _pauses
+from benchmarks.gateway.failover import _count, _pauses
 from benchmarks.gateway.options import (
     PARTS,
     ROUTERS,
@@ -102,16 +103,16 @@ def test_a_relayed_chunk_costs_few_calls() -> None:
 def test_a_fault_is_weighed_against_the_unhurt_stream() -> None:
     names = ("times", "streams", "lost_tokens", "doubled_tokens", "failed", "resumed")
     row = dict.fromkeys(names, 0)
-    unhurt = Seen(ids={0: [1, 2, 3]}, ends={0: "stop"}, done=True)
+    unhurt = Seen(ids={0: [1, 2, 3]}, ends={0: "stop"}, finished=True)
     for seen in (
-        Seen(ids={0: [1, 2, 3]}, ends={0: "stop"}, done=True, resumed=True),
-        Seen(ids={0: [1, 2]}, error="lost"),
-        Seen(ids={0: [1, 2, 3, 3]}, ends={0: "stop"}, done=True),
+        Seen(ids={0: [1, 2, 3]}, ends={0: "stop"}, finished=True, resumed=True),
+        Seen(ids={0: [1, 2]}, message="lost"),
+        Seen(ids={0: [1, 2, 3, 3]}, ends={0: "stop"}, finished=True),
     ):
         _count(row, seen, unhurt)
     assert [row[name] for name in names] == [0, 3, 1, 1, 1, 1]
     # the longest gap that ends after the fault
-    assert _pause(Seen(times=[0.0, 5.0, 5.1, 5.4]), at=5.05) == pytest.approx(0.3)
+    assert Seen(times=[0.0, 5.0, 5.1, 5.4]).longest_gap(after=5.05) == pytest.approx(0.3)
     assert _pauses([]) == {}
     assert _pauses([1.0, 3.0]) == {"pause_p50_s": 2.0, "pause_p99_s": 2.98}
 

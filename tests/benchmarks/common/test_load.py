@@ -18,7 +18,7 @@ from benchmarks.common.load import (
     MAX_OUTPUT,
     MAX_PROMPT,
     TRACE,
-    Arrival,
+    Load,
     arrivals,
     describe,
     name_lengths,
@@ -162,14 +162,6 @@ def test_figures_by_hand() -> None:
     assert nothing["attainment"] == 0 and "ttft_ms" not in nothing
 
 
-def test_percentiles_lie_between_ranks() -> None:
-    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
-    assert percentile([1.0, 2.0], 0.99) == pytest.approx(1.99)
-    assert percentile([4.0], 0.99) == 4.0
-    with pytest.raises(ValueError, match="no values"):
-        percentile([], 0.5)
-
-
 def test_arrivals_are_poisson_with_the_trace_s_lengths_and_repeat() -> None:
     plan = arrivals(20.0, 100.0, None, 1000, seed=3)
     assert plan == arrivals(20.0, 100.0, None, 1000, seed=3)
@@ -207,7 +199,7 @@ def test_requests_are_sent_on_time_whether_or_not_others_are_done() -> None:
         fake = FakeServer()
         port = await fake.start()
         stuck = asyncio.create_task(complete(port, "m", [5], 1, timeout=20))
-        plan = [Arrival(0.02 * i, [0], 2) for i in range(5)]
+        plan = [Load(0.02 * i, [0], 2) for i in range(5)]
         timings = await replay(port, "m", plan)
         stuck.cancel()
         await asyncio.gather(stuck, return_exceptions=True)
@@ -256,7 +248,7 @@ def test_a_real_server_is_waited_for_frozen_and_measured(tmp_path: Path) -> None
         assert server.startup > 0
         assert server.served == "int64/int64", "what its ready line says it chose"
         server.freeze()
-        plan = [Arrival(0.01 * i, [100 + i] * 20, 4) for i in range(5)]
+        plan = [Load(0.01 * i, [100 + i] * 20, 4) for i in range(5)]
         figures = server.measure(plan)
         assert figures["requests"] == 5 and figures["failed"] == 0, figures
         assert figures["itl_ms"]["p50"] >= 0
