@@ -118,8 +118,8 @@ format: $(STAMP) ## apply the formatter and the safe lint fixes
 
 model: $(STAMP) ## download the default model
 	@$(BIN)/paceline pull smollm2-135m
-bench: $(READY) model ## run benchmarks/NAME, for instance QUICK=1 make bench NAME=peers; without NAME, list them
-	@exec $(BIN)/python -m benchmarks$(if $(NAME),.$(NAME)) $(ARGS)
+bench: $(READY) model ## run a benchmark, for instance QUICK=1 make bench NAME=peers; without NAME, list them
+	@exec $(BIN)/python -m benchmarks $(NAME) $(ARGS)
 bench-%:
 	@echo "make $@ is now make bench NAME=$*" >&2; exit 2
 studies: $(STAMP) ## simulate the claims of docs/studies and renew its tables and plots

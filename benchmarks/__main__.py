@@ -1,23 +1,46 @@
-"""List the benchmarks, for ``make bench NAME=...``."""
+"""Run a benchmark by its name, or list them: ``make bench NAME=...``.
+
+    python -m benchmarks [NAME] [ARGUMENTS]
+
+A name is that of a folder, of a file here, or of one of INSIDE.
+"""
 
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from pathlib import Path
+from typing import Final
+
+# files of a folder that are benchmarks of their own
+INSIDE: Final = ("kernels/accuracy", "kernels/kinds", "kernels/levels", "peers/sizes")
+
+
+def benchmarks() -> dict[str, Path]:
+    """Return the files of the benchmarks by name."""
+    here = Path(__file__).parent
+    paths = list(here.glob("[a-z]*.py"))
+    paths += [here / f"{name}.py" for name in INSIDE]
+    found = {path.stem: path for path in paths}
+    found |= {path.parent.name: path for path in here.glob("*/__main__.py")}
+    return dict(sorted(found.items()))
 
 
 def main() -> int:
-    """Print each benchmark with the first line of its docstring; return 2, as no name was given."""
-    print("make bench NAME=...; the head of benchmarks/NAME says what it measures and reads:\n")
-    folder = Path(__file__).parent
-    paths = {path.stem: path for path in folder.glob("[a-z]*.py")}
-    paths |= {path.parent.name: path for path in folder.glob("*/__main__.py")}
-    for name, path in sorted(paths.items()):
-        source = path.read_text()
-        if 'if __name__ == "__main__":' in source:
-            title = (ast.get_docstring(ast.parse(source)) or "").splitlines()[0]
-            print(f"{name:16} {title}")
+    """Run one, in place of this process; without a name, list them and return 2."""
+    name, *arguments = sys.argv[1:] or [""]
+    found = benchmarks()
+    if name in found:
+        inside = found[name].relative_to(Path(__file__).parents[1]).with_suffix("")
+        module = ".".join(inside.parts).removesuffix(".__main__")
+        os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+    if name:
+        print(f"there is no benchmark {name!r}", file=sys.stderr)
+    print("make bench NAME=...; the head of each one's file says what it measures and reads:\n")
+    for known, path in found.items():
+        title = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
+        print(f"{known:16} {title}")
     return 2
 
 

@@ -12,7 +12,7 @@ large as its own; and an embedding model of that width, a folder in bfloat16. MO
 chooses (default, 0.6b, embedding). Files of the second and third take 800 MB in a temporary folder.
 
 KINDS=PATH prints instead the kinds of memory of one file's or folder's worker, started as by
-``benchmarks.sizes``, after its first token, in each of FORMATS (weights/KV cache, default
+``benchmarks.peers.sizes``, after its first token, in each of FORMATS (weights/KV cache, default
 q4/int8,native/int8), and the time to that token. The last line is JSON.
 
     python -m benchmarks.memory
@@ -43,7 +43,7 @@ from benchmarks.common.unmeasured import Unmeasured
 from benchmarks.peers.ours import Paceline
 from benchmarks.peers.process import Worker
 from benchmarks.peers.rows import make_job, parse_row
-from benchmarks.sizes import SHAPES, Shape, begin_file, end_file
+from benchmarks.peers.sizes import SHAPES, Shape, begin_file, end_file
 from benchmarks.startup import MODEL, starting
 from paceline.backends.loading.memory_estimate import served_memory
 from paceline.bench.machine import machine

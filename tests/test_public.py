@@ -164,7 +164,7 @@ def test_make_passes_on_what_it_is_told(tmp_path: Path) -> None:
     assert "scripts/make-venv" in serve
     assert serve.endswith("bin/paceline serve smollm2-135m --port 1234 --max-num-seqs 7")
     assert commands("serve", "MODEL=x.gguf").endswith("paceline serve x.gguf --port 8000")
-    assert commands("bench", "NAME=peers", "ARGS=-x").endswith("python -m benchmarks.peers -x")
+    assert commands("bench", "NAME=peers", "ARGS=-x").endswith("python -m benchmarks peers -x")
     assert " -m pytest -n 3 " in commands("test", "WORKERS=3")
     everything = commands("test-all")
     for marker in ("ui", "services", "docs", "thorough"):

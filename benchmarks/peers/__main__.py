@@ -10,7 +10,7 @@ greedy and have exactly that many output tokens; in ``prefix-`` rows all prompts
 engine runs a row once a round, A B C, then B C A, on new prompts; the figure is the median over the
 rounds, of wall time from arrival to last token. An engine with several precisions (or tokens per
 step) is shown with its best one of each row; a second table has all of them, a third compares equal
-precisions. Paceline's are those that pass the gate of ``benchmarks.accuracy`` (which runs first);
+precisions. Paceline's are those that pass the gate of ``kernels.accuracy`` (which runs first);
 ``paceline-failing`` shows the ones that do not, which count nowhere, ``paceline-bf16`` bfloat16
 alone, ``paceline-default`` the formats that ``paceline serve`` takes without flags. In the
 ``prefix-`` row ``paceline-no-cache`` is Paceline without prefix caching. An engine that took more
@@ -163,14 +163,14 @@ def possible_peers(formats: Sequence[str]) -> list[str]:
 
 
 def gate(model: Path, formats: Sequence[str], level: str) -> tuple[list[str], dict[str, Any]]:
-    """Return our formats that pass ``benchmarks.accuracy`` on a level, and its figures."""
-    argv = [sys.executable, "-m", "benchmarks.accuracy", "--model", str(model)]
+    """Return our formats that pass ``benchmarks.kernels.accuracy`` on a level, and its figures."""
+    argv = [sys.executable, "-m", "benchmarks.kernels.accuracy", "--model", str(model)]
     argv += ["--levels", level, "--formats", *formats]
     done = subprocess.run(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, check=False, text=True)
     try:
         figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["results"][level]
     except (IndexError, ValueError, KeyError):
-        raise SystemExit(f"benchmarks.accuracy ended with {done.returncode}: {argv}") from None
+        raise SystemExit(f"kernels.accuracy ended with {done.returncode}: {argv}") from None
     return [name for name in formats if figures[name]["passes"]], figures
 
 
@@ -289,7 +289,8 @@ def by_peer(values: dict[str, float], pick: Any) -> dict[str, float]:
 
 
 def main() -> int:
-    from benchmarks.peers.ceilings import measure
+    from benchmarks.kernels.model import Ceilings
+    from benchmarks.peers.ceilings import floor_s
     from paceline.backends.native import variants
     from paceline.checkpoints.hub.resolve import default_cache_dir, find_local
     from paceline.checkpoints.open import open_checkpoint
@@ -327,7 +328,7 @@ def main() -> int:
     vocab_size = open_checkpoint(model).config.vocab_size
 
     print("ceilings", file=sys.stderr)
-    ceilings = measure(len(cpus))
+    ceilings = Ceilings.measure(len(cpus))
     print("accuracy of our precisions", file=sys.stderr)
     passing, accuracy = gate(model, formats, about["level"])
     if not passing:
@@ -358,14 +359,14 @@ def main() -> int:
     offline, seen = run_offline(plan, rows, offline_peers, places, vocab_size)
     if offline:
         # other load before the rows would make the fractions of rows too high
-        ceilings = ceilings.or_better(measure(len(cpus)))
+        ceilings = ceilings.or_better(Ceilings.measure(len(cpus)))
     for values in offline.values():
         values.update({name: {"absent": reason} for name, reason in absent.items()})
     serving = [peer for peer in ready if peer.name not in (FAILING, DEFAULT)]
     online, served = run_online(plan, rates, serving if rates else [], places, vocab_size)
 
     fractions = {
-        name: round(ceilings.floor_s(parse_row(name), values[OURS]["variant"])
+        name: round(floor_s(ceilings, parse_row(name), values[OURS]["variant"])
                     / values[OURS]["seconds"], 3)
         for name, values in offline.items() if "seconds" in values.get(OURS, {})
     }  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.memory import kinds_of, vocabulary, write_embedding_model, write_quantised_model
-from benchmarks.sizes import Shape
+from benchmarks.peers.sizes import Shape
 from paceline.backends.loading.memory_estimate import served_memory
 from paceline.checkpoints.heads.pooling import find_pooling
 from paceline.checkpoints.open import open_checkpoint

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.sim import chosen_parts
-from benchmarks.sim_vllm import METRICS, vllm
+from benchmarks.sim.__main__ import chosen_parts
+from benchmarks.sim.vllm import METRICS, vllm
 from tests.sim.step_times.profiles import MODEL, write_profile
 from tests.sim.vllm_runs.folders import write_run
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import benchmarks
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks, headings, links, slug
 from tests.ui.pictures import FOLDER, MAX_BYTES, PICTURES
 
@@ -101,9 +102,7 @@ def test_targets_that_a_page_names_exist(path: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     text = path.read_text()
     assert set(re.findall(r"`(?:[A-Z]+=\S+ )*make ([a-z][\w-]*)", text)) <= targets
-    for benchmark in re.findall(r"make bench NAME=([a-z_]+)", text):
-        found = [f"benchmarks/{benchmark}.py", f"benchmarks/{benchmark}/__main__.py"]
-        assert any((ROOT / name).exists() for name in found), benchmark
+    assert set(re.findall(r"make bench NAME=([a-z_]+)", text)) <= set(benchmarks())
 
 
 def test_each_case_of_choose_a_policy_has_a_command() -> None:

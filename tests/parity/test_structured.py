@@ -11,7 +11,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from benchmarks.schemas import schema
+from benchmarks.grammars.schemas import schema
 from paceline.core.grammar import Grammar
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.llm import LLM

@@ -186,7 +186,7 @@ def test_what_is_no_number_is_not_hidden(kind: Q, bad: float, isa: str) -> None:
 
 @pytest.mark.parametrize("isa", levels())
 def test_a_row_s_product_is_the_same_whatever_is_beside_it(isa: str) -> None:
-    """Of the kind that ``auto`` takes beside q4 and int8, whose rows benchmarks.levels compares."""
+    """Of the kind that ``auto`` takes beside q4 and int8, whose rows benchmarks.kernels.levels compares."""
     matrix = PackedMatrix(RawTensor(_blocks(Q.MXFP4, 70, 768, 4), "MXFP4", 768), "mxfp4", isa=isa)
     x = np.random.default_rng(6).standard_normal((45, 768)).astype(np.float32)
     together = matrix.multiply(x)

@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks.common.processes import Command, Unavailable
 from benchmarks.common.setup import Places
+from benchmarks.kernels.model import Ceilings
 from benchmarks.peers import __main__ as command
-from benchmarks.peers.ceilings import Ceilings
 from benchmarks.peers.levels import LEVELS
 from benchmarks.peers.offline import Team
 
@@ -78,7 +78,7 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPat
     monkeypatch.setattr(command, "FULL", command.Plan(rows, 1, (20.0,), 0.2, 3, 80_000))
     # the first measurement was disturbed
     ceilings = iter([Ceilings({256: 1e9}, NONE), Ceilings({256: 1e12}, NONE)])
-    monkeypatch.setattr("benchmarks.peers.ceilings.measure", lambda threads: next(ceilings))
+    monkeypatch.setattr(Ceilings, "measure", lambda threads: next(ceilings))
     monkeypatch.setattr(
         "paceline.checkpoints.hub.resolve.find_local", lambda name: tmp_path / "m.gguf"
     )
@@ -185,7 +185,7 @@ def test_what_makes_no_sense_is_refused_before_anything_runs(
 def forbid_everything(engines: pytest.MonkeyPatch, instead: Any) -> None:
     for name in ("gate", "machine", "set_up", "Paceline", "LlamaCpp"):
         engines.setattr(command, name, instead)
-    engines.setattr("benchmarks.peers.ceilings.measure", instead)
+    engines.setattr(Ceilings, "measure", instead)
 
 
 def test_a_peer_that_this_run_does_not_have_is_refused_at_once(

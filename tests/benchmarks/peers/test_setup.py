@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks.common.processes import Unavailable
 from benchmarks.common.setup import Places, make_venv, run_step
-from benchmarks.peers.ceilings import Ceilings
+from benchmarks.kernels.model import Ceilings
+from benchmarks.peers.ceilings import floor_s
 from benchmarks.peers.hf_folder import write_hf_folder
 from benchmarks.peers.levels import LEVELS
 from benchmarks.peers.llama_cpp import LlamaCpp, cpu_flags
@@ -122,16 +123,16 @@ def test_commands_say_precision_threads_and_prefix_caching(places: Places) -> No
 def test_the_floor_of_a_row_by_hand() -> None:
     # reading limits everything: 1 byte a second, products free
     slow_read = Ceilings({256: 1.0}, {"int8": 1e30, "bfloat16": 1e30, "q4": 1e30})
-    one = slow_read.floor_s(parse_row("1x128x1"), "bfloat16/bfloat16")
+    one = floor_s(slow_read, parse_row("1x128x1"), "bfloat16/bfloat16")
     per_token = 2 * 30 * 3 * 64 * 2
     weights = 2 * 134_479_872
     assert one == pytest.approx(weights + 64 * per_token, rel=1e-3)
-    two = slow_read.floor_s(parse_row("1x128x2"), "bfloat16/bfloat16")
+    two = floor_s(slow_read, parse_row("1x128x2"), "bfloat16/bfloat16")
     assert two - one == pytest.approx(weights + 129 * per_token, rel=1e-3)
     # products limit everything: the shared prefix is computed once
     slow_products = Ceilings({256: 1e30}, {"bfloat16": 1.0, "int8": 1.0, "q4": 1.0})
-    shared = slow_products.floor_s(parse_row("prefix-4x1000+24x1"), "bfloat16/bfloat16")
-    alone = slow_products.floor_s(parse_row("4x1024x1"), "bfloat16/bfloat16")
+    shared = floor_s(slow_products, parse_row("prefix-4x1000+24x1"), "bfloat16/bfloat16")
+    alone = floor_s(slow_products, parse_row("4x1024x1"), "bfloat16/bfloat16")
     assert alone / shared == pytest.approx(4096 / 1096, rel=0.01)
 
 

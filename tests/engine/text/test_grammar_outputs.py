@@ -7,8 +7,8 @@ import random
 import jsonschema
 import pytest
 
-from benchmarks.grammar_outputs import generate_all
-from benchmarks.schemas import GRAMMARS, LEVELS, matches_schema, schema
+from benchmarks.grammars.outputs import generate_all
+from benchmarks.grammars.schemas import GRAMMARS, LEVELS, matches_schema, schema
 
 
 @pytest.mark.parametrize("part", [6, pytest.param(1, marks=pytest.mark.thorough)])

@@ -1,4 +1,4 @@
-"""The files of random weights that ``benchmarks.sizes`` measures with."""
+"""The files of random weights that ``benchmarks.peers.sizes`` measures with."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import sizes
 from benchmarks.common.setup import Places
+from benchmarks.peers import sizes
 from benchmarks.peers.levels import LEVELS
 from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
 

@@ -8,7 +8,7 @@ feeds a valid and an invalid value per keyword: a library enforces it, refuses t
 accepts the invalid value.
 
 "Validity" generates under hundreds of schemas of rising difficulty, regular expressions and
-grammars (benchmarks/schemas.py) with choices that no model would make, and judges every output that
+grammars (``schemas``) with choices that no model would make, and judges every output that
 ends by itself with an independent validator. "At the door" is the server's answer to each keyword
 of JSON Schema: held to, an annotation, or a 400; none may be passed over.
 
@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from benchmarks.grammar_outputs import generate_all
+from benchmarks.grammars.outputs import generate_all
 from paceline.bench.machine import machine
 from paceline.checkpoints.hub.resolve import find_local
 from paceline.core.grammar import Grammar

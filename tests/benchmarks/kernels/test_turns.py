@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import kernel_turns, kernels
-from benchmarks.kernel_turns import ratios, take_turns
+from benchmarks.kernels import __main__ as kernels
+from benchmarks.kernels import turns
+from benchmarks.kernels.turns import ratios, take_turns
 from paceline.backends.native import unavailable_reason, variants
 
 
@@ -18,7 +19,7 @@ def test_works_take_turns_and_the_first_round_does_not_count(
     clock = 0.0
     costs = {"a": iter((9.0, 1.0, 1.0, 4.0)), "b": iter((9.0, 2.0, 3.0, 8.0))}
     order: list[str] = []
-    monkeypatch.setattr("benchmarks.kernel_turns.time.process_time", lambda: clock)
+    monkeypatch.setattr("benchmarks.kernels.turns.time.process_time", lambda: clock)
 
     def work(name: str) -> None:
         nonlocal clock
@@ -36,21 +37,21 @@ def test_works_take_turns_and_the_first_round_does_not_count(
 def test_levels_are_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(kernel_turns, "SHAPES", ((64, 64),))
-    monkeypatch.setattr(kernel_turns, "ROWS", (2,))
-    monkeypatch.setattr(kernel_turns, "ROUNDS", 1)
-    monkeypatch.setattr(kernels, "COPIES_MB", 0.01)
-    monkeypatch.setattr(kernel_turns, "machine", lambda: {"cpu": "x", "load": 0.5})
+    monkeypatch.setattr(turns, "SHAPES", ((64, 64),))
+    monkeypatch.setattr(turns, "ROWS", (2,))
+    monkeypatch.setattr(turns, "ROUNDS", 1)
+    monkeypatch.setattr(turns, "COPIES_MB", 0.01)
+    monkeypatch.setattr(turns, "machine", lambda: {"cpu": "x", "load": 0.5})
     monkeypatch.setenv("PARTS", "products")
     level = variants()[-1]
     # with itself: what differs is the machine's noise
-    assert kernel_turns.main([level]) == 0
+    assert turns.main([level]) == 0
     answer: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert answer["levels"] == [level] and answer["machine"]["cpu"] == "x"
     assert set(answer["products"]) == {"int8 64 x 64 M=2", "q4 64 x 64 M=2"}
     assert all(found[level]["gmac_s"] > 0 for found in answer["products"].values())
     monkeypatch.setenv("PARTS", "sampling")
-    assert kernel_turns.main([level]) == 2
+    assert turns.main([level]) == 2
     assert "products, steps" in capsys.readouterr().err
 
 

@@ -45,10 +45,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.processes import REPOSITORY
 from benchmarks.common.statistics import percentile
 from benchmarks.common.unmeasured import Unmeasured
-from benchmarks.sim_own import MODEL, Load, Seen, make_load, measure, serving
-from benchmarks.sim_vllm import present, vllm
+from benchmarks.sim.own import MODEL, Load, Seen, make_load, measure, serving
+from benchmarks.sim.vllm import present, vllm
 from paceline.bench.machine import machine
 from paceline.core.config import CacheConfig, SchedulerConfig
 from paceline.core.outputs import SchedulerOutput
@@ -94,8 +95,7 @@ def documentation() -> list[int]:
     from paceline.cli.flags.options import resolve_path
     from paceline.engine.text.tokenizer import load_tokenizer
 
-    root = Path(__file__).parent.parent
-    text = "\n".join(path.read_text() for path in sorted(root.glob("docs/**/*.md")))
+    text = "\n".join(path.read_text() for path in sorted(REPOSITORY.glob("docs/**/*.md")))
     tokenizer = load_tokenizer(Path(resolve_path(MODEL)[1]))
     return list(tokenizer.encode(text))
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.schemas import GRAMMARS, LEVELS, PATTERNS, matches_schema, schema
+from benchmarks.grammars.schemas import GRAMMARS, LEVELS, PATTERNS, matches_schema, schema
 from paceline.backends.reference.null import NullBackend
 from paceline.core.grammar import Grammar
 from paceline.core.sampling_params import SamplingParams

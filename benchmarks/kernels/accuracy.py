@@ -317,7 +317,7 @@ def main() -> int:
     from paceline.engine.text.tokenizer import load_tokenizer
 
     here = variants()
-    parser = argparse.ArgumentParser(prog="benchmarks.accuracy")
+    parser = argparse.ArgumentParser(prog="benchmarks.kernels.accuracy")
     parser.add_argument("--model", type=Path, help=f"a model's path (default: {MODEL})")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument(

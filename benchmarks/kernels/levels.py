@@ -9,7 +9,7 @@ geometric mean of a pair's steps. ``drift`` is the change of a row's logits when
 computed in the same step, as a share of the largest: auto does not choose formats whose kernels
 have different paths for few and for many rows.
 
-Then ``benchmarks.accuracy`` judges the pairs on that level with the default model. float32 is the
+Then ``kernels.accuracy`` judges the pairs on that level with the default model. float32 is the
 reference, and passes. ``--levels LEVEL ...`` chooses levels, all by default, and
 ``--steps LEVEL ...`` and ``--gate LEVEL ...`` those of one part (without a level: none).
 
@@ -32,14 +32,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.accuracy import usual_levels
-from benchmarks.kernels import BLOCK, CONFIG
+from benchmarks.common.processes import REPOSITORY
+from benchmarks.kernels.accuracy import usual_levels
+from benchmarks.kernels.model import BLOCK, CONFIG, CONTEXT
 from paceline.backends.loading.levels import PATH, fastest, parse
 from paceline.backends.machine.cpu import choose_threads
 from paceline.backends.native import NativeModel, NativeSettings, unavailable_reason, variants
@@ -54,7 +54,6 @@ FORMATS: Final = (
     REFERENCE,
     *(f"{weights}/{kv}" for weights in ("bfloat16", "int8", "q4") for kv in ("bfloat16", "int8")),
 )
-CONTEXT: Final = 192
 PROMPT: Final = 256
 MOST: Final = 64
 # sequences, tokens of each and length at the end
@@ -73,7 +72,6 @@ _KEPT: Final = ("cpu", "model", "cores", "clock_ghz", "read_gb_s", "load")
 # memory; with fewer layers, drift would be less too. The gate would take hours there
 PLAIN: Final = "portable"
 PART: Final = replace(CONFIG, num_hidden_layers=6, vocab_size=9856)
-ROOT: Final = Path(__file__).parent.parent
 
 
 class Steps:
@@ -169,13 +167,13 @@ def measure(level: str, threads: int, turns: int) -> dict[str, dict[str, Any]]:
 
 
 def gate(level: str) -> dict[str, dict[str, Any]]:
-    """Return KL and verdict by pair of formats, from ``benchmarks.accuracy`` on that level."""
-    argv = [sys.executable, "-m", "benchmarks.accuracy", "--levels", level]
-    done = subprocess.run(argv, cwd=ROOT, stdout=subprocess.PIPE, check=False, text=True)
+    """Return KL and verdict by pair of formats, from ``kernels.accuracy`` on that level."""
+    argv = [sys.executable, "-m", "benchmarks.kernels.accuracy", "--levels", level]
+    done = subprocess.run(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, check=False, text=True)
     try:
         results = json.loads(done.stdout.splitlines()[-1])["results"][level]
     except (IndexError, ValueError, KeyError):
-        raise SystemExit(f"benchmarks.accuracy ended with {done.returncode}: {argv}") from None
+        raise SystemExit(f"kernels.accuracy ended with {done.returncode}: {argv}") from None
     return verdicts(results)
 
 
@@ -248,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(reason, file=sys.stderr)
         return 1
     here = variants()
-    parser = argparse.ArgumentParser(prog="benchmarks.levels")
+    parser = argparse.ArgumentParser(prog="benchmarks.kernels.levels")
     parser.add_argument("--levels", nargs="+", choices=here, default=list(here), metavar="LEVEL")
     for name in ("--steps", "--gate"):
         parser.add_argument(name, nargs="*", choices=here, metavar="LEVEL")

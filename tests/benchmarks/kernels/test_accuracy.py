@@ -10,8 +10,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from benchmarks import accuracy
-from benchmarks.accuracy import (
+from benchmarks.kernels import accuracy
+from benchmarks.kernels.accuracy import (
     CHUNK,
     MAX_KL,
     MAX_PERPLEXITY_RATIO,
@@ -119,7 +119,7 @@ def test_formats_of_a_real_model_differ_from_float32_by_their_rounding(tmp_path:
 def test_what_auto_picks_is_near_float32_on_the_text(smollm2_path: Path, part: int) -> None:
     """The gate's KL on the first tenth of the text, or a part of it, read as prompts.
 
-    ``benchmarks.accuracy`` reads all of it, both ways, and holds top-1 and perplexity too, which so
+    The benchmark reads all of it, both ways, and holds top-1 and perplexity too, which so
     little text does not tell.
     """
     reason = unavailable_reason()

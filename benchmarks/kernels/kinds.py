@@ -5,14 +5,14 @@ llama.cpp's tool would choose other kinds. So the model is made wider first, wit
 results: 192 columns of zeros, three heads of zeros whose values are zero, and weights of norms
 times the root of 576 / 768, since a norm's mean counts the zeros. From that file in 16 bits
 llama.cpp's own tool makes the kinds (``llama-quantize``, as ``make bench NAME=sizes`` does).
-They are judged as ``benchmarks.accuracy`` judges formats, on the same text and by the same gate:
+They are judged as ``accuracy`` judges formats, on the same text and by the same gate:
 results of its own values in float32 against results of the kernels on its blocks, so that the
 engine is judged, not the quantisation.
 
 KINDS=Q4_0,Q4_K_M,... and LEVELS=avx2,... choose. Exits with 1 when a kind fails. The last line is
 JSON.
 
-    python -m benchmarks.kinds
+    python -m benchmarks.kernels.kinds
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.accuracy import MODEL, WINDOW, judge, show, text_windows
 from benchmarks.common.processes import Unavailable
 from benchmarks.common.setup import Places, run_step
+from benchmarks.kernels.accuracy import MODEL, WINDOW, judge, show, text_windows
 from benchmarks.peers.llama_cpp import LlamaCpp
 from paceline.backends.machine.cpu import choose_threads
 from paceline.backends.native import choose_kinds, unavailable_reason, variants

@@ -1,6 +1,6 @@
 """Recorded vLLM runs predicted from operator profiles: the "vllm" part of ``sim``.
 
-By itself, ``python -m benchmarks.sim_vllm [FOLDER]``, it shows the effect of vLLM's rules: every
+By itself, ``python -m benchmarks.sim.vllm [FOLDER]``, it shows the effect of vLLM's rules: every
 run predicted by all of them, and with each one replaced by this project's own.
 """
 

@@ -24,7 +24,7 @@ refused before anything is set up. ``moe`` is a mixture of 32 experts, of which 
 0.6b, 7.4 for 1.7b, 6.5 for moe. Each shape is a part of its own that fits 45 minutes. The last line
 is JSON.
 
-    python -m benchmarks.sizes
+    python -m benchmarks.peers.sizes
 """
 
 from __future__ import annotations

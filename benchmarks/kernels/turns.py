@@ -28,20 +28,21 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks import kernels
-from paceline.backends.native import NativeModel
+from benchmarks.kernels.model import CONTEXT, WEIGHT_BYTES, Step, make_model
 from paceline.backends.native.single_kernels import PackedMatrix, peak_rate, products_seconds
 from paceline.bench.machine import machine
 
 __all__ = ["Times", "main", "take_turns"]
 
 PARTS: Final = ("products", "steps")
+# three times the last-level cache of the first machines measured
+COPIES_MB = 96
 SHAPES: Final = ((576, 1536), (2048, 8192))
 ROWS: Final = (1, 4, 8, 16, 32, 64)
 PROMPT: Final = 512
 # name: sequences, tokens of each, length at the end
 STEPS: Final = {
-    **{f"decode {count}": (count, 1, kernels.CONTEXT) for count in (1, 8, 64)},
+    **{f"decode {count}": (count, 1, CONTEXT) for count in (1, 8, 64)},
     f"prompt {PROMPT}": (1, PROMPT, PROMPT),
 }
 DTYPES: Final = ("int8", "q4")
@@ -85,8 +86,8 @@ def products(levels: Sequence[str]) -> dict[str, Any]:
     print(f"\n{'products, GMAC/s (share)':<30}{head}")
     for (columns, outputs), dtype in itertools.product(SHAPES, DTYPES):
         weights = random.standard_normal((outputs, columns), dtype=np.float32)
-        size = weights.size * kernels.WEIGHT_BYTES[dtype]
-        count = max(1, round(kernels.COPIES_MB * 1e6 / size))
+        size = weights.size * WEIGHT_BYTES[dtype]
+        count = max(1, round(COPIES_MB * 1e6 / size))
         packed = {
             isa: [PackedMatrix(weights, dtype, isa=isa) for _ in range(count)] for isa in levels
         }
@@ -113,31 +114,6 @@ def products(levels: Sequence[str]) -> dict[str, Any]:
     return results
 
 
-class Step:
-    """One step of a model, to be computed repeatedly."""
-
-    def __init__(self, model: NativeModel, sequences: int, tokens: int, length: int) -> None:
-        blocks = -(-length // kernels.BLOCK)
-        random = np.random.default_rng(1)
-        self._model = model
-        self._tables = random.permutation(sequences * blocks).reshape(sequences, blocks)
-        self._starts = np.arange(sequences + 1) * tokens
-        self._positions = np.tile(np.arange(length - tokens, length), sequences)
-        self._ids = random.integers(0, kernels.CONFIG.vocab_size, sequences * tokens)
-        for row in range(sequences if tokens < length else 0):
-            # finite keys and values, as in real use
-            count = np.arange(length)
-            model.forward(
-                np.zeros_like(count), count, np.array([0, length]), self._tables[row : row + 1],
-                count[-1:],
-            )  # fmt: skip
-
-    def __call__(self) -> None:
-        self._model.forward(
-            self._ids, self._positions, self._starts, self._tables, self._starts[1:] - 1
-        )
-
-
 def steps(levels: Sequence[str], formats: Sequence[str]) -> dict[str, Any]:
     """Print and return milliseconds of whole steps, and of their parts."""
     results: dict[str, Any] = {}
@@ -145,7 +121,7 @@ def steps(levels: Sequence[str], formats: Sequence[str]) -> dict[str, Any]:
     print(f"\n{'steps, ms':<30}{head}")
     for name in formats:
         dtype, kv_dtype = name.split("/")
-        models = {isa: kernels.make_model(dtype, kv_dtype, 1, isa=isa) for isa in levels}
+        models = {isa: make_model(dtype, kv_dtype, 1, isa=isa) for isa in levels}
         for step, shape in STEPS.items():
             works = {isa: Step(model, *shape) for isa, model in models.items()}
             times = take_turns(works, ROUNDS if shape[0] * shape[1] < 64 else ROUNDS // 2 + 1)

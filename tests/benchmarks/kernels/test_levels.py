@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import levels
-from benchmarks.levels import FORMATS, STEPS, renewed, verdicts
+from benchmarks.kernels import levels
+from benchmarks.kernels.levels import FORMATS, STEPS, renewed, verdicts
 from paceline.backends.loading.levels import fastest, parse
 from paceline.backends.native import DTYPES, KV_DTYPES, unavailable_reason
 

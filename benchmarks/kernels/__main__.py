@@ -27,7 +27,7 @@ SmolLM2's vocabulary. Logits are normal, with a deviation of 6 (a few dozen toke
 probability) and of 1 (36,000 tokens do, so that top_p has to look at them all).
 
 Prints a table and, last, one JSON line. QUICK=1 measures fewer steps. ISA=name picks a variant;
-ISA=name,other compares several in turns instead (``benchmarks.kernel_turns``).
+ISA=name,other compares several in turns instead (``benchmarks.kernels.turns``).
 PARTS=products,steps,sampling chooses.
 """
 
@@ -46,32 +46,28 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.kernels import turns
+from benchmarks.kernels.model import CONFIG, CONTEXT, WEIGHT_BYTES, Ceilings, Step, make_model
+from benchmarks.kernels.turns import COPIES_MB
 from paceline.backends.machine.cpu import choose_threads
-from paceline.backends.native import NativeModel, NativeSettings, unavailable_reason, variants
+from paceline.backends.native import unavailable_reason, variants
 from paceline.backends.native.sampling import NativeSampler
 from paceline.backends.native.single_kernels import (
     PackedMatrix,
-    peak_rate,
     products_seconds,
-    read_bandwidth,
 )
 from paceline.backends.runner.sampling import PreparedSampling, SampleRow
 from paceline.bench.machine import machine
-from paceline.checkpoints.model.checkpoint import expected_shapes
-from paceline.checkpoints.model.config import ModelConfig, RopeConfig
 from paceline.core.sampling_params import SamplingParams
 
 QUICK = bool(os.environ.get("QUICK"))
-# ``benchmarks.kernel_turns`` compares several
+# ``benchmarks.kernels.turns`` compares several
 ISAS = [name for name in (os.environ.get("ISA") or "").split(",") if name]
 ISA = ISAS[0] if ISAS else None
 ALL_PARTS = ("products", "steps", "sampling")
 PARTS = (os.environ.get("PARTS") or ",".join(ALL_PARTS)).split(",")
 BATCHES = (1, 8, 32, 64)
-CONTEXT = 192
 PROMPT = 1024
-BLOCK = 16
-SIZES_MIB = (2, 16, 64, 256)
 # weights and KV cache
 FORMATS = (
     ("bfloat16", "bfloat16"),
@@ -80,14 +76,9 @@ FORMATS = (
     ("q4", "bfloat16"),
     ("q4", "int8"),
 )
-# bytes per weight; those of 4-bit weights include scales and minimums
-WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "q4": 0.625}
 # inputs and outputs: up and down of 135M, up of 1.7B, the head of 135M
 SHAPES = ((576, 1536), (1536, 576), (2048, 8192), (576, 49152))
 PRODUCT_ROWS = (1, 2, 4, 8, 16, 32, 64)
-# three times the last-level cache of the first machines measured
-COPIES_MB = 96
-KV_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0}
 # deviations of the logits, numbers of rows, and their sampling settings
 SPREADS = (6.0, 1.0)
 SAMPLED_ROWS = (1, 64)
@@ -100,100 +91,6 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "frequency_penalty": {"frequency_penalty": 0.5},
     "logprobs 5": {"logprobs": 5},
 }
-
-CONFIG = ModelConfig(
-    model_type="llama",
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    head_dim=64,
-    max_position_embeddings=2048,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(theta=100000.0),
-    tie_word_embeddings=True,
-)
-
-
-def dot_rate(dtype: str, threads: int) -> float:
-    """Return the peak multiply-adds per second of all threads together; 0: it is not known."""
-    return peak_rate(dtype, threads, ISA)
-
-
-def make_model(
-    dtype: str,
-    kv_dtype: str,
-    threads: int,
-    config: ModelConfig = CONFIG,
-    isa: str | None = ISA,
-) -> NativeModel:
-    random = np.random.default_rng(0)
-    angles = np.arange(2048)[:, None] * CONFIG.rope.theta ** (-np.arange(32) / 32)
-    tensors = (
-        (name, (random.standard_normal(shape, dtype=np.float32) * shape[-1] ** -0.5))
-        for name, shape in expected_shapes(config).items()
-    )
-    return NativeModel(
-        config,
-        tensors,
-        (np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)),
-        NativeSettings(
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            num_blocks=max(max(BATCHES) * CONTEXT, PROMPT) // BLOCK,
-            threads=threads,
-            isa=isa,
-        ),
-    )
-
-
-def step_times(model: NativeModel, sequences: int, tokens: int, context: int) -> list[float]:
-    """Return seconds of steps in which every sequence computes its last ``tokens`` tokens."""
-    random = np.random.default_rng(1)
-    blocks = -(-context // BLOCK)
-    tables = random.permutation(sequences * blocks).reshape(sequences, blocks)
-    starts = np.arange(sequences + 1) * tokens
-    positions = np.tile(np.arange(context - tokens, context), sequences)
-    ids = random.integers(0, CONFIG.vocab_size, sequences * tokens)
-    if tokens < context:
-        # finite numbers in the cache, as in real use
-        for row in range(sequences):
-            count = np.arange(context)
-            model.forward(
-                np.zeros_like(count),
-                count,
-                np.array([0, context]),
-                tables[row : row + 1],
-                count[-1:],
-            )
-    times: list[float] = []
-    budget = 1.0 if QUICK else 4.0
-    while len(times) < 4 or (sum(times) < budget and len(times) < 200):
-        began = time.perf_counter()
-        model.forward(ids, positions, starts, tables, starts[1:] - 1)
-        times.append(time.perf_counter() - began)
-    return times[1:]
-
-
-def floor_s(
-    dtype: str, kv_dtype: str, rows: float, sequences: float, context: float,
-    weight_bytes: dict[str, float], bandwidth: float, rate: float,
-) -> float:  # fmt: skip
-    """Return the least time of a step, see the module's docstring."""
-    head = CONFIG.vocab_size * CONFIG.hidden_size
-    matrices = sum(
-        int(np.prod(shape)) for name, shape in expected_shapes(CONFIG).items() if len(shape) == 2
-    )
-    layers = matrices - head
-    per_weight = weight_bytes[dtype]
-    per_head_weight = weight_bytes["int8" if dtype == "q4" else dtype]
-    read = (layers * per_weight + head * per_head_weight) / bandwidth
-    compute = (layers * rows + head * sequences) / rate if rate else 0.0
-    per_token = 2 * CONFIG.num_hidden_layers * CONFIG.num_key_value_heads * CONFIG.head_dim
-    kv = sequences * context * per_token * KV_BYTES[kv_dtype] / bandwidth
-    return max(read, compute) + kv
 
 
 def sampled_rows(settings: dict[str, Any], count: int) -> list[SampleRow]:
@@ -224,7 +121,7 @@ def sampling_times(threads: int) -> dict[str, dict[str, float]]:
 
     torch.set_num_threads(1)
     config = dataclasses.replace(CONFIG, num_hidden_layers=1, vocab_size=128)
-    model = make_model("float32", "float32", threads, config)
+    model = make_model("float32", "float32", threads, config=config, isa=ISA)
     sampler = NativeSampler(model)
     random = np.random.default_rng(2)
     results: dict[str, dict[str, float]] = {}
@@ -253,32 +150,24 @@ def sampling_times(threads: int) -> dict[str, dict[str, float]]:
     return results
 
 
-@dataclasses.dataclass(frozen=True)
-class Ceilings:
-    """Ceilings of the machine: bytes a second by MiB read, multiply-adds a second by weights'
-    dtype."""
-
-    bandwidths: dict[int, float]
-    rates: dict[str, float]
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes a second from memory."""
-        return self.bandwidths[max(self.bandwidths)]
-
-
-def ceilings(threads: int) -> Ceilings:
-    """Measure and print the ceilings."""
-    found = Ceilings(
-        {size: read_bandwidth(size << 20, threads) for size in SIZES_MIB},
-        {dtype: dot_rate(dtype, threads) for dtype in WEIGHT_BYTES},
-    )
+def show_ceilings(most: Ceilings) -> None:
+    """Print the ceilings."""
     print("\nceilings")
-    for size, rate in found.bandwidths.items():
+    for size, rate in most.bandwidths.items():
         print(f"  read {size:>4} MiB   {rate / 1e9:8.1f} GB/s")
-    for dtype, rate in found.rates.items():
+    for dtype, rate in most.rates.items():
         print(f"  {dtype:<14} {rate / 1e9:8.0f} GMAC/s" if rate else f"  {dtype:<14}  not known")
-    return found
+
+
+def step_times(step: Step) -> list[float]:
+    """Return seconds of a step."""
+    times: list[float] = []
+    budget = 1.0 if QUICK else 4.0
+    while len(times) < 4 or (sum(times) < budget and len(times) < 200):
+        began = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - began)
+    return times[1:]
 
 
 def product_rates(threads: int, most: Ceilings) -> dict[str, dict[str, float]]:
@@ -325,16 +214,13 @@ def model_steps(threads: int, most: Ceilings) -> dict[str, dict[str, float]]:
     results: dict[str, dict[str, float]] = {}
     print(f"\n{'weights':<10}{'kv':<10}{'step':<16}{'median ms':>10}{'floor ms':>10}{'share':>7}")
     for dtype, kv_dtype in FORMATS:
-        model = make_model(dtype, kv_dtype, threads)
+        model = make_model(dtype, kv_dtype, threads, isa=ISA)
         steps = [(f"decode {n} x {CONTEXT}", n, 1, CONTEXT) for n in BATCHES]
         steps.append((f"prompt {PROMPT}", 1, PROMPT, PROMPT))
         for name, sequences, tokens, context in steps:
             rows = sequences * tokens
-            median = statistics.median(step_times(model, sequences, tokens, context))
-            rate = most.rates[dtype]
-            floor = floor_s(
-                dtype, kv_dtype, rows, sequences, context, WEIGHT_BYTES, most.bandwidth, rate
-            )
+            median = statistics.median(step_times(Step(model, sequences, tokens, context)))
+            floor = most.step_seconds(f"{dtype}/{kv_dtype}", rows, sequences, context)
             share = floor / median
             results[f"{dtype}/{kv_dtype} {name}"] = {
                 "ms": round(median * 1e3, 3),
@@ -360,9 +246,7 @@ def main() -> int:
         print(f"ISA: {', '.join(unknown)} not among {', '.join(variants())}", file=sys.stderr)
         return 2
     if len(ISAS) > 1:
-        from benchmarks import kernel_turns
-
-        return kernel_turns.main(ISAS)
+        return turns.main(ISAS)
     if not set(PARTS) <= set(ALL_PARTS):
         print(f"PARTS={','.join(PARTS)}: there are {', '.join(ALL_PARTS)}", file=sys.stderr)
         return 2
@@ -374,11 +258,9 @@ def main() -> int:
         "machine": machine() | {"threads": threads, "isa": isa},
     }
     if {"products", "steps"} & set(PARTS):
-        most = ceilings(threads)
-        report["ceilings"] = {
-            "read_gb_s": {str(mib): round(r / 1e9, 1) for mib, r in most.bandwidths.items()},
-            "gop_s": {dtype: round(2 * rate / 1e9) for dtype, rate in most.rates.items()},
-        }
+        most = Ceilings.measure(threads, ISA)
+        show_ceilings(most)
+        report["ceilings"] = most.as_json()
     if "products" in PARTS:
         report["products"] = product_rates(threads, most)
     if "steps" in PARTS:

@@ -1,0 +1,1 @@
+"""The cost of constrained generation; see ``__main__``."""

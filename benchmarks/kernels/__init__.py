@@ -1,0 +1,1 @@
+"""The native kernels against the machine, each other and float32; see ``__main__``."""

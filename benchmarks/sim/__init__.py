@@ -1,0 +1,1 @@
+"""The simulator against live servers; see ``__main__``."""
