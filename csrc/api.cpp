@@ -180,10 +180,6 @@ void paceline_seconds(const PacelineModel* model, double* out) {
   memcpy(out, model->model.seconds().data(), sizeof(double) * kSections);
 }
 
-void paceline_choices(const PacelineModel* model, int64_t* out) {
-  memcpy(out, model->model.choices().data(), sizeof(int64_t) * kChoices);
-}
-
 int paceline_attention(PacelineModel* model, const PacelineStep* step, float* qkv, float* out) {
   return guarded([&] { model->model.attention_only(*step, qkv, out); });
 }

@@ -112,7 +112,7 @@ void Model::prepare(const PacelineStep& step) {
   for (int64_t i = 0; i < step.sampled; ++i) sampled_before_[size_t(step.sample_rows[i] + 1)] = 1;
   for (int64_t t = 0; t < n; ++t) sampled_before_[size_t(t + 1)] += sampled_before_[size_t(t)];
   reserve(n, step.sampled);
-  if (!step.hidden) reserve_choice(step);
+  if (!step.hidden && !step.logits) logits_.reserve(size_t(step.sampled * c.vocab) * 4);
   plan_attention(step, 0, plan_);
   bool sliding = false;
   for (const Layer& layer : layers_) sliding = sliding || layer.sliding;
@@ -125,7 +125,6 @@ void Model::forward(const PacelineStep& step) {
   last_mark_ = profile_ ? seconds_now() : 0;
   paces_.settle(team_.size());
   team_.run([&](int member) { run_step(step, member); });
-  if (!step.hidden && !step.logits && !screens(step)) choices_[kWhole] += step.sampled;
 }
 
 Model::Share Model::share_of(int member, int64_t rows) {
@@ -322,16 +321,12 @@ void Model::run_step(const PacelineStep& step, int member) {
     return;
   }
   norm_rows(member, share, x + share.begin * hidden_pad_, final_norm_, head_, [](int64_t) {});
-  if (screens(step)) {
-    choose(member, share, step);
-    return mark(member, kHead);
-  }
   float* logits = (step.logits ? step.logits : reinterpret_cast<float*>(logits_.data())) + share.begin * c.vocab;
   multiply(member, share, head_, nullptr, 0, Epilogue::kStore, logits, c.vocab, false);
   each_row(member, share, [&](int64_t r) {
     float* row = logits + r * c.vocab;
-    // capped before the likeliest is sought: of those that the cap makes equal it is the first, as it is to
-    // whoever chooses from the logits themselves, and to screening
+    // capped before the likeliest is sought: of those that the cap makes equal it is the first, as it is for
+    // a sampler that reads the logits
     if (c.logits_softcap > 0) kernels_->cap_logits(row, c.vocab, c.logits_softcap);
     step.likeliest[share.begin + r] = kernels_->likeliest(row, c.vocab);
   });

@@ -159,15 +159,15 @@ static void tile_i8(const GemmArgs& g, int64_t row, int64_t panel, const uint8_t
 }
 
 // Two units in the halves of one: acc += the lower halves times four columns of R rows of activations, and the
-// upper ones times the four that are `apart` columns further on.
+// upper ones times the four that are 16 columns further on.
 template <int R>
-PL_INLINE void add_halves(vi (&acc)[2 * R], const uint8_t* w, const uint8_t* a, int64_t stride, int apart) {
+PL_INLINE void add_halves(vi (&acc)[2 * R], const uint8_t* w, const uint8_t* a, int64_t stride) {
   const vi both0 = loadi(w), both1 = loadi(w + 64);
   const vi l0 = low_nibbles(both0), h0 = high_nibbles(both0);
   const vi l1 = low_nibbles(both1), h1 = high_nibbles(both1);
   PL_UNROLL
   for (int r = 0; r < R; ++r) {
-    const vi x = set1i(int32_t(load_u32(a + r * stride))), y = set1i(int32_t(load_u32(a + r * stride + apart)));
+    const vi x = set1i(int32_t(load_u32(a + r * stride))), y = set1i(int32_t(load_u32(a + r * stride + 16)));
     acc[2 * r] = dot_nibbles(acc[2 * r], l0, x);
     acc[2 * r + 1] = dot_nibbles(acc[2 * r + 1], l1, x);
     acc[2 * r] = dot_nibbles(acc[2 * r], h0, y);
@@ -218,7 +218,7 @@ static void tile_q4(const GemmArgs& g, int64_t row, int64_t panel) {
     PL_UNROLL
     for (int i = 0; i < 2 * R; ++i) acc[i] = set1i(int32_t(load_u32(own + i / 2 * next + 4 * groups)));
     for (int j = 0; j < 4; ++j)
-      add_halves<R>(acc, w + j * 128, g.a + row * g.a_stride + k * kGroup + j * 4, g.a_stride, 16);
+      add_halves<R>(acc, w + j * 128, g.a + row * g.a_stride + k * kGroup + j * 4, g.a_stride);
     const Scales16<Kind> first(w + kNibbleBytes, 0), second(w + kNibbleBytes, 1);
     PL_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -305,7 +305,7 @@ static __attribute__((noinline)) void multiply_blocks(const GemmArgs& g, int64_t
       PL_UNROLL
       for (int i = 0; i < 2 * R; ++i) acc[i] = zeroi();
       if constexpr (K::nibbles) {
-        for (int j = 0; j < 4; ++j) add_halves<R>(acc, w + j * 128, a + j * 4, s, 16);
+        for (int j = 0; j < 4; ++j) add_halves<R>(acc, w + j * 128, a + j * 4, s);
         w += k % kGroupsOfBlock == kGroupsOfBlock - 1 ? kNibbleBytes + kQ4KNibbles : kNibbleBytes;
         PL_UNROLL
         for (int i = 0; i < 2 * R; ++i) acc[i] = widen(acc[i]);
@@ -325,63 +325,6 @@ static __attribute__((noinline)) void multiply_blocks(const GemmArgs& g, int64_t
     PL_UNROLL
     for (int i = 0; i < 2 * R; ++i) store(sums[i / 2] + i % 2 * 16, out[i]);
   }
-}
-
-// Units of the upper halves of 64 columns.
-template <int R, int Units>
-PL_INLINE void add_group(vi (&acc)[2 * R], const uint8_t* w, const uint8_t* a, int64_t stride) {
-  for (int j = 0; j < Units; ++j, w += 128, a += 4) {
-    prefetch(w + kAhead);
-    prefetch(w + kAhead + 64);
-    add_halves<R>(acc, w, a, stride, 32);
-  }
-}
-
-// the upper halves of int8 weights, see Kernels::screen
-template <int R>
-static void tile_screen(const GemmArgs& g, int64_t row, int64_t panel) {
-  expect(g, R, row, panel);
-  const uint8_t* w = g.w.data + panel * g.w.panel_bytes;
-  const int64_t groups = g.w.columns / kActGroup;
-  vf out[2 * R];
-  PL_UNROLL
-  for (int i = 0; i < 2 * R; ++i) out[i] = zero();
-  for (int64_t k = 0; k < groups; ++k) {
-    vi acc[2 * R];
-    PL_UNROLL
-    for (int i = 0; i < 2 * R; ++i) acc[i] = zeroi();
-    const uint8_t* a = g.a + row * g.a_stride + k * kActGroup;
-#if PL_BYTE_DOTS
-    add_group<R, 8>(acc, w, a, g.a_stride);
-#else
-    // the sums of 32 columns fit 16 bits, those of 64 do not
-    PL_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      vi part[2 * R];
-      PL_UNROLL
-      for (int i = 0; i < 2 * R; ++i) part[i] = zeroi();
-      add_group<R, 4>(part, w + half * 512, a + half * 16, g.a_stride);
-      PL_UNROLL
-      for (int i = 0; i < 2 * R; ++i) acc[i] = addi(acc[i], widen(part[i]));
-    }
-#endif
-    w += 1024;
-    PL_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const vf x = set1(g.a_scale[(row + r) * (groups + 1) + k]);
-      out[2 * r] = fma(to_float(acc[2 * r]), x, out[2 * r]);
-      out[2 * r + 1] = fma(to_float(acc[2 * r + 1]), x, out[2 * r + 1]);
-    }
-  }
-  const vf s0 = load(g.w.scale + panel * kPanel), s1 = load(g.w.scale + panel * kPanel + 16);
-  PL_UNROLL
-  for (int r = 0; r < R; ++r) {
-    // a byte is 16 * upper + lower - 128, and 128 times the sum of the row is what is at hand
-    const vf rest = set1(g.a_scale[(row + r) * (groups + 1) + groups] * ((7.5f - 128.0f) / 128.0f));
-    out[2 * r] = mul(fma(out[2 * r], set1(16.0f), rest), s0);
-    out[2 * r + 1] = mul(fma(out[2 * r + 1], set1(16.0f), rest), s1);
-  }
-  finish(g, out, R, row, panel);
 }
 
 struct DotI8 {
@@ -425,19 +368,6 @@ static void gemm(const GemmArgs& g, int64_t begin, int64_t end, int64_t panel) {
     run_tile<D, most>(g, begin, panel, rows, next + (count - tiles) * (g.w.panel_bytes / 64) / count * 64, step);
     begin += rows;
   }
-}
-
-template <int R>
-static void run_tile_screen(const GemmArgs& g, int64_t row, int64_t panel, int rows) {
-  if constexpr (R > 1) {
-    if (rows < R) return run_tile_screen<R - 1>(g, row, panel, rows);
-  }
-  tile_screen<R>(g, row, panel);
-}
-
-static void screen(const GemmArgs& g, int64_t begin, int64_t end, int64_t panel) {
-  for (; begin < end; begin += kTileRowsQ4)
-    run_tile_screen<kTileRowsQ4>(g, begin, panel, int(end - begin));
 }
 
 template <Weights Kind>

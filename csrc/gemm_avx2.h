@@ -39,9 +39,9 @@ PL_INLINE void clear(__m256i (&sum)[R][H]) {
 
 #if PL_BYTE_DOTS
 // Adds products of 32 columns: the lower halves of the weights times four activations, the upper ones times those
-// `apart` columns further on, and so four times.
+// 16 columns further on, and so four times.
 template <int R, int H>
-PL_INLINE void multiply_nibbles(const uint8_t* w, const uint8_t* a, int64_t s, int apart, __m256i (&sum)[R][H]) {
+PL_INLINE void multiply_nibbles(const uint8_t* w, const uint8_t* a, int64_t s, __m256i (&sum)[R][H]) {
   const __m256i mask = _mm256_set1_epi8(15);
   for (int j = 0; j < 4; ++j, w += 128, a += 4) {
     PL_UNROLL
@@ -60,7 +60,7 @@ PL_INLINE void multiply_nibbles(const uint8_t* w, const uint8_t* a, int64_t s, i
       const __m256i high1 = _mm256_and_si256(_mm256_srli_epi16(load_8(w + 32 * i + 32), 4), mask);
       PL_UNROLL
       for (int r = 0; r < R; ++r) {
-        const __m256i x = broadcast_4(a + r * s + apart);
+        const __m256i x = broadcast_4(a + r * s + 16);
         add_dots(sum[r][i], high0, x);
         add_dots(sum[r][i + 1], high1, x);
       }
@@ -70,7 +70,7 @@ PL_INLINE void multiply_nibbles(const uint8_t* w, const uint8_t* a, int64_t s, i
 #else
 // The same in 16 bits, two columns a lane.
 template <int R, int H>
-PL_INLINE void multiply_nibbles(const uint8_t* w, const uint8_t* a, int64_t s, int apart, __m256i (&sum)[R][H]) {
+PL_INLINE void multiply_nibbles(const uint8_t* w, const uint8_t* a, int64_t s, __m256i (&sum)[R][H]) {
   const __m256i mask = _mm256_set1_epi8(15);
   for (int j = 0; j < 4; ++j, w += 128, a += 4) {
     // two registers of weights at a time
@@ -85,7 +85,7 @@ PL_INLINE void multiply_nibbles(const uint8_t* w, const uint8_t* a, int64_t s, i
         const __m256i x = broadcast_4(a + r * s);
         add_pairs(sum[r][i], low0, x);
         add_pairs(sum[r][i + 1], low1, x);
-        const __m256i y = broadcast_4(a + r * s + apart);
+        const __m256i y = broadcast_4(a + r * s + 16);
         add_pairs(sum[r][i], high0, y);
         add_pairs(sum[r][i + 1], high1, y);
       }
@@ -156,7 +156,7 @@ struct TileQ4 {
       for (int r = 0; r < R; ++r)
         PL_UNROLL
         for (int i = 0; i < H; ++i) sum[r][i] = broadcast_4(scales + (r * kActScales + 4) * groups + k);
-      multiply_nibbles<R, H>(w + first * 4, a, s, 16, sum);
+      multiply_nibbles<R, H>(w + first * 4, a, s, sum);
       PL_UNROLL
       for (int i = 0; i < H; ++i) {
         const Scales8<Kind> scaled(w + kNibbleBytes, first + 8 * i);
@@ -294,7 +294,7 @@ PL_INLINE void multiply_half(const GemmArgs& g, int64_t row, int64_t block, int6
         for (int i = 0; i < H; ++i) sum[r][i] = broadcast_4(offsets + r * kActScales * groups);
     }
     if constexpr (K::nibbles) {
-      multiply_nibbles<R, H>(bytes, a, s, 16, sum);
+      multiply_nibbles<R, H>(bytes, a, s, sum);
       bytes += k % kGroupsOfBlock == kGroupsOfBlock - 1 ? kNibbleBytes + kQ4KNibbles : kNibbleBytes;
       for (auto& of_row : sum)
         for (__m256i& each : of_row) each = widen(each);
@@ -330,61 +330,6 @@ static __attribute__((noinline)) void multiply_blocks(const GemmArgs& g, int64_t
     multiply_half<K, R, 2>(g, row, block, count, bytes, in.steps, in.lows, 16, sums);
   }
 }
-
-// The upper halves of int8 weights, see Kernels::screen. Without byte dots a lane takes 16 products of nibbles, as
-// with 4 bits.
-struct TileScreen {
-  static constexpr int rows = 2;
-  PL_INLINE int64_t groups(const Panels& w) { return w.columns / kActGroup; }
-
-  template <int R, int H>
-  PL_INLINE void run(const GemmArgs& g, int64_t row, const uint8_t* w, int, NextPanel, Sums* sums) {
-    static_assert(H == 4);
-    const int64_t count = groups(g.w), s = g.a_stride;
-    const uint8_t* a = g.a + row * s;
-    for (int64_t k = 0; k < count; ++k, w += 1024, a += kActGroup) {
-      leave_registers(sums);
-      for (int line = 0; line < 1024; line += 64) prefetch(w + kAhead + line);
-      __m256i sum[R][H];
-      clear(sum);
-      multiply_nibbles<R, H>(w, a, s, 32, sum);
-#if PL_BYTE_DOTS
-      multiply_nibbles<R, H>(w + 512, a + 16, s, 32, sum);
-#else
-      // the sums of 32 columns fit a lane, those of 64 do not
-      __m256i more[R][H];
-      clear(more);
-      multiply_nibbles<R, H>(w + 512, a + 16, s, 32, more);
-#endif
-      PL_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const __m256 x = _mm256_set1_ps(g.a_scale[(row + r) * (count + 1) + k]);
-        PL_UNROLL
-        for (int i = 0; i < H; ++i) {
-          float* out = sums[r] + 8 * i;
-#if PL_BYTE_DOTS
-          const __m256i product = sum[r][i];
-#else
-          const __m256i product = _mm256_add_epi32(widen(sum[r][i]), widen(more[r][i]));
-#endif
-          _mm256_store_ps(out, _mm256_fmadd_ps(_mm256_cvtepi32_ps(product), x, _mm256_load_ps(out)));
-        }
-      }
-    }
-  }
-
-  template <int R>
-  PL_INLINE void scale(const GemmArgs& g, int64_t row, int64_t panel, vf (&out)[2 * R]) {
-    const int64_t count = groups(g.w);
-    const vf s0 = load(g.w.scale + panel * kPanel), s1 = load(g.w.scale + panel * kPanel + 16);
-    for (int r = 0; r < R; ++r) {
-      // a byte is 16 * upper + lower - 128, and 128 times the sum of the row is what is at hand
-      const vf rest = set1(g.a_scale[(row + r) * (count + 1) + count] * ((7.5f - 128.0f) / 128.0f));
-      out[2 * r] = mul(fma(out[2 * r], set1(16.0f), rest), s0);
-      out[2 * r + 1] = mul(fma(out[2 * r + 1], set1(16.0f), rest), s1);
-    }
-  }
-};
 
 // float32 and bfloat16 weights, activations in float32. All sums stay in registers from the first column to the last.
 template <Weights Kind>

@@ -149,12 +149,10 @@ static void store_kv(const float* k, const float* v, int head_dim, int slot, Kv 
 #define PL_GEMM \
   {gemm_256<TileFloat<Weights::kF32>>, gemm_256<TileFloat<Weights::kBF16>>, gemm_256<TileI8>, \
    gemm_256<TileQ4<Weights::kQ4>>, gemm_256<TileQ4<Weights::kQ40>>, PL_BLOCKS}
-#define PL_SCREEN gemm_256<TileScreen>
 #else
 #define PL_BF16_ACTS Acts::kBF16
 #define PL_GEMM \
   {gemm<DotF32>, gemm<DotBF16>, gemm<DotI8>, gemm_q4<Weights::kQ4>, gemm_q4<Weights::kQ40>, PL_BLOCKS}
-#define PL_SCREEN screen
 #endif
 
 static const Kernels table = {
@@ -165,7 +163,6 @@ static const Kernels table = {
     {Acts::kF32, PL_BF16_ACTS, Acts::kI8, Acts::kI8ForQ4, Acts::kI8ForQ4, Acts::kI8ForQ4, Acts::kI8ForQ4, Acts::kI8ForQ4,
      Acts::kI8ForQ4, Acts::kI8ForQ4, Acts::kI8ForQ4},
     PL_GEMM,
-    PL_SCREEN,
     rms_norm,
     encode,
     rope,

@@ -157,10 +157,6 @@ struct Kernels {
   // what a kind of weights multiplies
   Acts acts[kWeightKinds];
   void (*gemm[kWeightKinds])(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t panel);
-  // like gemm of int8 weights, kStore, but of the upper halves of their bytes alone, in panels of half the
-  // size: of 16 units' words the one of unit j, j < 8, holds unit j's halves below unit j + 8's. The
-  // lower halves count as 7.5. Whole groups of 64 columns only
-  void (*screen)(const GemmArgs& args, int64_t row_begin, int64_t row_end, int64_t panel);
   // y = x / rms(x) * w, n floats; w null: y = x
   void (*rms_norm)(const float* x, const float* w, int64_t n, float eps, float* y);
   // one row of n floats into its packed activation form, zero-padded to `padded` elements

@@ -123,7 +123,6 @@ Model::Model(const PacelineConfig& config)
   if (!c.tied || c.headless) embedding_ = make_matrix(c.vocab, c.hidden, tables ? tables[1] : -1, true);
   config_.kinds = nullptr;
   config_.isa = nullptr;
-  reserve_screen();
   final_norm_.resize(size_t(c.hidden));
   loaded_.assign(size_t(c.layers * (1 + c.experts) * PL_TENSORS), 0);
 }
@@ -262,13 +261,11 @@ void Model::load(PacelineTensor kind, int layer_index, int expert, Source type, 
   switch (kind) {
     case PL_EMBEDDING:
       pack(embedding_.rows() ? embedding_ : head_.parts[0], type, data, rows, 0, 0, 0);
-      if (!embedding_.rows()) make_screen();
       break;
     case PL_HEAD:
       require(!config_.headless, "lm_head is not part of a model without logits");
       require(!config_.tied, "lm_head is not part of a model with tied embeddings");
       pack(head_, type, data, rows, 0, 0, 0);
-      make_screen();
       break;
     case PL_FINAL_NORM: vector(final_norm_); break;
     case PL_ATTENTION_NORM: vector(layer.attention_norm); break;
@@ -331,7 +328,6 @@ std::vector<Model::Piece> Model::pieces() {
 
 void Model::restored() {
   loaded_.assign(loaded_.size(), 1);
-  make_screen();
 }
 
 void Model::set_rope(int table, const float* cos, const float* sin) {

@@ -32,9 +32,6 @@ inline int64_t pad_to(int64_t n, int64_t unit) { return (n + unit - 1) / unit * 
 // What a step spends its time on; see Model::seconds.
 enum Section { kEmbed, kNorm, kQkv, kRope, kAttend, kEncode, kOut, kRoute, kGateUp, kDown, kHead, kSections };
 
-// How the likeliest token of a row was found whose logits nobody wanted; see paceline_choices.
-enum Choice { kSettled, kTooMany, kWhole, kChoices };
-
 // Matrices that multiply the same rows, whose outputs lie side by side: one, or one of each kind where what is
 // multiplied together is stored in several.
 struct Linear {
@@ -149,7 +146,6 @@ class Model {
   const char* isa() const { return kernels_->name; }
   const std::array<double, kSections>& seconds() const { return seconds_; }
   void set_profile(bool on);
-  const std::array<int64_t, kChoices>& choices() const { return choices_; }
 
  private:
   void reserve_cache();
@@ -222,15 +218,6 @@ class Model {
   void expect_kv(const Share& share, int64_t row, const PacelineStep& step, int64_t layer_index);
   // with its first part
   GemmArgs product_of(const Share& share, const Linear& linear) const;
-  // see screen.cpp: memory for the head's upper halves, and these once the head is packed
-  void reserve_screen();
-  void make_screen();
-  bool measure(int64_t panel);
-  bool screens(const PacelineStep& step) const;
-  void reserve_choice(const PacelineStep& step);
-  // the likeliest token of every sampled row
-  void choose(int member, const Share& share, const PacelineStep& step);
-  bool settle(int member, const GemmArgs& head, int64_t row, int32_t* likeliest);
   void multiply(int member, const Share& share, const Linear& linear, const uint8_t* acts, int64_t acts_stride,
                 Epilogue epilogue, void* out, int64_t out_stride, bool out_bf16);
   void rope_and_store(int member, const Share& share, const PacelineStep& step, const Layer& layer, int64_t layer_index,
@@ -262,11 +249,6 @@ class Model {
   Matrix embedding_;
   // its parts are one; none where only hidden states are wanted
   Linear head_;
-  // upper halves of the head's bytes; no data where the head is not screened
-  Panels screen_;
-  // what the lower halves of a head's row leave out of its logit, for each |x|: a standard deviation;
-  // FLT_MAX where that says nothing [panels * kPanel]
-  std::vector<float> doubts_;
   std::vector<float> final_norm_;
   std::array<std::vector<float>, 2> cos_, sin_;
   std::vector<uint8_t> loaded_;
@@ -303,14 +285,8 @@ class Model {
   std::vector<ExpertRun> runs_;
   int64_t run_count_ = 0;
   Sampler sampler_;
-  // of steps whose logits nobody wants: full products and screened ones [sampled, vocab], of each member
-  // what the logits of a panel can be at most and panels to compute, and whether screening settled a row
-  // [sampled]
-  Memory logits_, screened_;
-  std::vector<std::vector<float>> limits_;
-  std::vector<std::vector<int32_t>> candidates_;
-  std::vector<uint8_t> settled_;
-  std::array<int64_t, kChoices> choices_{};
+  // [sampled, vocab] of steps that want the likeliest tokens alone
+  Memory logits_;
   bool profile_ = false;
   double last_mark_ = 0;
   std::array<double, kSections> seconds_{};

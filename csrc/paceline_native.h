@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 /* changes whenever a struct or a signature below does */
-#define PACELINE_ABI 18
+#define PACELINE_ABI 19
 
 typedef enum {
   PL_EMBEDDING = 0, PL_FINAL_NORM, PL_HEAD,
@@ -40,7 +40,6 @@ typedef struct {
   int32_t headless; /* nonzero: hidden states alone are wanted, and no head is loaded */
   int32_t kv;      /* 0 float32, 1 bfloat16, 2 int8 */
   int32_t threads;
-  int32_t screens; /* nonzero: the likeliest tokens of one or two rows may be found by screening (screen.cpp) */
   int32_t norms;         /* bits: 1 before attention and MLP, 2 on what they give */
   int32_t qk_norm_whole; /* nonzero: over all heads together */
   int32_t activation;    /* the gate's function: 0 SiLU, 1 GELU by tanh, 2 clamped SwiGLU (kernels.h) */
@@ -71,10 +70,8 @@ typedef struct {
   /* the same of window blocks; what a window does not reach is not read. Null where there are none */
   const int32_t* window_tables;
   const int32_t* sample_rows; /* [sampled], ascending token rows */
-  float* logits;              /* [sampled, vocab], capped; null where only `likeliest` is wanted, which takes less */
-  /* [sampled] first of the largest logits, -1 where one is not finite. Without `logits`, and with `screens`, it
-   * is found by screening, which can miss it if one is more than 6 standard deviations off. */
-  int32_t* likeliest;
+  float* logits;              /* [sampled, vocab], capped; null where only `likeliest` is wanted */
+  int32_t* likeliest;         /* [sampled] first of the largest logits, -1 where one is not finite */
   /* [sampled, hidden] the sum of all layers of these rows, before the last norm and divided by what is added to
    * it by; null: not wanted. With it neither `logits` nor `likeliest` is written. */
   float* hidden;
@@ -141,9 +138,6 @@ int paceline_logprobs(PacelineModel* model, const PacelineLogprobs* logprobs);
 int64_t paceline_block_bytes(const PacelineModel* model);
 int64_t paceline_weight_bytes(const PacelineModel* model);
 const char* paceline_isa(const PacelineModel* model);
-/* Rows so far whose logits were not wanted, out: those that screening settled, those that were screened
- * but left too many candidates and were computed in full, and those that were not screened. */
-void paceline_choices(const PacelineModel* model, int64_t* out);
 /* turns timing on and zeroes it; out: seconds of embed, norm, qkv, rope, attend, encode, out,
  * route, gate_up, down, head since then */
 void paceline_profile(PacelineModel* model, int on);

@@ -69,7 +69,6 @@ def _null_backend(settings: EngineSettings) -> ModelBackend:
         ("--kv-dtype", load.kv_dtype, "auto"),
         ("--compute", load.compute, "auto"),
         ("--isa", load.isa, None),
-        ("--screen-head", load.screen_head, False),
         ("--packed-cache", load.packed_cache_bytes, None),
         ("--threads", load.threads, None),
         ("--numa", load.numa, "auto"),

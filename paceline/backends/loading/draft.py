@@ -73,7 +73,6 @@ def choose_draft(plan: LoadPlan) -> DraftPlan:
             f"speculative_config: the draft model {path} has {longest_sequence(own)} positions and "
             f"a request may have {length}: give --max-model-len {longest_sequence(own)} or less"
         )
-    native = found.compute == "native"
     loader = choose_loader(
         replace(
             plan,
@@ -82,9 +81,9 @@ def choose_draft(plan: LoadPlan) -> DraftPlan:
             formats=found,
             settings=replace(
                 settings,
-                # an estimate is enough: a guess may be wrong
-                screen_head=native and found.dtype in ("int8", "q4"),
-                packed_cache_bytes=settings.packed_cache_bytes if native else None,
+                packed_cache_bytes=settings.packed_cache_bytes
+                if found.compute == "native"
+                else None,
             ),
         )
     )

@@ -1,7 +1,7 @@
 """Figures measured of the native kernels on each level of instructions, and choices by them.
 
 A level is a variant of the kernels: a name of ``native.variants()``. ``levels.json`` next to this
-file is written by ``python -m benchmarks.kernels.levels --write``: for every level how long steps of a
+file is written by ``make bench NAME=levels ARGS=--write``: for every level how long steps of a
 model take in each pair of formats, whether other rows of a batch change a row, and what the
 accuracy gate (docs/understand/accuracy.md) says of the pair. It is data of the package, not of the
 machine: nothing is timed at a start, so the same file on the same level always gets the same

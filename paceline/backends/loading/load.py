@@ -179,8 +179,7 @@ def _describe_weights(plan: LoadPlan) -> str:
     formats, checkpoint = plan.formats, plan.checkpoint
     kinds = Kinds()
     if formats.compute == "native":
-        screened = plan.settings.screen_head
-        kinds = choose_kinds(checkpoint, formats.dtype, screen_head=screened)
+        kinds = choose_kinds(checkpoint, formats.dtype)
     folder = checkpoint.quantisation if isinstance(checkpoint, HFCheckpoint) else ""
     if folder:
         in_bits = "as blocks of Q4_1" if kinds.numbers else f"decoded to {formats.dtype}"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from paceline.backends.loading.formats import Formats
 from paceline.backends.loading.settings import BackendSettings
 from paceline.backends.machine.placement import Placement
-from paceline.backends.native import OWN_BITS
 from paceline.backends.native.packed import PackedCopies, fingerprint
 from paceline.backends.runner.interface import ModelLoader
 from paceline.checkpoints.heads.pooling import PoolingFiles
@@ -19,7 +17,6 @@ from paceline.errors import ConfigError
 __all__ = ["LoadPlan", "choose_loader", "torch_dtype"]
 
 # weight formats whose head is, or may be, int8
-_SCREENED: Final = ("int8", "q4", OWN_BITS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +63,6 @@ def choose_loader(plan: LoadPlan) -> ModelLoader:
     """Return the loader of the plan's compute path. Raises ConfigError for settings that it does
     not have."""
     formats, settings, copies = plan.formats, plan.settings, _choose_copies(plan)
-    if settings.screen_head and (formats.compute != "native" or formats.dtype not in _SCREENED):
-        raise ConfigError(
-            f"--screen-head changes nothing with {formats.compute} compute and {formats.dtype} "
-            f"weights: it is for native compute with {', '.join(_SCREENED)}"
-        )
     if formats.compute == "native":
         from paceline.backends.native.step import NativeLoader
 
@@ -82,7 +74,6 @@ def choose_loader(plan: LoadPlan) -> ModelLoader:
             max_model_len=plan.max_model_len,
             threads=plan.placement.threads,
             isa=formats.isa,
-            screen_head=settings.screen_head,
             has_head=plan.pooling is None,
             copies=copies,
         )

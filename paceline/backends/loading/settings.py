@@ -32,9 +32,6 @@ class BackendSettings:
     # level of the native kernels, a name of ``native.variants()``, such as "avx2"; None: the best
     # that runs
     isa: str | None = None
-    # find the likeliest token of one or two greedy requests without reading the whole head, wrong
-    # only for errors beyond 6 standard deviations. Native compute with int8, q4 or native weights
-    screen_head: bool = False
     # bytes on disk for copies of packed weights, which save the next start from packing them; None:
     # no copies are kept. Native compute only
     packed_cache_bytes: int | None = None

@@ -71,7 +71,7 @@ class _Group:
         return None if broken else kind
 
 
-def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = False) -> Kinds:
+def choose_kinds(checkpoint: Checkpoint, dtype: str) -> Kinds:
     """Keep a file's blocks in their bits, and decode the others to int8.
 
     ``native`` keeps all blocks that a kernel can read. ``q4`` keeps blocks of 4 bits in the layers,
@@ -85,7 +85,6 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = Fals
 
     Args:
         dtype: a key of ``DTYPES``, or ``native``.
-        screen_head: the head is to be screened, which needs int8.
     """
     config = checkpoint.config
     if dtype == "int8":
@@ -102,7 +101,7 @@ def choose_kinds(checkpoint: Checkpoint, dtype: str, *, screen_head: bool = Fals
         tied = config.tie_word_embeddings
         source, is_head = _EMBEDDING if tied else place, tied or place == _HEAD
         # rows of a table that is not the head are looked up, which takes as long in any bits
-        may_keep = not is_head or (dtype == OWN_BITS and not screen_head)
+        may_keep = not is_head or dtype == OWN_BITS
         kind = tables.get(source, _Group()).own_kind(BLOCKS) if may_keep else None
         chosen.append((tables.get(place, _Group()), kind or _INT8))
     kept, decoded = Counter[str](), Counter[str]()

@@ -67,9 +67,6 @@ class NativeSettings:
     threads: int | None = None
     # a name of ``variants()``; None: the best
     isa: str | None = None
-    # find the likeliest tokens of one or two rows without reading the whole head
-    # (csrc/screen.cpp), wrong only for errors of more than 6 standard deviations
-    screen_head: bool = False
     # a number for each matrix (``block_formats.Kinds``); empty: all have ``dtype``, except tables
     # and odd widths, which are int8 where it is "q4"
     kinds: bytes = b""
@@ -107,7 +104,6 @@ class NativeConfig(ctypes.Structure):
         ("headless", c_int32),
         ("kv", c_int32),
         ("threads", c_int32),
-        ("screens", c_int32),
         ("norms", c_int32),
         ("qk_norm_whole", c_int32),
         ("activation", c_int32),
@@ -176,7 +172,6 @@ class NativeConfig(ctypes.Structure):
             weights=DTYPES[settings.dtype],
             headless=not settings.has_head,
             kv=KV_DTYPES[kv_dtype],
-            screens=settings.screen_head,
             norms=1 * model.norms_before + 2 * model.norms_after,
             qk_norm_whole=model.qk_norm_whole,
             activation=_ACTIVATIONS[model.activation],

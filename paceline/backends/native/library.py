@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 # PACELINE_ABI of the header that the structures below mirror
-ABI: Final = 18
+ABI: Final = 19
 _PATH: Final = Path(__file__).parent / "_lib.so"
 _AGAIN: Final = "build it again: python -m paceline.backends.native.build"
 
@@ -120,7 +120,6 @@ _SIGNATURES: Final = {
     "paceline_isa": (c_char_p, (c_void_p,)),
     "paceline_profile": (None, (c_void_p, c_int)),
     "paceline_seconds": (None, (c_void_p, POINTER(c_double))),
-    "paceline_choices": (None, (c_void_p, POINTER(c_int64))),
     "paceline_attention": (c_int, (c_void_p, POINTER(Step), c_void_p, c_void_p)),
     "paceline_cache": (c_void_p, (c_void_p, POINTER(c_int64))),
     "paceline_variants_for": (c_char_p, (POINTER(c_uint32), c_uint64)),

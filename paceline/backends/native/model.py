@@ -18,14 +18,12 @@ from paceline.backends.native.tensors import TYPES, RawTensor, Tensor, locate
 from paceline.checkpoints.model.config import ModelConfig
 from paceline.errors import ConfigError
 
-__all__ = ["CHOICES", "SECTIONS", "NativeModel"]
+__all__ = ["SECTIONS", "NativeModel"]
 
 # parts of a step that ``NativeModel.seconds`` times separately
 SECTIONS: Final = (
     "embed", "norm", "qkv", "rope", "attend", "encode", "out", "route", "gate_up", "down", "head",
 )  # fmt: skip
-# ways to find the likeliest token without logits that ``NativeModel.choices`` counts
-CHOICES: Final = ("settled", "too_many", "whole")
 Rope: TypeAlias = tuple[NDArray[np.float32], NDArray[np.float32]]
 # any integer type; others than int32 are converted
 Integers = NDArray[np.integer[Any]]
@@ -212,9 +210,7 @@ class NativeModel(Owner):
             query_start: [S + 1], first row of each sequence, then T; a sequence may have no rows.
             block_tables: [S, width], block ids by position // block_size.
             sample_rows: [R], ascending rows whose logits are wanted.
-            needs_logits: False: ``likeliest`` suffices, which costs less for a few rows
-                (csrc/screen.cpp); it is then right unless screening is off by more than 6 standard
-                deviations for one of the logits.
+            needs_logits: False: ``likeliest`` suffices.
             window_tables: window blocks in place of those in ``block_tables``, if there are any.
 
         Returns:
@@ -267,13 +263,6 @@ class NativeModel(Owner):
                 self.handle, source.ctypes.data, destination.ctypes.data, len(pairs)
             )
         )
-
-    def choices(self) -> dict[str, int]:
-        """Number of rows so far in steps without logits, by how their likeliest token was found
-        (``CHOICES``): settled by screening, screened in vain, or by the whole product at once."""
-        counts = (ctypes.c_int64 * len(CHOICES))()
-        self._library.paceline_choices(self.handle, counts)
-        return dict(zip(CHOICES, counts, strict=True))
 
     def profile(self, on: bool) -> None:
         """Start timing the parts of a step from zero, or stop."""

@@ -197,7 +197,6 @@ class NativeLoader:
     threads: int
     # level of the kernels; None: the best that runs here
     isa: str | None = None
-    screen_head: bool = False
     # False: hidden states are wanted, and no logits
     has_head: bool = True
     # packed weights on disk; None: no copies
@@ -238,7 +237,7 @@ class NativeLoader:
             weight = self.checkpoint.tensor("model.norm.weight") + np.float32(config.norm_offset)
             # epsilon for the sum as the library keeps it, see NativeModel
             norm = weight, config.rms_norm_eps / config.residual_scale**2
-        kinds = choose_kinds(self.checkpoint, self.dtype, screen_head=self.screen_head)
+        kinds = choose_kinds(self.checkpoint, self.dtype)
         tables, sliding = partial(rotary_tables, config, self.max_model_len), config.sliding_rope
         model = NativeModel(
             config,
@@ -252,7 +251,6 @@ class NativeLoader:
                 block_size=self.block_size,
                 threads=self.threads,
                 isa=self.isa,
-                screen_head=self.screen_head,
                 kinds=kinds.numbers,
                 has_head=self.has_head,
                 num_window_blocks=num_window_blocks,

@@ -128,6 +128,8 @@ _RENAMED: Final = {
     "--background-share": "--best-effort-share",
     "--best-effort-delay": "--best-effort-share",
 }
+# flags of earlier versions without a successor -> what happens instead
+_GONE: Final = {"--screen-head": "the whole output head is read for every token"}
 _SYNONYMS: Final = {
     "edf": "deadline", "fifo": "fcfs", "lifo": "priority", "shortest": "sjf", "spf": "sjf",
     "vtc": "fair", "wfq": "fair", "fp32": "float32", "bf16": "bfloat16", "half": "bfloat16",
@@ -137,6 +139,8 @@ _SYNONYMS: Final = {
 
 def _nearest(word: str, known: Iterable[str]) -> str:
     known = list(known)
+    if word in _GONE:
+        return f" ({word} is gone: {_GONE[word]})"
     if word in _ELSEWHERE:
         return f" (here that is {_ELSEWHERE[word]})"
     if _RENAMED.get(word) in known:

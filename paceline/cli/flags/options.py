@@ -138,14 +138,6 @@ def _add_model_options(parser: argparse.ArgumentParser, default: EngineSettings)
         "docs/operate/processors.md)",
     )
     group.add_argument(
-        "--screen-head",
-        action="store_true",
-        default=default.load.screen_head,
-        help="with int8 or q4 weights, find the next token of one or two greedy requests without "
-        "reading the whole output head: quicker, and right but for errors of more than 6 standard "
-        "deviations, which a head can be made to have (docs/understand/accuracy.md)",
-    )
-    group.add_argument(
         "--packed-cache",
         type=byte_count,
         default=default.load.packed_cache_bytes,
@@ -306,7 +298,6 @@ def engine_settings(
         convert=args.convert,
         matryoshka_dimensions=args.matryoshka_dimensions,
         isa=args.isa,
-        screen_head=args.screen_head,
         packed_cache_bytes=args.packed_cache,
         max_model_len=args.max_model_len,
         block_size=args.block_size,

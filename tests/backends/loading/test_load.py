@@ -119,10 +119,6 @@ def test_bfloat16_agrees_with_float32(llama_folder: Path, llama: WorkerBackend) 
             {"packed_cache_bytes": 2**30, "compute": "torch"},
             r"--packed-cache changes nothing with torch compute",
         ),
-        (
-            {"screen_head": True, "dtype": "float32"},
-            r"--screen-head changes nothing with \w+ compute",
-        ),
     ],
 )
 def test_settings_that_cannot_be(

@@ -94,7 +94,6 @@ def test_weights_refuse(text: str) -> None:
         (["--runner", "pooling"], "runner", "pooling"),
         (["--convert", "embed"], "convert", "embed"),
         (["--matryoshka-dimensions", "64,32"], "matryoshka_dimensions", (64, 32)),
-        (["--screen-head"], "screen_head", True),
         (["--packed-cache", "1GiB"], "packed_cache_bytes", 2**30),
         (["--kv-dtype", "int8"], "kv_dtype", "int8"),
         (["--max-model-len", "100"], "max_model_len", 100),

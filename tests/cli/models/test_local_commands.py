@@ -141,6 +141,7 @@ def test_the_model_may_be_named_by_a_flag(command: str) -> None:
         (["-tp", "x"], "start a server for each one"),
         (["--gpu-memory-utilization", "0.9"], "(here that is --kv-cache-memory SIZE)"),
         (["--best-effort-delay", "60"], "(--best-effort-delay is now --best-effort-share)"),
+        (["--screen-head"], "(--screen-head is gone: the whole output head is read"),
         (["--background-share=0.1"], "(--background-share is now --best-effort-share)"),
         (["--ctx-size", "4096"], "(here that is --max-model-len)"),
         (["--scheduling-polcy", "fcfs"], "(did you mean --scheduling-policy?)"),
