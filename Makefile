@@ -26,7 +26,7 @@ PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 TWO = -n $(WORKERS) --dist loadfile
 DAILY := not ui and not services and not docs and not thorough
 QUICK_TESTS := tests/core tests/speculation tests/property tests/contract tests/replay tests/checkpoints \
-	tests/routing tests/test_public.py tests/test_rooms.py
+	tests/routing tests/test_public.py
 
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST)))
 .DEFAULT_GOAL := test
@@ -40,7 +40,7 @@ serve: $(READY) ## an OpenAI-compatible server on PORT (8000); ARGS="--help" sho
 # in the order of the files: by default those with many tests come first, and the model's, few and
 # long, at the end by themselves
 test: check $(READY) model ## every day's tests, in 7 minutes: no Debian package, no browser, nothing long
-	@$(PYTEST) $(TWO) --no-loadscope-reorder -m "$(DAILY)" --junitxml=build/tests.xml; failed=$$?; \
+	@$(PYTEST) $(TWO) --no-loadscope-reorder -m "$(DAILY)"; failed=$$?; \
 		took=$$(($$(date +%s) - $(BEGAN))); echo "make test took $$((took / 60)) min $$((took % 60)) s"; exit $$failed
 
 quick: $(READY) check ## under a minute: make check and the tests that need no process and no model
@@ -52,6 +52,7 @@ check: $(STAMP) ## style, types, layers, sizes and words only
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/check_sizes.py && $(BIN)/python scripts/plain_words.py --limit
+	$(BIN)/python scripts/constants_table.py
 
 test-ui: $(READY) ## the page at /ui in Chromium, which apt-get installs, its bundle and types (node and npm)
 	@scripts/test-services chromium:chromium && scripts/vendor-ui --check
@@ -68,9 +69,6 @@ test-docs: $(READY) model docs ## the docs site in Chromium, and every example o
 	@scripts/test-services chromium:chromium && $(PYTEST) --no-skips tests/docs
 
 test-all: test test-ui test-services test-thorough test-wheel test-docs ## all of these, and the wheel as strangers would install it
-
-test-seconds: $(STAMP) ## where the last `make test` took how long
-	@$(BIN)/python -m tests.seconds build/tests.xml
 
 # by way of the source distribution, so what that lacks is missed
 wheel: $(STAMP) ## dist/*.whl with the kernels compiled, tagged with the glibc that they need
@@ -104,8 +102,8 @@ five-minutes: ## a newcomer's way in a fresh clone, timed: from nothing to a pac
 ten-minutes: $(READY) model ## docs/start/gateway-in-ten-minutes.md followed with the default model, timed
 	@$(BIN)/python -m tests.docs.follow docs/start/gateway-in-ten-minutes.md
 
-api-tables: $(STAMP) ## the tables of fields in docs/use/api.md, from the bodies that the server reads
-	@$(BIN)/python scripts/api_tables.py --write
+api-tables: $(STAMP) ## the tables of fields in docs/use/api.md, and the values in docs/understand/constants.md
+	@$(BIN)/python scripts/api_tables.py --write && $(BIN)/python scripts/constants_table.py --write
 rooms: $(STAMP) ## draw the rooms from the imports, in build/rooms.md too
 	@$(BIN)/python scripts/rooms.py --write
 replay: $(STAMP) ## the first step that the core of BASE (a commit) decides otherwise, in SEEDS (500) scenarios a policy

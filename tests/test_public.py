@@ -1,18 +1,13 @@
-"""What the package promises about itself: names, docstrings, version, files, frame."""
+"""What the package promises about itself: names, docstrings, version, dependencies."""
 
 from __future__ import annotations
 
 import ast
 import importlib
-import os
 import re
-import shutil
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
-
-import pytest
 
 import paceline
 
@@ -94,82 +89,3 @@ def test_nothing_third_party_is_imported_without_being_declared() -> None:
                 continue
             undeclared = [t for t in tops if t not in names and t not in sys.stdlib_module_names]
             assert not undeclared, f"{path.relative_to(ROOT)}:{node.lineno} imports {undeclared}"
-
-
-def test_layers_name_every_room() -> None:
-    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    contracts = config["tool"]["importlinter"]["contracts"]
-    layers = next(c for c in contracts if c["type"] == "layers")
-    assert layers["exhaustive"] is True
-    named = {room.strip() for line in layers["layers"] for room in line.split("|")}
-    rooms = {path.parent.name for path in (ROOT / "paceline").glob("*/__init__.py")}
-    files = {path.stem for path in (ROOT / "paceline").glob("*.py")} - {"__init__"}
-    assert rooms | files == named
-    documented = (ROOT / "docs/understand/architecture.md").read_text()
-    assert all(f"`{room}/`" in documented for room in rooms)
-    assert all(f"`{file}.py`" in documented for file in files)
-
-
-def test_documents_name_files_that_exist() -> None:
-    text = (ROOT / "docs/understand/architecture.md").read_text()
-    named = re.findall(
-        r"`((?:core|checkpoints|backends|engine|http|routing|server|sim|cli|tests)/[\w/]+\.py)",
-        text,
-    )
-    assert len(named) > 15
-    for name in named:
-        place = ROOT / name if name.startswith("tests/") else ROOT / "paceline" / name
-        assert place.exists(), name
-
-
-def test_the_architecture_names_every_file_of_the_core() -> None:
-    rows = re.findall(
-        r"^\| `(core/(?:\w+/)?)` \| (.*) \|$",
-        (ROOT / "docs/understand/architecture.md").read_text(),
-        re.M,
-    )
-    named = {
-        f"{folder}{name}" for folder, files in rows for name in re.findall(r"`(\w+\.py)`", files)
-    }
-    core = ROOT / "paceline/core"
-    there = {str(path.relative_to(ROOT / "paceline")) for path in core.rglob("*.py")}
-    assert named == {path for path in there if not path.endswith("__init__.py")}
-
-
-def test_ci_runs_what_people_run() -> None:
-    script = ROOT / ".ci/run"
-    assert script.stat().st_mode & 0o111
-    assert script.read_text().splitlines()[-2:] == [
-        "make test",
-        "exec make test-ui test-services",
-    ]
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="this machine has no make")
-def test_make_passes_on_what_it_is_told(tmp_path: Path) -> None:
-    def commands(*arguments: str) -> str:
-        # -n says what would be run; an environment elsewhere shows that it would be made first
-        done = subprocess.run(
-            ["make", "-n", f"VENV={tmp_path}/venv", *arguments],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-            # nothing of the make that runs this test
-            env={"PATH": os.environ["PATH"]},
-        )
-        return done.stdout.strip()
-
-    serve = commands("serve", "PORT=1234", "ARGS=--max-num-seqs 7")
-    assert "scripts/make-venv" in serve
-    assert serve.endswith("bin/paceline serve smollm2-135m --port 1234 --max-num-seqs 7")
-    assert commands("serve", "MODEL=x.gguf").endswith("paceline serve x.gguf --port 8000")
-    assert commands("bench", "NAME=peers", "ARGS=-x").endswith("python -m benchmarks peers -x")
-    assert " -m pytest -n 3 " in commands("test", "WORKERS=3")
-    everything = commands("test-all")
-    for marker in ("ui", "services", "docs", "thorough"):
-        assert f"not {marker}" in commands("test"), "what one leaves out the others add"
-    for words in ("tests/ui", '-m "services and not thorough"', "tests/docs", "-m thorough"):
-        assert words in everything
-    quick = commands("quick").rpartition('" ')[2].split()
-    assert quick and all((ROOT / path).exists() for path in quick)
