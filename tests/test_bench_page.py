@@ -1,4 +1,4 @@
-"""The commands of docs/use/bench.md exist, and the first one runs."""
+"""The first command of docs/use/bench.md runs."""
 
 from __future__ import annotations
 
@@ -8,22 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.main import build_parser, main
+from paceline.cli.main import main
 from tests.cli.servers import start_server
 
 PAGE = (Path(__file__).parent.parent / "docs/use/bench.md").read_text()
 COMMANDS = re.findall(r"^    paceline (.*)$", PAGE, flags=re.MULTILINE)
-
-
-def test_every_command_and_flag_exists(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(COMMANDS) >= 5
-    parser = build_parser(("bench",))
-    for line in COMMANDS:
-        assert callable(parser.parse_args(shlex.split(line)).run), line
-    with pytest.raises(SystemExit):
-        parser.parse_args(["bench", "--help"])
-    known = set(re.findall(r"--[a-z][a-z0-9-]+", capsys.readouterr().out))
-    assert set(re.findall(r"--[a-z][a-z0-9-]+", PAGE)) <= known
 
 
 def test_the_first_command_runs(capsys: pytest.CaptureFixture[str]) -> None:

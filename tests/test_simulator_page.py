@@ -1,4 +1,4 @@
-"""The commands of docs/understand/simulator.md exist, and the quick ones run."""
+"""The quick commands of docs/understand/simulator.md run."""
 
 from __future__ import annotations
 
@@ -8,17 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.main import build_parser, main
+from paceline.cli.main import main
 
 PAGE = (Path(__file__).parent.parent / "docs/understand/simulator.md").read_text()
 COMMANDS = re.findall(r"^    paceline (.*)$", PAGE, flags=re.MULTILINE)
-
-
-def test_every_command_parses() -> None:
-    assert len(COMMANDS) >= 7
-    parser = build_parser()
-    for line in COMMANDS:
-        assert callable(parser.parse_args(shlex.split(line)).run), line
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,8 @@ from tests.contract.test_backends import (
     load_folder,
     load_tiny,
 )
-from tests.contract.test_drafts import _add, _answers
+from tests.contract.test_drafts import add_all, answers_of, check_choices
 from tests.contract.test_grammar import GRAMMARS
-from tests.driving import make_request
 
 AUTO = {"method": "auto", "model": "another", "num_speculative_tokens": 5}
 ALONE = {"model": "another", "num_speculative_tokens": 3}
@@ -114,9 +113,9 @@ def test_answers_are_the_same(
     monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
     monkeypatch.setattr(draft_choice, "_UNLIKELY", 0.0)
     driver = drive(backend)
-    _add(driver, sampling)
+    add_all(driver, sampling)
     driver.run()
-    reference = _answers(driver)
+    reference = answers_of(driver)
     preempted = 0
     for config, settings in (
         (AUTO, {"depth": 2}),
@@ -124,9 +123,9 @@ def test_answers_are_the_same(
         (ALONE, {"num_tokens": 208, "enable_prefix_caching": False, "depth": 2}),
     ):
         driver = drive(backend, speculative_config=config, **settings)
-        _add(driver, sampling)
+        add_all(driver, sampling)
         driver.run()
-        assert _answers(driver) == reference, settings
+        assert answers_of(driver) == reference, settings
         stats = driver.scheduler.stats()
         drafted, accepted = dict(stats.drafted), dict(stats.accepted)
         assert drafted[DRAFT_MODEL] > 20
@@ -141,23 +140,5 @@ def test_answers_are_the_same(
 
 def test_choices_of_one_request(backend: ModelBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
-    found = []
-    for config in (None, ALONE):
-        driver = drive(backend, speculative_config=config, depth=2)
-        for index in range(3):
-            driver.add(
-                make_request(
-                    f"r/{index}",
-                    [40, 41, 42] * 8,
-                    40,
-                    grammar=GRAMMARS["lark"] if index == 2 else None,
-                    fork_of="r/0" if index else None,
-                    temperature=1.0,
-                    seed=index,
-                    frequency_penalty=0.3,
-                )
-            )
-        driver.run()
-        found.append(_answers(driver))
-    assert found[0] == found[1]
+    driver = check_choices(backend, ALONE, (None, None, GRAMMARS["lark"]))
     assert driver.scheduler.stats().num_draft_tokens > 0

@@ -43,7 +43,7 @@ KINDS: tuple[Grammar | None, ...] = (GRAMMARS["regex"], GRAMMARS["lark"], None)
 LENGTH = 56
 
 
-def _add(driver: Driver, sampling: dict[str, Any]) -> None:
+def add_all(driver: Driver, sampling: dict[str, Any]) -> None:
     for number, (name, setting) in enumerate(PENALTIES.items()):
         for place, grammar in enumerate(KINDS):
             if name == "bad words" and grammar is not None:
@@ -54,7 +54,7 @@ def _add(driver: Driver, sampling: dict[str, Any]) -> None:
             driver.add(make_request(f"{name} {place}", prompt, LENGTH, **settings))
 
 
-def _answers(driver: Driver) -> dict[str, Any]:
+def answers_of(driver: Driver) -> dict[str, Any]:
     return {
         name: (tokens, driver.finished[name].finish_reason, driver.finished[name].stop_reason)
         for name, tokens in driver.tokens.items()
@@ -107,9 +107,9 @@ def test_answers_are_the_same(
     monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
     monkeypatch.setattr(draft_choice, "_UNLIKELY", 0.0)
     driver = drive(backend)
-    _add(driver, sampling)
+    add_all(driver, sampling)
     driver.run()
-    reference = _answers(driver)
+    reference = answers_of(driver)
     assert len(reference) == 3 * len(PENALTIES) - 2
     verified: dict[str, int] = {}
     ways: list[dict[str, Any]] = [{"num_tokens": 176, "max_num_batched_tokens": 40}, {"depth": 2}]
@@ -117,9 +117,9 @@ def test_answers_are_the_same(
     for number, (name, maker) in enumerate(_drafters(reference, backend.info.vocab_size).items()):
         for settings in ways if maker is None else [ways[number % 2]]:
             driver = drive(backend, speculative_config=AUTO, drafter=maker, **settings)
-            _add(driver, sampling)
+            add_all(driver, sampling)
             driver.run()
-            found = _answers(driver)
+            found = answers_of(driver)
             assert found == reference, (name, settings)
             stats = driver.scheduler.stats()
             verified[name] = stats.num_draft_tokens
@@ -133,26 +133,28 @@ def test_answers_are_the_same(
     assert min(verified.values()) > 20, verified
 
 
-def test_choices_of_one_request(backend: ModelBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
+def check_choices(
+    backend: ModelBackend, config: dict[str, Any], grammars: Sequence[Grammar | None], **more: Any
+) -> Driver:
+    """Check that three choices of one request are the same with drafts; return the latter's."""
     found = []
-    for config in (None, AUTO):
-        driver = drive(backend, speculative_config=config, depth=2)
-        for index in range(3):
+    for speculative in (None, config):
+        driver = drive(backend, speculative_config=speculative, depth=2)
+        for index, grammar in enumerate(grammars):
             driver.add(
                 make_request(
-                    f"r/{index}",
-                    [40, 41, 42] * 8,
-                    LENGTH,
-                    grammar=GRAMMARS["regex"],
-                    fork_of="r/0" if index else None,
-                    temperature=1.0,
-                    seed=index,
-                    frequency_penalty=0.3,
-                    **ENDS,
+                    f"r/{index}", [40, 41, 42] * 8, LENGTH, grammar=grammar,
+                    fork_of="r/0" if index else None, temperature=1.0, seed=index,
+                    frequency_penalty=0.3, **more,
                 )
-            )
+            )  # fmt: skip
         driver.run()
-        found.append(_answers(driver))
+        found.append(answers_of(driver))
     assert found[0] == found[1]
+    return driver
+
+
+def test_choices_of_one_request(backend: ModelBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
+    driver = check_choices(backend, AUTO, [GRAMMARS["regex"]] * 3, **ENDS)
     assert driver.scheduler.stats().num_accepted_tokens > 0
