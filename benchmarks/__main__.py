@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 # files of a folder that are benchmarks of their own
-INSIDE: Final = ("kernels/accuracy", "kernels/kinds", "kernels/levels", "peers/sizes")
+INSIDE: Final = ("kernels/accuracy", "kernels/levels", "peers/sizes")
 
 
 def benchmarks() -> dict[str, Path]:

@@ -1,19 +1,12 @@
-"""Recorded vLLM runs predicted from operator profiles: the "vllm" part of ``sim``.
-
-By itself, ``python -m benchmarks.sim.vllm [FOLDER]``, it shows the effect of vLLM's rules: every
-run predicted by all of them, and with each one replaced by this project's own.
-"""
+"""Recorded vLLM runs predicted from operator profiles: the "vllm" part of ``sim``."""
 
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from paceline.core.config import SchedulerConfig
 from paceline.errors import PacelineError
 from paceline.sim.step_times.models import ModelShape
 from paceline.sim.vllm_runs import (
@@ -23,7 +16,6 @@ from paceline.sim.vllm_runs import (
     for_run,
     measure,
     predict,
-    replica_config,
     step_times,
 )
 
@@ -97,29 +89,3 @@ def vllm(folder: Path, models: Sequence[ModelShape] = ()) -> dict[str, Any]:
         "vllm_host_s": seconds,
         "vllm_left_out": skipped,
     }
-
-
-def rules(folder: Path) -> None:
-    """Print each run's errors, operators alone, under vLLM's rules and without one of them."""
-    ours = SchedulerConfig()
-    changes: dict[str, dict[str, Any]] = {
-        "vLLM's rules": {},
-        "others pass a request that does not fit": {"bypass_window": ours.bypass_window},
-        "who loses least is preempted": {"policy": "fcfs"},
-        "both": {"bypass_window": ours.bypass_window, "policy": "fcfs"},
-    }
-    for path in find_runs(folder):
-        run = VllmRun.read(path)
-        config = replica_config(run)
-        for label, change in changes.items():
-            changed = replace(config, scheduler=replace(config.scheduler, **change))
-            served = predict(run, folder / "profiles", config=changed)
-            errors = ", ".join(
-                f"{name} {of(served) / of(run.requests) - 1.0:+.1%}" for name, of in METRICS.items()
-            )
-            preempted = sum(s.preemptions for s in served)
-            print(f"{run.name}, {label}: {errors}; {preempted} preemptions")
-
-
-if __name__ == "__main__":
-    rules(Path(sys.argv[1] if len(sys.argv) > 1 else "../shared/vllm-runs"))

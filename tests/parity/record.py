@@ -4,14 +4,34 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.batching import load_transformers
 from paceline.checkpoints.hub.resolve import find_local
 from paceline.engine.text.tokenizer import load_tokenizer
 from tests.parity.prompts import PROMPTS
 from tests.parity.test_smollm2 import NUM_TOKENS, chosen_after, generate, load
+
+
+def load_transformers(path: Path, dtype: str) -> Any:
+    """Load the same weights in transformers, by its own GGUF loader.
+
+    ``from_pretrained(gguf_file=...)`` is not used, as it needs one more package.
+    """
+    import transformers
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    config = transformers.AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
+    missing, unexpected = model.load_state_dict(loaded["tensors"], strict=False)
+    # the output head is the embedding
+    assert set(missing) <= {"lm_head.weight"} and not unexpected, (missing, unexpected)
+    model.tie_weights()
+    return model.eval()
 
 
 def main() -> None:

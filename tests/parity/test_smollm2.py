@@ -70,7 +70,7 @@ def backend(smollm2_path: Path, threads: int | None) -> Iterator[ModelBackend]:
 
 @pytest.fixture(scope="module")
 def transformers_model(smollm2_path: Path) -> Any:
-    from benchmarks.batching import load_transformers
+    from tests.parity.record import load_transformers
 
     return load_transformers(smollm2_path, "float32")
 
