@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.common.processes import Unavailable
 
-__all__ = ["Answered", "Timing", "check_answered", "complete", "exchange", "get"]
+__all__ = ["Answer", "Timing", "check_answered", "complete", "exchange", "get"]
 
 _LIMIT = 1 << 20
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
@@ -59,7 +59,7 @@ def check_answered(timings: Iterable[Timing]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class Answer:
     """The head of an answer, and its body as it comes."""
 
     status: int
@@ -85,7 +85,7 @@ class Answered:
 @contextlib.asynccontextmanager
 async def exchange(
     port: int, path: str, body: object = None, headers: Mapping[str, str] = NO_FIELDS
-) -> AsyncIterator[Answered]:
+) -> AsyncIterator[Answer]:
     """Send a GET, or a POST of ``body`` as JSON, over a connection of its own, which is closed when
     the block ends. Raises OSError, ValueError or IncompleteReadError for an answer that is none."""
     data = b"" if body is None else json.dumps(body).encode()
@@ -99,7 +99,7 @@ async def exchange(
         writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + data)
         await writer.drain()
         status, found = await _read_head(reader)
-        yield Answered(status, found, _body(reader, found))
+        yield Answer(status, found, _body(reader, found))
     finally:
         writer.close()
 
