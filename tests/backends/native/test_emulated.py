@@ -91,8 +91,8 @@ def test_the_processor_has_nothing_better() -> None:
 
 @pytest.mark.timeout(900)
 def test_kernels_pass_their_tests() -> None:
-    names = ("test_matrix", "test_kinds", "test_experts", "test_attention", "test_likeliest")
-    out = emulated(TESTS, "-k", "avx2", *(FOLDER / f"{name}.py" for name in names))
+    names = ("matrix", "block_formats", "experts", "attention", "likeliest")
+    out = emulated(TESTS, "-k", "avx2", *(FOLDER / f"test_{name}.py" for name in names))
     passed = re.search(r"(\d+) passed", out)
     assert passed is not None and int(passed[1]) > 100, out[-2000:]
 
