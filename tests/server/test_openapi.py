@@ -18,12 +18,11 @@ from paceline.http.keys import OPEN_PATHS, ApiKey
 from paceline.server import ServerConfig, create_app
 from paceline.server.app import batches_of
 from paceline.server.openapi.requests import EXAMPLES, request_schemas
-from paceline.server.protocol.requests import RequestRules
 from paceline.server.settings.batch_config import BatchConfig
 from tests.server.helpers import chat_body, connect, events
 from tests.server.live_process import LiveServer, live_server
 from tests.server.schemathesis_run import check_document, null_server_settings
-from tests.server.test_api_doc import documented
+from tests.server.test_api_doc import RULES, documented
 
 pytestmark = pytest.mark.anyio
 
@@ -126,18 +125,8 @@ FIELD_SCHEMAS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("path", FIELD_SCHEMAS)
 async def test_its_fields_are_those_of_the_api_page(path: str) -> None:
-    rules = RequestRules(
-        served_model_names=("m",),
-        vocab_size=259,
-        max_model_len=512,
-        max_choices=4,
-        max_prompts=4,
-        eos_token_ids=frozenset({1}),
-        default_sampling={},
-        trust_request_chat_template=False,
-    )
     told = documented(f"`{path}`")
-    assert set(request_schemas(rules)[path]["properties"]) == told["served"] | told["ignored"]
+    assert set(request_schemas(RULES)[path]["properties"]) == told["served"] | told["ignored"]
 
 
 async def test_it_knows_the_bounds_of_this_server(engine: LocalEngineClient) -> None:
