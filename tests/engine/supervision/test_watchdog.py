@@ -92,7 +92,7 @@ def test_an_engine_is_not_blamed_for_time_in_which_this_process_stood_still() ->
         await until(lambda: engine.looks > 0, watching)
         before = engine.forgiven
         # nothing else runs on this loop meanwhile
-        time.sleep(0.05)
+        time.sleep(0.05)  # noqa: ASYNC251
         await until(lambda: engine.forgiven > before, watching)
         assert not ends
         assert engine.forgiven >= 0.01
