@@ -14,8 +14,10 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
+from paceline.core.drafter import Drafter
+from paceline.core.forecast import Forecast
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import NO_SLO, Slo
 from paceline.core.tier import Move, Tier, after, tier_of
@@ -87,7 +89,7 @@ class RequestSpec:
     prediction_token_ids: tuple[int, ...] = ()
     # source of draft tokens from what the engine knows, for ``step.speculation`` alone to ask;
     # None: there is none
-    drafter: Any = None
+    drafter: Drafter | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -113,9 +115,14 @@ class History:
     demoted: bool = False
     # seconds to the first token as predicted on arrival, and the parts of that ``Forecast``
     predicted_ttft: float | None = None
-    forecast: Any = None
+    forecast: Forecast | None = None
     # draft tokens that were verified and draft tokens that were right, by source
     drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def note_draft(self, source: str, num_verified: int, num_right: int) -> None:
+        """Count draft tokens of a row, ``num_right`` of them right."""
+        verified, right = self.drafts.get(source, (0, 0))
+        self.drafts[source] = verified + num_verified, right + num_right
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -169,8 +176,8 @@ class Request:
     num_pending_tokens: int = 0
     # draft tokens among num_computed_tokens; until their step returns, no other is planned
     num_draft_tokens: int = 0
-    # state of ``step.speculation`` for it; None: the request was never considered for drafts
-    draft_state: Any = None
+    # what ``keep_drafts`` was given; None: the request was never considered for drafts
+    draft_state: object | None = None
 
     # memory: position p lives in block_ids[p // block_size]
     block_ids: list[int] = field(default_factory=list)
@@ -237,6 +244,25 @@ class Request:
             self.targets = self.slo
             self.order = (self.key, self.order[1])
             self.history.demoted = False
+
+    def keep_drafts(self, state: object) -> None:
+        """Keep the state of ``step.speculation`` for this request, which core does not read."""
+        self.draft_state = state
+
+    def lengthen(self, count: int) -> None:
+        """Count ``count`` draft tokens of a planned row as computed."""
+        self.num_computed_tokens += count
+        self.num_draft_tokens = count
+
+    def settle_drafts(self, *, num_wrong: int) -> None:
+        """Count the wrong draft tokens of a row that has returned as not computed: the next row
+        overwrites them."""
+        # the caller gets the timeline with the next tokens
+        self.timeline_sent = False
+        # 0 if the request has ended or been preempted: its blocks are gone
+        if self.num_draft_tokens:
+            self.num_computed_tokens -= num_wrong
+            self.num_draft_tokens = 0
 
     @property
     def best_effort(self) -> bool:

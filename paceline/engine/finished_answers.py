@@ -24,10 +24,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from paceline.core.drafter import NO_DRAFT, DraftTokens
 from paceline.core.outputs import RequestUpdate, SchedulerOutput, StepNote
 from paceline.core.request import FinishReason, Request
 from paceline.errors import ConfigError
-from paceline.speculation.draft_tokens import NO_DRAFT, DraftTokens
 
 __all__ = ["SOURCE", "AnswerDrafter", "FinishedAnswers", "Owner"]
 
@@ -173,10 +173,10 @@ class _Ring:
             power = power * _FACTOR & _WORD
             if length in _LENGTHS:
                 # where something follows; of equal hashes the last is kept
-                places = length + np.flatnonzero(text[length:] != _END)
-                buckets = (hashes[places] * np.uint64(_MIXER)) >> np.uint64(self._shift)
+                behind = length + np.flatnonzero(text[length:] != _END)
+                buckets = (hashes[behind] * np.uint64(_MIXER)) >> np.uint64(self._shift)
                 row, at = _LENGTHS.index(length), buckets.astype(np.int64)
-                found = first + places
+                found = first + behind
                 if older:
                     found = np.maximum(found, self._places[row, at])
                 self._places[row, at] = found

@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from paceline.core.backend import ModelBackend
 from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.drafter import DraftTokens
 from paceline.core.grammar import ConstrainedBackend, MatcherSource
 from paceline.engine.core import EngineCore
 from paceline.engine.local import LocalEngineClient
@@ -31,7 +32,7 @@ from paceline.engine.process.loop import engine_info
 from paceline.engine.protocol import Tokenizer
 from paceline.engine.text.grammar import GrammarCompiler
 from paceline.errors import InvalidRequestError
-from paceline.speculation.draft_tokens import DraftTokens
+from paceline.speculation.draft_tokens import NGRAM
 from paceline.timeline.tap import TimelineTap
 
 __all__ = ["ByteTokenizer", "ForeignDrafter", "ScriptedDrafter", "null_client", "null_core"]
@@ -235,11 +236,11 @@ class ScriptedDrafter:
         for place in self.wrong:
             if place < len(drafts):
                 drafts[place] = (drafts[place] + 1) % self._vocab_size
-        return DraftTokens(drafts, 1)
+        return DraftTokens(drafts, 1, NGRAM)
 
 
 class ForeignDrafter:
     """Drafts ids that are no tokens."""
 
     def propose(self, tokens: Sequence[int], count: int) -> DraftTokens:
-        return DraftTokens([_NO_TOKEN] * count, 1)
+        return DraftTokens([_NO_TOKEN] * count, 1, NGRAM)

@@ -14,9 +14,10 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from paceline.core.drafter import DraftTokens
 from paceline.core.request import MOST_DRAFT_TOKENS, Request
 from paceline.errors import ConfigError
-from paceline.speculation.draft_tokens import DraftTokens
+from paceline.speculation.draft_tokens import NGRAM
 from paceline.speculation.drafts import DrafterMaker
 
 __all__ = ["Truth", "check_acceptance", "drafter_maker"]
@@ -42,7 +43,7 @@ class _Drafter:
                 # a wrong draft; tokens after it do not matter
                 drafts[place] += 2
                 break
-        return DraftTokens(drafts, 1)
+        return DraftTokens(drafts, 1, NGRAM)
 
 
 def drafter_maker(acceptance: Sequence[float], truth: Truth) -> DrafterMaker:

@@ -18,8 +18,9 @@ from itertools import accumulate, repeat
 from operator import eq, mul
 from typing import Final
 
+from paceline.core.drafter import NO_DRAFT, Drafter, DraftTokens
 from paceline.core.outputs import DRAFT_MODEL
-from paceline.speculation.draft_tokens import GRAMMAR, NO_DRAFT, UNMADE, Drafter, DraftTokens
+from paceline.speculation.draft_tokens import GRAMMAR, UNMADE
 
 __all__ = ["Acceptance", "DraftState"]
 

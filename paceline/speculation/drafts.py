@@ -5,7 +5,7 @@ of them the request's own choice of tokens would have produced. Drafts come last
 tokens and blocks that no other request wants, in steps of few rows that compute no prompt and while
 no request waits. One is added while its probability exceeds its share of the time.
 
-This module does not know where draft tokens come from, or what becomes of them.
+This module does not know where draft tokens come from, what they cost or what becomes of them.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Final
 
-from paceline.core.outputs import DRAFT_MODEL, Draft, ScheduledRow, SchedulerOutput, StepResult
+from paceline.core.drafter import NO_DRAFT, Drafter, DraftTokens
+from paceline.core.outputs import DRAFT_MODEL, Draft, SchedulerOutput, StepResult
 from paceline.core.predict.chunk import LATE_QUANTILE
-from paceline.core.predict.step_time import StepShape
 from paceline.core.request import Request
 from paceline.core.step.limits import Step
 from paceline.core.step.state import SchedulerState
 from paceline.speculation.draft_choice import DraftChoice, StepCosts, likeliest_first
+from paceline.speculation.draft_cost import MANY, DraftCosts, Tries
 from paceline.speculation.draft_state import Acceptance, DraftState
-from paceline.speculation.draft_tokens import NO_DRAFT, Drafter, DraftTokens, ModelDrafter
+from paceline.speculation.draft_tokens import ModelDrafter
 from paceline.speculation.ngram import NgramDrafter
 from paceline.speculation.prediction import PredictionDrafter
-from paceline.speculation.row_price import RowPrice
 from paceline.speculation.settings import SpeculationSettings
 
 __all__ = ["DrafterMaker", "Drafts"]
@@ -34,21 +34,6 @@ DrafterMaker = Callable[[Request], Drafter]
 
 # most running requests with which drafts are made
 _MOST_ROWS: Final = 8
-# exploration: every ``_TRY`` steps a likely draft is verified even if it is predicted not to pay,
-# so that its price stays known; a try that did not pay doubles the interval, up to ``_MOST_TRY``,
-# until a draft pays or another request comes
-_TRY: Final = 32
-_MOST_TRY: Final = 512
-# steps with drafts until their price counts as known: with rows of one request alone, it cannot be
-# separated from the fixed part of a step
-_UNPRICED: Final = 16
-# weight of the newest value in means, and of the result of a try
-_NEWEST: Final = 0.1
-_TRIED: Final = 0.5
-# factor on the mean pipeline bubble after a step that did not wait
-_FORGETTING: Final = 0.99
-# known tokens read by the draft model in one step from which its time shows their price
-_MANY: Final = 32
 _TOKEN_IDS: Final = attrgetter("token_ids")
 _BEST_EFFORT: Final = attrgetter("best_effort")
 # share of tokens drafted right above which the next step is planned only once the last tokens are
@@ -69,25 +54,13 @@ class Drafts:
     def __init__(self, state: SchedulerState, make: DrafterMaker | None = None) -> None:
         self._settings = SpeculationSettings.of(state.config.speculative_config)
         self._totals, self._make = state.totals, make
-        self._acceptance, self._row_price = Acceptance(), RowPrice()
+        self._acceptance, self._costs = Acceptance(), DraftCosts(state.step_time)
+        self._tries = Tries()
         self._waiting, self._forks, self._running = state.waiting, state.forks, state.running
         self._kv, self._step_time, self._work = state.kv, state.step_time, state.work
-        self._num_steps = self._num_lengthened = 0
-        # step from which a draft is to be tried, and the steps until the next try; whether the last
-        # drafts were a try
-        self._try_at = self._try_every = _TRY
-        self._tried = False
         # requests of the last step had drafts worth verifying, or often have: the next step is best
         # planned once that step's tokens are known
         self.awaits_tokens = False
-        # mean pipeline bubble, s: tokens received -> plan made with them; time of the last tokens
-        self._bubble = self._received_at = 0.0
-        # seconds of the draft model's pass over all rows, and per known token that it reads; most
-        # such tokens in a step
-        self._pass_seconds = self._token_seconds = 0.0
-        self._most_taken = 0
-        # most known tokens of a request that it reads, as a head sees no more; 0: not known
-        self._most_seen = 0
         # predicted seconds of the last step for making draft tokens
         self.making_seconds = 0.0
 
@@ -100,7 +73,8 @@ class Drafts:
     def add(self, step: Step) -> tuple[Draft, ...]:
         """Lengthen rows of a step that is otherwise complete; see ``SchedulerOutput.drafts``."""
         requests = step.requests
-        self._note_bubble(requests, step.now)
+        waited = self.awaits_tokens and requests and requests[0].num_pending_tokens == 1
+        self._costs.note_plan(step.now, len(requests), waited=bool(waited))
         self.awaits_tokens, self.making_seconds = False, 0.0
         if not requests or step.wide_tokens or not self._has_room(step):
             return ()
@@ -114,12 +88,13 @@ class Drafts:
             self.awaits_tokens = True
             # drafts cannot follow a token of an earlier step that is not known yet
             if requests[index].num_pending_tokens == 1:
-                self._lengthen(step, index, count)
+                extension = self._kv.extend(requests[index], count)
+                assert extension is not None and extension.copy is None, "the blocks were counted"
+                step.lengthen(index, count, extension.new_block_ids)
                 draft = proposed[index]
                 drafts.append(Draft(index, tuple(draft.token_ids[:count]), draft.source))
-        if drafts and self._num_steps >= self._try_at:
-            self._try_every = min(_MOST_TRY, 2 * self._try_every) if self._tried else _TRY
-            self._try_at = self._num_steps + self._try_every
+        if drafts:
+            self._tries.end_step()
         self._predict_making(requests, drafts)
         return tuple(drafts)
 
@@ -150,92 +125,70 @@ class Drafts:
     ) -> None:
         """Take in a step's result, before its tokens are appended to the ``requests`` of its rows.
         Counts computed tokens of wrong drafts as not computed: the next row overwrites them."""
-        self._received_at = now
+        self._costs.note_result(now)
         num_verified = self._settle(plan, requests, result) if plan.drafts else 0
         planned_rows = len(plan.rows) + sum(len(token_ids) for _, token_ids, _ in plan.drafts)
         if plan.num_tokens == planned_rows and result.elapsed > 0.0:
-            self._row_price.observe(len(plan.rows) + num_verified, result.elapsed)
+            self._costs.note_rows(len(plan.rows) + num_verified, result.elapsed)
         for index, token_ids in result.forced:
             if (state := self._draft_state(requests[index])) is not None:
                 state.force(requests[index].num_tokens + len(result.sampled[index]), token_ids)
 
     def _settle(self, plan: SchedulerOutput, requests: list[Request], result: StepResult) -> int:
         """Do ``apply_result`` for rows with drafts. Returns how many draft tokens were verified."""
-        made, num_verified, busy = dict(result.made), 0, sum(result.caught_up) >= _MANY
+        made, num_verified, busy = dict(result.made), 0, sum(result.caught_up) >= MANY
         caught_up = dict(zip(made, result.caught_up, strict=False))
         behind = dict(zip(made, result.behind, strict=False))
-        state: DraftState | None
         for index, planned, source in plan.drafts:
             request, sampled = requests[index], result.sampled[index]
             token_ids = planned if source != DRAFT_MODEL else made.get(index, ())
-            if source == DRAFT_MODEL and (state := request.draft_state) is not None:
+            if source == DRAFT_MODEL and (state := _state_of(request)) is not None:
                 left = behind.get(index, 0)
                 # tokens that it skips without reading
                 passed = state.num_unseen - caught_up.get(index, 0) - left
-                if passed >= _MANY and (token_ids or left):
-                    self._most_seen = max(self._most_seen, request.num_tokens - passed)
+                if token_ids or left:
+                    self._costs.note_skipped(passed, request.num_tokens - passed)
                 state.learn(token_ids, left, busy)
             num_verified += len(token_ids)
             right = max(0, len(sampled) - 1)
             if token_ids:
                 counted = min(right, _until_end(request, sampled))
                 self._totals.note_draft(source, len(token_ids), counted)
-                verified, so_far = request.history.drafts.get(source, (0, 0))
-                request.history.drafts[source] = verified + len(token_ids), so_far + counted
-            # the caller gets the timeline with the next tokens
-            request.timeline_sent = False
-            # 0 if the request has ended or been preempted: its blocks are gone
-            if request.num_draft_tokens:
-                request.num_computed_tokens -= len(planned) - right
-                request.num_draft_tokens = 0
-        self._num_lengthened += bool(num_verified or made)
-        if made:
-            self._learn_making(max(map(len, made.values())), result)
+                request.history.note_draft(source, len(token_ids), counted)
+            request.settle_drafts(num_wrong=len(planned) - right)
+        self._costs.note_drafted(result, verified=num_verified > 0, tried=self._tries.tried)
         return num_verified
-
-    def _learn_making(self, passes: int, result: StepResult) -> None:
-        """Learn from the time that the backend's model took for its passes and for known tokens."""
-        taken, seconds = sum(result.caught_up), result.drafting
-        self._most_taken = max(self._most_taken, taken)
-        if taken < _MANY:
-            share = _TRIED if self._tried else _NEWEST
-            self._pass_seconds = _mean(self._pass_seconds, seconds / max(1, passes), share)
-        elif self._pass_seconds or not passes:
-            rest = max(0.0, seconds - passes * self._pass_seconds)
-            self._token_seconds = _mean(self._token_seconds, rest / taken, _NEWEST)
 
     def _predict_making(self, requests: Sequence[Request], drafts: Sequence[Draft]) -> None:
         passes = unseen = 0
-        state: DraftState | None
         for row, token_ids, source in drafts:
-            if source == DRAFT_MODEL and (state := requests[row].draft_state) is not None:
+            if source == DRAFT_MODEL and (state := _state_of(requests[row])) is not None:
                 passes, unseen = max(passes, len(token_ids)), unseen + self._unseen(state)
-        taken = min(unseen, self._most_taken) * self._token_seconds
-        self.making_seconds = passes * self._pass_seconds + taken
+        self.making_seconds = self._costs.making(passes, unseen)
 
     def _unseen(self, state: DraftState) -> int:
         """Return the known tokens that the backend's model is expected to read."""
-        return min(state.num_unseen, self._most_seen or state.num_unseen)
+        return self._costs.unseen(state.num_unseen)
 
     def _propose(self, request: Request) -> DraftTokens:
         most = min(self._settings.num_tokens, _room(request), request.asked.max_draft_tokens)
         if most <= 0 or request.shares_tail:
             return NO_DRAFT
-        state: DraftState | None = request.draft_state or self._draft_state(request)
+        state = _state_of(request) or self._draft_state(request)
         known = request.num_prompt_tokens, request.output_token_ids
         return NO_DRAFT if state is None else state.propose(*known, most)
 
     def _draft_state(self, request: Request) -> DraftState | None:
         """Return the request's drafts so far; None: there is no source of drafts."""
-        state: DraftState | None = request.draft_state
+        state = _state_of(request)
         if state is None:
             drafters = self._drafters(request)
             forced = self._settings.grammars and request.asked.sampling.grammar is not None
             if drafters or forced:
                 prompt = request.asked.prompt_token_ids
-                state = request.draft_state = DraftState(drafters, prompt, self._acceptance)
-                self._try_every = _TRY
-                self._try_at = min(self._try_at, self._num_steps + _TRY)
+                state = DraftState(drafters, prompt, self._acceptance)
+                request.keep_drafts(state)
+                self._tries.on_request()
         return state
 
     def _drafters(self, request: Request) -> list[Drafter]:
@@ -257,70 +210,48 @@ class Drafts:
         model, requests = self._step_time, step.requests
         if not model.ready and any(request.targets.has_targets for request in requests):
             return ()
-        self._num_steps += 1
-        known = model.ready and self._num_lengthened >= _UNPRICED
-        due, plain = self._num_steps >= self._try_at, self._price(len(requests))[0]
+        due, costs = self._tries.begin_step(), self._costs
+        plain = costs.rows(len(requests))[0]
         survivals: list[Sequence[float]] = [()] * len(requests)
         catching_up: dict[int, float] = {}
-        state: DraftState | None
         for index, draft in enumerate(proposed):
-            if not draft.token_ids or (state := (request := requests[index]).draft_state) is None:
+            if not draft.token_ids or (state := _state_of(request := requests[index])) is None:
                 continue
             survivals[index] = state.acceptance.survivals(draft)
             if draft.source == DRAFT_MODEL:
                 left = max(1, self._work.output_tokens(request) - request.num_output_tokens)
-                catching_up[index] = self._unseen(state) * self._token_seconds / left
+                catching_up[index] = self._unseen(state) * costs.token_seconds / left
         if not (ranked := likeliest_first(survivals, catching_up if due else ())):
-            self._tried = False
+            self._tries.note(False)
             return ()
-        costs = StepCosts(
-            making=self._pass_seconds,
+        step_costs = StepCosts(
+            making=costs.pass_seconds,
             catching_up=catching_up,
             seconds=model.predict(step.shape) if model.ready else 0.0,
             late=max(1.0, model.quantile(LATE_QUANTILE)),
-            price=self._price,
-            known=known,
+            price=costs.rows,
+            known=costs.known,
         )
-        choice = DraftChoice(requests, costs, most=step.budget, tries=due)
+        choice = DraftChoice(requests, step_costs, most=step.budget, tries=due)
         choice.take(ranked, survivals)
-        self._tried = due != choice.tries
+        self._tries.note(due != choice.tries)
         gained = choice.tokens - len(requests)
-        if known and not choice.behind and gained * plain <= len(requests) * self._bubble:
+        if costs.known and not choice.behind and gained * plain <= len(requests) * costs.bubble:
             # waiting for the tokens to follow would take longer than the drafts save
             return ()
         return choice.counts
 
-    def _note_bubble(self, requests: Sequence[Request], now: float) -> None:
-        """Update the mean bubble from a plan that waited for tokens; without a wait it decays, so
-        that waiting is tried again."""
-        if not self.awaits_tokens or not requests or requests[0].num_pending_tokens != 1:
-            self._bubble *= _FORGETTING
-            return
-        waited, step = now - self._received_at, self._price(len(requests))[0]
-        # longer than two steps: there was no request
-        if waited < 2 * step:
-            self._bubble += _NEWEST * (waited - self._bubble)
-
     def _worth_waiting(self, step: Step) -> bool:
         """Whether drafts of the next step are likely to gain more time than delaying its plan until
         this step's tokens are known costs."""
-        shares: list[float] = [
-            r.draft_state.acceptance.share for r in step.requests if r.draft_state is not None
-        ]
+        states = map(_state_of, step.requests)
+        shares = [state.acceptance.share for state in states if state is not None]
         share = sum(shares) / max(1, len(shares))
         if share <= _WORTH_WAITING:
             return False
         count = len(step.requests)
-        seconds, each_row = self._price(count)
-        return not seconds or share * (seconds - count * each_row) > self._bubble
-
-    def _price(self, num_rows: int) -> tuple[float, float]:
-        """Return the seconds of a step of ``num_rows`` rows, and of one row more; 0 while
-        unknown."""
-        found, model = self._row_price.of(num_rows), self._step_time
-        if found is not None or not model.ready:
-            return found or (0.0, 0.0)
-        return model.predict(StepShape(narrow_rows=num_rows)), model.row_seconds(0)
+        seconds, each_row = self._costs.rows(count)
+        return not seconds or share * (seconds - count * each_row) > self._costs.bubble
 
     def _with_blocks(self, request: Request, count: int) -> int:
         """Return how many of ``count`` draft tokens of its row a request can have blocks for
@@ -329,18 +260,12 @@ class Drafts:
         short = self._kv.pool.num_free <= count + len(self._running.requests)
         return max(0, min(count, held)) if short else count
 
-    def _lengthen(self, step: Step, index: int, count: int) -> None:
-        """Lengthen a row by ``count`` draft tokens, for which there are blocks."""
-        request = step.requests[index]
-        extension = self._kv.extend(request, count)
-        assert extension is not None and extension.copy is None, "the blocks were counted"
-        request_id, start, num_tokens, block_ids, samples = step.rows[index]
-        block_ids += extension.new_block_ids
-        step.rows[index] = ScheduledRow(request_id, start, num_tokens + count, block_ids, samples)
-        request.num_computed_tokens += count
-        request.num_draft_tokens = count
-        # they cost the same as rows of one token, except for the keys, which a row reads once
-        step.count_plain(count, 0)
+
+def _state_of(request: Request) -> DraftState | None:
+    """Return the drafts that the request keeps; None: it was never considered for some."""
+    state = request.draft_state
+    assert state is None or isinstance(state, DraftState)
+    return state
 
 
 def _room(request: Request) -> int:
@@ -353,8 +278,3 @@ def _until_end(request: Request, token_ids: Sequence[int]) -> int:
     least = request.asked.sampling.min_tokens - request.num_output_tokens
     ends = [n for n, t in enumerate(token_ids, 1) if n >= least and t in request.stop_ids]
     return ends[0] if ends else len(token_ids)
-
-
-def _mean(mean: float, newest: float, share: float) -> float:
-    """Return the updated recent mean; 0 before the first value."""
-    return mean + (share if mean else 1.0) * (newest - mean)

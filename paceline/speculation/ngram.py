@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from paceline.speculation.draft_tokens import NO_DRAFT, DraftTokens
+from paceline.core.drafter import NO_DRAFT, DraftTokens
+from paceline.speculation.draft_tokens import NGRAM
 
 __all__ = ["NgramDrafter"]
 
@@ -55,4 +56,4 @@ class NgramDrafter:
         # a text that repeats itself is assumed to go on doing so
         while len(drafts) < count:
             drafts += drafts[: count - len(drafts)]
-        return DraftTokens(drafts, match)
+        return DraftTokens(drafts, match, NGRAM)

@@ -20,7 +20,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Final
 
-from paceline.speculation.draft_tokens import NO_DRAFT, PREDICTION, DraftTokens
+from paceline.core.drafter import NO_DRAFT, DraftTokens
+from paceline.speculation.draft_tokens import PREDICTION
 
 __all__ = ["PredictionDrafter"]
 

@@ -19,6 +19,7 @@ import pytest
 
 from paceline.backends.runner.drafting import Drafting, DraftRow, Made
 from paceline.core.backend import ModelBackend
+from paceline.core.drafter import Drafter, DraftTokens
 from paceline.core.grammar import ConstrainedBackend
 from paceline.core.outputs import DRAFT_MODEL
 from paceline.core.request import FinishReason, Request
@@ -26,14 +27,7 @@ from paceline.engine.finished_answers import SOURCE, AnswerDrafter, FinishedAnsw
 from paceline.engine.text.grammar import GrammarCompiler
 from paceline.speculation import draft_choice
 from paceline.speculation.draft_state import DraftState
-from paceline.speculation.draft_tokens import (
-    GRAMMAR,
-    NGRAM,
-    PREDICTION,
-    Drafter,
-    DraftTokens,
-    ModelDrafter,
-)
+from paceline.speculation.draft_tokens import GRAMMAR, NGRAM, PREDICTION, ModelDrafter
 from paceline.speculation.drafts import Drafts
 from paceline.speculation.ngram import NgramDrafter
 from paceline.speculation.prediction import PredictionDrafter
@@ -89,7 +83,7 @@ def _daily(source: Source, way: str, depth: int) -> bool:
     return depth == 2 and way in ("as made", "right", "wrong later", "against the grammar")
 
 
-# a model that wrote more than were asked for would break what ``Drafting.guess`` promises
+# a model that wrote more than were asked for would break what ``Drafting.propose`` promises
 CASES = [
     pytest.param(name, way, depth, marks=() if _daily(source, way, depth) else pytest.mark.thorough)
     for name, source in SOURCES.items()

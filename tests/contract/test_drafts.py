@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from paceline.core.backend import ModelBackend
+from paceline.core.drafter import Drafter, DraftTokens
 from paceline.core.grammar import Grammar
 from paceline.engine.testing import ForeignDrafter, ScriptedDrafter
 from paceline.speculation import draft_choice
-from paceline.speculation.draft_tokens import GRAMMAR, Drafter, DraftTokens
+from paceline.speculation.draft_tokens import GRAMMAR, NGRAM
 from paceline.speculation.drafts import DrafterMaker
 from tests.contract.ascii import END
 from tests.contract.test_backends import GREEDY, SAMPLED, drive
@@ -69,7 +70,7 @@ class _Invalid:
 
     def propose(self, tokens: Sequence[int], count: int) -> DraftTokens:
         good = list(self._text[len(tokens) : len(tokens) + min(self._right, count)])
-        return DraftTokens((good + [0] * count)[:count], 1)
+        return DraftTokens((good + [0] * count)[:count], 1, NGRAM)
 
 
 def _drafters(reference: dict[str, Any], vocab_size: int) -> dict[str, DrafterMaker | None]:

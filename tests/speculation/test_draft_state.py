@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.backends.reference.null import expected_tokens
+from paceline.core.drafter import DraftTokens
 from paceline.core.outputs import DRAFT_MODEL
 from paceline.engine.testing import ScriptedDrafter
 from paceline.speculation.draft_state import Acceptance, DraftState
-from paceline.speculation.draft_tokens import (
-    GRAMMAR,
-    NGRAM,
-    PREDICTION,
-    UNMADE,
-    DraftTokens,
-    ModelDrafter,
-)
+from paceline.speculation.draft_tokens import GRAMMAR, NGRAM, PREDICTION, UNMADE, ModelDrafter
 
 VOCAB = 97
 PROMPT = (3, 5, 8, 13)
@@ -67,7 +61,7 @@ def test_the_source_is_taken_of_which_most_is_expected() -> None:
 def test_what_a_grammar_forbids_is_no_draft_however_long() -> None:
     class Says:
         def propose(self, tokens: Sequence[int], count: int) -> DraftTokens:
-            return DraftTokens([8] * count, 5)
+            return DraftTokens([8] * count, 5, NGRAM)
 
     state = DraftState([Says()], (1,), Acceptance())
     state.force(2, (7,))

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.backends.reference.null import NullBackend, expected_tokens
+from paceline.core.drafter import Drafter
 from paceline.core.grammar import Grammar
 from paceline.core.predict.step_time import StepShape
 from paceline.core.request import FinishReason, Request
 from paceline.core.slo import Slo
 from paceline.engine.testing import ForeignDrafter, ScriptedDrafter
-from paceline.speculation.draft_tokens import PREDICTION, Drafter
+from paceline.speculation.draft_tokens import PREDICTION
 from paceline.speculation.drafts import DrafterMaker
 from tests.driving import Driver, ask, make_request
 

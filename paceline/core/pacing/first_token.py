@@ -13,8 +13,9 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from itertools import accumulate, repeat
 from operator import mod, mul, sub
-from typing import Final, NamedTuple
+from typing import Final
 
+from paceline.core.forecast import Forecast, ForecastKind
 from paceline.core.pacing.share import GuaranteedShare
 from paceline.core.pacing.waiting_targets import WaitingTargets
 from paceline.core.policies import overrides
@@ -26,7 +27,7 @@ from paceline.core.slo import MAX_SECONDS
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier
 
-__all__ = ["FirstTokenForecast", "Forecast", "ForecastKind"]
+__all__ = ["FirstTokenForecast"]
 
 # priority levels with a bias of their own, on either side of 0
 _LEVELS: Final = 4
@@ -53,27 +54,6 @@ _ROUNDS: Final = 32
 _GROWS: Final = 1.01
 # factor by which older measurements decay with each first token
 _KEEP: Final = 0.98
-
-
-class ForecastKind(NamedTuple):
-    """Kind of requests, whose forecasts share one bias."""
-
-    tier: Tier
-    priority: int
-    boosted: bool
-    # the first token is predicted to be late, so that the request yields
-    late: bool
-
-
-class Forecast(NamedTuple):
-    """Forecast of the seconds from arrival to first token, without the bias of its kind."""
-
-    kind: ForecastKind
-    seconds: float
-    # the same without overtakers; seconds that they add for each second of the wait, and how long
-    alone: float
-    overtaken: float
-    overtaken_for: float
 
 
 class FirstTokenForecast:
@@ -129,12 +109,13 @@ class FirstTokenForecast:
         takes at most ``longest``, late requests before it are assumed to yield."""
         history, arrival = request.history, request.asked.arrival_time
         rest = self._state.steps.starts(arrival) - arrival
-        history.forecast = self._forecast(request, rest)
-        seconds = self._seconds(history.forecast)
-        if seconds is not None and history.forecast.kind.late and seconds <= longest < math.inf:
-            history.forecast = self._forecast(request, rest, others_yield=True)
-            seconds = self._seconds(history.forecast)
-        history.predicted_ttft = seconds
+        forecast = self._forecast(request, rest)
+        seconds = self._seconds(forecast)
+        is_late = forecast is not None and forecast.kind.late
+        if is_late and seconds is not None and seconds <= longest < math.inf:
+            forecast = self._forecast(request, rest, others_yield=True)
+            seconds = self._seconds(forecast)
+        history.forecast, history.predicted_ttft = forecast, seconds
         return seconds
 
     def rest(self) -> None:

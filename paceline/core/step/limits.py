@@ -119,6 +119,15 @@ class Step:
         self.narrow_rows += num_rows
         self.narrow_keys += num_keys
 
+    def lengthen(self, index: int, count: int, new_block_ids: tuple[int, ...]) -> None:
+        """Lengthen a row of one token by ``count`` draft tokens, for which there are blocks."""
+        request_id, start, num_tokens, block_ids, samples = self.rows[index]
+        row = request_id, start, num_tokens + count, block_ids + new_block_ids, samples
+        self.rows[index] = _new(ScheduledRow, row)
+        self.requests[index].lengthen(count)
+        # they cost the same as rows of one token, except for the keys, which a row reads once
+        self.count_plain(count, 0)
+
     def next(self, last: Tier, passed: Sequence[Request]) -> Request | Reason | None:
         """Return the waiting request to try next in a pass up to tier ``last``, or why none is
         tried; ``passed`` were tried in this pass and not admitted."""

@@ -10,8 +10,8 @@ changes a request's tokens, and a scheduler without ``Speculation`` plans none.
     update      apply_result(...), then the tokens are appended
 
 Core keeps for it, and passes on unread: ``drafter``, ``prediction_token_ids`` and
-``max_draft_tokens`` of the caller's request, ``Request.draft_state``, and ``speculative_config`` of
-the scheduler's settings.
+``max_draft_tokens`` of the caller's request, what it gave to ``Request.keep_drafts``, and
+``speculative_config`` of the scheduler's settings.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from paceline.core.config import CacheConfig, SchedulerConfig
+from paceline.core.forecast import Forecast
 from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.memory.outlook import MemoryOutlook
 from paceline.core.memory.pressure import PressureValve
@@ -37,9 +37,9 @@ class LastPlan:
     held_by: Reason | None = None
     # counts plans, results and ends of requests: findings under another number are out of date
     version: int = 0
-    # ``History.forecast``, the seconds that it really took, and whether the request had been
+    # a forecast, the seconds that it really took, and whether the request had been
     # demoted, of all that had their first token since forecasts were last made
-    first_tokens: list[tuple[Any, float, bool]] = field(default_factory=list)
+    first_tokens: list[tuple[Forecast, float, bool]] = field(default_factory=list)
     # requests that were demoted since ``RequestAdmission`` read this
     demoted: list[Request] = field(default_factory=list)
 

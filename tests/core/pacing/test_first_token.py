@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.core.pacing.first_token import FirstTokenForecast, Forecast, ForecastKind
+from paceline.core.forecast import Forecast, ForecastKind
+from paceline.core.pacing.first_token import FirstTokenForecast
 from paceline.core.pacing.share import GuaranteedShare
 from paceline.core.pacing.waiting_targets import WaitingTargets
 from paceline.core.predict.step_time import StepShape

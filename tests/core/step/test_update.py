@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from paceline.core.forecast import Forecast, ForecastKind
 from paceline.core.outputs import (
     RequestUpdate,
     ScheduledRow,
@@ -16,6 +17,7 @@ from paceline.core.outputs import (
 from paceline.core.request import FinishReason, Request, RequestStatus
 from paceline.core.step.state import SchedulerState
 from paceline.core.step.update import Updates, update_of
+from paceline.core.tier import Tier
 from tests.core.parts import numbered, parts, run
 from tests.driving import make_request
 
@@ -172,9 +174,10 @@ def test_a_simulator_is_told_of_ends_alone() -> None:
 def test_first_tokens_are_kept_for_forecasts(demoted: bool) -> None:
     state = parts()
     request = numbered("a", 0, 5, arrival=0.5)
-    request.history.forecast, request.history.demoted = "what was said", demoted
+    forecast = Forecast(ForecastKind(Tier.ORDINARY, 0, False, False), 1.0, 1.0, 0.0, 0.0)
+    request.history.forecast, request.history.demoted = forecast, demoted
     Taking(state, request).take((1,), now=2.0)
-    assert state.last.first_tokens == [("what was said", 1.5, demoted)]
+    assert state.last.first_tokens == [(forecast, 1.5, demoted)]
 
 
 def test_a_policy_that_counts_is_given_every_token_once() -> None:
