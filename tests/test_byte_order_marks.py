@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import tokenizers
 
+from paceline.backends.pooling.load import score_token_ids
 from paceline.bench.plan import PromptFile
-from paceline.checkpoints.heads.pooling import PoolingFiles, score_token_ids
+from paceline.checkpoints.heads.pooling import PoolingFiles
 from paceline.checkpoints.model.json_file import read_json_list, read_json_object
 from paceline.cli.offline.chat import _read as read_chat
 from paceline.engine.text.tokenizer import load_tokenizer

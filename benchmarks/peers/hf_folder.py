@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.common.processes import Unavailable
-from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from paceline.checkpoints.gguf.checkpoint import open_gguf
 from paceline.checkpoints.gguf.tokenizer import build_tokenizer
 from paceline.checkpoints.model.config import ModelConfig
 
@@ -78,7 +78,7 @@ def write_hf_folder(model: Path, folder: Path) -> None:
     """
     if folder.is_dir():
         return
-    checkpoint = GGUFCheckpoint(model)
+    checkpoint = open_gguf(model)
     metadata = checkpoint.metadata
     tokens = metadata["tokenizer.ggml.tokens"]
     eos = int(metadata["tokenizer.ggml.eos_token_id"])

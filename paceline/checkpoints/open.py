@@ -1,25 +1,105 @@
-"""How a checkpoint is opened, whatever its file format."""
+"""How a model is opened, whatever its file format: ``FORMATS`` has an entry for each."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
-from paceline.checkpoints.hf.checkpoint import HFCheckpoint
+from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint, open_gguf
+from paceline.checkpoints.gguf.encoder import GGUFEncoder
+from paceline.checkpoints.gguf.shards import read_gguf_parts
+from paceline.checkpoints.heads.pooling import PoolingFiles, pooling_of_folder, pooling_of_gguf
+from paceline.checkpoints.hf.checkpoint import HFCheckpoint, open_folder
+from paceline.checkpoints.hf.encoder import ENCODERS, EncoderCheckpoint, EncoderFiles
+from paceline.checkpoints.hf.folder import read_folder
 from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.errors import CheckpointError
 
-__all__ = ["open_checkpoint"]
+__all__ = ["FORMATS", "FileFormat", "OpenedEncoder", "OpenedModel", "open_checkpoint", "open_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A decoder's files, read once and checked."""
+
+    checkpoint: Checkpoint
+    # how hidden states are pooled; None: the model generates
+    pooling: PoolingFiles | None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedEncoder:
+    """An encoder's files, read once and checked."""
+
+    checkpoint: EncoderFiles
+    pooling: PoolingFiles
+
+
+@dataclass(frozen=True, slots=True)
+class FileFormat:
+    """A format of model files."""
+
+    # whether a path is of this format
+    matches: Callable[[Path], bool]
+    # opens a decoder, however it is used
+    open_checkpoint: Callable[[Path], Checkpoint]
+    # (path, runner, convert), of which ``heads.pooling`` knows the last two
+    open_model: Callable[[Path, str, str], OpenedModel | OpenedEncoder]
+
+
+def _open_folder_model(path: Path, runner: str, convert: str) -> OpenedModel | OpenedEncoder:
+    folder = read_folder(path)
+    pooling = pooling_of_folder(folder, runner, convert)
+    if pooling is not None and pooling.encoder in ENCODERS:
+        return OpenedEncoder(EncoderCheckpoint(folder), pooling)
+    return OpenedModel(HFCheckpoint(folder), pooling)
+
+
+def _open_gguf_model(path: Path, runner: str, convert: str) -> OpenedModel | OpenedEncoder:
+    file, paths = read_gguf_parts(path)
+    pooling = pooling_of_gguf(path, file.metadata, runner, convert)
+    if pooling is not None and pooling.encoder in ENCODERS:
+        return OpenedEncoder(GGUFEncoder(file, paths), pooling)
+    checkpoint = GGUFCheckpoint(file, paths)
+    checkpoint.forget_vocabulary()
+    return OpenedModel(checkpoint, pooling)
+
+
+FORMATS: Final = (
+    FileFormat(Path.is_dir, open_folder, _open_folder_model),
+    FileFormat(Path.is_file, open_gguf, _open_gguf_model),
+)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a ``.gguf`` file or a Hugging Face folder.
+    """Open a decoder: a ``.gguf`` file or a Hugging Face folder.
 
     Raises:
         CheckpointError: missing, malformed, unsafe or of an unsupported architecture.
     """
-    if path.is_dir():
-        return HFCheckpoint(path)
-    if path.is_file():
-        return GGUFCheckpoint(path)
+    return _format_of(path).open_checkpoint(path)
+
+
+def open_model(
+    path: Path, runner: str = "auto", convert: str = "auto"
+) -> OpenedModel | OpenedEncoder:
+    """Open a model to be computed, without the texts of its tokens.
+
+    Args:
+        runner: one of RUNNERS; "generate" and "pooling" decide what "auto" leaves to the files.
+        convert: one of CONVERTS: the task of a model whose files do not name it.
+
+    Raises:
+        CheckpointError: as for ``open_checkpoint``.
+        ConfigError: these files do not support what was asked for.
+    """
+    return _format_of(path).open_model(path, runner, convert)
+
+
+def _format_of(path: Path) -> FileFormat:
+    for found in FORMATS:
+        if found.matches(path):
+            return found
     raise CheckpointError(f"{path}: no such file or folder")

@@ -11,7 +11,7 @@ from paceline.backends.runner.drafting import DraftRow
 from paceline.backends.runner.sampling import PreparedSampling, SampleRow, Samples
 from paceline.core.sampling_params import SamplingParams
 
-__all__ = ["BLOCKS", "LONGEST", "SIZE", "VOCAB", "Likeliest", "draft_row", "guesses_of"]
+__all__ = ["BLOCKS", "LONGEST", "SIZE", "VOCAB", "Likeliest", "draft_row", "drafts_of"]
 
 VOCAB: Final = 97
 # tokens a block, and blocks of the pool
@@ -39,6 +39,6 @@ def draft_row(tokens: Sequence[int], blocks: Sequence[int], count: int = 4) -> D
     return DraftRow(array, table, len(tokens) - 1, count, _GREEDY, 1)
 
 
-def guesses_of(row: DraftRow, count: int) -> list[int]:
+def drafts_of(row: DraftRow, count: int) -> list[int]:
     """The first ``count`` that were written."""
     return row.tokens[row.last + 1 : row.last + 1 + count].tolist()

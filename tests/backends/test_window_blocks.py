@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from paceline.backends.loading.memory_estimate import served_memory
-from paceline.backends.loading.settings import BackendSettings
-from paceline.backends.loading.windows import choose_windows
+from paceline.backends.loading.settings import BackendSettings, BatchLimits
+from paceline.backends.loading.sizes import choose_windows
 from paceline.backends.native import unavailable_reason
 from paceline.backends.native.step import NativeLoader, NativeStep
-from paceline.backends.runner.interface import ModelLoader
+from paceline.backends.runner.interface import ModelLoader, PoolMemory
 from paceline.backends.runner.worker_thread import WorkerBackend
 from paceline.checkpoints.open import open_checkpoint
 from paceline.core.outputs import BlockSwap, RequestUpdate, WindowBlock
@@ -218,12 +218,12 @@ class Sizes:
     free_bytes: int = 0
 
 
-def choose(loader: Sizes, limits: tuple[int, int], **settings: Any) -> tuple[int, int, int]:
+def choose(loader: Sizes, sizes: tuple[int, int], **settings: Any) -> tuple[int, int, int]:
     """Blocks without, window blocks, and blocks beside these."""
     asked = BackendSettings(**settings)
     size = asked.kv_cache_bytes or loader.free_bytes // 2
     without = asked.num_blocks or size // loader.block_bytes
-    memory = loader.free_bytes, 0.5
+    memory, limits = PoolMemory(loader.free_bytes, 0.5), BatchLimits(*sizes)
     found = choose_windows(cast("ModelLoader", loader), asked, limits, 32768, without, memory)
     assert (found.why == "") == (found.num_window_blocks > 0 or not loader.window)
     return without, found.num_window_blocks, found.num_blocks

@@ -9,7 +9,8 @@ import numpy as np
 from benchmarks.memory import kinds_of, vocabulary, write_embedding_model, write_quantised_model
 from benchmarks.peers.sizes import Shape
 from paceline.backends.loading.memory_estimate import served_memory
-from paceline.checkpoints.heads.pooling import find_pooling
+from paceline.checkpoints.heads.pooling import pooling_of_folder
+from paceline.checkpoints.hf.folder import read_folder
 from paceline.checkpoints.open import open_checkpoint
 from paceline.engine.text.tokenizer import load_tokenizer
 
@@ -56,7 +57,7 @@ def test_models_are_read(tmp_path: Path) -> None:
     assert np.isfinite(table).all() and 0.001 < table.std() < 1
     assert load_tokenizer(tmp_path / "m.gguf").vocab_size == TINY.vocab
     write_embedding_model(tmp_path / "e", TINY)
-    assert find_pooling(tmp_path / "e") is not None
+    assert pooling_of_folder(read_folder(tmp_path / "e")) is not None
     assert open_checkpoint(tmp_path / "e").config.stored_dtype == "bfloat16"
     assert load_tokenizer(tmp_path / "e").vocab_size == TINY.vocab
     assert served_memory(tmp_path / "e").dtype == "bfloat16"

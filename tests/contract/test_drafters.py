@@ -172,9 +172,9 @@ class _Rig:
         def made(drafting: Drafting, rows: Sequence[DraftRow]) -> list[Made]:
             found = make(drafting, rows)
             for row, each in zip(rows, found, strict=True):
-                first, end = row.last + 1, row.last + 1 + each.num_guesses
+                first, end = row.last + 1, row.last + 1 + each.num_drafted
                 spoilt = self._spoil(row.request_id)(first, row.tokens[first:end].tolist())
-                row.tokens[first:end] = spoilt[: each.num_guesses]
+                row.tokens[first:end] = spoilt[: each.num_drafted]
             return found
 
         patch.setattr(Drafts, "_drafters", drafters)

@@ -281,22 +281,22 @@ def test_a_draft_model_that_fails_costs_nobody_an_answer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(draft_choice, "_LIKELY", 0.0)
-    guess = DraftModel.guess
+    propose = DraftModel.propose
 
     def fails(draft: DraftModel, rows: Sequence[DraftRow]) -> list[int]:
         # what is told about tokens is not asked of drafts
         assert all(row.sampling.params.logprobs is None for row in rows)
         if all_fail or any(row.request_id.startswith("penalties") for row in rows):
             raise RuntimeError("of one of them")
-        return guess(draft, rows)
+        return propose(draft, rows)
 
     off = _answers(folder, "torch", ("float32", "float32"), 4, 64)
-    monkeypatch.setattr(DraftModel, "guess", fails)
+    monkeypatch.setattr(DraftModel, "propose", fails)
     config = {"model": str(other), "num_speculative_tokens": 4}
     draft = other, "float32"
     on = _answers(folder, "torch", ("float32", "float32"), 4, 64, draft, speculative_config=config)
     assert on.tokens == off.tokens
     assert (on.drafted == 0) is all_fail
     assert ("draft_model_off" in caplog.text) is all_fail
-    faults = [record for record in caplog.records if "is not guessed any more" in record.message]
+    faults = [record for record in caplog.records if "is not drafted any more" in record.message]
     assert len(faults) == (3 if all_fail else 1)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from paceline.checkpoints.gguf.checkpoint import open_gguf
 from paceline.core.backend import ModelBackend
 from paceline.engine.text.tokenizer import load_tokenizer
 from tests.driving import Driver, make_request
@@ -152,7 +152,7 @@ def test_every_weight_is_what_transformers_reads(
     smollm2_path: Path, transformers_model: Any
 ) -> None:
     theirs = transformers_model.state_dict()
-    checkpoint = GGUFCheckpoint(smollm2_path)
+    checkpoint = open_gguf(smollm2_path)
     # the output head is the embedding
     assert set(checkpoint.tensor_names()) == set(theirs) - {"lm_head.weight"}
     for name in checkpoint.tensor_names():

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
-from paceline.checkpoints.heads.pooling import find_pooling
+from paceline.checkpoints.gguf.checkpoint import open_gguf
+from paceline.checkpoints.heads.pooling import pooling_of_folder, pooling_of_gguf
+from paceline.checkpoints.hf.folder import read_folder
 from paceline.cli.flags.settings import EngineSettings
 from paceline.cli.serve.command import ready_line
 from paceline.cli.wiring import build_core
@@ -53,20 +54,20 @@ def test_by_the_class(
     tmp_path: Path, name: str, model_type: str, task: str | None, pooling: str | None
 ) -> None:
     write(tmp_path, config={"architectures": [name], "model_type": model_type})
-    found = find_pooling(tmp_path)
+    found = pooling_of_folder(read_folder(tmp_path))
     assert (task, pooling) == (None, None) if found is None else (found.task, found.pooling)
     if task is None:
-        asked = find_pooling(tmp_path, "pooling")
+        asked = pooling_of_folder(read_folder(tmp_path), "pooling")
         assert asked is not None and (asked.task, asked.pooling) == ("embed", "last")
-        assert find_pooling(tmp_path, "generate") is None
+        assert pooling_of_folder(read_folder(tmp_path), "generate") is None
 
 
 def test_a_decoder_with_modules_is_pooled_unless_it_is_to_generate(tmp_path: Path) -> None:
     write(tmp_path, config={"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
     add_modules(tmp_path, "lasttoken", normalize=False)
-    found = find_pooling(tmp_path)
+    found = pooling_of_folder(read_folder(tmp_path))
     assert found is not None and (found.pooling, found.activation) == ("last", "identity")
-    assert find_pooling(tmp_path, "generate") is None
+    assert pooling_of_folder(read_folder(tmp_path), "generate") is None
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_what_cannot_be_done(
 ) -> None:
     write(tmp_path, config=config)
     with pytest.raises(ConfigError, match=said):
-        find_pooling(tmp_path, runner, convert)
+        pooling_of_folder(read_folder(tmp_path), runner, convert)
 
 
 @pytest.mark.parametrize(
@@ -114,15 +115,15 @@ def test_modules_that_are_not_supported(
     else:
         write(tmp_path, modules=modules)
     with pytest.raises(CheckpointError, match=said):
-        find_pooling(tmp_path)
+        pooling_of_folder(read_folder(tmp_path))
 
 
 def test_gguf_says_how_it_is_pooled(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf")
 
     def find(kind: int | None, *asked: str) -> Any:
-        metadata = dict(GGUFCheckpoint(path).metadata)
-        return find_pooling(path, *asked, metadata=metadata | {"llama.pooling_type": kind})
+        metadata = dict(open_gguf(path).metadata)
+        return pooling_of_gguf(path, metadata | {"llama.pooling_type": kind}, *asked)
 
     assert find(None) is None and find(0) is None and find(4) is None
     for kind, pooling in ((1, "mean"), (2, "cls"), (3, "last")):
@@ -160,6 +161,9 @@ def test_whole_prompts_are_bound_by_a_step(
         ({"compute": "native"}, "is an encoder"),
         ({"kv_dtype": "int8"}, "is an encoder"),
         ({"kv_cache_bytes": 1 << 20}, "--kv-cache-memory"),
+        ({"isa": "avx2"}, "--isa avx2 is for decoders"),
+        ({"packed_cache_bytes": 1 << 30}, "--packed-cache"),
+        ({"swap_bytes": 1 << 20}, "--swap-space"),
         ({"matryoshka_dimensions": (64,)}, "dimension 64"),
     ],
 )

@@ -180,8 +180,8 @@ def test_a_model_that_makes_nothing_is_asked_ever_less() -> None:
 
 def test_one_for_whom_nothing_is_made_is_asked_less_beside_others() -> None:
     class Fails(_Timed):
-        def _guess(self, row: ScheduledRow, count: int) -> tuple[int, ...]:
-            return () if row.request_id == "b" else super()._guess(row, count)
+        def _propose(self, row: ScheduledRow, count: int) -> tuple[int, ...]:
+            return () if row.request_id == "b" else super()._propose(row, count)
 
     backend = Fails(vocab_size=VOCAB, num_blocks=256, block_size=4, draft_wrong=())
     backend.seconds = 0.05
@@ -230,13 +230,13 @@ class _Head(_Timed):
         # of the rows of a step, in order: entered in it, and still to enter
         self._told: list[tuple[int, int]] = []
 
-    def _guess(self, row: ScheduledRow, count: int) -> tuple[int, ...]:
+    def _propose(self, row: ScheduledRow, count: int) -> tuple[int, ...]:
         first = max(self._entered.get(row.request_id, 0), row.start - self.keeps)
         until = max(first, min(row.start, first + self.at_once))
         self._entered[row.request_id] = until
         behind = max(0, row.start - until)
         self._told.append((until - first, behind))
-        return () if behind else super()._guess(row, count)
+        return () if behind else super()._propose(row, count)
 
     def execute(self, plan: SchedulerOutput) -> Future[StepResult]:
         self._told.clear()

@@ -1,4 +1,4 @@
-"""Guesses of a head that reads the served model's hidden states (EAGLE-3, MTP layers).
+"""Drafts of a head that reads the served model's hidden states (EAGLE-3, MTP layers).
 
 The served model's steps produce hidden states of their tokens, its *features*. The head has a KV
 cache of its own under the same block numbers, and the entries that a block holds are counted, as in
@@ -8,23 +8,23 @@ cache of its own under the same block numbers, and the entries that a block hold
     tokens          abcd     efgh     ij.       j is known, and not computed yet
     held            4        2        0
     features                   gh     i         of positions that the served model has computed
-                               ^ the head continues here: g, h and i, then its own guess
+                               ^ the head continues here: g, h and i, then its own draft
 
 The head's entry of a position is computed from the features there and the token *behind* it, and
 from nothing before. So entries missing at the beginning (a prefix computed by steps whose features
 were not kept, or blocks swapped in from host memory) only shorten what the head attends to: it
-begins at the first block from which on all entries exist. An entry made from a guess is overwritten
+begins at the first block from which on all entries exist. An entry made from a draft is overwritten
 when the token is known.
 
 Each of several MTP layers but the first also reads the output of the layer before it for the
 previous position. Where another request computed that position, at the end of a shared block, such
-guesses are worse; answers never change.
+drafts are worse; answers never change.
 
 The last entry of a block that two requests share depends on the token that follows the block, which
 may differ between them. So it is entered again for a request whose next token differs, as long as
 the features of that position are kept.
 
-This module does not know plans, formats of heads, or how many guesses are worth their time.
+This module does not know plans, formats of heads, or how many drafts are worth their time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = ["FeatureModel", "FeatureTap", "HeadDraft", "HeadModel"]
 
 _log = logging.getLogger(__name__)
 
-# rows of a step beyond which features are not kept: the scheduler gives no guesses where more
+# rows of a step beyond which features are not kept: the scheduler gives no drafts where more
 # requests run
 _MOST_ROWS: Final = 8
 # tokens whose features are kept, of all requests: how far back the head can see in a new prompt
@@ -77,7 +77,6 @@ class HeadModel(Protocol):
             positions: [T], of the whole request; those of ``batch`` count from the head's first.
             sampled: [S], the tokens whose logits are wanted; may be empty.
         """
-        ...
 
     def go_on(
         self,
@@ -88,7 +87,6 @@ class HeadModel(Protocol):
     ) -> Logits:
         """Enter the next position of rows that the last call returned logits for, from the head's
         own output. ``rows`` are indices into those logits."""
-        ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
 
@@ -104,7 +102,6 @@ class FeatureModel(StepModel, Protocol):
     @property
     def features(self) -> Features:
         """Features of all tokens of the last step, with the layers concatenated."""
-        ...
 
 
 class _Block:
@@ -235,14 +232,14 @@ class HeadDraft(Drafting):
             if source in self._ends:
                 self._keep_end(destination, self._ends[source])
 
-    # ------------------------------------------------------------------ guesses
+    # ------------------------------------------------------------------ drafts
 
-    def guess(self, rows: Sequence[DraftRow]) -> list[int]:
-        """Implement ``Drafting.guess``. Rows of which the head sees nothing, or that lack many
+    def propose(self, rows: Sequence[DraftRow]) -> list[int]:
+        """Implement ``Drafting.propose``. Rows of which the head sees nothing, or that lack many
         entries, get none for now."""
         made = [0] * len(rows)
         self.caught_up, self.behind = [0] * len(rows), [0] * len(rows)
-        # (row, first position that the head sees) of rows that are guessed
+        # (row, first position that the head sees) of rows that are drafted
         going, logits, entered = self._enter(rows)
         while going:
             chosen = [r for r, _ in going]
@@ -250,7 +247,7 @@ class HeadDraft(Drafting):
             going = [going[place] for place in stays]
             if going:
                 logits = self._go_on(rows, going, made, np.array(stays))
-        # noted last: a row whose guess failed must fail again when it is guessed alone
+        # noted last: a row whose draft failed must fail again when it is drafted alone
         for row, begin, until in entered:
             self._note(row, begin, until)
         return made
@@ -269,7 +266,7 @@ class HeadDraft(Drafting):
                 continue
             until = min(row.last, reach.begin + left)
             left -= until - reach.begin
-            # the last position is entered with every guess
+            # the last position is entered with every draft
             known = until == row.last
             self.caught_up[r] = until - reach.begin - known
             self.behind[r] = 0 if known else row.last - until - 1
@@ -296,7 +293,7 @@ class HeadDraft(Drafting):
 
     def _of_others(self, row: DraftRow, reach: _Reach) -> list[_Part]:
         """Return last positions of whole blocks that another request entered with a different token
-        behind them. Where two such rows are guessed in one step, both see the later row's entry."""
+        behind them. Where two such rows are drafted in one step, both see the later row's entry."""
         size = self._block_size
         low, high = reach.first // size, reach.begin // size
         blocks = row.table[low:high]
@@ -313,9 +310,9 @@ class HeadDraft(Drafting):
         rows: Sequence[DraftRow],
         going: Sequence[tuple[int, int]],
         made: Sequence[int],
-        places: NDArray[np.int64],
+        samples_at: NDArray[np.int64],
     ) -> Logits:
-        """Return the logits behind each row's last guess."""
+        """Return the logits behind each row's last draft."""
         at = [rows[r].last - 1 + made[r] for r, _ in going]
         tokens = [rows[r].tokens[position + 1] for (r, _), position in zip(going, at, strict=True)]
         parts = [
@@ -323,7 +320,7 @@ class HeadDraft(Drafting):
             for (r, first), position in zip(going, at, strict=True)
         ]
         return self.model.go_on(
-            np.array(tokens, dtype=np.int64), np.array(at), self._batch(parts), places
+            np.array(tokens, dtype=np.int64), np.array(at), self._batch(parts), samples_at
         )
 
     def _batch(self, parts: Sequence[_Part]) -> AttentionBatch:
@@ -432,7 +429,7 @@ class FeatureTap:
         try:
             self._draft.take(batch, self.served.features)
         except Exception as error:
-            # a fault here costs guesses, not the step
+            # a fault here costs drafts, not the step
             _log.warning("draft_fault features=%d", len(token_ids), exc_info=error)
             self._draft.lose()
         return logits

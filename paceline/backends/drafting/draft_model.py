@@ -1,13 +1,13 @@
-"""Guesses of a second model, made just before they are verified.
+"""Drafts of a second model, made just before they are verified.
 
 Its KV cache has a block for each block of the served model, under the same number, so requests'
 block tables serve both: prefix sharing, copy-on-write, preemption and resuming need nothing more.
-The draft positions that a block holds are counted; missing ones are computed before a guess::
+The draft positions that a block holds are counted; missing ones are computed before a draft::
 
     block table     7        3        9
     tokens          abcd     efgh     ij.       j is known, and not computed yet
     held            4        4        0
-                                      ^ the draft model continues here: i, j, then its own guess
+                                      ^ the draft model continues here: i, j, then its own draft
 
 A block that is handed out, or written by a copy, holds no draft positions. Its content follows from
 known tokens alone, and these never change while a request owns the block.
@@ -15,16 +15,16 @@ known tokens alone, and these never change while a request owns the block.
 Where the draft model is the served model in other weights, blocks are not computed but copied from
 the served model's cache (``mirror``).
 
-Guesses are drawn with the request's own settings and random numbers, as verification draws: two
+Drafts are drawn with the request's own settings and random numbers, as verification draws: two
 models with nearly the same logits draw nearly always the same token, at any temperature.
 
 The head may be padded to another number of tokens than the served model's. A request with a token
-that the draft model lacks gets no guesses, and a token that the served model lacks is no guess.
+that the draft model lacks gets no drafts, and a token that the served model lacks is no draft.
 
-A fault costs guesses, never a request: a request that causes one gets no more guesses, and after
+A fault costs drafts, never a request: a request that causes one gets no more drafts, and after
 a few faults in a row no request does.
 
-This module does not know plans, grammars, or how many guesses are worth their time.
+This module does not know plans, grammars, or how many drafts are worth their time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = ["DraftModel", "DraftPlan", "draw"]
 
 
 # missing tokens that one step computes, or copies, at most: a request with a long prompt that
-# starts to be guessed delays no step by more than that
+# starts to be drafted delays no step by more than that
 _COMPUTED: Final = 128
 _COPIED: Final = 2048
 
@@ -67,7 +67,7 @@ class DraftPlan:
     weight_bytes: int
     # description for the log
     described: str
-    # (the served model, its blocks) -> the served model to run, and what guesses for it
+    # (the served model, its blocks) -> the served model to run, and what drafts for it
     load: Callable[[LoadedModel, int], tuple[LoadedModel, Drafting]]
 
 
@@ -80,9 +80,9 @@ def draw(
     made: list[int],
     vocab_size: int,
 ) -> list[int]:
-    """Draw the next guess of each row in ``going`` from its logits, write it, and count it in
+    """Draw the next draft of each row in ``going`` from its logits, write it, and count it in
     ``made``. Returns the indices in ``going`` of rows that want another. A token outside the served
-    model's ``vocab_size`` is no guess."""
+    model's ``vocab_size`` is no draft."""
     drawn = [
         SampleRow(
             rows[r].sampling,
@@ -140,14 +140,14 @@ class DraftModel(Drafting):
             self.model.clear_blocks(block_ids)
 
     def copied(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Implement ``Drafting.copied``. The destinations are computed again before a guess."""
+        """Implement ``Drafting.copied``. The destinations are computed again before a draft."""
         self.forget([destination for _, destination in pairs], clear=True)
 
-    def guess(self, rows: Sequence[DraftRow]) -> list[int]:
-        """Implement ``Drafting.guess``."""
+    def propose(self, rows: Sequence[DraftRow]) -> list[int]:
+        """Implement ``Drafting.propose``."""
         made = [0] * len(rows)
         self.caught_up, self.behind = [0] * len(rows), [0] * len(rows)
-        # (row, first position to compute) of rows that are guessed
+        # (row, first position to compute) of rows that are drafted
         going = self._make_up(rows)
         while going:
             logits, likeliest = self._forward(rows, going, made)
@@ -183,7 +183,7 @@ class DraftModel(Drafting):
         return logits, self.model.likeliest
 
     def _make_up(self, rows: Sequence[DraftRow]) -> list[tuple[int, int]]:
-        """Fill blocks with the known tokens that they lack. Returns the rows to guess in this step,
+        """Fill blocks with the known tokens that they lack. Returns the rows to draft in this step,
         each with the first position that the model must compute."""
         going: list[tuple[int, int]] = []
         left = _COMPUTED if self._mirror is None else _COPIED

@@ -33,7 +33,7 @@ def support_table() -> str:
 
 
 def _row(architecture: Architecture) -> tuple[str, ...]:
-    config = config_from({"architectures": [architecture.class_name], **_SIZES}, {}, "float32")
+    config = config_from({"architectures": [architecture.class_name], **_SIZES}, {}).model
     reason = unsupported_reason(config, _BLOCK_SIZE)
     return (
         architecture.title,

@@ -1,7 +1,8 @@
-"""Choice and loading of a second model that guesses tokens for the served one."""
+"""Choice and loading of a second model that drafts tokens for the served one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,8 @@ from paceline.backends.loading.formats import choose_formats
 from paceline.backends.loading.head import choose_eagle3, choose_mtp
 from paceline.backends.loading.memory_estimate import weight_bytes
 from paceline.backends.loading.plan import LoadPlan, choose_loader, torch_dtype
+from paceline.backends.loading.settings import BackendSettings
 from paceline.backends.runner.interface import LoadedModel, ModelLoader
-from paceline.backends.runner.rope import longest_sequence
 from paceline.checkpoints.heads.eagle3 import is_eagle3
 from paceline.checkpoints.open import open_checkpoint
 from paceline.errors import ConfigError
@@ -26,15 +27,17 @@ _PADDING: Final = 1024
 
 
 def choose_draft(plan: LoadPlan) -> DraftPlan:
-    """Choose what guesses for the model of ``plan``. Raises ConfigError for what cannot."""
+    """Choose what drafts for the model of ``plan``. Raises ConfigError for what cannot."""
+    choose = next(choose for matches, choose in _METHODS if matches(plan.settings))
+    return choose(plan)
+
+
+def _choose_model(plan: LoadPlan) -> DraftPlan:
+    """Choose a second model, or the served one's own file in other formats."""
     settings, served, formats = plan.settings, plan.checkpoint, plan.formats
     length = plan.max_model_len
-    if settings.draft_mtp:
-        return choose_mtp(plan)
     assert settings.draft_path is not None
     path, config = Path(settings.draft_path), served.config
-    if is_eagle3(path):
-        return choose_eagle3(plan)
     itself = path.resolve() == plan.path.resolve()
     checkpoint = open_checkpoint(path)
     own = checkpoint.config
@@ -63,15 +66,15 @@ def choose_draft(plan: LoadPlan) -> DraftPlan:
     if itself and weights >= served_weights:
         raise ConfigError(
             f"speculative_config: the model is served in {formats.dtype} "
-            f"({served_weights / 1e6:.1f} MB of weights), and its guesses would be made in "
+            f"({served_weights / 1e6:.1f} MB of weights), and its drafts would be made in "
             f"{found.dtype} ({weights / 1e6:.1f} MB), which is not less: each would cost what a "
-            "token does or more. Serve it in more bits (--dtype bfloat16), guess in fewer "
-            '("quantization": "q4") or leave its guesses out'
+            "token does or more. Serve it in more bits (--dtype bfloat16), draft in fewer "
+            '("quantization": "q4") or leave its drafts out'
         )
-    if longest_sequence(own) < length:
+    if own.longest < length:
         raise ConfigError(
-            f"speculative_config: the draft model {path} has {longest_sequence(own)} positions and "
-            f"a request may have {length}: give --max-model-len {longest_sequence(own)} or less"
+            f"speculative_config: the draft model {path} has {own.longest} positions and "
+            f"a request may have {length}: give --max-model-len {own.longest} or less"
         )
     loader = choose_loader(
         replace(
@@ -90,7 +93,7 @@ def choose_draft(plan: LoadPlan) -> DraftPlan:
     return DraftPlan(
         loader.block_bytes,
         weights,
-        f"guesses by {'itself' if itself else path.name} in {found.dtype}, {found.compute}",
+        f"drafts by {'itself' if itself else path.name} in {found.dtype}, {found.compute}",
         partial(_load, loader, settings.block_size, mirrors, own.vocab_size, config.vocab_size),
     )
 
@@ -120,3 +123,17 @@ def _load(
         block_size=block_size,
         mirror=mirror,
     )
+
+
+def _has_eagle3(settings: BackendSettings) -> bool:
+    return settings.draft_path is not None and is_eagle3(Path(settings.draft_path))
+
+
+# the first whose condition holds drafts
+_METHODS: Final[
+    tuple[tuple[Callable[[BackendSettings], bool], Callable[[LoadPlan], DraftPlan]], ...]
+] = (
+    (lambda settings: settings.draft_mtp, choose_mtp),
+    (_has_eagle3, choose_eagle3),
+    (lambda settings: settings.draft_path is not None, _choose_model),
+)

@@ -23,11 +23,11 @@ from paceline.backends.native import (
     unsupported_reason,
     variants,
 )
-from paceline.checkpoints.gguf.stored import stored_bits
+from paceline.checkpoints.gguf.types import SIZES, GGUFType
 from paceline.checkpoints.model.config import ModelConfig
 from paceline.errors import ConfigError
 
-__all__ = ["Formats", "choose_formats", "usable_levels"]
+__all__ = ["Formats", "choose_formats", "stored_bits", "usable_levels"]
 
 # GGUF's own bytes, Q8_0, spend 8.5 bits a weight with their scales
 _BYTES: Final = 8.5
@@ -45,6 +45,11 @@ _LOOKED_UP: Final = "MXFP4"
 # levels with an instruction for products of bytes (``Traits.narrow_sums``): on others such kernels
 # take up to three times as long as int8
 _BYTE_PRODUCTS: Final = frozenset({"avxvnni", "avx512", "avx512bf16"})
+# bits in quantised folders, without scales, which are a few hundredths of a bit
+_STORED_BITS: Final = {
+    "float64": 64.0, "float32": 32.0, "float16": 16.0, "bfloat16": 16.0, "FP8": 8.0, "INT8": 8.0,
+    "INT4": 4.0, "MXFP4": 4.25,
+}  # fmt: skip
 # weight formats that hold a file's numbers exactly, by the file's format
 _UNROUNDED: Final = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
 
@@ -298,6 +303,24 @@ def _suits(weights: str, stored: str, level: str) -> bool:
     if weights == "int8":
         return bits <= _BYTES
     return weights == "bfloat16" or bits > _SIXTEEN
+
+
+def stored_bits(stored_dtype: str) -> float:
+    """Return the bits per weight, scales included.
+
+    Args:
+        stored_dtype: as ``ModelConfig.stored_dtype``, e.g. "bfloat16" (16) or "Q4_1" (5).
+
+    Raises ValueError for a name that is neither a plain dtype nor one of GGUF's types nor one of
+    ``quantised``.
+    """
+    if stored_dtype in _STORED_BITS:
+        return _STORED_BITS[stored_dtype]
+    try:
+        values, size = SIZES[GGUFType[stored_dtype]]
+    except KeyError:
+        raise ValueError(f"{stored_dtype!r} is no type that weights are stored as") from None
+    return 8.0 * size / values
 
 
 def _multiplies(dtype: str, device: str) -> str:

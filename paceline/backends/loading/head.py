@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.backends.torch.head import HeadSettings
     from paceline.backends.torch.model import DecoderWeights
 
-    # (the served model's weights, settings, blocks) -> a head that guesses for it
+    # (the served model's weights, settings, blocks) -> a head that drafts for it
     _Make: TypeAlias = Callable[[DecoderWeights, HeadSettings, int], HeadModel]
 
 __all__ = ["choose_eagle3", "choose_mtp"]
@@ -31,7 +31,7 @@ __all__ = ["choose_eagle3", "choose_mtp"]
 def choose_eagle3(plan: LoadPlan) -> DraftPlan:
     """Choose an EAGLE-3 head for the model of ``plan``.
 
-    Raises ConfigError for a head that cannot guess for the served model, CheckpointError for one
+    Raises ConfigError for a head that cannot draft for the served model, CheckpointError for one
     that cannot be read.
     """
     assert plan.settings.draft_path is not None
@@ -55,14 +55,14 @@ def choose_eagle3(plan: LoadPlan) -> DraftPlan:
     return DraftPlan(
         block_bytes(head.config, head_settings.block_size, head_settings.dtype),
         head.num_values * head_settings.dtype.itemsize,
-        f"guesses by the EAGLE-3 head {path.name} in {formats.dtype}, torch",
+        f"drafts by the EAGLE-3 head {path.name} in {formats.dtype}, torch",
         partial(_load, partial(_eagle3, head), layers, head_settings, config.vocab_size),
     )
 
 
 def choose_mtp(plan: LoadPlan) -> DraftPlan:
     """Choose the MTP layers of the served model's own checkpoint. Raises ConfigError where it has
-    none, or none that can guess."""
+    none, or none that can draft."""
     checkpoint, formats = plan.checkpoint, plan.formats
     _check_path(f"MTP layers of {checkpoint.path} read", formats)
     try:
@@ -76,7 +76,7 @@ def choose_mtp(plan: LoadPlan) -> DraftPlan:
     return DraftPlan(
         mtp_block_bytes(layers, head_settings.block_size, head_settings.dtype),
         layers.num_values * head_settings.dtype.itemsize,
-        f"guesses by {count} MTP layer{'s' if count > 1 else ''} in {formats.dtype}, torch",
+        f"drafts by {count} MTP layer{'s' if count > 1 else ''} in {formats.dtype}, torch",
         # the head reads the last layer's output
         partial(
             _load,
@@ -94,7 +94,7 @@ def _check_path(reads: str, formats: Formats) -> None:
         raise ConfigError(
             f"speculative_config: {reads} hidden states, which the path "
             f"{formats.compute!r} does not tell: serve with --compute torch, or have tokens "
-            'guessed by a draft model ("method": "draft_model") or by the same weights in 4 bits '
+            'drafted by a draft model ("method": "draft_model") or by the same weights in 4 bits '
             '("self")'
         )
 
@@ -104,7 +104,7 @@ def _check_tokens(head: Eagle3Head, config: ModelConfig) -> None:
     ids, path = head.token_ids(), head.path
     if ids.min() < 0 or ids.max() >= config.vocab_size:
         raise ConfigError(
-            f"speculative_config: the EAGLE-3 head {path} guesses tokens {ids.min()} to "
+            f"speculative_config: the EAGLE-3 head {path} drafts tokens {ids.min()} to "
             f"{ids.max()}, and the served model has {config.vocab_size}"
         )
     if head.embeds not in (0, config.vocab_size):

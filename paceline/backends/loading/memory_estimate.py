@@ -15,14 +15,9 @@ from paceline.backends.loading.formats import Formats, choose_formats
 from paceline.backends.machine.cpu import multiplies_bfloat16
 from paceline.backends.native import packed_bytes
 from paceline.backends.native.step import native_block_bytes, native_step_bytes, native_window
-from paceline.backends.runner.rope import longest_sequence
-from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
-from paceline.checkpoints.gguf.shards import read_gguf_parts
-from paceline.checkpoints.heads.pooling import find_pooling
-from paceline.checkpoints.hf.encoder import ENCODERS
 from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.checkpoints.model.config import ModelConfig
-from paceline.checkpoints.open import open_checkpoint
+from paceline.checkpoints.open import OpenedEncoder, open_model
 from paceline.errors import ConfigError
 
 __all__ = ["ServedMemory", "served_memory", "weight_bytes"]
@@ -92,14 +87,13 @@ def served_memory(
     """
     if re.fullmatch("cpu|cuda(:[0-9]+)?", device) is None:
         device = choose_device(device)
-    parts = read_gguf_parts(path) if path.is_file() else None
-    pooling = find_pooling(path, metadata=None if parts is None else parts[0].metadata)
-    if pooling is not None and pooling.encoder in ENCODERS:
-        raise _without_cache(path)
-    checkpoint = open_checkpoint(path) if parts is None else GGUFCheckpoint(path, parts)
-    config = checkpoint.config
-    if config.bidirectional:
-        raise _without_cache(path)
+    opened = open_model(path)
+    if isinstance(opened, OpenedEncoder) or opened.checkpoint.config.bidirectional:
+        raise ConfigError(
+            f"{path} attends to both sides and has no KV cache: what it takes does not depend on "
+            "how many sequences there are, so there is nothing to plan"
+        )
+    checkpoint, pooling, config = opened.checkpoint, opened.pooling, opened.checkpoint.config
     formats = choose_formats(
         config,
         compute="auto",
@@ -122,7 +116,7 @@ def served_memory(
     if pooling is not None:
         window = 0
     if device == "cpu":
-        length = longest_sequence(config)
+        length = config.longest
         if pooling is not None:
             length = min(length, pooling.max_seq_length or length)
         process_bytes = _process_bytes(config, formats, has_head, length)
@@ -136,13 +130,6 @@ def served_memory(
         block * len(config.sliding_layers) / config.num_hidden_layers / block_size if window else 0,
         window,
         process_bytes,
-    )
-
-
-def _without_cache(path: Path) -> ConfigError:
-    return ConfigError(
-        f"{path} attends to both sides and has no KV cache: what it takes does not depend on how "
-        "many sequences there are, so there is nothing to plan"
     )
 
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from paceline.backends.loading.formats import Formats
-from paceline.backends.loading.settings import BackendSettings
+from paceline.backends.loading.devices import bind_placement, choose_device, place_threads
+from paceline.backends.loading.formats import Formats, choose_formats
+from paceline.backends.loading.settings import BackendSettings, BatchLimits
+from paceline.backends.machine.cpu import available_memory
 from paceline.backends.machine.placement import Placement
-from paceline.backends.native.packed import PackedCopies, fingerprint
 from paceline.backends.runner.interface import ModelLoader
 from paceline.checkpoints.heads.pooling import PoolingFiles
 from paceline.checkpoints.model.checkpoint import Checkpoint
+from paceline.checkpoints.model.config import ModelConfig
+from paceline.checkpoints.open import OpenedModel
 from paceline.errors import ConfigError
 
-__all__ = ["LoadPlan", "choose_loader", "torch_dtype"]
+__all__ = ["LoadPlan", "choose_length", "choose_loader", "settle_plan", "torch_dtype"]
+
+_log = logging.getLogger(__name__)
 
 # weight formats whose head is, or may be, int8
 
@@ -29,8 +37,7 @@ class LoadPlan:
     # how hidden states are pooled; None: the model generates
     pooling: PoolingFiles | None
     settings: BackendSettings
-    # the scheduler's max_num_seqs and max_num_batched_tokens
-    limits: tuple[int, int]
+    limits: BatchLimits
     # positions to serve
     max_model_len: int
     # "cpu", or PyTorch's name of another device
@@ -39,52 +46,140 @@ class LoadPlan:
     formats: Formats
 
 
+def settle_plan(
+    path: Path,
+    opened: OpenedModel,
+    settings: BackendSettings,
+    limits: BatchLimits,
+    own_process: bool,
+) -> LoadPlan:
+    """Settle everything that precedes the weights.
+
+    Args:
+        own_process: as for ``load_backend``.
+
+    Raises ConfigError for settings that the model or the machine does not support.
+    """
+    checkpoint, pooling = opened.checkpoint, opened.pooling
+    if pooling is not None and settings.drafts:
+        raise ConfigError("speculative_config: a model that is pooled makes no tokens to draft")
+    config = checkpoint.config
+    usual = None if pooling is None else pooling.max_seq_length
+    length = choose_length(config.longest, settings.max_model_len, usual)
+    _check_positions(config, length)
+    device = choose_device(settings.device)
+    return LoadPlan(
+        path=path,
+        checkpoint=checkpoint,
+        pooling=pooling,
+        settings=settings,
+        limits=limits,
+        max_model_len=length,
+        device=device,
+        # before weights are packed and threads started, so that both lie on the chosen nodes
+        placement=bind_placement(place_threads(settings, device), whole_process=own_process),
+        formats=_settle_formats(config, settings, device, pooled=pooling is not None),
+    )
+
+
+def choose_length(longest: int, wanted: int | None, usual: int | None) -> int:
+    """Return the positions to serve: ``wanted``, else the model's number, at most ``usual``.
+    Raises ConfigError where the model has fewer."""
+    length = min(longest, usual or longest) if wanted is None else wanted
+    if not 1 <= length <= longest:
+        raise ConfigError(f"max_model_len={length} is not in 1 to {longest}, the model's positions")
+    return length
+
+
+def _check_positions(config: ModelConfig, length: int) -> None:
+    """Raise ConfigError where the cosines and sines of ``length`` positions take all memory: a file
+    may claim any number of them."""
+    needed, free = 4 * config.head_dim * length, available_memory()
+    if needed > free:
+        raise ConfigError(
+            f"the rotary tables of {length} positions take {needed >> 20} MiB, and {free >> 20} "
+            "MiB of memory are free: choose a smaller max_model_len"
+        )
+
+
+def _settle_formats(
+    config: ModelConfig, settings: BackendSettings, device: str, *, pooled: bool
+) -> Formats:
+    """Return the formats that are asked for, or suit the machine and the file."""
+    formats = choose_formats(
+        config,
+        compute=settings.compute,
+        dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
+        block_size=settings.block_size,
+        device=device,
+        torch_dtype=partial(torch_dtype, device=device),
+        isa=settings.isa,
+        pooled=pooled,
+    )
+    _log.info(
+        "compute=%s dtype=%s kv_dtype=%s%s",
+        formats.compute, formats.dtype, formats.kv_dtype, formats.why and f": {formats.why}",
+    )  # fmt: skip
+    return formats
+
+
 def torch_dtype(name: str, *, device: str) -> str:
     from paceline.backends.torch.machine import choose_dtype, dtype_name
 
     return dtype_name(choose_dtype(name, device))
 
 
-def _choose_copies(plan: LoadPlan) -> PackedCopies | None:
-    max_bytes, compute = plan.settings.packed_cache_bytes, plan.formats.compute
-    if max_bytes is None:
-        return None
-    if compute != "native":
-        raise ConfigError(
-            f"--packed-cache changes nothing with {compute} compute, which packs no weights"
-        )
-    # imported here: it can fetch models, with all the modules that this takes
-    from paceline.checkpoints.hub.resolve import default_cache_dir
-
-    return PackedCopies(default_cache_dir() / "packed", max_bytes, fingerprint(plan.path))
-
-
 def choose_loader(plan: LoadPlan) -> ModelLoader:
     """Return the loader of the plan's compute path. Raises ConfigError for settings that it does
     not have."""
-    formats, settings, copies = plan.formats, plan.settings, _choose_copies(plan)
-    if formats.compute == "native":
-        from paceline.backends.native.step import NativeLoader
+    return _LOADERS[plan.formats.compute](plan)
 
-        return NativeLoader(
-            checkpoint=plan.checkpoint,
-            dtype=formats.dtype,
-            kv_dtype=formats.kv_dtype,
-            block_size=settings.block_size,
-            max_model_len=plan.max_model_len,
-            threads=plan.placement.threads,
-            isa=formats.isa,
-            has_head=plan.pooling is None,
-            copies=copies,
-        )
-    from paceline.backends.torch.load import TorchLoader
 
-    return TorchLoader(
+def _native_loader(plan: LoadPlan) -> ModelLoader:
+    from paceline.backends.native.packed import PackedCopies, fingerprint
+    from paceline.backends.native.step import NativeLoader
+
+    formats, settings, copies = plan.formats, plan.settings, None
+    if settings.packed_cache_bytes is not None:
+        # imported here: it can fetch models, with all the modules that this takes
+        from paceline.checkpoints.hub.resolve import default_cache_dir
+
+        folder = default_cache_dir() / "packed"
+        copies = PackedCopies(folder, settings.packed_cache_bytes, fingerprint(plan.path))
+    return NativeLoader(
         checkpoint=plan.checkpoint,
         dtype=formats.dtype,
-        device=plan.device,
+        kv_dtype=formats.kv_dtype,
         block_size=settings.block_size,
+        max_model_len=plan.max_model_len,
+        threads=plan.placement.threads,
+        isa=formats.isa,
+        has_head=plan.pooling is None,
+        copies=copies,
+    )
+
+
+def _torch_loader(plan: LoadPlan) -> ModelLoader:
+    from paceline.backends.torch.load import TorchLoader
+
+    if plan.settings.packed_cache_bytes is not None:
+        raise ConfigError(
+            "--packed-cache changes nothing with torch compute, which packs no weights"
+        )
+    return TorchLoader(
+        checkpoint=plan.checkpoint,
+        dtype=plan.formats.dtype,
+        device=plan.device,
+        block_size=plan.settings.block_size,
         max_model_len=plan.max_model_len,
         threads=plan.placement.threads,
         has_head=plan.pooling is None,
     )
+
+
+# by compute path
+_LOADERS: Final[Mapping[str, Callable[[LoadPlan], ModelLoader]]] = {
+    "native": _native_loader,
+    "torch": _torch_loader,
+}

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from paceline.core.ranges import Range, outside
 from paceline.errors import ConfigError
 
-__all__ = ["BackendSettings"]
+__all__ = ["BackendSettings", "BatchLimits"]
 
 _RANGES: Final = {"block_size": Range(1)}
+
+
+class BatchLimits(NamedTuple):
+    """The scheduler's limits of one step, by which buffers and window blocks are sized."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +42,12 @@ class BackendSettings:
     # bytes on disk for copies of packed weights, which save the next start from packing them; None:
     # no copies are kept. Native compute only
     packed_cache_bytes: int | None = None
-    # a model that guesses tokens for this one to verify, a folder or a .gguf file, and its weights'
+    # a model that drafts tokens for this one to verify, a folder or a .gguf file, and its weights'
     # format; the served model's own file is the same model in fewer bits. Or the folder of a head
     # that reads the served model's hidden states. None: neither
     draft_path: str | None = None
     draft_dtype: str = "auto"
-    # the checkpoint's own MTP layers guess, instead of a model in ``draft_path``
+    # the checkpoint's own MTP layers draft, instead of a model in ``draft_path``
     draft_mtp: bool = False
     # prompt + output tokens of one request; None: as long as the model and the KV cache allow
     max_model_len: int | None = None
@@ -60,7 +67,7 @@ class BackendSettings:
     # used; on CUDA 4 GiB at most, pinned at once
     swap_bytes: int | None = None
     # reason why layers with a sliding window get no window blocks, for the ready line; empty: they
-    # may get some, see ``windows.choose_windows``
+    # may get some, see ``sizes.choose_windows``
     without_windows: str = ""
     # processor threads; None: as many as the process may use of its nodes' processors
     threads: int | None = None
@@ -78,5 +85,5 @@ class BackendSettings:
 
     @property
     def drafts(self) -> bool:
-        """Whether a model or layers that guess are loaded."""
+        """Whether a model or layers that draft are loaded."""
         return self.draft_mtp or self.draft_path is not None

@@ -115,9 +115,9 @@ def core_speeds(
         slow = frozenset()
     speeds: list[float] = []
     for file in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
-        told = [_read(root / f"cpu{min(own)}" / file).strip() for own in cores.values()]
-        if all(re.fullmatch(r"[1-9]\d*", each) for each in told) and len(set(told)) > 1:
-            speeds = [float(each) for each in told]
+        texts = [_read(root / f"cpu{min(own)}" / file).strip() for own in cores.values()]
+        if all(re.fullmatch(r"[1-9]\d*", each) for each in texts) and len(set(texts)) > 1:
+            speeds = [float(each) for each in texts]
             break
     speeds = speeds or [1.0] * len(cores)
     speeds = [

@@ -50,15 +50,26 @@ def _checked_ropes(model: ModelConfig, rope: Rope, sliding_rope: Rope | None) ->
     return ropes
 
 
+def _configured(
+    model: ModelConfig, settings: NativeSettings, rope: Rope, sliding_rope: Rope | None
+) -> tuple[NativeConfig, list[Rope]]:
+    """Return the library's configuration on this machine, and the rotary tables to set."""
+    config = NativeConfig.of(model, settings)
+    ropes = _checked_ropes(model, rope, sliding_rope)
+    config.max_positions = ropes[0][0].shape[0]
+    config.threads = choose_threads(settings.threads)
+    return config, ropes
+
+
 def _step(*given: Integers) -> tuple[Step, list[NDArray[np.int32]]]:
     """Return a step of token ids, positions, query_start, block tables and rows, and the arrays
     that it points to. Raises ConfigError where their sizes disagree."""
     arrays = [np.ascontiguousarray(array, dtype=np.int32) for array in given]
-    tokens, places, starts, tables, rows = arrays
+    tokens, positions, starts, tables, rows = arrays
     sequences = len(starts) - 1
-    if len(places) != len(tokens) or sequences < 0 or tables.shape[:1] != (sequences,):
+    if len(positions) != len(tokens) or sequences < 0 or tables.shape[:1] != (sequences,):
         raise ConfigError(
-            f"{len(tokens)} token ids, {len(places)} positions, query_start of {len(starts)} "
+            f"{len(tokens)} token ids, {len(positions)} positions, query_start of {len(starts)} "
             f"and block tables of shape {list(tables.shape)} do not go together"
         )
     step = Step(
@@ -67,7 +78,7 @@ def _step(*given: Integers) -> tuple[Step, list[NDArray[np.int32]]]:
         table_width=tables.shape[1] if tables.ndim == 2 else 0,
         sampled=len(rows),
         token_ids=tokens.ctypes.data,
-        positions=places.ctypes.data,
+        positions=positions.ctypes.data,
         query_start=starts.ctypes.data,
         tables=tables.ctypes.data,
         sample_rows=rows.ctypes.data,
@@ -107,23 +118,26 @@ class NativeModel(Owner):
         copies: PackedCopies | None = None,
     ) -> None:
         self._library = library()
-        config = NativeConfig.of(model, settings)
-        ropes = _checked_ropes(model, rope, sliding_rope)
-        config.max_positions = ropes[0][0].shape[0]
-        config.threads = choose_threads(settings.threads)
-        # query heads, KV heads and dimensions of a head
-        self.heads = (config.heads, config.kv_heads, config.head_dim)
-        self._vocab, self._hidden = config.vocab, config.hidden
-        self._logits = np.empty((0, self._vocab), dtype=np.float32)
-        self._most_likely = np.empty(0, dtype=np.int32)
+        self._config, ropes = _configured(model, settings, rope, sliding_rope)
+        self._logits = np.empty((0, self._config.vocab), dtype=np.float32)
         # index of the first of each row's largest logits in the last step, -1 where one is not
         # finite, [R]; a view that the next step overwrites
-        self.likeliest = self._most_likely
-        self._handle = self._library.paceline_create(ctypes.byref(config))
+        self.likeliest = self._most_likely = np.empty(0, dtype=np.int32)
+        self._handle = self._library.paceline_create(ctypes.byref(self._config))
         if self._handle is None:
             check(-1)
+        self._fill(tensors, ropes, settings, copies)
+
+    def _fill(
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        ropes: Sequence[Rope],
+        settings: NativeSettings,
+        copies: PackedCopies | None,
+    ) -> None:
+        """Load all that the created model needs; one that fails is closed."""
         try:
-            self._fill(tensors, settings, copies)
+            self._pack(tensors, settings, copies)
             for index, (cos, sin) in enumerate(ropes):
                 addresses = cos.ctypes.data, sin.ctypes.data
                 check(self._library.paceline_set_rope(self._handle, index, *addresses))
@@ -132,7 +146,7 @@ class NativeModel(Owner):
             self.close()
             raise
 
-    def _fill(
+    def _pack(
         self,
         tensors: Iterable[tuple[str, Tensor]],
         settings: NativeSettings,
@@ -173,6 +187,11 @@ class NativeModel(Owner):
             memory = (ctypes.c_uint8 * size.value).from_address(address)
             pieces.append(memoryview(memory).cast("B"))
         return pieces
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, KV heads and dimensions of a head."""
+        return self._config.heads, self._config.kv_heads, self._config.head_dim
 
     @property
     def kv_bytes_per_block(self) -> int:
@@ -228,7 +247,7 @@ class NativeModel(Owner):
                 raise ConfigError("window tables are not of the block tables' shape")
             step.window_tables = arrays[-1].ctypes.data
         if needs_logits and len(self._logits) < len(rows):
-            self._logits = np.empty((len(rows), self._vocab), dtype=np.float32)
+            self._logits = np.empty((len(rows), self._config.vocab), dtype=np.float32)
         if len(self._most_likely) < len(rows):
             self._most_likely = np.empty(len(rows), dtype=np.int32)
         step.logits = self._logits.ctypes.data if needs_logits else None
@@ -248,7 +267,7 @@ class NativeModel(Owner):
         """Run a step as ``forward`` does, but return for ``rows`` the input of the last norm,
         without the factor ``residual_scale``: [R, hidden] float32. Raises ConfigError likewise."""
         step, arrays = _step(token_ids, positions, query_start, block_tables, rows)
-        found = np.empty((len(arrays[-1]), self._hidden), dtype=np.float32)
+        found = np.empty((len(arrays[-1]), self._config.hidden), dtype=np.float32)
         step.hidden = found.ctypes.data
         check(self._library.paceline_forward(self.handle, ctypes.byref(step)))
         return found

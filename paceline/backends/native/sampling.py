@@ -103,21 +103,21 @@ class NativeSampler:
         self,
         logits: NDArray[np.float32],
         rows: Sequence[SampleRow],
-        places: Sequence[int],
+        indices: Sequence[int],
         likeliest: NDArray[np.int32],
     ) -> list[int]:
-        """Draw tokens for the rows at ``places`` of the logits."""
+        """Draw tokens for the rows at ``indices`` of the logits."""
         vocab = logits.shape[1]
         params = [row.sampling.params for row in rows]
-        addresses = _addresses(logits, places)
-        known = likeliest[places].astype(np.int32, copy=False)
+        addresses = _addresses(logits, indices)
+        known = likeliest[indices].astype(np.int32, copy=False)
         changes = {index: row.reshaping() for index, row in enumerate(rows) if row.reshapes}
         changed = [index for index, change in changes.items() if change.names_tokens]
         if changed:
             if len(self._changed) < len(changed) or self._changed.shape[1] != vocab:
                 self._changed = np.empty((len(changed), vocab), dtype=np.float32)
             for copy, index in zip(self._changed, changed, strict=False):
-                copy[:] = logits[places[index]]
+                copy[:] = logits[indices[index]]
                 _change(copy, changes[index])
             addresses[changed] = _addresses(self._changed, range(len(changed)))
             known[changed] = -1

@@ -121,7 +121,7 @@ def attend(
         [T, heads * head_dim].
     """
     qkv = np.array(qkv, dtype=np.float32, order="C")
-    places, starts, tables = (
+    located, starts, tables = (
         np.ascontiguousarray(array, dtype=np.int32)
         for array in (positions, query_start, block_tables)
     )
@@ -136,7 +136,7 @@ def attend(
         table_width=tables.shape[1],
         sampled=0,
         token_ids=ids.ctypes.data,
-        positions=places.ctypes.data,
+        positions=located.ctypes.data,
         query_start=starts.ctypes.data,
         tables=tables.ctypes.data,
         sample_rows=None,

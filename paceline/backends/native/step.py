@@ -20,7 +20,7 @@ from paceline.backends.native.packed import PackedCopies
 from paceline.backends.native.sampling import NativeSampler, token_logprobs
 from paceline.backends.native.single_kernels import cache_bytes
 from paceline.backends.native.tensors import OWN_BITS, Tensor, checkpoint_tensors
-from paceline.backends.runner.interface import AttentionBatch, LoadedModel
+from paceline.backends.runner.interface import AttentionBatch, LoadedModel, PoolMemory
 from paceline.backends.runner.rope import rotary_tables
 from paceline.checkpoints.model.checkpoint import Checkpoint
 from paceline.checkpoints.model.config import ModelConfig
@@ -218,8 +218,8 @@ class NativeLoader:
         config = self.checkpoint.config
         return self.block_bytes * len(config.sliding_layers) // config.num_hidden_layers
 
-    def pool_memory(self) -> tuple[int, float]:
-        return available_memory(), CPU_SHARE
+    def pool_memory(self) -> PoolMemory:
+        return PoolMemory(available_memory(), CPU_SHARE)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the checkpoint's tensors, as they are packed."""

@@ -57,7 +57,6 @@ class HiddenModel(Protocol):
         Returns:
             [S, hidden], behind the model's last norm.
         """
-        ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
 

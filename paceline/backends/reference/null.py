@@ -97,7 +97,7 @@ class NullBackend:
     # a request whose input holds this token fails alone, with an error
     poison_token: int | None = None
     num_host_blocks: int = 0
-    # indices of draft guesses that are spoilt; the others are right, ``draft_most`` of them at
+    # indices of drafts that are spoilt; the others are right, ``draft_most`` of them at
     # most; None: there is no draft model
     draft_wrong: Collection[int] | None = None
     draft_most: int = MOST_DRAFT_TOKENS
@@ -154,22 +154,22 @@ class NullBackend:
             time.sleep(self.step_time)
         self._apply(plan)
         made = {
-            draft.row: self._guess(plan.rows[draft.row], len(draft.token_ids))
+            draft.row: self._propose(plan.rows[draft.row], len(draft.token_ids))
             for draft in plan.drafts
             if draft.source == DRAFT_MODEL
         }
-        guessed = {draft.row: draft.token_ids for draft in plan.drafts}
+        drafted = {draft.row: draft.token_ids for draft in plan.drafts}
         rows = [
-            row._replace(num_tokens=row.num_tokens - len(guessed[index]) + len(made[index]))
+            row._replace(num_tokens=row.num_tokens - len(drafted[index]) + len(made[index]))
             if index in made
             else row
             for index, row in enumerate(plan.rows)
         ]
-        guessed |= made
-        self._compute(rows, guessed)
+        drafted |= made
+        self._compute(rows, drafted)
         errors: list[tuple[str, str]] = []
         sampled = [
-            self._take(row, guessed.get(index, ()), errors) for index, row in enumerate(rows)
+            self._take(row, drafted.get(index, ()), errors) for index, row in enumerate(rows)
         ]
         logprobs = [self._logprobs(row, tokens) for row, tokens in zip(rows, sampled, strict=True)]
         prompts = tuple(
@@ -208,21 +208,21 @@ class NullBackend:
             self._states[copy.request_id].block_ids[copy.index] = copy.dst
 
     def _compute(
-        self, rows: Sequence[ScheduledRow], guessed: Mapping[int, tuple[int, ...]]
+        self, rows: Sequence[ScheduledRow], drafted: Mapping[int, tuple[int, ...]]
     ) -> None:
-        """Write the rows' tokens, guesses included, into their blocks."""
+        """Write the rows' tokens, drafts included, into their blocks."""
         for index, row in enumerate(rows):
             state = self._states[row.request_id]
             if not state.failed:
                 known = len(state.tokens)
-                state.tokens += guessed.get(index, ())
+                state.tokens += drafted.get(index, ())
                 self._write(row)
                 del state.tokens[known:]
         for row in rows if self._window_cache else ():
             self._check_window(row)
 
     def _take(
-        self, row: ScheduledRow, guesses: Sequence[int], errors: list[tuple[str, str]]
+        self, row: ScheduledRow, drafts: Sequence[int], errors: list[tuple[str, str]]
     ) -> tuple[int, ...]:
         """Return the row's new tokens, () where its request failed; why goes to ``errors``."""
         state = self._states[row.request_id]
@@ -232,7 +232,7 @@ class NullBackend:
         if state.failed or not row.samples:
             return ()
         try:
-            return self._draw(row, state, guesses)
+            return self._draw(row, state, drafts)
         except PacelineError as error:
             state.failed = True
             errors.append((row.request_id, str(error)))
@@ -248,8 +248,8 @@ class NullBackend:
             TokenLogprobs(token, 0.0, 1, ((token, 0.0),) if wanted else ()) for token in tokens
         )
 
-    def _guess(self, row: ScheduledRow, count: int) -> tuple[int, ...]:
-        """Return the draft model's guesses."""
+    def _propose(self, row: ScheduledRow, count: int) -> tuple[int, ...]:
+        """Return the draft model's drafts."""
         state, vocab = self._states[row.request_id], self.vocab_size
         if self.draft_wrong is None or state.failed:
             return ()
@@ -292,20 +292,20 @@ class NullBackend:
             if self._window_cache:
                 self._window_cache[self._places[block_id]][position % size] = value
 
-    def _draw(self, row: ScheduledRow, state: _State, guesses: Sequence[int]) -> tuple[int, ...]:
-        """Append the row's tokens: one, and one more for each guess that is right."""
+    def _draw(self, row: ScheduledRow, state: _State, drafts: Sequence[int]) -> tuple[int, ...]:
+        """Append the row's tokens: one, and one more for each draft that is right."""
         drawn: list[int] = []
         end = row.start + row.num_tokens
-        # first position behind guesses that the grammar cannot read past
+        # first position behind drafts that the grammar cannot read past
         last = end
-        if guesses and state.constraint is not None:
-            masks = state.constraint.masks(state.unread(), guesses)
-            last = end - len(guesses) + len(masks) - 1
-        for length in range(end - len(guesses), end + 1):
+        if drafts and state.constraint is not None:
+            masks = state.constraint.masks(state.unread(), drafts)
+            last = end - len(drafts) + len(masks) - 1
+        for length in range(end - len(drafts), end + 1):
             token = self._sample(length, state)
             drawn.append(token)
             state.tokens.append(token)
-            if length == last or token != guesses[length - end] or token == self.poison_token:
+            if length == last or token != drafts[length - end] or token == self.poison_token:
                 # a poison token ends the row here, so that the next step fails on it
                 break
         return tuple(drawn)

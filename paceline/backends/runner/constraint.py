@@ -33,7 +33,7 @@ class OutputConstraint:
         return self._num_read
 
     def masks(self, new_tokens: Sequence[int], drafts: Sequence[int] = ()) -> list[bytes]:
-        """Return the masks after the output and after each guess; see ``TokenMatcher.look_ahead``.
+        """Return the masks after the output and after each draft; see ``TokenMatcher.look_ahead``.
 
         Args:
             new_tokens: the output from ``num_read`` on.

@@ -18,21 +18,21 @@ from paceline.core.sampling_params import SamplingParams
 __all__ = ["DraftRow", "Drafting", "Made"]
 
 _log = logging.getLogger(__name__)
-# consecutive faults of single requests, without a guess between them, that turn the model off
+# consecutive faults of single requests, without a draft between them, that turn the model off
 _MOST_FAULTS: Final = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftRow:
-    """A request to guess tokens for."""
+    """A request to draft tokens for."""
 
-    # [longest request]: known tokens, and slots behind them into which guesses are written
+    # [longest request]: known tokens, and slots behind them into which drafts are written
     tokens: NDArray[np.int32]
-    # [longest request's blocks]: block ids by position // block_size, for all guesses but the last
+    # [longest request's blocks]: block ids by position // block_size, for all drafts but the last
     table: NDArray[np.int32]
     # position of the last known token, the only one that the served model has not computed
     last: int
-    # guesses wanted, at least 1
+    # drafts wanted, at least 1
     count: int
     # result of ``Drafting.prepare``
     sampling: PreparedSampling
@@ -42,23 +42,23 @@ class DraftRow:
 
 
 class Made(NamedTuple):
-    """Result of guessing for one row."""
+    """Result of drafting for one row."""
 
-    # guesses written
-    num_guesses: int = 0
+    # drafts written
+    num_drafted: int = 0
     # known tokens that the model had lacked and has now computed
     caught_up: int = 0
-    # known tokens that it must still compute before it guesses
+    # known tokens that it must still compute before it drafts
     behind: int = 0
-    # guessing failed, and would fail again
+    # drafting failed, and would fail again
     failed: bool = False
 
 
 class Drafting(ABC):
-    """A source of guesses inside a step. Called from one thread, between steps of the served model.
+    """A source of drafts inside a step. Called from one thread, between steps of the served model.
 
     Args:
-        sampler: draws its guesses.
+        sampler: draws its drafts.
         vocab_size: size of its own vocabulary.
         num_blocks: blocks of the served model's pool.
     """
@@ -71,15 +71,15 @@ class Drafting(ABC):
         self._block_size = block_size
         # number of leading positions that each block holds, by block id
         self._held = np.zeros(num_blocks, dtype=np.int64)
-        # known tokens computed in the last ``guess``, and still missing after it, by row
+        # known tokens computed in the last ``propose``, and still missing after it, by row
         self.caught_up: list[int] = []
         self.behind: list[int] = []
         # consecutive faults of single requests, and of several together
         self._num_faults = self._num_shared_faults = 0
 
     @abstractmethod
-    def guess(self, rows: Sequence[DraftRow]) -> list[int]:
-        """Write up to ``count`` guesses behind the last known token of each row, and return how
+    def propose(self, rows: Sequence[DraftRow]) -> list[int]:
+        """Write up to ``count`` drafts behind the last known token of each row, and return how
         many. A row that lacks many known tokens gets none for now; see ``behind``."""
 
     @abstractmethod
@@ -95,7 +95,7 @@ class Drafting(ABC):
         """Note that the served model's blocks were copied (source, destination), in order."""
 
     def prepare(self, params: SamplingParams) -> PreparedSampling:
-        """Return a request's settings for guessing: those that choose tokens, restricted to this
+        """Return a request's settings for drafting: those that choose tokens, restricted to this
         model's vocabulary, without log-probabilities."""
         own = range(self._vocab_size)
         return PreparedSampling(
@@ -111,28 +111,28 @@ class Drafting(ABC):
         )
 
     def make(self, rows: Sequence[DraftRow]) -> list[Made]:
-        """Call ``guess``; a fault costs only the guesses of the request that caused it."""
+        """Call ``propose``; a fault costs only the drafts of the request that caused it."""
         if self._num_faults >= _MOST_FAULTS or not rows:
             return [Made()] * len(rows)
         if len(rows) > 1 and self._num_shared_faults >= _MOST_FAULTS:
             # several rows together fail, whichever request is the cause
             return [self.make([row])[0] for row in rows]
         try:
-            counts = self.guess(rows)
+            counts = self.propose(rows)
         except Exception as error:
             if len(rows) > 1:
                 if not self._num_shared_faults:
                     _log.warning("draft_fault rows=%d", len(rows), exc_info=error)
                 self._num_shared_faults += 1
-                # guessing for each row alone shows which one fails
+                # drafting for each row alone shows which one fails
                 return [self.make([row])[0] for row in rows]
             self._num_faults += 1
             _log.warning(
-                "draft_fault request=%s is not guessed any more: %r", rows[0].request_id, error
+                "draft_fault request=%s is not drafted any more: %r", rows[0].request_id, error
             )
             if self._num_faults == _MOST_FAULTS:
                 _log.error(
-                    "draft_model_off faults=%d: nothing is guessed by it any more",
+                    "draft_model_off faults=%d: nothing is drafted by it any more",
                     _MOST_FAULTS,
                     exc_info=error,
                 )

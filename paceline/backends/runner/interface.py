@@ -22,6 +22,7 @@ __all__ = [
     "LoadedModel",
     "Logits",
     "ModelLoader",
+    "PoolMemory",
     "Sampler",
     "Scorer",
     "StepModel",
@@ -54,7 +55,6 @@ class StepModel(Protocol):
     def likeliest(self) -> NDArray[np.int32] | None:
         """Index of the first largest logit of each row of the last ``forward``, -1 where a logit is
         not finite; None where the model did not look."""
-        ...
 
     def forward(
         self,
@@ -77,19 +77,15 @@ class StepModel(Protocol):
         Returns:
             [S, vocab], valid until the next call; maybe without rows unless ``needs_logits``.
         """
-        ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in all layers, in order."""
-        ...
 
     def swap_blocks(self, swaps: Sequence[BlockSwap]) -> None:
         """Move whole blocks to and from host memory, in order."""
-        ...
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         """Clear what blocks hold, before they are handed to a request."""
-        ...
 
 
 @runtime_checkable
@@ -99,7 +95,6 @@ class WindowedModel(Protocol):
     def place(self, given: Sequence[WindowBlock]) -> None:
         """Assign window blocks to blocks from now on, in order. Between steps; a block's first
         assignment comes before the block is written."""
-        ...
 
 
 class Sampler(Protocol):
@@ -107,7 +102,6 @@ class Sampler(Protocol):
 
     def sample(self, logits: Logits, rows: Sequence[SampleRow], likeliest: Likeliest) -> Samples:
         """Return a token for each row, chosen by that row's own settings alone."""
-        ...
 
 
 class Scorer(Protocol):
@@ -118,7 +112,6 @@ class Scorer(Protocol):
     ) -> list[TokenLogprobs]:
         """Return log-probability and rank of one token per row, and its ``counts`` likeliest
         tokens."""
-        ...
 
 
 class LoadedModel(NamedTuple):
@@ -131,34 +124,37 @@ class LoadedModel(NamedTuple):
     swap_block_seconds: float
 
 
+class PoolMemory(NamedTuple):
+    """Memory where the KV pool will be."""
+
+    free_bytes: int
+    # share of them to take
+    share: float
+
+
 class ModelLoader(Protocol):
     """One compute path, about to load one checkpoint in settled formats."""
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one KV block over all layers."""
-        ...
 
     @property
     def window(self) -> int:
         """Window in tokens of layers with a sliding window, the position itself included; 0: there
         are none, or they cannot have window blocks."""
-        ...
 
     @property
     def window_block_bytes(self) -> int:
         """Part of ``block_bytes`` that belongs to layers with a sliding window."""
-        ...
 
     @property
     def max_host_bytes(self) -> float:
         """Default bytes of host memory for swapping; infinity where it is allocated as it is
         used."""
-        ...
 
-    def pool_memory(self) -> tuple[int, float]:
-        """Return the free bytes where the KV pool will be, and the share of them to take."""
-        ...
+    def pool_memory(self) -> PoolMemory:
+        """Return the memory there is for the KV pool now."""
 
     def load(
         self, num_blocks: int, num_host_blocks: int, num_window_blocks: int = 0
@@ -168,4 +164,3 @@ class ModelLoader(Protocol):
 
         Raises CheckpointError or ConfigError for a model that this path cannot compute.
         """
-        ...

@@ -46,7 +46,7 @@ __all__ = ["ModelRunner"]
 
 # one entry per sampled token, None for rows that asked for none
 RowLogprobs: TypeAlias = tuple[TokenLogprobs, ...] | None
-# row -> tokens its grammar forbids [vocab] after none of the row's guesses, after one, and so on,
+# row -> tokens its grammar forbids [vocab] after none of the row's drafts, after one, and so on,
 # as far as the grammar can read them; or the reason for which the request fails
 Masks: TypeAlias = dict[int, "list[NDArray[np.bool_]] | str"]
 
@@ -63,9 +63,9 @@ class _Slot:
 
     __slots__ = (
         "constraint",
+        "draft_sampling",
+        "drafting_failed",
         "error",
-        "guessing",
-        "guessing_failed",
         "index",
         "is_new",
         "num_blocks",
@@ -84,9 +84,9 @@ class _Slot:
         self.error: str | None = None
         self.constraint: OutputConstraint | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
-        # settings for guesses, made with the first one; then whether guessing failed
-        self.guessing: PreparedSampling | None = None
-        self.guessing_failed = False
+        # settings for drafts, made with the first one; then whether drafting failed
+        self.draft_sampling: PreparedSampling | None = None
+        self.drafting_failed = False
         wanted = new.sampling.prompt_logprobs
         if wanted is not None:
             prompt = new.token_ids[: new.num_prompt_tokens]
@@ -104,7 +104,7 @@ class ModelRunner:
     Args:
         max_num_seqs: requests expected to hold state at once; the arrays grow for more.
         max_model_len: longest request, tokens.
-        draft: guesses tokens where a plan leaves them to the backend; None: no guesses are made.
+        draft: drafts tokens where a plan leaves them to the backend; None: no drafts are made.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class ModelRunner:
     def _make(
         self, draft: Drafting, plan: SchedulerOutput, slots: Sequence[_Slot]
     ) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...], tuple[int, ...]]:
-        """Return the draft model's guesses, by row, where the plan leaves them to the backend; then
+        """Return the draft model's drafts, by row, where the plan leaves them to the backend; then
         ``StepResult.caught_up`` and ``StepResult.behind`` in the same order."""
         wanted: dict[int, DraftRow] = {}
         planned = {
@@ -244,16 +244,16 @@ class ModelRunner:
         }
         for r, count in planned.items():
             slot = slots[r]
-            if slot.error is not None or slot.guessing_failed:
+            if slot.error is not None or slot.drafting_failed:
                 continue
-            if slot.guessing is None:
-                slot.guessing = draft.prepare(slot.sampling.params)
+            if slot.draft_sampling is None:
+                slot.draft_sampling = draft.prepare(slot.sampling.params)
             wanted[r] = DraftRow(
                 self._tokens[slot.index],
                 self._tables[slot.index],
                 plan.rows[r].start,
                 count,
-                slot.guessing,
+                slot.draft_sampling,
                 slot.num_prompt_tokens,
                 plan.rows[r].request_id,
             )
@@ -261,11 +261,11 @@ class ModelRunner:
         made: dict[int, tuple[int, ...]] = {}
         for r in planned:
             count, _, _, failed = results.setdefault(r, Made())
-            slots[r].guessing_failed |= failed
+            slots[r].drafting_failed |= failed
             first = plan.rows[r].start + 1
             made[r] = tuple(self._tokens[slots[r].index, first : first + count].tolist())
-        told = [results[r] for r in planned]
-        return made, tuple(row.caught_up for row in told), tuple(row.behind for row in told)
+        rows = [results[r] for r in planned]
+        return made, tuple(row.caught_up for row in rows), tuple(row.behind for row in rows)
 
     def _execute(
         self,
@@ -279,12 +279,12 @@ class ModelRunner:
         starts = np.array([row.start for row in rows])
         counts = np.array([row.num_tokens for row in rows])
         ends = np.cumsum(counts)
-        for r, guesses in drafts.items():
+        for r, draft_ids in drafts.items():
             row = rows[r]
             end = row.start + row.num_tokens
-            # an id outside the vocabulary is verified as token 0: one wrong guess is like another
-            self._tokens[index[r], end - len(guesses) : end] = [
-                guess if 0 <= guess < self._vocab_size else 0 for guess in guesses
+            # an id outside the vocabulary is verified as token 0: one wrong draft is like another
+            self._tokens[index[r], end - len(draft_ids) : end] = [
+                each if 0 <= each < self._vocab_size else 0 for each in draft_ids
             ]
         # flat tokens ends[r] - counts[r] ... ends[r] - 1 are positions starts[r] ... of row r
         positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
@@ -293,10 +293,10 @@ class ModelRunner:
         tables = self._tables[index, :width].astype(np.int64)
         sampling = [r for r, row in enumerate(rows) if row.samples]
         masks = self._start_masks(rows, slots, sampling, drafts)
-        places = [(r, 0) for r in sampling]
+        draws = [(r, 0) for r in sampling]
         if drafts:
-            places = [(r, -i) for r in sampling for i in range(len(drafts.get(r, ())), -1, -1)]
-        chosen = np.array([ends[r] - 1 + i for r, i in places], dtype=np.int64)
+            draws = [(r, -i) for r in sampling for i in range(len(drafts.get(r, ())), -1, -1)]
+        chosen = np.array([ends[r] - 1 + i for r, i in draws], dtype=np.int64)
         # flat tokens of prompts whose log-probabilities are wanted, row by row
         asked = {
             r: wanted
@@ -329,7 +329,7 @@ class ModelRunner:
             logits = logits[own]
             likeliest = None if likeliest is None else likeliest[own]
         forbidden = masks.result() if masks else {}
-        return self._sample(rows, slots, places, drafts, logits, likeliest, forbidden)
+        return self._sample(rows, slots, draws, drafts, logits, likeliest, forbidden)
 
     def _start_masks(
         self,
@@ -343,9 +343,9 @@ class ModelRunner:
         for r in sampling:
             slot = slots[r]
             if slot.constraint is not None and slot.error is None:
-                guesses = drafts.get(r, ())
-                end = rows[r].start + rows[r].num_tokens - len(guesses)
-                jobs.append((r, slot.constraint, self._unread(slot, end), guesses))
+                draft_ids = drafts.get(r, ())
+                end = rows[r].start + rows[r].num_tokens - len(draft_ids)
+                jobs.append((r, slot.constraint, self._unread(slot, end), draft_ids))
         if not jobs or self._mask_thread is None:
             return None
         return self._mask_thread.submit(self._fill_masks, jobs)
@@ -360,9 +360,9 @@ class ModelRunner:
         self, jobs: Sequence[tuple[int, OutputConstraint, list[int], Sequence[int]]]
     ) -> Masks:
         masks: Masks = {}
-        for r, constraint, new_tokens, guesses in jobs:
+        for r, constraint, new_tokens, draft_ids in jobs:
             try:
-                allowed = constraint.masks(new_tokens, guesses)
+                allowed = constraint.masks(new_tokens, draft_ids)
             except PacelineError as error:
                 masks[r] = str(error)
                 continue
@@ -436,7 +436,7 @@ class ModelRunner:
         self,
         rows: Sequence[ScheduledRow],
         slots: Sequence[_Slot],
-        places: Sequence[tuple[int, int]],
+        draws: Sequence[tuple[int, int]],
         drafts: Mapping[int, Sequence[int]],
         logits: Logits,
         likeliest: Likeliest,
@@ -452,37 +452,37 @@ class ModelRunner:
             for row, slot in zip(rows, slots, strict=True)
             if slot.error is not None
         ]
-        if not places:
+        if not draws:
             return sampled, logprobs, errors
         sample_rows = []
-        for r, guess in places:
-            slot, length = slots[r], rows[r].start + rows[r].num_tokens + guess
+        for r, offset in draws:
+            slot, length = slots[r], rows[r].start + rows[r].num_tokens + offset
             tokens = self._tokens[slot.index, :length]
             mask = masks.get(r, "")
-            place = guess + len(drafts.get(r, ()))
-            # behind a guess that the grammar rejects any token may be drawn: it is dropped
+            place = offset + len(drafts.get(r, ()))
+            # behind a draft that the grammar rejects any token may be drawn: it is dropped
             forbidden = mask[place] if not isinstance(mask, str) and place < len(mask) else None
             sample_rows.append(SampleRow(slot.sampling, tokens, slot.num_prompt_tokens, forbidden))
         samples = self._sampler.sample(logits, sample_rows, likeliest)
-        # rows of which a guess was wrong
+        # rows of which a draft was wrong
         settled: set[int] = set()
-        for i, (r, guess) in enumerate(places):
+        for i, (r, offset) in enumerate(draws):
             slot = slots[r]
             if slot.error is not None or r in settled:
                 continue
             token_id = samples.token_ids[i]
             if not samples.finite[i] or token_id < 0:
                 settled.add(r)
-                # after right guesses this fails in the next step, unless a guess ended the request
+                # after right drafts this fails in the next step, unless a draft ended the request
                 if not sampled[r]:
                     why = _NOTHING_LEFT if samples.finite[i] else NAN_LOGITS
                     errors.append((rows[r].request_id, why))
                 continue
-            position = rows[r].start + rows[r].num_tokens + guess
+            position = rows[r].start + rows[r].num_tokens + offset
             mask = masks.get(r, "")
-            if guess and (
+            if offset and (
                 self._tokens[slot.index, position] != token_id
-                or (not isinstance(mask, str) and len(drafts[r]) + guess + 1 >= len(mask))
+                or (not isinstance(mask, str) and len(drafts[r]) + offset + 1 >= len(mask))
             ):
                 settled.add(r)
             self._tokens[slot.index, position] = token_id

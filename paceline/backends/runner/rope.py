@@ -19,21 +19,12 @@ from numpy.typing import NDArray
 
 from paceline.checkpoints.model.config import ModelConfig, RopeConfig
 
-__all__ = ["inverse_frequencies", "longest_sequence", "rotary_tables"]
+__all__ = ["inverse_frequencies", "rotary_tables"]
 
 Floats = NDArray[np.float32]
 
 # positions whose angles are computed at once
 _PART: Final = 16_384
-
-
-def longest_sequence(config: ModelConfig) -> int:
-    """Return the model's number of positions, with its own scaling of positions."""
-    rope = config.rope
-    original = rope.original_max_position or config.max_position_embeddings
-    if rope.kind in ("dynamic", "yarn"):
-        return max(config.max_position_embeddings, int(original * rope.factor))
-    return config.max_position_embeddings
 
 
 def _rounded(values: NDArray[np.float64]) -> Floats:

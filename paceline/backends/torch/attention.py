@@ -53,7 +53,6 @@ class AttentionBackend(Protocol):
     def prepare(self, batch: AttentionBatch) -> None:
         """Derive what all layers of the step need. Reads ``batch`` before returning, and keeps no
         reference to it."""
-        ...
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Store the step's keys and values, then attend causally.
@@ -64,19 +63,15 @@ class AttentionBackend(Protocol):
         Returns:
             [T, heads * head_dim], a fresh tensor.
         """
-        ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in all layers, in order."""
-        ...
 
     def swap_blocks(self, swaps: Sequence[BlockSwap]) -> None:
         """Move whole blocks to and from host memory, in order."""
-        ...
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         """Clear what blocks hold, before they are handed to a request."""
-        ...
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -256,9 +251,9 @@ class TorchAttention:
         blocks = self._written_blocks(batch, firsts)
         self._slots = self._window_slots = self._to_device(self._slot_mapping(*blocks))
         if len(self._places):
-            places = self._places[blocks[0]]
-            assert (places >= 0).all(), "a block is written that has no window block"
-            self._window_slots = self._to_device(self._slot_mapping(places, blocks[1]))
+            window_blocks = self._places[blocks[0]]
+            assert (window_blocks >= 0).all(), "a block is written that has no window block"
+            self._window_slots = self._to_device(self._slot_mapping(window_blocks, blocks[1]))
         segments = self._segments(batch, firsts)
         total = int(batch.counts.sum())
         self._groups = [

@@ -14,7 +14,6 @@ from typing import Final
 import torch
 
 from paceline.backends.runner.interface import AttentionBatch
-from paceline.backends.runner.rope import longest_sequence
 from paceline.backends.torch.head import HeadSettings, TorchHead
 from paceline.backends.torch.linear import Linear, make_linear
 from paceline.backends.torch.mlp import DenseMLP
@@ -70,7 +69,7 @@ class Eagle3Step(TorchHead):
         self._norm_before_residual = head.norm_before_residual
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._head_dim = config.head_dim
-        length = max(settings.max_model_len, longest_sequence(config))
+        length = max(settings.max_model_len, config.longest)
         self._rotary = RotaryTable(config, length, dtype=dtype, device=device)
         # output for the rows whose logits were wanted last
         self._last = torch.empty(0, config.hidden_size, device=device)

@@ -23,7 +23,6 @@ class Linear(Protocol):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map [rows, in_features] to [rows, out_features], in x's dtype, as a fresh tensor."""
-        ...
 
 
 class DenseLinear:

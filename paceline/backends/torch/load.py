@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from paceline.backends.machine.cpu import CPU_SHARE, available_memory, swap_seconds
-from paceline.backends.runner.interface import LoadedModel
+from paceline.backends.runner.interface import LoadedModel, PoolMemory
 from paceline.backends.torch.attention import AttentionBackend, TorchAttention, block_bytes
 from paceline.backends.torch.bidirectional import BidirectionalAttention
 from paceline.backends.torch.machine import choose_dtype
@@ -70,10 +70,10 @@ class TorchLoader:
     def _on_cuda(self) -> bool:
         return torch.device(self.device).type == "cuda"
 
-    def pool_memory(self) -> tuple[int, float]:
+    def pool_memory(self) -> PoolMemory:
         if self._on_cuda:
-            return torch.cuda.mem_get_info(torch.device(self.device))[0], _CUDA_SHARE
-        return available_memory(), CPU_SHARE
+            return PoolMemory(torch.cuda.mem_get_info(torch.device(self.device))[0], _CUDA_SHARE)
+        return PoolMemory(available_memory(), CPU_SHARE)
 
     def load(
         self, num_blocks: int, num_host_blocks: int, num_window_blocks: int = 0

@@ -80,7 +80,7 @@ class SparseMLP:
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         # each expert runs once, for all rows that chose it
         for expert in sorted(set(experts.flatten().tolist())):
-            rows, places = (experts == expert).nonzero(as_tuple=True)
-            given = self._experts[expert](x[rows]).float() * weights[rows, places, None]
+            rows, ranks = (experts == expert).nonzero(as_tuple=True)
+            given = self._experts[expert](x[rows]).float() * weights[rows, ranks, None]
             out.index_add_(0, rows, given)
         return out.to(x.dtype)

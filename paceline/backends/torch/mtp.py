@@ -1,15 +1,15 @@
 """A checkpoint's MTP layers in PyTorch, over its model's embeddings and head.
 
 The input for position ``p`` is the served model's hidden state there; with the token at ``p + 1``
-the first layer predicts the one at ``p + 2``. Each further guess is made at the next position by
+the first layer predicts the one at ``p + 2``. Each further draft is made at the next position by
 the next layer, from the output of the layer before it one position earlier; the last layer makes
-all further guesses from its own output. So with layers 0 and 1, and ``j`` the position of the last
+all further drafts from its own output. So with layers 0 and 1, and ``j`` the position of the last
 known token::
 
     position       j-2           j-1           j             j+1
     layer 0        known j-2     known j-1     .             .
     layer 1        0's of j-3    0's of j-2    0's of j-1    1's of j
-    guess                        first         second        third
+    draft                        first         second        third
 
 A layer's entries of known positions need the outputs of the layer before it, so these are kept in
 blocks, as keys and values are. A missing output, as at the beginning, counts as zero.
@@ -98,7 +98,7 @@ class MTPStep(TorchHead):
         )  # fmt: skip
         self._given[:, num_blocks] = 0
         self._none = num_blocks * settings.block_size
-        # guesses of the rows whose logits were wanted last, and each layer's outputs for these
+        # drafts of the rows whose logits were wanted last, and each layer's outputs for these
         self._num_made = 0
         self._last: list[torch.Tensor] = []
 
@@ -132,19 +132,19 @@ class MTPStep(TorchHead):
 
     def _go_on(self, tokens: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         embedded, rotations = self._embedded(tokens, at), self._decoder.rotations(at)
-        guesses = min(self._num_made, len(self._inputs) - 1)
+        num_drafts = min(self._num_made, len(self._inputs) - 1)
         last = [given[rows] for given in self._last]
-        # layers behind the guessing one also need an entry of this position, for later guesses
-        for layer in range(guesses, len(self._inputs)):
+        # layers behind the drafting one also need an entry of this position, for later drafts
+        for layer in range(num_drafts, len(self._inputs)):
             # beyond the last layer, its input is its own output
             repeats = self._num_made > layer
             known = last[layer if repeats else layer - 1]
             self._last[layer] = self._layer(layer, embedded, known, rotations)
-        # layers before it make no further guesses
-        for layer in range(guesses):
+        # layers before it make no further drafts
+        for layer in range(num_drafts):
             self._last[layer] = last[layer]
         self._num_made += 1
-        return self._logits(guesses)
+        return self._logits(num_drafts)
 
     def _embedded(self, tokens: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         embedded = torch.nn.functional.embedding(tokens, self._served.embedding)

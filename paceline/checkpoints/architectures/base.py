@@ -31,11 +31,9 @@ class GGUFFields(Protocol):
 
     def value(self, key: str, default: float | None = None) -> float:
         """Return a number."""
-        ...
 
     def count(self, key: str, default: int | None = None) -> int:
         """Return a whole number, not below 0."""
-        ...
 
 
 def _no_gguf_knobs(fields: GGUFFields) -> Mapping[str, Any]:

@@ -34,7 +34,7 @@ from paceline.checkpoints.model.config import ModelConfig
 from paceline.checkpoints.model.shapes import check_shapes, expected_shapes, row_order
 from paceline.errors import CheckpointError
 
-__all__ = ["GGUFCheckpoint"]
+__all__ = ["GGUFCheckpoint", "open_gguf"]
 
 _T = TypeVar("_T", bound=np.generic)
 
@@ -90,15 +90,16 @@ class GGUFCheckpoint:
     contract.
 
     Args:
-        parts: result of ``read_gguf_parts``; None: it is read here.
+        file: its header, of all parts where it is split.
+        paths: paths of the parts.
 
     Raises:
-        CheckpointError: malformed (see ``container``), without one of its parts, of an
-            architecture that is not supported, or with metadata and tensors that disagree.
+        CheckpointError: of an architecture that is not supported, or with metadata and tensors that
+            disagree.
     """
 
-    def __init__(self, path: Path, parts: tuple[GGUFFile, tuple[Path, ...]] | None = None) -> None:
-        self._file, paths = parts or read_gguf_parts(path)
+    def __init__(self, file: GGUFFile, paths: tuple[Path, ...]) -> None:
+        self._file, path = file, file.path
         self._data = GGUFData(paths)
         self._tensors: dict[str, GGUFTensor] = {}
         architecture = find_architecture(self._file.metadata)
@@ -232,3 +233,8 @@ class GGUFCheckpoint:
         half = self._config.head_dim // 2
         split = rows.reshape(heads, half, 2, *rows.shape[1:])
         return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def open_gguf(path: Path) -> GGUFCheckpoint:
+    """Open a file and its other parts. Raises CheckpointError as ``read_gguf_parts`` does, too."""
+    return GGUFCheckpoint(*read_gguf_parts(path))

@@ -31,11 +31,15 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.checkpoints.hf.checkpoint import read_entries
 from paceline.checkpoints.hf.config import config_from
 from paceline.checkpoints.model.config import ModelConfig
 from paceline.checkpoints.model.json_file import read_json_object
-from paceline.checkpoints.weights.safetensors import SafetensorsEntry, read_data, values_of
+from paceline.checkpoints.weights.safetensors import (
+    SafetensorsEntry,
+    read_data,
+    read_entries,
+    values_of,
+)
 from paceline.errors import CheckpointError
 
 __all__ = ["LAYER", "Eagle3Head", "is_eagle3"]
@@ -102,7 +106,7 @@ class Eagle3Head:
         }  # fmt: skip
         if layer.get("model_type", "llama") != "llama":
             raise CheckpointError(f"model_type {layer['model_type']!r:.40} is no Llama's layer")
-        self.config: ModelConfig = config_from(layer, {}, "float32")
+        self.config: ModelConfig = config_from(layer, {}).model
         # the sum begins with the normed features; only speculators' format usually has this
         normed = raw.get("norm_before_residual", nested is not None)
         if not isinstance(normed, bool):
@@ -150,7 +154,7 @@ class Eagle3Head:
         return name in self._entries
 
     def token_ids(self) -> NDArray[np.int64]:
-        """Return the served model's id of each token that may be guessed."""
+        """Return the served model's id of each token that may be drafted."""
         own = np.arange(self.config.vocab_size, dtype=np.int64)
         entry = self._entries.get(_MAP)
         if entry is None:

@@ -17,14 +17,13 @@ This module does not know compute paths, or the tensors of a model.
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from paceline.checkpoints.gguf.encoder import GGUF_ENCODERS
-from paceline.checkpoints.model.json_file import read_json_list, read_json_object
+from paceline.checkpoints.hf.folder import HFFolder, Module
 from paceline.core.pooling import CLASSIFY, CONVERTS, EMBED, RUNNERS
 from paceline.errors import CheckpointError, ConfigError
 
@@ -32,8 +31,8 @@ __all__ = [
     "QWEN3_TEMPLATE",
     "TOKENIZER_TEMPLATE",
     "PoolingFiles",
-    "find_pooling",
-    "score_token_ids",
+    "pooling_of_folder",
+    "pooling_of_gguf",
 ]
 
 # values of ``PoolingFiles.score_template``
@@ -70,8 +69,8 @@ class PoolingFiles:
     activation: str
     # file that says so, for users
     why: str
-    # folders of sentence-transformers' Dense modules, in order
-    dense: tuple[Path, ...] = ()
+    # sentence-transformers' Dense modules, in order
+    dense: tuple[Module, ...] = ()
     # the score is the first token's logit, minus the second's if there is one
     score_tokens: tuple[int | str, ...] = ()
     labels: tuple[str, ...] = ()
@@ -81,30 +80,20 @@ class PoolingFiles:
     lower_case: bool = False
     is_matryoshka: bool = False
     dimensions: tuple[int, ...] = ()
-    # template that joins query and document: TOKENIZER_TEMPLATE, the folder's chat template with
-    # the roles "query" and "document"; QWEN3_TEMPLATE; None: the tokenizer's own one for pairs
+    # template that joins query and document: TOKENIZER_TEMPLATE, the folder's chat template, which
+    # has the roles "query" and "document"; QWEN3_TEMPLATE; None: the tokenizer's own one for pairs
     score_template: str | None = None
     # model_type of an encoder, which sees the whole prompt; None: a decoder
     encoder: str | None = None
 
+    @property
+    def described(self) -> str:
+        """What requests get and which file says so, for the ready line."""
+        what = "embeddings" if self.task == EMBED else "classes"
+        return f"{what} by {self.pooling} pooling, {self.activation} last ({self.why})"
 
-def find_pooling(
-    path: Path,
-    runner: str = "auto",
-    convert: str = "auto",
-    metadata: Mapping[str, Any] | None = None,
-) -> PoolingFiles | None:
-    """Return how a folder or GGUF file is pooled; None: it generates.
 
-    Args:
-        metadata: of a GGUF file; None: ``path`` is a folder.
-        runner: one of RUNNERS; "generate" and "pooling" decide what "auto" leaves to the files.
-        convert: one of CONVERTS: the task of a model whose files do not name it.
-
-    Raises:
-        ConfigError: these files do not support what was asked for.
-        CheckpointError: malformed files, or modules that are not supported.
-    """
+def _check_purpose(runner: str, convert: str) -> None:
     for flag, value, known in (("runner", runner, RUNNERS), ("convert", convert, CONVERTS)):
         if value not in known:
             raise ConfigError(f"--{flag} must be one of {', '.join(known)}, got {value!r}")
@@ -113,40 +102,13 @@ def find_pooling(
             f"--convert {convert} makes a pooling model, and --runner generate asks for one that "
             "generates: leave one out"
         )
-    if not path.is_dir():
-        return None if metadata is None else _of_gguf(path, runner, convert, metadata)
-    return _of_folder(path, runner, convert)
 
 
-def score_token_ids(folder: Path, files: PoolingFiles) -> tuple[int, ...]:
-    """Return the ids of ``files.score_tokens``. Raises CheckpointError for an unknown token."""
-    if all(isinstance(token, int) for token in files.score_tokens):
-        return tuple(int(token) for token in files.score_tokens)
-    # imported here: an engine makes no text, and rarely needs such ids
-    from tokenizers import Tokenizer
-
-    try:
-        data = (folder / "tokenizer.json").read_bytes()
-        tokenizer = Tokenizer.from_buffer(data.removeprefix(codecs.BOM_UTF8))
-    except Exception as error:
-        raise CheckpointError(
-            f"{folder / 'tokenizer.json'} cannot be read: {error!s:.200}"
-        ) from None
-    found = []
-    for token in files.score_tokens:
-        token_id = token if isinstance(token, int) else tokenizer.token_to_id(token)
-        if token_id is None:
-            raise CheckpointError(f"{folder}: {token!r:.40}, which is scored by, is no one token")
-        found.append(token_id)
-    return tuple(found)
-
-
-# ---------------------------------------------------------------------- GGUF
-
-
-def _of_gguf(
-    path: Path, runner: str, convert: str, metadata: Mapping[str, Any]
+def pooling_of_gguf(
+    path: Path, metadata: Mapping[str, Any], runner: str = "auto", convert: str = "auto"
 ) -> PoolingFiles | None:
+    """Return how a GGUF file with these ``metadata`` is pooled, as ``pooling_of_folder`` does."""
+    _check_purpose(runner, convert)
     encoder = name if (name := metadata.get("general.architecture")) in GGUF_ENCODERS else None
     key = f"{name}.pooling_type"
     kind = metadata.get(key)
@@ -178,23 +140,32 @@ def _of_gguf(
     )
 
 
-# ---------------------------------------------------------------------- folders
+def pooling_of_folder(
+    folder: HFFolder, runner: str = "auto", convert: str = "auto"
+) -> PoolingFiles | None:
+    """Return how a model is pooled; None: it generates.
 
+    Args:
+        runner: one of RUNNERS; "generate" and "pooling" decide what "auto" leaves to the files.
+        convert: one of CONVERTS: the task of a model whose files do not name it.
 
-def _of_folder(folder: Path, runner: str, convert: str) -> PoolingFiles | None:
-    config = read_json_object(folder / "config.json") or {}
+    Raises:
+        ConfigError: these files do not support what was asked for.
+        CheckpointError: files that contradict each other, or values that are not supported.
+    """
+    _check_purpose(runner, convert)
+    config, modules = folder.config or {}, folder.modules
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     model_type = config.get("model_type")
     encoder = model_type if model_type in _BIDIRECTIONAL else None
     if config.get("use_bidirectional_attention") is True:
         encoder = str(model_type)
-    modules = _modules(folder)
     generates = encoder is None and (name.endswith(_GENERATOR) or not name)
     if runner == "generate":
         if not generates:
             raise ConfigError(
-                f"--runner generate: {folder} is a {name or encoder}, which has no head that "
+                f"--runner generate: {folder.path} is a {name or encoder}, which has no head that "
                 "predicts tokens; leave the flag out"
             )
         return None
@@ -205,23 +176,18 @@ def _of_folder(folder: Path, runner: str, convert: str) -> PoolingFiles | None:
         scores = name.endswith(_CLASSIFIER) or "LogitScore" in modules
         task = CLASSIFY if scores else EMBED
     found = (
-        _classifier(folder, config, name, modules, encoder)
+        _classifier(folder, config, name, encoder)
         if task == CLASSIFY
-        else _embedder(folder, config, name, modules, encoder)
+        else _embedder(folder, name, encoder)
     )
     return replace(found, **_shared(folder, config), encoder=encoder)
 
 
-def _embedder(
-    folder: Path,
-    config: Mapping[str, Any],
-    name: str,
-    modules: Mapping[str, Path],
-    encoder: str | None,
-) -> PoolingFiles:
+def _embedder(folder: HFFolder, name: str, encoder: str | None) -> PoolingFiles:
+    modules = folder.modules
     if name.endswith(_CLASSIFIER):
         raise ConfigError(
-            f"--convert embed: {folder} is a {name}, trained to classify; leave the flag out"
+            f"--convert embed: {folder.path} is a {name}, trained to classify; leave the flag out"
         )
     if "Pooling" not in modules:
         pooling = "last" if encoder is None else "cls" if encoder in _BIDIRECTIONAL else "mean"
@@ -235,23 +201,23 @@ def _embedder(
         pooling=pooling,
         activation="normalize" if "Normalize" in modules else "identity",
         why=f"modules.json: {', '.join(modules)}",
-        dense=tuple(path for kind, path in modules.items() if kind.startswith("Dense")),
+        dense=tuple(module for kind, module in modules.items() if kind.startswith("Dense")),
     )
 
 
 def _classifier(
-    folder: Path,
-    config: Mapping[str, Any],
-    name: str,
-    modules: Mapping[str, Path],
-    encoder: str | None,
+    folder: HFFolder, config: Mapping[str, Any], name: str, encoder: str | None
 ) -> PoolingFiles:
     pooling = "last" if encoder is None else "cls"
-    template = _score_template(folder)
-    if "LogitScore" in modules:
+    source = folder.chat_template()
+    knows_roles = source is not None and all(
+        f'"{role}"' in source or f"'{role}'" in source for role in ("query", "document")
+    )
+    template = TOKENIZER_TEMPLATE if knows_roles else None
+    if (scored := folder.modules.get("LogitScore")) is not None:
         return PoolingFiles(
             task=CLASSIFY, pooling=pooling, activation="sigmoid", labels=("LABEL_0",),
-            why="modules.json: LogitScore", score_tokens=_score_tokens(modules["LogitScore"]),
+            why="modules.json: LogitScore", score_tokens=_score_tokens(scored),
             score_template=template,
         )  # fmt: skip
     if name.endswith(_CLASSIFIER):
@@ -274,8 +240,8 @@ def _classifier(
         or not all(isinstance(token, str) for token in tokens)
     ):
         raise ConfigError(
-            f"--convert classify: {folder} is a {name or 'model'} without a classifier's head, "
-            "without a LogitScore module, and its config.json names no classifier_from_token "
+            f"--convert classify: {folder.path} is a {name or 'model'} without a classifier's "
+            "head, without a LogitScore module, and its config.json names no classifier_from_token "
             "(a list of one token, or of two: no, yes)"
         )
     return PoolingFiles(
@@ -290,42 +256,8 @@ def _classifier(
     )
 
 
-def _modules(folder: Path) -> dict[str, Path]:
-    """Return the modules behind the transformer, by kind and in order: "Pooling", "Dense", "Dense
-    2", "Normalize" or "LogitScore". Raises CheckpointError for any other."""
-    listed = read_json_list(folder / "modules.json")
-    found: dict[str, Path] = {}
-    for number, module in enumerate(listed or ()):
-        kind, where = (
-            (str(module.get("type", "")).rpartition(".")[2], module.get("path"))
-            if isinstance(module, dict)
-            else ("", None)
-        )
-        if not isinstance(where, str) or where.startswith("/") or ".." in where.split("/"):
-            raise CheckpointError(
-                f"{folder / 'modules.json'}: module {number} has path {where!r:.80}, which is not "
-                "a folder inside this one"
-            )
-        if kind == "Transformer" and not number:
-            if where:
-                raise CheckpointError(
-                    f"{folder / 'modules.json'}: the transformer lies in {where!r:.80}; only "
-                    "folders with their weights beside modules.json are read"
-                )
-            continue
-        if kind not in ("Pooling", "Dense", "Normalize", "LogitScore"):
-            raise CheckpointError(
-                f"{folder / 'modules.json'}: module {number} is a {kind or 'nameless'!r:.80}; "
-                "supported are Transformer first, then Pooling, Dense, Normalize and LogitScore"
-            )
-        name = kind if kind not in found else f"{kind} {number}"
-        found[name] = folder / where
-    return found
-
-
-def _mode(folder: Path) -> str:
-    path = folder / "config.json"
-    config = read_json_object(path) or {}
+def _mode(module: Module) -> str:
+    path, config = module.path / "config.json", module.config
     named = config.get("pooling_mode")
     modes = {mode for key, mode in _MODES.items() if config.get(key) is True}
     others = [
@@ -348,9 +280,8 @@ def _mode(folder: Path) -> str:
     return modes.pop()
 
 
-def _score_tokens(folder: Path) -> tuple[int, ...]:
-    path = folder / "config.json"
-    config = read_json_object(path) or {}
+def _score_tokens(module: Module) -> tuple[int, ...]:
+    path, config = module.path / "config.json", module.config
     tokens = [config.get(f"{kind}_token_id") for kind in ("true", "false")]
     if tokens[1] is None:
         tokens.pop()
@@ -358,22 +289,6 @@ def _score_tokens(folder: Path) -> tuple[int, ...]:
     if len(found) != len(tokens):
         raise CheckpointError(f"{path}: true_token_id and false_token_id are {tokens!r:.80}")
     return found
-
-
-def _score_template(folder: Path) -> str | None:
-    """Return TOKENIZER_TEMPLATE if the folder's chat template has both roles, else None."""
-    config = read_json_object(folder / "tokenizer_config.json") or {}
-    source = config.get("chat_template")
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            source = path.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"cannot read {path}: {error}") from None
-    knows = isinstance(source, str) and all(
-        f'"{role}"' in source or f"'{role}'" in source for role in ("query", "document")
-    )
-    return TOKENIZER_TEMPLATE if knows else None
 
 
 def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -410,16 +325,15 @@ def _class_activation(config: Mapping[str, Any], num_labels: int) -> str:
     return "sigmoid" if num_labels == 1 or problem == "multi_label_classification" else "softmax"
 
 
-def _shared(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def _shared(folder: HFFolder, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that embedders and classifiers share."""
-    wrapped = read_json_object(folder / "config_sentence_transformers.json") or {}
+    wrapped, bert = folder.sentence_transformers, folder.sentence_bert
     prompts = wrapped.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(t, str) for t in prompts.values()):
         raise CheckpointError(f"prompts of config_sentence_transformers.json are {prompts!r:.80}")
     default = wrapped.get("default_prompt_name")
     if default is not None and default not in prompts:
         raise CheckpointError(f"default_prompt_name {default!r:.80} is not among the prompts")
-    bert = read_json_object(folder / "sentence_bert_config.json") or {}
     longest = bert.get("max_seq_length")
     if longest is not None and (type(longest) is not int or longest < 1):
         raise CheckpointError(f"max_seq_length is {longest!r:.40}, must be at least 1")

@@ -16,38 +16,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.checkpoints.architectures import ARCHITECTURES
-from paceline.checkpoints.hf.config import is_headless, read_hf_config
-from paceline.checkpoints.hf.quantisation_config import quantisation_of
+from paceline.checkpoints.hf.config import HFConfig, read_hf_config
+from paceline.checkpoints.hf.folder import HFFolder, read_folder
 from paceline.checkpoints.hf.tied import are_equal, rows_of
 from paceline.checkpoints.model.config import ModelConfig
-from paceline.checkpoints.model.json_file import read_json_object
 from paceline.checkpoints.model.shapes import check_shapes, expected_shapes, row_order
 from paceline.checkpoints.model.special_ids import warn_once
-from paceline.checkpoints.weights.quantised import QuantisedMatrix
+from paceline.checkpoints.weights.quantised import Quantisation, QuantisedMatrix
 from paceline.checkpoints.weights.safetensors import (
     DTYPES,
     SafetensorsEntry,
-    read_safetensors_header,
+    read_entries,
     values_of,
 )
 from paceline.errors import CheckpointError
 
-__all__ = ["HFCheckpoint", "read_entries"]
+__all__ = ["HFCheckpoint", "open_folder"]
 
 _T = TypeVar("_T", bound=np.generic)
 # one stored tensor, or a matrix made of several
 _Stored: TypeAlias = SafetensorsEntry | QuantisedMatrix
 
-_SINGLE: Final = "model.safetensors"
-_INDEX: Final = "model.safetensors.index.json"
 _EMBEDDING: Final = "model.embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
-_PICKLED: Final = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 # transformers' names of a classifying decoder's head
 HEAD: Final[tuple[str, ...]] = ("score.weight", "score.bias")
 # prefixes of layers for multi-token prediction (MTP), see ``mtp``
 _MTP: Final = ("model.mtp_layers.", "mtp.")
-MAX_SHARDS: Final = 4096
 
 
 class HFCheckpoint:
@@ -58,15 +53,14 @@ class HFCheckpoint:
             tensors that disagree with the config.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: HFFolder) -> None:
+        self._folder = folder.path
         # files of which a matrix was read as it is stored
         self._maps: dict[Path, mmap.mmap] = {}
         # the config is checked first: "this architecture is not supported" is the more useful error
-        read_hf_config(folder, "float32")
-        raw = read_json_object(folder / "config.json") or {}
-        self._head_is_absent = is_headless(raw)
-        stored = read_entries(folder)
+        named = read_hf_config(folder)
+        self._head_is_absent, self._quantisation = named.is_headless, named.quantisation
+        stored = read_entries(folder.path)
         self._head: dict[str, SafetensorsEntry] = {
             name: stored.pop(name) for name in HEAD if name in stored
         }
@@ -74,35 +68,11 @@ class HFCheckpoint:
         self.mtp: Mapping[str, SafetensorsEntry] = {
             name: stored.pop(name) for name in list(stored) if name.startswith(_MTP)
         }
-        quantisation = quantisation_of(raw)
-        self._entries: dict[str, _Stored] = {**stored}
-        if quantisation is not None:
-            try:
-                self._entries = quantisation.take(stored)
-            except CheckpointError as error:
-                raise CheckpointError(f"{folder}: {error}") from None
-        self._quantisation = quantisation
-        self._unstack()
-        sizes: Counter[str] = Counter()
-        for entry in self._entries.values():
-            # next to matrices of 4 bits an embedding of 16 may be larger than all of them
-            if quantisation is None or not isinstance(entry, SafetensorsEntry):
-                sizes[entry.dtype] += entry.num_bytes
-        # a folder without the model's tensors is refused below
-        main_dtype = sizes.most_common(1)[0][0] if sizes else "F32"
-        self._config = read_hf_config(folder, DTYPES.get(main_dtype, main_dtype))
-        self._parts = _parts_of(folder, self._entries, self._config)
+        entries = _matrices_of(folder.path, stored, named)
+        self._config = replace(named.model, stored_dtype=_main_dtype(entries, named.quantisation))
+        self._parts = _parts_of(folder.path, entries, self._config)
         self._untie()
         self._names = self.check_shapes()
-
-    def _unstack(self) -> None:
-        """Name the matrices of experts that are stored as one tensor."""
-        architecture = ARCHITECTURES[read_hf_config(self._folder, "float32").model_type]
-        if architecture.unstacked is not None:
-            try:
-                self._entries = architecture.unstacked(self._entries)
-            except CheckpointError as error:
-                raise CheckpointError(f"{self._folder}: {error}") from None
 
     def _untie(self) -> None:
         """Use the head that the file holds, where the config ties it to a different embedding."""
@@ -230,12 +200,44 @@ class HFCheckpoint:
         return rows if order is None else rows[order]
 
 
+def open_folder(path: Path) -> HFCheckpoint:
+    """Open a folder. Raises CheckpointError as ``read_folder`` does, too."""
+    return HFCheckpoint(read_folder(path))
+
+
 class _Part(NamedTuple):
     """A tensor of ours inside the stored tensor that holds it."""
 
     entry: _Stored
     stored_name: str
     rows: slice | None
+
+
+def _matrices_of(
+    folder: Path, stored: Mapping[str, SafetensorsEntry], named: HFConfig
+) -> Mapping[str, _Stored]:
+    """Return the stored tensors, with those of a quantised matrix joined, and with a name for each
+    expert's matrix where they are stored as one tensor."""
+    unstacked = ARCHITECTURES[named.model.model_type].unstacked
+    entries: Mapping[str, _Stored] = stored
+    try:
+        if named.quantisation is not None:
+            entries = named.quantisation.take(stored)
+        return entries if unstacked is None else unstacked(entries)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+
+
+def _main_dtype(entries: Mapping[str, _Stored], quantisation: Quantisation | None) -> str:
+    """Return the format of most of the weights' bytes."""
+    sizes: Counter[str] = Counter()
+    for entry in entries.values():
+        # next to matrices of 4 bits an embedding of 16 may be larger than all of them
+        if quantisation is None or not isinstance(entry, SafetensorsEntry):
+            sizes[entry.dtype] += entry.num_bytes
+    # a folder without the model's tensors is refused later
+    main = sizes.most_common(1)[0][0] if sizes else "F32"
+    return DTYPES.get(main, main)
 
 
 def _parts_of(
@@ -291,70 +293,3 @@ def _split(folder: Path, name: str, entry: _Stored, counts: list[int]) -> list[_
         parts.append(_Part(part, name, span))
         first += count
     return parts
-
-
-def read_entries(folder: Path) -> dict[str, SafetensorsEntry]:
-    """Return a folder's tensors by their stored names. Raises CheckpointError where a shard is
-    missing or the index contradicts the files."""
-    if (folder / _SINGLE).is_file():
-        entries = read_safetensors_header(folder / _SINGLE)
-        if not entries:
-            raise CheckpointError(f"{folder / _SINGLE} holds no tensors")
-        return entries
-    index = read_json_object(folder / _INDEX)
-    if index is None:
-        raise CheckpointError(_no_weights(folder))
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{folder / _INDEX} has no weight_map")
-    shards: dict[str, dict[str, SafetensorsEntry]] = {}
-    entries = {}
-    for name, shard in weight_map.items():
-        _check_shard_name(folder, name, shard)
-        if shard not in shards:
-            if len(shards) >= MAX_SHARDS:
-                raise CheckpointError(f"{folder / _INDEX} names more than {MAX_SHARDS} shards")
-            shards[shard] = read_safetensors_header(folder / shard)
-        if name not in shards[shard]:
-            raise CheckpointError(
-                f"{folder / shard} has no tensor {name}, which the index promises"
-            )
-        entries[name] = shards[shard][name]
-    # a tensor that the index omits would otherwise be ignored silently
-    for shard, held in shards.items():
-        for name in held:
-            if name not in entries:
-                raise CheckpointError(f"{folder / shard} holds {name}, which the index leaves out")
-            if entries[name].path.name != shard:
-                raise CheckpointError(f"tensor {name} is in {entries[name].path.name} and {shard}")
-    return entries
-
-
-def _check_shard_name(folder: Path, name: str, shard: object) -> None:
-    """Check that a shard is a plain file name, which cannot leave the folder."""
-    if (
-        not isinstance(shard, str)
-        or not shard.endswith(".safetensors")
-        or shard.startswith(".")
-        or any(character in shard for character in "/\\\0:")
-    ):
-        raise CheckpointError(
-            f"{folder / _INDEX}: tensor {name} is in {shard!r:.80}, "
-            "which is not the name of a safetensors file in the same folder"
-        )
-    if not (folder / shard).is_file():
-        raise CheckpointError(f"{folder} has no {shard}, which {_INDEX} names; download it again")
-
-
-def _no_weights(folder: Path) -> str:
-    names = sorted(path.name for path in folder.iterdir())
-    pickled = [name for name in names if name.endswith(_PICKLED)]
-    if pickled:
-        return (
-            f"{folder} has only pickled weights ({', '.join(pickled[:3])}). Loading a pickle can "
-            "run any code, so Paceline does not. Use the model's safetensors version, or convert "
-            "it on a machine you can afford to lose with transformers' save_pretrained()."
-        )
-    if gguf := [name for name in names if name.endswith(".gguf")]:
-        return f"{folder} has no safetensors; give the file itself: {folder / gguf[0]}"
-    return f"{folder} has neither {_SINGLE} nor {_INDEX}"

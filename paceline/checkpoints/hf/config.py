@@ -8,19 +8,19 @@ rest. Both spellings of rotary embedding are read: ``rope_theta`` with ``rope_sc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from paceline.checkpoints.architectures import ARCHITECTURES, Architecture
+from paceline.checkpoints.hf.folder import HFFolder
 from paceline.checkpoints.hf.quantisation_config import quantisation_of
 from paceline.checkpoints.model.config import ModelConfig
 from paceline.checkpoints.model.fields import Fields, token_ids
-from paceline.checkpoints.model.json_file import read_json_object
 from paceline.checkpoints.model.special_ids import ids_within
+from paceline.checkpoints.weights.quantised import Quantisation
 from paceline.errors import CheckpointError
 
-__all__ = ["NEUTRAL", "SUPPORTED_ARCHITECTURES", "config_from", "is_headless", "read_hf_config"]
+__all__ = ["NEUTRAL", "SUPPORTED_ARCHITECTURES", "HFConfig", "config_from", "read_hf_config"]
 
 SUPPORTED_ARCHITECTURES: Final = tuple(item.class_name for item in ARCHITECTURES.values())
 _BY_CLASS: Final = {item.class_name: item for item in ARCHITECTURES.values()}
@@ -56,38 +56,43 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
 )
 
 
-def read_hf_config(folder: Path, stored_dtype: str) -> ModelConfig:
-    """Return the architecture described by ``folder``; ``stored_dtype`` is its weights'.
+class HFConfig(NamedTuple):
+    """What the configs of a folder say of its tensors."""
+
+    # with ``stored_dtype`` float32, which follows from the tensors
+    model: ModelConfig
+    # the class has no head that predicts tokens
+    is_headless: bool
+    # None: no matrix is quantised
+    quantisation: Quantisation | None
+
+
+def read_hf_config(folder: HFFolder) -> HFConfig:
+    """Return what the folder's configs say.
 
     Raises:
         CheckpointError: no config.json, an unsupported architecture, code of its own, unsupported
             quantisation of weights, or a value of the wrong type or size.
     """
-    path = folder / "config.json"
-    raw = read_json_object(path)
-    if raw is None:
+    if folder.config is None:
         raise CheckpointError(
-            f"{folder} has no config.json, so it is not a Hugging Face checkpoint"
+            f"{folder.path} has no config.json, so it is not a Hugging Face checkpoint"
         )
-    generation = read_json_object(folder / "generation_config.json") or {}
     try:
-        return config_from(raw, generation, stored_dtype)
+        return config_from(folder.config, folder.generation)
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        raise CheckpointError(f"{folder.path / 'config.json'}: {error}") from None
 
 
-def config_from(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], stored_dtype: str
-) -> ModelConfig:
-    """Return the architecture by ``raw``, a config.json, and ``generation``, a generation config.
+def config_from(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> HFConfig:
+    """Return what ``raw``, a config.json, and ``generation``, a generation config, say.
 
     Raises:
         CheckpointError: as for ``read_hf_config``.
     """
     architecture, is_headless = _architecture(raw)
     fields = Fields(raw, architecture.defaults)
-    # raises CheckpointError for quantisation that is not supported
-    quantisation_of(fields.raw)
+    quantisation = quantisation_of(fields.raw)
     for name, neutral in NEUTRAL.items():
         value = raw.get(name)
         if value is not None and value not in neutral and name not in architecture.reads:
@@ -131,15 +136,10 @@ def config_from(
     knobs = dict(architecture.knobs(fields))
     if "rope" not in knobs:
         knobs["rope"] = fields.rope(aliases=architecture.rope_aliases)
-    return ModelConfig(
-        model_type=architecture.model_type, stored_dtype=stored_dtype, **(shared | knobs)
+    model = ModelConfig(
+        model_type=architecture.model_type, stored_dtype="float32", **(shared | knobs)
     )
-
-
-def is_headless(raw: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is of a class without a head that predicts tokens. Raises
-    CheckpointError for an unsupported architecture."""
-    return _architecture(raw)[1]
+    return HFConfig(model, is_headless, quantisation)
 
 
 def _ends(

@@ -21,10 +21,9 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.checkpoints.hf.checkpoint import read_entries
+from paceline.checkpoints.hf.folder import HFFolder
 from paceline.checkpoints.model.fields import Fields
-from paceline.checkpoints.model.json_file import read_json_object
-from paceline.checkpoints.weights.safetensors import SafetensorsEntry, values_of
+from paceline.checkpoints.weights.safetensors import SafetensorsEntry, read_entries, values_of
 from paceline.errors import CheckpointError
 
 __all__ = ["ENCODERS", "EncoderCheckpoint", "EncoderConfig", "EncoderFiles", "check_encoder"]
@@ -108,7 +107,6 @@ class EncoderFiles(Protocol):
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """Return float32 values, a fresh array. Raises CheckpointError for an unknown name."""
-        ...
 
 
 class EncoderCheckpoint:
@@ -118,18 +116,18 @@ class EncoderCheckpoint:
         CheckpointError: a malformed folder.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder
-        raw = read_json_object(folder / "config.json") or {}
+    def __init__(self, folder: HFFolder) -> None:
+        self.path = folder.path
         try:
-            self.config = _config_of(raw)
+            self.config = _config_of(folder.config or {})
         except CheckpointError as error:
-            raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
+            raise CheckpointError(f"{folder.path / 'config.json'}: {error}") from None
         prefix = ENCODERS[self.config.model_type]
         self._entries = {
-            _our_name(name, prefix): entry for name, entry in read_entries(folder).items()
+            _our_name(name, prefix): entry for name, entry in read_entries(folder.path).items()
         }
-        check_encoder(folder, self.config, {n: entry.shape for n, entry in self._entries.items()})
+        found = {name: entry.shape for name, entry in self._entries.items()}
+        check_encoder(folder.path, self.config, found)
 
     def has(self, name: str) -> bool:
         return name in self._entries

@@ -33,18 +33,15 @@ class Checkpoint(Protocol):
 
     def tensor_names(self) -> tuple[str, ...]:
         """Return the names of the model's tensors; ``lm_head.weight`` is missing when tied."""
-        ...
 
     def tensor_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape, rows first. Raises CheckpointError for an unknown name."""
-        ...
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """Return the values in float32, dequantised: a fresh array that the caller may change.
 
         Raises CheckpointError for an unknown name or a stored type that cannot be converted.
         """
-        ...
 
     def raw_tensor(self, name: str) -> tuple[NDArray[np.uint8], str]:
         """Return a matrix as it is stored, [rows, bytes per row], and GGUF's name of its type, such
@@ -52,14 +49,11 @@ class Checkpoint(Protocol):
 
         Raises CheckpointError for an unknown name or a tensor that is not a matrix.
         """
-        ...
 
     def tensor_type(self, name: str) -> str:
         """Return GGUF's name of the type that a tensor is stored in. Raises CheckpointError for an
         unknown name."""
-        ...
 
     def release(self) -> None:
         """Free memory that holds parts of the file. Raw tensors stay readable: the system reads
         them again."""
-        ...

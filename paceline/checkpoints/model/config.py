@@ -243,6 +243,15 @@ class ModelConfig:
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property
+    def longest(self) -> int:
+        """Number of positions, with the model's own scaling of positions."""
+        rope, positions = self.rope, self.max_position_embeddings
+        if rope.kind in ("dynamic", "yarn"):
+            original = rope.original_max_position or positions
+            return max(positions, int(original * rope.factor))
+        return positions
+
+    @property
     def scale(self) -> float:
         """The factor on scores."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale

@@ -71,7 +71,6 @@ class QuantisedMatrix(Protocol):
     @property
     def path(self) -> Path:
         """The file that holds the first of these tensors."""
-        ...
 
     @property
     def dtype(self) -> str: ...
@@ -82,22 +81,18 @@ class QuantisedMatrix(Protocol):
     @property
     def num_bytes(self) -> int:
         """Bytes of all these tensors."""
-        ...
 
     def part(self, rows: slice) -> QuantisedMatrix:
         """Return the matrix of some of its rows."""
-        ...
 
     def values(self) -> NDArray[np.float32]:
         """Return the values in float32. Products are rounded to it for FP8 and for scales that are
         not halves; other values are exact."""
-        ...
 
     def blocks(self) -> NDArray[np.uint8]:
         """Return the rows of ``Q4`` or ``MXFP4`` as GGUF's blocks, [rows, bytes]. They are exact,
         except for zeros of Q4 other than 8: the offset ``-zero * scale`` is rounded to a half, by
         at most 1/128 of the step between two values."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

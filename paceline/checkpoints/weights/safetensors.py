@@ -1,4 +1,5 @@
-"""The safetensors container: its table of tensors, checked before anything trusts it.
+"""The safetensors container, one file or a folder of shards: its table of tensors, checked before
+anything trusts it.
 
 ::
 
@@ -19,14 +20,21 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.checkpoints.model.json_file import parse_json_object
+from paceline.checkpoints.model.json_file import parse_json_object, read_json_object
 from paceline.errors import CheckpointError
 
-__all__ = ["DTYPES", "SafetensorsEntry", "read_data", "read_safetensors_header", "values_of"]
+__all__ = [
+    "DTYPES", "SafetensorsEntry", "read_data", "read_entries", "read_safetensors_header",
+    "values_of",
+]  # fmt: skip
 
 # 100 bytes per tensor is usual; the largest models have some 10^5 tensors
 MAX_HEADER_BYTES: Final = 16 << 20
 MAX_RANK: Final = 8
+MAX_SHARDS: Final = 4096
+_SINGLE: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+_PICKLED: Final = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 # types that weights are read from, and their other names
 DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 _ITEM_BITS: Final = {
@@ -131,6 +139,73 @@ def _check_cover(
         position, previous = entry.start + entry.num_bytes, repr(name)
     if position != size:
         raise CheckpointError(f"{path}: {size - position} bytes follow the last tensor")
+
+
+def read_entries(folder: Path) -> dict[str, SafetensorsEntry]:
+    """Return a folder's tensors by their stored names. Raises CheckpointError where a shard is
+    missing or the index contradicts the files."""
+    if (folder / _SINGLE).is_file():
+        entries = read_safetensors_header(folder / _SINGLE)
+        if not entries:
+            raise CheckpointError(f"{folder / _SINGLE} holds no tensors")
+        return entries
+    index = read_json_object(folder / _INDEX)
+    if index is None:
+        raise CheckpointError(_no_weights(folder))
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder / _INDEX} has no weight_map")
+    shards: dict[str, dict[str, SafetensorsEntry]] = {}
+    entries = {}
+    for name, shard in weight_map.items():
+        _check_shard_name(folder, name, shard)
+        if shard not in shards:
+            if len(shards) >= MAX_SHARDS:
+                raise CheckpointError(f"{folder / _INDEX} names more than {MAX_SHARDS} shards")
+            shards[shard] = read_safetensors_header(folder / shard)
+        if name not in shards[shard]:
+            raise CheckpointError(
+                f"{folder / shard} has no tensor {name}, which the index promises"
+            )
+        entries[name] = shards[shard][name]
+    # a tensor that the index omits would otherwise be ignored silently
+    for shard, held in shards.items():
+        for name in held:
+            if name not in entries:
+                raise CheckpointError(f"{folder / shard} holds {name}, which the index leaves out")
+            if entries[name].path.name != shard:
+                raise CheckpointError(f"tensor {name} is in {entries[name].path.name} and {shard}")
+    return entries
+
+
+def _check_shard_name(folder: Path, name: str, shard: object) -> None:
+    """Check that a shard is a plain file name, which cannot leave the folder."""
+    if (
+        not isinstance(shard, str)
+        or not shard.endswith(".safetensors")
+        or shard.startswith(".")
+        or any(character in shard for character in "/\\\0:")
+    ):
+        raise CheckpointError(
+            f"{folder / _INDEX}: tensor {name} is in {shard!r:.80}, "
+            "which is not the name of a safetensors file in the same folder"
+        )
+    if not (folder / shard).is_file():
+        raise CheckpointError(f"{folder} has no {shard}, which {_INDEX} names; download it again")
+
+
+def _no_weights(folder: Path) -> str:
+    names = sorted(path.name for path in folder.iterdir())
+    pickled = [name for name in names if name.endswith(_PICKLED)]
+    if pickled:
+        return (
+            f"{folder} has only pickled weights ({', '.join(pickled[:3])}). Loading a pickle can "
+            "run any code, so Paceline does not. Use the model's safetensors version, or convert "
+            "it on a machine you can afford to lose with transformers' save_pretrained()."
+        )
+    if gguf := [name for name in names if name.endswith(".gguf")]:
+        return f"{folder} has no safetensors; give the file itself: {folder / gguf[0]}"
+    return f"{folder} has neither {_SINGLE} nor {_INDEX}"
 
 
 def values_of(entry: SafetensorsEntry) -> NDArray[np.float32]:

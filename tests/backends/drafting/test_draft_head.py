@@ -21,7 +21,7 @@ from paceline.backends.runner.drafting import DraftRow
 from paceline.backends.runner.interface import AttentionBatch
 from paceline.backends.runner.sampling import SampleRow
 from paceline.core.outputs import BlockSwap
-from tests.backends.draft_rows import BLOCKS, SIZE, VOCAB, Likeliest, draft_row, guesses_of
+from tests.backends.draft_rows import BLOCKS, SIZE, VOCAB, Likeliest, draft_row, drafts_of
 
 
 def _feature(tokens: Sequence[int], position: int) -> int:
@@ -159,8 +159,8 @@ class _Rig:
         nothing = np.empty(0, dtype=np.int64)
         self.tap.forward(nothing, nothing, AttentionBatch(starts, counts, tables), nothing)
 
-    def guess(self, *rows: DraftRow) -> list[int]:
-        return self.draft.guess(rows)
+    def propose(self, *rows: DraftRow) -> list[int]:
+        return self.draft.propose(rows)
 
 
 def test_guesses_are_what_the_head_says() -> None:
@@ -173,9 +173,9 @@ def test_guesses_are_what_the_head_says() -> None:
         draft_row([6], [50], 1),
     )
     # nothing is known before a single token
-    assert rig.guess(*rows) == [4, 2, 0]
-    assert guesses_of(rows[0], 4) == _expected(first, 0, 4)
-    assert guesses_of(rows[1], 2) == _expected(second, 0, 2)
+    assert rig.propose(*rows) == [4, 2, 0]
+    assert drafts_of(rows[0], 4) == _expected(first, 0, 4)
+    assert drafts_of(rows[1], 2) == _expected(second, 0, 2)
     assert rig.head.calls == [5 + 8, 2, 1, 1]
 
 
@@ -183,19 +183,19 @@ def test_positions_are_entered_once_and_wrong_guesses_are_written_over() -> None
     rig = _Rig()
     tokens, blocks = [3, 5, 8, 13, 2], list(range(10, 40))
     rig.step((tokens[:-1], 0, blocks))
-    (made,) = rig.guess(row := draft_row(tokens, blocks))
-    right = guesses_of(row, made)
+    (made,) = rig.propose(row := draft_row(tokens, blocks))
+    right = drafts_of(row, made)
     for kept in (2, 0, 4, 1, 3):
         rig.head.calls.clear()
         # verified: some are right, the next is another
         rig.step(([*tokens, *right], len(tokens) - 1, blocks))
         tokens = [*tokens, *right[:kept], (right[kept % 4] + 1) % VOCAB]
         row = draft_row(tokens, blocks)
-        assert rig.guess(row) == [4]
+        assert rig.propose(row) == [4]
         # features of wrong guesses are out of date, and so are the head's own entries
-        assert guesses_of(row, 4) == _expected(tokens, 0, 4)
+        assert drafts_of(row, 4) == _expected(tokens, 0, 4)
         assert rig.head.calls == [kept + 1, 1, 1, 1]
-        right = guesses_of(row, 4)
+        right = drafts_of(row, 4)
 
 
 class _Unlucky(Likeliest):
@@ -217,8 +217,8 @@ def test_a_row_that_fails_is_found_and_the_others_go_on() -> None:
     rig.step((lucky[:-1], 0, [9, 4]), (unlucky[:-1], 0, [20, 7]))
     rows = draft_row(lucky, [9, 4], 1), draft_row(unlucky, [20, 7], 1)
     made = rig.draft.make(rows)
-    assert [(row.num_guesses, row.failed) for row in made] == [(1, False), (0, True)]
-    assert guesses_of(rows[0], 1) == _expected(lucky, 0, 1)
+    assert [(row.num_drafted, row.failed) for row in made] == [(1, False), (0, True)]
+    assert drafts_of(rows[0], 1) == _expected(lucky, 0, 1)
 
 
 def test_hidden_states_that_cannot_be_kept_cost_guesses_and_no_step(
@@ -231,7 +231,7 @@ def test_hidden_states_that_cannot_be_kept_cost_guesses_and_no_step(
 
     monkeypatch.setattr(rig.draft, "take", fails)
     rig.step(([3, 5, 8], 0, [9, 4]))
-    assert rig.guess(draft_row([3, 5, 8, 2], [9, 4])) == [0]
+    assert rig.propose(draft_row([3, 5, 8, 2], [9, 4])) == [0]
 
 
 def test_what_is_missing_shortens_what_is_seen() -> None:
@@ -240,20 +240,20 @@ def test_what_is_missing_shortens_what_is_seen() -> None:
     # the first seven positions are in the prefix cache, and nobody listened when they came there
     rig.step((tokens[:20], 7, blocks))
     row = draft_row(tokens[:21], blocks)
-    assert rig.guess(row) == [4]
+    assert rig.propose(row) == [4]
     # from the first whole block on
-    assert guesses_of(row, 4) == _expected(tokens[:21], 8, 4)
+    assert drafts_of(row, 4) == _expected(tokens[:21], 8, 4)
     # a step with too many rows is not listened to, and what was kept may be of other tokens
     others = [([1, 2], 0, [40 + n]) for n in range(8)]
     rig.step((tokens[:23], 20, blocks), *others)
-    assert rig.guess(draft_row(tokens[:24], blocks)) == [0]
+    assert rig.propose(draft_row(tokens[:24], blocks)) == [0]
     rig.step((tokens[:24], 23, blocks))
     # not yet: the beginning of that block is missing
-    assert rig.guess(draft_row(tokens[:25], blocks)) == [0]
+    assert rig.propose(draft_row(tokens[:25], blocks)) == [0]
     rig.step((tokens[:27], 24, blocks))
     row = draft_row(tokens[:28], blocks)
-    assert rig.guess(row) == [4]
-    assert guesses_of(row, 4) == _expected(tokens[:28], 24, 4)
+    assert rig.propose(row) == [4]
+    assert drafts_of(row, 4) == _expected(tokens[:28], 24, 4)
 
 
 def test_a_long_prompt_is_made_up_for_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,13 +265,13 @@ def test_a_long_prompt_is_made_up_for_bit_by_bit(monkeypatch: pytest.MonkeyPatch
     row, waits = draft_row(tokens, blocks), draft_row([5, 6, 7, 8], [60, 61], 1)
     found, told = [], []
     for _ in range(4):
-        found.append(rig.guess(row, waits)[0])
+        found.append(rig.propose(row, waits)[0])
         told.append((rig.draft.caught_up, rig.draft.behind))
     assert found == [0, 0, 0, 4]
     # a row that waits for its turn has none; the last position comes with every guess
     assert told[0] == ([30, 0], [68, 2]) and told[2] == ([30, 0], [8, 2])
     assert told[3] == ([8, 2], [0, 0])
-    assert guesses_of(row, 4) == _expected(tokens, 0, 4)
+    assert drafts_of(row, 4) == _expected(tokens, 0, 4)
     assert rig.head.calls == [30, 30, 30, 9 + 3, 1, 1, 1]
 
 
@@ -282,14 +282,14 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     rig.step((tokens[:-1], 0, blocks))
     assert len(rig.draft._blocks) == 5
     row = draft_row(tokens, blocks)
-    assert rig.guess(row) == [4]
-    assert guesses_of(row, 4) == _expected(tokens, 40, 4)
+    assert rig.propose(row) == [4]
+    assert drafts_of(row, 4) == _expected(tokens, 40, 4)
     # entered whole, they are kept no more, but for the position whose entry others may want anew
     assert not rig.draft._blocks
     assert [len(features) for features in rig.draft._ends.values()] == [1] * 5
     monkeypatch.setattr(draft_head, "_KEPT", 3)
     rig.step(([*tokens, 1, 2, 3], 60, blocks))
-    rig.guess(draft_row([*tokens, 1, 2, 3, 4], blocks, 1))
+    rig.propose(draft_row([*tokens, 1, 2, 3, 4], blocks, 1))
     assert list(rig.draft._ends) == [13, 14, 15]
 
 
@@ -298,7 +298,7 @@ def test_features_of_a_long_step_are_not_kept_for_a_few_positions() -> None:
     tokens = [(i * 37) % VOCAB for i in range(61)]
     rig.step((tokens[:-1], 0, list(range(16))))
     row = draft_row(tokens, list(range(16)))
-    rig.guess(row)
+    rig.propose(row)
     rig.step(([*tokens, 5], 60, list(range(16))))
     kept = [piece for block in rig.draft._blocks.values() for piece in block.pieces]
     kept += rig.draft._ends.values()
@@ -315,12 +315,12 @@ def test_a_shared_block_s_last_entry_is_that_of_whoever_is_guessed() -> None:
     rig.step((first, 0, [9, 4, 1]))
     rig.step((second[:-1], 8, [9, 4, 20]))
     row = draft_row([*first, 30], [9, 4, 1])
-    assert rig.guess(row) == [4]
+    assert rig.propose(row) == [4]
     for _ in range(2):
         rig.head.calls.clear()
         row = draft_row(second, [9, 4, 20])
-        assert rig.guess(row) == [4]
-        assert guesses_of(row, 4) == _expected(second, 0, 4)
+        assert rig.propose(row) == [4]
+        assert drafts_of(row, 4) == _expected(second, 0, 4)
         # one position of the other's, and its own
         assert rig.head.calls == [2, 1, 1, 1]
         second = [*second, 12]
@@ -328,21 +328,21 @@ def test_a_shared_block_s_last_entry_is_that_of_whoever_is_guessed() -> None:
         first = [*first, 30]
         rig.step((first, len(first) - 1, [9, 4, 1]))
         row = draft_row([*first, 31], [9, 4, 1])
-        assert rig.guess(row) == [4]
-        assert guesses_of(row, 4) == _expected([*first, 31], 0, 4)
+        assert rig.propose(row) == [4]
+        assert drafts_of(row, 4) == _expected([*first, 31], 0, 4)
 
 
 def test_a_prompt_that_others_entered_whole_is_guessed_at_once() -> None:
     rig = _Rig()
     first = [3, 5, 8, 13, 2, 6, 1, 9, 4, 10]
     rig.step((first[:-1], 0, [9, 4, 1]))
-    rig.guess(draft_row(first, [9, 4, 1]))
+    rig.propose(draft_row(first, [9, 4, 1]))
     # eight of nine tokens are in the prefix cache
     second = [*first[:8], 77]
     rig.step((second, 8, [9, 4, 20]))
     row = draft_row(second, [9, 4, 20])
-    assert rig.guess(row) == [4]
-    assert guesses_of(row, 4) == _expected(second, 0, 4)
+    assert rig.propose(row) == [4]
+    assert drafts_of(row, 4) == _expected(second, 0, 4)
 
 
 def test_a_fork_s_copy_has_its_own_last_entry() -> None:
@@ -350,14 +350,14 @@ def test_a_fork_s_copy_has_its_own_last_entry() -> None:
     parent = [3, 5, 8, 13, 2, 6]
     rig.step((parent, 0, [9, 4]))
     parent = [*parent, 1]
-    rig.guess(draft_row(parent, [9, 4]))
+    rig.propose(draft_row(parent, [9, 4]))
     # the child says another token where the parent said 1
     rig.draft.copied([(4, 7)])
     child = [*parent[:-1], 50, 51]
     rig.step((child[:-1], 6, [9, 7]))
     row = draft_row(child, [9, 7])
-    assert rig.guess(row) == [4]
-    assert guesses_of(row, 4) == _expected(child, 0, 4)
+    assert rig.propose(row) == [4]
+    assert drafts_of(row, 4) == _expected(child, 0, 4)
 
 
 def test_blocks_that_change_hands_hold_nothing() -> None:
@@ -428,12 +428,12 @@ def test_blocks_that_change_hands_hold_nothing() -> None:
         if what < 0.7:
             row = draft_row(tokens, blocks, min(4, room))
             reach = rig.draft._reach(row)
-            (made,) = rig.guess(row)
+            (made,) = rig.propose(row)
             assert made == (0 if reach is None else row.count)
             if reach is not None:
-                assert guesses_of(row, made) == _expected(tokens, reach.first, made)
+                assert drafts_of(row, made) == _expected(tokens, reach.first, made)
                 seen += made
-                right = guesses_of(row, made)[: random.randint(0, min(made, room - 1))]
+                right = drafts_of(row, made)[: random.randint(0, min(made, room - 1))]
         # some of what was guessed is right, and something wrong was computed too
         before = len(tokens)
         wrong = [random.randrange(VOCAB) for _ in range(min(2, room - 1 - len(right)))]

@@ -23,7 +23,7 @@ from paceline.backends.runner.interface import AttentionBatch, LoadedModel
 from paceline.backends.runner.sampling import PreparedSampling, SampleRow, Samples
 from paceline.core.outputs import BlockSwap
 from paceline.core.sampling_params import SamplingParams
-from tests.backends.draft_rows import BLOCKS, SIZE, VOCAB, Likeliest, draft_row, guesses_of
+from tests.backends.draft_rows import BLOCKS, SIZE, VOCAB, Likeliest, draft_row, drafts_of
 
 
 class _Sums:
@@ -100,9 +100,9 @@ def test_guesses_are_what_the_model_says() -> None:
         draft_row([1] * 9, [20, 7, 30, 31], 2),
         draft_row([6], [50, 51], 1),
     ]
-    assert draft.guess(rows) == [4, 2, 1]
+    assert draft.propose(rows) == [4, 2, 1]
     for row, tokens in zip(rows, ([3, 5, 8], [1] * 9, [6]), strict=True):
-        assert guesses_of(row, row.count) == expected_tokens(tokens, row.count, VOCAB)
+        assert drafts_of(row, row.count) == expected_tokens(tokens, row.count, VOCAB)
     # all that was lacking in one pass with the last tokens, then a token for each that goes on
     assert model.calls == [3 + 9 + 1, 2, 1, 1]
 
@@ -112,13 +112,13 @@ def test_known_tokens_are_computed_once() -> None:
     draft = _made(model)
     tokens = [3, 5, 8, 13, 2]
     blocks = list(range(10, 40))
-    draft.guess([draft_row(tokens, blocks)])
+    draft.propose([draft_row(tokens, blocks)])
     model.calls.clear()
     # two guesses were right, and the last two are written over
     tokens += [*expected_tokens(tokens, 2, VOCAB), 96]
     row = draft_row(tokens, blocks)
-    assert draft.guess([row]) == [4]
-    assert guesses_of(row, 4) == expected_tokens(tokens, 4, VOCAB)
+    assert draft.propose([row]) == [4]
+    assert drafts_of(row, 4) == expected_tokens(tokens, 4, VOCAB)
     assert model.calls == [3, 1, 1, 1]
 
 
@@ -180,8 +180,8 @@ def test_blocks_that_change_hands_hold_nothing(mirrored: bool) -> None:
             continue
         if what < 0.7:
             row = draft_row(tokens, blocks, min(4, room))
-            (made,) = draft.guess([row])
-            assert guesses_of(row, made) == expected_tokens(tokens, made, VOCAB)
+            (made,) = draft.propose([row])
+            assert drafts_of(row, made) == expected_tokens(tokens, made, VOCAB)
             assert made == row.count
         # what was guessed is verified, and some of it is wrong
         right = random.randint(0, min(3, room - 1))
@@ -207,9 +207,9 @@ def test_a_long_prompt_is_made_up_for_bit_by_bit(
     for _ in range(6):
         row, short = draft_row(tokens, blocks), draft_row([5, 6], [60, 61], 2)
         served.write(np.array([60, 61]), [5], 0)
-        made.append(draft.guess([row, short]))
+        made.append(draft.propose([row, short]))
         if made[-1][0]:
-            assert guesses_of(row, 4) == expected_tokens(tokens, 4, VOCAB)
+            assert drafts_of(row, 4) == expected_tokens(tokens, 4, VOCAB)
     # the other waits for its turn, and then has it
     assert [first for first, _ in made] == [0, 0, 0, 4, 4, 4]
     assert made[-1] == [4, 2]
@@ -223,7 +223,7 @@ def test_a_model_that_says_nothing_sensible_guesses_nothing() -> None:
             return Samples(likeliest.tolist(), finite, [None] * len(rows))
 
     draft = _loaded(_Sums(), Broken())
-    assert draft.guess([draft_row([3, 5, 13], [1, 2]), draft_row([4], [3, 4], 3)]) == [0, 3]
+    assert draft.propose([draft_row([3, 5, 13], [1, 2]), draft_row([4], [3, 4], 3)]) == [0, 3]
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
@@ -234,7 +234,7 @@ def test_what_was_made_up_for_is_told(mirrored: bool, monkeypatch: pytest.Monkey
     tokens = [(i * 37) % VOCAB for i in range(121)]
     told = []
     for _ in range(4):
-        draft.guess([draft_row(tokens, list(range(40))), draft_row([5, 6, 7], [60, 61], 1)])
+        draft.propose([draft_row(tokens, list(range(40))), draft_row([5, 6, 7], [60, 61], 1)])
         told.append((draft.caught_up, draft.behind))
     # the last token is no news, and a row that waits for its turn has none
     assert told[:3] == [([50, 0], [70, 2]), ([50, 0], [20, 2]), ([20, 2], [0, 0])]
@@ -250,16 +250,16 @@ def test_tokens_of_a_padded_head_are_no_guesses() -> None:
     # the third one is beyond what the served model has
     draft = _loaded(_Sums(), Padded(), VOCAB + 3)
     row = draft_row([3, 5, 8], [9, 4, 1])
-    assert draft.guess([row]) == [2]
-    assert guesses_of(row, 2) == [7, 7]
+    assert draft.propose([row]) == [2]
+    assert drafts_of(row, 2) == [7, 7]
 
 
 def test_a_request_with_a_token_that_the_model_lacks_is_not_guessed() -> None:
     model = _Sums()
     draft = _loaded(model, own=90)
     rows = [draft_row([3, 95, 8], [9, 4, 1]), draft_row([3, 89], [20, 7], 2)]
-    assert draft.guess(rows) == [0, 2]
-    assert draft.guess([draft_row([3, 5, 8, 90], [30, 31, 32])]) == [0]
+    assert draft.propose(rows) == [0, 2]
+    assert draft.propose([draft_row([3, 5, 8, 90], [30, 31, 32])]) == [0]
 
 
 def test_settings_to_guess_with_choose_tokens_and_tell_nothing() -> None:
@@ -296,19 +296,19 @@ def _named(name: str, tokens: Sequence[int], first: int, count: int = 2) -> Draf
     return replace(draft_row(tokens, [first, first + 1], count), request_id=name)
 
 
-def test_a_fault_costs_the_guesses_of_one_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_costs_the_drafts_of_one_request(caplog: pytest.LogCaptureFixture) -> None:
     draft = _loaded(_Faulty())
     rows = [_named("a", [3, 5], 0), _named("b", [3, 77], 2), _named("c", [1], 4)]
     assert draft.make(rows) == [Made(2, 1), Made(failed=True), Made(2, 0)]
     for row in rows[::2]:
         known = row.tokens[: row.last + 1].tolist()
-        assert guesses_of(row, 2) == expected_tokens(known, 2, VOCAB)
-    assert "request=b is not guessed any more: RuntimeError('unlucky')" in caplog.text
+        assert drafts_of(row, 2) == expected_tokens(known, 2, VOCAB)
+    assert "request=b is not drafted any more: RuntimeError('unlucky')" in caplog.text
     assert "request=a" not in caplog.text
     # one that does what it should is a reason to go on
     for number in range(6):
         assert draft.make([_named("d", [77], 6)])[0].failed
-        assert draft.make([_named("e", [1, 1], 8)])[0].num_guesses == 2, number
+        assert draft.make([_named("e", [1, 1], 8)])[0].num_drafted == 2, number
 
 
 def test_rows_that_fail_together_are_guessed_one_by_one() -> None:
@@ -324,7 +324,7 @@ def test_rows_that_fail_together_are_guessed_one_by_one() -> None:
     for number in range(5):
         rows = [_named("a", [3], 0, 1), _named("b", [4], 2, 1), _named("c", [1], 4, 1)]
         model.calls.clear()
-        assert [made.num_guesses for made in draft.make(rows)] == [1, 1, 1]
+        assert [made.num_drafted for made in draft.make(rows)] == [1, 1, 1]
         # from the third time on it is not tried together
         assert (3 in model.calls) == (number < 3)
         draft.forget([0, 2, 4])

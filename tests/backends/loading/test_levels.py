@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.backends.loading import levels
+from paceline.backends.loading.formats import stored_bits
 from paceline.backends.loading.levels import (
     NEAR,
     PATH,
@@ -19,7 +20,6 @@ from paceline.backends.loading.levels import (
 )
 from paceline.backends.native import DTYPES, KV_DTYPES, unavailable_reason
 from paceline.backends.native.single_kernels import variants_for
-from paceline.checkpoints.gguf.stored import stored_bits
 
 
 def pair(weights: str, cost: float, kl: float = 0.001) -> Measured:

@@ -14,9 +14,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from paceline.backends.loading.load import _choose_sizes
 from paceline.backends.loading.settings import BackendSettings
-from paceline.backends.runner.interface import ModelLoader
+from paceline.backends.loading.sizes import choose_blocks, host_blocks
+from paceline.backends.runner.interface import ModelLoader, PoolMemory
 from paceline.backends.runner.worker_thread import WorkerBackend
 from paceline.backends.torch.attention import block_bytes
 from paceline.backends.torch.linear import DenseLinear, Linear, PackedLinear, make_linear
@@ -134,7 +134,7 @@ def test_positions_that_memory_has_no_room_for(
     llama_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """256 of them, cosine and sine of 8 angles each; a file may claim two thousand million."""
-    monkeypatch.setattr("paceline.backends.loading.load.available_memory", lambda: 16_383)
+    monkeypatch.setattr("paceline.backends.loading.plan.available_memory", lambda: 16_383)
     with pytest.raises(ConfigError, match=r"tables of 256 positions take 0 MiB.*smaller max_model"):
         load(llama_folder)
     load(llama_folder, max_model_len=255).close()
@@ -268,7 +268,8 @@ class Sizes:
 def test_blocks_to_swap_to(max_host_bytes: float, swap_bytes: int | None, expected: int) -> None:
     loader = cast("ModelLoader", Sizes(1000, max_host_bytes))
     settings = BackendSettings(num_blocks=11, swap_bytes=swap_bytes)
-    assert _choose_sizes(loader, settings, 4, 100, (0, 1.0), None) == (11, expected)
+    assert choose_blocks(loader, settings, 4, 100, PoolMemory(0, 1.0), None) == 11
+    assert host_blocks(loader, settings, 11) == expected
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.backends.loading.load import _placed
+from paceline.backends.loading.devices import place_threads
 from paceline.backends.loading.settings import BackendSettings
 from paceline.backends.machine.placement import choose_placement
 from paceline.backends.machine.topology import allowed_cpus, format_list, parse_list
@@ -56,12 +56,12 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import paceline.backends.loading.load as load
+import paceline.backends.loading.devices as devices
 from paceline.backends.machine.placement import choose_placement
 from paceline.cli.serve.engine_process import main
 
 root = Path(sys.argv[1])
-load.choose_placement = partial(
+devices.choose_placement = partial(
     choose_placement, nodes=root / "node", cpus=root / "cpu", environ={}
 )
 sys.exit(main())
@@ -88,7 +88,7 @@ def here(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]
     choose = partial(
         choose_placement, nodes=machine.root / "node", cpus=machine.root / "cpu", environ={}
     )
-    monkeypatch.setattr("paceline.backends.loading.load.choose_placement", choose)
+    monkeypatch.setattr("paceline.backends.loading.devices.choose_placement", choose)
     before = affinities()
     yield machine
     after = affinities()
@@ -227,15 +227,15 @@ def test_nodes_that_cannot_be_had_any_more(
     device: str, nodes: str, here: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An engine that replaces one goes where auto sends it, instead of never starting again."""
-    assert _placed(BackendSettings(numa="1", numa_fallback=True), device).nodes == "1"
+    assert place_threads(BackendSettings(numa="1", numa_fallback=True), device).nodes == "1"
     assert not caplog.messages
     gone = ALLOWED[-1] + 1
     here.nodes({1: str(gone), 2: str(ALLOWED[1])})
     reason = f"--numa 1 leaves no processor on node 1 (CPUs {gone}): this process may use CPUs "
     with pytest.raises(ConfigError, match=re.escape(reason)):
-        _placed(BackendSettings(numa="1"), device)
+        place_threads(BackendSettings(numa="1"), device)
     assert not caplog.messages
-    assert _placed(BackendSettings(numa="1", numa_fallback=True), device).nodes == nodes
+    assert place_threads(BackendSettings(numa="1", numa_fallback=True), device).nodes == nodes
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage().startswith(f"numa_fallback numa=1 reason={reason}")

@@ -23,7 +23,7 @@ from paceline.backends.native import (
 from paceline.backends.native.single_kernels import PackedMatrix
 from paceline.backends.native.tensors import BLOCKS, PACKED
 from paceline.backends.runner.rope import rotary_tables
-from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint, open_gguf
 from paceline.errors import ConfigError
 from tests.backends.native.reference import levels
 from tests.checkpoints.builders import llama_metadata
@@ -249,7 +249,7 @@ def _file(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return GGUFCheckpoint(path)
+    return open_gguf(path)
 
 
 def _logits(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.backends.runner import rope
-from paceline.backends.runner.rope import inverse_frequencies, longest_sequence, rotary_tables
+from paceline.backends.runner.rope import inverse_frequencies, rotary_tables
 from paceline.checkpoints.model.config import ModelConfig, RopeConfig
 from paceline.errors import CheckpointError
 
@@ -62,7 +62,7 @@ def test_factors_of_a_gguf_divide_the_frequencies() -> None:
     ],
 )
 def test_longest_sequence(scaling: dict[str, Any], expected: int) -> None:
-    assert longest_sequence(make_config(**scaling)) == expected
+    assert make_config(**scaling).longest == expected
 
 
 def test_explicit_attention_factor() -> None:

@@ -50,7 +50,7 @@ def play(
     monkeypatch.setattr(draft_choice, "_UNLIKELY", 0.0)
     seen: list[Guessed] = []
     asked: dict[int, Guessed] = {}
-    plain, plain_draw = HeadDraft.guess, draft_head.draw
+    plain, plain_draw = HeadDraft.propose, draft_head.draw
 
     def draw(*given: Any) -> list[int]:
         logits, rows, going = given[1], given[3], given[4]
@@ -58,7 +58,7 @@ def play(
             asked[id(rows[r])].logits.append(logits[place].clone())
         return plain_draw(*given)
 
-    def guess(self: HeadDraft, rows: Sequence[DraftRow]) -> list[int]:
+    def propose(self: HeadDraft, rows: Sequence[DraftRow]) -> list[int]:
         asked.clear()
         for row in rows:
             asked[id(row)] = Guessed(row.tokens[: row.last + 1].tolist(), [])
@@ -68,7 +68,7 @@ def play(
             seen.append(asked[id(row)])
         return made
 
-    monkeypatch.setattr(HeadDraft, "guess", guess)
+    monkeypatch.setattr(HeadDraft, "propose", propose)
     monkeypatch.setattr(draft_head, "draw", draw)
     chosen = {"device": "cpu", "dtype": "float32", "compute": "torch", "num_blocks": 64}
     backend = load_backend(folder, BackendSettings(**(chosen | {"threads": 1} | settings)))

@@ -118,7 +118,7 @@ def test_malformed_heads_are_refused(
         ({"vocab": 400, "draft_vocab": 380}, {}, "the served model has 160"),
         ({"hidden": 32}, {}, "is 32 wide and brings no embeddings"),
         ({"embeds": True, "vocab": 150}, {}, "embeds 150 tokens, and the served model has 160"),
-        ({}, {"compute": "native"}, "serve with --compute torch, or have tokens guessed by"),
+        ({}, {"compute": "native"}, "serve with --compute torch, or have tokens drafted by"),
     ],
 )
 def test_a_head_of_another_model_is_refused_with_the_numbers(

@@ -215,7 +215,7 @@ def test_the_native_path_is_refused(tmp_path: Path) -> None:
     if unavailable_reason() is not None:
         pytest.skip(str(unavailable_reason()))
     save_mtp_model(tmp_path, "mimo", hidden_size=96)
-    with pytest.raises(ConfigError, match="serve with --compute torch, or have tokens guessed by"):
+    with pytest.raises(ConfigError, match="serve with --compute torch, or have tokens drafted by"):
         _load(tmp_path, compute="native")
 
 

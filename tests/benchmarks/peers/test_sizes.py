@@ -11,7 +11,7 @@ import pytest
 from benchmarks.common.setup import Places
 from benchmarks.peers import sizes
 from benchmarks.peers.levels import LEVELS
-from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from paceline.checkpoints.gguf.checkpoint import open_gguf
 
 TINY = sizes.Shape(2, 64, 128, 4, 2, 16, 300)
 MIXTURE = replace(TINY, inner=96, experts=6, experts_per_token=2)
@@ -21,7 +21,7 @@ MIXTURE = replace(TINY, inner=96, experts=6, experts_per_token=2)
 def test_a_written_model_is_what_the_shape_says(tmp_path: Path, shape: sizes.Shape) -> None:
     path = tmp_path / "tiny.gguf"
     sizes.write_model(path, shape)
-    checkpoint = GGUFCheckpoint(path)
+    checkpoint = open_gguf(path)
     config = checkpoint.config
     assert (config.num_hidden_layers, config.hidden_size, config.head_dim) == (2, 64, 16)
     assert config.qk_norm and config.tie_word_embeddings and config.vocab_size == 300

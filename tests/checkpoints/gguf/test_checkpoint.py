@@ -13,7 +13,7 @@ import pytest
 from gguf import GGMLQuantizationType as Q
 from numpy.typing import NDArray
 
-from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from paceline.checkpoints.gguf.checkpoint import open_gguf
 from paceline.checkpoints.gguf.container import GGUFTensor
 from paceline.checkpoints.gguf.data import GGUFData
 from paceline.checkpoints.gguf.types import SIZES, GGUFType
@@ -46,7 +46,7 @@ def interleaved(weights: NDArray[Any], heads: int) -> NDArray[Any]:
 
 
 def test_config_of_a_llama(tmp_path: Path) -> None:
-    config = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf")).config
+    config = open_gguf(write_gguf(tmp_path / "m.gguf")).config
     assert (config.model_type, config.vocab_size, config.hidden_size) == ("llama", VOCAB, HIDDEN)
     assert (config.num_attention_heads, config.num_key_value_heads) == (HEADS, KEY_HEADS)
     assert (config.head_dim, config.num_hidden_layers) == (HEAD_DIM, LAYERS)
@@ -76,8 +76,8 @@ def test_rows_of_q_and_k_are_put_back_for_llama_only(tmp_path: Path) -> None:
                 name = f"blk.{layer}.{part}.{kind}"
                 stored[name] = interleaved(wanted[name], heads)
                 assert not np.array_equal(stored[name], wanted[name])
-    llama = GGUFCheckpoint(write_gguf(tmp_path / "l.gguf", tensors=stored))
-    qwen = GGUFCheckpoint(write_gguf(tmp_path / "q.gguf", "qwen2", tensors=wanted))
+    llama = open_gguf(write_gguf(tmp_path / "l.gguf", tensors=stored))
+    qwen = open_gguf(write_gguf(tmp_path / "q.gguf", "qwen2", tensors=wanted))
     assert llama.config.qkv_bias and qwen.config.qkv_bias
     names = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v"}
     for projection, part in names.items():
@@ -89,7 +89,7 @@ def test_rows_of_q_and_k_are_put_back_for_llama_only(tmp_path: Path) -> None:
 
 
 def test_raw_rows_are_in_the_same_order_as_values(tmp_path: Path) -> None:
-    checkpoint = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", quantise=Q.Q4_0))
+    checkpoint = open_gguf(write_gguf(tmp_path / "m.gguf", quantise=Q.Q4_0))
     assert checkpoint.config.stored_dtype == "Q4_0"
     for name in checkpoint.tensor_names():
         if len(checkpoint.tensor_shape(name)) == 1:
@@ -104,7 +104,7 @@ def test_raw_rows_are_in_the_same_order_as_values(tmp_path: Path) -> None:
 
 
 def test_a_tensor_may_be_changed_and_the_file_stays(tmp_path: Path) -> None:
-    checkpoint = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf"))
+    checkpoint = open_gguf(write_gguf(tmp_path / "m.gguf"))
     first = checkpoint.tensor("model.norm.weight")
     kept = first.copy()
     first[:] = 0
@@ -137,7 +137,7 @@ def by_hand(kind: Q, block: bytes) -> list[float]:
 
 @pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0], ids=str)
 def test_dequantisation_is_what_the_format_says(tmp_path: Path, kind: Q) -> None:
-    checkpoint = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", quantise=kind))
+    checkpoint = open_gguf(write_gguf(tmp_path / "m.gguf", quantise=kind))
     name = "model.layers.1.mlp.down_proj.weight"
     raw, stored = checkpoint.raw_tensor(name)
     assert stored == kind.name
@@ -158,7 +158,7 @@ def test_dequantisation_is_what_the_format_says(tmp_path: Path, kind: Q) -> None
 
 @pytest.mark.parametrize("kind", [Q.F16, Q.BF16], ids=str)
 def test_half_precision(tmp_path: Path, kind: Q) -> None:
-    checkpoint = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", quantise=kind))
+    checkpoint = open_gguf(write_gguf(tmp_path / "m.gguf", quantise=kind))
     assert checkpoint.config.stored_dtype == {"F16": "float16", "BF16": "bfloat16"}[kind.name]
     original = llama_tensors()["blk.0.ffn_up.weight"]
     np.testing.assert_allclose(
@@ -200,7 +200,7 @@ def test_every_common_quantisation_is_read(tmp_path: Path, name: str) -> None:
     writer.write_tensors_to_file()
     writer.close()
 
-    checkpoint = GGUFCheckpoint(path)
+    checkpoint = open_gguf(path)
     values = checkpoint.tensor("model.layers.0.mlp.up_proj.weight")
     assert values.shape == (hidden, hidden) and values.dtype == np.float32
     np.testing.assert_array_equal(values, gguf.quants.dequantize(raw, kind))
@@ -213,9 +213,7 @@ def test_every_common_quantisation_is_read(tmp_path: Path, name: str) -> None:
 def test_qwen3_has_norms_on_queries_and_keys(tmp_path: Path) -> None:
     tensors = llama_tensors(qk_norm=True, tied=False)
     change = {"qwen3.attention.key_length": HEAD_DIM, "qwen3.attention.value_length": HEAD_DIM}
-    checkpoint = GGUFCheckpoint(
-        write_gguf(tmp_path / "m.gguf", "qwen3", change=change, tensors=tensors)
-    )
+    checkpoint = open_gguf(write_gguf(tmp_path / "m.gguf", "qwen3", change=change, tensors=tensors))
     assert checkpoint.config.qk_norm and not checkpoint.config.tie_word_embeddings
     np.testing.assert_array_equal(
         checkpoint.tensor("model.layers.1.self_attn.k_norm.weight"),
@@ -227,18 +225,18 @@ def test_qwen3_has_norms_on_queries_and_keys(tmp_path: Path) -> None:
 def test_qwen3_without_its_norms_is_refused(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "qwen3")
     with pytest.raises(CheckpointError, match="q_norm"):
-        GGUFCheckpoint(path)
+        open_gguf(path)
 
 
 def test_rope_settings(tmp_path: Path) -> None:
-    plain = GGUFCheckpoint(write_gguf(tmp_path / "a.gguf")).config.rope
+    plain = open_gguf(write_gguf(tmp_path / "a.gguf")).config.rope
     assert (plain.kind, plain.theta, plain.freq_factors) == ("default", 10000.0, ())
 
     change = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    linear = GGUFCheckpoint(write_gguf(tmp_path / "b.gguf", change=change)).config.rope
+    linear = open_gguf(write_gguf(tmp_path / "b.gguf", change=change)).config.rope
     assert (linear.kind, linear.factor) == ("linear", 4.0)
 
-    older = GGUFCheckpoint(
+    older = open_gguf(
         write_gguf(tmp_path / "c.gguf", change={"llama.rope.scale_linear": 2.0})
     ).config.rope
     assert (older.kind, older.factor) == ("linear", 2.0)
@@ -249,34 +247,34 @@ def test_rope_settings(tmp_path: Path) -> None:
         "llama.rope.scaling.original_context_length": 32,
         "llama.rope.scaling.attn_factor": 0.5,
     }
-    yarn = GGUFCheckpoint(write_gguf(tmp_path / "d.gguf", change=change)).config.rope
+    yarn = open_gguf(write_gguf(tmp_path / "d.gguf", change=change)).config.rope
     assert (yarn.kind, yarn.factor, yarn.original_max_position) == ("yarn", 4.0, 32)
     assert yarn.attention_factor == pytest.approx(0.5 * (1 + 0.1 * np.log(4)))
 
     factors = np.array([1.0, 2.0, 4.0, 8.0], np.float32)
     tensors = {**llama_tensors(), "rope_freqs.weight": factors}
-    llama3 = GGUFCheckpoint(write_gguf(tmp_path / "e.gguf", tensors=tensors))
+    llama3 = open_gguf(write_gguf(tmp_path / "e.gguf", tensors=tensors))
     assert llama3.config.rope.freq_factors == (1.0, 2.0, 4.0, 8.0)
     assert "rope_freqs.weight" not in llama3.tensor_names()
 
 
 def test_a_sliding_window_counts_for_every_layer(tmp_path: Path) -> None:
     change = {"llama.attention.sliding_window": 16}
-    config = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", change=change)).config
+    config = open_gguf(write_gguf(tmp_path / "m.gguf", change=change)).config
     assert (config.sliding_window, config.sliding_layers) == (16, (0, 1))
 
 
 def test_values_repeated_per_layer_must_agree(tmp_path: Path) -> None:
     change = {"llama.attention.head_count_kv": [KEY_HEADS] * LAYERS}
-    config = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", change=change)).config
+    config = open_gguf(write_gguf(tmp_path / "m.gguf", change=change)).config
     assert config.num_key_value_heads == KEY_HEADS
     change = {"llama.attention.head_count_kv": [1, 2]}
     with pytest.raises(CheckpointError, match="differs between layers"):
-        GGUFCheckpoint(write_gguf(tmp_path / "n.gguf", change=change))
+        open_gguf(write_gguf(tmp_path / "n.gguf", change=change))
 
 
 def test_larger_alignment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf")).tensor("model.norm.weight")
+    plain = open_gguf(write_gguf(tmp_path / "m.gguf")).tensor("model.norm.weight")
 
     class Wide(gguf.GGUFWriter):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -284,14 +282,14 @@ def test_larger_alignment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             self.add_custom_alignment(4096)
 
     monkeypatch.setattr(gguf, "GGUFWriter", Wide)
-    wide = GGUFCheckpoint(write_gguf(tmp_path / "wide.gguf"))
+    wide = open_gguf(write_gguf(tmp_path / "wide.gguf"))
     assert wide.metadata["general.alignment"] == 4096
     np.testing.assert_array_equal(wide.tensor("model.norm.weight"), plain)
 
 
 @pytest.mark.thorough
 def test_smollm2(smollm2_path: Path) -> None:
-    checkpoint = GGUFCheckpoint(smollm2_path)
+    checkpoint = open_gguf(smollm2_path)
     config = checkpoint.config
     assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (30, 576, 49152)
     assert config.stored_dtype == "Q4_1" and config.tie_word_embeddings

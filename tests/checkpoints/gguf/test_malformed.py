@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint
+from paceline.checkpoints.gguf.checkpoint import open_gguf
 from paceline.checkpoints.gguf.container import read_gguf
 from paceline.checkpoints.open import open_checkpoint
 from paceline.errors import CheckpointError
@@ -224,7 +224,7 @@ def refused(path: Path, message: str) -> str:
 def test_the_file_that_the_lies_start_from_is_valid(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(raw_llama().encode())
-    assert len(GGUFCheckpoint(path).tensor_names()) == 20
+    assert len(open_gguf(path).tensor_names()) == 20
 
 
 def test_there_are_enough_lies() -> None:
@@ -260,7 +260,7 @@ def test_no_prefix_and_no_flipped_byte_of_the_header_crashes(tmp_path: Path) -> 
         broken[position] ^= 0xFF
         path.write_bytes(broken)
         try:
-            GGUFCheckpoint(path)
+            open_gguf(path)
         except CheckpointError as error:
             assert str(path) in str(error)
 

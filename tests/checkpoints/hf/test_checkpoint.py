@@ -12,8 +12,9 @@ import pytest
 import torch
 import transformers
 
-from paceline.checkpoints.hf.checkpoint import HFCheckpoint
+from paceline.checkpoints.hf.checkpoint import open_folder
 from paceline.checkpoints.hf.config import read_hf_config
+from paceline.checkpoints.hf.folder import read_folder
 from paceline.checkpoints.model.config import ModelConfig
 from paceline.checkpoints.model.shapes import expected_shapes
 from paceline.checkpoints.model.special_ids import warn_once
@@ -58,7 +59,7 @@ def read_config(folder: Path, **fields: Any) -> ModelConfig:
     merged = {key: value for key, value in {**base, **fields}.items() if value != "absent"}
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(merged))
-    return read_hf_config(folder, "float32")
+    return read_hf_config(read_folder(folder)).model
 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -97,7 +98,7 @@ def test_weights_and_shapes_are_those_of_transformers(
 )
 def test_half_precision_is_widened_exactly(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
     state = write_model(tmp_path, dtype=dtype)
-    checkpoint = HFCheckpoint(tmp_path)
+    checkpoint = open_folder(tmp_path)
     assert checkpoint.config.stored_dtype == name
     for tensor_name, tensor in state.items():
         np.testing.assert_array_equal(checkpoint.tensor(tensor_name), tensor.float().numpy())
@@ -105,7 +106,7 @@ def test_half_precision_is_widened_exactly(tmp_path: Path, dtype: torch.dtype, n
 
 def test_shards(tmp_path: Path) -> None:
     state = write_model(tmp_path, max_shard_size="20KB")
-    checkpoint = HFCheckpoint(tmp_path)
+    checkpoint = open_folder(tmp_path)
     files = {checkpoint.tensor_file(name) for name in checkpoint.tensor_names()}
     assert len(files) > 2 and all(file.parent == tmp_path for file in files)
     for name, tensor in state.items():
@@ -157,7 +158,7 @@ def test_both_spellings_of_rope_mean_the_same(tmp_path: Path, rope: dict[str, An
     saved = json.loads((tmp_path / "config.json").read_text())
     saved["architectures"] = ["LlamaForCausalLM"]
     (tmp_path / "config.json").write_text(json.dumps(saved))
-    written = read_hf_config(tmp_path, "float32").rope
+    written = read_hf_config(read_folder(tmp_path)).model.rope
     assert newer == older == oldest == written
     assert (newer.kind, newer.theta) == (rope["rope_type"], rope["rope_theta"])
     assert newer.factor == rope.get("factor", 1.0)
@@ -178,7 +179,7 @@ def test_missing_fields_have_the_defaults_of_transformers(tmp_path: Path) -> Non
         minimal = {name: getattr(theirs, name) for name in (*names, "num_attention_heads")}
         minimal["architectures"] = [model_class.__name__]
         (tmp_path / "config.json").write_text(json.dumps(minimal))
-        ours = read_hf_config(tmp_path, "float32")
+        ours = read_hf_config(read_folder(tmp_path)).model
         assert ours.model_type == kind
         for name in ("max_position_embeddings", "num_key_value_heads", "rms_norm_eps"):
             assert getattr(ours, name) == getattr(theirs, name), (kind, name)
@@ -304,7 +305,7 @@ def test_raw_rows_are_the_stored_ones(
     tmp_path: Path, dtype: torch.dtype, kind: str, size: int
 ) -> None:
     weights = write_model(tmp_path, dtype=dtype)
-    checkpoint = HFCheckpoint(tmp_path)
+    checkpoint = open_folder(tmp_path)
     name = "model.layers.1.mlp.down_proj.weight"
     raw, stored = checkpoint.raw_tensor(name)
     assert (stored, raw.dtype, raw.shape) == (kind, np.uint8, (32, 64 * size))

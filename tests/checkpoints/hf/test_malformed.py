@@ -17,6 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from paceline.checkpoints.hf.config import read_hf_config
+from paceline.checkpoints.hf.folder import read_folder
 from paceline.checkpoints.model.shapes import expected_shapes
 from paceline.checkpoints.open import open_checkpoint
 from paceline.checkpoints.weights.safetensors import read_safetensors_header
@@ -36,7 +37,7 @@ CONFIG: dict[str, Any] = {
 def write_folder(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    shapes = expected_shapes(read_hf_config(folder, "float32"))
+    shapes = expected_shapes(read_hf_config(read_folder(folder)).model)
     tensors = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
     save_file(tensors, folder / "model.safetensors")
     return tensors

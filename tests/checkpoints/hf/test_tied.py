@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from paceline.checkpoints.hf.checkpoint import HFCheckpoint
+from paceline.checkpoints.hf.checkpoint import open_folder
 from paceline.checkpoints.model.special_ids import warn_once
 from paceline.errors import CheckpointError
 from tests.checkpoints.hf.test_checkpoint import write_model
@@ -48,7 +48,7 @@ def test_a_head_that_differs_is_the_head(
     warn_once.cache_clear()
     write(tmp_path, changed(row), dtype)
     with caplog.at_level(logging.WARNING):
-        checkpoint = HFCheckpoint(tmp_path)
+        checkpoint = open_folder(tmp_path)
     (told,) = [record.getMessage() for record in caplog.records]
     assert not checkpoint.config.tie_word_embeddings and HEAD in checkpoint.tensor_names()
     theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -64,14 +64,14 @@ def test_a_head_that_is_the_embedding_stays_tied(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, head: Any
 ) -> None:
     write(tmp_path, head)
-    checkpoint = HFCheckpoint(tmp_path)
+    checkpoint = open_folder(tmp_path)
     assert checkpoint.config.tie_word_embeddings and HEAD not in checkpoint.tensor_names()
     assert not caplog.records
 
 
 def test_a_head_of_a_model_without_one_is_left_out(tmp_path: Path) -> None:
     write(tmp_path, changed(3), architectures=["LlamaModel"])
-    assert HFCheckpoint(tmp_path).config.tie_word_embeddings
+    assert open_folder(tmp_path).config.tie_word_embeddings
 
 
 def test_a_head_alone_is_the_embedding_too(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_head_alone_is_the_embedding_too(tmp_path: Path) -> None:
     tensors = load_file(path)
     del tensors[EMBEDDING]
     save_file(tensors, path, metadata={"format": "pt"})
-    checkpoint = HFCheckpoint(tmp_path)
+    checkpoint = open_folder(tmp_path)
     assert checkpoint.config.tie_word_embeddings
     np.testing.assert_array_equal(checkpoint.tensor(EMBEDDING), tensors[HEAD].numpy())
 
@@ -88,4 +88,4 @@ def test_a_head_alone_is_the_embedding_too(tmp_path: Path) -> None:
 def test_a_head_of_another_shape_is_refused(tmp_path: Path) -> None:
     write(tmp_path, lambda head: head[:-1].contiguous())
     with pytest.raises(CheckpointError, match=r"lm_head.weight has shape \[47, 32\]"):
-        HFCheckpoint(tmp_path)
+        open_folder(tmp_path)

@@ -1,0 +1,150 @@
+"""Division of memory between blocks of the KV pool, window blocks and host blocks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from paceline.backends.drafting.draft_model import DraftPlan
+from paceline.backends.loading.plan import LoadPlan
+from paceline.backends.loading.settings import BackendSettings, BatchLimits
+from paceline.backends.machine.cpu import choose_num_blocks
+from paceline.backends.runner.interface import ModelLoader, PoolMemory
+from paceline.core.config import SchedulerConfig
+from paceline.core.memory.windows import window_blocks_needed
+
+__all__ = [
+    "PoolSizes",
+    "choose_blocks",
+    "choose_sizes",
+    "choose_windows",
+    "host_blocks",
+]
+
+_NONE = "layers with a sliding window keep the keys and values of whole requests"
+
+
+class PoolSizes(NamedTuple):
+    """Blocks of the KV pool."""
+
+    # ordinary blocks, that fit into memory with the window blocks
+    num_blocks: int
+    # blocks for layers with a sliding window; 0: these use ordinary blocks
+    num_window_blocks: int = 0
+    # blocks of host memory to swap to
+    num_host_blocks: int = 0
+    # reason for no window blocks, for users; empty where there are some or no layer needs them
+    why: str = ""
+
+
+def choose_sizes(plan: LoadPlan, loader: ModelLoader, draft: DraftPlan | None) -> PoolSizes:
+    """Choose the sizes for a model and what drafts for it."""
+    settings, limits, length = plan.settings, plan.limits, plan.max_model_len
+    # asked once: a second answer may differ
+    memory = loader.pool_memory()
+    num_blocks = choose_blocks(loader, settings, limits.max_num_seqs, length, memory, draft)
+    num_host_blocks = host_blocks(loader, settings, num_blocks)
+    sizes = choose_windows(
+        loader, settings, limits, length, num_blocks, memory,
+        pooled=plan.pooling is not None, drafted=draft is not None,
+    )  # fmt: skip
+    return sizes if sizes.num_window_blocks else sizes._replace(num_host_blocks=num_host_blocks)
+
+
+def choose_blocks(
+    loader: ModelLoader,
+    settings: BackendSettings,
+    max_num_seqs: int,
+    max_model_len: int,
+    memory: PoolMemory,
+    draft: DraftPlan | None,
+) -> int:
+    """Choose the blocks of the KV pool, after the draft model's blocks and weights are deducted."""
+    if settings.num_blocks is not None:
+        return settings.num_blocks
+    if not loader.block_bytes:
+        # without a cache, blocks are numbers: enough of them that no prompt waits for one
+        return max_num_seqs * -(-max_model_len // settings.block_size)
+    return choose_num_blocks(
+        settings.kv_cache_bytes,
+        block_bytes=loader.block_bytes + (0 if draft is None else draft.block_bytes),
+        block_size=settings.block_size,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        free_bytes=max(0, memory.free_bytes - (0 if draft is None else draft.weight_bytes)),
+        share=memory.share,
+    )
+
+
+def host_blocks(loader: ModelLoader, settings: BackendSettings, num_blocks: int) -> int:
+    """Return the blocks of host memory for swapping, next to ``num_blocks`` of the pool."""
+    if not loader.block_bytes:
+        return 0
+    swap_bytes = settings.swap_bytes
+    if swap_bytes is None:
+        # the limit may be infinity, which cannot be divided into blocks
+        swap_bytes = int(min(num_blocks * loader.block_bytes // 2, loader.max_host_bytes))
+    return swap_bytes // loader.block_bytes
+
+
+def choose_windows(
+    loader: ModelLoader,
+    settings: BackendSettings,
+    limits: BatchLimits,
+    max_model_len: int,
+    num_blocks: int,
+    memory: PoolMemory,
+    *,
+    pooled: bool = False,
+    drafted: bool = False,
+) -> PoolSizes:
+    """Choose the number of window blocks, and of blocks, which may then exceed ``num_blocks``, the
+    number that fits where all layers use them.
+
+    Args:
+        memory: result of ``loader.pool_memory`` when ``num_blocks`` was chosen.
+        pooled: hidden states are asked for, which are computed from ordinary blocks alone.
+        drafted: a model or a head drafts, whose cache uses the served model's blocks.
+    """
+    if not loader.window:
+        return PoolSizes(num_blocks)
+    max_num_seqs = limits.max_num_seqs
+    off = settings.without_windows
+    if settings.swap_bytes:
+        off = off or "host memory to swap to takes whole blocks (--swap-space)"
+    elif pooled:
+        off = off or "a pooled model has hidden states of whole prompts"
+    elif drafted:
+        off = off or "a draft model or head shares its blocks with the model"
+    if off:
+        return PoolSizes(num_blocks, why=f"{_NONE}: {off}")
+    scheduler = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(limits.max_num_batched_tokens, max_num_seqs),
+        max_model_len=max_model_len,
+    )
+    needed = window_blocks_needed(scheduler, loader.window, settings.block_size)
+    if needed >= num_blocks:
+        off = (
+            f"windows of --max-num-seqs {max_num_seqs} would take {needed} blocks, and there are "
+            f"{num_blocks}; a smaller --max-num-seqs may help"
+        )
+        return PoolSizes(num_blocks, why=f"{_NONE}: {off}")
+    taken = needed * loader.window_block_bytes
+    of_others = loader.block_bytes - loader.window_block_bytes
+    if not of_others and settings.num_blocks is None:
+        # blocks take no memory, so there may be as many as all requests can use
+        largest = max_num_seqs * -(-max_model_len // settings.block_size)
+        return PoolSizes(max(num_blocks, largest), needed)
+    if settings.num_blocks is not None:
+        return PoolSizes(num_blocks, needed)
+    kv_cache_bytes = settings.kv_cache_bytes
+    fitting = choose_num_blocks(
+        None if kv_cache_bytes is None else kv_cache_bytes - taken,
+        block_bytes=of_others,
+        block_size=settings.block_size,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        free_bytes=max(0, memory.free_bytes - int(taken / memory.share)),
+        share=memory.share,
+    )
+    return PoolSizes(fitting, needed)
