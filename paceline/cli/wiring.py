@@ -210,7 +210,7 @@ def build_core(
     from paceline.engine.core import EngineCore
     from paceline.engine.finished_answers import FinishedAnswers
     from paceline.engine.process.loop import engine_info
-    from paceline.engine.recorder import FileRecorder
+    from paceline.engine.recorder import FileRecorder, Recorder
     from paceline.engine.text.grammar import GrammarCompiler
     from paceline.timeline.tap import TimelineTap
 
@@ -242,18 +242,18 @@ def build_core(
             # loads the tokenizer with the first grammar
             matchers = GrammarCompiler(lambda: build_tokenizer(settings))
         depth = settings.pipeline_depth
-        recorder = None
+        recorders: list[Recorder] = []
         if settings.record is not None:
-            recorder = FileRecorder(Path(settings.record), scheduler, cache, depth)
-        timeline = TimelineTap(scheduler, cache) if settings.timeline else None
+            recorders.append(FileRecorder(Path(settings.record), scheduler, cache, depth))
+        if settings.timeline:
+            recorders.append(TimelineTap(scheduler, cache))
         core = EngineCore(
             backend,
             scheduler,
             cache,
             pipeline_depth=depth,
             matchers=matchers,
-            recorder=recorder,
-            timeline=timeline,
+            recorders=recorders,
         )
     except BaseException:
         backend.close()

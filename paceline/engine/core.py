@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -45,8 +45,8 @@ class EngineCore:
             2 plans step N+1 while step N runs, shortly before its end; more plan as soon as there
             is a free slot.
         clock: seconds, monotonic.
-        recorder: gets every request and step; owned from here on.
-        timeline: gets the same, for viewers; None: there is no timeline.
+        recorders: each gets every request and step; owned from here on. A ``TimelineTap`` among
+            them is the timeline for viewers.
         matchers: compiles grammars, owned from here on; None: structured output is not served.
         drafter: makes the source of a request's draft tokens; None: as configured.
     """
@@ -59,44 +59,16 @@ class EngineCore:
         *,
         pipeline_depth: int = 2,
         clock: Callable[[], float] = time.monotonic,
-        recorder: Recorder | None = None,
-        timeline: TimelineTap | None = None,
+        recorders: Sequence[Recorder] = (),
         matchers: MatcherSource | None = None,
         drafter: DrafterMaker | None = None,
     ) -> None:
-        info = backend.info
-        if cache.block_size != info.block_size or cache.num_blocks > info.num_blocks:
-            raise ConfigError(
-                f"the scheduler wants {cache.num_blocks} KV blocks of {cache.block_size} tokens, "
-                f"the backend has {info.num_blocks} of {info.block_size}"
-            )
-        windows = cache.num_window_blocks, cache.window
-        if windows != (info.num_window_blocks, info.window):
-            raise ConfigError(
-                f"the scheduler wants {windows[0]} window blocks for a window of {windows[1]} "
-                f"tokens, the backend has {info.num_window_blocks} for one of {info.window}"
-            )
-        needed = window_blocks_needed(scheduler, cache.window, cache.block_size)
-        if 0 < cache.num_window_blocks < (least := min(needed, cache.num_blocks)):
-            raise ConfigError(
-                f"num_window_blocks={cache.num_window_blocks}: {scheduler.max_num_seqs} requests "
-                f"with a window of {cache.window} tokens may need {least}"
-            )
-        if cache.num_host_blocks > info.num_host_blocks:
-            raise ConfigError(
-                f"the scheduler wants {cache.num_host_blocks} host blocks to swap to, the backend "
-                f"has {info.num_host_blocks}"
-            )
-        speculation = SpeculationSettings.of(scheduler.speculative_config)
-        if speculation.models and not info.drafter and drafter is None:
-            raise ConfigError(
-                f"speculative_config names a draft model, and the backend {info.name} has none"
-            )
+        _check_matches(backend.info, scheduler, cache, drafter)
         if pipeline_depth < 1:
             raise ConfigError(f"pipeline_depth must be at least 1, got {pipeline_depth}")
         if matchers is not None:
             if not isinstance(backend, ConstrainedBackend):
-                raise ConfigError(f"the backend {info.name} cannot apply grammars")
+                raise ConfigError(f"the backend {backend.info.name} cannot apply grammars")
             backend.constrain(matchers)
         self.matchers = matchers
         self.scheduler = Scheduler(scheduler, cache, speculation=partial(Drafts, make=drafter))
@@ -106,13 +78,13 @@ class EngineCore:
         # answers from which later ones are drafted; None: none are kept
         config = scheduler.speculative_config if drafter is None else None
         self.answers = FinishedAnswers.of(config)
-        told = [each for each in (recorder, timeline, self.answers) if each is not None]
+        watchers = [*recorders, *([] if self.answers is None else [self.answers])]
         # a single one is called directly
-        self._recorder: Recorder | None = Recorders(*told) if len(told) > 1 else None
-        if len(told) == 1:
-            self._recorder = told[0]
-        # the driver of this core takes its frames and sends them
-        self.timeline = timeline
+        self._recorder: Recorder | None = Recorders(*watchers) if len(watchers) > 1 else None
+        if len(watchers) == 1:
+            self._recorder = watchers[0]
+        # the driver of this core takes its frames and sends them; None: there is no timeline
+        self.timeline = next((each for each in recorders if isinstance(each, TimelineTap)), None)
         # plan, time of planning, its result
         self._in_flight: deque[tuple[SchedulerOutput, float, Future[StepResult]]] = deque()
         # a step's result came in since the last plan, so the policy's ``wake_at`` is out of date
@@ -241,3 +213,36 @@ class EngineCore:
         self._backend.close()
         if self._recorder is not None:
             self._recorder.close()
+
+
+def _check_matches(
+    info: BackendInfo, scheduler: SchedulerConfig, cache: CacheConfig, drafter: DrafterMaker | None
+) -> None:
+    """Raise ConfigError where a backend is not what scheduler and cache were configured for."""
+    if cache.block_size != info.block_size or cache.num_blocks > info.num_blocks:
+        raise ConfigError(
+            f"the scheduler wants {cache.num_blocks} KV blocks of {cache.block_size} tokens, "
+            f"the backend has {info.num_blocks} of {info.block_size}"
+        )
+    windows = cache.num_window_blocks, cache.window
+    if windows != (info.num_window_blocks, info.window):
+        raise ConfigError(
+            f"the scheduler wants {windows[0]} window blocks for a window of {windows[1]} "
+            f"tokens, the backend has {info.num_window_blocks} for one of {info.window}"
+        )
+    needed = window_blocks_needed(scheduler, cache.window, cache.block_size)
+    if 0 < cache.num_window_blocks < (least := min(needed, cache.num_blocks)):
+        raise ConfigError(
+            f"num_window_blocks={cache.num_window_blocks}: {scheduler.max_num_seqs} requests "
+            f"with a window of {cache.window} tokens may need {least}"
+        )
+    if cache.num_host_blocks > info.num_host_blocks:
+        raise ConfigError(
+            f"the scheduler wants {cache.num_host_blocks} host blocks to swap to, the backend "
+            f"has {info.num_host_blocks}"
+        )
+    speculation = SpeculationSettings.of(scheduler.speculative_config)
+    if speculation.models and not info.drafter and drafter is None:
+        raise ConfigError(
+            f"speculative_config names a draft model, and the backend {info.name} has none"
+        )

@@ -38,35 +38,29 @@ class Tokenizer(Protocol):
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Ids that end an answer (generation_config's, the template's end of turn)."""
-        ...
 
     @property
     def special_token_ids(self) -> frozenset[int]:
         """Ids that ``decode(skip_special_tokens=True)`` leaves out."""
-        ...
 
     @property
     def chat_template_source(self) -> str | None:
         """The Jinja text that ``render_chat`` uses with tools, None if there is none to show."""
-        ...
 
     @property
     def renders_quickly(self) -> bool:
         """Whether ``render_chat`` may run on an event loop's thread for a short conversation
         without a template of the request's: it calls no process, and its time is proportional to
         the text."""
-        ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text; best for short ones, as other threads wait until it is done."""
-        ...
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
         """Return what ``encode`` returns for each text, together: other threads go on meanwhile,
         and several processors may take part. Raises like ``encode``, for all if one text is bad."""
-        ...
 
     def encode_texts(
         self,
@@ -84,22 +78,18 @@ class Tokenizer(Protocol):
                 special tokens stay.
             max_second: most ids of each second text.
         """
-        ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the exact bytes of one id; may be half a character."""
-        ...
 
     def vocabulary_token(self, token_id: int) -> str:
         """Return one id as the vocabulary spells it, such as "\u0120the"; empty without a token."""
-        ...
 
     def token_text(self, token_id: int) -> str | None:
         """Return the text that one id adds to a decoded text after complete characters, the same
         with any neighbours; None if it depends on these."""
-        ...
 
     def render_chat(
         self,
@@ -117,7 +107,6 @@ class Tokenizer(Protocol):
         Raises InvalidRequestError when the template refuses the messages or there is none.
         The text already holds the special tokens: encode it with ``add_special_tokens=False``.
         """
-        ...
 
 
 class EngineClient(Protocol):
@@ -140,12 +129,10 @@ class EngineClient(Protocol):
     @property
     def stats(self) -> EngineStats:
         """The latest snapshot; never waits."""
-        ...
 
     @property
     def faults(self) -> EngineFaults:
         """Losses and failures so far; never waits."""
-        ...
 
     def generate(
         self, request: GenerationRequest, sink: Sink | None = None
@@ -158,23 +145,18 @@ class EngineClient(Protocol):
             EngineDeadError: the engine has ended for good; EngineLostError: another is being
                 started, and this request cannot go on there; EngineDrainingError: no new requests.
         """
-        ...
 
     async def abort(self, request_id: str) -> None:
         """End a request now; unknown ids are ignored. Its iterator yields a last delta with
         finish_reason "abort"."""
-        ...
 
     def check_health(self) -> None:
         """Return if tokens flow (or there are no requests); raise EngineDeadError otherwise, also
         when work is waiting and no step has completed for the stall timeout, or EngineLostError
         while another engine is being started."""
-        ...
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests, wait up to ``timeout`` seconds for running ones, abort the rest."""
-        ...
 
     async def close(self) -> None:
         """Stop the engine and release everything. Idempotent."""
-        ...

@@ -48,11 +48,9 @@ class Recorder(Protocol):
 
     def added(self, request: Request, now: float) -> None:
         """Note a queued request."""
-        ...
 
     def planned(self, plan: SchedulerOutput, now: float, note: StepNote) -> None:
         """Note a plan, passed to the backend next; requests are as the plan left them."""
-        ...
 
     def stepped(
         self,
@@ -63,16 +61,13 @@ class Recorder(Protocol):
         updates: Sequence[RequestUpdate],
     ) -> None:
         """Note a step's result, already applied. ``seconds``: the backend's measurement."""
-        ...
 
     def ended(self, request_ids: Sequence[str], now: float) -> None:
         """Note requests that ended outside a step: aborted, or dropped before they were started.
         Some may have ended before."""
-        ...
 
     def close(self) -> None:
         """End; no event follows. Idempotent."""
-        ...
 
 
 class Recorders:

@@ -186,7 +186,7 @@ def null_core(
         backend,
         config,
         cache,
-        timeline=TimelineTap(config, cache) if timeline else None,
+        recorders=(TimelineTap(config, cache),) if timeline else (),
         pipeline_depth=pipeline_depth,
         matchers=matchers,
     )

@@ -151,7 +151,7 @@ def run_live(
         pipeline_depth=config.pipeline_depth,
         clock=clock,
         drafter=drafter_maker(config.acceptance, _truth) if config.acceptance else None,
-        recorder=recorder,
+        recorders=() if recorder is None else (recorder,),
     )
     inbox = _Inbox(clock, workload, config, prefix_block)
 

@@ -36,7 +36,7 @@ def run(path: Path, *, repeat: int = 0) -> list[dict[str, Any]]:
         SCHEDULER,
         CACHE,
         clock=lambda: float(next(ticks)),
-        recorder=FileRecorder(path, SCHEDULER, CACHE, 2),
+        recorders=(FileRecorder(path, SCHEDULER, CACHE, 2),),
     )
     core.add_request(make_request("a", 20, 3))
     core.add_request(make_request("b", 5, 4))
@@ -93,7 +93,7 @@ def test_forks_that_are_dropped_with_their_parent_are_written(tmp_path: Path) ->
         replace(SCHEDULER, max_num_seqs=1, queue_timeout_s=6.0),
         CACHE,
         clock=lambda: float(next(ticks)),
-        recorder=FileRecorder(path, SCHEDULER, CACHE, 2),
+        recorders=(FileRecorder(path, SCHEDULER, CACHE, 2),),
     )
     core.add_request(make_request("a", 5, 12))
     core.add_request(make_request("b", 5, 4))

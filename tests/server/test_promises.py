@@ -33,7 +33,7 @@ from paceline.server import ServerConfig, create_app
 from paceline.server.apis.openai.answers import UsageCount
 from paceline.server.app import service_of
 from paceline.server.observability.metrics.requests import RequestMetrics, RequestObserver
-from paceline.server.protocol.responses import Explanation, GuessCount, encode
+from paceline.server.protocol.responses import DraftCount, Explanation, encode
 from tests.server.helpers import VOCAB, chat_body, connect, expected_text, metric, rested, scrape
 
 pytestmark = pytest.mark.anyio
@@ -277,7 +277,7 @@ def test_every_field_of_a_timeline_is_told() -> None:
         ttft_ms=1000.0,
         longest_gap_ms=250.0,
         tokens_per_second=50.0,
-        speculation={"ngram": GuessCount(verified_tokens=7, accepted_tokens=6)},
+        speculation={"ngram": DraftCount(verified_tokens=7, accepted_tokens=6)},
     )
 
 

@@ -62,7 +62,7 @@ class Watched:
             cache,
             pipeline_depth=depth,
             clock=lambda: self.now,
-            timeline=self.tap,
+            recorders=(self.tap,),
             drafter=drafter,
         )
         self.plans: list[SchedulerOutput] = []

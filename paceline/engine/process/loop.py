@@ -59,7 +59,6 @@ class Inbox(Protocol):
     def receive(self, timeout: float) -> Sequence[ClientMessage]:
         """Return every message received. Waits up to ``timeout`` seconds for the first; 0 does not
         wait. Empty when none came."""
-        ...
 
 
 class EngineLoop:
@@ -224,8 +223,8 @@ class EngineLoop:
             # after it, or made its vector
             prompts, self._prompt_tokens = self._prompt_tokens, stats.scheduler.num_prompt_tokens
             stats = replace(stats, iteration_tokens=(tokens + self._prompt_tokens - prompts,))
-        told, pooled = tuple(self._core.prompt_logprobs), tuple(self._core.pooled)
-        self._send(Outputs(tuple(self._updates), stats, told, pooled))
+        logprobs, pooled = tuple(self._core.prompt_logprobs), tuple(self._core.pooled)
+        self._send(Outputs(tuple(self._updates), stats, logprobs, pooled))
         self._core.prompt_logprobs.clear()
         self._core.pooled.clear()
         self._updates.clear()

@@ -51,11 +51,9 @@ class Renderer(Protocol):
     def render(self, source: str, variables: dict[str, Any]) -> str:
         """Return the text. Thread-safe. Raises InvalidRequestError when the template does not
         compile, refuses, fails or takes too much."""
-        ...
 
     def close(self) -> None:
         """Free the renderer's resources; a later render takes them again."""
-        ...
 
 
 class ChatTemplate:

@@ -242,17 +242,17 @@ class _Choice:
             if reason is not None:
                 text += self.detokenizer.finish()
             return self._delta(update, text, len(token_ids), reason)
-        told = len(self.token_ids)
+        num_known = len(self.token_ids)
         for position in range(min(spoken, len(token_ids))):
             found = self.stops.push(
                 self._text(self.detokenizer, token_ids[position]),
-                may_stop=told + position + 1 > min_tokens,
+                may_stop=num_known + position + 1 > min_tokens,
             )
             if isinstance(found, StopFound):
                 return self._stopped(update, text, found, position + 1)
             text += found
         if reason is not None:
-            may_stop = told + len(token_ids) > min_tokens
+            may_stop = num_known + len(token_ids) > min_tokens
             rest = self.stops.push(self.detokenizer.finish(), may_stop=may_stop)
             if isinstance(rest, StopFound):
                 return self._stopped(update, text, rest, len(token_ids))
@@ -435,8 +435,8 @@ def merge_outputs(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
         for delta in output.choices:
             deltas.setdefault(delta.index, []).append(delta)
     choices = tuple(_merge_deltas(deltas[index]) for index in sorted(deltas))
-    told = next((o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None)
-    return msgspec.structs.replace(last, choices=choices, prompt_logprobs=told)
+    logprobs = next((o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None)
+    return msgspec.structs.replace(last, choices=choices, prompt_logprobs=logprobs)
 
 
 def _add(deltas: list[ChoiceDelta], delta: ChoiceDelta) -> None:

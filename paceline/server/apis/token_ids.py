@@ -50,8 +50,8 @@ def _sampling_params(value: Any, name: str, _: RequestRules) -> dict[str, Any]:
 
 
 def _sampling_schema(rules: RequestRules) -> Schema:
-    told = schema_of(CompletionBody, rules)["properties"]
-    return record({}, {name: told[name] for name in told if name not in _NOT_SAMPLING})
+    properties = schema_of(CompletionBody, rules)["properties"]
+    return record({}, {name: properties[name] for name in properties if name not in _NOT_SAMPLING})
 
 
 class TokenGenerateBody(
@@ -142,7 +142,7 @@ async def token_events(
     options = request.options
     count = UsageCount.of(1, options)
 
-    def told(output: GenerationOutput) -> bytes:
+    def render(output: GenerationOutput) -> bytes:
         count.update(0, output)
         choices = [
             TokenChoice(
@@ -163,11 +163,11 @@ async def token_events(
         )
         return event(encode(answer))
 
-    shortcut.render_with(told)
+    shortcut.render_with(render)
     outputs = service.run((await _request(service, request, head, arrival),), shortcut)
     async with aclosing(outputs):
         async for _, output in outputs:
-            yield told(output)
+            yield render(output)
     yield DONE
 
 

@@ -19,7 +19,7 @@ from typing import BinaryIO, Final
 from paceline.files import make_private_folder, private_opener, tighten
 from paceline.http.errors import HttpError
 
-__all__ = ["Contents", "Part", "StorageError", "told"]
+__all__ = ["Contents", "Part", "StorageError", "as_storage_errors"]
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _SUFFIX: Final = ".part"
@@ -41,7 +41,7 @@ class StorageError(HttpError):
 
 
 @contextlib.contextmanager
-def told() -> Generator[None, None, None]:
+def as_storage_errors() -> Generator[None, None, None]:
     """Turn errors of the disk and the database into StorageError."""
     try:
         yield
@@ -75,7 +75,7 @@ class Contents:
 
     def open(self, file_id: str) -> BinaryIO:
         """Open a file to read; it may be removed while open. Raises StorageError."""
-        with told():
+        with as_storage_errors():
             return (self._folder / file_id).open("rb")
 
     def remove(self, file_id: str) -> None:
@@ -99,18 +99,18 @@ class Part:
         self._folder = folder
         self._path = folder / f"{file_id}{_SUFFIX}"
         self._kept = False
-        with told():
+        with as_storage_errors():
             self._file = open(self._path, "xb", opener=private_opener)  # noqa: SIM115
 
     def write(self, data: bytes) -> None:
         """Append ``data``. Raises StorageError."""
-        with told():
+        with as_storage_errors():
             self._file.write(data)
         self.size += len(data)
 
     def keep(self) -> None:
         """Complete the file: it is on disk under its name on return. Raises StorageError."""
-        with told():
+        with as_storage_errors():
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.http.errors import HttpError
-from paceline.server.batches.contents import told
+from paceline.server.batches.contents import as_storage_errors
 from paceline.server.batches.schema import connect
 
 __all__ = ["Database"]
@@ -34,17 +34,17 @@ class Database:
             self._db.close()
 
     def execute(self, query: str, values: tuple[Any, ...] = ()) -> sqlite3.Cursor:
-        """Run a query within ``transaction`` or ``told``. Raises sqlite3.Error."""
+        """Run a query within ``transaction`` or ``as_storage_errors``. Raises sqlite3.Error."""
         return self._db.execute(query, values)
 
     def row(self, query: str, *values: Any) -> Any:
         """Return the first row, or None. Raises StorageError."""
-        with told():
+        with as_storage_errors():
             return self._db.execute(query, values).fetchone()
 
     def rows(self, query: str, *values: Any) -> list[Any]:
         """Return all rows. Raises StorageError."""
-        with told():
+        with as_storage_errors():
             return self._db.execute(query, values).fetchall()
 
     def page(
@@ -88,7 +88,7 @@ class Database:
     @contextlib.contextmanager
     def transaction(self) -> Generator[None, None, None]:
         """Commit the whole block or nothing; durable on return. Raises StorageError."""
-        with told():
+        with as_storage_errors():
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield

@@ -67,10 +67,10 @@ def _json_body(schema: schemas.Schema) -> dict[str, Any]:
 def _query(kind: str, **more: dict[str, Any]) -> dict[str, Any]:
     """Return the parameters of a list, as ``_page`` reads them."""
     limit = {"type": "integer", "minimum": 1, "maximum": _MAX_PAGE[kind], "default": _PAGE[kind]}
-    told = {"after": {"type": "string"}, "limit": limit, **more}
+    parameters = {"after": {"type": "string"}, "limit": limit, **more}
     return {
         "parameters": [
-            {"name": name, "in": "query", "schema": schema} for name, schema in told.items()
+            {"name": name, "in": "query", "schema": schema} for name, schema in parameters.items()
         ]
     }
 

@@ -162,7 +162,7 @@ class BatchRunner:
             try:
                 found = await self._call(BatchStore.unfinished, _MAX_ACTIVE)
             except Exception as error:
-                self._told(error)
+                self._report(error)
                 await asyncio.sleep(backoff(attempt, 0.0, 0))
                 attempt += 1
                 self._wake.set()
@@ -194,7 +194,7 @@ class BatchRunner:
                     await self._advance(batch_id)
                     return
                 except Exception as error:
-                    self.troubles[batch_id] = self._told(error)
+                    self.troubles[batch_id] = self._report(error)
                     _log.warning("batch_paused id=%s reason=%r", batch_id, self.troubles[batch_id])
                     await self._suspect(batch_id)
                 if loop.time() - began > _GOT_ON:
@@ -221,7 +221,7 @@ class BatchRunner:
                 # shielded: cancelled while queued on the store's thread, the write would be lost
                 await asyncio.shield(self._call(BatchStore.suspect, batch_id, struck))
 
-    def _told(self, error: Exception) -> str:
+    def _report(self, error: Exception) -> str:
         return reply_to(error, drain_timeout=self._service.config.drain_timeout).message
 
     async def _advance(self, batch_id: str) -> None:

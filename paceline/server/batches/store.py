@@ -31,7 +31,7 @@ from typing import Any, BinaryIO, Final
 from paceline.errors import ConfigError
 from paceline.files import tighten
 from paceline.http.errors import HttpError
-from paceline.server.batches.contents import Contents, Part, StorageError, told
+from paceline.server.batches.contents import Contents, Part, StorageError, as_storage_errors
 from paceline.server.batches.database import Database
 from paceline.server.batches.records import UNFINISHED, Batch, Result, StoredFile
 from paceline.server.batches.schema import BATCH_COLUMNS, FILE_COLUMNS
@@ -403,7 +403,7 @@ class BatchStore:
 
     def _records(self, batch_id: str, failed: int) -> Generator[bytes, None, None]:
         query = "SELECT record FROM results WHERE batch_id = ? AND failed = ? ORDER BY line"
-        with told():
+        with as_storage_errors():
             for row in self._db.execute(query, (batch_id, failed)):
                 yield row["record"]
 

@@ -71,8 +71,8 @@ class PromptMaker:
         else:
             lane = self._lane(template)
             text, notes = await asyncio.get_running_loop().run_in_executor(lane, render)
-        if notes and (told := REWRITTEN.get()) is not None:
-            told |= dict.fromkeys(notes)
+        if notes and (rewritten := REWRITTEN.get()) is not None:
+            rewritten |= dict.fromkeys(notes)
         return text
 
     def _lane(self, template: TemplateOptions) -> ThreadPoolExecutor:

@@ -45,12 +45,10 @@ class RunObserver(Protocol):
 
     def output(self, output: GenerationOutput, now: float) -> None:
         """Take in a delivery. Called for every token, so it must be quick."""
-        ...
 
     def end(self, error: Exception | None, now: float) -> None:
         """Take in the end; called once. Without an error, either all was delivered or the caller
         went away."""
-        ...
 
 
 async def run_one(

@@ -208,10 +208,10 @@ def _ways(asked: Conversation, in_words: bool) -> Iterator[_Way]:
         calls = [_TEXT]
     else:
         calls = [_KEPT, *[_NULL] * has_calls, *[_TEXT] * (has_calls or has_results)]
-    places = [_KEPT]
+    systems_at = [_KEPT]
     if systems:
-        places += [_IN_USER] if systems == [0] else [_FIRST, _IN_USER]
-    for place in places:
+        systems_at += [_IN_USER] if systems == [0] else [_FIRST, _IN_USER]
+    for place in systems_at:
         for as_text in calls:
             for as_system in developer:
                 yield _Way(developer=as_system, system=place, calls=as_text)
@@ -330,8 +330,8 @@ def _as_tool(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call_as_text(function: dict[str, Any]) -> str:
-    told = {name: function[name] for name in ("name", "arguments")}
-    return f"<tool_call>\n{json.dumps(told, ensure_ascii=False)}\n</tool_call>"
+    call = {name: function[name] for name in ("name", "arguments")}
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
 
 
 def _systems_moved(messages: Messages, *, in_user: bool) -> Messages:

@@ -166,9 +166,9 @@ class ThoughtReader:
             return Read("", "" if self._before else self._trimmed(held))
         thoughts, found, rest = held.partition(self._marks.end)
         if found:
-            told = self._trimmed(thoughts).rstrip(_SPACE)
+            thoughts = self._trimmed(thoughts).rstrip(_SPACE)
             self.thinking, self.ended, self._at_start = False, True, True
-            return Read(told, self._trimmed(rest))
+            return Read(thoughts, self._trimmed(rest))
         # white space before the closing mark is dropped, so it is held with a possible mark
         kept = held_back(held, self._marks.end)
         whole = held[: len(held) - kept].rstrip(_SPACE)

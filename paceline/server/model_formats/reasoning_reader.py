@@ -20,17 +20,13 @@ class Reader(Protocol):
     @property
     def thinking(self) -> bool:
         """Whether the model is still reasoning."""
-        ...
 
     @property
     def ended(self) -> bool:
         """Whether the reasoning has ended."""
-        ...
 
     def push(self, text: str) -> Read:
         """Take in more of the output; return what it adds."""
-        ...
 
     def finish(self) -> Read:
         """Return the text held back, as the output has ended."""
-        ...

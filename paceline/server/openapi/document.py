@@ -152,8 +152,8 @@ def _content(answer: Answer) -> dict[str, Any]:
         content[LINES] = {"schema": answer.events}
     elif answer.events is not None:
         # the schema of each event, as in OpenAPI 3.2; OpenAI's streams end with [DONE]
-        told = STRING | {"contentMediaType": "application/json", "contentSchema": answer.events}
-        data = {"anyOf": [{"const": "[DONE]"}, told]} if answer.ends_with_done else told
+        event = STRING | {"contentMediaType": "application/json", "contentSchema": answer.events}
+        data = {"anyOf": [{"const": "[DONE]"}, event]} if answer.ends_with_done else event
         content["text/event-stream"] = {"schema": record({"data": data}, {"event": STRING})}
     return content
 

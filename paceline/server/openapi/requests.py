@@ -101,10 +101,10 @@ def shared_schemas(rules: RequestRules) -> dict[str, Schema]:
 
 def request_schemas(rules: RequestRules) -> dict[str, Schema]:
     """Return the schemas by path."""
-    told: dict[str, Schema] = {}
+    schemas: dict[str, Schema] = {}
     for path, bodies in BODIES.items():
         found = [schema_of(body, rules) for body in bodies]
-        told[path] = found[0] if len(found) == 1 else {"anyOf": found}
-    infill = told["/infill"]
-    infill["properties"] = told["/completion"]["properties"] | infill["properties"]
-    return told
+        schemas[path] = found[0] if len(found) == 1 else {"anyOf": found}
+    infill = schemas["/infill"]
+    infill["properties"] = schemas["/completion"]["properties"] | infill["properties"]
+    return schemas

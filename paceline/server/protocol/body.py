@@ -219,9 +219,9 @@ class Body:
             says = refused.replace("{names}", ", ".join(shown))
             raise InvalidRequestError(says, shown[0].strip("'"))
         if rules.strict_fields and not cls._partial:
-            told = ", ".join(f"{name}{cls._meant(name)}" for name in shown)
+            listed = ", ".join(f"{name}{cls._meant(name)}" for name in shown)
             raise UnknownFieldsError(
-                f"unknown fields: {told}; this server was started with --strict-fields",
+                f"unknown fields: {listed}; this server was started with --strict-fields",
                 shown[0].strip("'"),
             )
         return shown
@@ -235,9 +235,9 @@ class Body:
 
 def schema_of(body: type[Body], rules: RequestRules) -> Schema:
     """Return the schema of the body; fields that are refused are left out."""
-    told = {name: f for name, f in body._fields.items() if f.status != REFUSED}
-    required = {name: f.described(rules) for name, f in told.items() if f.missing}
-    optional = {name: f.described(rules) for name, f in told.items() if not f.missing}
+    served = {name: f for name, f in body._fields.items() if f.status != REFUSED}
+    required = {name: f.described(rules) for name, f in served.items() if f.missing}
+    optional = {name: f.described(rules) for name, f in served.items() if not f.missing}
     schema = record(required, optional)
     return closed(schema) if body._refuses_unknown else schema
 

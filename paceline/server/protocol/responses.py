@@ -28,9 +28,9 @@ __all__ = [
     "CompletionChunk",
     "CompletionChunkChoice",
     "CompletionLogprobs",
+    "DraftCount",
     "Explanation",
     "FunctionDelta",
-    "GuessCount",
     "PromptLogprob",
     "PromptTokensDetails",
     "RequestMetrics",
@@ -60,7 +60,7 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True):
     rejected_prediction_tokens: int | UnsetType = UNSET
 
 
-class GuessCount(msgspec.Struct, frozen=True):
+class DraftCount(msgspec.Struct, frozen=True):
     verified_tokens: int
     accepted_tokens: int
 
@@ -83,7 +83,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     # rate of this choice after its first token; None for a single token
     tokens_per_second: float | None
     # verified draft tokens by source; sources without any are absent
-    speculation: dict[str, GuessCount]
+    speculation: dict[str, DraftCount]
 
     @classmethod
     def of(
@@ -108,7 +108,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
             longest_gap_ms=None if longest_gap is None else round(1e3 * longest_gap, 3),
             tokens_per_second=tokens_per_second,
             speculation={
-                source: GuessCount(verified, accepted)
+                source: DraftCount(verified, accepted)
                 for source, verified, accepted in timeline.drafts
             },
         )
@@ -224,8 +224,8 @@ class Usage(msgspec.Struct, frozen=True):
 
     def explanation(self) -> dict[str, Any]:
         """Return the fields besides counts, for APIs whose counts have other names."""
-        told = {"timeline": self.timeline, "demoted": self.demoted}
-        return {name: value for name, value in told.items() if value is not UNSET}
+        optional = {"timeline": self.timeline, "demoted": self.demoted}
+        return {name: value for name, value in optional.items() if value is not UNSET}
 
 
 class TopLogprob(msgspec.Struct, frozen=True):

@@ -206,11 +206,11 @@ def parse_sampling(
 
 def check_logprob_bytes(count: int | None, max_tokens: int, n: int, name: str) -> None:
     """Raise InvalidRequestError if that many log-probabilities make an answer too large to hold."""
-    told = (count or 0) * max_tokens * n * _LOGPROB_BYTES
-    if told > _MAX_LOGPROB_BYTES and (count or 0) > MAX_LOGPROBS:
+    num_bytes = (count or 0) * max_tokens * n * _LOGPROB_BYTES
+    if num_bytes > _MAX_LOGPROB_BYTES and (count or 0) > MAX_LOGPROBS:
         raise InvalidRequestError(
             f"{count} log-probabilities for each of up to {max_tokens} tokens of {n} choices are "
-            f"about {told >> 20} MiB; {_MAX_LOGPROB_BYTES >> 20} are served: lower max_tokens",
+            f"about {num_bytes >> 20} MiB; {_MAX_LOGPROB_BYTES >> 20} are served: lower max_tokens",
             name,
         )
 

@@ -255,7 +255,7 @@ class CallCollector:
         pieces: list[Piece] = self._parser.push(text) if text else []
         if last:
             pieces += self._parser.finish()
-        told: list[Piece] = []
+        released: list[Piece] = []
         for piece in pieces:
             if not isinstance(piece, str):
                 if piece.index and not self._parallel:
@@ -263,8 +263,8 @@ class CallCollector:
                 if piece.name is not None:
                     self.calls.append(Call(piece.name, self._id(piece.id)))
                 self.calls[piece.index].arguments += piece.arguments
-            told.append(piece)
-        return told
+            released.append(piece)
+        return released
 
     def _id(self, given: str) -> str:
         """Return the model's own id, unless another call has it, or a new one."""

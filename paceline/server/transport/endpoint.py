@@ -50,7 +50,6 @@ class Answered(Protocol):
     @property
     def request_id(self) -> str | None:
         """The caller's own id, if any."""
-        ...
 
 
 class _Parsed(Protocol):

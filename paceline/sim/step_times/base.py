@@ -16,7 +16,6 @@ class StepTimes(Protocol):
     def seconds(self, plan: SchedulerOutput) -> float:
         """Return the seconds, above 0, from the start of this step to its result, on an otherwise
         idle backend. ``plan`` has at least one row."""
-        ...
 
 
 class FixedStepTimes:

@@ -52,6 +52,8 @@ _PER_LAYER: Final = {"layernorm": 2}
 # operators that run once in a step, on all its tokens
 _ONCE: Final = frozenset({"embedding", "final_layernorm"})
 _MICRO: Final = 1e-6
+# largest step whose time is computed at once; larger ones when they are asked for
+_TABULATED: Final = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,6 @@ class ProfileStepTimes:
         link: link of one engine's GPUs; None: there is one GPU.
         host_seconds: added to every step that is larger than the captured graphs, for launches and
             other work that is not in the tables.
-        num_tokens: largest step to tabulate; larger ones are computed when asked for.
         experts: engines that share a mixture of experts; None: this engine has all experts.
 
     Raises:
@@ -130,7 +131,6 @@ class ProfileStepTimes:
         link: Interconnect | None = None,
         padding: GraphPadding | None = None,
         host_seconds: float = 0.0,
-        num_tokens: int = 2048,
         experts: ExpertGroup | None = None,
     ) -> None:
         prefix = find_profile(folder) if prefix is None else prefix
@@ -168,7 +168,7 @@ class ProfileStepTimes:
 
         self._dense_at = dense_seconds
         self._head_at = head_seconds
-        self._dense = [0.0, *(dense_seconds(n) for n in range(1, num_tokens + 1))]
+        self._dense = [0.0, *(dense_seconds(n) for n in range(1, _TABULATED + 1))]
         self._heads = [0.0, *(head_seconds(n) for n in range(1, 513))]
         path = folder / f"{prefix}-skew_fit.csv"
         self._skew = _SkewTable(_rows(path, 7)) if path.exists() else None

@@ -63,7 +63,6 @@ def step_times(
         link=run.link,
         padding=run.padding,
         host_seconds=host_seconds,
-        num_tokens=run.max_num_batched_tokens,
         experts=experts,
     )
 

@@ -106,8 +106,8 @@ def test_guesses_by_who_made_them() -> None:
 
     frame = make_frame(counted(1.0, (10, 5), (8, 8)), counted(3.0, (50, 35), (8, 8)))
     # nothing is told of a source that did not guess meanwhile
-    assert frame.guesses_per_s == {"ngram": 20.0}
-    assert frame.guesses_accepted == {"ngram": 0.75}
+    assert frame.drafts_per_s == {"ngram": 20.0}
+    assert frame.drafts_accepted == {"ngram": 0.75}
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(render(frame, "http://x"))
     assert "ngram 20/s, right 75%" in console.export_text()

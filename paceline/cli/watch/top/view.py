@@ -89,12 +89,12 @@ def _batch(frame: Frame) -> RenderableType:
         f"prefill tokens {plain(frame.prefill_tokens_per_step)}",
         f"decode tokens {plain(frame.decode_tokens_per_step)}",
     )
-    if frame.guesses_per_s:
+    if frame.drafts_per_s:
         row(
             "guesses",
             *(
-                f"{source} {count:.0f}/s, right {percent(frame.guesses_accepted[source])}"
-                for source, count in frame.guesses_per_s.items()
+                f"{source} {count:.0f}/s, right {percent(frame.drafts_accepted[source])}"
+                for source, count in frame.drafts_per_s.items()
             ),
         )
     row(

@@ -84,11 +84,11 @@ def llama_router(service: Service) -> APIRouter:
         return encoded(properties(service))
 
     async def all_slots(request: Request) -> Response:
-        told = slots(service)
+        states = slots(service)
         asks = request.query_params.get("fail_on_no_slot") == "1"
-        if asks and all(slot["is_processing"] for slot in told):
+        if asks and all(slot["is_processing"] for slot in states):
             raise HttpError(503, "no slot is free")
-        return encoded(told)
+        return encoded(states)
 
     async def lora_adapters(_request: Request) -> Response:
         return encoded([])

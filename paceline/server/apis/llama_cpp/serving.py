@@ -76,9 +76,9 @@ async def llama_events(
                 yield event(encode(_chunk(request, index, choice, delta, writer)))
             if choice.stop_type != "none":
                 # its text has been sent already
-                told = {"content": "", "tokens": []}
+                emptied = {"content": "", "tokens": []}
                 last = await _ended(service, request, head, index, choice)
-                yield event(encode(_selected(request, last | told)))
+                yield event(encode(_selected(request, last | emptied)))
 
 
 async def llama_answer(
@@ -171,7 +171,7 @@ def _is_late(request: LlamaRequest, choice: _Choice) -> bool:
 def _chunk(
     request: LlamaRequest, index: int, choice: _Choice, delta: ChoiceDelta, writer: TokenWriter
 ) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "index": index,
         "content": delta.text,
         "tokens": delta.token_ids,
@@ -181,10 +181,10 @@ def _chunk(
         "tokens_evaluated": len(choice.prompt),
     }
     if request.timings_per_token:
-        told["timings"] = _timings(choice)
+        fields["timings"] = _timings(choice)
     if request.n_probs:
-        told["completion_probabilities"] = _probabilities(delta.logprobs or (), writer)
-    return told
+        fields["completion_probabilities"] = _probabilities(delta.logprobs or (), writer)
+    return fields
 
 
 async def _ended(

@@ -79,7 +79,7 @@ async def chat_answer(
                 choices[piece.choice].add(piece)
                 thoughts[piece.choice] += piece.reasoning
     writer = _writer(request, service.client.tokenizer)
-    told = [
+    answered = [
         _choice(i, choice, thoughts[i], request, pieces, writer) for i, choice in enumerate(choices)
     ]
     return encode(
@@ -89,7 +89,7 @@ async def chat_answer(
             model=head.model,
             service_tier=head.service_tier,
             system_fingerprint=head.fingerprint,
-            choices=told,
+            choices=answered,
             usage=pieces.count.usage(),
             prompt_logprobs=prompt_logprobs_json(prompt, prompt_logprobs, writer),
             prompt_token_ids=prompt if options.return_token_ids else None,

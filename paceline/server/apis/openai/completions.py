@@ -81,7 +81,7 @@ async def completion_answer(
         whole = await collect(outputs, len(prompts), request.options)
     echoes = await _echoes(service, request, prompts)
     writer = _writer(request, service.client.tokenizer)
-    told = whole.prompt_logprobs
+    echoed = whole.prompt_logprobs
     return encode(
         CompletionAnswer(
             id=head.id,
@@ -90,7 +90,7 @@ async def completion_answer(
             service_tier=head.service_tier,
             system_fingerprint=head.fingerprint,
             choices=[
-                _choice(i, choice, echoes[i // n], prompts[i // n], request, writer, told[i // n])
+                _choice(i, choice, echoes[i // n], prompts[i // n], request, writer, echoed[i // n])
                 for i, choice in enumerate(whole.choices)
             ],
             usage=whole.usage,
@@ -236,14 +236,14 @@ class CompletionStream:
         # per choice, characters of the tokens sent so far
         self._offsets = [0] * choices
         # log-probabilities of prompts, in requests for nothing else
-        self._told: list[tuple[TokenLogprobs, ...] | None] = [None] * len(prompts)
+        self._echoed: list[tuple[TokenLogprobs, ...] | None] = [None] * len(prompts)
 
     def events(self, prompt: int, output: GenerationOutput) -> bytes:
         """Return the events of one delivery for prompt number ``prompt``; empty when there is
         nothing to send yet, such as half a character."""
         self._usage.update(prompt, output)
         if output.prompt_logprobs is not None:
-            self._told[prompt] = output.prompt_logprobs
+            self._echoed[prompt] = output.prompt_logprobs
         data = b""
         for delta in output.choices:
             index = prompt * self._n + delta.index
@@ -299,8 +299,8 @@ class CompletionStream:
             logprobs, self._offsets[index] = completion_logprobs(
                 delta.logprobs, self._writer, self._offsets[index]
             )
-        elif self._writer is not None and first and (told := self._told[prompt]) is not None:
-            logprobs, _ = echoed_logprobs(self._prompts[prompt], told, self._writer)
+        elif self._writer is not None and first and (echoed := self._echoed[prompt]) is not None:
+            logprobs, _ = echoed_logprobs(self._prompts[prompt], echoed, self._writer)
         choice = CompletionChunkChoice(
             index=index,
             text=self._echoes[prompt] + delta.text if first else delta.text,

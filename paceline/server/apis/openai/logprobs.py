@@ -89,7 +89,7 @@ def prompt_logprobs_json(
     first token, which has no context."""
     if entries is None:
         return None
-    told: list[dict[str, PromptLogprob] | None] = [None] if prompt else []
+    rows: list[dict[str, PromptLogprob] | None] = [None] if prompt else []
     for entry in entries:
         row = {
             str(token_id): PromptLogprob(_finite(value), rank, writer.write(token_id)[0])
@@ -99,8 +99,8 @@ def prompt_logprobs_json(
             str(entry.token_id),
             PromptLogprob(_finite(entry.logprob), entry.rank, writer.write(entry.token_id)[0]),
         )
-        told.append(row)
-    return told
+        rows.append(row)
+    return rows
 
 
 def echoed_logprobs(

@@ -57,8 +57,8 @@ async def cosines(vectors: Sequence[bytes], pairs: Sequence[tuple[int, int]]) ->
     size = len(vectors[0]) // 4
     first, second = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
 
-    def numbers(places: Any) -> Any:
-        packed = b"".join(vectors[place] for place in places)
+    def numbers(chosen: Any) -> Any:
+        packed = b"".join(vectors[place] for place in chosen)
         return np.frombuffer(packed, "<f4").reshape(-1, size).astype(np.float64)
 
     def part(start: int, stop: int) -> list[float]:

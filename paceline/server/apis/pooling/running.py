@@ -69,12 +69,12 @@ async def encoded_inputs(
     keep = options.max_tokens
     check = length_check(service.rules.max_model_len, name)
     found: list[tuple[list[int], int | None]] = []
-    places: list[int] = []
+    text_numbers: list[int] = []
     texts: list[tuple[str, str | None]] = []
     lower = service.client.info.pooling is not None and service.client.info.pooling.lower_case
     for number, item in enumerate(inputs):
         if isinstance(item, str):
-            places.append(number)
+            text_numbers.append(number)
             texts.append((item.lower() if lower else item, None))
             found.append(([], None))
         else:
@@ -84,9 +84,9 @@ async def encoded_inputs(
         texts,
         add_special_tokens=options.add_special_tokens,
         max_tokens=keep,
-        check=lambda place, num_tokens: check(places[place], num_tokens),
+        check=lambda place, num_tokens: check(text_numbers[place], num_tokens),
     )
-    for number, prompt in zip(places, encoded, strict=True):
+    for number, prompt in zip(text_numbers, encoded, strict=True):
         found[number] = prompt
     return found
 

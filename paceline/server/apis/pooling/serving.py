@@ -193,16 +193,16 @@ async def _scores(
         vectors = await run_vectors(service, prompts, request.options, head, arrival)
         return [as_floats(vector)[0] for vector in vectors.values], vectors.num_prompt_tokens
     # each text is encoded once, however many pairs it is in, under the name that the caller knows
-    places: dict[str, int] = {}
+    index_of: dict[str, int] = {}
     names: list[str] = []
     pairs: list[tuple[int, int]] = []
     for number, pair in enumerate(_prompted(request, info)):
         for text, name in zip(pair, request.names, strict=True):
-            if text not in places:
-                places[text] = len(places)
+            if text not in index_of:
+                index_of[text] = len(index_of)
                 names.append(name.format(number))
-        pairs.append((places[pair[0]], places[pair[1]]))
-    prompts = await encoded_inputs(service, list(places), request.options, names.__getitem__)
+        pairs.append((index_of[pair[0]], index_of[pair[1]]))
+    prompts = await encoded_inputs(service, list(index_of), request.options, names.__getitem__)
     vectors = await run_vectors(service, prompts, request.options, head, arrival)
     return await cosines(vectors.values, pairs), vectors.num_prompt_tokens
 

@@ -34,10 +34,10 @@ def input_items(stored: StoredResponse, query: Mapping[str, str]) -> bytes:
         items.reverse()
     after = query.get("after")
     if after is not None:
-        places = [i for i, item in enumerate(items) if item["id"] == after]
-        if not places:
+        matches = [i for i, item in enumerate(items) if item["id"] == after]
+        if not matches:
             raise InvalidRequestError(f"after names no item here: {show(after)}", "after")
-        items = items[places[0] + 1 :]
+        items = items[matches[0] + 1 :]
     page = items[: _limit(query)]
     return encode(
         {

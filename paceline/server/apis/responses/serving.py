@@ -46,7 +46,7 @@ class ResponseBuilder:
         self._text: list[str] = []
         self._logprobs: list[Any] = []
         # entries of tokens whose text is not sent yet, such as a part of a character
-        self._untold: list[Any] = []
+        self._unsent: list[Any] = []
         self._output: list[dict[str, Any]] = []
         self._quiet = Quiet()
         # the open output item: None, "thoughts", "text" or the number of a call
@@ -89,7 +89,7 @@ class ResponseBuilder:
             data += self._text_event("response.reasoning_text.delta", delta=piece.reasoning)
         self._token_ids += piece.token_ids
         if self._request.chat.options.sampling.logprobs is not None:
-            self._untold += chat_logprobs(piece.logprobs, self._writer).content
+            self._unsent += chat_logprobs(piece.logprobs, self._writer).content
         for part in piece.parts:
             if isinstance(part, str):
                 data += self._take_text(piece, part)
@@ -118,7 +118,7 @@ class ResponseBuilder:
 
     def _take_call(self, piece: ChatPiece, part: CallDelta) -> bytes:
         # the tokens of a call belong to no text
-        self._untold = []
+        self._unsent = []
         data = b""
         if self._open != part.index:
             data = self._close(piece) + self._open_call(piece, part.index)
@@ -155,9 +155,9 @@ class ResponseBuilder:
         return [message]
 
     def _tell(self) -> list[Any]:
-        told, self._untold = self._untold, []
-        self._logprobs += told
-        return told
+        sent, self._unsent = self._unsent, []
+        self._logprobs += sent
+        return sent
 
     def _open_text(self) -> bytes:
         self._open = "text"
@@ -227,7 +227,7 @@ class ResponseBuilder:
             ) + self._text_event("response.content_part.done", part=part)
         elif self._open == "thoughts":
             # the tokens of reasoning belong to no text
-            self._untold = []
+            self._unsent = []
             text, self._text = "".join(self._text), []
             part = {"type": "reasoning_text", "text": text}
             item["content"] = [part]
@@ -281,14 +281,14 @@ class ResponseBuilder:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    told = {
+    fields = {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": usage.prompt_tokens_details,
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.total_tokens,
     }
-    return told | usage.explanation()
+    return fields | usage.explanation()
 
 
 # codes of a response that failed in the background, by its would-be status

@@ -136,12 +136,12 @@ class CallsAmidText:
         if self._follows and (found := self._follow(last)) is not None:
             return found
         shape = self._shape
-        places = [(p, mark) for mark in shape.marks if (p := self._held.find(mark)) >= 0]
-        if not places:
+        marks_at = [(p, mark) for mark in shape.marks if (p := self._held.find(mark)) >= 0]
+        if not marks_at:
             kept = 0 if last else max(held_back(self._held, mark) for mark in shape.marks)
             self._say(len(self._held) - kept, pieces)
             return False
-        place, mark = min(places)
+        place, mark = min(marks_at)
         if place:
             self._say(place, pieces)
         head = shape.head.match(self._held, len(mark))
@@ -246,14 +246,14 @@ class CallsAmidText:
         if not shape.ends:
             return json_end
         marks = shape.ends + shape.marks
-        places = [(p, m) for m in marks if (p := held.find(m, candidate.seen)) >= 0]
-        if not places:
+        marks_at = [(p, m) for m in marks if (p := held.find(m, candidate.seen)) >= 0]
+        if not marks_at:
             if not last:
                 candidate.seen = max(json_end, len(held) - max(map(len, marks)))
                 return None
             rest = held[json_end:].strip(BLANK)
             return len(held) if any(m.startswith(rest) for m in shape.ends) else json_end
-        place, mark = min(places)
+        place, mark = min(marks_at)
         if mark in shape.marks:
             return json_end
         return -1 if held[json_end:place].strip(BLANK) else place + len(mark)

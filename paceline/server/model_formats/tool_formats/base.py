@@ -46,11 +46,9 @@ class ToolParser(Protocol):
 
     def push(self, text: str) -> list[Piece]:
         """Take in more of the output; return the pieces it completes."""
-        ...
 
     def finish(self) -> list[Piece]:
         """Return the pieces held back, as the output has ended."""
-        ...
 
 
 class ToolFormat(Protocol):
@@ -62,22 +60,18 @@ class ToolFormat(Protocol):
     @property
     def marks(self) -> tuple[str, ...]:
         """Texts that identify a chat template of this family."""
-        ...
 
     @property
     def arguments_key(self) -> str:
         """The key of a call's arguments in the model's text."""
-        ...
 
     def parser(self, names: Collection[str], *, held: bool = False) -> ToolParser:
         """Return a parser of output that may be text and calls of ``names``; ``held``: the output
         follows ``rule``, or is an answer in JSON."""
-        ...
 
     def rule(self, *, parallel: bool) -> str:
         """Return the Lark rule ``calls`` and those below: one ``call`` (or several, with
         ``parallel``); ``call`` is the rule of a JSON object with ``name`` and ``arguments_key``."""
-        ...
 
 
 # keywords with which a schema may allow properties that it does not list itself

@@ -61,7 +61,7 @@ class _CallReader:
         self._start = 0
         self._arguments_from: int | None = None
         self._arguments_to: int | None = None
-        self._told = 0
+        self._num_sent = 0
 
     def take(self, text: str) -> str:
         """Read on; return the rest of ``text`` after the call's end."""
@@ -109,9 +109,9 @@ class _CallReader:
             self._named = True
             yield CallDelta(self._index, self._name, "")
         end = len(self._chars) if self._arguments_to is None else self._arguments_to
-        begin = self._arguments_from + self._told
+        begin = self._arguments_from + self._num_sent
         if end > begin:
-            self._told += end - begin
+            self._num_sent += end - begin
             yield CallDelta(self._index, None, "".join(self._chars[begin:end]))
 
     def _begin_value(self) -> None:

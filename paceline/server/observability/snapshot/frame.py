@@ -77,8 +77,8 @@ class Frame:
     # share of the time spent in steps whose time was predicted
     step_share: float
     # draft tokens verified per second, and the accepted share of them, by their source
-    guesses_per_s: Mapping[str, float]
-    guesses_accepted: Mapping[str, float]
+    drafts_per_s: Mapping[str, float]
+    drafts_accepted: Mapping[str, float]
     prompt_tokens_per_s: float
     output_tokens_per_s: float
     requests_per_s: float
@@ -126,7 +126,7 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
     windows = after.by("paceline:kv_window_blocks", "state")
     queries = grew("vllm:prefix_cache_queries_total")
     waited = grew_by("paceline:queue_held_seconds_total", "reason")
-    guesses = grew_by("paceline:spec_decode_draft_tokens_total", "source")
+    drafted = grew_by("paceline:spec_decode_draft_tokens_total", "source")
     right = grew_by("paceline:spec_decode_accepted_tokens_total", "source")
     # the engine counts per step, so a reading may cover more time than the interval
     held_time = max(seconds, sum(waited.values()))
@@ -148,8 +148,8 @@ def make_frame(before: Scrape, after: Scrape) -> Frame:
         predicted_step_seconds=ratio(predicted, steps) if predicted else None,
         step_error=ratio(abs(predicted - actual), actual) if predicted else None,
         step_share=min(1.0, actual / seconds),
-        guesses_per_s={source: count / seconds for source, count in guesses.items()},
-        guesses_accepted={source: right.get(source, 0.0) / n for source, n in guesses.items()},
+        drafts_per_s={source: count / seconds for source, count in drafted.items()},
+        drafts_accepted={source: right.get(source, 0.0) / n for source, n in drafted.items()},
         prompt_tokens_per_s=grew("vllm:prompt_tokens_total") / seconds,
         output_tokens_per_s=grew("vllm:generation_tokens_total") / seconds,
         requests_per_s=grew("vllm:e2e_request_latency_seconds_count") / seconds,
