@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from paceline.checkpoints.gguf.checkpoint import GGUFCheckpoint, open_gguf
 from paceline.checkpoints.gguf.encoder import GGUFEncoder
@@ -20,8 +19,7 @@ from paceline.errors import CheckpointError
 __all__ = ["FORMATS", "FileFormat", "OpenedEncoder", "OpenedModel", "open_checkpoint", "open_model"]
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedModel:
+class OpenedModel(NamedTuple):
     """A decoder's files, read once and checked."""
 
     checkpoint: Checkpoint
@@ -29,23 +27,20 @@ class OpenedModel:
     pooling: PoolingFiles | None
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedEncoder:
+class OpenedEncoder(NamedTuple):
     """An encoder's files, read once and checked."""
 
     checkpoint: EncoderFiles
     pooling: PoolingFiles
 
 
-@dataclass(frozen=True, slots=True)
-class FileFormat:
-    """A format of model files."""
+class FileFormat(NamedTuple):
+    """A format of model files: whether a path is of it, and how to open one there."""
 
-    # whether a path is of this format
     matches: Callable[[Path], bool]
-    # opens a decoder, however it is used
+    # a decoder, however it is used
     open_checkpoint: Callable[[Path], Checkpoint]
-    # (path, runner, convert), of which ``heads.pooling`` knows the last two
+    # arguments as for ``open_model``
     open_model: Callable[[Path, str, str], OpenedModel | OpenedEncoder]
 
 

@@ -14,17 +14,16 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from paceline.core.drafter import Drafter
-from paceline.core.forecast import Forecast
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.slo import NO_SLO, Slo
 from paceline.core.tier import Move, Tier, after, tier_of
 
 __all__ = [
-    "MOST_DRAFT_TOKENS", "FinishReason", "History", "Request", "RequestSpec", "RequestStatus",
-    "ResumedOutput",
+    "MOST_DRAFT_TOKENS", "FinishReason", "Forecast", "ForecastKind", "History", "Request",
+    "RequestSpec", "RequestStatus", "ResumedOutput",
 ]  # fmt: skip
 
 # most draft tokens in one row (``outputs.Draft``)
@@ -90,6 +89,27 @@ class RequestSpec:
     # source of draft tokens from what the engine knows, for ``step.speculation`` alone to ask;
     # None: there is none
     drafter: Drafter | None = None
+
+
+class ForecastKind(NamedTuple):
+    """Kind of requests, whose forecasts share one bias."""
+
+    tier: Tier
+    priority: int
+    boosted: bool
+    # the first token is predicted to be late, so that the request yields
+    late: bool
+
+
+class Forecast(NamedTuple):
+    """Forecast of the seconds from arrival to first token, without the bias of its kind."""
+
+    kind: ForecastKind
+    seconds: float
+    # the same without overtakers; seconds that they add for each second of the wait, and how long
+    alone: float
+    overtaken: float
+    overtaken_for: float
 
 
 @dataclass(slots=True, eq=False)

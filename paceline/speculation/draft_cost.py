@@ -109,13 +109,12 @@ class DraftCosts:
         if seconds < 2 * step:
             self.bubble += _NEWEST * (seconds - self.bubble)
 
-    def note_result(self, now: float) -> None:
-        """Note that the tokens of a step were received."""
+    def note_result(self, now: float, num_rows: int, seconds: float) -> None:
+        """Note that a step's tokens were received; it took ``seconds`` for rows of one token, draft
+        tokens counted as such. 0: it had others."""
         self._received_at = now
-
-    def note_rows(self, num_rows: int, seconds: float) -> None:
-        """Learn from a step of rows of one token, draft tokens counted as such."""
-        self._row_price.observe(num_rows, seconds)
+        if seconds > 0.0:
+            self._row_price.observe(num_rows, seconds)
 
     def note_skipped(self, num_tokens: int, num_read: int) -> None:
         """Learn that the draft model reads no more than the last ``num_read`` known tokens, if it

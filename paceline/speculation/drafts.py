@@ -125,11 +125,10 @@ class Drafts:
     ) -> None:
         """Take in a step's result, before its tokens are appended to the ``requests`` of its rows.
         Counts computed tokens of wrong drafts as not computed: the next row overwrites them."""
-        self._costs.note_result(now)
         num_verified = self._settle(plan, requests, result) if plan.drafts else 0
         planned_rows = len(plan.rows) + sum(len(token_ids) for _, token_ids, _ in plan.drafts)
-        if plan.num_tokens == planned_rows and result.elapsed > 0.0:
-            self._costs.note_rows(len(plan.rows) + num_verified, result.elapsed)
+        seconds = result.elapsed if plan.num_tokens == planned_rows else 0.0
+        self._costs.note_result(now, len(plan.rows) + num_verified, seconds)
         for index, token_ids in result.forced:
             if (state := self._draft_state(requests[index])) is not None:
                 state.force(requests[index].num_tokens + len(result.sampled[index]), token_ids)
@@ -163,12 +162,9 @@ class Drafts:
         passes = unseen = 0
         for row, token_ids, source in drafts:
             if source == DRAFT_MODEL and (state := _state_of(requests[row])) is not None:
-                passes, unseen = max(passes, len(token_ids)), unseen + self._unseen(state)
+                passes = max(passes, len(token_ids))
+                unseen += self._costs.unseen(state.num_unseen)
         self.making_seconds = self._costs.making(passes, unseen)
-
-    def _unseen(self, state: DraftState) -> int:
-        """Return the known tokens that the backend's model is expected to read."""
-        return self._costs.unseen(state.num_unseen)
 
     def _propose(self, request: Request) -> DraftTokens:
         most = min(self._settings.num_tokens, _room(request), request.asked.max_draft_tokens)
@@ -220,7 +216,7 @@ class Drafts:
             survivals[index] = state.acceptance.survivals(draft)
             if draft.source == DRAFT_MODEL:
                 left = max(1, self._work.output_tokens(request) - request.num_output_tokens)
-                catching_up[index] = self._unseen(state) * costs.token_seconds / left
+                catching_up[index] = costs.unseen(state.num_unseen) * costs.token_seconds / left
         if not (ranked := likeliest_first(survivals, catching_up if due else ())):
             self._tries.note(False)
             return ()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from paceline.backends.loading.memory_estimate import served_memory
+from paceline.backends.loading.plan import LoadPlan
 from paceline.backends.loading.settings import BackendSettings, BatchLimits
 from paceline.backends.loading.sizes import choose_windows
 from paceline.backends.native import unavailable_reason
@@ -218,13 +219,25 @@ class Sizes:
     free_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Plan:
+    """The parts of a ``LoadPlan`` that window blocks depend on."""
+
+    settings: BackendSettings
+    limits: BatchLimits
+    max_model_len: int = 32768
+    pooling: None = None
+
+
 def choose(loader: Sizes, sizes: tuple[int, int], **settings: Any) -> tuple[int, int, int]:
     """Blocks without, window blocks, and blocks beside these."""
     asked = BackendSettings(**settings)
     size = asked.kv_cache_bytes or loader.free_bytes // 2
     without = asked.num_blocks or size // loader.block_bytes
-    memory, limits = PoolMemory(loader.free_bytes, 0.5), BatchLimits(*sizes)
-    found = choose_windows(cast("ModelLoader", loader), asked, limits, 32768, without, memory)
+    memory, plan = PoolMemory(loader.free_bytes, 0.5), Plan(asked, BatchLimits(*sizes))
+    found = choose_windows(
+        cast("LoadPlan", plan), cast("ModelLoader", loader), memory, without, drafted=False
+    )
     assert (found.why == "") == (found.num_window_blocks > 0 or not loader.window)
     return without, found.num_window_blocks, found.num_blocks
 

@@ -57,11 +57,11 @@ def test_a_head_reads_no_more_than_it_did_before() -> None:
 def test_the_bubble_fades_where_no_plan_waited() -> None:
     costs = DraftCosts(StepTimeModel())
     # longer than two steps of unknown length: there was no request
-    costs.note_result(1.0)
+    costs.note_result(1.0, 1, 0.0)
     costs.note_plan(1.5, 1, waited=True)
     assert costs.bubble == 0.0
     for rows in (1, 2, 3) * 6:
-        costs.note_rows(rows, 0.02)
+        costs.note_result(1.0, rows, 0.02)
     costs.note_plan(1.01, 1, waited=True)
     assert costs.bubble == pytest.approx(0.001)
     costs.note_plan(2.0, 1, waited=False)

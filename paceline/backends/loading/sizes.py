@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from paceline.backends.drafting.draft_model import DraftPlan
 from paceline.backends.loading.plan import LoadPlan
-from paceline.backends.loading.settings import BackendSettings, BatchLimits
+from paceline.backends.loading.settings import BackendSettings
 from paceline.backends.machine.cpu import choose_num_blocks
 from paceline.backends.runner.interface import ModelLoader, PoolMemory
 from paceline.core.config import SchedulerConfig
@@ -38,44 +38,37 @@ class PoolSizes(NamedTuple):
 
 def choose_sizes(plan: LoadPlan, loader: ModelLoader, draft: DraftPlan | None) -> PoolSizes:
     """Choose the sizes for a model and what drafts for it."""
-    settings, limits, length = plan.settings, plan.limits, plan.max_model_len
     # asked once: a second answer may differ
     memory = loader.pool_memory()
-    num_blocks = choose_blocks(loader, settings, limits.max_num_seqs, length, memory, draft)
-    num_host_blocks = host_blocks(loader, settings, num_blocks)
-    sizes = choose_windows(
-        loader, settings, limits, length, num_blocks, memory,
-        pooled=plan.pooling is not None, drafted=draft is not None,
-    )  # fmt: skip
-    return sizes if sizes.num_window_blocks else sizes._replace(num_host_blocks=num_host_blocks)
+    num_blocks = choose_blocks(plan, loader, memory, draft)
+    sizes = choose_windows(plan, loader, memory, num_blocks, drafted=draft is not None)
+    if sizes.num_window_blocks:
+        return sizes
+    return sizes._replace(num_host_blocks=host_blocks(plan.settings, loader, num_blocks))
 
 
 def choose_blocks(
-    loader: ModelLoader,
-    settings: BackendSettings,
-    max_num_seqs: int,
-    max_model_len: int,
-    memory: PoolMemory,
-    draft: DraftPlan | None,
+    plan: LoadPlan, loader: ModelLoader, memory: PoolMemory, draft: DraftPlan | None
 ) -> int:
     """Choose the blocks of the KV pool, after the draft model's blocks and weights are deducted."""
+    settings, max_num_seqs = plan.settings, plan.limits.max_num_seqs
     if settings.num_blocks is not None:
         return settings.num_blocks
     if not loader.block_bytes:
         # without a cache, blocks are numbers: enough of them that no prompt waits for one
-        return max_num_seqs * -(-max_model_len // settings.block_size)
+        return max_num_seqs * -(-plan.max_model_len // settings.block_size)
     return choose_num_blocks(
         settings.kv_cache_bytes,
         block_bytes=loader.block_bytes + (0 if draft is None else draft.block_bytes),
         block_size=settings.block_size,
         max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
+        max_model_len=plan.max_model_len,
         free_bytes=max(0, memory.free_bytes - (0 if draft is None else draft.weight_bytes)),
         share=memory.share,
     )
 
 
-def host_blocks(loader: ModelLoader, settings: BackendSettings, num_blocks: int) -> int:
+def host_blocks(settings: BackendSettings, loader: ModelLoader, num_blocks: int) -> int:
     """Return the blocks of host memory for swapping, next to ``num_blocks`` of the pool."""
     if not loader.block_bytes:
         return 0
@@ -87,31 +80,23 @@ def host_blocks(loader: ModelLoader, settings: BackendSettings, num_blocks: int)
 
 
 def choose_windows(
-    loader: ModelLoader,
-    settings: BackendSettings,
-    limits: BatchLimits,
-    max_model_len: int,
-    num_blocks: int,
-    memory: PoolMemory,
-    *,
-    pooled: bool = False,
-    drafted: bool = False,
+    plan: LoadPlan, loader: ModelLoader, memory: PoolMemory, num_blocks: int, *, drafted: bool
 ) -> PoolSizes:
     """Choose the number of window blocks, and of blocks, which may then exceed ``num_blocks``, the
-    number that fits where all layers use them.
+    number that fits into ``memory`` where all layers use them.
 
     Args:
-        memory: result of ``loader.pool_memory`` when ``num_blocks`` was chosen.
-        pooled: hidden states are asked for, which are computed from ordinary blocks alone.
         drafted: a model or a head drafts, whose cache uses the served model's blocks.
     """
+    settings, limits, max_model_len = plan.settings, plan.limits, plan.max_model_len
     if not loader.window:
         return PoolSizes(num_blocks)
     max_num_seqs = limits.max_num_seqs
     off = settings.without_windows
     if settings.swap_bytes:
         off = off or "host memory to swap to takes whole blocks (--swap-space)"
-    elif pooled:
+    elif plan.pooling is not None:
+        # hidden states are computed from ordinary blocks alone
         off = off or "a pooled model has hidden states of whole prompts"
     elif drafted:
         off = off or "a draft model or head shares its blocks with the model"

@@ -59,12 +59,7 @@ def read_folder(path: Path) -> HFFolder:
     Raises:
         CheckpointError: a malformed file, or a module that is not supported.
     """
-    names = (
-        "config",
-        "generation_config",
-        "config_sentence_transformers",
-        "sentence_bert_config",
-    )
+    names = "config", "generation_config", "config_sentence_transformers", "sentence_bert_config"
     config, generation, wrapped, bert = (read_json_object(path / f"{name}.json") for name in names)
     return HFFolder(
         path=path,

@@ -15,14 +15,13 @@ from itertools import accumulate, repeat
 from operator import mod, mul, sub
 from typing import Final
 
-from paceline.core.forecast import Forecast, ForecastKind
 from paceline.core.pacing.share import GuaranteedShare
 from paceline.core.pacing.waiting_targets import WaitingTargets
 from paceline.core.policies import overrides
 from paceline.core.predict.step_time import StepShape
 from paceline.core.queues.running import place
 from paceline.core.queues.wait_clocks import Reason
-from paceline.core.request import Request
+from paceline.core.request import Forecast, ForecastKind, Request
 from paceline.core.slo import MAX_SECONDS
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.config import CacheConfig, SchedulerConfig
-from paceline.core.forecast import Forecast
 from paceline.core.memory.kv_cache import KVCacheManager
 from paceline.core.memory.outlook import MemoryOutlook
 from paceline.core.memory.pressure import PressureValve
@@ -19,7 +18,7 @@ from paceline.core.predict.step_time import StepTimeModel
 from paceline.core.queues.running import RunningList
 from paceline.core.queues.wait_clocks import REASONS, Reason
 from paceline.core.queues.waiting import Forks, WaitingQueues
-from paceline.core.request import Request, RequestStatus
+from paceline.core.request import Forecast, Request, RequestStatus
 from paceline.core.stats import SchedulerStats
 from paceline.core.step.in_flight import StepsInFlight
 from paceline.core.tier import Tier

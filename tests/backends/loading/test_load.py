@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.backends.loading.settings import BackendSettings
-from paceline.backends.loading.sizes import choose_blocks, host_blocks
-from paceline.backends.runner.interface import ModelLoader, PoolMemory
+from paceline.backends.loading.sizes import host_blocks
+from paceline.backends.runner.interface import ModelLoader
 from paceline.backends.runner.worker_thread import WorkerBackend
 from paceline.backends.torch.attention import block_bytes
 from paceline.backends.torch.linear import DenseLinear, Linear, PackedLinear, make_linear
@@ -268,8 +268,7 @@ class Sizes:
 def test_blocks_to_swap_to(max_host_bytes: float, swap_bytes: int | None, expected: int) -> None:
     loader = cast("ModelLoader", Sizes(1000, max_host_bytes))
     settings = BackendSettings(num_blocks=11, swap_bytes=swap_bytes)
-    assert choose_blocks(loader, settings, 4, 100, PoolMemory(0, 1.0), None) == 11
-    assert host_blocks(loader, settings, 11) == expected
+    assert host_blocks(settings, loader, 11) == expected
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

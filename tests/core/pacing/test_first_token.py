@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.core.forecast import Forecast, ForecastKind
 from paceline.core.pacing.first_token import FirstTokenForecast
 from paceline.core.pacing.share import GuaranteedShare
 from paceline.core.pacing.waiting_targets import WaitingTargets
 from paceline.core.predict.step_time import StepShape
-from paceline.core.request import Request
+from paceline.core.request import Forecast, ForecastKind, Request
 from paceline.core.slo import MAX_SECONDS
 from paceline.core.step.state import SchedulerState
 from paceline.core.tier import Tier

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.core.forecast import Forecast, ForecastKind
 from paceline.core.outputs import (
     RequestUpdate,
     ScheduledRow,
@@ -14,7 +13,7 @@ from paceline.core.outputs import (
     StepResult,
     TokenLogprobs,
 )
-from paceline.core.request import FinishReason, Request, RequestStatus
+from paceline.core.request import FinishReason, Forecast, ForecastKind, Request, RequestStatus
 from paceline.core.step.state import SchedulerState
 from paceline.core.step.update import Updates, update_of
 from paceline.core.tier import Tier
