@@ -17,30 +17,30 @@ ROOT: Final = Path(__file__).parents[1]
 MOST_OF_A_FILE: Final = 550
 # room: limit, then patterns below paceline/, where "-" takes files away, and the number aimed at
 ROOMS: Final[dict[str, tuple[int, tuple[str, ...], int]]] = {
-    "core": (7_779, ("core/**/*",), 7_800),
+    "core": (7_849, ("core/**/*",), 7_800),
     # what is read to follow a step without targets
     "core: plain step": (
-        2_776,
+        2_830,
         ("core/scheduler", "core/request", "core/step/*", "core/queues/*", "core/memory/block_pool",
          "core/memory/kv_cache", "core/policies/fcfs", "-core/step/speculation",
          "-core/queues/fair_queue"),
         2_900,
     ),
-    "speculation": (1_089, ("speculation/**/*",), 1_000),
-    "checkpoints": (7_258, ("checkpoints/**/*",), 6_900),
-    "backends": (9_949, ("backends/**/*",), 9_600),
+    "speculation": (1_126, ("speculation/**/*",), 1_000),
+    "checkpoints": (7_332, ("checkpoints/**/*",), 6_900),
+    "backends": (10_013, ("backends/**/*",), 9_600),
     "timeline": (2_140, ("timeline/**/*",), 1_700),
-    "engine": (7_343, ("engine/**/*",), 7_000),
+    "engine": (7_323, ("engine/**/*",), 7_000),
     "http": (3_560, ("http/**/*",), 3_000),
     "routing": (1_236, ("routing/**/*",), 1_200),
-    "server, web": (21_463, ("server/**/*", "web/**/*"), 18_900),
+    "server, web": (21_450, ("server/**/*", "web/**/*"), 18_900),
     "gateway": (11_034, ("gateway/**/*",), 8_300),
     "client": (1_867, ("client/**/*",), 1_800),
     "bench": (1_380, ("bench/**/*",), 1_200),
-    "sim": (7_047, ("sim/**/*",), 6_700),
+    "sim": (7_046, ("sim/**/*",), 6_700),
     "cli": (7_759, ("cli/**/*",), 7_400),
     "benchmarks": (15_235, ("../benchmarks/**/*",), 13_500),
-    "tests": (90_203, ("../tests/**/*",), 83_000),
+    "tests": (90_282, ("../tests/**/*",), 83_000),
 }  # fmt: skip
 
 

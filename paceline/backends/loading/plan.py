@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from paceline.backends.loading.devices import bind_placement, choose_device, place_threads
 from paceline.backends.loading.formats import Formats, choose_formats
